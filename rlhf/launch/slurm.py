@@ -108,6 +108,8 @@ def _was_preempted(reason: Interrupted) -> bool:
     if os.environ.get("SUBMITIT_EXECUTOR") == "local":
         return reason.received is not signal.SIGTERM
     job = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_TASK_ID" in os.environ:  # the id of the last element is that of the whole array
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     answer = subprocess.run(
         ["squeue", "--noheader", f"--jobs={job}", "--format=%T %r"],
         capture_output=True,

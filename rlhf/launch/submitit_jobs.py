@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,13 +46,21 @@ _SBATCH_NAMES = {
 }
 
 
-def submit(launcher: BaseSubmititLauncher, jobs: Sequence[Job], first: int) -> list[JobReturn]:
-    """Submit jobs, wait until all jobs have ended, and return a result for each job.
+def submit(
+    launcher: BaseSubmititLauncher,
+    jobs: Sequence[Job],
+    first: int = 0,
+    work: Callable[[int], JobReturn] | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[JobReturn]:
+    """Submit jobs as one array, wait until all jobs have ended, and return a result for each job.
 
     Args:
         launcher: the submitit launcher with its settings.
         jobs: the jobs to run.
         first: number of the first job.
+        work: called in each job with the number of the job; None: the launcher carries out the overrides.
+        meanwhile: called from time to time during the wait.
 
     Raises:
         UserError: SLURM is not installed here, rejects the jobs, or would stop them at once.
@@ -76,8 +84,10 @@ def submit(launcher: BaseSubmititLauncher, jobs: Sequence[Job], first: int) -> l
     new = [job for job in jobs if job.path not in running]
     if new:
         with _settings_over_environment(launcher.params), _ctrl_c_ignored():
-            calls = zip(*submitit_calls([job.overrides for job in new], first), strict=True)
-            submitted = _executor(launcher).map_array(launcher, *calls)
+            calls = submitit_calls([job.overrides for job in new], first)
+            if work is not None:
+                calls = [(job.number,) for job in new]
+            submitted = _executor(launcher).map_array(work or launcher, *zip(*calls, strict=True))
         for job, sent in zip(new, submitted, strict=True):
             queue.note(job, sent)
             running[job.path] = sent
@@ -86,7 +96,7 @@ def submit(launcher: BaseSubmititLauncher, jobs: Sequence[Job], first: int) -> l
         for job, sent in zip(jobs, waited, strict=True):
             state = "submitted" if job in new else "still in the queue"
             print(f"{job.label}: {state} as job {sent.job_id}; output: {_output(sent)}", flush=True)
-        return _wait(jobs, waited, queue)
+        return _wait(jobs, waited, queue, meanwhile)
     except KeyboardInterrupt:
         queue.cancel(waited)
         print(f"cancelled {len(waited)} jobs; each writes a checkpoint, and the same command resumes them")
@@ -101,13 +111,19 @@ def submit(launcher: BaseSubmititLauncher, jobs: Sequence[Job], first: int) -> l
         raise
 
 
-def _wait(jobs: Sequence[Job], submitted: Sequence[Submitted], queue: _Queue) -> list[JobReturn]:
+def _wait(
+    jobs: Sequence[Job],
+    submitted: Sequence[Submitted],
+    queue: _Queue,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[JobReturn]:
     """Wait until all jobs have ended, and return a result for each job.
 
     Args:
         jobs: the jobs.
         submitted: the submitted job of each job.
         queue: the queue that reports results.
+        meanwhile: called after each look at the queue.
     """
     results: dict[int, JobReturn] = {}
     while True:
@@ -115,7 +131,8 @@ def _wait(jobs: Sequence[Job], submitted: Sequence[Submitted], queue: _Queue) ->
             if number not in results and (result := queue.result(sent)) is not None:
                 results[number] = result
                 state = "failed" if result.status is JobStatus.FAILED else "done"
-                print(f"{job.label}: {state}, in {job.path}")
+                print(f"{job.label}: {state}" + (f", in {job.path}" if job.path.is_dir() else ""))
+        meanwhile()
         if len(results) == len(jobs):
             return [results[number] for number in range(len(jobs))]
         time.sleep(_POLL_S)

@@ -42,7 +42,7 @@ def price(study: Study, options: Namespace) -> None:
 
 def run(study: Study, options: Namespace) -> None:
     """Carry out the missing runs; the same command resumes."""
-    study.run(options.workers, _only(study, options), options.nice, options.failed)
+    study.run(options.workers, _only(study, options), options.nice, options.failed, options.slurm)
     _say(f"all runs are done; write the page: rlhf study page {study.spec.file}")
 
 
@@ -96,6 +96,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {  # arguments of `add_argument`
     "where": {"nargs": "+", "metavar": "NAME=VALUE", "help": "task, method, axes and seed of the run"},
     "methods": {"type": Path, "help": "a YAML file with methods, and perhaps claims and grids"},
     "--workers": {"type": int, "default": 1, "help": "runs in parallel"},
+    "--slurm": {
+        "nargs": "*",
+        "metavar": "KEY=VALUE",
+        "help": "submit the workers as a SLURM array; keys of hydra.launcher, as partition=gpu",
+    },
     "--only": {
         "nargs": "*",
         "default": [],
@@ -114,7 +119,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {  # arguments of `add_argument`
 _COMMANDS = {
     plan: ("--only", "--part"),
     price: ("--workers",),
-    run: ("--workers", "--only", "--part", "--nice", "--failed"),
+    run: ("--workers", "--slurm", "--only", "--part", "--nice", "--failed"),
     repeat: ("where",),
     add: ("methods",),
     show: (),

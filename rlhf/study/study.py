@@ -12,7 +12,7 @@ The errors are those of `rlhf.Experiment`. Importing this module imports no torc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,9 +66,16 @@ class Study:
         with interruptible():
             return pricing.measured_price(plan)
 
-    def run(self, workers: int = 1, only: Only = None, nice: int = 0, failed: bool = False) -> None:
+    def run(
+        self,
+        workers: int = 1,
+        only: Only = None,
+        nice: int = 0,
+        failed: bool = False,
+        slurm: Sequence[str] | None = None,
+    ) -> None:
         """Carry out the missing runs; see `rlhf.study.workers.run`."""
-        run(self.spec, workers, only, nice, failed)
+        run(self.spec, workers, only, nice, failed, slurm)
 
     def rows(self) -> pandas.DataFrame:
         """Return the rows, one per run, with columns for axes and metrics of the last evaluation."""

@@ -1,7 +1,7 @@
 """The command `rlhf study run`, and its workers: equal processes without a head.
 
     worker:  the first run without a row whose folder is not locked -> fork an attempt -> the next run
-    command: starts workers, prints finished runs, collects rows
+    command: starts workers (processes, or the elements of a SLURM array), prints finished runs, collects rows
 
 The lock of a run folder (`rlhf.runs.lock_file`) divides the work, so workers of several commands and hosts
 share a study on one file system. A worker that is killed leaves a run that another one resumes.
@@ -11,16 +11,27 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.utils import instantiate
 from rich.live import Live
 from rich.text import Text
 
+from rlhf.config.compose import initialized
 from rlhf.config.cores import set_environment
+from rlhf.config.mistakes import explained
 from rlhf.core.console import console
-from rlhf.core.errors import RunError, UserError
+from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.formatting import clock, figure
 from rlhf.core.output import print_error
+from rlhf.core.pasting import override
+from rlhf.launch.hydra_internals import multirun_config
+from rlhf.launch.jobs import Job, completed, failure_message
+from rlhf.launch.slurm import requeue
+from rlhf.launch.submitit_jobs import submit
 from rlhf.processes.signals import interruptible
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import LOCK
@@ -31,12 +42,24 @@ from rlhf.study.planning import Configs, Only, Plan, Planned
 from rlhf.study.rows import DIVERGED, FAILED, TABLE
 from rlhf.study.spec import Spec
 
+if TYPE_CHECKING:
+    from submitit.helpers import DelayedSubmission
+
+LAUNCHER = "slurm"  # option of hydra/launcher
+_RESOURCES = {"threads": "cpus_per_task", "gpus": "gpus_per_node", "minutes": "timeout_min"}
 SAME = 3  # equal failures in a row that stop a worker
 _STOPPED = 3  # exit code of a worker after that
 _POLL_S = 2.0  # seconds between two looks for finished runs, and for work while other workers have all runs
 
 
-def run(spec: Spec, count: int = 1, only: Only = None, niceness: int = 0, failed: bool = False) -> None:
+def run(
+    spec: Spec,
+    count: int = 1,
+    only: Only = None,
+    niceness: int = 0,
+    failed: bool = False,
+    slurm: Sequence[str] | None = None,
+) -> None:
     """Carry out the missing runs of a study.
 
     Args:
@@ -45,6 +68,8 @@ def run(spec: Spec, count: int = 1, only: Only = None, niceness: int = 0, failed
         only: the values to which the runs are restricted.
         niceness: niceness of the runs.
         failed: repeat runs that failed.
+        slurm: submit the workers as a SLURM array with these settings of `hydra.launcher`, such as
+            "partition=gpu"; None: the workers are processes of this machine.
 
     Raises:
         UserError: a run is invalid, or the study costs more than its budget; nothing was started.
@@ -62,7 +87,9 @@ def run(spec: Spec, count: int = 1, only: Only = None, niceness: int = 0, failed
         if any(each.run.part == TABLE for each in plan.runs) or plan.undecided:
             history.record_claims(spec)
         collection.collect(configs)
-        if plan.missing:
+        if plan.missing and slurm is not None:
+            _in_array(plan, count, niceness, slurm)
+        elif plan.missing:
             stopped = _in_processes(plan, count, niceness)
         while not collection.collect(configs):
             time.sleep(_POLL_S)
@@ -75,8 +102,7 @@ def run(spec: Spec, count: int = 1, only: Only = None, niceness: int = 0, failed
 
 def _in_processes(plan: Plan, count: int, niceness: int) -> bool:
     """Let workers in processes of this machine carry out runs; return whether equal failures stopped one."""
-    set_environment()
-    import rlhf.stages.run  # noqa: F401  the workers and their attempts share the imported modules
+    _load()
 
     def work() -> None:
         try:
@@ -100,6 +126,60 @@ def _in_processes(plan: Plan, count: int, niceness: int) -> bool:
             each.terminate()
         for each in processes:
             each.join()
+
+
+def _in_array(plan: Plan, count: int, niceness: int, settings: Sequence[str]) -> None:
+    """Let the elements of one SLURM array carry out runs, and print the errors of workers.
+
+    Workers that are still in the queue after an earlier call are not submitted again.
+    """
+    spec, folder = plan.spec, plan.spec.folder.absolute() / "workers"
+    resources = {_RESOURCES[name]: value for name, value in spec.resources.items() if name in _RESOURCES}
+    own = {"submitit_folder": f"{folder}/%j", "name": spec.name, **resources}
+    words = [
+        f"hydra/launcher={LAUNCHER}",
+        *(override(f"hydra.launcher.{key}", value) for key, value in own.items()),
+        *(f"hydra.launcher.{each}" for each in settings),
+    ]
+    with explained(words, sweep=True), initialized() as search:
+        launcher = instantiate(multirun_config([*search, *words]).hydra.launcher)
+    names = [f"worker-{number}" for number in range(1, count + 1)]
+    jobs = [
+        Job(number=number, label=name, folder=RunFolder(folder / name)) for number, name in enumerate(names)
+    ]
+    with (watch := Watch(plan, count)).live:
+        results = submit(launcher, jobs, work=_Element(plan, niceness), meanwhile=watch.look)
+    for name, result in zip(names, results, strict=True):
+        if result.status is JobStatus.FAILED:
+            print_error(f"error: {name}: {failure_message(result._return_value)}")
+
+
+class _Element:
+    """A worker as an element of an array; submitit requeues the element after `checkpoint`."""
+
+    def __init__(self, plan: Plan, niceness: int) -> None:
+        self.spec, self.only, self.niceness = plan.spec, plan.only, niceness
+
+    def __call__(self, number: int) -> JobReturn:
+        _load()
+        try:
+            with interruptible():
+                Worker(Plan(self.spec, [], only=self.only), self.niceness).work()
+        except Interrupted as reason:
+            requeue(reason)
+            raise RunError(str(reason)) from None
+        return completed(None)
+
+    def checkpoint(self, number: int) -> DelayedSubmission:
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self, number)
+
+
+def _load() -> None:
+    """Import the libraries of runs, which the attempts of a process share."""
+    set_environment()
+    import rlhf.stages.run  # noqa: F401
 
 
 class Worker:

@@ -18,8 +18,12 @@ import pytest
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
 from rlhf.runs.folder import RunFolder
+from rlhf.study.reading import read_spec
+from rlhf.study.rows import read_rows
+from rlhf.study.spec import Spec
 from tests import needs
 from tests.end_to_end.conftest import TINY, assert_same_end, rows, wait_for
+from tests.study.test_kills import TIMES
 
 ROOT = Path(__file__).parents[2]
 LOCAL_SLURM = ROOT / "launchers" / "local_slurm.sh"
@@ -274,6 +278,36 @@ def test_job_at_its_time_limit_is_requeued_and_ends_like_an_uninterrupted_run(
     job = ask(slurm, "scontrol", "show", "job", job_of(output_dir))
     assert re.search(r"Restarts=[1-9]", job) and "TimeLimit=00:01:00" in job
     assert_same_end(folder_of([*words, *PATIENT], output_dir), uninterrupted)
+
+
+@pytest.mark.nightly
+def test_workers_of_a_study_are_one_array_and_time_limit_and_preemption_change_no_row(slurm, words, tmp_path):
+    def study(name: str, environment: dict[str, str], *options: str) -> tuple[Spec, subprocess.Popen[str]]:
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "short.yaml"
+        settings = json.dumps([*words, *PATIENT[1:]])
+        file.write_text(f"study: short\nset: {settings}\nmethods: {{rloo: [algo=rloo]}}\nseeds: 3\n")
+        command = [sys.executable, "-m", "rlhf.study", "run", str(file), "--workers", "2", *options]
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return read_spec(file), subprocess.Popen(command, env=environment, **pipe)
+
+    spec, running = study("array", slurm, "--slurm", "cpus_per_task=1")
+    begun = lambda: [path.parent for path in spec.folder.glob("runs/*/metrics.jsonl")]  # noqa: E731
+    wait_for(lambda: sum(in_update_2(RunFolder(folder))() for folder in begun()) == 2, running)
+    first, second = (each.read_text().split()[0] for each in sorted(spec.folder.glob("workers/*.job")))
+    assert first.endswith("_0") and second == first.replace("_0", "_1") and len(begun()) == 2
+    ask(slurm, "scancel", "--signal=USR2", first)  # as SLURM before the time limit
+    node = ask(slurm, "squeue", "--noheader", f"--jobs={second}", "--format=%N")
+    urgent = ("--partition=urgent", "--exclusive", f"--nodelist={node}", "--output=/dev/null")
+    ask(slurm, "sbatch", *urgent, "--wrap=true")
+    assert "[3/3] short rloo seed" in output_of(running)
+    for job in (first, second):
+        assert re.search("Restarts=[1-9]", ask(slurm, "scontrol", "show", "job", job))
+
+    calm, running = study("calm", {name: value for name, value in slurm.items() if name != "PATIENT"})
+    output_of(running)
+    rows = [[vars(row) | dict.fromkeys(TIMES) for row in read_rows(each.rows)] for each in (calm, spec)]
+    assert rows[0] == rows[1] and len(rows[0]) == 3
 
 
 def test_setting_that_slurm_rejects_fails_with_exit_code_2(slurm, words, tmp_path):

@@ -3,11 +3,13 @@
 import pytest
 
 from rlhf.core.errors import UserError
+from rlhf.study import workers
 from rlhf.study.history import events
 from rlhf.study.planning import DONE
 from rlhf.study.pricing import read_pilots
 from rlhf.study.rows import read_rows, unpacked
 from rlhf.study.study import Study, differing
+from tests.study.test_kills import TIMES
 
 STUDY = """\
 study: tiny
@@ -66,6 +68,22 @@ def test_a_pilot_stands_for_all_runs_of_its_cost(study):
     dear.spec.budget["cpu_hours"] = 0
     with pytest.raises(UserError, match="budget.cpu_hours must be at least the price"):
         dear.price()
+
+
+def test_workers_of_an_array_write_the_same_rows(study, monkeypatch, tmp_path):
+    pytest.importorskip("submitit")
+    monkeypatch.setattr(workers, "LAUNCHER", "local")  # processes of this machine in place of SLURM
+    text = STUDY.format(cache=study.spec.file.parent / "cache")
+    (tmp_path / "tiny.yaml").write_text(text.partition("budget")[0] + "resources: {minutes: 9, threads: 1}\n")
+    array = Study(tmp_path / "tiny.yaml")
+    with pytest.raises(UserError, match="hydra.launcher.partitions must be a setting of hydra.launcher"):
+        array.run(slurm=["partitions=gpu"])
+    array.run(workers=2, slurm=["cpus_per_task=1"])
+    assert len([*array.spec.folder.glob("workers/worker-?.job")]) == 2
+    rows = [
+        [vars(row) | dict.fromkeys(TIMES) for row in read_rows(each.spec.rows)] for each in (study, array)
+    ]
+    assert rows[0] == rows[1]
 
 
 def test_a_run_is_repeated_to_the_bit(study):
