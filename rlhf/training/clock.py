@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, InitVar, dataclass, fields
 from functools import lru_cache
 from heapq import heappop, heappush
 from math import ceil, exp, inf, sqrt
@@ -59,40 +59,30 @@ class Usage:
     refilled: int = 0  # groups that were replaced because their scores tie
 
 
+@dataclass(eq=False)
 class Clock:
     """Generators and trainer in virtual time.
-
-    Args:
-        rules: which groups start, and which are trained.
-        costs: virtual seconds.
-        sampler: samples tokens.
-        length: largest number of tokens of a response.
-        seed: seed of the durations.
-        in_flight: whether running sequences continue with the new weights at a load.
-        whole: whether the samples of a group start together.
 
     Raises:
         ValueError: a group needs more slots than there are.
     """
 
-    def __init__(
-        self,
-        rules: Rules,
-        costs: VirtualConfig,
-        sampler: Sampler,
-        *,
-        length: int,
-        seed: int,
-        in_flight: bool = False,
-        whole: bool = True,
-    ) -> None:
+    rules: Rules  # which groups start, and which are trained
+    costs: VirtualConfig  # virtual seconds
+    sampler: Sampler  # samples tokens
+    _: KW_ONLY
+    length: int  # largest number of tokens of a response
+    seed: InitVar[int]  # seed of the durations
+    in_flight: bool = False  # whether running sequences continue with the new weights at a load
+    whole: bool = True  # whether the samples of a group start together
+
+    def __post_init__(self, seed: int) -> None:
+        rules, costs = self.rules, self.costs
         self.slots = costs.slots or rules.batch * rules.samples * (rules.max_lag + 1)
-        if whole and self.slots < rules.samples:
+        if self.whole and self.slots < rules.samples:
             raise ValueError(f"{self.slots} slots are too few for groups of {rules.samples} samples")
-        self.rules, self.costs, self.sampler, self.length = rules, costs, sampler, length
-        self.in_flight, self.whole = in_flight, whole
         self.factors = factors(costs, rules.samples, seed)
-        self.first_token = length ** (1 - costs.stretch)  # steps, before the factor
+        self.first_token = self.length ** (1 - costs.stretch)  # steps, before the factor
         self.now = self.step = self.resumes = 0.0  # seconds; steps; end of the pause after a load
         self.running: dict[Start, Sequence] = {}
         self.sequences: dict[int, list[Sequence]] = {}  # of all groups that have started and are not trained
