@@ -178,12 +178,15 @@ class VirtualStream(RolloutStream):
             k = 1  # each sequence is a row; else each row has all samples of a prompt
         seed = derive(self.context.seed, "sample", self.sampling.purpose)
         shape = self.sampling.samples, self.sampling.response_length
+        uniform = {
+            group: uniforms(seed, group // self.rules.batch, self._prompt(group).index, *shape)[0]
+            for group in dict.fromkeys(key.group for key in keys)
+        }
         rows, numbers = [], []
         for (group, sample), tokens in zip(keys, before, strict=True):
             prompt = self._prompt(group)
             rows.append(prompt.prompt_ids[prompt.prompt_mask].tolist() + tokens)
-            own = uniforms(seed, group // self.rules.batch, prompt.index, *shape)[0, sample]
-            numbers.append(own[len(tokens) :][: max(most)])
+            numbers.append(uniform[group][sample, len(tokens) :][: max(most)])
         prompts = concatenated([self._prompt(key.group) for key in keys[::k]], pad_id)
         prompts["prompt_ids"], prompts["prompt_mask"] = pad_prompts(rows[::k], pad_id)
         asked = replace(
