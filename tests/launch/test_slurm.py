@@ -1,7 +1,11 @@
 """The rank variables of tasks that SLURM or the local executor of submitit starts."""
 
+from signal import SIGUSR2
+from subprocess import CompletedProcess
+
 import pytest
 
+from rlhf.core.errors import Interrupted
 from rlhf.launch import slurm
 from rlhf.launch.slurm import first_host, name_rank, rank_environment, tasks_of_node
 
@@ -102,3 +106,13 @@ def test_the_first_host_of_a_slurm_node_list_is_parsed(nodes, first):
 def test_the_tasks_of_each_node_are_parsed_from_the_slurm_notation():
     assert [tasks_of_node("2(x3),1", node) for node in range(4)] == [2, 2, 2, 1]
     assert tasks_of_node("8", 0) == 8
+
+
+def test_an_element_of_an_array_asks_slurm_about_itself(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # also the id of the array
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    states = {"--jobs=7_3": "RUNNING None\n", "--jobs=7": "PENDING BeginTime\nRUNNING None\n"}
+    answer = lambda words, **_: CompletedProcess(words, 0, states[words[2]])  # noqa: E731
+    monkeypatch.setattr(slurm.subprocess, "run", answer)
+    assert slurm._was_preempted(Interrupted("", SIGUSR2))
