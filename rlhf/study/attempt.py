@@ -221,13 +221,15 @@ def _measured(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, Any
     kept = [name for name in dict.fromkeys(("update", *_KEPT, metric, *names)) if name in last]
     quarter = run.trained[-max(1, len(run.trained) // 4) :]
     averages = {name: [row[name] for row in quarter if name in row] for name in quarter[-1] if quarter}
+    loads = {row["update"]: row["rollouts/time_s"] for row in run.trained if "rollouts/time_s" in row}
+    times = {"rollouts/time_s": [loads.get(row["update"], 0.0) for row in evaluations]} if loads else {}
     completions = [row for row in run.completions() if row["update"] == last.get("update")]
     outcomes = [value_of(row, metric) for row in completions]  # None: the completions do not show it
     return {
         "status": DIVERGED if run.status is Status.failed else FINISHED,
         "metric": metric,
         "metrics": {name: value for name, value in last.items() if name.startswith("eval/")},
-        "evaluations": {name: [row.get(name) for row in evaluations] for name in kept},
+        "evaluations": {name: [row.get(name) for row in evaluations] for name in kept} | times,
         "means": {
             name: float(f"{fmean(values):.6g}")
             for name, values in averages.items()

@@ -275,7 +275,7 @@ class _Reading:
         for name, content in doc.mapping("tasks").items():
             at = f"tasks.{name}"
             if not isinstance(content, list):
-                doc.mapping(at, ("set", "metric", "name", "at_kl", "better", "worst", "fall"))
+                doc.mapping(at, ("set", "metric", "name", "at_kl", "at_time", "better", "worst", "fall"))
             metric = doc.values.get(f"{at}.metric")
             better = doc.one_of(f"{at}.better", _BETTER, "a direction", doc.text(f"{at}.better", _BETTER[0]))
             if better == _BETTER[1] and f"{at}.worst" not in doc.values:
@@ -286,6 +286,7 @@ class _Reading:
                 metric=metric,
                 name=doc.text(f"{at}.name", (metric or "value").rpartition("/")[2].replace("_", " ")),
                 at_kl=doc.number(f"{at}.at_kl", None),
+                at_time=doc.number(f"{at}.at_time", None),
                 sign=-1 if better == _BETTER[1] else 1,
                 worst=doc.number(f"{at}.worst", 0.0),
                 fall=doc.number(f"{at}.fall", 0.1),

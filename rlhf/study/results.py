@@ -15,7 +15,7 @@ from rlhf.core.statistics import Estimate
 from rlhf.study.cells import Cell, cell_of, cells
 from rlhf.study.formula import SLOPE
 from rlhf.study.rows import DIVERGED, FAILED, TABLE, Row, read_rows
-from rlhf.study.spec import AT_KL, COLLAPSED, LOSS, VALUE, Spec, Task
+from rlhf.study.spec import AT_KL, AT_TIME, COLLAPSED, LOSS, VALUE, Spec, Task
 
 START = "start"  # the value before training, as a quantity
 FEWEST = 3  # seeds without which nothing is stated
@@ -23,7 +23,7 @@ _OTHER: Mapping[statistics.Side, statistics.Side] = {"greater": "less", "less": 
 
 
 class Term(NamedTuple):
-    """A part of a sum: a weight, a cell, and what is measured: value, at_kl, collapsed or a metric."""
+    """A part of a sum: a weight, a cell, and a quantity: value, at_kl, at_time, collapsed or a metric."""
 
     weight: float
     cell: Cell
@@ -152,7 +152,7 @@ class Results:
         return [row for found in self.cells.values() for row in found.values()]
 
     def measured(self, cell: Cell, quantity: str) -> dict[int, float]:
-        """Return value, at_kl, collapsed or a metric of each seed of a cell that has it."""
+        """Return value, at_kl, at_time, collapsed or a metric of each seed of a cell that has it."""
         task, exact = self.spec.tasks[cell.task], self.spec.interval != "percentile"
         rows = sorted(self.cells.get(cell, {}).items())
         found = ((seed, _measured(row, task, quantity, exact)) for seed, row in rows)
@@ -189,10 +189,7 @@ class Results:
         fallen = {term.cell: self.collapsed(term.cell) for term in terms}
         doubtful: set[statistics.Side] = set()
         for weight, cell, quantity in (term for term in terms if fallen[term.cell]):
-            known = quantity in (
-                VALUE,
-                AT_KL,
-            )  # whether it is known in which direction the quantity is better
+            known = quantity in (VALUE, AT_KL, AT_TIME)  # in which direction the quantity is better
             up = weight * self.spec.tasks[cell.task].sign > 0
             doubtful |= {"greater" if up else "less"} if known else {"greater", "less"}
         weights = [term.weight for term in terms]
@@ -217,9 +214,14 @@ def _measured(row: Row, task: Task, quantity: str, exact: bool) -> float | None:
         values = [task.sign * value for value in row.evaluations.get(metric, ()) if value is not None]
         fallen = bool(values) and values[-1] <= max(values) - task.fall + 1e-9
         return float(row.status == DIVERGED or fallen)
-    if quantity == AT_KL:
-        points = (row.evaluations.get(name, ()) for name in ("eval/kl", "eval/gold_score"))
-        return None if task.at_kl is None else _value_at(zip(*points, strict=False), task.at_kl)
+    if quantity in (AT_KL, AT_TIME):
+        names, x, power = (
+            (("eval/kl", "eval/gold_score"), task.at_kl, 0.5)
+            if quantity == AT_KL
+            else (("rollouts/time_s", metric), task.at_time, 1.0)
+        )
+        points = (row.evaluations.get(name, ()) for name in names)
+        return None if x is None else _value_at(zip(*points, strict=False), x, power)
     if quantity == START:
         first = [row.evaluations.get(name, ()) for name in ("update", metric)]
         return first[1][0] if all(first) and first[0][0] == 0 else None
@@ -234,15 +236,15 @@ def _measured(row: Row, task: Task, quantity: str, exact: bool) -> float | None:
     return value
 
 
-def _value_at(points: Iterable[tuple[float | None, float | None]], kl: float) -> float | None:
-    """Return the gold score at a KL, interpolated where the KL first rises to it; None if the KL stays below.
+def _value_at(points: Iterable[tuple[float | None, float | None]], at: float, power: float) -> float | None:
+    """Return y at a value of x, interpolated where x first rises to it; None if x stays below.
 
-    The interpolation is linear in the square root of the KL, in which gold scores are close to linear while
-    they rise (Gao et al., 2210.10760). `points`: (KL, gold score) of the evaluations in the order of updates.
+    The interpolation is linear in x to the `power`. Gold scores are close to linear in the square root of the
+    KL while they rise (Gao et al., 2210.10760). `points`: (x, y) of the evaluations in the order of updates.
     """
     known = [(x, y) for x, y in points if x is not None and y is not None]
     for (before, low), (after, high) in zip(known, known[1:], strict=False):
-        if before <= kl <= after and before < after:
-            start, end = math.sqrt(max(0.0, before)), math.sqrt(after)
-            return low + (high - low) * (math.sqrt(kl) - start) / (end - start)
+        if before <= at <= after and before < after:
+            start, end = max(0.0, before) ** power, after**power
+            return low + (high - low) * (at**power - start) / (end - start)
     return None

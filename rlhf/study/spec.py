@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from rlhf.core.files import component
 
-VALUE, LOSS, AT_KL, COLLAPSED = "value", "loss", "at_kl", "collapsed"
-QUANTITIES = (VALUE, LOSS, AT_KL, COLLAPSED)  # of tables and figures, beside names of metrics
+VALUE, LOSS, AT_KL, AT_TIME, COLLAPSED = "value", "loss", "at_kl", "at_time", "collapsed"
+QUANTITIES = (VALUE, LOSS, AT_KL, AT_TIME, COLLAPSED)  # of tables and figures, beside names of metrics
 Levels = Mapping[str, str]  # axis -> value
 Grid = Mapping[str, tuple[str, ...]]  # "task", "method" or axis -> the values that are combined
 
@@ -26,6 +26,7 @@ class Task:
     metric: str | None = None  # metric of an evaluation; None: the objective metric of the runs
     name: str = "value"  # name of the metric in tables
     at_kl: float | None = None  # KL to the reference (nats per response) at which gold scores are compared
+    at_time: float | None = None  # virtual time (s) at which values are compared
     sign: int = 1  # 1: higher values are better; -1: lower ones (`better: lower`)
     worst: float = 0.0  # value of a run that diverged
     fall: float = 0.1  # a run whose last value is this much worse than its best value has collapsed

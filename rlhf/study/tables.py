@@ -18,7 +18,7 @@ from rlhf.study.cells import Cell, cell_of
 from rlhf.study.claims import UNDECIDED, shown
 from rlhf.study.results import FEWEST, START, Contrast, Results, Term
 from rlhf.study.rows import unpacked
-from rlhf.study.spec import AT_KL, COLLAPSED, LOSS, VALUE, Table
+from rlhf.study.spec import AT_KL, AT_TIME, COLLAPSED, LOSS, VALUE, Table
 
 SUPPORTED, SUGGESTED = "supported", "suggested"
 _AGAINST = "methods against their bases"
@@ -61,14 +61,17 @@ def tables(results: Results, declared: Sequence[Table] | None = None) -> Iterato
     for name, task in spec.tasks.items():
         for table in spec.tables if declared is None else declared:
             quantity, axis, title = table
-            if quantity == AT_KL and task.at_kl is None:
+            titles = {VALUE: f"final {task.name}", COLLAPSED: "collapsed runs"}
+            if task.at_kl is not None:
+                titles[AT_KL] = f"gold score at KL {task.at_kl:g}"
+            if task.at_time is not None:
+                titles[AT_TIME] = f"{task.name} at {task.at_time:g} virtual s"
+            if quantity in (AT_KL, AT_TIME) and quantity not in titles:
                 continue
             values = [*spec.axes[axis].values] if axis else [""]
             if quantity == LOSS:
                 values.remove(base := spec.axes[axis].bases[name])
                 title = title or f"loss of {task.name} against {axis}{' = ' if len(axis) == 1 else ' '}{base}"
-            titles = {VALUE: f"final {task.name}", COLLAPSED: "collapsed runs"}
-            titles[AT_KL] = f"gold score at KL {task.at_kl:g}" if task.at_kl is not None else ""
             cells = {m: [cell_of(spec, name, m, {axis: value}) for value in values] for m in spec.methods}
             rows = {m: [_entry(results, table, cell) for cell in row] for m, row in cells.items()}
             if any(entry.runs for row in rows.values() for entry in row):
@@ -86,7 +89,7 @@ def _entry(results: Results, table: Table, cell: Cell) -> Entry:
         text = f"{fallen}/{runs}"
         if fallen and not percentile:
             text += " ({:.2f}, {:.2f})".format(*statistics.wilson(fallen, runs))
-    elif table.quantity in (VALUE, LOSS, AT_KL):
+    elif table.quantity in (VALUE, LOSS, AT_KL, AT_TIME):
         if percentile and having > 1:
             estimate = statistics.bootstrap_interval(found.values)
         text = shown(estimate, 2 if table.quantity == AT_KL else 3, "" if percentile else "z")

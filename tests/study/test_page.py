@@ -13,11 +13,13 @@ from rlhf.core import statistics
 from rlhf.core.errors import UserError
 from rlhf.study import claims, history, page, tables
 from rlhf.study.__main__ import main
+from rlhf.study.cells import cell_of
 from rlhf.study.formula import problems, read_formula
 from rlhf.study.page import MARKS, write_page
 from rlhf.study.reading import read_spec
 from rlhf.study.results import Contrast, Results, Term
 from rlhf.study.rows import DIVERGED, FAILED, packed, read_rows, write_rows
+from rlhf.study.spec import Table
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/atlas_percentile.md"
@@ -292,6 +294,21 @@ def test_which_side_is_doubtful_depends_on_the_weights_of_cells_with_collapsed_r
     loss = results.contrast(results.terms("loss", cell, "lag"))
     assert loss.doubtful == {"less"} and (-loss).doubtful == ["greater"]
     assert results.contrast([Term(1.0, cell, "mismatch/ess")]).doubtful == {"less", "greater"}
+
+
+def test_values_are_compared_at_a_virtual_time(spec, rows):
+    cell = cell_of(spec, "arithmetic", "dpo", {})
+    tasks = {**spec.tasks, "arithmetic": replace(spec.tasks["arithmetic"], at_time=15.0)}
+    curves = {1: [0, 10, 20], 2: [0, 5, 14]}  # the run of seed 2 ends before
+    timed = [
+        replace(row, evaluations={"rollouts/time_s": curves[row.seed], "eval/gold_score": [0.0, 0.5, 0.9]})
+        for row in rows
+        if row.seed in curves
+    ]
+    found = Results(replace(spec, tasks=tasks), timed)
+    assert found.measured(cell, "at_time") == {1: pytest.approx(0.7)}
+    (shown,) = tables.tables(found, [Table("at_time", "")])
+    assert shown.title == "accuracy at 15 virtual s"
 
 
 def mirrored(rows):

@@ -13,7 +13,7 @@ from tests.study.test_kills import TIMES
 
 STUDY = """\
 study: tiny
-set: [task=arithmetic, model=pythia, debug=tiny, algo.beta=0.1, cache_dir={cache}]
+set: [task=arithmetic, model=pythia, debug=tiny, algo.beta=0.1, clock=virtual, cache_dir={cache}]
 methods: {{dpo: [algo=dpo], ipo: [algo=dpo, algo.loss_type=ipo]}}
 seeds: 1
 claims: {{dpo is better: value(dpo) > value(ipo)}}
@@ -39,6 +39,8 @@ def test_a_study_has_a_row_for_each_run_and_no_models(study):
     assert row.prompts == len(unpacked(row)) == 16
     assert unpacked(row).mean() == row.metrics["eval/win_rate"]
     assert row.evaluations["update"] == [0, 1, 2] and len(row.evaluations["eval/kl"]) == 3
+    times = row.evaluations["rollouts/time_s"]
+    assert times[0] == 0 < times[1] < times[2]
     assert row.means["objective/kl"] and not any("time/" in name for name in row.means)
     assert row.models.keys() == {"SFT model"} and "1 threads, torch" in row.machine
     assert row.cpu_s > 0 and row.memory_gb > 0 and row.results == 1
