@@ -16,9 +16,9 @@ from rlhf.core.files import write_atomically
 from rlhf.core.formatting import figure
 from rlhf.core.statistics import detectable
 from rlhf.study import history, pricing
-from rlhf.study.cells import cells
+from rlhf.study.cells import Cell, cells
 from rlhf.study.planning import Planned
-from rlhf.study.reading import Document
+from rlhf.study.reading import Document, read_spec
 from rlhf.study.rows import TABLE
 from rlhf.study.spec import Spec
 from rlhf.study.study import Study, differing
@@ -32,13 +32,15 @@ def write_study(base: Spec, mine: Path) -> Path:
 
     Args:
         base: a study with rows.
-        mine: a YAML file with `methods`, and perhaps with `study` (the name) and keys of `_OWN`.
+        mine: a YAML file with `methods`, and perhaps with `study` (the name) and keys of `_OWN`. A grid
+            without `method` has the new methods.
 
     Returns:
-        The file, beside that of `base`; a file that exists is not changed.
+        The file, beside that of `base`.
 
     Raises:
-        UserError: the file has other keys, or a method has the name of one in `base`.
+        UserError: the file has other keys, a method has the name of one in `base`, or another study has the
+            name. No file was written.
     """
     own, other = Document(mine), Document(base.file).values[""]
     given = own.mapping("", ("study", "methods", *_OWN))
@@ -54,36 +56,57 @@ def write_study(base: Spec, mine: Path) -> Path:
     if file.resolve() == mine.resolve():
         raise UserError(f"study must name another file than {mine}, got {name}; set study: {name}_beside")
     known = beside.name if base.file.name == "study.yaml" else base.file.stem  # by which the file is found
-    grids = [grid for grid in other.get("grids", [{}]) if "method" not in grid]
+    grids = given.get("grids") or [grid for grid in other.get("grids", [{}]) if "method" not in grid]
+    if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
+        raise UserError(f"grids must be a list of mappings, got {grids} in {mine}; write grids: [{{lag: 4}}]")
     tree = {
         "study": name,
         "title": f"{', '.join(methods)} beside {base.title}",
         "include": {known: {}},
         "tasks": {"from": known},
         **{key: other[key] for key in _SHARED if key in other},
-        "grids": [{**grid, "method": list(methods)} for grid in grids],
         **{key: given[key] for key in _OWN if key in given},
+        "grids": [{"method": list(methods), **grid} for grid in grids],
         "methods": {**other["methods"], **methods},
     }
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
+    if file.exists() and file.read_text() != text:
+        raise UserError(f"{file} exists and differs from what {mine} says; edit it, or delete it and repeat")
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100))
+        write_atomically(file, text)
+        try:
+            read_spec(file)
+        except UserError:
+            file.unlink()
+            raise
     return file
 
 
-def anchors(base: Study) -> list[Planned]:
-    """Return the runs that are repeated: two seeds of a method in its first and its last cell with rows."""
-    method = next(iter(base.spec.methods))
-    runs = [each for each in base.plan({"method": [method], "part": [TABLE]}).runs if each.row]
-    found = sorted({each.run.cell for each in runs}, key=cells(base.spec).index)
-    ends, seeds = {*found[:1], *found[-1:]}, base.spec.seeds[:2]
-    return [each for each in runs if each.run.cell in ends and each.run.seed in seeds]
+def anchors(base: Study, added: Spec) -> list[Planned]:
+    """Return the runs that are repeated: two seeds of a method in two cells of the new methods.
+
+    The method is the base of a new method, or the first one that has rows in these cells.
+    """
+    new = [name for name in added.methods if name not in base.spec.methods]
+    bases = [method for name in new if (method := added.methods[name].base)]
+    places = {(cell.task, cell.levels) for cell in cells(added) if cell.method in new}
+    rows = [each for each in base.plan({"part": [TABLE]}).runs if each.row]
+    for method in (*bases, *base.spec.methods):
+        shared = {Cell(task, method, levels) for task, levels in places} & {each.run.cell for each in rows}
+        if found := sorted(shared, key=cells(base.spec).index):
+            ends, seeds = {found[0], found[-1]}, base.spec.seeds[:2]
+            return [each for each in rows if each.run.cell in ends and each.run.seed in seeds]
+    return []
 
 
 def compare(base: Study, added: Spec) -> Iterator[str]:
     """Repeat the anchors, and yield what that says about old and new rows as text."""
-    equal, gaps = True, []  # type: bool, list[float]
-    for each in anchors(base):
+    equal, gaps, chosen = True, [], anchors(base, added)  # type: bool, list[float], list[Planned]
+    if chosen:
+        minutes = sum(each.row.cpu_s for each in chosen if each.row) / 60
+        yield f"{len(chosen)} anchors: about {minutes:.0f} CPU-minutes, and the stages before"
+    for each in chosen:
         where = {"task": each.run.cell.task, "method": each.run.cell.method, "seed": str(each.run.seed)}
         row, new = base.repeat({**where, **dict(each.run.cell.levels)}, added.folder / "anchors")
         found, task = differing(row, new), base.spec.tasks[row.task]

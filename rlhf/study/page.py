@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rlhf.core.errors import UserError
@@ -146,6 +147,15 @@ def state(results: Results) -> Iterator[str]:
         apart = " Rows of different classes are never paired." if len(classes) > 1 else ""
         versions = "; ".join(sorted({row.versions for row in rows}))
         yield f"Machine: {'; '.join(classes)}.{apart} Code: {versions}."
+    for event in history.events(spec, "anchors")[-1:]:
+        gaps = [*event["differences"]]
+        yield "Included rows and new ones " + (
+            "are paired by seed: repeated rows had equal bits."
+            if event["equal"]
+            else f"are not paired: repeated rows differed by {fmean(gaps):.3g} on average."
+            if gaps
+            else "are not paired: no row could be repeated."
+        )
 
 
 def _named(rows: Sequence[Row]) -> str:

@@ -215,7 +215,8 @@ class _Reading:
         self.axes = dict(self.read_axes())
         grids = self.read_grids("grids", self) or [{}]
         included = list(self.read_include())
-        used = {name for names in (*grids, *(each.levels for each in included)) for name in names}
+        others = (names for each in included for names in (each.levels, *each.grids))
+        used = {name for names in (*grids, *others) for name in names}
         for name in self.axes.keys() - used:
             remedy = f"write grids: [{{{name}: all}}]"
             doc.wrong(f"axes.{name}", "must be used by a grid", "none", remedy)

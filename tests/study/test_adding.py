@@ -34,6 +34,18 @@ def test_the_new_study_runs_its_methods_in_the_cells_of_the_other_and_shows_its_
     ]
     results = Results.read(added)
     assert results.missing == results.expected == 6 and len(results.rows) == 12
+    mine.write_text(f"study: beside\n{MINE}grids: [{{lag: 1}}]\n")
+    with pytest.raises(UserError, match="exists and differs"):
+        adding.write_study(spec, mine)
+    added.file.unlink()
+    fewer = read_spec(adding.write_study(spec, mine))
+    assert {str(each.run.cell) for each in Plan(fewer, []).runs} == {"short mine lag=1"}
+    assert {str(each.run.cell) for each in adding.anchors(Study(spec), fewer)} == {"short dpo lag=1"}
+    fewer.file.unlink()
+    mine.write_text("study: beside\nmethods: {mine: [algo=bok]}\nclaims: {no: value(nobody) > 0}\n")
+    with pytest.raises(UserError, match="nobody"):
+        adding.write_study(spec, mine)
+    assert not fewer.file.exists()
     mine.write_text("methods: {dpo: [algo=dpo]}")
     with pytest.raises(UserError, match="methods.dpo must not be a method of short"):
         adding.write_study(spec, mine)
@@ -44,6 +56,7 @@ def test_anchors_say_whether_old_and_new_rows_are_paired(files, monkeypatch):
     added = read_spec(adding.write_study(spec, mine))
     monkeypatch.setattr(Study, "repeat", lambda self, where, folder: (old(self, where), old(self, where)))
     assert [*adding.compare(Study(spec), added)] == [
+        "4 anchors: about 0 CPU-minutes, and the stages before",
         *(f"anchor short dpo lag={lag} seed {seed}: equal bits" for seed in (1, 2) for lag in (0, 4)),
         "old and new rows are paired by seed",
     ]
