@@ -84,9 +84,8 @@ def submit(
     new = [job for job in jobs if job.path not in running]
     if new:
         with _settings_over_environment(launcher.params), _ctrl_c_ignored():
-            calls = submitit_calls([job.overrides for job in new], first)
-            if work is not None:
-                calls = [(job.number,) for job in new]
+            numbers: list[tuple[Any, ...]] = [(job.number,) for job in new]
+            calls = numbers if work else submitit_calls([job.overrides for job in new], first)
             submitted = _executor(launcher).map_array(work or launcher, *zip(*calls, strict=True))
         for job, sent in zip(new, submitted, strict=True):
             queue.note(job, sent)

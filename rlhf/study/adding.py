@@ -5,6 +5,7 @@ Anchor runs repeat a few committed rows first, which shows whether old and new r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, stdev
@@ -49,6 +50,10 @@ def write_study(base: Spec, mine: Path) -> Path:
         own.wrong(f"methods.{name}", f"must not be a method of {base.name}", name, "rename the method")
     if not methods:
         own.wrong("methods", "must have a method", "none", "write methods: {mine: [algo=mine]}")
+    if not isinstance(own.values.get("grids", []), list):
+        own.wrong("grids", "must be a list of grids", given["grids"], "write grids: [{<axis>: all}]")
+    for place in range(len(own.values.get("grids", []))):
+        own.mapping(f"grids.{place}")
     own.check()
     name = given.get("study", mine.stem)
     beside = base.file.parent
@@ -57,8 +62,6 @@ def write_study(base: Spec, mine: Path) -> Path:
         raise UserError(f"study must name another file than {mine}, got {name}; set study: {name}_beside")
     known = beside.name if base.file.name == "study.yaml" else base.file.stem  # by which the file is found
     grids = given.get("grids") or [grid for grid in other.get("grids", [{}]) if "method" not in grid]
-    if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
-        raise UserError(f"grids must be a list of mappings, got {grids} in {mine}; write grids: [{{lag: 4}}]")
     tree = {
         "study": name,
         "title": f"{', '.join(methods)} beside {base.title}",
@@ -77,9 +80,10 @@ def write_study(base: Spec, mine: Path) -> Path:
         write_atomically(file, text)
         try:
             read_spec(file)
-        except UserError:
+        except UserError as error:
             file.unlink()
-            raise
+            where = re.compile(rf"^{re.escape(str(file))}(, line \d+)?")
+            raise UserError(*(where.sub(lambda _: str(mine), text) for text in error.problems)) from error
     return file
 
 

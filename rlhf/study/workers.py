@@ -84,7 +84,7 @@ def run(
     with interruptible():
         if spec.budget:
             pricing.measured_price(plan)
-        if any(each.run.part == TABLE for each in plan.runs) or plan.undecided:
+        if any(run.part == TABLE for run in plan.missing):
             history.record_claims(spec)
         collection.collect(configs)
         if plan.missing and slurm is not None:
@@ -278,7 +278,7 @@ class Watch:
 
 
 def block(plan: Plan, count: int) -> list[str]:
-    """Return the state of a study as lines: totals, the runs at work, and how far the seeds are."""
+    """Return the state of a study as lines: totals, the runs at work, and how many seeds are complete."""
     price, missing = pricing.price(plan), plan.missing
     statuses = [each.row.status for each in plan.runs if each.row]
     states = "".join(f", {statuses.count(name)} {name}" for name in (DIVERGED, FAILED) if name in statuses)

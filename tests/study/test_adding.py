@@ -43,7 +43,10 @@ def test_the_new_study_runs_its_methods_in_the_cells_of_the_other_and_shows_its_
     assert {str(each.run.cell) for each in adding.anchors(Study(spec), fewer)} == {"short dpo lag=1"}
     fewer.file.unlink()
     mine.write_text("study: beside\nmethods: {mine: [algo=bok]}\nclaims: {no: value(nobody) > 0}\n")
-    with pytest.raises(UserError, match="nobody"):
+    with pytest.raises(UserError, match="mine.yaml: claims.no .*nobody"):
+        adding.write_study(spec, mine)
+    mine.write_text(f"study: beside\n{MINE}grids: [lag]\n")
+    with pytest.raises(UserError, match="mine.yaml, line 4: grids.0 must be a mapping"):
         adding.write_study(spec, mine)
     assert not fewer.file.exists()
     mine.write_text("methods: {dpo: [algo=dpo]}")

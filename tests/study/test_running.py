@@ -53,6 +53,16 @@ def test_a_study_has_a_row_for_each_run_and_no_models(study):
     assert study.rows().shape[0] == 2
 
 
+def test_a_complete_study_runs_nothing_and_its_claims_are_not_recorded_again(study, tmp_path):
+    history = study.spec.folder / "history.jsonl"
+    history.rename(tmp_path / history.name)
+    try:
+        study.run()
+        assert not history.exists()
+    finally:
+        (tmp_path / history.name).rename(history)
+
+
 def test_a_study_shows_its_tables_and_claims(study):
     table = study.table("value")
     assert {*table.index.get_level_values(1)} == {"dpo", "ipo"}
