@@ -193,7 +193,7 @@ def _against_time(section: Section) -> _Made:
         f"{topic(main)} vs. time",
         f"Each point is an evaluation ({main.name}) over the total time of the updates before it: waiting, "
         "scoring, log-probs, training and weight transfer (time/update_s), without loading, evaluation and "
-        f"checkpoints. {MEANS}Times are comparable only on the same hardware without other load"
+        f"checkpoints. {MEANS}{_INTERVALS}Times are comparable only on the same hardware without other load"
         + (", virtual times (rollouts/time_s) on all machines." if virtual else "."),
         panels,
         legend(timed),
@@ -252,11 +252,12 @@ def time_per_phase(section: Section) -> _Made:
 def times_of(group: Group) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds per update by phase: phases of the trainer, and work in parallel with the trainer.
 
-    In a synchronous run the trainer waits for the sampling, so the sampling is a phase of the trainer.
+    In a synchronous run, and in virtual time, the trainer waits for the sampling, so the sampling is a phase
+    of the trainer.
     """
     thick = {phase: _per_update(group, phase) for phase in PHASES}
     thin = {phase: _per_update(group, phase) for phase in ELSEWHERE}
-    if group.config.get("schedule.max_lag", 0) == 0:
+    if group.config.get("schedule.max_lag", 0) == 0 or group.config.get("clock.name") == "virtual":
         for phase in reversed(ELSEWHERE):
             inside = min(thin.pop(phase), thick["wait"])
             thick = {phase: inside, **thick, "wait": thick["wait"] - inside}

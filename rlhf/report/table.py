@@ -53,12 +53,18 @@ _SETTINGS = (
     "algo.samples_per_prompt",
     "schedule.minibatches",
     "schedule.max_lag",
+    "schedule.order",
+    "schedule.update",
+    "schedule.max_age",
     "schedule.replay",
     "schedule.solved_at",
     "generator.name",
     "generator.temperature",
     "generator.response_length",
     "backend.name",
+    "clock.name",
+    "clock.slots",
+    "clock.spread",
 )
 
 TERMINAL_ROWS = 20  # largest number of rows in the terminal

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rlhf.report.groups import Group, Section
     from rlhf.report.runs import Run
 
-_UPDATES = 8  # updates of a timeline
+_UPDATES = 6  # updates of a timeline: with those before the first and after the last, seven versions
 _SLOTS = 32  # largest number of slots of a timeline
 _TIMELINES = 4  # largest number of timelines
 _PITCH = 0.1  # inches from one slot to the next
@@ -41,13 +41,16 @@ _GREY = 6  # index in SERIES; grey is the colour of discarded groups
 _COLOURS = SERIES[:_GREY] + SERIES[_GREY + 1 :]  # of versions
 
 _CAPTION = (
-    "Timeline: eight updates in the middle of the run with the lowest seed. A row is a slot, which decodes "
+    "Timeline: six updates in the middle of the run with the lowest seed. A row is a slot, which decodes "
     "one response after another; gaps are idle time. At most 32 slots are shown, evenly chosen. The colour "
     "is the version of the weights that sample; colours repeat after seven versions. The trainer is on top, "
     "in the colour of the version that it makes; thin lines are loads of weights. Grey: responses of groups "
     "that are discarded or replaced. Tick at the end: the response was cut. Age: updates between the first "
-    "token of a group and its training. Duration: mean time of the samples of a group in their slots, until "
-    "they ended, were cut or discarded; a decile is a tenth of all groups that were trained or discarded."
+    "token of a group and its training."
+)
+_DURATION = (
+    " Duration: mean time of the samples of a group in their slots, until they ended, were cut or discarded; "
+    "a decile is a tenth of all groups that were trained or discarded."
 )
 
 _Rows = list[dict[str, Any]]  # rows of groups.jsonl
@@ -79,8 +82,10 @@ def asynchrony(section: Section) -> tuple[Chart | None, list[str]]:
         _timeline(*runs[0], group.label if len(section.groups) > 1 else "timeline")
         for group, runs in list(found.items())[:_TIMELINES]
     ]
-    panels = [*timelines, Panel(partial(_draw_ages, every)), Panel(partial(_draw_deciles, every))]
-    chart = Chart("asynchrony", "Asynchrony", _CAPTION, panels, legend(list(every)))
+    panels, caption = [*timelines, Panel(partial(_draw_ages, every))], _CAPTION
+    if any(row["fate"] in ("cut", "dropped") for rows in every.values() for row in rows):
+        panels, caption = [*panels, Panel(partial(_draw_deciles, every))], caption + _DURATION
+    chart = Chart("asynchrony", "Asynchrony", caption, panels, legend(list(every)))
     return chart if found else None, remarks
 
 

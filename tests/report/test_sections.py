@@ -224,11 +224,12 @@ def test_the_interval_of_a_single_seed_is_a_band_and_several_seeds_show_their_ra
     assert str(results(both).rows[0][1][0]) == "0.75 → 0.75 (0.50 to 1.00)"
 
 
-def test_sampling_is_a_phase_of_the_trainer_only_in_a_synchronous_run(tmp_path):
-    write_run(tmp_path / "a", training={"time/generate_s": 0.4})
-    write_run(tmp_path / "b", training={"time/generate_s": 0.4}, **{"schedule.max_lag": 1})
-    synchronous, asynchronous = (times_of(group) for group in read(tmp_path)[0].groups)
-    assert synchronous == (pytest.approx({"generate": 0.4, "wait": 0.1, "train": 1.5}), {})
+def test_sampling_is_a_phase_of_the_trainer_only_in_a_synchronous_run_and_in_virtual_time(tmp_path):
+    lag = {"schedule.max_lag": 1}
+    for name, more in {"a": {}, "b": lag, "c": lag | {"clock.name": "virtual"}}.items():
+        write_run(tmp_path / name, training={"time/generate_s": 0.4}, **more)
+    synchronous, asynchronous, virtual = (times_of(group) for group in read(tmp_path)[0].groups)
+    assert synchronous == virtual == (pytest.approx({"generate": 0.4, "wait": 0.1, "train": 1.5}), {})
     assert asynchronous == ({"wait": 0.5, "train": 1.5}, {"generate": 0.4})
 
 
@@ -314,11 +315,11 @@ def test_numbers_have_no_negative_zero_and_durations_have_the_fitting_unit():
 
 
 def test_settings_are_those_in_which_runs_differ_and_the_usual_ones_that_they_share(tmp_path):
-    common = {"optim.lr": 0.001, "model.policy": "/models/smol"}
+    common = {"optim.lr": 0.001, "model.policy": "/models/smol", "clock.name": "virtual"}
     write_run(tmp_path / "a", **common, **{"algo.beta": 0.1, "eval.prompts": 8, "algo.name": "dpo"})
     write_run(tmp_path / "b", **common, **{"algo.vf_coef": 1, "eval.prompts": 9, "algo.name": "ppo"})
     found = settings(read(tmp_path)[0])
-    assert found.shared == ["policy=smol", "lr=0.001"]
+    assert found.shared == ["policy=smol", "lr=0.001", "clock=virtual"]
     assert found.headings == [
         "algo",
         "beta",

@@ -46,8 +46,19 @@ def test_runs_with_groups_have_timelines_ages_and_curves_over_virtual_time(tmp_p
     html = (tmp_path / "report" / "index.html").read_text()
     assert (tmp_path / "report" / "asynchrony.png").exists() and '<section id="asynchrony">' in html
     assert html.count("% of this time") == 2 and html.count("ages of trained groups") == 1
-    assert "virtual time (seconds)" in html.partition('id="win_rate_against_time"')[2]
+    over_time = html.partition('id="win_rate_against_time"')[2].partition("</section>")[0]
+    assert "virtual time (seconds)" in over_time and "With a single seed" in over_time
     assert "groups of damaged (groups.jsonl, line 1: not a row with update, version" in html
+
+
+def test_deciles_are_drawn_only_if_a_group_was_cut_or_dropped(tmp_path):
+    from rlhf.report.timeline import asynchrony
+
+    folder = write_run(tmp_path / "a", training={"rollouts/time_s": 1.0})
+    for fates, panels in {("trained", "replaced"): 2, ("trained", "cut"): 3, ("dropped",): 3}.items():
+        write_groups(folder, fates)
+        chart, _ = asynchrony(read(folder)[0])
+        assert chart is not None and len(chart.panels) == panels == 2 + ("decile" in chart.caption)
 
 
 def test_runs_without_groups_have_no_figure_of_asynchrony(tmp_path):
