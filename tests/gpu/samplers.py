@@ -23,8 +23,8 @@ from tests.gpu.shapes import write_folder
 from tests.tiny_models import sequences, tiny_tokenizer
 
 LENGTH, PROMPT = 12, 100
-# Limits for differences of log-probs. Attention kernels of GPUs compute float32 with TF32.
-LIMITS = {("cpu", "float32"): 5e-4, ("cuda", "float32"): 2e-2, ("cuda", "bfloat16"): 0.5}
+# Limits for differences of log-probs. Attention kernels of GPUs compute float32 with TF32 (test_samplers.py).
+LIMITS = {("cpu", "float32"): 5e-4, ("cuda", "float32"): 5e-2, ("cuda", "bfloat16"): 0.5}
 
 
 def need_vllm(report: Report) -> None:
