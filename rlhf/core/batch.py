@@ -6,6 +6,14 @@ Batches are split along N only, so the K samples of a prompt stay together. Prom
 responses on the right. Masks are bool: True marks a real token. Log-probs are float32: the log-prob of each
 response token at the sampling temperature, and 0 where the response mask is False.
 
+A response may be an episode, in which the model replies several times and an environment answers each reply
+with a message. E is the end token of a reply; a message ends with the marks that begin the next reply:
+
+    response_ids      a a a E m m m m a a E pad
+    response_mask     1 1 1 1 0 0 0 0 1 1 1  0      sampled by the model, trained
+    environment_mask  0 0 0 0 1 1 1 1 0 0 0  0      read by the model only
+    rewards           0 0 0 r 0 0 0 0 0 0 r  0      of each turn, at the last token of its reply
+
 A field that is no number declares its dimensions, such as `Annotated[Tensor, "N K T"]`. A dict of tensors
 declares the dimensions of each tensor. A name that ends in `_ids` marks token ids. The functions that select,
 move, trim and concatenate follow the declarations, so a new field needs only its own line.
@@ -126,13 +134,35 @@ class Rollouts(Prompts):
     """N prompts with K responses each. T is the length limit if the responses were sampled."""
 
     response_ids: Annotated[Tensor, "N K T"]  # int64, padded on the right
-    response_mask: Annotated[Tensor, "N K T"]  # bool; True also for the stop token
-    ended: Annotated[Tensor, "N K"]  # bool: the response ends with a stop token
+    response_mask: Annotated[Tensor, "N K T"]  # bool: tokens that the model sampled, also the stop token
+    ended: Annotated[Tensor, "N K"]  # bool: a stop token, or the environment, ended the response
     behaviour_logprobs: Annotated[Tensor | None, "N K T"] = None  # from the sampler; None: stored responses
     version: int = 0  # version of the weights that sampled; the oldest version if several did
     trainer_version: int = 0  # version of the weights just before they are trained on these rollouts
     token_versions: Annotated[Tensor | None, "N K T"] = None  # int64, 0 at padding; None: `version` for all
     generate_s: float = 0.0  # seconds that sampling took
+    environment_mask: Annotated[Tensor | None, "N K T"] = (
+        None  # bool: tokens of messages; None: no environment
+    )
+    rewards: Annotated[Tensor | None, "N K T"] = None  # float32, of an environment, at the ends of replies
+    episode: Annotated[dict[str, Tensor] | None, "N K"] = None  # float32, figures of an episode, as its turns
+
+    @property
+    def real(self) -> Tensor:
+        """All tokens that are no padding, [N, K, T] bool: those of the model and of an environment."""
+        return (
+            self.response_mask
+            if self.environment_mask is None
+            else self.response_mask | self.environment_mask
+        )
+
+    @property
+    def last_reply(self) -> Tensor:
+        """The tokens of the last reply of the model, [N, K, T] bool."""
+        if self.environment_mask is None:
+            return self.response_mask
+        messages_after = self.environment_mask.flip(-1).cumsum(-1).flip(-1)
+        return self.response_mask & (messages_after == 0)
 
     def versions(self) -> set[int]:
         """Return the versions of the weights that sampled the response tokens."""
@@ -201,7 +231,7 @@ def trim(batch: B) -> B:
     unused = 0
     if isinstance(batch, Rollouts):
         length = batch.response_mask.shape[-1]
-        unused = length - min(length, max(1, int(batch.response_mask.sum(-1).max())))
+        unused = length - min(length, max(1, int(batch.real.sum(-1).max())))
 
     def cut(shape: _Shape, x: Any) -> Any:
         match shape.dims[-1]:
@@ -269,7 +299,7 @@ def microbatches(batch: R, budget: Budget, rank: int = 0, size: int = 1) -> Iter
     Yields:
         The rows of `batch` ([M] int64), the micro-batch of these rows, and True (False for padding).
     """
-    lengths = batch.prompt_mask.sum(1) + batch.response_mask.sum(-1).amax(1)
+    lengths = batch.prompt_mask.sum(1) + batch.real.sum(-1).amax(1)
     order = torch.argsort(lengths, descending=True, stable=True)
     if isinstance(batch, Batch) and batch.signal is not None:
         order = order[batch.signal[order]]
@@ -299,7 +329,7 @@ def _within_tokens(batch: Rollouts, order: Tensor, sequences: int, tokens: int) 
     """
     samples, sizes = batch.response_ids.shape[1], []
     prompts = batch.prompt_mask.sum(1)[order].tolist()
-    responses = batch.response_mask.sum(-1).amax(1)[order].tolist()
+    responses = batch.real.sum(-1).amax(1)[order].tolist()
     count = prompt = response = 0
     for own_prompt, own_response in zip(prompts, responses, strict=True):
         prompt, response = max(prompt, own_prompt), max(response, own_response)

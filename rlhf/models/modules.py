@@ -127,7 +127,7 @@ class RolloutModule(nn.Module):
                 batch.prompt_ids,
                 batch.prompt_mask,
                 batch.response_ids,
-                batch.response_mask,
+                batch.real,
                 self.shared_prefix,
                 last,
                 self.whole,
@@ -176,9 +176,9 @@ class Policy(RolloutModule):
         return other
 
     def forward(self, batch: Rollouts, *extras: str) -> Outputs:
-        """Return the log-probs [N, K, T] of the responses, 0 at padding.
+        """Return the log-probs [N, K, T] of the responses, 0 at padding and at messages of an environment.
 
-        The output embeddings are applied to real response positions only.
+        The output embeddings are applied to the tokens of the model only.
 
         Args:
             batch: the rollouts.
@@ -323,7 +323,7 @@ class RewardModel(RolloutModule):
     def forward(self, batch: Rollouts) -> Outputs:
         """Return rewards [N, K] float32; the reward of an empty response is read at the last prompt token."""
         hidden = self.states(batch, last=True)
-        place = batch.response_mask.sum(-1)  # position t: state after t response tokens
+        place = batch.real.sum(-1)  # position t: state after t response tokens
         state = hidden.gather(2, place[:, :, None, None].expand(-1, -1, 1, hidden.shape[-1]))[:, :, 0]
         return Outputs(rewards=read(self.model, state))
 

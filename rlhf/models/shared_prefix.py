@@ -41,7 +41,7 @@ def encode(
     prompt_ids: Tensor,
     prompt_mask: Tensor,
     response_ids: Tensor,
-    response_mask: Tensor,
+    real: Tensor,
     shared_prefix: bool,
     last: bool,
     whole: bool = False,
@@ -57,7 +57,7 @@ def encode(
         prompt_ids: [N, P] int64, padded left.
         prompt_mask: [N, P] bool.
         response_ids: [N, K, T] int64, padded right.
-        response_mask: [N, K, T] bool.
+        real: [N, K, T] bool, False at padding.
         shared_prefix: whether each prompt may be encoded once for its K responses.
         last: whether to return also the state after the last token: [N, K, T+1, H], where position t is the
             state after t response tokens.
@@ -70,8 +70,8 @@ def encode(
     n, k, t = response_ids.shape
     inputs = t if last else t - 1  # without `last`, the last token is not fed to the model
     prompts = prompt_ids.masked_fill(~prompt_mask, 0)
-    responses = response_ids.masked_fill(~response_mask, 0)[..., :inputs]
-    real = response_mask[..., :inputs]
+    responses = response_ids.masked_fill(~real, 0)[..., :inputs]
+    real = real[..., :inputs]
     apart = sharing_rules.prompt_apart(
         k,
         prompts.numel(),

@@ -77,6 +77,12 @@ class Objective(ABC):
         }
         for name, part in (batch.parts or {}).items():
             figures[f"objective/scores/{name}"] = mean(part)
+        if batch.environment_mask is not None:
+            figures["environment/token_share"] = mean(
+                batch.environment_mask.sum(-1) / batch.real.sum(-1).clamp(min=1)
+            )
+        for name, part in (batch.episode or {}).items():
+            figures[f"environment/{name}"] = mean(part)
         if batch.behaviour_logprobs is not None:
             figures["objective/entropy"] = mean(
                 -selected(batch.behaviour_logprobs, batch.response_mask).sum(-1)

@@ -14,6 +14,8 @@ is no separate step, and the last token receives the score: if a response has th
 with `algo.end_state=false`. beta is fixed, or adapts until the KL is near `algo.kl_target` (Ziegler et al.,
 section 2.2).
 
+In an episode, messages of an environment are no states: no reward, no decay, no value is learned there.
+
 Needs: a value model, reference log-probs; any K. Prompts without signal (see `rlhf.objectives.objective`):
 none, because the value model learns from every score.
 """
@@ -63,17 +65,19 @@ class PPO(PolicyGradient):
         The KL coefficient adapts once per call, after the rewards are computed.
         """
         assert batch.values is not None
-        states = self.states(batch.response_mask)
+        states = self.states(batch)
         rewards = torch.zeros_like(batch.values)
         kl = self.kl(batch)
         if self.kl_in_reward:
             rewards[..., :-1] = -self.kl_coef * kl
-        end = states.sum(-1, keepdim=True) - 1
+        places = torch.arange(states.shape[-1], device=states.device)
+        end = (places * states).amax(-1, keepdim=True)  # the last state
         rewards.scatter_add_(-1, end, self.scores(batch)[:, :, None])
         if self.config.whiten_rewards:
             rewards = whiten(rewards, states, shift=False)
         values = selected(batch.values, states)
-        advantages = gae(rewards, values, self.config.gamma, self.config.lam)
+        messages = None if batch.environment_mask is None else states
+        advantages = gae(rewards, values, self.config.gamma, self.config.lam, messages)
         returns = selected(advantages + values, states)
         advantages = advantages[..., :-1]
         if self.config.whiten_advantages:
@@ -88,16 +92,18 @@ class PPO(PolicyGradient):
         )
         return replace(self.coupled(batch), signal=None)  # the value model learns from rejected tokens, too
 
-    def states(self, mask: Tensor) -> Tensor:
-        """Return which states have a learned value, [N, K, T+1] bool, given the response mask [N, K, T].
+    def states(self, batch: Batch) -> Tensor:
+        """Return which states have a learned value, [N, K, T+1] bool.
 
-        These are the states before each token and, with `algo.end_state`, the state after the last token of a
-        response that is shorter than the allowed length.
+        These are the states before each token of the model and, with `algo.end_state`, the state after the
+        last token of a response that is shorter than the allowed length.
         """
-        if not self.config.end_state:
-            return F.pad(mask, (0, 1))
-        allowed = F.pad(torch.ones_like(mask), (0, 1))
-        return F.pad(mask, (1, 0), value=True) & allowed
+        states = F.pad(batch.response_mask, (0, 1))
+        if self.config.end_state:
+            real = batch.real
+            after = F.pad(real, (1, 0), value=True) & ~F.pad(real, (0, 1))  # the state after the last token
+            states = states | (after & F.pad(torch.ones_like(real), (0, 1)))
+        return states
 
     def adapt(self, kl: float, episodes: int) -> None:
         """Change the KL coefficient to move the KL towards `algo.kl_target`; null: do nothing.

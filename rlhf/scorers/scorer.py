@@ -215,10 +215,11 @@ def response_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> li
     """Return the responses as N lists of K texts: what they add to the prompt, without the token that ended.
 
     Special tokens are left out. A model may declare an end token that its tokenizer does not mark as special.
+    The text of an episode is its last reply: what a tool wrote is not the answer of the model.
     """
     N, K, T = rollouts.response_ids.shape
-    text = rollouts.response_mask
-    last = torch.arange(T, device=text.device) == text.sum(-1, keepdim=True) - 1
+    text = rollouts.last_reply
+    last = torch.arange(T, device=text.device) == rollouts.real.sum(-1, keepdim=True) - 1
     ids = rollouts.response_ids.flatten(0, 1)
     mask = (text & ~(last & rollouts.ended[..., None])).flatten(0, 1)
     flat = pieces(tokenizer).decode([row[kept].tolist() for row, kept in zip(ids, mask, strict=True)])
@@ -274,10 +275,10 @@ def distinct_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> Di
 def first_of_identical(rollouts: Rollouts) -> Tensor:
     """Return, for each response, the first response of its prompt with the same tokens, [N, K] int64.
 
-    Identical responses have equal tokens within the response mask, and both or neither ended with EOS.
+    Identical responses have equal tokens, messages of an environment included, and both or neither ended.
     """
     N, K, _ = rollouts.response_ids.shape
-    tokens = rollouts.response_ids.masked_fill(~rollouts.response_mask, -1).flatten(0, 1).cpu().numpy()
+    tokens = rollouts.response_ids.masked_fill(~rollouts.real, -1).flatten(0, 1).cpu().numpy()
     ended = rollouts.ended.flatten().tolist()
     first: dict[tuple[int, bool, bytes], int] = {}
     columns = [

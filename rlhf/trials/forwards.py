@@ -145,13 +145,14 @@ def _sequences(batch: Rollouts) -> Iterator[tuple[int, int, Rollouts]]:
     """Yield the number of each prompt and sample, and the prompt with this sample alone, without padding."""
     for i, j in product(*map(range, batch.response_ids.shape[:2])):
         one = batch.select(torch.tensor([i]))
-        prompt, response = one.prompt_mask[0], one.response_mask[0, j]
+        prompt, response, messages = one.prompt_mask[0], one.real[0, j], one.environment_mask
         alone = replace(
             one,
             prompt_ids=one.prompt_ids[:, prompt],
             prompt_mask=one.prompt_mask[:, prompt],
             response_ids=one.response_ids[:, j : j + 1, response],
             response_mask=one.response_mask[:, j : j + 1, response],
+            environment_mask=None if messages is None else messages[:, j : j + 1, response],
             ended=one.ended[:, j : j + 1],
         )
         yield i, j, alone

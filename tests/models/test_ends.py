@@ -2,19 +2,20 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
-from rlhf.core.batch import Sampling
+from rlhf.core.batch import Rollouts, Sampling
 from rlhf.core.chat_format import set_format
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.models.modules import Policy
 from rlhf.models.tokenizer import read_tokenizer, stop_ids
-from rlhf.scorers.scorer import response_texts
+from rlhf.scorers.scorer import first_of_identical, response_texts
 from tests.model_folders import write_tokenizer
 from tests.models.test_absent_ids import prompts
-from tests.tiny_models import tiny_lm
+from tests.tiny_models import tiny_lm, tiny_tokenizer
 
 TOKENS = ("<pad>", "<eos>", "<unk>", "a", "b", "<turn>")
 
@@ -71,3 +72,27 @@ def test_a_response_ends_at_the_first_of_the_end_tokens_and_its_text_has_none_of
     texts = [text for row in response_texts(found, tokenizer) for text in row]
     assert not any("b" in text or "<" in text for text in texts), "b is an end that is not special"
     assert any("a" in text for text in texts)
+
+
+def test_the_text_of_an_episode_is_its_last_reply_without_its_end_token():
+    tokenizer = tiny_tokenizer()
+    end = tokenizer.eos_token_id
+    ids = torch.tensor([[[3, end, 4, 5, 6, end, 0], [3, end, 4, 5, 7, 8, end]]])
+    messages = torch.tensor([[[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0, 0]]], dtype=torch.bool)
+    rollouts = Rollouts(
+        index=torch.arange(1),
+        texts=["w0"],
+        references=[""],
+        prompt_ids=torch.tensor([[3]]),
+        prompt_mask=torch.ones(1, 1, dtype=torch.bool),
+        response_ids=ids,
+        response_mask=(ids > 0) & ~messages,
+        environment_mask=messages,
+        ended=torch.ones(1, 2, dtype=torch.bool),
+    )
+    assert response_texts(rollouts, tokenizer) == [["w3", "w4 w5"]]
+    twice = {name: getattr(rollouts, name)[:, [0, 0]].clone() for name in ("response_ids", "response_mask")}
+    same = replace(rollouts, **twice)
+    assert first_of_identical(same).tolist() == [[0, 0]]
+    same.response_ids[0, 1, 2] = 9  # another message
+    assert first_of_identical(same).tolist() == [[0, 1]]

@@ -1,6 +1,7 @@
 """Policy, reward and value models, loading and saving of models, and checks of model folders."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers import (
 )
 
 from rlhf.config.model import NanoConfig
-from rlhf.core.batch import Rollouts
+from rlhf.core.batch import Budget, Rollouts, microbatches
 from rlhf.core.errors import UserError
 from rlhf.models.folders import context_length, context_problem, folder_problem, is_local, rope_problem
 from rlhf.models.loading import (
@@ -92,6 +93,22 @@ def test_logprobs_are_float32_and_zero_at_padding():
     logprobs = Policy(tiny_lm(), 0.7, True)(batch).logprobs
     assert logprobs.shape == batch.response_mask.shape and logprobs.dtype == torch.float32
     assert not logprobs[~batch.response_mask].any() and logprobs[batch.response_mask].all()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_tokens_of_an_environment_are_read_but_have_no_logprob(shared):
+    whole = tiny_rollouts()
+    messages = whole.response_mask & (torch.arange(7) % 4 > 1)  # tokens 2, 3 and 6
+    episodes = replace(whole, response_mask=whole.response_mask & ~messages, environment_mask=messages)
+    policy, judge = Policy(tiny_lm(), 0.7, shared), RewardModel(tiny_classifier(), shared)
+    policy.always_apart = judge.always_apart = shared
+    found = policy(episodes).logprobs
+    torch.testing.assert_close(found, policy(whole).logprobs * ~messages)
+    torch.testing.assert_close(judge(episodes).rewards, judge(whole).rewards)
+    (_, trimmed, _), *_ = microbatches(episodes, Budget(sequences=2))
+    assert trimmed.response_ids.shape[-1] == 7  # also where message tokens are the last
+    alone = policy(trimmed).logprobs
+    torch.testing.assert_close(alone, found[:1], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
