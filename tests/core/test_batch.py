@@ -78,10 +78,10 @@ def test_trim_keeps_at_least_two_prompt_columns_and_one_response_column():
 class Episodes(Batch):
     """A batch with a second mask and figures of each episode: one line a field."""
 
-    environment_mask: Annotated[torch.Tensor, "N K T"]
+    tool_mask: Annotated[torch.Tensor, "N K T"]
     state_rewards: Annotated[torch.Tensor, "N K T+1"]
     action_ids: Annotated[torch.Tensor, "N K T"]
-    episode: Annotated[dict[str, torch.Tensor], "N K"]
+    counts: Annotated[dict[str, torch.Tensor], "N K"]
     notes: Annotated[list[str], "N"]
     judge_s: float = 0.0
 
@@ -96,10 +96,10 @@ def episodes(prompts: int, length: int, version: int) -> Episodes:
     return replace(rollouts, response_ids=grid[..., 1:], response_mask=mask, version=version).extend(
         Episodes,
         scores=torch.zeros(prompts, 2),
-        environment_mask=grid[..., 1:] % 2 == 0,
+        tool_mask=grid[..., 1:] % 2 == 0,
         state_rewards=grid.float(),
         action_ids=grid[..., 1:],
-        episode={"turns": grid[..., 0]},
+        counts={"turns": grid[..., 0]},
         notes=[f"prompt {i}" for i in range(prompts)],
         judge_s=1.5,
     )
@@ -109,19 +109,19 @@ def test_a_field_of_a_subclass_is_selected_trimmed_and_moved_by_its_declared_dim
     batch, rows, columns = episodes(3, 4, 0), torch.tensor([2, 0]), torch.tensor([[1], [0], [1]])
     chosen = batch.select(rows)
     assert chosen.notes == ["prompt 2", "prompt 0"] and chosen.judge_s == 1.5
-    for name in ("environment_mask", "state_rewards", "action_ids"):
+    for name in ("tool_mask", "state_rewards", "action_ids"):
         assert torch.equal(getattr(chosen, name), getattr(batch, name)[rows])
         assert torch.equal(
             getattr(batch.samples(columns), name)[:, 0], getattr(batch, name)[[0, 1, 2], [1, 0, 1]]
         )
-    assert chosen.episode["turns"].tolist() == [[200, 210], [0, 10]]
-    assert batch.samples(columns).episode["turns"].tolist() == [[10], [100], [210]]
+    assert chosen.counts["turns"].tolist() == [[200, 210], [0, 10]]
+    assert batch.samples(columns).counts["turns"].tolist() == [[10], [100], [210]]
     short = trim(batch)
-    assert torch.equal(short.environment_mask, batch.environment_mask[..., :3])
+    assert torch.equal(short.tool_mask, batch.tool_mask[..., :3])
     assert torch.equal(short.state_rewards, batch.state_rewards[..., :4])
-    assert short.episode["turns"].shape == (3, 2)
+    assert short.counts["turns"].shape == (3, 2)
     moved = batch.to(torch.device("meta"))
-    assert {moved.action_ids.device.type, moved.episode["turns"].device.type} == {"meta"}
+    assert {moved.action_ids.device.type, moved.counts["turns"].device.type} == {"meta"}
     assert moved.notes == batch.notes
 
 
@@ -132,8 +132,8 @@ def test_a_field_of_a_subclass_is_concatenated_and_padded_by_its_declared_dimens
     assert fields["notes"] == ["prompt 0", "prompt 1", "prompt 0"]
     assert fields["action_ids"][:, 0].tolist() == [[1, 2, 3, 9, 9], [101, 102, 103, 9, 9], [1, 2, 3, 4, 5]]
     assert fields["state_rewards"][0, 1].tolist() == [10, 11, 12, 13, 0, 0]
-    assert fields["environment_mask"][0, 0].tolist() == [False, True, False, False, False]
-    assert fields["episode"]["turns"].tolist() == [[0, 10], [100, 110], [0, 10]]
+    assert fields["tool_mask"][0, 0].tolist() == [False, True, False, False, False]
+    assert fields["counts"]["turns"].tolist() == [[0, 10], [100, 110], [0, 10]]
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         concatenated([one, other])
 
