@@ -42,7 +42,7 @@ from rlhf.training.staleness import Group, Rules
 _LOOKAHEAD = 0.8  # share of the last update's seconds that an idle trainer takes at least until the next load
 _FIRST_LOOKAHEAD = 16  # steps, before the first update
 _LEAST_TOKENS = 4  # tokens that are sampled at once at least, with in-flight updates
-_SAVED = [each.name for each in fields(Sequence)[1:]]  # all but the group
+_SAVED = [each.name for each in fields(Sequence)[2:]]  # all but the group and the key
 
 
 @dataclass(slots=True)
@@ -164,7 +164,7 @@ class Clock:
             "times": [self.now, self.step, self.resumes, self.update_s],
             "scoring": [[time, group.number] for time, group in self.scoring],
             "sequences": [
-                [each.group.number, *(getattr(each, name) for name in _SAVED)]
+                [*each.key, *(getattr(each, name) for name in _SAVED)]
                 for own in self.sequences.values()
                 for each in own
             ],
@@ -176,8 +176,8 @@ class Clock:
         self.now, self.step, self.resumes, self.update_s = saved["times"]
         self.scoring = deque((time, groups[number]) for time, number in saved["scoring"])
         self.sequences = {number: [] for number in groups}
-        for number, *values in saved["sequences"]:
-            sequence = Sequence(groups[number], *values)
+        for number, sample, *values in saved["sequences"]:
+            sequence = Sequence(groups[number], Start(number, sample), *values)
             self.sequences[number].append(sequence)
             if sequence.end == inf:
                 self.running[sequence.key] = sequence
@@ -264,7 +264,7 @@ class Clock:
             self._news |= not self.whole
             begin = self.step + self.costs.prefill * self.sampler.prompt(start.group)[1]
             group, factor, stretch = self.rules.running[start.group], self._factor(start), self.costs.stretch
-            sequence = Sequence(group, start.sample, begin, factor, stretch, self.now)
+            sequence = Sequence(group, start, begin, factor, stretch, self.now)
             self.sequences[start.group].append(sequence)
             self.running[start] = sequence
             self._add(sequence, self._ahead.pop(start))
@@ -372,11 +372,13 @@ def factors(costs: VirtualConfig, samples: int, seed: int) -> Callable[[int, int
     """
     longest = costs.longest or inf
     common, own = costs.shared * costs.spread, sqrt(1 - costs.shared**2) * costs.spread
+    draw = Random()
 
     @lru_cache(maxsize=costs.slots or samples)
     def of_group(group: int, prompt: int) -> list[float]:
-        of_prompt = Random(derive(seed, "duration of prompt", prompt)).gauss(0, common)
-        draws = Random(derive(seed, "duration of group", group))
-        return [min(exp(of_prompt + draws.gauss(0, own)), longest) for _ in range(samples)]
+        draw.seed(derive(seed, "duration of prompt", prompt))
+        of_prompt = draw.gauss(0, common)
+        draw.seed(derive(seed, "duration of group", group))
+        return [min(exp(of_prompt + draw.gauss(0, own)), longest) for _ in range(samples)]
 
     return of_group

@@ -32,7 +32,7 @@ class Sequence:
     """A response. Token i is complete at step `begin + factor * (i + 1) ** stretch`."""
 
     group: Group
-    sample: int  # which sample of the group it is
+    key: Start  # the number of its group, and which sample it is
     begin: float  # step at which its first token began, later by the steps of each encoding at a load
     factor: float  # steps of the first token
     stretch: float  # 1: all tokens take as long; above 1: later tokens take longer
@@ -47,11 +47,6 @@ class Sequence:
     cut: bool = False  # whether it ended before its end token because its group was due
 
     @property
-    def key(self) -> Start:
-        """The number of its group, and which sample it is."""
-        return Start(self.group.number, self.sample)
-
-    @property
     def steps(self) -> float:
         """The decoding steps of its known tokens."""
         return self.factor * len(self.ids) ** self.stretch
@@ -59,7 +54,7 @@ class Sequence:
     @property
     def last_step(self) -> float:
         """The step at which its last known token is complete."""
-        return self.begin + self.steps
+        return self.begin + self.factor * len(self.ids) ** self.stretch
 
     def done(self, step: float) -> int:
         """Return the tokens that are complete at a step."""

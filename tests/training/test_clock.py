@@ -30,7 +30,7 @@ class Lengths:
     def go_on(self, sequences, most):
         self.calls += 1
         return [
-            self._piece((each.group.number, each.sample), len(each.ids), limit)
+            self._piece(each.key, len(each.ids), limit)
             for each, limit in zip(sequences, most, strict=True)
         ]
 
@@ -143,7 +143,7 @@ def test_bounds_hold_for_random_settings(rule):
                 assert all(each == sorted(each) for each in versions)
                 assert settings["in_flight"] or all(len(set(each)) == 1 for each in versions)
                 slot_s += sum(each.end - each.start for each in sequences)
-                whole = [settings["length"]((each.group.number, each.sample)) for each in sequences]
+                whole = [settings["length"](each.key) for each in sequences]
                 ids = [[*range(n)] for n in whole]
                 if rule != "cut":
                     assert [each.ids for each in sequences] == ids
