@@ -8,7 +8,7 @@ A line is a group: a prompt with its K samples. These keys are used:
     update, taken         number of the update that trained on it, from 1, and when the update began
     ready, loaded         when its scores were known, and when the generators had the update's weights
     waited                without `loaded`: seconds that the trainer waited before `taken`
-    fate                  trained; cut: samples ended early; dropped: not trained
+    fate                  trained; cut: samples ended early; dropped, replaced: not trained
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def read(path: Path) -> Recording:
     if not file.is_file():
         raise UserError(f"{path} must be a run folder with groups.jsonl, or such a file, got neither")
     rows = sorted(read_lines(file, KEYS), key=lambda row: row["group"])
-    updates = _updates([row for row in rows if row["fate"] != "dropped"])
+    updates = _updates([row for row in rows if row["fate"] in ("trained", "cut")])
     trained = [row for update in updates for row in update.groups]
     if len(trained) < LEAST_GROUPS or len(updates) < LEAST_UPDATES:
         raise UserError(
@@ -116,10 +116,12 @@ def read(path: Path) -> Recording:
         )
     rows = [row for row in rows if row["update"] <= updates[-1].number]
     size, samples = len(updates[0].groups), len(trained[0]["starts"])
-    whole_batches = all(len({(*row["starts"], *row["ends"]) for row in each.groups}) == 1 for each in updates)
-    for update in updates if whole_batches else []:  # only the time of the longest response is known
-        longest = max(max(row["lengths"]) for row in update.groups)
-        for row in update.groups:
+    requests: dict[float, list[Row]] = defaultdict(list)  # only the time of their longest response is known
+    for row in rows if "waited" in trained[0] else []:
+        requests[row["ends"][0]].append(row)
+    for own in requests.values():
+        longest = max(max(row["lengths"]) for row in own)
+        for row in own:
             row["ends"] = [
                 start + (end - start) * max(1, tokens) / longest
                 for start, end, tokens in zip(row["starts"], row["ends"], row["lengths"], strict=True)
@@ -185,15 +187,16 @@ def _rule(config: Path, rows: list[Row], size: int) -> tuple[str, int, int | Non
         if schedule.get("order", "fifo") == "fifo":
             return "fifo", schedule["max_lag"], None
         return schedule["stale"] if schedule["max_age"] else "pace", schedule["max_lag"], schedule["max_age"]
-    oldest = max(row["update"] - 1 - row["version"] for row in rows if row["fate"] != "dropped")
+    trained = [row for row in rows if row["fate"] in ("trained", "cut")]
+    oldest = max(row["update"] - 1 - row["version"] for row in trained)
     fates = {row["fate"] for row in rows}
     if "dropped" in fates:
         kept = [{"starts": row["starts"][:1], "ends": [row.get("taken", max(row["ends"]))]} for row in rows]
         return "drop", ceil(_most_at_once(kept) / size) - 1, oldest
-    lag = max(ceil((row["group"] + 1) / size) - 1 - row["version"] for row in rows)
+    lag = max(ceil((row["group"] + 1) / size) - 1 - row["version"] for row in trained)
     if "cut" in fates:
         return "cut", lag, oldest
-    in_order = all(row["update"] - 1 == row["group"] // size for row in rows)
+    in_order = all(row["update"] - 1 == row["group"] // size for row in trained)
     return "fifo" if in_order else "pace", lag, None
 
 

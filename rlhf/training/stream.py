@@ -117,9 +117,8 @@ class Stream(RolloutStream):
         self._request_ahead()
         asked = self._now()
         rollouts = replace(self._oldest(), trainer_version=self.taken)
-        ready = self.ends.get(self.pending.popleft(), self._now())
-        sampled = rollouts.behaviour_logprobs is not None
-        self.lines = self._lines(rollouts, asked, ready) if sampled else []
+        self.lines = self._trained(self._lines(rollouts, self.taken * len(rollouts)), asked)
+        self.pending.popleft()
         return rollouts
 
     def state_dict(self) -> Any:
@@ -150,13 +149,15 @@ class Stream(RolloutStream):
     def _note_end(self, future: Future[Rollouts]) -> None:
         self.ends[future] = self._now()
 
-    def _lines(self, rollouts: Rollouts, asked: float, ready: float) -> list[dict[str, Any]]:
-        """Return the lines of groups.jsonl of a batch whose request ended at `ready`."""
-        taken, versions = self._now(), rollouts.versions()
+    def _lines(self, rollouts: Rollouts, first: int) -> list[dict[str, Any]]:
+        """Return the lines of groups.jsonl of the oldest request; its groups are numbered from `first` on."""
+        if rollouts.behaviour_logprobs is None:
+            return []
+        ready, versions = self.ends.get(self.pending[0], self._now()), rollouts.versions()
         end = ready - (rollouts.annotate_ahead_s if isinstance(rollouts, Batch) else 0.0)
         return [
             {
-                "group": self.taken * len(rollouts) + i,
+                "group": number,
                 "row": row,
                 "version": rollouts.version,
                 "versions": [min(versions), max(versions)],
@@ -164,14 +165,16 @@ class Stream(RolloutStream):
                 "starts": [end - rollouts.generate_s] * len(lengths),
                 "ends": [end] * len(lengths),
                 "ready": ready,
-                "taken": taken,
-                "waited": taken - asked,
-                "fate": "trained",
             }
-            for i, (row, lengths) in enumerate(
-                zip(rollouts.index.tolist(), rollouts.response_mask.sum(-1).tolist(), strict=True)
+            for number, (row, lengths) in enumerate(
+                zip(rollouts.index.tolist(), rollouts.response_mask.sum(-1).tolist(), strict=True), first
             )
         ]
+
+    def _trained(self, lines: list[dict[str, Any]], asked: float) -> list[dict[str, Any]]:
+        """Return the lines of groups that the trainer gets now, and asked for at `asked`."""
+        taken = self._now()
+        return [{**line, "taken": taken, "waited": taken - asked, "fate": "trained"} for line in lines]
 
 
 class RefilledStream(Stream):
@@ -196,26 +199,37 @@ class RefilledStream(Stream):
         spare, current = saved.get("spare"), saved.get("current")
         self.spare = Prompts(**spare) if spare else None  # prompts that were drawn to replace others
         self.current, self.unused = Batch(**current) if current else None, current is not None
+        self.lines = saved.get("lines", [])
+        self.scored: list[dict[str, Any]] = saved.get("scored", [])  # lines of replaced groups and of `ready`
 
     def next_batch(self) -> Batch:
         """Return the next B groups with signal; without enough, also groups that must not be replaced."""
         recorder, generate_s, ahead_s = self.context.recorder, 0.0, 0.0
         self._request_ahead()
+        asked = self._now()
         while len(self.ready) < self.size:
             rollouts = self._oldest()
             with recorder.timer("score"), self.context.phases("scoring"):
                 batch, signal = self.refill.score(rollouts)
+            lines = self._lines(rollouts, self.taken * self.size + len(self.ready) + self.replaced)
             self.pending.popleft()  # only now: a signal may interrupt the scorer
             lost = (~signal).nonzero()[:, 0].tolist()[: self.before + self.refill.most - self.replaced]
             self._replace(len(lost))
             kept = [i for i in range(len(batch)) if i not in lost]
             self.ready += [with_token_versions(batch.select(torch.tensor([i]))) for i in kept]
+            self.scored += [
+                {**line, "fate": "replaced"} if i in lost else line for i, line in enumerate(lines)
+            ]
             generate_s += batch.generate_s
             ahead_s += batch.annotate_ahead_s
         groups, self.ready = self.ready[: self.size], self.ready[self.size :]
         batch = joined(groups, self.context.pad_id, trainer_version=self.taken, generate_s=generate_s)
         recorder.add(self.refill.figures(batch.scores, self.replaced - self.before))
         self.before = self.replaced
+        kept_lines = [line for line in self.scored if "fate" not in line]
+        replaced = [line for line in self.scored if "fate" in line]
+        self.lines = replaced + self._trained(kept_lines[: self.size], asked)
+        self.scored = kept_lines[self.size :]
         return replace(batch, annotate_ahead_s=ahead_s)
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,6 +242,8 @@ class RefilledStream(Stream):
             "ready": [group.as_dict() for group in self.ready],
             "spare": self.spare.as_dict() if self.spare else None,
             "current": self.current.as_dict() if self.current and self.unused else None,
+            "lines": self.lines if self.unused else [],
+            "scored": self.scored,
         }
 
     def _replace(self, groups: int) -> None:

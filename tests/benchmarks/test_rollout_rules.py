@@ -105,9 +105,12 @@ def test_batches_that_are_sampled_as_a_whole_show_the_longest_response_only(tmp_
         times = {"starts": [start] * 2, "ends": [start + 2.0] * 2, "taken": start + 2.5, "waited": 3.0}
         lengths = {"lengths": [10, 40], "version": update - 1, "fate": "trained"}
         rows.append({"update": update, "group": group, "row": group, **times, **lengths})
+    times = {"starts": [2.5] * 2, "ends": [4.5] * 2}
+    rows.append({**rows[0], **times, "group": -1, "fate": "replaced"})
+    del rows[-1]["taken"], rows[-1]["waited"]
     found = read(written(tmp_path / "groups.jsonl", rows))
     assert (found.rule, found.lag, found.updates, found.slots) == ("fifo", 0, 5, 12)
-    assert found.durations == [[0.5, 2.0]] * 30  # not those of the last update, whose end is not known
+    assert found.durations == [[0.5, 2.0]] * 31  # not those of the last update, whose end is not known
     assert found.tokens_s == pytest.approx(20)
     assert found.figures["use"] == pytest.approx(3 / 6)
 

@@ -30,8 +30,7 @@ class Lengths:
     def go_on(self, sequences, most):
         self.calls += 1
         return [
-            self._piece(each.key, len(each.ids), limit)
-            for each, limit in zip(sequences, most, strict=True)
+            self._piece(each.key, len(each.ids), limit) for each, limit in zip(sequences, most, strict=True)
         ]
 
     def _piece(self, start, done, most):

@@ -60,14 +60,22 @@ def figures(made, name):
     return [row[f"rollouts/{name}"] for row in rows if f"rollouts/{name}" in row]
 
 
+def untimed(made):
+    """Return the lines of groups.jsonl without the times of this machine."""
+    lines = made.context.recorder.lines
+    times = ("starts", "ends", "ready", "taken", "waited")
+    return [{key: line[key] for key in line if key not in times} for line in lines]
+
+
 @pytest.mark.parametrize(
     ("lag", "virtual"), [(0, None), (1, None), (4, None), (4, "fifo"), (1, "pace"), (4, "cut")]
 )
 def test_batches_have_only_groups_with_signal_and_every_response_is_scored_once(lag, virtual):
     trainer, scorer = Trainer(), Scorer()
     made = refilled(trainer, lag, virtual=virtual, scorer=scorer)
-    ages = []
+    ages, rows = [], []
     for batch in train(made, trainer):
+        rows += batch.index.tolist()
         assert len(batch) == B and batch.trainer_version == trainer.version
         assert (batch.scores.amax(1) > batch.scores.amin(1)).all()
         assert torch.equal(batch.scores, half(batch)[0])
@@ -78,6 +86,12 @@ def test_batches_have_only_groups_with_signal_and_every_response_is_scored_once(
     assert set(figures(made, "no_signal")) == {0} and {*figures(made, "refilled_share")} <= {1, None}
     assert set(scorer.seen.values()) == {1} and len(scorer.seen) == UPDATES * B + sum(replaced)
     assert max(ages) <= lag or virtual == "pace"
+    lines = made.context.recorder.lines
+    for update, count in enumerate(replaced, 1):
+        fates = [line["fate"] for line in lines if line["update"] == update]
+        assert (fates.count("replaced"), len(fates)) == (count, B + count)
+    assert [line["row"] for line in lines if line["fate"] != "replaced"] == rows
+    assert len({line["group"] for line in lines}) == len(lines)
 
 
 def test_wall_time_without_lag_equals_virtual_time():
@@ -107,7 +121,8 @@ def test_groups_without_signal_are_trained_when_the_bound_is_reached(virtual):
 )
 def test_a_resumed_stream_continues_to_the_bit(lag, virtual):
     trainer, scorer = Trainer(), Scorer()
-    expected = list(train(refilled(trainer, lag, most=3, virtual=virtual, scorer=scorer), trainer))
+    whole = refilled(trainer, lag, most=3, virtual=virtual, scorer=scorer)
+    expected = list(train(whole, trainer))
     for stop in (1, 4):
         first, drawn, known = Trainer(), [], Scorer()
         before = refilled(first, lag, most=3, virtual=virtual, scorer=known, batches=_counted(drawn))
@@ -124,6 +139,7 @@ def test_a_resumed_stream_continues_to_the_bit(lag, virtual):
         for mine, theirs in zip(train(after, second), expected[stop:], strict=True):
             equal(mine, theirs)
         assert known.seen == scorer.seen, "what is known is not scored again"
+        assert untimed(before) + untimed(after) == untimed(whole)
 
 
 def _counted(drawn):
