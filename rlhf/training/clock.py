@@ -56,16 +56,11 @@ class Usage:
     wasted: float = 0.0  # seconds of slots for groups that were given up
     dropped: int = 0  # groups that were given up
     cut: int = 0  # groups that were cut
-    refilled: int = 0  # groups that were replaced because their scores tie
 
 
 @dataclass(eq=False)
 class Clock:
-    """Generators and trainer in virtual time.
-
-    Raises:
-        ValueError: a group needs more slots than there are.
-    """
+    """Generators and trainer in virtual time."""
 
     rules: Rules  # which groups start, and which are trained
     costs: VirtualConfig  # virtual seconds
@@ -79,8 +74,6 @@ class Clock:
     def __post_init__(self, seed: int) -> None:
         rules, costs = self.rules, self.costs
         self.slots = costs.slots or rules.batch * rules.samples * (rules.max_lag + 1)
-        if self.whole and self.slots < rules.samples:
-            raise ValueError(f"{self.slots} slots are too few for groups of {rules.samples} samples")
         self.factors = factors(costs, rules.samples, seed)
         self.first_token = self.length ** (1 - costs.stretch)  # steps, before the factor
         self.now = self.step = self.resumes = 0.0  # seconds; steps; end of the pause after a load
@@ -327,7 +320,6 @@ class Clock:
         if signal or (new := self.rules.replace(group)) is None:
             self.rules.complete(group)
         else:
-            self.usage.refilled += 1
             self.sampler.replaced(self._give_up(group), new.number)
             self.sequences[new.number] = []
 

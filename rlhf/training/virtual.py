@@ -94,7 +94,7 @@ class VirtualStream(RolloutStream):
         else:
             scored = [self.scored[own[0].group.number] for own in groups]
             rollouts = batch = joined(scored, self.context.pad_id, self.rules.version, self.generate_s)
-            recorder.add(self.refill.figures(batch.scores, made.usage.refilled))
+            recorder.add(self.refill.figures(batch.scores, self.rules.refilled - self.rules.before))
         self.generate_s = 0.0
         taken = made.now - made.costs.sync_s - made.update_s
         for own in groups:
@@ -253,7 +253,8 @@ class VirtualStream(RolloutStream):
         busy, trainer = usage.busy / span / made.slots, usage.trained / span
         ages = sorted(self.rules.version - own[0].group.version for own in groups)
         kept = sum(each.end - each.start for own in groups for each in own) / len(groups)
-        every = (kept * len(groups) + usage.wasted) / (len(groups) + usage.dropped + usage.refilled)
+        lost = usage.dropped + self.rules.refilled - self.rules.before
+        every = (kept * len(groups) + usage.wasted) / (len(groups) + lost)
         return {
             "rollouts/time_s": Stat(made.now, 1.0, How.last),
             "rollouts/update_s": Stat(usage.span),
