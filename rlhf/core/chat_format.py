@@ -27,8 +27,8 @@ _PLAIN_TEMPLATE = (
     "{% endfor %}"
     "{{ '<|assistant|>\\n' if add_generation_prompt }}"
 )
-_QUESTION = "question-of-a-user"  # a text that no template contains, as these two, which end differently:
-_ANSWERS = ("answer-of-an-assistant", "another-answer-of-the-assistants")
+QUESTION = "question-of-a-user"  # a text that no template contains, as these two, which end differently:
+ANSWERS = ("answer-of-an-assistant", "another-answer-of-the-assistants")
 MARK = "-mark-{}-"  # behind the content of a message, to see whether a template writes the content
 CALLS = "tool_calls"
 
@@ -136,10 +136,10 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 def ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str]:
     """Return the token that ends a reply (see `end_of_turn`), and the text that follows the end of a turn."""
-    turns = {"role": "user", "content": _QUESTION}, {"role": "assistant"}
+    turns = {"role": "user", "content": QUESTION}, {"role": "assistant"}
     wholes = [
         formatted(tokenizer, [turns[0], turns[1] | {"content": answer}], "a question with its answer")
-        for answer in _ANSWERS
+        for answer in ANSWERS
     ]
     if wholes[0] == wholes[1]:
         raise UserError(
@@ -237,7 +237,7 @@ def _refused(
     The template is at fault if it formats no question of a user and no question with an answer either.
     """
     other = "set model.chat_template=<file with a Jinja template>"
-    dialogue = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWERS[0]}]
+    dialogue = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWERS[0]}]
     if all(_fails(tokenizer, dialogue[:turns], options) for turns in (1, 2)):
         line = getattr(error, "lineno", None)
         own = getattr(tokenizer, "template_file", None) is not None
