@@ -19,9 +19,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.core.batch import Rollouts, moved_to
+from rlhf.core.encoding import pad_prompts
 from rlhf.core.launched import local_rank
 from rlhf.core.phases import Phases
 from rlhf.core.seeding import derive
+from rlhf.environments.episodes import Episodes
 from rlhf.generators.generator import Generator, GeneratorContext, finished
 from rlhf.generators.hf.sampling import HFSettings, sample, uniforms
 from rlhf.generators.own_process import start
@@ -196,8 +198,10 @@ def respond(
     """Sample K responses to each prompt, in chunks of `batch_size` sequences, the longest prompts first.
 
     `update` is called before each forward pass; it may change the model's weights, and returns their version.
-    The phase in `phases` counts the finished sequences.
+    The phase in `phases` counts the finished sequences. With an environment, responses are episodes.
     """
+    if settings.environment is not None:
+        return _converse(model, prompts, sampling, settings, update, phases)
     chunk = max(1, settings.batch_size // sampling.samples)
     length, numbers, most = sampling.response_length, sampling.numbers, sampling.most
     if numbers is None:
@@ -242,6 +246,53 @@ def respond(
         ended=torch.cat([part[3] for part in parts]).to(home)[back],
         token_versions=torch.cat(versions).to(home)[back] if versions else None,
     )
+
+
+def _converse(
+    model: PreTrainedModel,
+    prompts: Prompts,
+    sampling: Sampling,
+    settings: HFSettings,
+    update: Callable[[], int] | None = None,
+    phases: Phases | None = None,
+) -> Rollouts:
+    """Sample K episodes of each prompt, turn by turn; arguments as in `respond`.
+
+    Token t of an episode has the random number t of its sample, whatever the turn. The first replies to a
+    prompt share its encoding. Later, the history of each running episode is a prompt.
+    """
+    assert settings.environment is not None and settings.turns is not None
+    K, stop_ids = sampling.samples, settings.stop_ids
+    episodes = Episodes(prompts, sampling, settings.environment, settings.turns, stop_ids, settings.seed)
+    purpose = derive(settings.seed, "sample", sampling.purpose)
+    numbers = uniforms(purpose, sampling.request, prompts.index, K, sampling.response_length).flatten(0, 1)
+    one_reply = replace(settings, environment=None, turns=None)
+    asked, samples = prompts, K
+    while running := episodes.running():
+        room = [episodes.room(i) for i in running]
+        own = torch.zeros(len(running), max(room), dtype=torch.float64)
+        for row, i, most in zip(own, running, room, strict=True):
+            row[:most] = numbers[i, episodes.length(i) :][:most]
+        request = replace(
+            sampling,
+            samples=samples,
+            response_length=max(room),
+            numbers=own.view(len(asked), samples, -1),
+            most=torch.tensor(room).view(len(asked), samples),
+        )
+        found = respond(model, asked, request, one_reply, update, phases)
+        versions = found.token_versions
+        parts = (found.response_ids, found.behaviour_logprobs, versions)
+        rows = zip(*(x.flatten(0, 1).tolist() for x in parts if x is not None), strict=True)
+        for i, tokens, reply in zip(
+            running, found.response_mask.sum(-1).flatten().tolist(), rows, strict=True
+        ):
+            episodes.reply(i, *(values[:tokens] for values in reply))
+        if samples_left := episodes.running():
+            ids, mask = pad_prompts([episodes.history(i) for i in samples_left], settings.pad_id)
+            owners = torch.tensor(samples_left) // K
+            asked, samples = replace(prompts.select(owners), prompt_ids=ids, prompt_mask=mask), 1
+    return episodes.rollouts(settings.pad_id, in_flight=update is not None)
 
 
 def note(update: Callable[[], int], held: list[int]) -> None:
