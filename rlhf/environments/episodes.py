@@ -114,8 +114,8 @@ class Episodes:
     ) -> None:
         """Add a reply to episode `i`, and the answer of its environment.
 
-        An episode ends if the environment is done, the reply has no end token, it has `max_turns` replies, or
-        the message leaves no room for another reply.
+        An episode ends if the environment is done, the reply does not end with the end token, there are
+        `max_turns` replies, or the message leaves no room for another reply.
 
         Args:
             i: the position of the episode.
@@ -139,6 +139,8 @@ class Episodes:
         if answer.done:
             episode.ended = True
             return self._stop(episode)
+        if ids[-1] != self.turns.tokenizer.eos_token_id:  # the template's message follows the end token only
+            return self._stop(episode, "cut")
         if episode.figures["turns"] == self.factory.max_turns:
             return self._stop(episode, "out_of_turns")
         message = self.turns.tokens(answer.message)

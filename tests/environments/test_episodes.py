@@ -267,3 +267,12 @@ def test_token_t_of_an_episode_has_the_random_number_t():
         token = int(found.response_ids[0, 0, t])
         below = float(place[token - 1]) if token else 0.0
         assert below - 1e-5 <= float(numbers[0, 0, t]) <= float(place[token]) + 1e-5
+
+
+def test_no_message_follows_a_reply_that_another_stop_token_than_the_end_token_ends():
+    both = replace(settings(), stop_ids=[0, 7])
+    found = HFGenerator(lambda: nullcontext(model()), both).submit(prompts(), SAMPLING).result()
+    before = found.response_ids[..., :-1][found.environment_mask[..., 1:] & found.response_mask[..., :-1]]
+    assert len(before) and (before == 0).all()
+    last = found.response_ids.gather(-1, found.real.sum(-1, keepdim=True) - 1)[..., 0]
+    assert ((last == 7) & ~found.ended & (found.episode["cut"] == 1)).any()
