@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from rlhf.config.algo import Data
     from rlhf.config.root import Config
-    from rlhf.config.scorer import FunctionScorerConfig
+    from rlhf.config.scorer import FunctionScorerConfig, ScorerConfig
 
 
 def build_task(
@@ -71,11 +72,15 @@ def reward_functions(cfg: Config, judge: bool = False) -> Iterator[tuple[str, Fu
         cfg: the config of the run.
         judge: whether the judge scores, although the config trains a reward model.
     """
+    for at, section in _used_scorers(cfg, judge):
+        yield from ((at, each) for each in section.functions().values())
+
+
+def _used_scorers(cfg: Config, judge: bool) -> Iterator[tuple[str, ScorerConfig]]:
     judge = judge or cfg.algo.trains is not Trains.reward
     for at, section in scorers(cfg):
-        used = judge if at.startswith("gold") else cfg.scores_completions
-        if used:
-            yield from ((at, each) for each in section.functions().values())
+        if judge if at.startswith("gold") else cfg.scores_completions:
+            yield at, section
 
 
 def part_of(cfg: Config, at: str) -> str | None:
@@ -92,7 +97,7 @@ def positions(asked: Parameters, key: str, path: str) -> Iterator[tuple[str, tup
 
 
 def _wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
-    """Return the columns of the data that the reward functions of a run ask for; see `reward_functions`.
+    """Return the columns of the data that the scorers of a run ask for; see `reward_functions`.
 
     Raises:
         UserError: a function cannot be imported.
@@ -111,4 +116,10 @@ def _wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
                 rest=before.rest or asked.rest,
                 positions={**dict(positions(asked, key, path)), **before.positions},
             )
+    for at, scorer in _used_scorers(cfg, judge):
+        if not scorer.columns:
+            continue
+        scored = part_of(cfg, at)
+        for part in found if scored is None else [scored]:
+            found[part] = replace(found[part], optional=found[part].optional | scorer.columns)
     return Wanted(parts=found) if parts else found[""]

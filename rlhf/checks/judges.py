@@ -40,6 +40,7 @@ RULES += [
         "they do not name the part of a prompt",
         fix="scorer=labels",
     ),
+    must("scorer", other_than("reasoning_gym"), _SAVED_ROLLOUTS, "they lack problems", fix="scorer=labels"),
 ]
 
 TRAINING_RULES += [

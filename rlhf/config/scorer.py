@@ -30,6 +30,7 @@ class ScorerConfig(Section):
     """The keys that every scorer has."""
 
     verifies: ClassVar[bool] = False  # the score is 1 for a correct response, else 0; its mean is an accuracy
+    columns: ClassVar[frozenset[str]] = frozenset()  # columns of the task's data that the scorer reads
     of_mixture: ClassVar[bool] = False  # True: each part scores the responses of the task's part of its name
 
     name: str = MISSING

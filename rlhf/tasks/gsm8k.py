@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from datasets import Dataset, Features, Json
+from datasets import Dataset
 
 from rlhf.core.errors import UserError
 from rlhf.tasks.records import NOTHING, Wanted
-from rlhf.tasks.source import load_pairs, pairs_of, prompts_of
+from rlhf.tasks.source import as_messages, load_pairs, pairs_of, prompts_of
 from rlhf.tasks.storage import mapped
 
 if TYPE_CHECKING:
@@ -40,25 +40,12 @@ class GSM8KSource:
             UserError: the split cannot be loaded, or `task.validation_size` leaves no training rows.
         """
         rows = self._rows(split, wanted)
-        features = None
-        if self.config.chat:
-            kept = {name: kind for name, kind in rows.features.items() if name not in COLUMNS}
-            features = Features(kept | {"messages": Json(), "reference_response": Json()})
-        return mapped(
-            rows,
-            self._converted,
-            features=features,
-            batched=True,
-            remove_columns=list(COLUMNS),
-        )
+        texts = mapped(rows, self._formatted, batched=True, remove_columns=list(COLUMNS))
+        return as_messages(texts) if self.config.chat else texts
 
-    def _converted(self, columns: dict[str, list[str]]) -> dict[str, list]:
+    def _formatted(self, columns: dict[str, list[str]]) -> dict[str, list[str]]:
         prompts = [self.config.question_format.replace("{question}", text) for text in columns["question"]]
-        if not self.config.chat:
-            return {"query": prompts, "reference_response": columns["answer"]}
-        messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        answers = [[{"role": "assistant", "content": answer}] for answer in columns["answer"]]
-        return {"messages": messages, "reference_response": answers}
+        return {"query": prompts, "reference_response": columns["answer"]}
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return a split of `task.preferences_path` with the text columns `prompt`, `chosen` and `rejected`.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import datasets
 import huggingface_hub
 import pyarrow
-from datasets import Dataset, DatasetDict, Value, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, Features, Json, Value, load_dataset, load_from_disk
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.config.task import PREFERENCE_COLUMNS, PROMPT_COLUMNS
@@ -22,7 +22,7 @@ from rlhf.core.errors import UserError
 from rlhf.tasks.columns import TOOLS, conversion, converted
 from rlhf.tasks.folders import Splits, data_folder, lacking
 from rlhf.tasks.records import NOTHING, RECORD, Wanted
-from rlhf.tasks.storage import from_rows, is_text, numbered
+from rlhf.tasks.storage import from_rows, is_text, mapped, numbered
 from rlhf.tasks.word_tokenizer import word_tokenizer
 
 if TYPE_CHECKING:
@@ -234,6 +234,23 @@ def prompts_of_pairs(pairs: Dataset) -> Dataset:
     return pairs.rename_columns({"prompt": prompt, "chosen": "reference_response"})
 
 
+def as_messages(rows: Dataset) -> Dataset:
+    """Return the texts of `query` and `reference_response` as messages of the user and the assistant."""
+
+    def converted(columns: dict[str, list[str]]) -> dict[str, list]:
+        prompts, answers = columns["query"], columns["reference_response"]
+        return {
+            "messages": [[{"role": "user", "content": prompt}] for prompt in prompts],
+            "reference_response": [
+                [{"role": "assistant", "content": answer}] if answer else [] for answer in answers
+            ],
+        }
+
+    kept = {name: kind for name, kind in rows.features.items() if name != "query"}
+    features = Features(kept | {"messages": Json(), "reference_response": Json()})
+    return mapped(rows, converted, features=features, batched=True, remove_columns=["query"])
+
+
 class StoredSource:
     """A source of stored prompts and preference pairs that already have the canonical columns.
 
@@ -267,7 +284,7 @@ class EmbeddedSource(ABC):
     """
 
     pattern: ClassVar[str]  # regular expression that matches one token of a text
-    conversational: ClassVar[bool] = False
+    conversational: bool = False
 
     def __init__(self, config: EmbeddedTaskConfig) -> None:
         self.config = config
