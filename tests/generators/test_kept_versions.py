@@ -36,6 +36,9 @@ class Answered:
     trainer_version: int = 0
     behaviour_logprobs: None = None
 
+    def __len__(self) -> int:
+        return 0
+
 
 class Threaded(WorkerGenerator):
     """A generator without a process: the carrier thread answers the jobs.

@@ -30,6 +30,9 @@ class Answered:
     trainer_version: int = 0
     behaviour_logprobs: None = None
 
+    def __len__(self) -> int:
+        return 0
+
 
 class Noted(Replica):
     """A replica without a process that records the jobs it has done.
