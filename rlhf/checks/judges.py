@@ -40,12 +40,21 @@ RULES += [
         "they do not name the part of a prompt",
         fix="scorer=labels",
     ),
-    must("scorer", other_than("reasoning_gym"), _SAVED_ROLLOUTS, "they lack problems", fix="scorer=labels"),
 ]
 
 TRAINING_RULES += [
     must("scorer", other_than("none"), ALWAYS, "training needs scores", fix="scorer=reward_model")
 ]
+
+
+@rule
+def _scorers_of_saved_rollouts(cfg: Config) -> Iterator[str]:
+    for at, scorer in scorers(cfg) if cfg.generator.saved_rollouts is not None else ():
+        if scorer.columns and not at.startswith("gold"):
+            yield (
+                f"{choice(at)} must not be {scorer.name} with saved rollouts (they lack the columns "
+                f"{', '.join(sorted(scorer.columns))}), got {scorer.name}; set scorer=labels"
+            )
 
 
 @rule

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from rlhf.config.schema import entry, option
 from rlhf.config.scorer import ScorerConfig
-from rlhf.config.task import EmbeddedTaskConfig, TaskConfig
+from rlhf.config.task import EmbeddedTaskConfig, QuestionsConfig, TaskConfig
 
 _UNREPEATABLE = (  # found with two values of PYTHONHASHSEED, 40 examples of each data set
     *("codeio", "futoshiki", "intermediate_integration", "isomorphic_strings", "knight_swap"),
@@ -20,14 +20,14 @@ _REFUSED = {
     "composite": "task=mixture combines data sets",
     **dict.fromkeys(_UNREPEATABLE, "its examples differ between processes with the same seed"),
 }
-_INSTRUCTION = "{question}\n\nWrite the answer between <answer> and </answer>."
 
 
 @option("task", "reasoning_gym", part="rlhf.tasks.reasoning_gym:ReasoningGymSource")
 @dataclass(kw_only=True, slots=True)
-class ReasoningGymConfig(EmbeddedTaskConfig):
+class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
     """Problems of a data set of the package reasoning-gym, which generates and verifies them."""
 
+    chat_question: ClassVar[str] = "{question}\n\nWrite the answer between <answer> and </answer>."
     vocabulary_size: ClassVar[int] = 106
     has_answers: ClassVar[bool] = False
 
@@ -39,31 +39,16 @@ class ReasoningGymConfig(EmbeddedTaskConfig):
     chat: bool = entry(
         False, means="the prompt is a message of the user, in the format of the model's chat template"
     )
-    template: str | None = entry(
-        None,
-        means="format of a prompt with {question}; null: the question, with chat also an instruction",
+    template: str = entry(
+        "{question}\n", means="format of a prompt with {question}; the default with chat is an instruction"
     )
     train_size: int = 8192
     max_prompt_tokens: int = 256
 
-    @property
-    def dialogues(self) -> bool:
-        """Whether the problems are messages of the user."""
-        return self.chat
-
-    @property
-    def for_base_models(self) -> bool:
-        """Whether the problems are texts that a base model continues."""
-        return not self.chat
-
-    @property
-    def question_format(self) -> str:
-        """The format of a prompt, which contains `{question}`."""
-        return self.template or (_INSTRUCTION if self.chat else "{question}\n")
-
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error for a missing package, a refused data set, a `path`, or a template without field."""
         yield from EmbeddedTaskConfig.problems(self, at)
+        yield from self.template_problems(at)
         if find_spec("reasoning_gym") is None:
             yield (
                 "task=reasoning_gym needs the package reasoning-gym, which is not installed; "
@@ -78,11 +63,6 @@ class ReasoningGymConfig(EmbeddedTaskConfig):
             yield (
                 f"{at}.path must be null for task=reasoning_gym (its problems are generated), got "
                 f"{self.path}; set {at}.path=null, or task=local"
-            )
-        if "{question}" not in self.question_format:
-            yield (
-                f"{at}.template must contain {{question}} (it is replaced by the problem), "
-                f"got {self.template!r}; set {at}.template=null"
             )
 
     def job_problems(self, at: str) -> Iterator[str]:

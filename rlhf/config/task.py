@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from omegaconf import MISSING
 
 from rlhf.config.algo import Data
-from rlhf.config.schema import Choice, Section, entry, number, option
+from rlhf.config.schema import Choice, Section, entry, fact, number, option
 
 PROMPT_COLUMNS = ("query", "reference_response")
 PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected")
@@ -167,15 +167,55 @@ class TLDRConfig(TaskConfig):
     )
 
 
+class QuestionsConfig:
+    """Questions in a template, as texts that a base model continues, or as messages of the user.
+
+    A task of questions has the keys `chat` and `template`. A template with its default is replaced by
+    `chat_question` if the questions are messages.
+    """
+
+    __slots__ = ()
+    chat_question: ClassVar[str]
+    if TYPE_CHECKING:  # fields of the section, with its defaults
+        chat: bool
+        template: str
+
+    @property
+    def dialogues(self) -> bool:
+        """Whether the questions are messages of the user."""
+        return self.chat
+
+    @property
+    def for_base_models(self) -> bool:
+        """Whether the questions are texts that a base model continues."""
+        return not self.chat
+
+    @property
+    def question_format(self) -> str:
+        """The format of a prompt, which contains `{question}`."""
+        usual = fact(type(self), "template", "declared")
+        return self.chat_question if self.chat and self.template == usual else self.template
+
+    def template_problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the template does not contain `{question}`."""
+        if "{question}" not in self.template:
+            yield (
+                f"{at}.template must contain {{question}} (it is replaced by the problem), "
+                f"got {self.template!r}; set {at}.template='Problem: {{question}} Solution:'"
+            )
+
+
 _QUESTION = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # for base models, as in the paper
-_CHAT_QUESTION = "{question}\n\nSolve this step by step. End with a line that has only #### and the number."
 
 
 @option("task", "gsm8k", part="rlhf.tasks.gsm8k:GSM8KSource")
 @dataclass(kw_only=True, slots=True)
-class GSM8KConfig(TaskConfig):
+class GSM8KConfig(QuestionsConfig, TaskConfig):
     """Grade-school mathematics with answers that can be checked (Cobbe et al., 2021)."""
 
+    chat_question: ClassVar[str] = (
+        "{question}\n\nSolve this step by step. End with a line that has only #### and the number."
+    )
     prompt_columns: ClassVar[tuple[str, ...]] = ("question", "answer")
     prompt_splits: ClassVar[tuple[str, ...]] = ("train",)
 
@@ -193,29 +233,10 @@ class GSM8KConfig(TaskConfig):
         473, least=1, means="last rows of train for evaluation, unless there is a validation split"
     )
 
-    @property
-    def dialogues(self) -> bool:
-        """Whether the questions are messages of the user."""
-        return self.chat
-
-    @property
-    def for_base_models(self) -> bool:
-        """Whether the questions are texts that a base model continues."""
-        return not self.chat
-
-    @property
-    def question_format(self) -> str:
-        """The format of a prompt, which contains `{question}`."""
-        return _CHAT_QUESTION if self.chat and self.template == _QUESTION else self.template
-
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if the template does not contain `{question}`."""
         yield from TaskConfig.problems(self, at)
-        if "{question}" not in self.question_format:
-            yield (
-                f"{at}.template must contain {{question}} (it is replaced by the problem), "
-                f"got {self.template!r}; set {at}.template='Problem: {{question}} Solution:'"
-            )
+        yield from self.template_problems(at)
 
 
 @option("task", "arithmetic", part="rlhf.tasks.arithmetic:ArithmeticSource")

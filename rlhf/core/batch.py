@@ -141,20 +141,16 @@ class Rollouts(Prompts):
     trainer_version: int = 0  # version of the weights just before they are trained on these rollouts
     token_versions: Annotated[Tensor | None, "N K T"] = None  # int64, 0 at padding; None: `version` for all
     generate_s: float = 0.0  # seconds that sampling took
-    environment_mask: Annotated[Tensor | None, "N K T"] = (
-        None  # bool: tokens of messages; None: no environment
-    )
-    rewards: Annotated[Tensor | None, "N K T"] = None  # float32, of an environment, at the ends of replies
-    episode: Annotated[dict[str, Tensor] | None, "N K"] = None  # float32, figures of an episode, as its turns
+    # Of an environment; None: there is none
+    environment_mask: Annotated[Tensor | None, "N K T"] = None  # bool: tokens of its messages
+    rewards: Annotated[Tensor | None, "N K T"] = None  # float32, at the last tokens of replies
+    episode: Annotated[dict[str, Tensor] | None, "N K"] = None  # float32: turns and other figures
 
     @property
     def real(self) -> Tensor:
         """All tokens that are no padding, [N, K, T] bool: those of the model and of an environment."""
-        return (
-            self.response_mask
-            if self.environment_mask is None
-            else self.response_mask | self.environment_mask
-        )
+        mask, messages = self.response_mask, self.environment_mask
+        return mask if messages is None else mask | messages
 
     @property
     def last_reply(self) -> Tensor:

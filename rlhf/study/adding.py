@@ -5,7 +5,6 @@ Anchor runs repeat a few committed rows first, which shows whether old and new r
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, stdev
@@ -79,11 +78,10 @@ def write_study(base: Spec, mine: Path) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)
         try:
-            read_spec(file)
-        except UserError as error:
+            read_spec(file, made_of=mine)
+        except UserError:
             file.unlink()
-            where = re.compile(rf"^{re.escape(str(file))}(, line \d+)?")
-            raise UserError(*(where.sub(lambda _: str(mine), text) for text in error.problems)) from error
+            raise
     return file
 
 

@@ -30,6 +30,10 @@ _BETTER, _BUDGET = ("higher", "lower"), ("cpu_hours", "gpu_hours")
 class Document:
     """The content of a YAML file, and the problems that its readers found.
 
+    Args:
+        file: the file.
+        made_of: the file that it was made of, which messages then name, without lines.
+
     A value that has another form than a reader wants is a problem, and the reader returns an empty value.
 
     Attributes:
@@ -42,8 +46,8 @@ class Document:
         UserError: the file cannot be read, or is not a YAML mapping.
     """
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, file: Path, made_of: Path | None = None) -> None:
+        self.file, self.made_of = file, made_of
         self.values: dict[str, Any] = {}
         self.lines: dict[str, int] = {}
         self.problems: list[tuple[int, str]] = []
@@ -76,7 +80,7 @@ class Document:
     def wrong(self, key: str, rule: str, got: object, remedy: str) -> None:
         """Add a problem: a key, the rule that it breaks, its value and a remedy."""
         line = self.line(key)
-        where = f"{self.file}, line {line}" if line else str(self.file)
+        where = str(self.made_of or self.file) + (f", line {line}" if line and not self.made_of else "")
         self.problems.append((line, f"{where}: {key} {rule}, got {got}; {remedy}"))
 
     def line(self, key: str) -> int:
@@ -182,13 +186,13 @@ def _below(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
-def read_spec(file: Path | str) -> Spec:
-    """Return the declaration of a study.
+def read_spec(file: Path | str, made_of: Path | None = None) -> Spec:
+    """Return the declaration of a study; `made_of` is that of `Document`.
 
     Raises:
         UserError: the file cannot be read or is invalid; the error has all problems, each with its line.
     """
-    return _Reading(Path(file), ()).spec()
+    return _Reading(Path(file), (), made_of).spec()
 
 
 class _Reading:
@@ -198,8 +202,8 @@ class _Reading:
     methods: Mapping[str, Method]
     axes: Mapping[str, Axis]
 
-    def __init__(self, file: Path, around: tuple[Path, ...]) -> None:
-        self.doc = Document(file)
+    def __init__(self, file: Path, around: tuple[Path, ...], made_of: Path | None = None) -> None:
+        self.doc = Document(file, made_of)
         self.around = (*around, file.resolve())
         self.top = self.doc.mapping("", _KEYS)
         self.name = self.doc.text("study") or file.stem

@@ -54,6 +54,15 @@ def test_unknown_data_sets_and_arguments_end_the_command_before_the_run_folder_e
             ["task=reasoning_gym", "generator=dataset", "generator.path=rows"],
             "scorer must not be reasoning_gym with saved rollouts",
         ),
+        (
+            [
+                "scorer=weighted",
+                "+scorer@scorer.parts.right=reasoning_gym",
+                "generator=dataset",
+                "generator.path=rows",
+            ],
+            "scorer@scorer.parts.right must not be reasoning_gym with saved rollouts",
+        ),
     ],
 )
 def test_the_scorer_needs_the_problems_of_its_task(words, text):

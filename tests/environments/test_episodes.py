@@ -72,9 +72,9 @@ def tokenizer():
 def model():
     """Return a model that ends a reply often."""
     made = tiny_lm("llama", vocab_size=len(tokenizer()), pad_token_id=1, bos_token_id=0, eos_token_id=0)
-    set_head = Policy(made, 1.0, True).model.get_output_embeddings()
+    head = Policy(made, 1.0, True).model.get_output_embeddings()
     with torch.no_grad():
-        set_head.weight[3 : 3 + len(MARKS)] *= 0.1
+        head.weight[3 : 3 + len(MARKS)] *= 0.1
     return made
 
 

@@ -135,13 +135,25 @@ def test_stored_problems_are_verified_like_generated_problems(dataset):
     assert scored(dataset, "<answer>{}</answer>")[0] == [1]
 
 
+def of_responses(*responses, **words):
+    """Return the scores of responses to the first held-out problem of gcd; `{}` is the answer."""
+    sizes = [f"task.{name}={size}" for name, size in SMALL.items()]
+    chosen = [f"{name}={value}" for name, value in words.items()]
+    cfg = compose(["task=reasoning_gym", "algo=grpo", "task.dataset=gcd", *sizes, *chosen])
+    tokenizer = make(cfg.task).tokenizer()
+    prompts = build_task(cfg, tokenizer, Data.prompts, 1).held_out(1)
+    ended = torch.ones(1, len(responses), dtype=torch.bool)
+    texts = [[text.replace("{}", prompts.references[0]) for text in responses]]
+    rollouts = encode_completions(prompts, texts, tokenizer, response_length=None, ended=ended)
+    return build_scorer(cfg, "scorer", tokenizer, ALONE)(rollouts).scores.tolist()
+
+
+def test_a_verifier_may_be_a_part_of_a_sum():
+    part = {"+scorer@scorer.parts.right": "reasoning_gym", "scorer.parts.right.weight": 2}
+    assert of_responses("{}", "<answer>x</answer>", scorer="weighted", **part) == [[2, 0]]
+
+
 def test_reward_functions_receive_the_problem_by_the_name_of_a_parameter(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def score(response, entry, dataset): return 'question' in entry and dataset == 'gcd'\n")
-    words = ["task.dataset=gcd", "task.validation_size=2", "task.train_size=4", "task.test_size=2"]
-    cfg = compose(["task=reasoning_gym", "algo=grpo", "scorer=function", f"scorer.path={file}:score", *words])
-    tokenizer = make(cfg.task).tokenizer()
-    prompts = build_task(cfg, tokenizer, Data.prompts, 1).held_out(1)
-    ended = torch.ones(1, 1, dtype=torch.bool)
-    rollouts = encode_completions(prompts, [["1"]], tokenizer, response_length=None, ended=ended)
-    assert build_scorer(cfg, "scorer", tokenizer, ALONE)(rollouts).scores.tolist() == [[1]]
+    assert of_responses("1", scorer="function", **{"scorer.path": f"{file}:score"}) == [[1]]

@@ -201,7 +201,12 @@ def respond(
     The phase in `phases` counts the finished sequences. With an environment, responses are episodes.
     """
     if settings.environment is not None:
-        return _converse(model, prompts, sampling, settings, update, phases)
+        one_reply = replace(settings, environment=None, turns=None)
+
+        def reply(asked: Prompts, request: Sampling) -> Rollouts:
+            return respond(model, asked, request, one_reply, update, phases)
+
+        return _converse(prompts, sampling, settings, reply, in_flight=update is not None)
     chunk = max(1, settings.batch_size // sampling.samples)
     length, numbers, most = sampling.response_length, sampling.numbers, sampling.most
     if numbers is None:
@@ -249,14 +254,13 @@ def respond(
 
 
 def _converse(
-    model: PreTrainedModel,
     prompts: Prompts,
     sampling: Sampling,
     settings: HFSettings,
-    update: Callable[[], int] | None = None,
-    phases: Phases | None = None,
+    reply: Callable[[Prompts, Sampling], Rollouts],
+    in_flight: bool,
 ) -> Rollouts:
-    """Sample K episodes of each prompt, turn by turn; arguments as in `respond`.
+    """Sample K episodes of each prompt, turn by turn; `reply` samples the replies to histories.
 
     Token t of an episode has the random number t of its sample, whatever the turn. The first replies to a
     prompt share its encoding. Later, the history of each running episode is a prompt.
@@ -266,33 +270,30 @@ def _converse(
     episodes = Episodes(prompts, sampling, settings.environment, settings.turns, stop_ids, settings.seed)
     purpose = derive(settings.seed, "sample", sampling.purpose)
     numbers = uniforms(purpose, sampling.request, prompts.index, K, sampling.response_length).flatten(0, 1)
-    one_reply = replace(settings, environment=None, turns=None)
     asked, samples = prompts, K
     while running := episodes.running():
         room = [episodes.room(i) for i in running]
-        own = torch.zeros(len(running), max(room), dtype=torch.float64)
-        for row, i, most in zip(own, running, room, strict=True):
+        uniform = torch.zeros(len(running), max(room), dtype=torch.float64)
+        for row, i, most in zip(uniform, running, room, strict=True):
             row[:most] = numbers[i, episodes.length(i) :][:most]
         request = replace(
             sampling,
             samples=samples,
             response_length=max(room),
-            numbers=own.view(len(asked), samples, -1),
+            numbers=uniform.view(len(asked), samples, -1),
             most=torch.tensor(room).view(len(asked), samples),
         )
-        found = respond(model, asked, request, one_reply, update, phases)
-        versions = found.token_versions
-        parts = (found.response_ids, found.behaviour_logprobs, versions)
+        found = reply(asked, request)
+        parts = (found.response_ids, found.behaviour_logprobs, found.token_versions)
         rows = zip(*(x.flatten(0, 1).tolist() for x in parts if x is not None), strict=True)
-        for i, tokens, reply in zip(
-            running, found.response_mask.sum(-1).flatten().tolist(), rows, strict=True
-        ):
-            episodes.reply(i, *(values[:tokens] for values in reply))
-        if samples_left := episodes.running():
-            ids, mask = pad_prompts([episodes.history(i) for i in samples_left], settings.pad_id)
-            owners = torch.tensor(samples_left) // K
-            asked, samples = replace(prompts.select(owners), prompt_ids=ids, prompt_mask=mask), 1
-    return episodes.rollouts(settings.pad_id, in_flight=update is not None)
+        lengths = found.response_mask.sum(-1).flatten().tolist()
+        for i, length, values in zip(running, lengths, rows, strict=True):
+            episodes.reply(i, *(each[:length] for each in values))
+        if left := episodes.running():
+            ids, mask = pad_prompts([episodes.history(i) for i in left], settings.pad_id)
+            own = prompts.select(torch.tensor(left) // K)
+            asked, samples = replace(own, prompt_ids=ids, prompt_mask=mask), 1
+    return episodes.rollouts(settings.pad_id, in_flight)
 
 
 def note(update: Callable[[], int], held: list[int]) -> None:
