@@ -124,16 +124,24 @@ def shared_memory() -> set[str]:
 
 
 def unused(names: set[str]) -> set[str]:
-    """Return the files of `names` in /dev/shm that no process has open, has mapped, or has put its id on."""
-    names = {name for name in names if not any(map(exists, re.findall(r"\d+", name)))}
-    if not names:
+    """Return the files of `names` in /dev/shm that no process has open, has mapped, or has put its id on.
+
+    Files are compared by their inodes: a process that creates a semaphore maps it under another name.
+    """
+    inodes = {}
+    for name in names:
+        with suppress(FileNotFoundError):
+            if not any(map(exists, re.findall(r"\d+", name))):
+                inodes[name] = (SHARED_MEMORY / name).stat().st_ino
+    if not inodes:
         return set()
     used = set()
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
             with suppress(OSError):
-                used |= {os.readlink(link) for link in os.scandir(f"/proc/{entry.name}/fd")}
+                links = list(os.scandir(f"/proc/{entry.name}/fd"))
+                used |= {link.stat().st_ino for link in links if os.readlink(link).startswith(f"{SHARED_MEMORY}/")}
             with suppress(OSError):
                 maps = Path(f"/proc/{entry.name}/maps").read_text()
-                used |= {line.split()[-1] for line in maps.splitlines() if "/dev/shm" in line}
-    return {name for name in names & shared_memory() if str(SHARED_MEMORY / name) not in used}
+                used |= {int(line.split()[4]) for line in maps.splitlines() if "/dev/shm" in line}
+    return {name for name in inodes.keys() & shared_memory() if inodes[name] not in used}
