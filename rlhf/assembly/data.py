@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.parts import make
+from rlhf.assembly.parts import build_source
 from rlhf.assembly.tokenizer import declared_tokens
 from rlhf.config.address import load_function, signature_of
 from rlhf.config.algo import Trains
 from rlhf.config.parameters import Parameters, parameters_of
 from rlhf.config.scorer import scorers
 from rlhf.core.state import SupervisedState, TrainState
-from rlhf.tasks.records import NOTHING, Wanted
+from rlhf.tasks.records import Wanted
 from rlhf.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def build_task(
         UserError: a reward function cannot be imported.
     """
     return Task(
-        make(cfg.task),
+        build_source(cfg),
         tokenizer,
         data=data,
         prompts_per_update=prompts_per_update,
@@ -103,7 +103,7 @@ def _wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
         UserError: a function cannot be imported.
     """
     parts = list(cfg.task.shares)
-    found = {part: NOTHING for part in parts or [""]}
+    found = {part: Wanted(rest=cfg.environment.answers) for part in parts or [""]}
     for at, section in reward_functions(cfg, judge):
         key, path = f"{at}.path", section.path
         asked = parameters_of(signature_of(load_function(key, path, section.arguments)))

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import build_scorer
-from rlhf.assembly.tokenizer import build_stop_ids
+from rlhf.assembly.tokenizer import build_stop_ids, build_turns
 from rlhf.config.algo import Data, Trains
 from rlhf.core.batch import Sampling
 from rlhf.core.encoding import encode_completions
@@ -68,6 +68,8 @@ def build_evaluator(
             batch_size=cfg.eval.batch_size,
             seed=cfg.seed,
             cached=samples_with_cache(engine.module.model, cfg, ranks, engine.borrow_policy),
+            environment=make(cfg.environment),
+            turns=build_turns(cfg, tokenizer),
         )
         sampler = HFGenerator(engine.borrow_policy, settings, engine.phases)
         generator = PerRankGenerator(sampler, ranks) if ranks.size > 1 else sampler

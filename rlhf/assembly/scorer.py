@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.models import loaded
-from rlhf.assembly.parts import make, part
+from rlhf.assembly.parts import build_source, make, part
 from rlhf.config.algo import Trains
 from rlhf.config.scorer import scorers
 from rlhf.core.dialogues import Dialogues
@@ -32,7 +32,7 @@ TEXT = "This is an example of a response."  # for data without reference respons
 
 def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer | None:
     """Return the scorer of the section `at` ("scorer" or "gold"); None with `scorer@gold=none`."""
-    conversational = make(cfg.task).conversational
+    conversational = build_source(cfg).conversational
 
     def place(load: Callable[[], RewardModel]) -> RewardModel:
         placed: RewardModel = part(cfg.backend).place(cfg.backend, loaded(load, cfg, ranks), ranks)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from rlhf.assembly.parts import make
+from rlhf.assembly.parts import build_source, make
 from rlhf.config.algo import Trains
+from rlhf.config.environment import TurnsConfig
 from rlhf.core.chat_format import set_format
 from rlhf.core.console import say_row
+from rlhf.environments.turns import Turns
 from rlhf.models.tokenizer import declared_ends, read_tokenizer, set_pad_token, stop_ids
 
 if TYPE_CHECKING:
@@ -36,11 +38,13 @@ def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrai
     if name is None:
         assert cfg.task.embedded, "validated: only embedded tasks start from nothing"
         made: PreTrainedTokenizerFast = make(cfg.task).tokenizer()
+        if cfg.model.chat_template is not None:
+            set_format(made, cfg.model.chat_template, build_source(cfg).conversational)
         return made
     start = "model.base" if cfg.algo.trains is Trains.base else "model.policy"
     key = "model.tokenizer" if cfg.model.tokenizer else start
     tokenizer = read_tokenizer(name, cfg.model.trust_remote_code, key)
-    set_format(tokenizer, cfg.model.chat_template, make(cfg.task).conversational, cfg.model.clock)
+    set_format(tokenizer, cfg.model.chat_template, build_source(cfg).conversational, cfg.model.clock)
     models = (name,) if cfg.start in (None, name) else (name, cfg.start)
     note = set_pad_token(tokenizer, cfg.model.pad_token, models=models)
     if note is not None and notes is not None:
@@ -51,6 +55,18 @@ def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrai
 def build_stop_ids(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Return the ids of the tokens that end a response: of the tokenizer first, then of the model's files."""
     return stop_ids(tokenizer, [cfg.start] if cfg.start else [])
+
+
+def build_turns(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Turns | None:
+    """Return the messages of the environment as tokens; None: the run has no environment.
+
+    Raises:
+        UserError: the chat template does not write a message in the same way after every reply.
+    """
+    section = cfg.environment
+    if not isinstance(section, TurnsConfig):
+        return None
+    return Turns(tokenizer, section.role, section.message_tokens)
 
 
 def declared_tokens(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[str]:

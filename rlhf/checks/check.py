@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhf.checks import (  # noqa: F401
     algorithms,
     asynchrony,
+    environments,
     folders,
     generators,
     job,

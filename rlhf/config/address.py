@@ -87,13 +87,13 @@ def class_problem(key: str, path: str) -> str | None:
     """Return the error message for the address of a class; None if nothing is wrong with it.
 
     Args:
-        key: the config key of the list of addresses.
+        key: the config key of the address.
         path: the address.
     """
     if _FORM.fullmatch(path) is None:
         return (
             f"{key} must be <module>:<Class> or <file>.py:<Class> (it names a Python class), got {path!r}; "
-            f"set {key}=[my_module:MyClass]"
+            f"set {key}={'[my_module:MyClass]' if key == 'hooks' else 'my_module:MyClass'}"
         )
     at = _Address(key, path, "class")
     source = at.source()
@@ -181,7 +181,7 @@ class _Address:
     Args:
         key: the config key of the address.
         path: the address.
-        kind: "function", or "class" for an address in a list of classes.
+        kind: what the address names.
     """
 
     key: str
@@ -203,7 +203,7 @@ class _Address:
 
     def setting(self, address: str) -> str:
         """Return the setting of another address, as it is typed in a shell."""
-        return f"{self.key}=[{address}]" if self.kind == "class" else setting(self.key, address)
+        return setting(self.key, [address] if self.key == "hooks" else address)
 
     def source(self) -> function_source.Source | str | None:
         """Return the source of the module, or why it cannot be read; None: it is not a Python file."""
@@ -211,7 +211,7 @@ class _Address:
             return _read(self.place)
         except ModuleNotFoundError as error:
             other = f"<path of the file>.py:{self.name}"
-            other = f"[{other}]" if self.kind == "class" else other
+            other = f"[{other}]" if self.key == "hooks" else other
             remedy = f"run the command in the folder that contains it, or set {self.key}={other}"
             if self.kind == "function" and (close := _similar(self.place)):
                 remedy = f"did you mean {self.setting(f'{close}:{self.name}')}?"

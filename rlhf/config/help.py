@@ -20,6 +20,7 @@ GROUPS = {  # group -> meaning
     "model": "The models. model.policy=<hub name or folder> sets your own.",
     "task": "The data. task=local task.path=<file or folder> reads your own.",
     "generator": "What samples responses: Hugging Face, vLLM or stored data.",
+    "environment": "What answers the replies of the model, over several turns.",
     "clock": "The time of this machine, or the virtual time of a cluster.",
     "backend": "What trains: plain torch or DeepSpeed ZeRO.",
     "scorer": "The reward. scorer@gold=<option> is the judge of evaluations.",

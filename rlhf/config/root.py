@@ -20,6 +20,7 @@ from rlhf.config.algo import AlgoConfig, Data, Trains
 from rlhf.config.backend import BackendConfig
 from rlhf.config.best_generator import best_generator
 from rlhf.config.clock import ClockConfig
+from rlhf.config.environment import EnvironmentConfig
 from rlhf.config.generator import GeneratorConfig
 from rlhf.config.logger import LoggersConfig
 from rlhf.config.model import ModelConfig
@@ -48,6 +49,7 @@ class Config(Section):
     scorer: ScorerConfig = MISSING
     gold: ScorerConfig = MISSING
     generator: GeneratorConfig = MISSING
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     backend: BackendConfig = MISSING
     clock: ClockConfig = field(default_factory=ClockConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

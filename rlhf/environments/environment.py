@@ -14,10 +14,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rlhf.config.address import load_class
 from rlhf.core.errors import RunError
+
+if TYPE_CHECKING:
+    from rlhf.config.environment import EnvironmentConfig, TurnsConfig
 
 _NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 
@@ -97,3 +100,17 @@ class EnvironmentFactory:
             f"{self.address} must answer without an error in {method} (message, reward, done), got "
             f"{type(error).__name__}: {error} for {given[:300]}; correct the class"
         )
+
+
+def none(config: EnvironmentConfig) -> None:
+    """Return no factory: the policy replies once."""
+
+
+def build(config: TurnsConfig) -> EnvironmentFactory:
+    """Return the factory of the environments of a run."""
+    return EnvironmentFactory(
+        address=config.address,
+        arguments=config.class_arguments,
+        max_turns=config.max_turns,
+        reply_tokens=config.reply_tokens,
+    )

@@ -156,6 +156,11 @@ class Episodes:
         if close := getattr(episode.environment, "close", None):
             close()
 
+    def close(self) -> None:
+        """End the episodes that still run."""
+        for i in self.running():
+            self._stop(self._all[i])
+
     def rollouts(self, pad_id: int, in_flight: bool = False) -> Rollouts:
         """Return the episodes as rollouts [N, K, T]; with `in_flight`, tokens have versions."""
         N, K, T = len(self.prompts), self.sampling.samples, self.sampling.response_length

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rlhf.core.chat_format import ANSWERS, PLAIN, QUESTION, formatted, template_name
+from rlhf.core.chat_format import ANSWERS, PLAIN, QUESTION, formatted, no_template, template_name
 from rlhf.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class Turns:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, role: str, limit: int, **options: Any) -> None:
         self.tokenizer, self.end, self.options = tokenizer, str(tokenizer.eos_token), options
         self.role, self.limit = role, limit
+        if not tokenizer.chat_template:
+            raise UserError(no_template(tokenizer.name_or_path))
         if fault := self._fault(role):
             user = "environment.role=user or " if role != "user" and not self._fault("user") else ""
             raise UserError(

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rlhf.config.model import ModelConfig
     from rlhf.core.batch import Prompts, Rollouts, Sampling
     from rlhf.core.metrics import Metrics
+    from rlhf.environments.environment import EnvironmentFactory
+    from rlhf.environments.turns import Turns
     from rlhf.processes.ranks import Ranks
     from rlhf.processes.service import ServiceFactory
 
@@ -47,6 +49,8 @@ class GeneratorContext:
         asks_service: whether the scorer of the annotator waits for the answers of a service.
         cached: whether the Hugging Face sampler can use a cache of keys and values with this model.
         stop_ids: ids of the tokens that end a response.
+        environment: makes the environments that answer replies; None: a response is one reply.
+        turns: the messages of the environments as tokens; set with `environment`.
         phases: the phases of the run, for its progress display; a generator in this process enters them.
     """
 
@@ -65,6 +69,8 @@ class GeneratorContext:
     asks_service: bool = False
     cached: bool = True
     stop_ids: Sequence[int]
+    environment: EnvironmentFactory | None = None
+    turns: Turns | None = None
     phases: Phases = field(default_factory=Phases)
 
 

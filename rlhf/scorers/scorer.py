@@ -191,6 +191,19 @@ class LabelsScorer(Scorer):
         return self.score(rollouts).double()
 
 
+class EnvironmentScorer(Scorer):
+    """A scorer that returns the sum of the rewards of an episode."""
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        """Return the sums [N, K]."""
+        assert rollouts.rewards is not None, "validated: the run has an environment"
+        return rollouts.rewards.double().sum(-1)
+
+    def score_once(self, rollouts: Rollouts) -> Tensor:
+        """Return the sums [N, K] in float64: an environment may reward identical replies differently."""
+        return self.score(rollouts)
+
+
 class TextScorer(Scorer):
     """A scorer that judges the text of each response. A subclass implements `judge`."""
 

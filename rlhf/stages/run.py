@@ -49,6 +49,7 @@ from rlhf.runs.resuming import refuse_another_run, saved_length
 from rlhf.runs.transcript import run_log, setup_logging
 from rlhf.runs.writable import deleted_folder, unusable_file
 from rlhf.stages.closing import print_closing
+from rlhf.stages.environment_trial import report_environment
 from rlhf.stages.model_card import model_card
 from rlhf.stages.opening import print_opening
 from rlhf.stages.prerequisites import complete, names
@@ -132,6 +133,7 @@ def carry_out(
     stages = Stages([*names(cfg), f"{cfg.algo.name} {cfg.task.name}"])
     if cfg.task.embedded:  # before the stages that make its models
         ranks.from_first(lambda: report_rewards(cfg))
+        ranks.from_first(lambda: report_environment(cfg))
     typed, cfg = cfg, ranks.from_first(lambda: complete(cfg, run, stages=stages))
     started = time.monotonic()
     interruption.check()  # a signal may have come while a stage wrote its model

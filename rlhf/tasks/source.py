@@ -251,6 +251,23 @@ def as_messages(rows: Dataset) -> Dataset:
     return mapped(rows, converted, features=features, batched=True, remove_columns=["query"])
 
 
+class DialogueSource:
+    """The prompts of another source, whose texts become messages of the user."""
+
+    conversational = True
+
+    def __init__(self, texts: Source) -> None:
+        self.texts = texts
+
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return the split with the columns `messages` and `reference_response`."""
+        return as_messages(self.texts.prompts(split, wanted))
+
+    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Raise an error: pairs of texts are not converted."""
+        raise NotImplementedError("validated: no pairs are read with an environment")
+
+
 class StoredSource:
     """A source of stored prompts and preference pairs that already have the canonical columns.
 

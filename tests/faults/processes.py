@@ -139,8 +139,9 @@ def unused(names: set[str]) -> set[str]:
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
             with suppress(OSError):
-                links = list(os.scandir(f"/proc/{entry.name}/fd"))
-                used |= {link.stat().st_ino for link in links if os.readlink(link).startswith(f"{SHARED_MEMORY}/")}
+                for link in os.scandir(f"/proc/{entry.name}/fd"):
+                    if os.readlink(link).startswith(f"{SHARED_MEMORY}/"):
+                        used.add(link.stat().st_ino)
             with suppress(OSError):
                 maps = Path(f"/proc/{entry.name}/maps").read_text()
                 used |= {int(line.split()[4]) for line in maps.splitlines() if "/dev/shm" in line}

@@ -50,6 +50,8 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
         seed=context.seed,
         cached=context.cached,
         noise=config.noise,
+        environment=context.environment,
+        turns=context.turns,
     )
     if not config.has_worker(context.max_lag):
         return HFGenerator(context.borrow, settings, context.phases)

@@ -1,0 +1,65 @@
+"""Rules for the environment that answers the replies of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhf.checks.rules import RULES, When, chosen, doubt, must, rule
+from rlhf.config.environment import TurnsConfig
+from rlhf.config.root import Config
+from rlhf.config.scorer import EnvironmentScorerConfig, choice, scorers
+
+_ONE_REPLY_TASK = When(
+    "with environment={environment} and task={task}",
+    lambda cfg: cfg.environment.answers and cfg.task.embedded and not cfg.task.dialogues,
+)
+_PAIRS = When(
+    "with algo={algo} and generator={generator}",
+    lambda cfg: cfg.reads_pairs or (cfg.task.embedded and cfg.scorer.reads_reward and not cfg.model.reward),
+)
+
+_ANSWERS = When("with environment={environment}", lambda cfg: cfg.environment.answers)
+
+RULES += [
+    must("clock", "wall", _ANSWERS, "episodes are not sampled in parts"),
+    must("environment", "none", _PAIRS, "pairs consist of single replies"),
+    must(
+        "environment",
+        "none",
+        _ONE_REPLY_TASK,
+        "its prompts are texts, without the marks of a dialogue",
+        fix="environment=none, or task=calculator",
+    ),
+]
+
+
+@rule
+def _rewards_have_an_environment(cfg: Config) -> Iterator[str]:
+    for at, each in scorers(cfg):
+        if not isinstance(each, EnvironmentScorerConfig):
+            continue
+        key = choice(at)
+        if at.startswith("gold"):
+            yield (
+                f"{key} must not be environment (a judge compares with references, which are no episodes), "
+                f"got environment; set scorer@gold=none"
+            )
+        elif not cfg.environment.rewards:
+            yield (
+                f"{key} must not be environment with environment={chosen(cfg, 'environment')} (it gives no "
+                f"rewards), got environment; set {key}=answer"
+            )
+
+
+@doubt
+def _room_for_every_turn(cfg: Config) -> Iterator[str]:
+    section, length = cfg.environment, cfg.generator.response_length
+    if not isinstance(section, TurnsConfig) or section.reply_tokens is None:
+        return
+    turns = section.max_turns
+    needed = turns * section.reply_tokens + (turns - 1) * section.message_tokens
+    if needed > length:
+        yield (
+            f"generator.response_length={length} has no room for environment.max_turns={turns} with the "
+            f"longest replies and messages; for these set generator.response_length={needed}"
+        )

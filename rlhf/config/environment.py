@@ -1,0 +1,133 @@
+"""Sections of the environments (`environment=...`): programs that answer the replies of the policy."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rlhf.config.address import class_problem, load_class
+from rlhf.config.schema import Choice, Section, entry, number, option
+from rlhf.core.errors import UserError
+
+
+class OnError(Choice):
+    """What follows an error in an environment."""
+
+    stop = "stop", "the run stops"
+    end = "end", "the episode ends with error_reward"
+
+
+@option("environment", "none", part="rlhf.environments.environment:none")
+@dataclass(kw_only=True, slots=True)
+class EnvironmentConfig(Section):
+    """No environment: the policy replies once to each prompt."""
+
+    answers: ClassVar[bool] = False  # True: a program answers the replies
+    rewards: ClassVar[bool] = False  # True: the program rewards the replies
+
+    name: str = entry("none", added=True)
+
+
+@dataclass(kw_only=True, slots=True)
+class TurnsConfig(EnvironmentConfig):
+    """The keys of every program that answers replies."""
+
+    answers: ClassVar[bool] = True
+    rewards: ClassVar[bool] = True
+
+    max_turns: int = number(8, least=1, means="largest number of replies in an episode")
+    reply_tokens: int | None = number(
+        None, least=1, means="largest number of tokens of a reply; null: all that are left", remedy="64"
+    )
+    message_tokens: int = number(
+        512, least=1, means="largest number of tokens of a message; a longer one loses its middle"
+    )
+    role: str = entry("user", means="role of the messages in the chat template, such as user or tool")
+
+    @property
+    def address(self) -> str:
+        """The address of the class, `<module>:<Class>` or `<file>.py:<Class>`."""
+        raise NotImplementedError
+
+    @property
+    def class_arguments(self) -> dict[str, Any]:
+        """The arguments of the class."""
+        return {}
+
+
+@option("environment", "calculator", part="rlhf.environments.environment:build")
+@dataclass(kw_only=True, slots=True)
+class CalculatorConfig(TurnsConfig):
+    """A tool that adds two numbers; the reward is 1 for the right answer to the problem."""
+
+    name: str = "calculator"
+
+    @property
+    def address(self) -> str:
+        """The address of the class."""
+        return "rlhf.environments.games:Calculator"
+
+
+@option("environment", "guess_number", part="rlhf.environments.environment:build")
+@dataclass(kw_only=True, slots=True)
+class GuessNumberConfig(TurnsConfig):
+    """A game that says whether the secret number is higher or lower than a guess."""
+
+    name: str = "guess_number"
+    max_turns: int = 4
+
+    @property
+    def address(self) -> str:
+        """The address of the class."""
+        return "rlhf.environments.games:GuessNumber"
+
+
+@option("environment", "python", part="rlhf.environments.environment:build")
+@dataclass(kw_only=True, slots=True)
+class PythonEnvironmentConfig(TurnsConfig):
+    """A class of the user with the methods `reset(example)` and `step(reply)`."""
+
+    name: str = "python"
+    path: str | None = entry(None, means="<file>.py:<Class> or <module>:<Class>")
+    arguments: dict[str, Any] = entry(factory=dict, means="arguments of the class, such as {scale: 15}")
+
+    @property
+    def address(self) -> str:
+        """The address of the class."""
+        assert self.path is not None, "validated"
+        return self.path
+
+    @property
+    def class_arguments(self) -> dict[str, Any]:
+        """The arguments of the class."""
+        return self.arguments
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the source of the class shows that it cannot be used; nothing is executed."""
+        yield from TurnsConfig.problems(self, at)
+        if self.path is None:
+            yield f"{at}.path must name a class, got null; set {at}.path=<file>.py:<Class>"
+        elif problem := class_problem(f"{at}.path", self.path):
+            yield problem
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error for a class that cannot be imported, lacks a method, or refuses the arguments."""
+        try:
+            found = load_class(f"{at}.path", self.address)
+        except UserError as error:
+            yield from error.problems
+            return
+        if missing := [name for name in ("reset", "step") if not callable(getattr(found, name, None))]:
+            yield (
+                f"{at}.path must name a class with reset(example) and step(reply), got {self.path} without "
+                f"{' and '.join(missing)}; add {missing[0]}"
+            )
+        try:
+            inspect.signature(found).bind(**self.arguments)
+        except TypeError as error:
+            yield (
+                f"{at}.arguments must be arguments of {self.path} ({error}), got {self.arguments}; "
+                "correct them"
+            )
