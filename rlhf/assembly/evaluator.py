@@ -90,4 +90,5 @@ def build_evaluator(
         held_out_pairs,
         tuple(cfg.task.shares),
         engine.phases,
+        build_turns(cfg, tokenizer),
     )

@@ -85,6 +85,11 @@ class Turns:
             _, ids = self._message(_shortened(text, kept), self.role)
         return ids
 
+    def text(self, ids: list[int]) -> str:
+        """Return the text of a message from its token ids, without the marks of the template around it."""
+        before, _, after = self._message(_MESSAGE, self.role)[0].partition(_MESSAGE)
+        return str(self.tokenizer.decode(ids)).removeprefix(before).removesuffix(after)
+
     def warnings(self) -> Iterator[str]:
         """Yield a sentence for each way in which the template formats a dialogue other than as an episode."""
         if _THOUGHT not in self._dialogue(f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}", self.role, _MESSAGE):

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Sampling
     from rlhf.generators.generator import GeneratorContext
 
-_FILL = {"response_ids": torch.int64, "behaviour_logprobs": torch.float32, "token_versions": torch.int64}
+_DTYPES = {
+    "response_ids": torch.int64,
+    "behaviour_logprobs": torch.float32,
+    "token_versions": torch.int64,
+    "environment_mask": torch.bool,
+    "rewards": torch.float32,
+}
+_EPISODE = "episode/"  # before the names of the figures of episodes
 
 
 def build(config: DatasetConfig, context: GeneratorContext) -> Generator:
@@ -99,13 +106,20 @@ def read(file: Path, pad_id: int) -> Rollouts:
     lengths = torch.tensor([len(ids) for ids in rows["response_ids"]]).view(N, K, 1)
 
     def grouped(column: str) -> Tensor:
-        x = torch.full((N * K, T), pad_id if column == "response_ids" else 0, dtype=_FILL[column])
+        x = torch.full((N * K, T), pad_id if column == "response_ids" else 0, dtype=_DTYPES[column])
         for row, values in zip(x, rows[column], strict=True):
             row[: len(values)] = torch.tensor(values, dtype=x.dtype)
         return x.view(N, K, T)
 
     prompt_ids, prompt_mask = pad_prompts(rows["prompt_ids"][::K], pad_id)
-    by_token: dict[str, Any] = {column: grouped(column) for column in _FILL if column in rows}
+    by_token: dict[str, Any] = {column: grouped(column) for column in _DTYPES if column in rows}
+    real = torch.arange(T) < lengths
+    messages = by_token.get("environment_mask", torch.zeros_like(real))
+    episode = {
+        name.removeprefix(_EPISODE): torch.tensor(values, dtype=torch.float32).view(N, K)
+        for name, values in rows.items()
+        if name.startswith(_EPISODE)
+    }
     return Rollouts(
         index=torch.tensor(rows["example"][::K]),
         texts=rows["prompt"][::K],
@@ -113,7 +127,8 @@ def read(file: Path, pad_id: int) -> Rollouts:
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
         labels=torch.tensor(rows["score"], dtype=torch.float32).view(N, K),
-        response_mask=torch.arange(T) < lengths,
+        response_mask=real & ~messages,
+        episode=episode or None,
         ended=torch.tensor(rows["ended"]).view(N, K),
         version=rows["version"][0],
         **by_token,

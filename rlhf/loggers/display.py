@@ -29,6 +29,7 @@ EVALUATION_METRICS = {  # metrics of an evaluation in the terminal, and their sh
     "eval/loss": "loss",
     "eval/response_tokens": "tokens",
 }
+_DIALOGUE_LINES = 8  # of an episode in the terminal
 _RESULTS = ("eval/win_rate", "eval/win_rate_vs_initial", "eval/accuracy")  # the first is in the progress line
 
 
@@ -114,7 +115,7 @@ def metric_texts(figures: Mapping[str, Any]) -> list[str]:
 
 
 def print_samples(samples: list[dict[str, Any]]) -> None:
-    """Print completions in the terminal, each in at most four lines: prompt, response, scores."""
+    """Print completions in the terminal, each in a few lines: prompt, response or dialogue, scores."""
     width = min(console.width, WIDTH_OF_LINES)
     for sample in samples:
         for line in sample_lines(sample, width):
@@ -130,11 +131,32 @@ def sample_lines(sample: dict[str, Any], width: int) -> list[str]:
     """
     room = width - len("  response  ")
     lines = [f"  prompt    {shortened(sample['prompt'], room, end=True)}"]
-    lines.append(f"  response  {shortened(sample['response'], room) or '(empty)'}")
+    if "messages" in sample:
+        lines += dialogue_lines(sample["messages"], room)
+    else:
+        lines.append(f"  response  {shortened(sample['response'], room) or '(empty)'}")
     if sample.get("reference"):
         lines.append(f"  reference {shortened(sample['reference'], room)}")
     names = {"score": "reward", "gold_score": "judge", "reference_gold_score": "judge of reference"}
     scores = [f"{short} {figure(sample[name])}" for name, short in names.items() if name in sample]
     if scores:
         lines.append(f"  scores    {fitting(scores, room)}")
+    return lines
+
+
+def dialogue_lines(messages: list[dict[str, Any]], room: int) -> list[str]:
+    """Return the replies and messages of an episode, a line for each; of more than eight, the first and last.
+
+    Args:
+        messages: `messages` of a row of completions.jsonl.
+        room: columns of a text.
+    """
+    lines = []
+    for turn in messages:
+        reward = f"  (reward {figure(turn['reward'])})" if "reward" in turn else ""
+        text = shortened(turn["content"], room - len(reward)) or "(empty)"
+        lines.append(f"  {turn['role'][:9]:9} {text}{reward}")
+    half = _DIALOGUE_LINES // 2
+    if left_out := max(0, len(lines) - _DIALOGUE_LINES):
+        lines[half - 1 : -half] = [f"  ...       {left_out + 1} lines left out"]
     return lines

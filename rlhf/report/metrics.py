@@ -97,6 +97,8 @@ LEARNING = (
     Metric("objective/scores", "training reward", "training reward", 2, 1, "scorer"),
     Metric("eval/kl", "KL to the reference (nats per response)", "KL", 2, noise=_NOISE),
     Metric("eval/response_tokens", "response length (tokens)", "tokens", 1),
+    Metric("environment/turns", "replies per episode", "turns", 1),
+    Metric("environment/tool_errors", "failed calls per episode", "failed calls", 2, -1),
     Metric("objective/entropy", "entropy estimate (nats per response)", "entropy", 2),
 )
 

@@ -90,7 +90,7 @@ def write(
     def cut(x: Tensor, mask: Tensor) -> list[list[Any]]:
         return [row[kept].tolist() for row, kept in zip(x, mask, strict=True)]
 
-    mask = batch.response_mask.flatten(0, 1)
+    mask = batch.real.flatten(0, 1)
     prompts, responses, references = flat_texts(batch, tokenizer)
     columns: dict[str, Any] = {
         "update": [update] * (N * K),
@@ -102,11 +102,12 @@ def write(
         "reference": references,
         "score": batch.scores.flatten().tolist(),
         **{f"score/{part}": scores.flatten().tolist() for part, scores in (batch.parts or {}).items()},
+        **{f"episode/{name}": values.flatten().tolist() for name, values in (batch.episode or {}).items()},
         "ended": batch.ended.flatten().tolist(),
         "prompt_ids": each(cut(batch.prompt_ids, batch.prompt_mask)),
         "response_ids": cut(batch.response_ids.flatten(0, 1), mask),
     }
-    for column in ("behaviour_logprobs", "token_versions"):
+    for column in ("behaviour_logprobs", "token_versions", "environment_mask", "rewards"):
         if (values := getattr(batch, column)) is not None:
             columns[column] = cut(values.flatten(0, 1), mask)
     shared = Shared(

@@ -16,6 +16,7 @@ from rlhf.core.encoding import encode_completions
 from rlhf.core.metrics import Evaluation
 from rlhf.core.phases import Phases
 from rlhf.core.state import TrainState
+from rlhf.environments.transcript import transcripts
 from rlhf.models.modules import RewardModel
 from rlhf.scorers.scorer import response_texts
 from rlhf.tasks.mixture import means_of_parts
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Rollouts, Sampling
     from rlhf.core.metrics import Row
     from rlhf.engines.engine import Engine
+    from rlhf.environments.turns import Turns
     from rlhf.generators.generator import Generator
     from rlhf.objectives.dpo import OnlineDPO
     from rlhf.scorers.scorer import Scored, Scorer
@@ -60,6 +62,7 @@ class PolicyEvaluator:
         pairs: metrics of the policy on held-out pairs; None: the policy is not trained on stored pairs.
         parts: names of the parts of a mixture of tasks, for metrics of each part.
         phases: the phases of the run, for its progress display.
+        turns: the messages of an environment, for the dialogues of the completions; None: no environment.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class PolicyEvaluator:
         pairs: HeldOutPairs | None = None,
         parts: tuple[str, ...] = (),
         phases: Phases | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.prompts = prompts
         self.generator = generator
@@ -88,6 +92,7 @@ class PolicyEvaluator:
         self.pairs = pairs
         self.parts = parts
         self.phases = phases or Phases()
+        self.turns = turns
         self.judged_references: Scored | None = None
 
     def __call__(self, state: TrainState) -> Evaluation:
@@ -98,6 +103,8 @@ class PolicyEvaluator:
             "response": [group[0] for group in response_texts(rollouts, self.tokenizer)],
             "reference": rollouts.references,
         }
+        if self.turns is not None:
+            columns["messages"] = transcripts(rollouts, self.turns)
         figures: Row = {}
         if self.scorer is not None:
             with self.phases("scoring"):
