@@ -1,0 +1,95 @@
+"""The group `environment`: what is refused before a run folder exists, and the names of runs without one."""
+
+import pytest
+
+from rlhf.checks.check import problems, warnings
+from rlhf.config.compose import compose
+from rlhf.config.environment import PythonEnvironmentConfig
+from rlhf.config.identity import run_name, what_counts
+
+GUESS = "environment=guess_number"
+GYM = ("task=reasoning_gym", "task.chat=true", "algo=grpo", "scorer=environment", "scorer@gold=none")
+SOURCE = """
+class Counter:
+    def __init__(self, most=3):
+        self.most = most
+    def reset(self, example):
+        pass
+    def step(self, reply):
+        return "", 1.0, True
+
+class Half:
+    def reset(self, example):
+        pass
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "own_game.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def own(file, name="Counter", *words):
+    return compose([*GYM, "environment=python", f"environment.path={file}:{name}", *words])
+
+
+def test_a_class_with_reset_and_step_has_no_problem(file):
+    cfg = own(file, "Counter", "+environment.arguments={most: 2}")
+    assert problems(cfg) == [] and list(cfg.environment.job_problems("environment")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("Conter", [], "did you mean environment.path="),
+        ("Half", [], "without step; add step"),
+        ("Counter", ["+environment.arguments={least: 2}"], "got an unexpected keyword argument 'least'"),
+    ],
+)
+def test_a_class_that_cannot_play_ends_the_command_before_the_run_folder_exists(
+    command, file, name, words, said
+):
+    answer = command(*GYM, "environment=python", f"environment.path={file}:{name}", *words)
+    assert answer.code == 2 and not answer.runs and said in answer.err
+    assert "[" not in answer.err.partition("set environment.path=")[2][:1], "one class, not a list"
+
+
+def test_a_class_must_be_named():
+    (problem,) = PythonEnvironmentConfig().problems("environment")
+    assert problem == "environment.path must name a class, got null; set environment.path=<file>.py:<Class>"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["task=arithmetic", "scorer=environment"], "scorer must not be environment with environment=none"),
+        ([*GYM[:4], GUESS, "scorer@gold=environment"], "scorer@gold must not be environment"),
+        ([*GYM, GUESS, "clock=virtual"], f"clock must be wall with {GUESS}"),
+        (["task=arithmetic", GUESS], f"environment must be none with {GUESS} and"),
+        (
+            ["task=reasoning_gym", "task.chat=true", "algo=reward", GUESS],
+            "environment must be none with algo=reward",
+        ),
+        (
+            ["scorer=weighted", "+scorer@scorer.parts.game=environment"],
+            "scorer@scorer.parts.game must not be environment with environment=none",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_an_environment_is_refused(words, said):
+    assert any(problem.startswith(said) for problem in problems(compose(words)))
+
+
+def test_too_few_tokens_for_every_turn_are_doubtful():
+    cfg = compose([*GYM, GUESS, "environment.reply_tokens=8"])
+    assert any("set generator.response_length=1568" in text for text in warnings(cfg))
+    cfg = cfg.with_({"generator.response_length": 1568})
+    assert not any("has no room" in text for text in warnings(cfg))
+
+
+def test_a_run_without_an_environment_has_the_name_of_earlier_versions(file):
+    plain = compose(["task=arithmetic", "algo=grpo"])
+    assert "environment" not in str(what_counts(plain)) and "environment" in str(what_counts(own(file)))
+    assert run_name(own(file)) != run_name(own(file, "Counter", "environment.max_turns=2"))

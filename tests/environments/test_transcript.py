@@ -1,0 +1,62 @@
+"""Episodes as dialogues for readers, and in the files of saved rollouts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf.config.scorer import EnvironmentScorerConfig
+from rlhf.core.batch import Batch
+from rlhf.environments.transcript import transcripts
+from rlhf.environments.turns import Turns
+from rlhf.generators import stored
+from rlhf.loggers.display import dialogue_lines
+from rlhf.scorers.saved import write
+from rlhf.scorers.scorer import EnvironmentScorer
+from tests.environments.test_episodes import SAMPLING, sampled, tokenizer
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    return sampled(max_turns=4)
+
+
+def test_a_dialogue_has_the_texts_of_replies_and_messages_without_marks_and_the_rewards(rollouts):
+    turns = Turns(tokenizer(), "tool", 16)
+    found = transcripts(rollouts, turns)
+    assert max(map(len, found)) > 2
+    for n, dialogue in enumerate(found):
+        assert [turn["role"] for turn in dialogue] == (["assistant", "tool"] * 4)[: len(dialogue)]
+        assert len(dialogue) == 2 * rollouts.episode["turns"][n, 0] - 1
+        assert {turn["content"] for turn in dialogue[1::2]} <= {" yes", " no"}
+        assert all("<|" not in turn["content"] or turn["role"] == "assistant" for turn in dialogue)
+        rewards = [turn.get("reward", 0.0) for turn in dialogue]
+        assert sum(rewards) == rollouts.rewards[n, 0].sum() and not any(rewards[1::2])
+
+
+def test_a_long_dialogue_in_the_terminal_loses_its_middle():
+    turns = [{"role": "assistant", "content": f"reply {i}"} for i in range(12)]
+    lines = dialogue_lines([*turns, {"role": "user", "content": "", "reward": 1.0}], 40)
+    assert len(lines) == 8 and lines[3] == "  ...       6 lines left out"
+    assert [lines[2].split()[-1], lines[4].split()[-1]] == ["2", "9"]
+    assert lines[-1] == "  user      (empty)  (reward 1.000)"
+    assert len(dialogue_lines(turns[:8], 40)) == 8 and "..." not in "".join(dialogue_lines(turns[:8], 40))
+
+
+def test_the_score_is_the_sum_of_the_rewards_also_of_identical_episodes(rollouts):
+    scorer = object.__new__(EnvironmentScorer)
+    scorer.config = EnvironmentScorerConfig()
+    assert torch.equal(scorer.score_once(rollouts), rollouts.rewards.double().sum(-1))
+    same = replace(rollouts, response_ids=torch.zeros_like(rollouts.response_ids))
+    assert torch.equal(scorer.score_once(same), scorer.score_once(rollouts))
+
+
+def test_saved_episodes_are_read_as_they_were_sampled(rollouts, tmp_path):
+    batch = rollouts.extend(Batch, scores=rollouts.rewards.sum(-1))
+    write(batch, 1, tmp_path, tokenizer(), SAMPLING, "vocabulary")
+    found = stored.read(tmp_path / "000001.parquet", pad_id=1)
+    for name in ("response_mask", "environment_mask", "behaviour_logprobs", "rewards", "ended", "prompt_ids"):
+        assert torch.equal(getattr(found, name), getattr(rollouts, name)), name
+    assert torch.equal(found.response_ids[found.real], rollouts.response_ids[rollouts.real])
+    assert found.episode.keys() == rollouts.episode.keys()
+    assert all(torch.equal(found.episode[name], value) for name, value in rollouts.episode.items())
