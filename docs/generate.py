@@ -49,6 +49,8 @@ SAME = "Groups, options and keys: python -m rlhf.train --help"  # the last line 
 COLUMNS = "110"  # width of the help texts
 REQUIRED = "required"
 GROUPS = {  # section of the root config -> config group of its options
+    "environment": "environment",
+    "clock": "clock",
     **{name: name for name in ("algo", "model", "task", "generator", "scorer", "backend", "logger")},
     "gold": "scorer",
 }
