@@ -47,6 +47,7 @@ def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks
             place=place,
             build=build,
             conversational=conversational,
+            episodes=cfg.environment.answers,
             parts=tuple(cfg.task.shares),
             tie_tolerance=cfg.tie_tolerance(section),
         )

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from rlhf.config.scorer import choice
 from rlhf.core.batch import Budget
 from rlhf.core.chat_format import end_responses_with_turns, set_clock
 from rlhf.core.dialogues import Dialogues
 from rlhf.core.encoding import encode_completions, encode_prompts
+from rlhf.core.errors import UserError
 from rlhf.models.inference import infer
 from rlhf.models.loading import load_reward_model
 from rlhf.models.modules import RewardModel
@@ -103,7 +105,7 @@ def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardMode
     """Return a scorer with the reward model and tokenizer at `config.path`, or else at `model.reward`.
 
     Raises:
-        UserError: the model or its tokenizer cannot be loaded, or do not fit each other.
+        UserError: the model or its tokenizer cannot be loaded, or do not fit each other or the policy.
     """
     model = context.model
     named = config.reward_model(context.at, model.reward)
@@ -127,4 +129,9 @@ def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardMode
     if context.conversational and context.tokenizer.chat_template and not own.chat_template:
         log.warning("%s=%s has no chat template: it reads the prompts in the format of the policy", key, path)
     as_it_is = reads_tokens_of(own, context.tokenizer, context.conversational)
+    if context.episodes and not as_it_is:
+        raise UserError(
+            f"{key} must have the tokenizer and the chat template of the policy (it reads whole episodes, which "
+            f"are not tokenized again), got {path}; set {choice(context.at)}=environment or answer"
+        )
     return RewardModelScorer(config, context, placed, None if as_it_is else own)

@@ -64,6 +64,7 @@ class ScorerContext:
             depends on the backend, and may call the function on the first rank only.
         build: returns the scorer of a config section and key, for a scorer that consists of other scorers.
         conversational: the prompts of the task are dialogues.
+        episodes: an environment answers the replies, so that responses are dialogues.
         parts: names of the parts of a mixture of tasks, in the order of `Prompts.part`; empty without parts.
         tie_tolerance: largest relative difference of two scores that count as equal (`algo.tie_tolerance`).
     """
@@ -75,6 +76,7 @@ class ScorerContext:
     place: Callable[[Callable[[], Any]], Any]
     build: Callable[[ScorerConfig, str], Scorer | None]
     conversational: bool = False
+    episodes: bool = False
     parts: tuple[str, ...] = ()
     tie_tolerance: float = 0.0
 

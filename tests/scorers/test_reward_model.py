@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,14 @@ def test_a_reward_model_with_another_tokenizer_reads_the_texts_in_its_own_tokens
     ]
     assert texts == ["So.</s>", "It is"]
     assert scorer.score(answers(policy, dialogue=False)).shape == (1, 2)
+
+
+def test_a_reward_model_reads_episodes_only_in_the_tokens_of_the_policy(tmp_path):
+    policy, same, other = qwen("<|im_end|>"), tmp_path / "same", tmp_path / "other"
+    context = replace(scorer_context(policy, conversational=True), episodes=True)
+    assert make(RewardModelScorerConfig(path=folder(same, policy)), context).own_tokenizer is None
+    with pytest.raises(UserError, match="must have the tokenizer and the chat template of the policy"):
+        make(RewardModelScorerConfig(path=folder(other, llama_2())), context)
 
 
 @pytest.mark.parametrize("pad_token", [None, "<|padding|>"])
