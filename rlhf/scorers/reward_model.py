@@ -131,7 +131,7 @@ def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardMode
     as_it_is = reads_tokens_of(own, context.tokenizer, context.conversational)
     if context.episodes and not as_it_is:
         raise UserError(
-            f"{key} must have the tokenizer and the chat template of the policy (it reads whole episodes, which "
-            f"are not tokenized again), got {path}; set {choice(context.at)}=environment or answer"
+            f"{key} must have the tokenizer and the chat template of the policy (episodes "
+            f"are never tokenized again), got {path}; set {choice(context.at)}=environment or answer"
         )
     return RewardModelScorer(config, context, placed, None if as_it_is else own)
