@@ -15,6 +15,8 @@ PROMPT_COLUMNS = ("query", "reference_response")
 PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected")
 SPLITS = ("train", "validation")  # the splits that a run reads
 
+_ALL_REPLIES = "SFT trains on all replies of a dialogue; false: on the last"
+
 Need = tuple[str, str, Sequence[str], Sequence[str], str]  # key, folder, columns, splits, reason
 
 
@@ -82,6 +84,11 @@ class TaskConfig(Section):
     @property
     def lacks_pairs(self) -> bool:
         """Whether a run that trains on preference pairs has to name them."""
+        return False
+
+    @property
+    def all_replies(self) -> bool:
+        """Whether SFT trains on all replies of a dialogue."""
         return False
 
     @property
@@ -272,6 +279,7 @@ class ChatConfig(TaskConfig):
     reply: str | None = entry(
         None, means="text at the end of every prompt, before the response; set together with turn"
     )
+    all_replies: bool = entry(False, means=_ALL_REPLIES, added=True)
 
     @property
     def dialogues(self) -> bool:
@@ -391,6 +399,7 @@ class LocalConfig(TaskConfig):
     validation_fraction: float = number(
         0.1, above=0, below=1, means="share of the rows for validation, if there is no validation file"
     )
+    all_replies: bool = entry(False, means=_ALL_REPLIES, added=True)
 
     @property
     def dialogues(self) -> bool | None:

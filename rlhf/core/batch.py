@@ -32,6 +32,7 @@ from torch import Tensor
 
 from rlhf.core.seeding import derive
 
+Completion = str | list[str]  # a text; or an episode: a reply, messages, a reply, ..., a reply
 B = TypeVar("B", bound="Prompts")
 R = TypeVar("R", bound="Rollouts")
 
@@ -51,7 +52,7 @@ class Prompts:
     references: Annotated[list[str], "N"]  # reference responses; "" if the data set has none
     prompt_ids: Annotated[Tensor, "N P"]  # int64, padded on the left
     prompt_mask: Annotated[Tensor, "N P"]  # bool
-    completions: Annotated[list[list[str]] | None, "N S"] = None  # stored responses
+    completions: Annotated[list[list[Completion]] | None, "N S"] = None  # stored responses
     labels: Annotated[Tensor | None, "N S"] = None  # float32, stored scores of the stored responses
     # Lists of messages (role, content and further keys) that `texts` were formatted from, and the tools of
     # each dialogue; None: the data are texts

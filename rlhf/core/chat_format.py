@@ -219,6 +219,40 @@ def formatted(
     return other if len(other) > len(text) and other.count("None") == text.count("None") else text
 
 
+def after_reply(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    before: Messages | None = None,
+    where: str = "an episode",
+    **options: Any,
+) -> str | None:
+    """Return what the chat template writes behind the end token of a reply: messages, the start of a reply.
+
+    The messages stand behind a question and an answer in place of the real dialogue.
+
+    Args:
+        tokenizer: the tokenizer with the chat template; its end token ends a reply (`set_format`).
+        messages: the messages after the reply.
+        before: further messages between the question and the answer.
+        where: the place of the messages, for error messages.
+        options: further arguments of `formatted`.
+
+    Returns:
+        The text. None: the template does not end the reply with the end token.
+
+    Raises:
+        UserError: the template refuses the messages.
+    """
+    answer = ANSWERS[0]
+    while any(answer in message["content"] for message in messages):
+        answer += "'"
+    asked, answered = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": answer}
+    dialogue = [asked, *(before or []), answered, *messages]
+    whole = formatted(tokenizer, dialogue, where, add_generation_prompt=True, **options)
+    _, ended, after = whole.rpartition(answer)[2].partition(str(tokenizer.eos_token))
+    return after if ended else None
+
+
 def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the name of a chat template for messages: its file, or that of the tokenizer."""
     file = getattr(tokenizer, "template_file", None)

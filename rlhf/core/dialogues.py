@@ -11,7 +11,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhf.core.chat_format import CALLS, MARK, Messages, Tools, ending, formatted, render
+from rlhf.core.chat_format import (
+    CALLS,
+    MARK,
+    PLAIN,
+    Messages,
+    Tools,
+    after_reply,
+    ending,
+    formatted,
+    render,
+    template_name,
+)
 from rlhf.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,6 +61,7 @@ class Dialogues:
         self.total = 0
         self.lost: defaultdict[str, Lost] = defaultdict(Lost)
         self.shortened = Lost()
+        self.rewritten = Lost()
 
     def write(
         self,
@@ -78,11 +90,67 @@ class Dialogues:
             UserError: the template refuses the messages, does not write an answer, or writes the messages
                 before an answer in another way than without it.
         """
+        prompt, shared, texts, names = self._written(messages, answers, where, tools, prompt_only)
+        self._count(names, shared != prompt, where)
+        return prompt if prompt_only else shared, texts
+
+    def episode(
+        self, messages: Messages, turns: Messages, where: str = "the dialogue", tools: Tools = None
+    ) -> tuple[str, list[str]]:
+        """Return the prompt and the parts of a dialogue with several replies: a reply, messages, a reply, ...
+
+        The prompt and each reply are those of `write`, as if the reply was the last. Messages end with the
+        start of the next reply, and begin behind the end token of the reply before them, as those of an
+        environment. So an earlier turn stays as it was, also if the template changes it later.
+
+        Args:
+            messages: the messages before the first reply.
+            turns: the first reply and all after it, the last reply included.
+            where: the place of the dialogue, for error messages.
+            tools: the functions that the assistant may call.
+
+        Raises:
+            UserError: as in `write`; or the template does not end each reply with the end token.
+        """
+        prompt, shared, parts, names = self._written(messages, [turns[:1]], where, tools)
+        start, cut, read = shared, shared != prompt, len(messages) + 1
+        before = [*messages, *turns]
+        for i in range(read, len(before)):
+            if before[i]["role"] != "assistant":
+                continue
+            between = after_reply(self.tokenizer, before[read:i], where=where, tools=tools)
+            if between is None:
+                raise UserError(
+                    "model.chat_template must end each reply with the end token to train on all replies, got "
+                    f"{template_name(self.tokenizer)}; set model.chat_template={PLAIN}, or "
+                    "task.all_replies=false"
+                )
+            prompt, shared, (reply,), found = self._written(before[:i], [before[i : i + 1]], where, tools)
+            parts += [between.removesuffix(prompt.removeprefix(shared)), reply]
+            names, cut, read = names | found, cut or shared != prompt, i + 1
+        self._count(names, cut, where)
+        end = str(self.tokenizer.eos_token)
+        said = (part + end * (i % 2 == 0 and not part.endswith(self.others)) for i, part in enumerate(parts))
+        if shared != start + "".join(list(said)[:-1]):
+            self._note(self.rewritten, where)
+        return start, parts
+
+    def _count(self, names: set[str], shortened: bool, where: str) -> None:
+        self.total += 1
+        for lost in [self.lost[name] for name in names] + [self.shortened] * shortened:
+            self._note(lost, where)
+
+    def _written(
+        self,
+        messages: Messages,
+        answers: Sequence[Messages],
+        where: str,
+        tools: Tools,
+        prompt_only: bool = False,
+    ) -> tuple[str, str, list[str], set[str]]:
+        """Return the prompt, its shared part, the answers, and what is not written; see `write`."""
         prompt, shared, wholes = self._wholes(messages, answers, where, tools)
         texts = self._texts(shared, wholes, answers)
-        if shared != prompt:
-            self._note(self.shortened, where)
-        self.total += 1
         names = set(self._unwritten(messages, [], prompt, "", where, tools))
         for answer, whole, text in zip(answers, wholes, texts, strict=True):
             if not answer:
@@ -103,9 +171,7 @@ class Dialogues:
                     "model.chat_template=<file with a Jinja template that writes it>"
                 )
             names |= unwritten
-        for name in names:
-            self._note(self.lost[name], where)
-        return prompt if prompt_only else shared, texts
+        return prompt, shared, texts, names
 
     def continued(
         self, messages: Messages, answers: Sequence[Messages], where: str, tools: Tools = None
@@ -148,6 +214,11 @@ class Dialogues:
             yield (
                 "the chat template begins a reply in another way than the stored answers in "
                 f"{self._share(self.shortened)}; their {effect}"
+            )
+        if self.rewritten.count:
+            yield (
+                "the chat template writes earlier turns in another way when a dialogue goes on in "
+                f"{self._share(self.rewritten)}; they are trained as they were written first"
             )
 
     def _share(self, lost: Lost) -> str:

@@ -12,7 +12,16 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rlhf.core.chat_format import ANSWERS, PLAIN, QUESTION, formatted, no_template, template_name
+from rlhf.core.chat_format import (
+    ANSWERS,
+    PLAIN,
+    QUESTION,
+    after_reply,
+    formatted,
+    no_template,
+    template_name,
+)
+from rlhf.core.encoding import message_tokens
 from rlhf.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,7 +51,7 @@ class Turns:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, role: str, limit: int, **options: Any) -> None:
-        self.tokenizer, self.end, self.options = tokenizer, str(tokenizer.eos_token), options
+        self.tokenizer, self.options = tokenizer, options
         self.role, self.limit = role, limit
         if not tokenizer.chat_template:
             raise UserError(no_template(tokenizer.name_or_path))
@@ -127,14 +136,12 @@ class Turns:
 
     def _message(self, text: str, role: str, earlier: int = 0) -> tuple[str, list[int]]:
         """Return a message and the start of the next reply as text and tokens, behind the end of a reply."""
-        answer = _ANSWER
-        while answer in text:
-            answer += "'"
-        rest = self._dialogue(answer, role, text, earlier).rpartition(answer)[2]
-        _, ended, after = rest.partition(self.end)
-        if not ended:
-            raise ValueError(f"it does not end earlier replies with {self.end}")
-        return after, self._encode(self.end + after)[0][1:]  # alone, some tokenizers write a space before it
+        turn = {"role": "assistant", "content": _EARLIER_ANSWER}, {"role": role, "content": _EARLIER_MESSAGE}
+        message = {"role": role, "content": text}
+        after = after_reply(self.tokenizer, [message], [*turn] * earlier, **self.options)
+        if after is None:
+            raise ValueError(f"it does not end earlier replies with {self.tokenizer.eos_token}")
+        return after, message_tokens(self.tokenizer, [after])[0]
 
     def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
-from rlhf.tasks.columns import BadRow, dialogue
+from rlhf.tasks.columns import BadRow, dialogue, with_all_replies
 from rlhf.tasks.records import NOTHING, Wanted
 from rlhf.tasks.source import load_pairs, pairs_of, prompts_of
 
@@ -42,7 +42,8 @@ class ChatSource:
             UserError: a dialogue has only one turn, or does not end with a turn of the assistant.
         """
         stored = self.config.validation_split if split == "validation" else split
-        return self.dialogues.load(stored, ["messages"], wanted, self._example)
+        convert = with_all_replies(self._example) if self.config.all_replies else self._example
+        return self.dialogues.load(stored, ["messages"], wanted, convert)
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split of the pairs: `prompt`, `chosen` and `rejected`, texts or lists of messages.

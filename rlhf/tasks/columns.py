@@ -359,6 +359,29 @@ def dialogue(row: Row) -> Row:
     return Layout(messages="messages", tools=TOOLS if TOOLS in row else None).example(row)
 
 
+def before_replies(messages: list[Message], demonstration: list[Message]) -> list[Message]:
+    """Return the messages of a prompt before its demonstration, which may contain the replies among them."""
+    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return messages[: replies[0]] if replies and len(demonstration) > 1 else messages
+
+
+def with_all_replies(convert: Callable[[Row], Row]) -> Callable[[Row], Row]:
+    """Return the function `convert`, which adds `demonstration`: a dialogue from its first reply on."""
+
+    def example(row: Row) -> Row:
+        made = convert(row)
+        if "messages" not in made:
+            raise BadRow(
+                "have dialogues for task.all_replies=true", "with texts", "set task.all_replies=false"
+            )
+        replies = made["messages"] + made["reference_response"]
+        while replies and replies[0]["role"] != "assistant":
+            replies = replies[1:]
+        return {**made, "demonstration": replies}
+
+    return example
+
+
 def pair(row: Row) -> Row:
     """Return `prompt`, `chosen`, `rejected` and perhaps `tools` of a row that has columns with these names.
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 from rlhf.config.algo import Data
 from rlhf.config.task import PREFERENCE_COLUMNS
 from rlhf.core.errors import UserError
-from rlhf.tasks.columns import converted
+from rlhf.tasks.columns import converted, with_all_replies
 from rlhf.tasks.local_files import KEY, LocalFiles
 from rlhf.tasks.records import NOTHING, Wanted
 from rlhf.tasks.source import load_pairs, pairs_of, saved_split, selected
@@ -101,7 +101,8 @@ class LocalSource:
         assert name is not None
         layout = self.files.layout(split, data)
         columns = wanted.read(layout.names, self.files.columns(name), str(self.files.path))
-        convert = wanted.recording(layout.pair if data is Data.preferences else layout.example)
+        example = with_all_replies(layout.example) if self.config.all_replies else layout.example
+        convert = wanted.recording(layout.pair if data is Data.preferences else example)
         if self.files.saved:
             dataset = saved_split(self.files, name)
             rows = numbered(selected(dataset, columns), f"the split {name} of {self.files.path}")

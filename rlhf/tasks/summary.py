@@ -118,7 +118,7 @@ def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train"
     """
     train = task.examples("train")
     some = train[np.linspace(0, len(train) - 1, min(len(train), _MEASURED)).astype(int)]
-    stored = some.get("completions")
+    stored = [["".join(each) for each in row] for row in some.get("completions", [])]
     responses = stored or [[text] if text else [] for text in some["reference"]]
     texts = list(chain.from_iterable(responses))
     before = [text for text, row in zip(some["text"], responses, strict=True) for _ in row]

@@ -6,7 +6,8 @@ import json
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from rlhf.core.encoding import end_tokens, pad_prompts, prompt_tokens
 from rlhf.core.errors import UserError
 from rlhf.core.rollout_format import vocabulary
 from rlhf.core.seeding import derive
-from rlhf.tasks.columns import TOOLS
+from rlhf.tasks.columns import TOOLS, before_replies
 from rlhf.tasks.counts import Counts, all_skipped, count, no_differences
 from rlhf.tasks.mixture import check_parts, mixed_order
 from rlhf.tasks.prompt_order import PromptOrder
@@ -166,7 +167,7 @@ class Task:
         """
         examples = self._examples(split, self.data)
         texts = zip(examples["text"], examples["completions"], strict=True)
-        lengths = [len(text) + max(map(len, completions)) for text, completions in texts]
+        lengths = [len(text) + max(len("".join(each)) for each in stored) for text, stored in texts]
         rows = [i for i, row in enumerate(examples["index"]) if row not in done]
         rows.sort(key=lambda i: -lengths[i])  # too little memory then fails at the first batch
         parts = (rows[first : first + size] for first in range(0, len(rows), size))
@@ -224,12 +225,19 @@ class Task:
                 texts = [self._turns(messages) for messages in texts]
                 tools = columns.get(TOOLS) or [None] * len(rows)
                 only = data is Data.prompts
-                written = [
-                    dialogues.write(*row, prompt_only=only)
-                    for row in zip(texts, answers, places, tools, strict=True)
-                ]
+                shown = columns.get("demonstration") if data is Data.references else None
+                write = partial(dialogues.write, prompt_only=only) if shown is None else dialogues.continued
+                written = [write(*row) for row in zip(texts, answers, places, tools, strict=True)]
+                heads, answers = [head for head, _ in written], [each for _, each in written]
+                if shown is not None:
+                    turns = [self._turns(messages) for messages in shown]
+                    texts = [before_replies(*each) for each in zip(texts, turns, strict=True)]
+                    each_row = zip(texts, turns, places, tools, strict=True)
+                    episodes = list(starmap(dialogues.episode, each_row))
+                    heads = [head for head, _ in episodes]
+                    made["completions"] = [[parts] for _, parts in episodes]
                 made |= {"messages": texts} | ({TOOLS: tools} if TOOLS in columns else {})
-                texts, answers = [prompt for prompt, _ in written], [list(each) for _, each in written]
+                texts = heads
             made["text"] = texts
             made["ids"] = prompt_tokens(texts, self.tokenizer, formatted=dialogues is not None)
             made["reference"] = [row[0] for row in answers]
@@ -242,7 +250,7 @@ class Task:
             if pairs:
                 made["completions"] = answers
                 made["labels"] = [[1.0, 0.0] for _ in texts]
-            elif data is Data.references:
+            elif data is Data.references and "completions" not in made:
                 shown = columns.get("demonstration")
                 made["completions"] = [row[:1] for row in answers]
                 if shown is not None:
