@@ -59,11 +59,7 @@ class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
                 f"{at}.dataset must not be {self.dataset} ({reason}), got {self.dataset}; "
                 f"set {at}.dataset=chain_sum"
             )
-        if self.path is not None:
-            yield (
-                f"{at}.path must be null for task=reasoning_gym (its problems are generated), got "
-                f"{self.path}; set {at}.path=null, or task=local"
-            )
+        yield from self.path_problems(at)
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error if reasoning-gym has no such data set, or refuses the arguments."""

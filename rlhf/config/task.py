@@ -133,6 +133,14 @@ class EmbeddedTaskConfig(TaskConfig):
     validation_size: int = number(512, least=1, means="examples to generate")
     test_size: int = number(512, least=1, means="examples to generate")
 
+    def path_problems(self, at: str) -> Iterator[str]:
+        """Yield an error for a `path`, for tasks without data in files."""
+        if self.path is not None:
+            yield (
+                f"{at}.path must be null for task={self.name} (its examples are generated), got {self.path}; "
+                f"set {at}.path=null, or task=local"
+            )
+
 
 class Difficulty(Choice):
     """The difficulty of an embedded task."""
@@ -257,6 +265,45 @@ class ArithmeticConfig(EmbeddedTaskConfig):
     train_size: int = 16384
     max_prompt_tokens: int = 32
     difficulty: Difficulty = Difficulty.medium
+
+
+@dataclass(kw_only=True, slots=True)
+class GameConfig(EmbeddedTaskConfig):
+    """A task of generated dialogues with an environment."""
+
+    train_size: int = 4096
+    max_prompt_tokens: int = 32
+
+    @property
+    def dialogues(self) -> bool:
+        """Whether the prompts are dialogues: they are messages of the user."""
+        return True
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for a `path`."""
+        yield from EmbeddedTaskConfig.problems(self, at)
+        yield from self.path_problems(at)
+
+
+@option("task", "calculator", part="rlhf.tasks.games:CalculatorSource")
+@dataclass(kw_only=True, slots=True)
+class CalculatorTaskConfig(GameConfig):
+    """Generated sums for a calculator; the SFT responses are those of pupils, of whom few use it."""
+
+    vocabulary_size: ClassVar[int] = 66
+
+    name: str = "calculator"
+
+
+@option("task", "guess_number", part="rlhf.tasks.games:GuessNumberSource")
+@dataclass(kw_only=True, slots=True)
+class GuessNumberTaskConfig(GameConfig):
+    """Numbers to guess in four guesses; the SFT responses ignore half of the answers."""
+
+    vocabulary_size: ClassVar[int] = 27
+    has_answers: ClassVar[bool] = False
+
+    name: str = "guess_number"
 
 
 @option("task", "chat", part="rlhf.tasks.chat:ChatSource")

@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import datasets
@@ -169,11 +170,16 @@ def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width:
                 yield from _text_lines("message", ids, note, tokenizer, width, "dim", end)
         else:
             for j, name in enumerate(names(rollouts.response_ids.shape[1])):
-                mask = rollouts.response_mask[i, j]
-                kept = rollouts.response_ids[i, j][mask].tolist()
+                real = rollouts.real[i, j]
+                kept = rollouts.response_ids[i, j][real].tolist()
+                sampled = rollouts.response_mask[i, j][real].tolist()
                 cut = "" if bool(rollouts.ended[i, j]) else f"; cut at {limit} tokens, without EOS"
-                note = _in_loss(cfg) + cut
-                yield from _text_lines(name, kept, note, tokenizer, width, "green", prompt[-4:])
+                read = prompt
+                for own, places in groupby(range(len(kept)), sampled.__getitem__):
+                    ids = [kept[place] for place in places]
+                    use = (name, ids, _in_loss(cfg) + cut) if own else ("message", ids, "not in the loss")
+                    yield from _text_lines(*use, tokenizer, width, "green" if own else "dim", read[-4:])
+                    read = read + ids
         yield Line(padding(batch, rollouts, i))
 
 
@@ -192,7 +198,7 @@ def padding(batch: Prompts, rollouts: Rollouts | None, i: int) -> str:
     left = int((~batch.prompt_mask[i]).sum())
     text = f"  padding    {left} PAD on the left of the prompt"
     if rollouts is not None:
-        right = (~rollouts.response_mask[i]).sum(-1).tolist()
+        right = (~rollouts.real[i]).sum(-1).tolist()
         text += f", {' and '.join(map(str, right))} on the right; masked"
     return text
 

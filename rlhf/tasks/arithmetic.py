@@ -45,6 +45,15 @@ def forgetful_add(before: int, term: int, forgets: bool) -> int:
     return before + term - 10 * (carries and forgets)
 
 
+def pupil_totals(terms: list[int], rng: random.Random) -> list[int]:
+    """Return the running totals of a pupil who sometimes forgets the carry."""
+    return list(
+        accumulate(
+            terms, lambda before, term: forgetful_add(before, term, rng.random() < _FORGETS_CARRY * term)
+        )
+    )
+
+
 class ArithmeticSource(EmbeddedSource):
     """A source of sums, generated from `task.data_seed`, and of preference pairs from a folder."""
 
@@ -65,10 +74,7 @@ class ArithmeticSource(EmbeddedSource):
         rows: dict[str, list[str]] = {"query": [], "reference_response": [], "demonstration": []}
         for _ in range(size):
             terms = [rng.randint(1, 9) for _ in range(count)]
-            pupils = accumulate(
-                terms, lambda before, term: forgetful_add(before, term, rng.random() < _FORGETS_CARRY * term)
-            )
             rows["query"].append(problem(terms))
             rows["reference_response"].append(_solution(list(accumulate(terms)), terms))
-            rows["demonstration"].append(_solution(list(pupils), terms))
+            rows["demonstration"].append(_solution(pupil_totals(terms, rng), terms))
         return rows

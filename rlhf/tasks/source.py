@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import datasets
 import huggingface_hub
@@ -45,8 +45,9 @@ class Source(Protocol):
         Dialogues have a column `messages` instead of `query`: a list of messages (`role`, `content` and
         further keys), without the response, which is a list of one message. They may have a column `tools`.
         Data without references have an empty `reference_response`. An optional column `demonstration`
-        contains the text that SFT imitates instead of the reference, an optional column `place` the place of
-        the row for messages, such as "line 3 of data/train.jsonl". Prompts of pairs have the column
+        contains the text that SFT imitates instead of the reference (of dialogues: all messages from the
+        first reply on), an optional column `place` the place of the row for messages, such as "line 3 of
+        data/train.jsonl". Prompts of pairs have the column
         `rejected`, too. If reward functions ask for columns (`wanted`), the column `record` contains them.
         """
 
@@ -312,8 +313,8 @@ class EmbeddedSource(ABC):
         """Return every token of the generated texts, without special tokens."""
 
     @abstractmethod
-    def generate(self, split: str, size: int) -> dict[str, list[str]]:
-        """Return `size` examples as columns `query`, `reference_response` and optionally `demonstration`."""
+    def generate(self, split: str, size: int) -> dict[str, list[Any]]:
+        """Return `size` examples as columns; see `Source.prompts`."""
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Return a tokenizer with this vocabulary; decoding an encoded text returns exactly the text."""
