@@ -27,14 +27,7 @@ class Calculator:
 
 
 class GuessNumber:
-    """Answers a guess with " higher" or " lower"; the reward is 1 for the right number.
-
-    Args:
-        guesses: replies of an episode; other texts than numbers are guesses, too.
-    """
-
-    def __init__(self, guesses: int = 4) -> None:
-        self.left = guesses
+    """Answers a guess with " higher" or " lower"; the reward is 1 for the right number."""
 
     def reset(self, example: Example) -> None:
         """Begin an episode; the record of the example has the number as `secret`."""
@@ -42,9 +35,7 @@ class GuessNumber:
 
     def step(self, reply: str) -> Answer:
         """Return where the number is, or the reward."""
-        self.left -= 1
         if not re.fullmatch(r" \d+", reply):
-            return Answer(" error", done=self.left == 0, error=True)
-        guess = int(reply)
-        message = " higher" if guess < self.secret else " lower"
-        return Answer(message, float(guess == self.secret), guess == self.secret or self.left == 0)
+            return Answer(" error", error=True)
+        right = int(reply) == self.secret
+        return Answer(" higher" if int(reply) < self.secret else " lower", float(right), right)

@@ -49,6 +49,7 @@ class GameSource(EmbeddedSource):
     pattern = r"<\|[a-z]+\|>|\n| ?[0-9]+| ?[A-Za-z]+:?| ?#+| ?[^\sA-Za-z0-9#]"
     conversational = True
     environment: ClassVar[type[Calculator | GuessNumber]]
+    replies: ClassVar[int]  # largest number in a dialogue
 
     @staticmethod
     @abstractmethod
@@ -81,7 +82,9 @@ class GameSource(EmbeddedSource):
         environment = self.environment()
         environment.reset(example)
         talk = [_said("assistant", next(pupil))]
-        while not (answer := environment.step(talk[-1]["content"])).done:
+        for _ in range(self.replies - 1):
+            if (answer := environment.step(talk[-1]["content"])).done:
+                break
             talk += [_said("user", answer.message), _said("assistant", pupil.send(answer.message))]
         return talk
 
@@ -89,7 +92,7 @@ class GameSource(EmbeddedSource):
 class CalculatorSource(GameSource):
     """A source of sums, which a calculator adds."""
 
-    environment = Calculator
+    environment, replies = Calculator, _TERMS
 
     @classmethod
     @cache
@@ -118,7 +121,7 @@ class CalculatorSource(GameSource):
 class GuessNumberSource(GameSource):
     """A source of numbers, which are guessed."""
 
-    environment = GuessNumber
+    environment, replies = GuessNumber, 4
 
     @classmethod
     @cache
