@@ -10,11 +10,12 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config import catalogue, plugins
-from rlhf.config.own_files import length_of
+from rlhf.config.own_files import length_of, tuned_of
 from rlhf.config.root import Config, to_config
 from rlhf.core.pasting import override
 
 OmegaConf.register_new_resolver("length_of", length_of, replace=True)  # conf/config.yaml
+OmegaConf.register_new_resolver("tuned_of", tuned_of, replace=True)
 
 
 def compose(overrides: list[str]) -> Config:

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rlhf.config.catalogue import conf_dir, conf_dirs
-from rlhf.config.schema import ABSENT, value_at
+from rlhf.config.catalogue import conf_dir, conf_dirs, option_files
+from rlhf.config.schema import ABSENT, SCHEMAS, value_at
 from rlhf.config.yaml_file import flat, read_document
 from rlhf.core.pasting import setting
 
@@ -64,6 +64,19 @@ def length_of(task: str, algo: str) -> str:
     length = bool(keys & {"schedule.total_episodes", "schedule.total_epochs"})
     own = {(True, True): "none", (True, False): "own_length", (False, True): "own_prompts"}
     return own.get((length, "schedule.prompts_per_update" in keys), task)
+
+
+def tuned_of(task: str, model: str, algo: str) -> str:
+    """Return the option of conf/tuned/: that of an algorithm, else that of all algorithms that sample.
+
+    Args:
+        task: option of the task.
+        model: option of the model.
+        algo: option of the algorithm.
+    """
+    own, shared = f"{task}_{model}_{algo}", f"{task}_{model}"
+    supervised = getattr(SCHEMAS.get(f"schema/algo/{algo}"), "supervised", False)
+    return own if supervised or own in option_files("tuned") else shared
 
 
 def hidden() -> list[str]:
