@@ -16,6 +16,7 @@ from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import TINY, rows
+from tests.end_to_end.test_environments import EPISODES
 
 pytestmark = pytest.mark.forks
 
@@ -40,6 +41,7 @@ RUNS = {
         *("algo.correction.reject_low=0.9", "algo.covariance.kind=clip", "algo.covariance.share=0.1"),
         *("algo.covariance.low=-9", "algo.covariance.high=9"),
     ],
+    "episodes": [*EPISODES, "algo=grpo"],
     "offline dpo": ["algo=dpo", "generator=dataset"],
     "reward": ["algo=reward"],
     "zero3 with vllm": ["algo=dpo", "algo.ties=keep", "backend=zero3", "generator=vllm"],
