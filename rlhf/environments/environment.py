@@ -5,24 +5,33 @@
     close()           optional, after the last reply
 
 One instance plays one episode. An episode must depend on `example` and the replies only, because an
-interrupted request is played again from its start.
+interrupted request is played again from its start. The methods are called in threads (`Calls`). With
+`async def`, all episodes wait at the same time, in one event loop.
+
+Two further members are optional. With `uses_global_random = True`, each episode has its own state of the
+generator of the module `random`. `timed_out(limit_s)` returns the answer if `step` took too long.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from rlhf.config.address import load_class
-from rlhf.core.errors import RunError
+from rlhf.config.address import LIBRARIES, load_class
+from rlhf.core.errors import RunError, UserError
+from rlhf.environments.calls import too_many_hang
 
 if TYPE_CHECKING:
     from rlhf.config.environment import EnvironmentConfig, TurnsConfig
+    from rlhf.environments.calls import Call
 
+COUNTS = ("turns", "tool_errors", "step_errors", "out_of_turns", "cut", "no_room", "seconds")
 _NO_FIGURES: Mapping[str, float] = MappingProxyType({})
+_MOST_CHARACTERS = 300  # of a value in an error message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,42 +73,77 @@ class EnvironmentFactory:
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the class
     max_turns: int = 8  # replies of an episode
     reply_tokens: int | None = None  # tokens of a reply; None: what is left of the episode
+    threads: int = 0  # calls at a time; 0: one, for which the sampler waits
+    step_limit_s: float = 60.0  # of a call
+    on_error: str = "stop"  # or "end": an episode whose class fails ends
+    error_reward: float = 0.0  # of such an episode
 
-    def begun(self, example: Example) -> Environment:
-        """Return an environment that has begun an episode.
-
-        Raises:
-            RunError: the class fails.
-        """
-        try:
-            made: Environment = load_class("environment.path", self.address)(**self.arguments)
-            made.reset(example)
-        except Exception as error:
-            raise self._failed("reset", error, f"the prompt {example.prompt!r}") from error
-        return made
-
-    def answer(self, environment: Environment, reply: str) -> Answer:
-        """Return the answer of an environment to a reply.
+    def load(self) -> type:
+        """Import and return the class.
 
         Raises:
-            RunError: the class fails, or returns no answer.
+            UserError: there is no such class, or its calls cannot be made at the same time.
         """
-        try:
-            found = Answer(*environment.step(reply))
-            reward = float(found.reward)
-            if not isinstance(found.message, str):
-                raise TypeError(f"the message must be a text, got {found.message!r}")
-            if not math.isfinite(reward):
-                raise ValueError(f"the reward must be finite, got {reward}")
-        except Exception as error:
-            raise self._failed("step", error, f"the reply {reply!r}") from error
-        return found._replace(reward=reward, done=bool(found.done))
+        found = load_class("environment.path", self.address)
+        if getattr(found, "uses_global_random", False) and (self.threads or asynchronous(found)):
+            raise UserError(
+                f"environment.threads must be 0 for {self.address}, and its methods must not be async (its "
+                f"attribute uses_global_random needs one call at a time), got {self.threads}; set "
+                "environment.threads=0, or use random.Random(example.seed) in the class"
+            )
+        return found
 
-    def _failed(self, method: str, error: Exception, given: str) -> RunError:
-        return RunError(
-            f"{self.address} must answer without an error in {method} (message, reward, done), got "
-            f"{type(error).__name__}: {error} for {given[:300]}; correct the class"
+    def failed(self, call: Call, method: str, given: Any) -> RunError | None:
+        """Return the error of a call that failed; None: only its episode ends."""
+        if call.late and too_many_hang():
+            what, remedy = f"{call.error}, for the third time", "correct the class, whose threads still run"
+        elif self.on_error == "end":
+            return None
+        else:
+            what = f"{type(call.error).__name__}: {call.error}"[:_MOST_CHARACTERS]
+            longer = f", environment.step_limit_s={2 * self.step_limit_s:g}" if call.late else ""
+            remedy = f"correct the class, or set environment.on_error=end{longer}"
+        given = f"the prompt {given.prompt!r}" if isinstance(given, Example) else f"the reply {given!r}"
+        error = RunError(
+            f"{self.address} must answer without an error in {method}{self._place(call, method)}, got {what} "
+            f"for {given[:_MOST_CHARACTERS]}; {remedy}"
         )
+        error.__cause__ = call.error
+        return error
+
+    def _place(self, call: Call, method: str) -> str:
+        """Return, for a message, the innermost line of the user's code, or the first line of the method."""
+        code = getattr(inspect.unwrap(getattr(self.load(), method, len)), "__code__", None)
+        places = [(code.co_filename, code.co_firstlineno)] if code else []
+        places += [each for each in call.frames if code and each[0] == code.co_filename]
+        places += [each for each in call.frames if not each[0].startswith((*LIBRARIES, "<"))]
+        return f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
+
+
+def asynchronous(environment: type) -> bool:
+    """Return whether a class has asynchronous methods."""
+    return any(inspect.iscoroutinefunction(getattr(environment, name, None)) for name in ("reset", "step"))
+
+
+def checked(found: Any) -> Answer:
+    """Return what `step` returned as an answer.
+
+    Raises:
+        TypeError: it is no answer.
+        ValueError: the reward is not finite, or a figure has the name of another.
+    """
+    if not isinstance(found, tuple) or len(found) < 3:
+        raise TypeError(f"step must return (message, reward, done), got {found!r:.100}")
+    answer = Answer(*found)
+    reward = float(answer.reward)
+    if not isinstance(answer.message, str):
+        raise TypeError(f"the message must be a text, got {answer.message!r:.100}")
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward must be finite, got {reward}")
+    if taken := [*{*COUNTS} & {*answer.figures}]:
+        raise ValueError(f"a figure must have another name than {', '.join(COUNTS)}, got {taken[0]}")
+    figures = {str(name): float(value) for name, value in answer.figures.items()}
+    return Answer(answer.message, reward, bool(answer.done), bool(answer.error), figures)
 
 
 def none(config: EnvironmentConfig) -> None:

@@ -6,8 +6,13 @@ is the prompt, the sampled tokens and the tokens of messages: nothing is formatt
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -15,22 +20,26 @@ import torch
 from torch import Tensor
 
 from rlhf.core.batch import Rollouts
+from rlhf.core.errors import RunError
 from rlhf.core.seeding import derive
-from rlhf.environments.environment import Example
+from rlhf.environments.calls import Calls, too_many_hang
+from rlhf.environments.environment import COUNTS, Answer, Example, asynchronous, checked
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rlhf.core.batch import Prompts, Sampling
+    from rlhf.environments.calls import Call
     from rlhf.environments.environment import Environment, EnvironmentFactory
     from rlhf.environments.turns import Turns
 
-_COUNTS = ("turns", "tool_errors", "out_of_turns", "cut", "no_room")  # figures that every environment has
+_END_S = 4.0  # for the calls that run when the episodes end early, and for `close` after them
 
 
 @dataclass(slots=True)
 class _Episode:
-    environment: Environment
+    example: Example
+    environment: Environment | None = None
     ids: list[int] = field(default_factory=list)  # tokens after the prompt
     sampled: list[bool] = field(default_factory=list)  # per token: by the model, not by the environment
     logprobs: list[float] = field(default_factory=list)  # 0 at messages
@@ -38,7 +47,9 @@ class _Episode:
     rewards: list[float] = field(default_factory=list)
     figures: Counter[str] = field(default_factory=Counter)
     running: bool = True
+    failed: bool = False  # in `reset`; it ends after its first reply
     ended: bool = False  # by the environment, not by a limit
+    random: Any = None  # its state of the generator of the module `random`, if the class uses that
 
     def append(
         self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], sampled: bool
@@ -53,6 +64,9 @@ class _Episode:
 class Episodes:
     """N prompts with K episodes each. An episode has a position n * K + k.
 
+    The calls of the environments are made in threads, which end with the episodes: after `rollouts`, after an
+    error, and at the end of a `with` block. Their answers change the episodes in the thread of the caller.
+
     Args:
         prompts: N prompts.
         sampling: K, and the largest number T of tokens of an episode, messages included.
@@ -60,6 +74,9 @@ class Episodes:
         turns: the messages as tokens.
         stop_ids: tokens that end a reply.
         seed: the seed of the run.
+
+    Raises:
+        RunError: an environment fails in `reset`.
     """
 
     def __init__(
@@ -79,22 +96,63 @@ class Episodes:
         records = prompts.records or [{}] * len(prompts)
         self._all = [
             _Episode(
-                factory.begun(
-                    Example(
-                        prompt=prompts.texts[n],
-                        reference=prompts.references[n],
-                        record=records[n],
-                        seed=derive(seed, "environment", sampling.purpose, sampling.request, row),
-                        sample=k,
-                    )
+                Example(
+                    prompt=prompts.texts[n],
+                    reference=prompts.references[n],
+                    record=records[n],
+                    seed=derive(seed, "environment", sampling.purpose, sampling.request, row),
+                    sample=k,
                 )
             )
             for (n, row), k in product(enumerate(prompts.index.tolist()), range(sampling.samples))
         ]
+        self._ready: list[int] = []
+        self._class = factory.load()
+        in_loop = asynchronous(self._class)
+        self._in_turn = not (factory.threads or in_loop)
+        self._calls = Calls(max(1, factory.threads), factory.step_limit_s, in_loop)
+        try:
+            for i, episode in enumerate(self._all):
+                self._ask(i, "reset", partial(self._begin, episode), episode.example)
+            self.running()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Episodes:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the environments of the episodes that still run, and end the threads."""
+        self._calls.close(_END_S, (close for each in self._all if (close := self._closing(each))))
 
     def running(self) -> list[int]:
-        """Return the positions of the episodes that wait for a reply."""
+        """Wait for all answers, and return the positions of the episodes that wait for a reply.
+
+        Raises:
+            RunError: an environment fails.
+        """
+        while self._calls.open:
+            self._take(self._calls.ended(math.inf))
         return [i for i, episode in enumerate(self._all) if episode.running]
+
+    def ready(self, wait: bool = False) -> list[int]:
+        """Return the positions of the episodes that wait for a reply and were not returned before.
+
+        Args:
+            wait: wait for at least one; none is returned only if no answer is awaited.
+
+        Raises:
+            RunError: an environment fails.
+        """
+        self._take(self._calls.ended())
+        while self._calls.open and (self._in_turn or (wait and not self._ready)):
+            self._take(self._calls.ended(math.inf))
+        found, self._ready = sorted(self._ready), []
+        return found
 
     def history(self, i: int) -> list[int]:
         """Return the token ids that the next reply of episode `i` follows, the prompt included."""
@@ -130,39 +188,96 @@ class Episodes:
         episode.append(ids, logprobs, versions or [0] * len(ids), sampled=True)
         episode.figures["turns"] += 1
         if ids[-1] not in self.stop_ids:  # a call in a reply that was cut may be valid by chance
-            return self._stop(episode, "cut")
+            return self._stop(i, "cut")
+        if episode.failed or episode.environment is None:
+            return self._answer(i, Answer(reward=self.factory.error_reward, done=True))
         text = str(self.turns.tokenizer.decode(list(ids[:-1]), skip_special_tokens=False))
-        answer = self.factory.answer(episode.environment, text)
+        return self._ask(i, "step", episode.environment.step, text)
+
+    def _begin(self, episode: _Episode, example: Example) -> Any:
+        episode.environment = made = self._class(**self.factory.arguments)
+        return made.reset(example)
+
+    def _ask(self, i: int, method: str, function: Callable[..., Any], *given: Any) -> None:
+        """Call a method of an environment."""
+        if not getattr(self._class, "uses_global_random", False):
+            return self._calls.ask((i, method, *given), function, *given)
+        with _random_of(self._all[i]):
+            self._calls.ask((i, method, *given), function, *given)
+            ended = self._calls.ended(math.inf)
+        return self._take(ended)
+
+    def _take(self, ended: list[Call]) -> None:
+        """Change the episodes by the outcomes of calls. After an error, nothing is left running."""
+        try:
+            for call in ended:
+                self._take_one(call, *call.key)
+        except RunError:
+            self.close()
+            raise
+
+    def _take_one(self, call: Call, i: int, method: str, given: Any = None) -> None:
+        episode = self._all[i]
+        episode.figures.update({"seconds": call.seconds})
+        answer = None
+        if method == "step":
+            timed_out = getattr(episode.environment, "timed_out", None)
+            try:
+                if call.late and timed_out and not too_many_hang():
+                    call.result, call.error = timed_out(self.factory.step_limit_s), None
+                answer = checked(call.result) if call.error is None else None
+            except Exception as error:  # the class of the user may return anything
+                call.error = error
+        if call.error is not None:
+            if failure := self.factory.failed(call, method, given):
+                raise failure
+            episode.figures["step_errors"] += 1
+        if method == "reset":
+            episode.failed = call.error is not None
+            self._ready.append(i)
+        elif method == "step":
+            self._answer(i, answer or Answer(reward=self.factory.error_reward, done=True))
+
+    def _answer(self, i: int, answer: Answer) -> None:
+        episode = self._all[i]
         episode.rewards[-1] = answer.reward
         episode.figures["tool_errors"] += answer.error
         episode.figures.update(answer.figures)
         if answer.done:
             episode.ended = True
-            return self._stop(episode)
-        if ids[-1] != self.turns.tokenizer.eos_token_id:  # the template's message follows the end token only
-            return self._stop(episode, "cut")
+            return self._stop(i)
+        if episode.ids[-1] != self.turns.tokenizer.eos_token_id:  # a message follows the end token only
+            return self._stop(i, "cut")
         if episode.figures["turns"] == self.factory.max_turns:
-            return self._stop(episode, "out_of_turns")
+            return self._stop(i, "out_of_turns")
         message = self.turns.tokens(answer.message)
         if len(message) >= self.sampling.response_length - len(episode.ids):
-            return self._stop(episode, "no_room")
+            return self._stop(i, "no_room")
         nothing = [0] * len(message)
-        return episode.append(message, nothing, nothing, sampled=False)
+        episode.append(message, nothing, nothing, sampled=False)
+        return self._ready.append(i)
 
-    def _stop(self, episode: _Episode, limit: str | None = None) -> None:
+    def _stop(self, i: int, limit: str | None = None) -> None:
+        episode = self._all[i]
         episode.running = False
         if limit:
             episode.figures[limit] += 1
-        if close := getattr(episode.environment, "close", None):
-            close()
+        if close := self._closing(episode):
+            self._ask(i, "close", close)
 
-    def close(self) -> None:
-        """End the episodes that still run."""
-        for i in self.running():
-            self._stop(self._all[i])
+    def _closing(self, episode: _Episode) -> Callable[[], Any] | None:
+        """Return a function that closes the environment of an episode once; None: nothing is to be closed."""
+
+        def close() -> Any:
+            environment, episode.environment = episode.environment, None
+            return None if environment is None else environment.close()  # type: ignore[attr-defined]
+
+        return close if hasattr(episode.environment, "close") else None
 
     def rollouts(self, pad_id: int, in_flight: bool = False) -> Rollouts:
         """Return the episodes as rollouts [N, K, T]; with `in_flight`, tokens have versions."""
+        self.running()
+        self.close()
         N, K, T = len(self.prompts), self.sampling.samples, self.sampling.response_length
 
         def table(rows: list[list[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
@@ -171,7 +286,7 @@ class Episodes:
 
         sampled = table([each.sampled for each in self._all], False, torch.bool)
         real = table([[True] * len(each.ids) for each in self._all], False, torch.bool)
-        names = dict.fromkeys([*_COUNTS, *(name for each in self._all for name in each.figures)])
+        names = dict.fromkeys([*COUNTS, *(name for each in self._all for name in each.figures)])
         return self.prompts.extend(
             Rollouts,
             response_ids=table([each.ids for each in self._all], pad_id, torch.int64),
@@ -188,3 +303,15 @@ class Episodes:
                 for name in names
             },
         )
+
+
+@contextmanager
+def _random_of(episode: _Episode) -> Iterator[None]:
+    """Give the module `random` the state of an episode during the block."""
+    outside = random.getstate()
+    random.setstate(episode.random) if episode.random else random.seed(episode.example.seed)
+    try:
+        yield
+    finally:
+        episode.random = random.getstate()
+        random.setstate(outside)

@@ -46,6 +46,17 @@ class Judge:
         )
 
 
+SEEN = []
+
+
+class Noted(Judge):
+    """Notes the examples that it gets."""
+
+    def reset(self, example):
+        super().reset(example)
+        SEEN.append(example)
+
+
 class Wrong:
     """Returns `found` for each reply."""
 
@@ -88,10 +99,10 @@ def prompts(count=5) -> Prompts:
 
 
 def settings(name="Judge", batch_size=64, cached=True, role="tool", **limits) -> HFSettings:
-    arguments = limits.pop("arguments", {})
+    limits = {"address": f"{HERE}:{name}"} | limits
     return HFSettings(
         stop_ids=[0], pad_id=1, batch_size=batch_size, seed=7, cached=cached,
-        environment=EnvironmentFactory(address=f"{HERE}:{name}", arguments=arguments, **limits),
+        environment=EnvironmentFactory(**limits),
         turns=Turns(tokenizer(), role, 16),
     )  # fmt: skip
 
@@ -231,19 +242,14 @@ def test_a_class_that_cannot_be_made_is_an_error_of_reset():
 
 
 def test_samples_of_a_prompt_begin_alike_and_requests_have_seeds_of_their_own():
-    seen = []
-
-    class Noted(EnvironmentFactory):
-        def begun(self, example):
-            seen.append(example)
-            return Judge()
-
+    SEEN.clear()
+    made = EnvironmentFactory(address=f"{HERE}:Noted")
     for request in (0, 1):
-        made = Noted(address="noted")
-        Episodes(prompts(2), replace(SAMPLING, samples=2, request=request), made, settings().turns, [0], 7)
-    assert [each.sample for each in seen] == [0, 1] * 4
-    assert len({each.seed for each in seen}) == 4 and seen[0].seed == seen[1].seed
-    assert seen[2].record == {"secret": 1} and (seen[0].prompt, seen[0].reference) == ("p", "r")
+        sampling = replace(SAMPLING, samples=2, request=request)
+        Episodes(prompts(2), sampling, made, settings().turns, [0], 7).close()
+    assert [each.sample for each in SEEN] == [0, 1] * 4
+    assert len({each.seed for each in SEEN}) == 4 and SEEN[0].seed == SEEN[1].seed
+    assert SEEN[2].record == {"secret": 1} and (SEEN[0].prompt, SEEN[0].reference) == ("p", "r")
 
 
 def test_token_t_of_an_episode_has_the_random_number_t():

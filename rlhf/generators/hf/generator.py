@@ -208,7 +208,10 @@ def respond(
         def reply(asked: Prompts, request: Sampling) -> Rollouts:
             return respond(model, asked, request, one_reply, update, phases)
 
-        return _converse(prompts, sampling, settings, reply, in_flight=update is not None)
+        assert settings.turns is not None
+        stop_ids, seed = settings.stop_ids, settings.seed
+        with Episodes(prompts, sampling, settings.environment, settings.turns, stop_ids, seed) as episodes:
+            return _converse(episodes, settings, reply, in_flight=update is not None)
     chunk = max(1, settings.batch_size // sampling.samples)
     length, numbers, most = sampling.response_length, sampling.numbers, sampling.most
     if numbers is None:
@@ -256,20 +259,18 @@ def respond(
 
 
 def _converse(
-    prompts: Prompts,
-    sampling: Sampling,
+    episodes: Episodes,
     settings: HFSettings,
     reply: Callable[[Prompts, Sampling], Rollouts],
     in_flight: bool,
 ) -> Rollouts:
-    """Sample K episodes of each prompt, turn by turn; `reply` samples the replies to histories.
+    """Sample episodes turn by turn; `reply` samples the replies to histories.
 
     Token t of an episode has the random number t of its sample, whatever the turn. The first replies to a
     prompt share its encoding. Later, the history of each running episode is a prompt.
     """
-    assert settings.environment is not None and settings.turns is not None
-    K, stop_ids = sampling.samples, settings.stop_ids
-    episodes = Episodes(prompts, sampling, settings.environment, settings.turns, stop_ids, settings.seed)
+    prompts, sampling = episodes.prompts, episodes.sampling
+    K = sampling.samples
     purpose = derive(settings.seed, "sample", sampling.purpose)
     numbers = uniforms(purpose, sampling.request, prompts.index, K, sampling.response_length).flatten(0, 1)
     asked, samples = prompts, K

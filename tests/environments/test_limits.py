@@ -1,0 +1,359 @@
+"""Limits of environments: classes that fail or hang, threads, an event loop, and what is left running."""
+
+import asyncio
+import inspect
+import itertools
+import random
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf.core.errors import RunError, UserError
+from rlhf.environments import calls
+from rlhf.environments.environment import Answer, EnvironmentFactory
+from rlhf.environments.episodes import Episodes
+from tests.environments.test_episodes import SAMPLING, prompts, same, sampled, settings
+
+HERE = "tests.environments.test_limits"
+RELEASE = threading.Event()  # lets hanging calls return
+CLOSED: list[str] = []
+STOP, GO = [10, 0], [7, 8, 0]  # replies: " stop", " a b"
+
+
+@pytest.fixture(autouse=True)
+def released(monkeypatch):
+    monkeypatch.setattr(calls, "_GRACE_S", 0.2)
+    CLOSED.clear()
+    yield
+    RELEASE.set()
+    until = time.monotonic() + 5
+    while any(thread.name == "environment" for thread in threading.enumerate()):
+        assert time.monotonic() < until, "a thread is left"
+        time.sleep(0.01)
+    RELEASE.clear()
+
+
+def own_threads() -> int:
+    return sum(thread.name == "environment" for thread in threading.enumerate())
+
+
+def endless():
+    yield from itertools.repeat("more")
+
+
+class Wrong:
+    """Does what `how` says after the reply " stop", or already in reset."""
+
+    def __init__(self, how, where="step"):
+        self.how, self.where = how, where
+
+    def reset(self, example):
+        self.name = f"{example.prompt}{example.sample}"
+        if self.where == "reset":
+            self.fail()
+
+    def step(self, reply):
+        return self.fail() if "stop" in reply else (" yes", 0.5, False)
+
+    def fail(self):
+        if self.how == "raise":
+            raise KeyError("secret")
+        if self.how == "exit":
+            raise SystemExit(3)
+        if self.how == "hang":
+            RELEASE.wait(30)  # here it hangs
+        return {
+            "none": None, "text": " text", "nan": ("", float("nan"), False), "endless": endless(),
+            "number": (5, 0.0, False), "tensor": ("", torch.ones(2), False),
+            "figures": Answer(figures={"turns": 3.0}),
+        }.get(self.how)  # fmt: skip
+
+    def close(self):
+        CLOSED.append(self.name)
+        if self.where == "close":
+            self.fail()
+
+
+class AsyncWrong(Wrong):
+    async def reset(self, example):
+        await asyncio.sleep(0)
+        super().reset(example)
+
+    async def step(self, reply):
+        if "stop" not in reply:
+            return " yes", 0.5, False
+        if self.how == "hang":
+            await asyncio.sleep(30)  # here it waits
+        return super().step(reply)
+
+    async def close(self):
+        super().close()
+
+
+class AsyncBlocks(Wrong):
+    async def step(self, reply):
+        return super().step(reply)
+
+
+class Sleepy:
+    """Takes a while; the answer depends on the reply only."""
+
+    def __init__(self, seconds=0.0):
+        self.seconds = seconds
+
+    def reset(self, example):
+        time.sleep(self.seconds)
+
+    def step(self, reply):
+        time.sleep(self.seconds or random.random() * 0.003)
+        return " yes", len(reply), reply == " stop"
+
+
+class AsyncSleepy(Sleepy):
+    async def step(self, reply):
+        await asyncio.sleep(self.seconds or random.random() * 0.003)
+        return " yes", len(reply), reply == " stop"
+
+
+class Dice:
+    uses_global_random = True
+
+    def reset(self, example):
+        self.rolls = [random.random()]
+
+    def step(self, reply):
+        self.rolls.append(random.random())
+        return Answer(" yes", done="stop" in reply, figures={f"roll{len(self.rolls)}": self.rolls[-1]})
+
+
+class AsyncDice(Dice):
+    async def step(self, reply):
+        return super().step(reply)
+
+
+def episodes(name, count=2, samples=2, turns_left=8, **limits) -> Episodes:
+    arguments = limits.pop("arguments", {})
+    limits = {"step_limit_s": 0.3, "max_turns": turns_left} | limits
+    factory = EnvironmentFactory(address=f"{HERE}:{name}", arguments=arguments, **limits)
+    return Episodes(prompts(count), replace(SAMPLING, samples=samples), factory, settings().turns, [0], 7)
+
+
+def reply(played: Episodes, i: int, ids=GO) -> None:
+    played.reply(i, ids, [-1.0] * len(ids))
+
+
+def line_of(text: str) -> int:
+    lines = inspect.getsource(inspect.getmodule(Wrong)).splitlines()
+    return 1 + next(n for n, line in enumerate(lines) if text in line)
+
+
+WAYS = {
+    "raise": ("KeyError: 'secret'", 'raise KeyError("secret")'),
+    "exit": ("SystemExit: 3", "raise SystemExit(3)"),
+    "hang": (r"TimeoutError: no answer in 0\.\d+ s", "# here it hangs"),
+    "none": (r"TypeError: step must return \(message, reward, done\), got None", ""),
+    "text": ("TypeError: step must return .*, got ' text'", ""),
+    "nan": ("ValueError: the reward must be finite, got nan", ""),
+    "number": ("TypeError: the message must be a text, got 5", ""),
+    "endless": ("TypeError: step must return .*, got <generator", ""),
+    "figures": ("ValueError: a figure must have another name than .*, got turns", ""),
+    "tensor": ("RuntimeError|ValueError", ""),
+}
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("how", WAYS)
+def test_a_class_that_fails_stops_the_run_with_class_place_reply_and_remedy(how, threads):
+    said, place = WAYS[how]
+    started = time.monotonic()
+    with (
+        pytest.raises(RunError) as raised,
+        episodes("Wrong", arguments={"how": how}, threads=threads) as played,
+    ):
+        reply(played, 0)
+        reply(played, 1, STOP)
+        played.running()
+    line = line_of(place or "    def step(self, reply):")
+    assert time.monotonic() - started < 2
+    assert raised.match(
+        rf"^{HERE}:Wrong must answer without an error in step \(.*test_limits.py, line {line}\), got "
+        rf"({said}).* for the reply ' stop'; correct the class, or set environment.on_error=end"
+    )
+    assert ("environment.step_limit_s=0.6" in str(raised.value)) == (how == "hang")
+    assert sorted(CLOSED) == ["p0", "p0", "p1", "p1"]
+    assert own_threads() == (how == "hang"), "the abandoned thread"
+
+
+@pytest.mark.parametrize(("how", "place"), [("hang", "# here it waits"), ("raise", 'KeyError("secret")')])
+def test_the_place_of_an_error_of_an_asynchronous_method(how, place):
+    with episodes("AsyncWrong", arguments={"how": how}) as played:
+        reply(played, 1, STOP)
+        with pytest.raises(RunError, match=rf"in step \(.*test_limits.py, line {line_of(place)}\), got"):
+            played.running()
+    assert sorted(CLOSED) == ["p0", "p0", "p1", "p1"] and own_threads() == 0
+
+
+@pytest.mark.parametrize("name", ["Wrong", "AsyncWrong"])
+@pytest.mark.parametrize("how", WAYS)
+def test_with_on_error_end_only_the_episode_ends(how, name):
+    played = episodes(name, arguments={"how": how}, on_error="end", error_reward=-2.0)
+    for i, ids in enumerate([GO, STOP, GO, STOP]):
+        reply(played, i, ids)
+    assert played.running() == [0, 2]
+    reply(played, 0)
+    reply(played, 2)
+    assert played.running() == [0, 2]
+    found = played.rollouts(1)
+    assert found.episode["step_errors"].tolist() == [[0, 1], [0, 1]]
+    assert found.rewards.sum(-1).tolist() == [[1.0, -2.0], [1.0, -2.0]] and found.rewards[0, 1, 1] == -2.0
+    assert found.ended.tolist() == [[False, True]] * 2
+    assert sorted(CLOSED) == ["p0", "p0", "p1", "p1"]
+    assert (found.episode["seconds"][:, 1] > 0.25).all() == (how == "hang")
+
+
+@pytest.mark.parametrize("how", ["raise", "hang"])
+@pytest.mark.parametrize("name", ["Wrong", "AsyncWrong"])
+def test_an_episode_whose_reset_fails_ends_after_its_first_reply(name, how):
+    arguments = {"how": how, "where": "reset"}
+    with pytest.raises(
+        RunError, match=r"in reset \(.*test_limits.py, line \d+\), .* for the prompt 'p'; correct"
+    ):
+        episodes(name, 1, 1, arguments=arguments)
+    played = episodes(name, 1, 1, arguments=arguments, on_error="end", error_reward=-2.0)
+    assert played.running() == [0]
+    reply(played, 0)
+    found = played.rollouts(1)
+    assert found.episode["step_errors"] == 1 and found.rewards[0, 0].tolist()[:4] == [0, 0, -2, 0]
+    assert CLOSED == ["p0", "p0"]
+
+
+def test_an_environment_that_cannot_be_closed_is_an_error():
+    played = episodes("Wrong", 1, 1, arguments={"how": "raise", "where": "close"}, turns_left=1)
+    reply(played, 0)
+    with pytest.raises(RunError, match="in close .*KeyError: 'secret'"):
+        played.rollouts(1)
+
+
+@pytest.mark.parametrize("threads", [0, 1, 4])
+def test_three_calls_that_hang_stop_the_run_also_with_on_error_end(threads):
+    played = episodes("Wrong", 2, 2, arguments={"how": "hang"}, on_error="end", threads=threads)
+    with pytest.raises(RunError, match="no answer in .* s, for the third time .*whose threads still run"):
+        for i in range(4):
+            reply(played, i, STOP)
+        played.running()
+    assert sorted(CLOSED) == ["p0", "p0", "p1", "p1"]
+
+
+def test_a_thread_that_returns_late_changes_nothing_and_is_not_counted():
+    played = episodes("Wrong", 3, 1, arguments={"how": "hang"}, on_error="end", error_reward=-2.0)
+    for i in range(3):
+        reply(played, i, STOP)
+        assert i not in played.running()
+        RELEASE.set()
+        while own_threads() > 1:
+            time.sleep(0.01)
+        RELEASE.clear()
+    assert played.rollouts(1).rewards.sum(-1).flatten().tolist() == [-2.0] * 3
+
+
+def test_a_step_that_blocks_the_event_loop_is_noticed():
+    played = episodes("AsyncBlocks", arguments={"how": "hang"}, on_error="end", error_reward=-2.0)
+    reply(played, 1, STOP)
+    assert played.running() == [0, 2, 3]
+    reply(played, 0)
+    assert played.running() == [0, 2, 3], "a new loop goes on"
+    reply(played, 0, STOP)
+    played.running()
+    with pytest.raises(RunError, match="no answer in .*, for the third time"):
+        reply(played, 2, STOP)
+        played.running()
+
+
+def test_results_do_not_depend_on_threads_or_an_event_loop():
+    kinds = (("Sleepy", 0), ("Sleepy", 5), ("AsyncSleepy", 0))
+    found = [sampled(address=f"{HERE}:{name}", threads=threads) for name, threads in kinds]
+    assert found[0].episode["turns"].max() > 2
+    assert same(found[0], found[1]) and same(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "threads", "least"), [("Sleepy", 0, 0.36), ("Sleepy", 6, 0), ("AsyncSleepy", 0, 0.3)]
+)
+def test_calls_of_several_threads_or_of_an_event_loop_take_place_at_the_same_time(name, threads, least):
+    started = time.monotonic()
+    played = episodes(name, 3, 2, arguments={"seconds": 0.06}, threads=threads)
+    middle = time.monotonic()
+    for i in range(6):
+        reply(played, i, STOP)
+    assert played.running() == []
+    steps = time.monotonic() - middle
+    assert steps >= 0.36 if least == 0.36 else steps < 0.2
+    assert (played.rollouts(1).episode["seconds"] >= 0.1).all() and middle - started >= 0.05
+
+
+def test_ready_returns_each_waiting_episode_once_and_waits_if_it_is_told_to():
+    played = episodes("Sleepy", 2, 2, arguments={"seconds": 0.1}, threads=2)
+    assert played.ready() == [0, 1, 2, 3] and played.ready() == played.ready(wait=True) == []
+    reply(played, 3)
+    reply(played, 2, STOP)
+    reply(played, 1)
+    assert played.ready() == []
+    assert played.ready(wait=True) == [3]
+    assert played.ready(wait=True) == [1]
+    assert played.ready(wait=True) == []
+    for i in (0, 1, 3):
+        reply(played, i, STOP)
+    assert played.ready(wait=True) == []
+    assert played.rollouts(1).ended.all() and own_threads() == 0
+
+
+def test_interleaved_games_with_the_global_generator_give_the_rolls_of_games_in_turn():
+    def rolls(order):
+        random.seed(5)
+        with episodes("Dice", 2, 2) as played:
+            for i in order:
+                reply(played, i)
+            for i in range(4):
+                reply(played, i, STOP)
+            figures = played.rollouts(1).episode
+        assert random.random() == random.Random(5).random(), "the state outside is as before"
+        return torch.stack([figures[name] for name in sorted(figures) if name.startswith("roll")])
+
+    found = rolls([0, 1, 2, 3] * 2)
+    assert torch.equal(found, rolls([0, 0, 1, 1, 2, 2, 3, 3])) and len(found) == 3
+    assert torch.equal(found[..., 0], found[..., 1]), "samples of a prompt have the same rolls"
+    assert not torch.equal(found[:, 0], found[:, 1])
+    for name, threads in (("Dice", 2), ("AsyncDice", 0)):
+        with pytest.raises(
+            UserError, match=f"environment.threads must be 0 for {HERE}:{name}.*set environment.th"
+        ):
+            episodes(name, threads=threads)
+
+
+@pytest.mark.parametrize("name", ["Wrong", "AsyncWrong"])
+@pytest.mark.parametrize("threads", [0, 2])
+def test_after_an_error_outside_nothing_is_left_running_and_environments_are_closed(name, threads):
+    with (
+        pytest.raises(ZeroDivisionError),
+        episodes(name, arguments={"how": "none"}, threads=threads) as played,
+    ):
+        reply(played, 0)
+        assert own_threads() == (threads or 1 if name == "Wrong" else 1)
+        raise ZeroDivisionError
+    assert sorted(CLOSED) == ["p0", "p0", "p1", "p1"] and own_threads() == 0
+    played.close()
+
+
+def test_the_hand_over_to_the_thread_costs_microseconds():
+    made = calls.Calls(1, 60.0)
+    started = time.perf_counter()
+    for _ in range(2000):
+        made.ask(None, int)
+    ended = 0
+    while made.open:
+        ended += len(made.ended(10.0))
+    made.close(1.0, [])
+    assert ended == 2000 and (time.perf_counter() - started) / 2000 < 200e-6  # measured: 6e-6
