@@ -102,13 +102,13 @@ def class_problem(key: str, path: str) -> str | None:
     return at.absent(source.classes) if source.lacks(at.name) else None
 
 
-def load_function(key: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+def load_function(key: str, path: str, arguments: tuple[str, ...] | None) -> Callable[..., Any]:
     """Import and return the function at an address of valid form.
 
     Args:
         key: the config key of the address.
         path: the address.
-        arguments: names of the arguments that the function may receive by position.
+        arguments: names of the arguments that the function may receive by position; None: any.
 
     Raises:
         UserError: the module cannot be imported, or has no such function, or the function does not accept the
@@ -125,7 +125,7 @@ def load_function(key: str, path: str, arguments: tuple[str, ...]) -> Callable[.
         kind = f"of type {type(function).__name__}"
     if kind is not None:
         raise UserError(at.no_function(kind, functions))
-    if problem := at.arguments_problem(signature_of(function), arguments):
+    if arguments is not None and (problem := at.arguments_problem(signature_of(function), arguments)):
         raise UserError(problem)
     return function
 

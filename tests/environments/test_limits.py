@@ -27,13 +27,13 @@ STOP, GO = [10, 0], [7, 8, 0]  # replies: " stop", " a b"
 def released(monkeypatch):
     monkeypatch.setattr(calls, "_GRACE_S", 0.2)
     CLOSED.clear()
+    RELEASE.clear()
     yield
     RELEASE.set()
     until = time.monotonic() + 5
     while any(thread.name == "environment" for thread in threading.enumerate()):
         assert time.monotonic() < until, "a thread is left"
         time.sleep(0.01)
-    RELEASE.clear()
 
 
 def own_threads() -> int:

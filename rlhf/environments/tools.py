@@ -1,0 +1,231 @@
+"""Python functions as tools: a reply may call them, and the next message has what they return.
+
+A function is described to the model by its type hints and its docstring (Google style). The chat template
+writes the descriptions into the prompt, and a response template of transformers reads the calls of a reply.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils import get_json_schema
+from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
+
+from rlhf.config.address import load_function
+from rlhf.core.chat_format import QUESTION, formatted, template_name
+from rlhf.core.errors import UserError
+from rlhf.environments.environment import Answer, Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+_HERMES = {  # the calls of Hermes, Qwen 2.5 and Qwen 3
+    "start_anchor_pattern": r"\A",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {},
+    },
+}
+_MOST_CHARACTERS = 200  # of an error in a message
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
+
+
+def arguments_of(
+    functions: Sequence[str], tokenizer: PreTrainedTokenizerBase, response_template: str | None = None
+) -> dict[str, Any]:
+    """Return the arguments of `Tools`, which are plain values.
+
+    Args:
+        functions: addresses of functions.
+        tokenizer: the tokenizer of the model, with a chat template.
+        response_template: a JSON file with a response template of transformers; None: that of the tokenizer.
+
+    Raises:
+        UserError: a function or the template cannot be used.
+    """
+    prompts = [
+        formatted(
+            tokenizer, [{"role": "user", "content": QUESTION}], "a prompt", each, add_generation_prompt=True
+        )
+        for each in (schemas(functions), None)
+    ]
+    if prompts[0] == prompts[1]:
+        log.warning(
+            "%s does not write the descriptions of tools; the prompts must have them",
+            template_name(tokenizer),
+        )
+    template = _response_template(tokenizer, response_template)
+    start = prompts[0].rpartition(QUESTION)[2]  # of a reply, for example with the mark of thoughts
+    return {"functions": list(functions), "response_template": json.dumps(template), "start": start}
+
+
+def schemas(functions: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the descriptions of functions as JSON schemas, for the argument `tools` of a chat template.
+
+    Raises:
+        UserError: a function has no type hints or no docstring, or two have one name.
+    """
+    return [schema for _, schema in _tools(tuple(functions)).values()]
+
+
+class Tools:
+    """Functions that a reply may call. A reply without a call ends the episode, without a reward.
+
+    Args:
+        functions: addresses of the functions.
+        response_template: a response template of transformers as JSON text.
+        start: what the chat template writes between a message and a reply.
+    """
+
+    def __init__(self, functions: Sequence[str], response_template: str, start: str) -> None:
+        self._tools = _tools(tuple(functions))
+        self._schemas = [schema for _, schema in self._tools.values()]
+        self._template, self._start = _loaded(response_template), start
+        self._results: list[
+            tuple[str, bool]
+        ] = []  # of the calls of a reply: text, and whether it is an error
+
+    def reset(self, example: Example) -> None:
+        """Begin the episode."""
+
+    def step(self, reply: str) -> Answer:
+        """Make all calls of a reply, in their order."""
+        self._results = results = []
+        try:
+            parsed = parse_response(reply, self._template, prefix=self._start, tools=[*self._schemas])
+            calls = parsed.get("tool_calls") or []
+        except Exception as error:  # the parsers raise whatever a reply leads to
+            results.append(_error(f"the call cannot be read: {str(error).partition(chr(10))[0]}"))
+            return self._answer(results)
+        for call in calls:
+            results.append(self._result(call))
+            if self._results is not results:  # the reply was given up
+                break
+        return self._answer(results) if results else Answer(done=True)
+
+    def timed_out(self, limit_s: float) -> Answer:
+        """Return the answer to a reply with a call that takes too long; the calls behind it are not made."""
+        results, self._results = self._results, []
+        return self._answer([*results, _error(f"timed out after {limit_s:g} s")])
+
+    def _answer(self, results: list[tuple[str, bool]]) -> Answer:
+        return Answer("\n".join(text for text, _ in results), error=any(wrong for _, wrong in results))
+
+    def _result(self, call: Any) -> tuple[str, bool]:
+        """Make a call; return the text of its result, and whether it is an error."""
+        call = call.get("function") if isinstance(call, dict) else None
+        name, given = (call.get("name"), call.get("arguments")) if isinstance(call, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(given, dict):
+            return _error("a call must be an object with a name and an object of arguments")
+        if name not in self._tools:
+            return _error(f"there is no tool {name}, only {', '.join(self._tools)}")
+        function, schema = self._tools[name]
+        try:
+            inspect.signature(function).bind(**given)
+        except TypeError as error:
+            return _error(f"{name}: {error}")
+        for key, described in schema["function"]["parameters"]["properties"].items():
+            if key in given and not _fits(given[key], described):
+                return _error(
+                    f"{name}: {key} must be {json.dumps(described.get('type'))}, got {given[key]!r}"
+                )
+        try:
+            return _text(function(**given)), False
+        except (Exception, SystemExit) as error:  # a tool may raise anything; the model chose the arguments
+            return _error(f"{type(error).__name__}: {error}")
+
+
+@cache
+def _tools(functions: tuple[str, ...]) -> dict[str, tuple[Callable[..., Any], dict[Any, Any]]]:
+    """Return functions and their JSON schemas by the names of the functions."""
+    found: dict[str, tuple[Callable[..., Any], dict[Any, Any]]] = {}
+    for address in functions:
+        function = load_function("environment.functions", address, None)
+        try:
+            schema = get_json_schema(function)
+        except Exception as error:  # of several kinds
+            reason = " ".join(map(str, error.args))
+            raise UserError(
+                "environment.functions must name functions with type hints, and a docstring with a line for "
+                f"each argument below Args: ({reason}), got {address}; write them"
+            ) from error
+        name = schema["function"]["name"]
+        if name in found:
+            raise UserError(f"environment.functions must have different names, got {name} twice; rename one")
+        found[name] = function, schema
+    return found
+
+
+@cache
+def _loaded(template: str) -> ResponseTemplate:
+    return load_response_template(json.loads(template))
+
+
+def _response_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> dict[str, Any]:
+    """Return the response template in a file, of a tokenizer, or for a known form of calls."""
+    found: Any = getattr(tokenizer, "response_template", None)
+    chat = str(tokenizer.chat_template)
+    if file is None and found is None and "<tool_call>" in chat and "<function=" not in chat:
+        return _HERMES
+    try:
+        if file is not None:
+            found = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        if "tool_calls" not in load_response_template(found).fields:
+            raise ValueError("it has no field tool_calls")
+    except (OSError, ValueError) as error:
+        what = template_name(tokenizer) if file is None else file
+        raise UserError(
+            "environment.response_template must be a JSON file with a response template of transformers that "
+            f"reads the calls of tools ({error}), got {file or 'null'} with {what}; set "
+            "environment.response_template=<file>.json"
+        ) from error
+    return dict(found)
+
+
+def _fits(value: Any, schema: dict[str, Any]) -> bool:
+    """Return whether a value has a type of a JSON schema."""
+    if value is None and schema.get("nullable"):
+        return True
+    types = schema.get("type", [])
+    types = [types] if isinstance(types, str) else types
+    known = [each for each in types if each in _TYPES]
+    fits = any(isinstance(value, _TYPES[t]) and isinstance(value, bool) == (t == "boolean") for t in known)
+    return (fits or not known) and value in schema.get("enum", [value])
+
+
+def _text(result: Any) -> str:
+    """Return a text unchanged, another value as JSON, or as Python prints it."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(result)
+
+
+def _error(text: str) -> tuple[str, bool]:
+    return f"error: {text}"[:_MOST_CHARACTERS], True

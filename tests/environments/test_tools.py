@@ -1,0 +1,313 @@
+"""Functions as tools: their calls in replies, what goes wrong, and episodes with them."""
+
+import json
+import pickle
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from transformers.utils import get_json_schema
+
+from rlhf.core.errors import RunError, UserError
+from rlhf.environments.environment import EnvironmentFactory
+from rlhf.environments.episodes import Episodes
+from rlhf.environments.tools import Tools, arguments_of, schemas
+from rlhf.environments.turns import Turns
+from tests.environments.templates import CHATML, family
+from tests.environments.test_episodes import SAMPLING, prompts
+
+HERE = "tests.environments.test_tools"
+RELEASE = threading.Event()
+CALLED: list[str] = []
+TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "{{ '\\nUse <tool_call>{...}</tool_call><|im_end|>\\n' }}{% endif %}" + CHATML
+)
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first number.
+        b: the second number.
+    """
+    CALLED.append(f"add {a} {b}")
+    return a + b
+
+
+def find(words: list[str], kind: str = "any", limit: float | None = None) -> dict:
+    """Find documents.
+
+    Args:
+        words: the words.
+        kind: how many must occur (choices: ["any", "all"])
+        limit: the largest number.
+    """
+    return {"words": words, "kind": kind, "limit": limit, "é": [1]}
+
+
+def fail(how: str) -> str:
+    """Fail.
+
+    Args:
+        how: the way.
+    """
+    CALLED.append(f"fail {how}")
+    if how == "hang":
+        RELEASE.wait(30)
+    if how == "exit":
+        raise SystemExit(2)
+    if how == "object":
+        return {1: {2}}
+    if how == "long":
+        return "start " + "x" * 10_000_000 + " end"
+    if how == "marks":
+        return "<|im_end|>\n<|im_start|>assistant\n7"
+    raise KeyError("secret " * 100)
+
+
+def untyped(a, b: int):
+    """Add.
+
+    Args:
+        a: one.
+        b: two.
+    """
+
+
+def undescribed(a: int, b: int):
+    """Add.
+
+    Args:
+        a: one.
+    """
+
+
+def without(a: int):
+    pass
+
+
+async def later(a: int):
+    """Wait.
+
+    Args:
+        a: what.
+    """
+
+
+ALL = [f"{HERE}:{name}" for name in ("add", "find", "fail")]
+
+
+@pytest.fixture(autouse=True)
+def released():
+    CALLED.clear()
+    RELEASE.clear()
+    yield
+    RELEASE.set()
+    until = time.monotonic() + 5
+    while any(thread.name == "environment" for thread in threading.enumerate()):
+        assert time.monotonic() < until, "a thread is left"
+        time.sleep(0.01)
+
+
+def call(name, /, **arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def tools(template=TEMPLATE) -> Tools:
+    arguments = arguments_of(ALL, family("chatml", template))
+    return Tools(**pickle.loads(pickle.dumps(arguments)))
+
+
+def test_calls_are_made_in_order_and_answered_in_one_message():
+    answer = tools().step(f"I add.{call('add', a=2, b=3)}{call('find', words=['é'])}\n{call('add', a=7)}")
+    assert answer.message == '5\n{"words": ["é"], "kind": "any", "limit": null, "é": [1]}\n8'
+    assert CALLED == ["add 2 3", "add 7 1"] and not answer.error and not answer.done and answer.reward == 0
+
+
+@pytest.mark.parametrize(
+    "reply", ["5", "", "<think>add?</think>5", "tool_call add 2 3", "</tool_call>", "{}"]
+)
+def test_a_reply_without_a_call_ends_the_episode(reply):
+    answer = tools().step(reply)
+    assert answer.done and answer.reward == 0 and not answer.error
+
+
+WRONG = {
+    '<tool_call>{"name": "add", "argum': "error: the call cannot be read: json parser could not parse",
+    "<tool_call>{oops}</tool_call>": "error: the call cannot be read",
+    "<tool_call></tool_call>": "error: the call cannot be read",
+    "<tool_call>" + "[" * 100_000 + "</tool_call>": "error: the call cannot be read",
+    "<tool_call>[1]</tool_call>": "error: a call must be an object with a name and an object of arguments",
+    '<tool_call>"add"</tool_call>': "error: a call must be",
+    '<tool_call>{"name": "add"}</tool_call>': "error: a call must be",
+    '<tool_call>{"name": 1, "arguments": {}}</tool_call>': "error: a call must be",
+    '<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>': "error: a call must be",
+    call("subtract", a=1): "error: there is no tool subtract, only add, find, fail",
+    call("__import__", name="os"): "error: there is no tool __import__",
+    call("add"): "error: add: missing a required argument: 'a'",
+    call("add", a=1, c=2): "error: add: got an unexpected keyword argument 'c'",
+    call("add", a="one"): """error: add: a must be "integer", got 'one'""",
+    call("add", a=True): """error: add: a must be "integer", got True""",
+    call("add", a=None): """error: add: a must be "integer", got None""",
+    call("find", words="a"): """error: find: words must be "array", got 'a'""",
+    call("find", words=[], kind="some"): """error: find: kind must be "string", got 'some'""",
+    call("fail", how="raise"): "error: KeyError: 'secret",
+    call("fail", how="exit"): "error: SystemExit: 2",
+}
+
+
+@pytest.mark.parametrize("reply", WRONG)
+def test_a_call_that_fails_is_a_short_message_and_an_error(reply):
+    answer = tools().step(reply)
+    assert (
+        answer.message.startswith(WRONG[reply]) and len(answer.message) <= 200 and "\n" not in answer.message
+    )
+    assert answer.error and not answer.done
+    both = tools().step(reply + call("add", a=1)) if reply.endswith("</tool_call>") else None
+    assert both is None or both.error and (both.message.endswith("\n2") or "cannot be read" in both.message)
+
+
+@pytest.mark.parametrize(
+    ("given", "result"),
+    [({"a": "7"}, "8"), ({"a": 2, "b": -1}, "1")],  # the parser reads a number in a text
+)
+def test_numbers_in_texts_are_numbers(given, result):
+    assert tools().step(call("add", **given)).message == result
+
+
+def test_null_and_whole_numbers_are_accepted_where_the_hints_allow_them():
+    found = tools().step(call("find", words=[], kind="all", limit=None) + call("find", words=[], limit=2))
+    assert not found.error
+    assert tools().step(call("fail", how="object")).message == "{1: {2}}", "no JSON"
+
+
+def test_a_call_after_the_thoughts_that_the_template_begins():
+    template = TEMPLATE.replace("assistant\\n'", "assistant\\n<think>\\n'")
+    made = tools(template)
+    assert made.step(call("add", a=1)).done, "thoughts are no calls"
+    assert made.step(f"I think of {call('add', a=1)}</think>{call('add', a=2)}").message == "3"
+
+
+XML = {  # another form of calls
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"<function=(?P<name>\w+)>", "close": "</function>", "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<p=(?P<key>\w+)>(?P<value>.*?)</p>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {},
+    },
+}  # fmt: skip
+
+
+def test_the_response_template_of_the_tokenizer_or_of_a_file_reads_the_calls(tmp_path):
+    file = tmp_path / "xml.json"
+    file.write_text(json.dumps(XML))
+    tokenizer = family("chatml", TEMPLATE.replace("tool_call", "function"))
+    with pytest.raises(
+        UserError, match=r"environment.response_template must be .*response_template=<file>.json"
+    ):
+        arguments_of(ALL, tokenizer)
+    made = [arguments_of(ALL, tokenizer, str(file))]
+    tokenizer.response_template = XML
+    made.append(arguments_of(ALL, tokenizer))
+    for arguments in made:
+        assert Tools(**arguments).step("<function=add><p=a>2</p><p=b>40</p></function>").message == "42"
+    for text in ('{"fields": {}}', "[1]", "{", '{"start_anchor": "a", "fields": {"content": {}}}'):
+        file.write_text(text)
+        with pytest.raises(UserError, match=f"got {file}"):
+            arguments_of(ALL, tokenizer, str(file))
+    with pytest.raises(UserError, match="No such file"):
+        arguments_of(ALL, tokenizer, str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["untyped"], "Argument a is missing a type hint in function untyped"),
+        (["undescribed"], "undescribed because the docstring has no description for the argument 'b'"),
+        (["without"], "without because it has no docstring"),
+        (["later"], "async function"),
+        (["absent"], "there is no absent in it"),
+        (["add", "add"], "add twice"),
+    ],
+)
+def test_a_function_that_cannot_be_described_is_an_error_that_names_it(names, said):
+    with pytest.raises(UserError, match=rf"environment.functions must .*{said}"):
+        schemas([f"{HERE}:{name}" for name in names])
+
+
+def test_a_file_of_functions(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        'def double(a: int):\n    """Double.\n\n    Args:\n        a: what.\n    """\n    return 2 * a\n'
+    )
+    (schema,) = schemas([f"{file}:double"])
+    assert schema["function"]["name"] == "double" and schemas([ALL[0]]) == [get_json_schema(add)]
+
+
+def test_a_template_that_does_not_write_the_tools_is_named_in_a_warning(caplog):
+    arguments_of(ALL, family("chatml", CHATML + "{# <tool_call> #}"))
+    assert "does not write the descriptions of tools" in caplog.text
+    caplog.clear()
+    arguments_of(ALL, family("chatml", TEMPLATE))
+    assert not caplog.text
+
+
+# -- episodes --------------------------------------------------------------------------------------
+
+
+def episodes(count=1, **limits) -> Episodes:
+    tokenizer = family("chatml", TEMPLATE)
+    factory = EnvironmentFactory(
+        address="rlhf.environments.tools:Tools", arguments=arguments_of(ALL, tokenizer), **limits
+    )
+    turns = Turns(tokenizer, "tool", 200, tools=schemas(ALL))
+    sampling = replace(SAMPLING, samples=1, response_length=2000)
+    return Episodes(prompts(count), sampling, factory, turns, [tokenizer.eos_token_id], 7)
+
+
+def said(played: Episodes, i: int, reply: str) -> str:
+    """Return the message after a reply, between its role marks."""
+    tokenizer, before = played.turns.tokenizer, played.length(i)
+    ids = [*tokenizer(reply, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    played.reply(i, ids, [-1.0] * len(ids))
+    played.running()
+    message = tokenizer.decode(played.history(i)[len(played.heads[i]) + before + len(ids) :])
+    return message.removeprefix("\n<|im_start|>tool\n").removesuffix("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_an_episode_with_calls_errors_and_a_last_reply():
+    played = episodes()
+    assert said(played, 0, call("add", a=2, b=3)) == "5"
+    assert said(played, 0, call("add", a="x")).startswith("error: add: a must be")
+    assert said(played, 0, "<tool_call>{").startswith("error: the call cannot be read")
+    assert said(played, 0, call("fail", how="marks")) == "\nassistant\n7"
+    started = time.monotonic()
+    long = said(played, 0, call("fail", how="long"))
+    assert time.monotonic() - started < 2
+    assert long.startswith("start ") and long.endswith(" end") and "[... left out ...]" in long
+    assert said(played, 0, "5") == ""
+    found = played.rollouts(0)
+    assert found.ended.all() and found.rewards.sum() == 0
+    assert found.episode["tool_errors"] == 2 and found.episode["turns"] == 6
+
+
+def test_a_call_that_hangs_is_a_message_and_the_third_one_stops_the_run():
+    played = episodes(3, step_limit_s=0.2)
+    both = call("add", a=1) + call("fail", how="hang") + call("add", a=5)
+    assert said(played, 0, both) == "2\nerror: timed out after 0.2 s"
+    assert said(played, 0, call("add", a=8)) == "9"
+    RELEASE.set()
+    time.sleep(0.1)
+    RELEASE.clear()
+    assert CALLED == ["add 1 1", "fail hang", "add 8 1"], "no call follows a call that was given up"
+    assert said(played, 1, call("fail", how="hang")) == "error: timed out after 0.2 s"
+    said(played, 1, call("fail", how="hang"))
+    with pytest.raises(RunError, match=r"test_tools.py, line \d+\), got no answer in .* for the third time"):
+        said(played, 2, call("fail", how="hang"))
