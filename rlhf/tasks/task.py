@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.algo import Data
 from rlhf.core.batch import Prompts
-from rlhf.core.chat_format import Messages
+from rlhf.core.chat_format import Messages, Tools
 from rlhf.core.dialogues import Dialogues, said
 from rlhf.core.encoding import end_tokens, pad_prompts, prompt_tokens
 from rlhf.core.errors import UserError
@@ -57,6 +57,7 @@ class Task:
         wanted: the columns of the data that reward functions ask for.
         ends: tokens that end a response besides the end token of the tokenizer, because the model declares
             them. A stored response may end with one of them.
+        tools: JSON schemas of the functions that replies may call, in place of those in the data.
 
     Raises:
         UserError: the tokenizer has no pad token.
@@ -74,6 +75,7 @@ class Task:
         shares: dict[str, float] | None = None,
         wanted: Wanted = NOTHING,
         ends: Collection[str] = (),
+        tools: Tools = None,
     ) -> None:
         if tokenizer.pad_token_id is None:
             raise UserError(
@@ -88,6 +90,7 @@ class Task:
         self.seed = seed
         self.shares = shares or {}
         self.wanted = wanted
+        self.tools = tools
         self.ends = (tokenizer.eos_token, *_END_TEXTS, *ends)
         self.special = tuple(end_tokens(tokenizer))
         self.declared = tuple(token for token in ends if token in self.special)
@@ -223,7 +226,7 @@ class Task:
             made: dict[str, list[Any]] = {"index": rows, "place": places}
             if dialogues is not None:
                 texts = [self._turns(messages) for messages in texts]
-                tools = columns.get(TOOLS) or [None] * len(rows)
+                tools = [self.tools] * len(rows) if self.tools else columns.get(TOOLS) or [None] * len(rows)
                 only = data is Data.prompts
                 shown = columns.get("demonstration") if data is Data.references else None
                 write = partial(dialogues.write, prompt_only=only) if shown is None else dialogues.continued

@@ -195,6 +195,22 @@ def test_keys_of_messages_and_tools_reach_the_template_from_files_and_saved_data
     assert tokenizer.decode(ids) == written, "the template's own end, once"
 
 
+def test_the_tools_of_an_environment_are_in_all_prompts_in_place_of_those_in_the_data(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": text}, REPLY], "tools": tools}
+        for text, tools in (("a", [{"name": "other"}]), ("b", None))
+    ]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = with_template("tools")
+    set_format(tokenizer, None, conversational=True)
+    made = Task(
+        make(LocalConfig(path=str(tmp_path / "train.jsonl"), validation_fraction=0.5)), tokenizer,
+        data=Data.prompts, prompts_per_update=1, max_prompt_tokens=500, seed=1, tools=[{"name": "add"}],
+    )  # fmt: skip
+    for split in ("train", "validation"):
+        assert made.held_out(1, split).texts[0].startswith('Tools: [{"name": "add"}]\n')
+
+
 @pytest.mark.parametrize("data", [Data.prompts, Data.preferences])
 def test_nothing_is_written_beside_saved_data(tmp_path, data):
     rows = {"prompt": ["a b"] * 4, "chosen": ["c"] * 4, "rejected": ["d"] * 4}
