@@ -97,7 +97,6 @@ class _Loop(Thread):
         super().__init__(name="environment", daemon=True)
         self.ended, self.limit_s = ended, limit_s
         self.loop, self.stopped = asyncio.new_event_loop(), asyncio.Event()
-        self.tasks: set[asyncio.Task[None]] = set()  # the loop itself holds them weakly
         self.start()
 
     def run(self) -> None:
@@ -106,12 +105,7 @@ class _Loop(Thread):
 
     def ask(self, call: Call) -> None:
         call.began = perf_counter()
-        self.loop.call_soon_threadsafe(self.begin, call)
-
-    def begin(self, call: Call) -> None:
-        task = self.loop.create_task(self.make(call))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        asyncio.run_coroutine_threadsafe(self.make(call), self.loop)
 
     async def make(self, call: Call) -> None:
         result, error, limit = None, None, asyncio.timeout(self.limit_s)

@@ -33,25 +33,16 @@ _HERMES = {  # the calls of Hermes, Qwen 2.5 and Qwen 3
     "fields": {
         "thinking": {"open": "<think>", "close": "</think>"},
         "tool_calls": {
-            "open": "<tool_call>",
-            "close": "</tool_call>",
-            "content": "json",
-            "repeats": True,
+            "open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True,
             "transform": {"type": "function", "function": "{content}"},
         },
         "content": {},
     },
-}
+}  # fmt: skip
 _MOST_CHARACTERS = 200  # of an error in a message
 _TYPES: dict[str, type | tuple[type, ...]] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-    "null": type(None),
-}
+    "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict
+}  # fmt: skip
 
 
 def arguments_of(
