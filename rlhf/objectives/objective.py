@@ -82,7 +82,8 @@ class Objective(ABC):
                 batch.environment_mask.sum(-1) / batch.real.sum(-1).clamp(min=1)
             )
         for name, part in (batch.episode or {}).items():
-            figures[f"environment/{name}"] = mean(part)
+            if name != "seconds":  # a time; the recorder adds it up
+                figures[f"environment/{name}"] = mean(part)
         if batch.behaviour_logprobs is not None:
             figures["objective/entropy"] = mean(
                 -selected(batch.behaviour_logprobs, batch.response_mask).sum(-1)

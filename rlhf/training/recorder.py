@@ -104,6 +104,8 @@ class Recorder:
             self.add(self.generator.figures())
         if isinstance(rollouts, Batch) and rollouts.annotate_ahead_s:
             self.add({"time/annotate_ahead_s": Stat(rollouts.annotate_ahead_s, 1.0, How.sum)})
+        if rollouts.episode and "seconds" in rollouts.episode:
+            self.add({"time/environment_s": Stat(float(rollouts.episode["seconds"].sum()), 1.0, How.sum)})
         if rollouts.token_versions is not None:
             lag = state.lag + rollouts.version - rollouts.token_versions
             self.add({"mismatch/token_lag": mean(lag, rollouts.response_mask)})
