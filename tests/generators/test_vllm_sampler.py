@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from rlhf.core.batch import Prompts, Sampling
+from rlhf.core.errors import RunError
 from rlhf.generators.vllm.gpu_share import GIB
 from rlhf.generators.vllm.sampler import VLLMFactory, VLLMSampler
-from rlhf.generators.vllm.sequences import next_sequences
+from rlhf.generators.vllm.sequences import Request, next_sequences
 from tests.tiny_models import tiny_config
 
 # -- start -----------------------------------------------------------------------------------------
@@ -118,6 +119,10 @@ class Scheduling:
             prompt.left, prompt.out, prompt.length = len(prompt.prompt_token_ids), 0, one.max_tokens
             prompt.request_id, prompt.started = str(one.seed), False
             self.unfinished.append(prompt)
+        return [f"{one.seed}-random" for one in parameters]
+
+    def abort_request(self, request_ids):
+        self.unfinished = [each for each in self.unfinished if each.request_id not in request_ids]
 
     def step(self):
         budget, done = self.tokens, []
@@ -145,7 +150,7 @@ def finished(sequence):
     completion = SimpleNamespace(
         token_ids=[5] * sequence.length,
         logprobs=SimpleNamespace(logprobs=[-1.0] * sequence.length),
-        weight_versions=[],
+        weight_versions=[SimpleNamespace(version="7", start=0, end=sequence.length)],
     )
     return SimpleNamespace(request_id=sequence.request_id, outputs=[completion])
 
@@ -155,12 +160,20 @@ class Parameters(SimpleNamespace):
         return Parameters(**vars(self))
 
 
-def sampled(monkeypatch, lengths, tokens, sequences, response=20):
-    """Return the replaced vLLM after in-flight sampling of 2 responses to prompts of the given lengths."""
+def scheduled(monkeypatch, tokens, sequences):
+    """Return a sampler with the replaced vLLM."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(TokensPrompt=SimpleNamespace))
     sampler = object.__new__(VLLMSampler)
     sampler.llm, sampler.level, sampler.asleep = Scheduling(tokens, sequences), None, set()
-    sampler.settings = SimpleNamespace(max_num_seqs=sequences, pad_id=0, stop_ids=(1,), sleeps=False)
+    sampler.settings = SimpleNamespace(
+        max_num_seqs=sequences, pad_id=0, stop_ids=(1,), sleeps=False, environment=None
+    )
+    return sampler
+
+
+def sampled(monkeypatch, lengths, tokens, sequences, response=20):
+    """Return the replaced vLLM after in-flight sampling of 2 responses to prompts of the given lengths."""
+    sampler = scheduled(monkeypatch, tokens, sequences)
     sampler.parameters = lambda sampling, example: Parameters(
         n=2, seed=2 * example, max_tokens=response - example % 3
     )
@@ -174,7 +187,9 @@ def sampled(monkeypatch, lengths, tokens, sequences, response=20):
     )
     sampling = Sampling(samples=2, temperature=1.0, response_length=response, purpose="train")
     rollouts = sampler.sample(prompts, sampling, lambda: 0)
-    assert rollouts.response_mask.any(-1).all(), "all sequences were sampled"
+    expected = response - prompts.index[:, None].expand(-1, 2) % 3
+    assert torch.equal(rollouts.response_mask.sum(-1), expected), "each sample has its own output"
+    assert torch.equal(rollouts.token_versions, 7 * rollouts.response_mask)
     return sampler.llm
 
 
@@ -195,13 +210,68 @@ def test_with_in_flight_updates_a_prompt_of_several_steps_delays_no_other_sequen
 
 
 def test_the_next_sequences_have_prompts_that_fit_into_the_step():
-    waiting = deque(([0] * length, number) for number, length in enumerate((3, 4, 9, 2, 2)))
+    waiting = deque(Request(number, [0] * length, None) for number, length in enumerate((3, 4, 9, 2, 2)))
 
     def numbers(count, tokens, longest):
-        return [number for _, number in next_sequences(waiting, count, tokens, longest)]
+        return [each.owner for each in next_sequences(waiting, count, tokens, longest)]
 
     assert numbers(4, 8, longest=10) == [0, 1], "7 of 8 tokens"
     assert numbers(0, 8, longest=10) == numbers(4, 0, longest=10) == numbers(4, 8, longest=10) == []
     assert numbers(4, 8, longest=7) == [2], "the first 8 of 9 tokens"
     assert numbers(1, math.inf, longest=math.inf) == [3]
     assert numbers(4, math.inf, longest=math.inf) == [4]
+
+
+# -- a source of requests --------------------------------------------------------------------------
+
+
+class Conversation:
+    """A source whose owners ask again `pause` steps after each output, up to three times in all."""
+
+    def __init__(self, vllm, pauses):
+        self.vllm, self.pauses = vllm, pauses
+        self.due = {(owner, 1): 0 for owner in range(len(pauses))}  # step at which each request is made
+        self.outputs, self.waits = [], []
+
+    def ask(self, wait):
+        self.waits.append((wait, len(self.vllm.unfinished)))
+        if wait and self.due:
+            self.vllm.steps = max(self.vllm.steps, min(self.due.values()))  # time passes
+        ready = [each for each, step in self.due.items() if step <= self.vllm.steps]
+        for owner, turn in ready:
+            del self.due[owner, turn]
+            length = 30 if (owner, turn) == (0, 1) else 3
+            yield Request(owner, [3] * 10 * turn, Parameters(seed=10 * turn + owner, max_tokens=length))
+
+    def take(self, owner, output):
+        turn = int(output.request_id) // 10
+        self.outputs.append((owner, turn, self.vllm.steps))
+        if turn < 3:
+            self.due[owner, turn + 1] = self.vllm.steps + self.pauses[owner]
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_no_request_waits_for_a_long_output_or_a_slow_answer_of_another(monkeypatch, in_flight):
+    sampler = scheduled(monkeypatch, tokens=1024, sequences=32)
+    source = Conversation(sampler.llm, pauses=[0, 0, 5, 200])
+    if not in_flight:
+        monkeypatch.setattr(VLLMSampler, "_check_versions", lambda *_: None)
+    sampler._serve(source.ask, source.take, 4, (lambda: 0) if in_flight else None)
+    ends = {(owner, turn): step for owner, turn, step in source.outputs}
+    assert len(ends) == 12 and not sampler.llm.late
+    assert [ends[1, turn] for turn in (1, 2, 3)] == [3, 6, 9], "the next step follows each output"
+    assert [ends[2, turn] for turn in (1, 2, 3)] == [3, 11, 19] and ends[0, 1] == 30
+    assert ends[3, 2] == 3 + 200 + 3
+    assert all(wait == (unfinished == 0) for wait, unfinished in source.waits), "it waits if nothing runs"
+
+
+def test_after_an_error_of_the_source_vllm_has_no_unfinished_request(monkeypatch):
+    sampler = scheduled(monkeypatch, tokens=1024, sequences=32)
+    source = Conversation(sampler.llm, pauses=[0, 0])
+
+    def take(owner, output):
+        raise RunError("the class fails")
+
+    with pytest.raises(RunError, match="the class fails"):
+        sampler._serve(source.ask, take, 2, lambda: 0)
+    assert not sampler.llm.unfinished

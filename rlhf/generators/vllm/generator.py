@@ -77,6 +77,8 @@ def factory(
         pad_id=context.tokenizer.pad_token_id,
         absent_ids=tuple(absent_ids(context.policy)),
         seed=context.seed,
+        environment=context.environment,
+        turns=context.turns,
     )
 
 

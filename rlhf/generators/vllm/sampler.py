@@ -11,9 +11,9 @@ import logging
 import math
 import os
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +23,15 @@ from transformers.utils import cached_file
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError
 from rlhf.core.seeding import derive
+from rlhf.environments.episodes import Episodes
 from rlhf.generators.transfer.weights import TransferError
 from rlhf.generators.vllm.device_arguments import check_head_size, on_cpu, on_shared_gpu
-from rlhf.generators.vllm.sequences import next_sequences, pad, single_samples, versions
+from rlhf.generators.vllm.sequences import Request, next_sequences, pad, single_samples, versions
 
 if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Sampling
+    from rlhf.environments.environment import EnvironmentFactory
+    from rlhf.environments.turns import Turns
     from rlhf.generators.transfer.weights import Manifest
 
 log = logging.getLogger(__name__)
@@ -55,6 +58,8 @@ class VLLMFactory:
     pad_id: int
     seed: int  # seed of the run
     absent_ids: tuple[int, ...] = ()  # ids of the model that no token has; they are not sampled
+    environment: EnvironmentFactory | None = None  # answers replies; None: a response is one reply
+    turns: Turns | None = None  # the messages of the environments as tokens; set with `environment`
 
     def build(self) -> VLLMSampler:
         """Start vLLM in this process and return its sampler."""
@@ -199,12 +204,7 @@ class VLLMSampler:
         """Return K responses to each prompt, [N, K, T] on the CPU, T = `sampling.response_length`.
 
         Temperature 0 requires K = 1 and gives the most likely tokens, with log-probs at temperature 1. vLLM
-        raises other temperatures below 0.01 to 0.01.
-
-        With in-flight updates, a sequence is sent to vLLM only when its prompt fits into the next step, so
-        that it never reads prompt keys that older weights computed: the version is part of the keys of the
-        prefix cache (`cache_salt`). Prompts that do not fit into a step beside `max_num_seqs` sequences are
-        encoded in several steps, between which the weights may change.
+        raises other temperatures below 0.01 to 0.01. With an environment, responses are episodes.
 
         Args:
             prompts: the prompts.
@@ -213,69 +213,153 @@ class VLLMSampler:
 
         Raises:
             RunError: without `update`, a token was sampled by a version other than the version loaded last;
-                or vLLM does not clear the prefix cache.
+                or vLLM does not clear the prefix cache; or the environment fails.
         """
-        from vllm import TokensPrompt
-
         assert self.version is not None, "load weights before the first request"
         assert self.level != 2 or "weights" not in self.asleep, "load weights before each request"
         start = time.perf_counter()
         self.wake("weights", "kv_cache")
+        before = self.version
+        respond = self._respond if self.settings.environment is None else self._converse
+        rollouts = respond(prompts, sampling, update)
+        if self.version != before:
+            self.forget()
+        self.sleep()
+        return replace(rollouts, version=self.version, generate_s=time.perf_counter() - start)
+
+    def _respond(self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None) -> Rollouts:
+        """Sample one reply for each sample."""
         unpadded = [
             ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
         ]
-        before, engine, outputs = self.version, self.llm.llm_engine, []
-        most_tokens: float = math.inf  # of a step of vLLM
-        pending: float = 0  # prompt tokens of started sequences that the next step does not encode
         parameters = [self.parameters(sampling, example) for example in prompts.index.tolist()]
-        waiting = deque(zip(unpadded, parameters, strict=True))
-        room = len(waiting)
+        asked = list(zip(unpadded, parameters, strict=True))
         if update is not None:
-            waiting = deque((ids, one) for ids, each in waiting for one in single_samples(each))
-            room = self.settings.max_num_seqs
-            most_tokens = engine.vllm_config.scheduler_config.max_num_batched_tokens
-        while waiting or engine.has_unfinished_requests():
-            if update is not None:
-                update()
-            running = engine.get_num_unfinished_requests()
-            tokens = most_tokens - running - pending
-            started = next_sequences(waiting, room - running, tokens, most_tokens - room)
-            pending = max(0, sum(len(ids) for ids, _ in started) - tokens)
-            if started:
-                salt = str(self.version)
-                self.llm.enqueue(
-                    [TokensPrompt(prompt_token_ids=ids, cache_salt=salt) for ids, _ in started],
-                    [each for _, each in started],
-                    use_tqdm=False,
-                )
-            outputs += engine.step()
-        if self.version != before:
-            self.forget()
-        outputs.sort(key=lambda output: int(output.request_id))
+            asked = [(ids, one) for ids, each in asked for one in single_samples(each)]
+        outputs: list[Any] = [None] * len(asked)
+        once = iter([[Request(i, *each) for i, each in enumerate(asked)]])
+        self._serve(lambda wait: next(once, []), outputs.__setitem__, len(asked), update)
         completions = [completion for output in outputs for completion in output.outputs]
-        for completion in completions:
-            for span in completion.weight_versions or []:
-                if update is None and span.version != str(self.version):
-                    raise RunError(
-                        f"tokens must be sampled by version {self.version} (the version loaded last), "
-                        f"got tokens of version {span.version}"
-                    )
         shape = (len(prompts), sampling.samples, sampling.response_length)
         ids, mask, logprobs = (
             x.view(shape) for x in pad(completions, sampling.response_length, self.settings.pad_id)
         )
-        self.sleep()
-        stops = torch.tensor(self.settings.stop_ids)
+        token_versions = None
+        if update is not None:
+            token_versions = torch.zeros(shape, dtype=torch.int64)
+            token_versions[mask] = torch.tensor([each for one in completions for each in versions(one)])
         return prompts.extend(
             Rollouts,
             response_ids=ids,
             response_mask=mask,
             behaviour_logprobs=logprobs,
-            ended=(mask & torch.isin(ids, stops)).any(-1),
-            token_versions=None if update is None else versions(completions, mask),
-            version=self.version,
-            generate_s=time.perf_counter() - start,
+            ended=(mask & torch.isin(ids, torch.tensor(self.settings.stop_ids))).any(-1),
+            token_versions=token_versions,
         )
+
+    def _converse(self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None) -> Rollouts:
+        """Sample K episodes of each prompt. An episode does not wait for the replies of other episodes.
+
+        The history of an episode is the prompt of its next reply; the prefix cache has the keys of most of
+        its tokens. The first reply has the random numbers of a run without an environment.
+        """
+        settings, K, turn = self.settings, sampling.samples, Counter[int]()
+        assert settings.environment is not None and settings.turns is not None
+        episodes = Episodes(
+            prompts, sampling, settings.environment, settings.turns, settings.stop_ids, settings.seed
+        )
+
+        def asked(wait: bool) -> Iterator[Request]:
+            for i in episodes.ready(wait):
+                one = self.parameters(sampling, int(prompts.index[i // K]))
+                one.seed = derive(one.seed, i % K, turn[i]) if turn[i] else one.seed + i % K
+                one.n, one.max_tokens = 1, episodes.room(i)
+                turn[i] += 1
+                yield Request(i, episodes.history(i), one)
+
+        def answered(i: int, output: Any) -> None:
+            (reply,) = output.outputs
+            episodes.reply(
+                i, list(reply.token_ids), reply.logprobs.logprobs, None if update is None else versions(reply)
+            )
+
+        self._serve(asked, answered, len(prompts) * K, update)
+        return episodes.rollouts(settings.pad_id, in_flight=update is not None)
+
+    def _serve(
+        self,
+        source: Callable[[bool], Iterable[Request]],
+        sink: Callable[[int, Any], None],
+        most: int,
+        update: Callable[[], int] | None,
+    ) -> None:
+        """Let vLLM sample all requests of a source. After an error, vLLM has none of them.
+
+        With in-flight updates, a sequence is sent to vLLM only when its prompt fits into the next step, so
+        that it never reads prompt keys that older weights computed: the version is part of the keys of the
+        prefix cache (`cache_salt`). Prompts that do not fit into a step beside `max_num_seqs` sequences are
+        encoded in several steps, between which the weights may change.
+
+        Args:
+            source: returns new requests, before every step. With True, nothing is left to sample: the source
+                waits for new requests, and returns none at the end.
+            sink: takes the owner of a request and its output, as soon as vLLM has sampled it.
+            most: the largest number of requests at a time.
+            update: function that may load newer weights; called before every step. Requests must have one
+                sample each.
+
+        Raises:
+            RunError: source, sink or `update` fail, or a token was sampled by an unexpected version.
+        """
+        from vllm import TokensPrompt
+
+        engine, waiting, owners = self.llm.llm_engine, deque[Request](), dict[str, int]()
+        most_tokens: float = math.inf  # of a step of vLLM
+        pending: float = 0  # prompt tokens of started sequences that the next step does not encode
+        if update is not None:
+            most = self.settings.max_num_seqs
+            most_tokens = engine.vllm_config.scheduler_config.max_num_batched_tokens
+        try:
+            while True:
+                idle = not waiting and not owners
+                waiting += source(idle)
+                if idle and not waiting:
+                    return
+                if update is not None:
+                    update()
+                running = engine.get_num_unfinished_requests()
+                tokens = most_tokens - running - pending
+                started = next_sequences(waiting, most - running, tokens, most_tokens - most)
+                pending = max(0, sum(len(each.ids) for each in started) - tokens)
+                if started:
+                    salt = str(self.version)
+                    sent = self.llm.enqueue(
+                        [TokensPrompt(prompt_token_ids=each.ids, cache_salt=salt) for each in started],
+                        [each.parameters for each in started],
+                        use_tqdm=False,
+                    )
+                    # vLLM adds random letters to the ids that its outputs have
+                    owners |= {
+                        id.partition("-")[0]: each.owner for id, each in zip(sent, started, strict=True)
+                    }
+                for output in engine.step():
+                    if update is None:
+                        self._check_versions(output)
+                    sink(owners.pop(output.request_id), output)
+        except RunError:
+            engine.abort_request(list(owners))
+            raise
+
+    def _check_versions(self, output: Any) -> None:
+        """Raise RunError if a version other than the version loaded last sampled tokens of an output."""
+        version = str(self.version)
+        for completion in output.outputs:
+            for span in completion.weight_versions or []:
+                if span.version != version:
+                    raise RunError(
+                        f"tokens must be sampled by version {version} (the version loaded last), "
+                        f"got tokens of version {span.version}"
+                    )
 
     def parameters(self, sampling: Sampling, example: int) -> Any:
         """Return vLLM's sampling parameters for the K samples of one prompt; sample k uses `seed` + k."""

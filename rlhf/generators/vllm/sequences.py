@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def next_sequences(
-    waiting: deque[tuple[list[int], Any]], count: int, tokens: float, longest: float
-) -> list[tuple[list[int], Any]]:
+class Request(NamedTuple):
+    """A request to vLLM: a prompt, and how to sample after it."""
+
+    owner: int  # number of the prompt, sample or episode that gets the output
+    ids: list[int]
+    parameters: Any  # vLLM's sampling parameters
+
+
+def next_sequences(waiting: deque[Request], count: int, tokens: float, longest: float) -> list[Request]:
     """Remove from `waiting` the sequences that vLLM starts in its next step, and return them.
 
     Args:
-        waiting: prompt tokens and sampling parameters of each sequence.
+        waiting: the sequences in their order.
         count: the largest number of sequences.
         tokens: the largest number of prompt tokens of all sequences together.
         longest: the largest number of tokens of a prompt that is encoded in one step. A longer prompt does
             not wait until all its tokens fit into the step.
     """
-    found: list[tuple[list[int], Any]] = []
+    found: list[Request] = []
     while waiting and len(found) < count and tokens > 0:
-        length = len(waiting[0][0])
+        length = len(waiting[0].ids)
         if tokens < length <= longest:
             break
         found.append(waiting.popleft())
@@ -51,10 +57,6 @@ def pad(completions: list[Any], length: int, pad_id: int) -> tuple[Tensor, Tenso
     return ids, mask, logprobs
 
 
-def versions(completions: list[Any], mask: Tensor) -> Tensor:
-    """Return the version that sampled each token, as reported by vLLM: [N, K, T] int64 like `mask`."""
-    token_versions = torch.zeros(mask.shape, dtype=torch.int64)
-    for row, completion in zip(token_versions.flatten(0, 1), completions, strict=True):
-        for span in completion.weight_versions:
-            row[span.start : span.end] = int(span.version)
-    return token_versions
+def versions(completion: Any) -> list[int]:
+    """Return the version of the weights that sampled each token, as reported by vLLM."""
+    return [int(span.version) for span in completion.weight_versions for _ in range(span.start, span.end)]
