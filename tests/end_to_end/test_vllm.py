@@ -69,15 +69,20 @@ def ask(name: str, *arguments: Any) -> Any:
 
 
 class Process:
-    """A vLLM sampler in a separate process, and the model whose weights the sampler loads."""
+    """A vLLM sampler in a separate process, and the model whose weights the sampler loads.
 
-    def __init__(self, model: PreTrainedModel, folder: Path, transfer: str = "shared_memory") -> None:
+    `settings` are further settings of the sampler.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, folder: Path, transfer: str = "shared_memory", **settings: Any
+    ) -> None:
         self.model = model
         set_head(model, float32=False, tokens=TOKENS)
         self.start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         self.shared = SharedWeights()
         self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        self.pool.submit(build, self.factory(model, folder, transfer)).result()
+        self.pool.submit(build, replace(self.factory(model, folder, transfer), **settings)).result()
 
     @staticmethod
     def factory(model: PreTrainedModel, folder: Path, transfer: str) -> VLLMFactory:

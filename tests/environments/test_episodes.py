@@ -118,14 +118,15 @@ def same(one: Rollouts, other: Rollouts) -> bool:
     return equal and torch.allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-5)
 
 
-def test_masks_rewards_ends_and_figures_of_episodes():
-    found = sampled(max_turns=4)
+def check_masks_and_rewards(found: Rollouts) -> None:
+    """Check the layout of episodes that `Judge` played."""
+    N, K, T = found.response_ids.shape
     model_tokens, messages, real = found.response_mask, found.environment_mask, found.real
     assert not (model_tokens & messages).any()
-    assert torch.equal(real, torch.arange(48) < real.sum(-1, keepdim=True))  # from 0, without holes
+    assert torch.equal(real, torch.arange(T) < real.sum(-1, keepdim=True))  # from 0, without holes
     assert model_tokens[..., 0].all() and {1, 2, 3} <= {*found.episode["turns"].flatten().int().tolist()}
-    for n in range(5):
-        for k in range(3):
+    for n in range(N):
+        for k in range(K):
             ids, mask, rewards = (
                 x[n, k][real[n, k]].tolist() for x in (found.response_ids, model_tokens, found.rewards)
             )
@@ -141,6 +142,10 @@ def test_masks_rewards_ends_and_figures_of_episodes():
     ways = found.episode["cut"] + found.episode["out_of_turns"] + found.episode["no_room"] + found.ended
     assert (ways == 1).all()
     assert not found.behaviour_logprobs[~model_tokens].any() and found.behaviour_logprobs[model_tokens].all()
+
+
+def test_masks_rewards_ends_and_figures_of_episodes():
+    check_masks_and_rewards(sampled(max_turns=4))
 
 
 def test_messages_are_the_tokens_of_the_template_after_the_end_of_a_reply():
