@@ -80,11 +80,16 @@ def test_the_trainers_side_imports_no_vllm():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def made_of(section, context=None):
+    """Return the context of a part instead of the part."""
+    return context
+
+
 def test_the_factory_takes_its_settings_from_the_run(monkeypatch, tmp_path):
     cfg = compose(["generator=vllm", "model.policy=somewhere", "generator.response_length=20", "seed=5"])
     tokenizer = tiny_tokenizer()
     engine = SimpleNamespace(module=SimpleNamespace(model=tiny_lm()), borrow_policy=None, phases=None)
-    monkeypatch.setattr("rlhf.assembly.generator.make", lambda section, context: context)
+    monkeypatch.setattr("rlhf.assembly.generator.make", made_of)
     context = build_generator(cfg, engine, tokenizer, RunFolder(tmp_path), ALONE)
     made = factory(cfg.generator, context, gpu=False)
     assert made.max_model_len == cfg.task.max_prompt_tokens + 20
@@ -110,7 +115,7 @@ def test_only_a_generator_on_the_trainers_gpu_frees_its_memory(monkeypatch, tmp_
     device = torch.device("cuda" if gpus else "cpu", 0)
     model = SimpleNamespace(device=device, get_output_embeddings=lambda: None)
     engine = SimpleNamespace(module=SimpleNamespace(model=model), borrow_policy=None, phases=None)
-    monkeypatch.setattr("rlhf.assembly.generator.make", lambda section, context: context)
+    monkeypatch.setattr("rlhf.assembly.generator.make", made_of)
     context = build_generator(cfg, engine, tiny_tokenizer(), RunFolder(tmp_path), ALONE)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr("rlhf.generators.vllm.generator.start", lambda *arguments: arguments[-1])
