@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf.core.batch import Prompts, Rollouts, Sampling
@@ -19,12 +18,9 @@ from rlhf.core.errors import RunError
 from rlhf.environments.environment import EnvironmentFactory
 from rlhf.environments.turns import Turns
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
-from tests import needs
 from tests.end_to_end.test_vllm import HEADS, SAMPLER, Process, ask_in_flight
 from tests.environments.test_episodes import Judge, check_masks_and_rewards, tokenizer
 from tests.tiny_models import tiny_lm
-
-pytest.importorskip("vllm", reason=needs.VLLM)
 
 HERE = "tests.end_to_end.test_vllm_turns"
 PROMPT, LENGTH, BLOCK = 150, 60, 128  # vLLM on a CPU caches keys in blocks of 128 tokens
@@ -116,25 +112,31 @@ def replies(rollouts: Rollouts) -> Iterator[tuple[int, int, int, int]]:
 
 
 @torch.no_grad()
-def reply_logprobs(
-    old: PreTrainedModel,
-    new: PreTrainedModel,
-    rollouts: Rollouts,
-    reply: tuple[int, int, int, int],
-    swap: int,
-) -> Tensor:
-    """Return the log-probs of a reply that `new` continues with the cache of `old` from its token `swap`."""
-    n, k, start, end = reply
-    whole = torch.cat([rollouts.prompt_ids[n][rollouts.prompt_mask[n]], rollouts.response_ids[n, k, :end]])
-    first = len(whole) - (end - start)
-    seen = first + swap - 1 if swap else 0  # the token before `swap` is the first that `new` reads
-    parts, cache = [], None
-    if seen:
-        found = old(whole[None, :seen], use_cache=True)
-        parts, cache = [found.logits], found.past_key_values
-    parts.append(new(whole[None, seen:], past_key_values=cache).logits)
-    logits = torch.cat(parts, 1)[0, first - 1 : -1] / SAMPLING.temperature
-    return logits.log_softmax(-1).gather(-1, whole[first:, None])[:, 0]
+def check_logprobs(rollouts: Rollouts, old: PreTrainedModel, new: PreTrainedModel) -> None:
+    """Check that `new` has sampled the tokens of version 1, and reads the cache of `old` in its replies only.
+
+    Without versions, `new` has sampled all tokens.
+    """
+    for n, k, start, end in replies(rollouts):
+        olds = 0
+        if rollouts.token_versions is not None:
+            versions = rollouts.token_versions[n, k, start:end].tolist()
+            olds = versions.count(0)
+            assert versions == [0] * olds + [1] * (len(versions) - olds)
+        whole = torch.cat(
+            [rollouts.prompt_ids[n][rollouts.prompt_mask[n]], rollouts.response_ids[n, k, :end]]
+        )
+        first = len(whole) - (end - start)
+        seen = first + olds - 1 if olds else 0  # the token before is the first that `new` reads
+        parts, cache = [], None
+        if seen:
+            found = old(whole[None, :seen], use_cache=True)
+            parts, cache = [found.logits], found.past_key_values
+        parts.append(new(whole[None, seen:], past_key_values=cache).logits)
+        logprobs = (torch.cat(parts, 1)[0, first - 1 : -1] / SAMPLING.temperature).log_softmax(-1)
+        expected = logprobs.gather(-1, whole[first:, None])[:, 0]
+        sampled = rollouts.behaviour_logprobs[n, k, start:end]
+        torch.testing.assert_close(sampled, expected, rtol=0, atol=1e-4)
 
 
 def test_episodes_have_the_masks_rewards_and_logprobs_of_a_plain_forward(process):
@@ -144,10 +146,7 @@ def test_episodes_have_the_masks_rewards_and_logprobs_of_a_plain_forward(process
         check_masks_and_rewards(found)
         assert found.version == version and found.generate_s > 0 and found.token_versions is None
         assert found.episode["turns"].max() == 4
-        for reply in replies(found):
-            expected = reply_logprobs(process.model, process.model, found, reply, 0)
-            n, k, start, end = reply
-            torch.testing.assert_close(found.behaviour_logprobs[n, k, start:end], expected, rtol=0, atol=1e-4)
+        check_logprobs(found, process.model, process.model)
 
 
 def test_greedy_episodes_are_those_of_the_hugging_face_sampler(process):
@@ -222,46 +221,50 @@ def test_an_episode_does_not_wait_for_the_replies_of_others(process):
     assert max(turn for _, _, turn in steps[:last_of_first_turns]) >= 3
 
 
-@pytest.mark.parametrize("swap", [3, 9])
-def test_with_in_flight_updates_a_turn_reads_no_keys_of_the_weights_before_its_start(process, swap):
-    process.load(1)
-    new = deepcopy(process.model)
+def in_flight(process: Process, swap: int, samples: int) -> tuple[Rollouts, PreTrainedModel]:
+    """Return episodes with version 0 loaded first and version 1 before step `swap`, and the last model."""
     process.load(0)
+    manifest, sampling = process.write(1), replace(SAMPLING, samples=samples)
+    try:
+        asked = process.pool.submit(ask_in_flight, manifest, swap, prompts(), sampling)
+        return asked.result(), deepcopy(process.model)
+    finally:
+        process.shared.release(manifest)
+        process.write(0)
+
+
+@pytest.mark.parametrize(("swap", "samples"), [(3, 4), (9, 12)])  # 72 episodes: 64 start at the first step
+def test_with_in_flight_updates_a_turn_reads_no_keys_of_the_weights_before_its_start(process, swap, samples):
     process.pool.submit(choose, judge()).result()
-    manifest = process.shared.write(new.state_dict().items(), 1)
-    found = process.pool.submit(ask_in_flight, manifest, swap, prompts(), SAMPLING).result()
-    process.shared.release(manifest)
+    found, new = in_flight(process, swap, samples)
     check_masks_and_rewards(found)
-    versions = found.token_versions
+    check_logprobs(found, process.model, new)
+    versions, kinds, after = found.token_versions, set(), set()
     assert not versions[~found.response_mask].any()
-    kinds, after = set(), set()
-    for reply in replies(found):
-        n, k, start, end = reply
-        own = versions[n, k, start:end].tolist()
-        olds = own.count(0)
-        assert own == [0] * olds + [1] * (len(own) - olds)
-        assert start or olds == min(swap, len(own)), "the first reply starts at the first step"
-        expected = reply_logprobs(process.model, new, found, reply, olds)
-        torch.testing.assert_close(found.behaviour_logprobs[n, k, start:end], expected, rtol=0, atol=1e-4)
-        kinds.add((olds > 0, olds < len(own)))
-        if start and not olds and versions[n, k, 0] == 0:
+    for n, k, start, end in replies(found):
+        olds = versions[n, k, start:end].tolist().count(0)
+        if not start and n * samples + k < 64:
+            assert olds == min(swap, end), "the first reply starts at the first step"
+        kinds.add((olds > 0, olds < end - start))
+        if not olds and versions[n, k, 0] == 0:
             after.add(int(found.prompt_mask[n].sum()) >= BLOCK)
     assert kinds == {(True, False), (True, True), (False, True)}, "old, mixed and new replies"
-    assert after == {False, True}, "also of prompts with keys in the cache"
+    assert after == {False, True}, "new replies after old ones, also where the cache has keys of the prompt"
     later = play(process)
     assert later.version == 1
-    for reply in replies(later):
-        n, k, start, end = reply
-        expected = reply_logprobs(new, new, later, reply, 0)
-        torch.testing.assert_close(later.behaviour_logprobs[n, k, start:end], expected, rtol=0, atol=1e-4)
+    check_logprobs(later, new, new)
 
 
-@pytest.mark.parametrize("fails", [1, 2])
-def test_an_error_of_the_class_reaches_the_caller_and_the_sampler_stays_usable(process, fails):
+@pytest.mark.parametrize("late", [False, True])  # the error comes after a load
+def test_an_error_of_the_class_reaches_the_caller_and_the_sampler_stays_usable(process, late):
     process.load(1)
     before = play(process)
+    process.pool.submit(choose, judge(arguments={"fails": 2})).result()
     with pytest.raises(RunError, match="Noted must .* in step .*KeyError: 'secret'.*correct the class"):
-        play(process, environment=judge(arguments={"fails": fails}))
+        if late:
+            in_flight(process, 2, 4)
+        else:
+            process.ask("sample", prompts(), SAMPLING)
     assert process.pool.submit(unfinished).result() == 0
     assert same(before, play(process))
     process.load(0)
