@@ -13,7 +13,7 @@ from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.generators.vllm.gpu_share import GIB
 from rlhf.generators.vllm.sampler import VLLMFactory, VLLMSampler
-from rlhf.generators.vllm.sequences import Request, next_sequences
+from rlhf.generators.vllm.sequences import Request, next_sequences, serve
 from tests.tiny_models import tiny_config
 
 # -- start -----------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class Scheduling:
     """
 
     def __init__(self, tokens, sequences):
-        config = SimpleNamespace(max_num_batched_tokens=tokens)
+        config = SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=sequences)
         self.vllm_config = SimpleNamespace(scheduler_config=config)
         self.tokens, self.sequences = tokens, sequences
         self.llm_engine = self
@@ -165,9 +165,7 @@ def scheduled(monkeypatch, tokens, sequences):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(TokensPrompt=SimpleNamespace))
     sampler = object.__new__(VLLMSampler)
     sampler.llm, sampler.level, sampler.asleep = Scheduling(tokens, sequences), None, set()
-    sampler.settings = SimpleNamespace(
-        max_num_seqs=sequences, pad_id=0, stop_ids=(1,), sleeps=False, environment=None
-    )
+    sampler.settings = SimpleNamespace(pad_id=0, stop_ids=(1,), sleeps=False, environment=None)
     return sampler
 
 
@@ -252,13 +250,13 @@ class Conversation:
 
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_no_request_waits_for_a_long_output_or_a_slow_answer_of_another(monkeypatch, in_flight):
-    sampler = scheduled(monkeypatch, tokens=1024, sequences=32)
-    source = Conversation(sampler.llm, pauses=[0, 0, 5, 200])
+    llm = scheduled(monkeypatch, tokens=1024, sequences=32).llm
+    source = Conversation(llm, pauses=[0, 0, 5, 200])
     if not in_flight:
-        monkeypatch.setattr(VLLMSampler, "_check_versions", lambda *_: None)
-    sampler._serve(source.ask, source.take, 4, (lambda: 0) if in_flight else None)
+        monkeypatch.setattr("rlhf.generators.vllm.sequences._check_versions", lambda *_: None)
+    serve(llm, source.ask, source.take, (lambda: 0) if in_flight else None)
     ends = {(owner, turn): step for owner, turn, step in source.outputs}
-    assert len(ends) == 12 and not sampler.llm.late
+    assert len(ends) == 12 and not llm.late
     assert [ends[1, turn] for turn in (1, 2, 3)] == [3, 6, 9], "the next step follows each output"
     assert [ends[2, turn] for turn in (1, 2, 3)] == [3, 11, 19] and ends[0, 1] == 30
     assert ends[3, 2] == 3 + 200 + 3
@@ -266,12 +264,12 @@ def test_no_request_waits_for_a_long_output_or_a_slow_answer_of_another(monkeypa
 
 
 def test_after_an_error_of_the_source_vllm_has_no_unfinished_request(monkeypatch):
-    sampler = scheduled(monkeypatch, tokens=1024, sequences=32)
-    source = Conversation(sampler.llm, pauses=[0, 0])
+    llm = scheduled(monkeypatch, tokens=1024, sequences=32).llm
+    source = Conversation(llm, pauses=[0, 0])
 
     def take(owner, output):
         raise RunError("the class fails")
 
     with pytest.raises(RunError, match="the class fails"):
-        sampler._serve(source.ask, take, 2, lambda: 0)
-    assert not sampler.llm.unfinished
+        serve(llm, source.ask, take, lambda: 0)
+    assert not llm.unfinished

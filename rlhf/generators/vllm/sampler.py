@@ -11,8 +11,8 @@ import logging
 import math
 import os
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from rlhf.core.seeding import derive
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.transfer.weights import TransferError
 from rlhf.generators.vllm.device_arguments import check_head_size, on_cpu, on_shared_gpu
-from rlhf.generators.vllm.sequences import Request, next_sequences, pad, single_samples, versions
+from rlhf.generators.vllm.sequences import Request, pad, serve, single_samples, versions
 
 if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Sampling
@@ -204,7 +204,8 @@ class VLLMSampler:
         """Return K responses to each prompt, [N, K, T] on the CPU, T = `sampling.response_length`.
 
         Temperature 0 requires K = 1 and gives the most likely tokens, with log-probs at temperature 1. vLLM
-        raises other temperatures below 0.01 to 0.01. With an environment, responses are episodes.
+        raises other temperatures below 0.01 to 0.01. With an environment, responses are episodes. `serve`
+        describes in-flight updates.
 
         Args:
             prompts: the prompts.
@@ -238,7 +239,7 @@ class VLLMSampler:
             asked = [(ids, one) for ids, each in asked for one in single_samples(each)]
         outputs: list[Any] = [None] * len(asked)
         once = iter([[Request(i, *each) for i, each in enumerate(asked)]])
-        self._serve(lambda wait: next(once, []), outputs.__setitem__, len(asked), update)
+        serve(self.llm, lambda wait: next(once, []), outputs.__setitem__, update)
         completions = [completion for output in outputs for completion in output.outputs]
         shape = (len(prompts), sampling.samples, sampling.response_length)
         ids, mask, logprobs = (
@@ -283,83 +284,8 @@ class VLLMSampler:
                 i, list(reply.token_ids), reply.logprobs.logprobs, None if update is None else versions(reply)
             )
 
-        self._serve(asked, answered, len(prompts) * K, update)
+        serve(self.llm, asked, answered, update)
         return episodes.rollouts(settings.pad_id, in_flight=update is not None)
-
-    def _serve(
-        self,
-        source: Callable[[bool], Iterable[Request]],
-        sink: Callable[[int, Any], None],
-        most: int,
-        update: Callable[[], int] | None,
-    ) -> None:
-        """Let vLLM sample all requests of a source. After an error, vLLM has none of them.
-
-        With in-flight updates, a sequence is sent to vLLM only when its prompt fits into the next step, so
-        that it never reads prompt keys that older weights computed: the version is part of the keys of the
-        prefix cache (`cache_salt`). Prompts that do not fit into a step beside `max_num_seqs` sequences are
-        encoded in several steps, between which the weights may change.
-
-        Args:
-            source: returns new requests, before every step. With True, nothing is left to sample: the source
-                waits for new requests, and returns none at the end.
-            sink: takes the owner of a request and its output, as soon as vLLM has sampled it.
-            most: the largest number of requests at a time.
-            update: function that may load newer weights; called before every step. Requests must have one
-                sample each.
-
-        Raises:
-            RunError: source, sink or `update` fail, or a token was sampled by an unexpected version.
-        """
-        from vllm import TokensPrompt
-
-        engine, waiting, owners = self.llm.llm_engine, deque[Request](), dict[str, int]()
-        most_tokens: float = math.inf  # of a step of vLLM
-        pending: float = 0  # prompt tokens of started sequences that the next step does not encode
-        if update is not None:
-            most = self.settings.max_num_seqs
-            most_tokens = engine.vllm_config.scheduler_config.max_num_batched_tokens
-        try:
-            while True:
-                idle = not waiting and not owners
-                waiting += source(idle)
-                if idle and not waiting:
-                    return
-                if update is not None:
-                    update()
-                running = engine.get_num_unfinished_requests()
-                tokens = most_tokens - running - pending
-                started = next_sequences(waiting, most - running, tokens, most_tokens - most)
-                pending = max(0, sum(len(each.ids) for each in started) - tokens)
-                if started:
-                    salt = str(self.version)
-                    sent = self.llm.enqueue(
-                        [TokensPrompt(prompt_token_ids=each.ids, cache_salt=salt) for each in started],
-                        [each.parameters for each in started],
-                        use_tqdm=False,
-                    )
-                    # vLLM adds random letters to the ids that its outputs have
-                    owners |= {
-                        id.partition("-")[0]: each.owner for id, each in zip(sent, started, strict=True)
-                    }
-                for output in engine.step():
-                    if update is None:
-                        self._check_versions(output)
-                    sink(owners.pop(output.request_id), output)
-        except RunError:
-            engine.abort_request(list(owners))
-            raise
-
-    def _check_versions(self, output: Any) -> None:
-        """Raise RunError if a version other than the version loaded last sampled tokens of an output."""
-        version = str(self.version)
-        for completion in output.outputs:
-            for span in completion.weight_versions or []:
-                if span.version != version:
-                    raise RunError(
-                        f"tokens must be sampled by version {version} (the version loaded last), "
-                        f"got tokens of version {span.version}"
-                    )
 
     def parameters(self, sampling: Sampling, example: int) -> Any:
         """Return vLLM's sampling parameters for the K samples of one prompt; sample k uses `seed` + k."""
