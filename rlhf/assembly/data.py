@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.parts import build_source
-from rlhf.assembly.tokenizer import declared_tokens
+from rlhf.assembly.tokenizer import build_tools, declared_tokens
 from rlhf.config.address import load_function, signature_of
 from rlhf.config.algo import Trains
 from rlhf.config.parameters import Parameters, parameters_of
@@ -54,6 +54,7 @@ def build_task(
         shares=cfg.task.shares,
         wanted=_wanted_columns(cfg, judge),
         ends=declared_tokens(cfg, tokenizer),
+        tools=build_tools(cfg),
     )
 
 

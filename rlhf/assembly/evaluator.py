@@ -68,7 +68,7 @@ def build_evaluator(
             batch_size=cfg.eval.batch_size,
             seed=cfg.seed,
             cached=samples_with_cache(engine.module.model, cfg, ranks, engine.borrow_policy),
-            environment=make(cfg.environment),
+            environment=make(cfg.environment, tokenizer),
             turns=build_turns(cfg, tokenizer),
         )
         sampler = HFGenerator(engine.borrow_policy, settings, engine.phases)

@@ -102,7 +102,7 @@ def build_generator(
             asks_service=cfg.scorer.asks_service,
             cached=cached,
             stop_ids=build_stop_ids(cfg, tokenizer),
-            environment=make(cfg.environment),
+            environment=make(cfg.environment, tokenizer),
             turns=build_turns(cfg, tokenizer),
             phases=engine.phases,
         )

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from rlhf.assembly.parts import build_source, make
 from rlhf.config.algo import Trains
-from rlhf.config.environment import TurnsConfig
-from rlhf.core.chat_format import set_format
+from rlhf.config.environment import ToolsConfig, TurnsConfig
+from rlhf.core.chat_format import Tools, set_format
 from rlhf.core.console import say_row
+from rlhf.environments.tools import schemas
 from rlhf.environments.turns import Turns
 from rlhf.models.tokenizer import declared_ends, read_tokenizer, set_pad_token, stop_ids
 
@@ -66,7 +67,16 @@ def build_turns(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Turns | None
     section = cfg.environment
     if not isinstance(section, TurnsConfig):
         return None
-    return Turns(tokenizer, section.role, section.message_tokens)
+    return Turns(tokenizer, section.role, section.message_tokens, tools=build_tools(cfg))
+
+
+def build_tools(cfg: Config) -> Tools:
+    """Return the JSON schemas of the functions that replies may call; None: the run has no tools.
+
+    Raises:
+        UserError: a function cannot be imported, or lacks type hints or a docstring.
+    """
+    return schemas(cfg.environment.functions) if isinstance(cfg.environment, ToolsConfig) else None
 
 
 def declared_tokens(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[str]:

@@ -36,13 +36,13 @@ _CLASS = "a class"
 _ASYNC = "an async function, whose result must be awaited"
 
 
-def function_problem(key: str, path: object, arguments: tuple[str, ...]) -> str | None:
+def function_problem(key: str, path: object, arguments: tuple[str, ...] | None) -> str | None:
     """Return the error message for the address of a function; None if nothing is wrong with it.
 
     Args:
         key: the config key of the address.
         path: the address; None if the key is not set.
-        arguments: names of the arguments that the function may receive by position.
+        arguments: names of the arguments that the function may receive by position; None: any.
     """
     several = addresses(path)
     match = _FORM.fullmatch(path) if isinstance(path, str) else None
@@ -76,6 +76,8 @@ def function_problem(key: str, path: object, arguments: tuple[str, ...]) -> str 
         return at.absent(source.functions)
     definition = source.definition(at.name)
     if isinstance(definition, ast.FunctionDef | ast.Lambda):
+        if arguments is None:
+            return None
         return at.arguments_problem(function_source.signature(definition.args), arguments)
     kind = {ast.ClassDef: _CLASS, ast.AsyncFunctionDef: _ASYNC}.get(type(definition))
     if isinstance(definition, ast.Constant):

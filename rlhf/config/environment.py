@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlhf.config.address import class_problem, load_class
+from rlhf.config.address import class_problem, function_problem, load_class
 from rlhf.config.schema import Choice, Section, entry, number, option
 from rlhf.core.errors import UserError
 
@@ -45,6 +45,17 @@ class TurnsConfig(EnvironmentConfig):
         512, least=1, means="largest number of tokens of a message; a longer one loses its middle"
     )
     role: str = entry("user", means="role of the messages in the chat template, such as user or tool")
+    threads: int = number(
+        0, least=0, means="calls of reset and step at a time; 0: one, for which sampling waits"
+    )
+    step_limit_s: float = number(60.0, above=0, means="seconds that a call may take")
+    on_error: OnError = entry(OnError.stop, means="what follows a call that fails or takes too long")
+    error_reward: float = number(0.0, means="reward of an episode that on_error=end ends")
+
+
+@dataclass(kw_only=True, slots=True)
+class ClassConfig(TurnsConfig):
+    """An environment that is a class."""
 
     @property
     def address(self) -> str:
@@ -59,7 +70,7 @@ class TurnsConfig(EnvironmentConfig):
 
 @option("environment", "calculator", part="rlhf.environments.environment:build")
 @dataclass(kw_only=True, slots=True)
-class CalculatorConfig(TurnsConfig):
+class CalculatorConfig(ClassConfig):
     """A tool that adds two numbers; the reward is 1 for the right answer to the problem."""
 
     name: str = "calculator"
@@ -72,7 +83,7 @@ class CalculatorConfig(TurnsConfig):
 
 @option("environment", "guess_number", part="rlhf.environments.environment:build")
 @dataclass(kw_only=True, slots=True)
-class GuessNumberConfig(TurnsConfig):
+class GuessNumberConfig(ClassConfig):
     """A game that says whether the secret number is higher or lower than a guess."""
 
     name: str = "guess_number"
@@ -84,9 +95,37 @@ class GuessNumberConfig(TurnsConfig):
         return "rlhf.environments.games:GuessNumber"
 
 
+@option("environment", "tools", part="rlhf.environments.tools:build")
+@dataclass(kw_only=True, slots=True)
+class ToolsConfig(TurnsConfig):
+    """Python functions that a reply may call. A reply without a call ends the episode; a scorer judges it."""
+
+    rewards: ClassVar[bool] = False
+
+    name: str = "tools"
+    role: str = "tool"
+    functions: list[str] = entry(
+        factory=list,
+        means="<file>.py:<function> or <module>:<function>, with type hints and a docstring that has Args:",
+    )
+    response_template: str | None = entry(
+        None, means="JSON file with a response template of transformers, which reads calls; null: the model's"
+    )
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if there is no function, or the source of one shows that it cannot be called."""
+        yield from TurnsConfig.problems(self, at)
+        if not self.functions:
+            key = f"{at}.functions"
+            yield f"{key} must name at least one function, got []; set {key}=[<file>.py:<function>]"
+        for address in self.functions:
+            if problem := function_problem(f"{at}.functions", address, None):
+                yield problem
+
+
 @option("environment", "python", part="rlhf.environments.environment:build")
 @dataclass(kw_only=True, slots=True)
-class PythonEnvironmentConfig(TurnsConfig):
+class PythonEnvironmentConfig(ClassConfig):
     """A class of the user with the methods `reset(example)` and `step(reply)`."""
 
     name: str = "python"

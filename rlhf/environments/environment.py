@@ -26,7 +26,9 @@ from rlhf.core.errors import RunError, UserError
 from rlhf.environments.calls import too_many_hang
 
 if TYPE_CHECKING:
-    from rlhf.config.environment import EnvironmentConfig, TurnsConfig
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf.config.environment import ClassConfig, EnvironmentConfig, TurnsConfig
     from rlhf.environments.calls import Call
 
 COUNTS = ("turns", "tool_errors", "step_errors", "out_of_turns", "cut", "no_room", "seconds")
@@ -146,15 +148,24 @@ def checked(found: Any) -> Answer:
     return Answer(answer.message, reward, bool(answer.done), bool(answer.error), figures)
 
 
-def none(config: EnvironmentConfig) -> None:
+def none(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Return no factory: the policy replies once."""
 
 
-def build(config: TurnsConfig) -> EnvironmentFactory:
+def build(config: ClassConfig, tokenizer: PreTrainedTokenizerBase) -> EnvironmentFactory:
     """Return the factory of the environments of a run."""
+    return factory(config, config.address, config.class_arguments)
+
+
+def factory(config: TurnsConfig, address: str, arguments: Mapping[str, Any]) -> EnvironmentFactory:
+    """Return the factory of a class with the limits of a section."""
     return EnvironmentFactory(
-        address=config.address,
-        arguments=config.class_arguments,
+        address=address,
+        arguments=arguments,
         max_turns=config.max_turns,
         reply_tokens=config.reply_tokens,
+        threads=config.threads,
+        step_limit_s=config.step_limit_s,
+        on_error=config.on_error.value,
+        error_reward=config.error_reward,
     )

@@ -21,10 +21,13 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 from rlhf.config.address import load_function
 from rlhf.core.chat_format import QUESTION, formatted, template_name
 from rlhf.core.errors import UserError
-from rlhf.environments.environment import Answer, Example
+from rlhf.environments.environment import Answer, Example, factory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlhf.config.environment import ToolsConfig
+    from rlhf.environments.environment import EnvironmentFactory
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +75,12 @@ def arguments_of(
     template = _response_template(tokenizer, response_template)
     start = prompts[0].rpartition(QUESTION)[2]  # of a reply, for example with the mark of thoughts
     return {"functions": list(functions), "response_template": json.dumps(template), "start": start}
+
+
+def build(config: ToolsConfig, tokenizer: PreTrainedTokenizerBase) -> EnvironmentFactory:
+    """Return the factory of the environments of a run."""
+    arguments = arguments_of(config.functions, tokenizer, config.response_template)
+    return factory(config, f"{__name__}:Tools", arguments)
 
 
 def schemas(functions: Sequence[str]) -> list[dict[str, Any]]:

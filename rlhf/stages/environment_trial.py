@@ -43,7 +43,9 @@ def report_environment(cfg: Config, task: Task | None = None) -> None:
     sampling = Sampling(samples=1, temperature=1.0, response_length=1, purpose="trial")
     stop_ids = build_stop_ids(cfg, tokenizer)
     try:
-        Episodes(task.batch([0]), sampling, make(cfg.environment), turns, stop_ids, cfg.seed).close()
+        Episodes(
+            task.batch([0]), sampling, make(cfg.environment, tokenizer), turns, stop_ids, cfg.seed
+        ).close()
     except RunError as error:
         raise UserError(str(error)) from error
     most = cfg.environment.max_turns

@@ -266,9 +266,7 @@ class VLLMSampler:
         """
         settings, K, turn = self.settings, sampling.samples, Counter[int]()
         assert settings.environment is not None and settings.turns is not None
-        episodes = Episodes(
-            prompts, sampling, settings.environment, settings.turns, settings.stop_ids, settings.seed
-        )
+        played = settings.environment, settings.turns, settings.stop_ids, settings.seed
 
         def asked(wait: bool) -> Iterator[Request]:
             for i in episodes.ready(wait):
@@ -284,8 +282,9 @@ class VLLMSampler:
                 i, list(reply.token_ids), reply.logprobs.logprobs, None if update is None else versions(reply)
             )
 
-        serve(self.llm, asked, answered, update)
-        return episodes.rollouts(settings.pad_id, in_flight=update is not None)
+        with Episodes(prompts, sampling, *played) as episodes:
+            serve(self.llm, asked, answered, update)
+            return episodes.rollouts(settings.pad_id, in_flight=update is not None)
 
     def parameters(self, sampling: Sampling, example: int) -> Any:
         """Return vLLM's sampling parameters for the K samples of one prompt; sample k uses `seed` + k."""
