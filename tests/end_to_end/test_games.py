@@ -1,0 +1,38 @@
+"""Runs of the embedded tasks with an environment, from the SFT on dialogues of pupils on."""
+
+import pytest
+
+from tests.end_to_end.conftest import rows
+
+SFT = (
+    *("schedule.total_epochs=null", "schedule.total_episodes=1024", "schedule.prompts_per_update=32"),
+    *(
+        "optim.lr=2e-3",
+        "optim.warmup=5",
+        "backend.micro_batch=32",
+        "schedule.eval_every=1.0",
+        "eval.prompts=16",
+    ),
+)
+WORDS = ("algo.samples_per_prompt=4", "generator.response_length=40", f"stages.sft={[*SFT]}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["task=calculator", "algo=grpo"], marks=pytest.mark.smoke),
+        ["task=calculator", "algo=ppo", "schedule.max_lag=1", "generator.worker=false"],
+        ["task=guess_number", "algo=dpo"],
+    ],
+    ids=" ".join,
+)
+def test_sft_and_rl_train_on_episodes_of_several_turns(finished, cache_dir, words):
+    folder = finished(*words, *WORDS)
+    trained = [row for row in rows(folder) if "lr" in row]
+    assert trained[0]["mismatch/kl"] == pytest.approx(0, abs=1e-6)
+    assert trained[0]["environment/turns"] > 1.2 and 0 < trained[0]["environment/token_share"] < 0.8
+    assert all(row["policy/grad_norm"] > 0 for row in trained)
+    assert rows(folder)[-1]["eval/score"] >= 0
+    (stage,) = cache_dir.glob(f"sft-{words[0].removeprefix('task=')}-*")
+    losses = [row["loss/policy"] for row in rows(stage) if "lr" in row]
+    assert losses[-1] < 0.7 * losses[0]
