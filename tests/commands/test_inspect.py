@@ -77,6 +77,15 @@ def test_pairs_are_shown_with_both_responses(inspect):
     assert "rejected   3 tokens, scored at its last token" in out
 
 
+def test_messages_between_the_replies_of_a_dialogue_are_shown_as_not_trained(inspect):
+    code, out, err = inspect("task=calculator", "algo=sft", "task.train_size=64")
+    assert code == 0, err
+    assert "  message    7 tokens, not in the loss\n    \\n|<|user|>|\\n| " in out
+    shown = out[out.index("Example 1") :].replace("  message", "  response").split("  response   ")
+    calls = [each.splitlines()[1].strip() for each in shown[1:] if "calc" in each]
+    assert calls and all(each.endswith("|[EOS <|endoftext|>]") for each in calls)
+
+
 def test_the_responses_of_reinforcement_learning_are_sampled(inspect):
     words = ["algo=rloo", "model.policy=policy", "scorer=reward_model", "scorer.path=reward"]
     code, out, err = inspect(*words, "task.path=rows", "schedule.total_episodes=16", *LOCAL)
