@@ -76,14 +76,6 @@ def _parts_have_one_form(cfg: Config) -> Iterator[str]:
 
 
 @rule
-def _all_replies_of_dialogues(cfg: Config) -> Iterator[str]:
-    for name, task in (cfg.task.parts or {"": cfg.task}).items():
-        if task.all_replies and has_dialogues(task) is False:
-            text = "task.all_replies must be false for texts (only dialogues have several replies), got true"
-            yield cfg.task.own_key(name, f"{text}; set task.all_replies=false")
-
-
-@rule
 def _dialogues_have_a_template(cfg: Config) -> Iterator[str]:
     _, path = tokenizer_of(cfg)
     if path is None or cfg.model.chat_template is not None:

@@ -16,7 +16,6 @@ PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected")
 SPLITS = ("train", "validation")  # the splits that a run reads
 
 _ALL_REPLIES = "SFT trains on all replies of a dialogue; false: on the last"
-
 Need = tuple[str, str, Sequence[str], Sequence[str], str]  # key, folder, columns, splits, reason
 
 
@@ -84,11 +83,6 @@ class TaskConfig(Section):
     @property
     def lacks_pairs(self) -> bool:
         """Whether a run that trains on preference pairs has to name them."""
-        return False
-
-    @property
-    def all_replies(self) -> bool:
-        """Whether SFT trains on all replies of a dialogue."""
         return False
 
     @property
@@ -356,6 +350,8 @@ class ChatConfig(TaskConfig):
                 f"{at}.{missing} must be set together with {at}.{given} (both replace the chat template of "
                 f"the tokenizer), got null; set {at}.{given}=null"
             )
+        if self.turn is not None and self.all_replies:
+            yield f"{at}.all_replies must be false with {at}.turn, got true; set {at}.all_replies=false"
         for part in ("{role}", "{content}"):
             if self.turn is not None and part not in self.turn:
                 yield (

@@ -11,18 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhf.core.chat_format import (
-    CALLS,
-    MARK,
-    PLAIN,
-    Messages,
-    Tools,
-    after_reply,
-    ending,
-    formatted,
-    render,
-    template_name,
-)
+from rlhf.core.chat_format import CALLS, MARK, Messages, Tools, after_reply, ending, formatted, render
 from rlhf.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,7 +50,6 @@ class Dialogues:
         self.total = 0
         self.lost: defaultdict[str, Lost] = defaultdict(Lost)
         self.shortened = Lost()
-        self.rewritten = Lost()
 
     def write(
         self,
@@ -113,7 +101,7 @@ class Dialogues:
             UserError: as in `write`; or the template does not end each reply with the end token.
         """
         prompt, shared, parts, names = self._written(messages, [turns[:1]], where, tools)
-        start, cut, read = shared, shared != prompt, len(messages) + 1
+        start, cut, read = shared, shared != prompt, len(messages) + 1  # read: messages that are written
         before = [*messages, *turns]
         for i in range(read, len(before)):
             if before[i]["role"] != "assistant":
@@ -121,18 +109,13 @@ class Dialogues:
             between = after_reply(self.tokenizer, before[read:i], where=where, tools=tools)
             if between is None:
                 raise UserError(
-                    "model.chat_template must end each reply with the end token to train on all replies, got "
-                    f"{template_name(self.tokenizer)}; set model.chat_template={PLAIN}, or "
-                    "task.all_replies=false"
+                    "task.all_replies must be false for a chat template that ends no reply with the end "
+                    "token, got true; set task.all_replies=false or model.chat_template=plain"
                 )
             prompt, shared, (reply,), found = self._written(before[:i], [before[i : i + 1]], where, tools)
             parts += [between.removesuffix(prompt.removeprefix(shared)), reply]
             names, cut, read = names | found, cut or shared != prompt, i + 1
         self._count(names, cut, where)
-        end = str(self.tokenizer.eos_token)
-        said = (part + end * (i % 2 == 0 and not part.endswith(self.others)) for i, part in enumerate(parts))
-        if shared != start + "".join(list(said)[:-1]):
-            self._note(self.rewritten, where)
         return start, parts
 
     def _count(self, names: set[str], shortened: bool, where: str) -> None:
@@ -214,11 +197,6 @@ class Dialogues:
             yield (
                 "the chat template begins a reply in another way than the stored answers in "
                 f"{self._share(self.shortened)}; their {effect}"
-            )
-        if self.rewritten.count:
-            yield (
-                "the chat template writes earlier turns in another way when a dialogue goes on in "
-                f"{self._share(self.rewritten)}; they are trained as they were written first"
             )
 
     def _share(self, lost: Lost) -> str:

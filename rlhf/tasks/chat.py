@@ -42,8 +42,7 @@ class ChatSource:
             UserError: a dialogue has only one turn, or does not end with a turn of the assistant.
         """
         stored = self.config.validation_split if split == "validation" else split
-        convert = with_all_replies(self._example) if self.config.all_replies else self._example
-        return self.dialogues.load(stored, ["messages"], wanted, convert)
+        return self.dialogues.load(stored, ["messages"], wanted, self._example)
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split of the pairs: `prompt`, `chosen` and `rejected`, texts or lists of messages.
@@ -66,6 +65,8 @@ class ChatSource:
                 "with another form",
             )
         turn, reply = self.config.turn, self.config.reply
+        if self.config.all_replies:
+            return with_all_replies(made)
         if turn is None or reply is None:
             return made
         texts = (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import dropwhile, takewhile
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.task import PREFERENCE_COLUMNS
@@ -360,26 +361,18 @@ def dialogue(row: Row) -> Row:
 
 
 def before_replies(messages: list[Message], demonstration: list[Message]) -> list[Message]:
-    """Return the messages of a prompt before its demonstration, which may contain the replies among them."""
-    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    return messages[: replies[0]] if replies and len(demonstration) > 1 else messages
+    """Return the messages of a prompt before its demonstration, which contains the replies among them."""
+    if len(demonstration) < 2:
+        return messages
+    return list(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
-def with_all_replies(convert: Callable[[Row], Row]) -> Callable[[Row], Row]:
-    """Return the function `convert`, which adds `demonstration`: a dialogue from its first reply on."""
-
-    def example(row: Row) -> Row:
-        made = convert(row)
-        if "messages" not in made:
-            raise BadRow(
-                "have dialogues for task.all_replies=true", "with texts", "set task.all_replies=false"
-            )
-        replies = made["messages"] + made["reference_response"]
-        while replies and replies[0]["role"] != "assistant":
-            replies = replies[1:]
-        return {**made, "demonstration": replies}
-
-    return example
+def with_all_replies(example: Row) -> Row:
+    """Return a converted row with the column `demonstration`: its dialogue from the first reply on."""
+    if "messages" not in example:
+        raise BadRow("have dialogues for task.all_replies=true", "with texts", "set task.all_replies=false")
+    whole = example["messages"] + example["reference_response"]
+    return {**example, "demonstration": list(dropwhile(lambda each: each["role"] != "assistant", whole))}
 
 
 def pair(row: Row) -> Row:

@@ -101,13 +101,14 @@ class LocalSource:
         assert name is not None
         layout = self.files.layout(split, data)
         columns = wanted.read(layout.names, self.files.columns(name), str(self.files.path))
-        example = with_all_replies(layout.example) if self.config.all_replies else layout.example
-        convert = wanted.recording(layout.pair if data is Data.preferences else example)
+        convert = wanted.recording(layout.pair if data is Data.preferences else layout.example)
         if self.files.saved:
             dataset = saved_split(self.files, name)
             rows = numbered(selected(dataset, columns), f"the split {name} of {self.files.path}")
         else:
             rows = self.files.rows(name, columns)
+        if self.config.all_replies and data is not Data.preferences:
+            return converted(rows, lambda row: with_all_replies(convert(row)), KEY)
         return converted(rows, convert, KEY)
 
 
