@@ -67,13 +67,7 @@ def length_of(task: str, algo: str) -> str:
 
 
 def tuned_of(task: str, model: str, algo: str) -> str:
-    """Return the option of conf/tuned/: that of an algorithm, else that of all algorithms that sample.
-
-    Args:
-        task: option of the task.
-        model: option of the model.
-        algo: option of the algorithm.
-    """
+    """Return the option of conf/tuned/ for three options: of the algorithm, else of all that sample."""
     own, shared = f"{task}_{model}_{algo}", f"{task}_{model}"
     supervised = getattr(SCHEMAS.get(f"schema/algo/{algo}"), "supervised", False)
     return own if supervised or own in option_files("tuned") else shared

@@ -30,6 +30,7 @@ class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
     chat_question: ClassVar[str] = "{question}\n\nWrite the answer between <answer> and </answer>."
     vocabulary_size: ClassVar[int] = 106
     has_answers: ClassVar[bool] = False
+    reads_path: ClassVar[bool] = False
 
     name: str = "reasoning_gym"
     dataset: str = entry("chain_sum", means="name of the data set in reasoning-gym")
@@ -59,7 +60,6 @@ class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
                 f"{at}.dataset must not be {self.dataset} ({reason}), got {self.dataset}; "
                 f"set {at}.dataset=chain_sum"
             )
-        yield from self.path_problems(at)
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error if reasoning-gym has no such data set, or refuses the arguments."""

@@ -15,7 +15,6 @@ PROMPT_COLUMNS = ("query", "reference_response")
 PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected")
 SPLITS = ("train", "validation")  # the splits that a run reads
 
-_ALL_REPLIES = "SFT trains on all replies of a dialogue; false: on the last"
 Need = tuple[str, str, Sequence[str], Sequence[str], str]  # key, folder, columns, splits, reason
 
 
@@ -121,15 +120,17 @@ class EmbeddedTaskConfig(TaskConfig):
     """A task that is generated from a seed."""
 
     embedded: ClassVar[bool] = True
+    reads_path: ClassVar[bool] = True  # False: examples are always generated
 
     data_seed: int = entry(0, means="seed of the generated data; the run's own seed does not change the data")
     train_size: int = number(MISSING, least=1, means="examples to generate", remedy="512")
     validation_size: int = number(512, least=1, means="examples to generate")
     test_size: int = number(512, least=1, means="examples to generate")
 
-    def path_problems(self, at: str) -> Iterator[str]:
-        """Yield an error for a `path`, for tasks without data in files."""
-        if self.path is not None:
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for a `path` that is not read."""
+        yield from TaskConfig.problems(self, at)
+        if self.path is not None and not self.reads_path:
             yield (
                 f"{at}.path must be null for task={self.name} (its examples are generated), got {self.path}; "
                 f"set {at}.path=null, or task=local"
@@ -265,6 +266,8 @@ class ArithmeticConfig(EmbeddedTaskConfig):
 class GameConfig(EmbeddedTaskConfig):
     """A task of generated dialogues with an environment."""
 
+    reads_path: ClassVar[bool] = False
+
     train_size: int = 4096
     max_prompt_tokens: int = 32
 
@@ -272,11 +275,6 @@ class GameConfig(EmbeddedTaskConfig):
     def dialogues(self) -> bool:
         """Whether the prompts are dialogues: they are messages of the user."""
         return True
-
-    def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for a `path`."""
-        yield from EmbeddedTaskConfig.problems(self, at)
-        yield from self.path_problems(at)
 
 
 @option("task", "calculator", part="rlhf.tasks.games:CalculatorSource")
@@ -320,7 +318,6 @@ class ChatConfig(TaskConfig):
     reply: str | None = entry(
         None, means="text at the end of every prompt, before the response; set together with turn"
     )
-    all_replies: bool = entry(False, means=_ALL_REPLIES, added=True)
 
     @property
     def dialogues(self) -> bool:
@@ -350,8 +347,6 @@ class ChatConfig(TaskConfig):
                 f"{at}.{missing} must be set together with {at}.{given} (both replace the chat template of "
                 f"the tokenizer), got null; set {at}.{given}=null"
             )
-        if self.turn is not None and self.all_replies:
-            yield f"{at}.all_replies must be false with {at}.turn, got true; set {at}.all_replies=false"
         for part in ("{role}", "{content}"):
             if self.turn is not None and part not in self.turn:
                 yield (
@@ -442,7 +437,9 @@ class LocalConfig(TaskConfig):
     validation_fraction: float = number(
         0.1, above=0, below=1, means="share of the rows for validation, if there is no validation file"
     )
-    all_replies: bool = entry(False, means=_ALL_REPLIES, added=True)
+    all_replies: bool = entry(
+        False, means="SFT trains on all replies of a dialogue; false: on the last", added=True
+    )
 
     @property
     def dialogues(self) -> bool | None:

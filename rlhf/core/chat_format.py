@@ -220,25 +220,12 @@ def formatted(
 
 
 def after_reply(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Messages,
-    before: Messages | None = None,
-    where: str = "an episode",
-    **options: Any,
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, before: Messages, where: str, **options: Any
 ) -> str | None:
-    """Return what the chat template writes behind the end token of a reply: messages, the start of a reply.
+    """Return what the chat template writes for messages behind the end token of a reply, and the next start.
 
-    The messages stand behind a question and an answer in place of the real dialogue.
-
-    Args:
-        tokenizer: the tokenizer with the chat template; its end token ends a reply (`set_format`).
-        messages: the messages after the reply.
-        before: further messages between the question and the answer.
-        where: the place of the messages, for error messages.
-        options: further arguments of `formatted`.
-
-    Returns:
-        The text. None: the template does not end the reply with the end token.
+    A question, the messages `before` and an answer stand in place of the real dialogue. None: the template
+    does not end the answer with the end token of the tokenizer. The other arguments are those of `formatted`.
 
     Raises:
         UserError: the template refuses the messages.
@@ -247,7 +234,7 @@ def after_reply(
     while any(answer in message["content"] for message in messages):
         answer += "'"
     asked, answered = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": answer}
-    dialogue = [asked, *(before or []), answered, *messages]
+    dialogue = [asked, *before, answered, *messages]
     whole = formatted(tokenizer, dialogue, where, add_generation_prompt=True, **options)
     _, ended, after = whole.rpartition(answer)[2].partition(str(tokenizer.eos_token))
     return after if ended else None

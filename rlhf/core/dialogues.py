@@ -9,6 +9,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.chat_format import CALLS, MARK, Messages, Tools, after_reply, ending, formatted, render
@@ -78,62 +79,11 @@ class Dialogues:
             UserError: the template refuses the messages, does not write an answer, or writes the messages
                 before an answer in another way than without it.
         """
-        prompt, shared, texts, names = self._written(messages, answers, where, tools, prompt_only)
-        self._count(names, shared != prompt, where)
-        return prompt if prompt_only else shared, texts
-
-    def episode(
-        self, messages: Messages, turns: Messages, where: str = "the dialogue", tools: Tools = None
-    ) -> tuple[str, list[str]]:
-        """Return the prompt and the parts of a dialogue with several replies: a reply, messages, a reply, ...
-
-        The prompt and each reply are those of `write`, as if the reply was the last. Messages end with the
-        start of the next reply, and begin behind the end token of the reply before them, as those of an
-        environment. So an earlier turn stays as it was, also if the template changes it later.
-
-        Args:
-            messages: the messages before the first reply.
-            turns: the first reply and all after it, the last reply included.
-            where: the place of the dialogue, for error messages.
-            tools: the functions that the assistant may call.
-
-        Raises:
-            UserError: as in `write`; or the template does not end each reply with the end token.
-        """
-        prompt, shared, parts, names = self._written(messages, [turns[:1]], where, tools)
-        start, cut, read = shared, shared != prompt, len(messages) + 1  # read: messages that are written
-        before = [*messages, *turns]
-        for i in range(read, len(before)):
-            if before[i]["role"] != "assistant":
-                continue
-            between = after_reply(self.tokenizer, before[read:i], where=where, tools=tools)
-            if between is None:
-                raise UserError(
-                    "task.all_replies must be false for a chat template that ends no reply with the end "
-                    "token, got true; set task.all_replies=false or model.chat_template=plain"
-                )
-            prompt, shared, (reply,), found = self._written(before[:i], [before[i : i + 1]], where, tools)
-            parts += [between.removesuffix(prompt.removeprefix(shared)), reply]
-            names, cut, read = names | found, cut or shared != prompt, i + 1
-        self._count(names, cut, where)
-        return start, parts
-
-    def _count(self, names: set[str], shortened: bool, where: str) -> None:
-        self.total += 1
-        for lost in [self.lost[name] for name in names] + [self.shortened] * shortened:
-            self._note(lost, where)
-
-    def _written(
-        self,
-        messages: Messages,
-        answers: Sequence[Messages],
-        where: str,
-        tools: Tools,
-        prompt_only: bool = False,
-    ) -> tuple[str, str, list[str], set[str]]:
-        """Return the prompt, its shared part, the answers, and what is not written; see `write`."""
         prompt, shared, wholes = self._wholes(messages, answers, where, tools)
         texts = self._texts(shared, wholes, answers)
+        if shared != prompt:
+            self._note(self.shortened, where)
+        self.total += 1
         names = set(self._unwritten(messages, [], prompt, "", where, tools))
         for answer, whole, text in zip(answers, wholes, texts, strict=True):
             if not answer:
@@ -154,7 +104,46 @@ class Dialogues:
                     "model.chat_template=<file with a Jinja template that writes it>"
                 )
             names |= unwritten
-        return prompt, shared, texts, names
+        for name in names:
+            self._note(self.lost[name], where)
+        return prompt if prompt_only else shared, texts
+
+    def episode(
+        self, messages: Messages, turns: Messages, where: str = "the dialogue", tools: Tools = None
+    ) -> tuple[str, list[str]]:
+        """Return the prompt and the parts of a dialogue with several replies: a reply, messages, a reply, ...
+
+        Each reply is that of `write`, as if it was the last. Messages begin behind the end token of the reply
+        before them and end with the start of the next reply, as those of an environment. So an earlier turn
+        stays as it was, also if the template changes it later.
+
+        Args:
+            messages: the messages before the first reply.
+            turns: the first reply and all after it, the last reply included.
+            where: the place of the dialogue, for error messages.
+            tools: the functions that the assistant may call.
+
+        Raises:
+            UserError: as in `write`; or the template does not end each reply with the end token.
+        """
+        whole, start, parts = [*messages, *turns], "", list[str]()
+        replies = [i for i in range(len(messages), len(whole)) if whole[i]["role"] == "assistant"]
+        replies = replies or [len(whole)]  # the last reply is missing
+        for before, i in pairwise([-1, *replies]):
+            write = self.write if i == replies[-1] else self.continued  # counts what is not written, once
+            shared, (reply,) = write(whole[:i], [whole[i : i + 1]], where, tools)
+            if not parts:
+                start, parts = shared, [reply]
+                continue
+            between = after_reply(self.tokenizer, whole[before + 1 : i], [], where, tools=tools)
+            if between is None:
+                raise UserError(
+                    "task.all_replies must be false for a chat template that ends no reply with the end "
+                    "token, got true; set task.all_replies=false or model.chat_template=plain"
+                )
+            prompt = render(self.tokenizer, whole[:i], where, tools)
+            parts += [between.removesuffix(prompt.removeprefix(shared)), reply]
+        return start, parts
 
     def continued(
         self, messages: Messages, answers: Sequence[Messages], where: str, tools: Tools = None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
-from rlhf.tasks.columns import BadRow, dialogue, with_all_replies
+from rlhf.tasks.columns import BadRow, dialogue
 from rlhf.tasks.records import NOTHING, Wanted
 from rlhf.tasks.source import load_pairs, pairs_of, prompts_of
 
@@ -65,8 +65,6 @@ class ChatSource:
                 "with another form",
             )
         turn, reply = self.config.turn, self.config.reply
-        if self.config.all_replies:
-            return with_all_replies(made)
         if turn is None or reply is None:
             return made
         texts = (

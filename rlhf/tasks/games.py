@@ -1,16 +1,10 @@
-"""The embedded tasks with an environment, `calculator` and `guess_number`: dialogues in the plain format.
+"""The embedded tasks `calculator` and `guess_number`: dialogues with an environment in the plain chat format.
 
-    user       Problem: 7 + 5 + 8        Guess: 1 to 15
-    assistant   calc 7 + 5                8
-    user        12                        higher
-    assistant   calc 12 + 8               12
-    user        20
-    assistant   #### 20
+    Problem: 7 + 5 + 8 | calc 7 + 5 | 12 | calc 12 + 8 | 20 | #### 20        Guess: 1 to 15 | 8 | higher | 12
 
-SFT imitates pupils, whom the environment answers. Of those with a problem, 60 % answer by head, and forget
-carries as in `arithmetic`; 40 % use the calculator, and 20 % of these write another number than its last
-result. Pupils who guess a number ignore the earlier answers in half of their guesses. RL learns to use the
-calculator, and to search.
+SFT imitates pupils, whom the environment answers. Of those with a problem, 60 % answer by head and forget
+carries as in `arithmetic`; 40 % use the calculator, and 20 % of these write another number than its result.
+Pupils who guess a number ignore the answers in half of their guesses. RL learns to calculate and to search.
 """
 
 from __future__ import annotations
@@ -40,21 +34,17 @@ _LARGEST, _HEEDLESS = 15, 0.5
 
 
 class GameSource(EmbeddedSource):
-    """A source of generated questions to a user, and of the dialogues of pupils with an environment.
-
-    Besides the columns of every source, each row has the column `secret`, the number that answers the
-    question; an environment receives it in its record.
-    """
+    """A source of questions, whose rows have the number that answers them in the column `secret`."""
 
     pattern = r"<\|[a-z]+\|>|\n| ?[0-9]+| ?[A-Za-z]+:?| ?#+| ?[^\sA-Za-z0-9#]"
     conversational = True
     environment: ClassVar[type[Calculator | GuessNumber]]
-    replies: ClassVar[int]  # largest number in a dialogue
+    replies: ClassVar[int]  # largest number in a demonstration
 
     @staticmethod
     @abstractmethod
-    def game(rng: random.Random) -> tuple[str, int, str, Pupil]:
-        """Return a question, the number that answers it, the right last reply, and a pupil."""
+    def game(rng: random.Random) -> tuple[str, str, Pupil]:
+        """Return a question, the right last reply, and a pupil."""
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Return a tokenizer with this vocabulary and the plain chat format."""
@@ -63,34 +53,25 @@ class GameSource(EmbeddedSource):
         return made
 
     def generate(self, split: str, size: int) -> dict[str, list[Any]]:
-        """Return `size` examples with the columns of dialogues, and `secret`."""
+        """Return `size` examples; the demonstrations are dialogues of pupils with the environment."""
         rng = random.Random(f"{self.config.name}/{self.config.data_seed}/{split}")
-        names = ("messages", "reference_response", "demonstration", "secret")
-        rows: dict[str, list[Any]] = {name: [] for name in names}
-        for _ in range(size):
-            question, secret, right, pupil = self.game(rng)
-            record = {"secret": secret}
-            example = Example(prompt=question, reference=right, record=record, seed=0, sample=0)
-            rows["messages"].append([_said("user", question)])
-            rows["reference_response"].append([_said("assistant", right)])
-            rows["demonstration"].append(self._played(example, pupil))
-            rows["secret"].append(secret)
-        return rows
+        rows = [self._example(*self.game(rng)) for _ in range(size)]
+        return {name: [row[name] for row in rows] for name in rows[0]}
 
-    def _played(self, example: Example, pupil: Pupil) -> list[Message]:
-        """Return the dialogue of a pupil with the environment, from the first reply on."""
-        environment = self.environment()
-        environment.reset(example)
+    def _example(self, question: str, right: str, pupil: Pupil) -> dict[str, Any]:
+        record, environment = {"secret": int(right.split()[-1])}, self.environment()
+        environment.reset(Example(prompt=question, reference=right, record=record, seed=0, sample=0))
         talk = [_said("assistant", next(pupil))]
         for _ in range(self.replies - 1):
             if (answer := environment.step(talk[-1]["content"])).done:
                 break
             talk += [_said("user", answer.message), _said("assistant", pupil.send(answer.message))]
-        return talk
+        asked, reference = [_said("user", question)], [_said("assistant", right)]
+        return {"messages": asked, "reference_response": reference, "demonstration": talk, **record}
 
 
 class CalculatorSource(GameSource):
-    """A source of sums, which a calculator adds."""
+    """A source of sums, and of pupils who add by head or with a calculator."""
 
     environment, replies = Calculator, _TERMS
 
@@ -102,8 +83,8 @@ class CalculatorSource(GameSource):
         return (*_MARKS, "Problem:", " calc", " +", " ####", *numbers)
 
     @staticmethod
-    def game(rng: random.Random) -> tuple[str, int, str, Pupil]:
-        """Return a sum, and a pupil who answers by head or with the calculator."""
+    def game(rng: random.Random) -> tuple[str, str, Pupil]:
+        """Return a problem, its answer, and a pupil."""
         terms = [rng.randint(1, 9) for _ in range(_TERMS)]
 
         def pupil() -> Pupil:
@@ -115,11 +96,11 @@ class CalculatorSource(GameSource):
             careless = rng.random() < _CARELESS
             yield f" #### {rng.randint(_TERMS, 9 * _TERMS)}" if careless else f" ####{total}"
 
-        return f"Problem: {' + '.join(map(str, terms))}", sum(terms), f" #### {sum(terms)}", pupil()
+        return f"Problem: {' + '.join(map(str, terms))}", f" #### {sum(terms)}", pupil()
 
 
 class GuessNumberSource(GameSource):
-    """A source of numbers, which are guessed."""
+    """A source of numbers, and of pupils who guess them."""
 
     environment, replies = GuessNumber, 4
 
@@ -130,9 +111,8 @@ class GuessNumberSource(GameSource):
         return (*_MARKS, "Guess:", " to", " higher", " lower", *(f" {i}" for i in range(_LARGEST + 1)))
 
     @staticmethod
-    def game(rng: random.Random) -> tuple[str, int, str, Pupil]:
-        """Return a number, and a pupil who heeds some of the answers."""
-        secret = rng.randint(1, _LARGEST)
+    def game(rng: random.Random) -> tuple[str, str, Pupil]:
+        """Return the question, a number, and a pupil."""
 
         def pupil() -> Pupil:
             low, high = 1, _LARGEST
@@ -144,7 +124,7 @@ class GuessNumberSource(GameSource):
                 else:
                     high = min(high, guess - 1)
 
-        return f"Guess: 1 to {_LARGEST}", secret, f" {secret}", pupil()
+        return f"Guess: 1 to {_LARGEST}", f" {rng.randint(1, _LARGEST)}", pupil()
 
 
 def _said(role: str, content: str) -> Message:

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
-from rlhf.checks.check import problems
 from rlhf.config.algo import Data
-from rlhf.config.compose import compose
-from rlhf.config.task import ChatConfig, LocalConfig
+from rlhf.config.task import LocalConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.chat_format import render, set_format
 from rlhf.core.dialogues import Dialogues
@@ -147,23 +145,11 @@ def test_without_the_key_only_the_last_reply_is_trained(tmp_path):
     )
 
 
-def test_the_chat_task_trains_on_all_replies_on_request(tmp_path):
-    write(tmp_path, LONG)
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text((tmp_path / "data.jsonl").read_text())
-    (tmp_path / "data.jsonl").unlink()
-    (row,) = make(ChatConfig(path=str(tmp_path), all_replies=True)).prompts("train")
-    assert row["demonstration"] == LONG[2:] and row["messages"] == LONG[:-1]
-
-
 def test_texts_have_no_several_replies(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": "b"}\n{"prompt": "c", "response": "b"}')
     source = make(LocalConfig(path=str(tmp_path / "data.jsonl"), all_replies=True))
     with pytest.raises(UserError, match="must have dialogues for task.all_replies=true, got line 1 of"):
         source.prompts("train")
-    turns = ("task.turn='{role}{content}'", "task.reply=x", "task.all_replies=true")
-    (found,) = problems(compose(["task=chat", "model=llama_8b", "algo=sft", *turns]))
-    assert found.startswith("task.all_replies must be false with task.turn")
 
 
 def test_dialogues_can_be_ordered_by_their_length(tmp_path):
