@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf.checks.rules import RULES, When, chosen, doubt, must, rule
-from rlhf.config.environment import TurnsConfig
+from rlhf.config.environment import EnvironmentScorerConfig, TurnsConfig
 from rlhf.config.root import Config
-from rlhf.config.scorer import EnvironmentScorerConfig, choice, scorers
+from rlhf.config.scorer import choice, scorers
 
 _ONE_REPLY_TASK = When(
     "with environment={environment} and task={task}",

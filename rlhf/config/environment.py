@@ -1,4 +1,4 @@
-"""Sections of the environments (`environment=...`): programs that answer the replies of the policy."""
+"""Sections of the environments (`environment=...`), which answer replies, and of `scorer=environment`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from rlhf.config.address import class_problem, function_problem, load_class
 from rlhf.config.schema import Choice, Section, entry, number, option
+from rlhf.config.scorer import ScorerConfig
 from rlhf.core.errors import UserError
 
 
@@ -170,3 +171,11 @@ class PythonEnvironmentConfig(ClassConfig):
                 f"{at}.arguments must be arguments of {self.path} ({error}), got {self.arguments}; "
                 "correct them"
             )
+
+
+@option("scorer", "environment", part="rlhf.scorers.scorer:EnvironmentScorer")
+@dataclass(kw_only=True, slots=True)
+class EnvironmentScorerConfig(ScorerConfig):
+    """The sum of the rewards that the environment gave for the replies of an episode."""
+
+    name: str = "environment"

@@ -232,14 +232,6 @@ class AnswerScorerConfig(ScorerConfig):
         return None if task.has_answers else "its references contain no answer to compare with"
 
 
-@option("scorer", "environment", part="rlhf.scorers.scorer:EnvironmentScorer")
-@dataclass(kw_only=True, slots=True)
-class EnvironmentScorerConfig(ScorerConfig):
-    """The sum of the rewards that the environment gave for the replies of an episode."""
-
-    name: str = "environment"
-
-
 @option("scorer", "labels", part="rlhf.scorers.scorer:LabelsScorer")
 @dataclass(kw_only=True, slots=True)
 class LabelsScorerConfig(ScorerConfig):

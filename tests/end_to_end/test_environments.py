@@ -9,13 +9,20 @@ import signal
 import pytest
 from safetensors.torch import load_file
 
+from rlhf.checks.check import problems
+from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
+from rlhf.core.errors import UserError
+from rlhf.models.loading import save
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation import evaluate
 from rlhf.stages.evaluation_config import changed
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import assert_same_end, rows, wait_for
 from tests.end_to_end.test_survival import finish, start
+from tests.environments.templates import family
+from tests.environments.test_tools import TEMPLATE
+from tests.tiny_models import tiny_lm
 
 pytestmark = pytest.mark.forks
 
@@ -119,3 +126,37 @@ def test_saved_episodes_are_trained_on_again(tiny, tmp_path, finished):
     names = ("objective/scores", "environment/turns", "environment/token_share", "policy/grad_norm")
     for row, expected in zip(updates(folder), updates(source), strict=True):
         assert {name: row[name] for name in names} == pytest.approx({name: expected[name] for name in names})
+
+
+def test_prompts_describe_the_tools_and_texts_become_messages(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = family("chatml")
+    tokenizer.chat_template = TEMPLATE
+    model = tiny_lm(
+        "llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=1024
+    )
+    save(model, tokenizer, tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "What is {n} + 3?"}}\n' for n in range(9)))
+    (tmp_path / "length.py").write_text("def score(response):\n    return float(len(response) % 7)\n")
+    words = (
+        *(
+            "task=local",
+            "task.path=rows.jsonl",
+            "model.policy=model",
+            "algo=rloo",
+            "generator.response_length=12",
+        ),
+        *("environment=tools", "environment.functions=[tests.environments.test_tools:add]", "eval.prompts=1"),
+        *("scorer=function", "scorer.path=length.py:score", "scorer@gold=none", "schedule.total_episodes=16"),
+        *("schedule.prompts_per_update=4", "progress=off", "optim.lr=1e-3", "backend.micro_batch=4"),
+        "generator.response_length=12",
+    )
+    run(compose([*words]), RunFolder(tmp_path / "run"))
+    (sample, *_) = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").open()]
+    assert '"name": "add"' in sample["prompt"] and "<|im_start|>user\nWhat is " in sample["prompt"]
+    assert updates(RunFolder(tmp_path / "run"))[0]["environment/turns"] >= 1
+    with pytest.raises(UserError, match="environment.response_template must be a JSON file"):
+        run(compose([*words, "model.chat_template=plain"]), RunFolder(tmp_path / "plain"))
+    others = [word for word in words if not word.startswith("scorer=") and "scorer.path" not in word]
+    (problem,) = problems(compose([*others, "scorer=environment"]))
+    assert problem.startswith("scorer must not be environment with environment=tools")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.config.scorer import EnvironmentScorerConfig
+from rlhf.config.environment import EnvironmentScorerConfig
 from rlhf.core.batch import Batch
 from rlhf.environments.transcript import transcripts
 from rlhf.environments.turns import Turns

@@ -10,7 +10,7 @@ from rlhf.assembly.tokenizer import build_turns
 from rlhf.checks.check import problems
 from rlhf.config.algo import Data
 from rlhf.config.compose import compose
-from rlhf.config.task import CalculatorTaskConfig, GuessNumberTaskConfig
+from rlhf.config.games import CalculatorTaskConfig, GuessNumberTaskConfig
 from rlhf.core.batch import Sampling
 from rlhf.core.encoding import encode_completions
 from rlhf.environments.episodes import Episodes
