@@ -326,6 +326,7 @@ def test_interleaved_games_with_the_global_generator_give_the_rolls_of_games_in_
     assert torch.equal(found, rolls([0, 0, 1, 1, 2, 2, 3, 3])) and len(found) == 3
     assert torch.equal(found[..., 0], found[..., 1]), "samples of a prompt have the same rolls"
     assert not torch.equal(found[:, 0], found[:, 1])
+    assert len({*found[:, 0, 0].tolist()}) == 3, "each roll is another"
     for name, threads in (("Dice", 2), ("AsyncDice", 0)):
         with pytest.raises(
             UserError, match=f"environment.threads must be 0 for {HERE}:{name}.*set environment.th"
