@@ -15,7 +15,8 @@ from rlhf.core.errors import RunError, UserError
 from rlhf.environments import calls
 from rlhf.environments.environment import Answer, EnvironmentFactory
 from rlhf.environments.episodes import Episodes
-from tests.environments.test_episodes import SAMPLING, prompts, same, sampled, settings
+from rlhf.generators.hf.generator import respond
+from tests.environments.test_episodes import SAMPLING, model, prompts, same, sampled, settings
 
 HERE = "tests.environments.test_limits"
 RELEASE = threading.Event()  # lets hanging calls return
@@ -332,6 +333,17 @@ def test_interleaved_games_with_the_global_generator_give_the_rolls_of_games_in_
             UserError, match=f"environment.threads must be 0 for {HERE}:{name}.*set environment.th"
         ):
             episodes(name, threads=threads)
+
+
+def test_a_sampler_that_fails_closes_the_environments_and_leaves_no_thread():
+    factory = EnvironmentFactory(address=f"{HERE}:Wrong", arguments={"how": "none"}, threads=2)
+    calls_of_update = iter(range(3))  # the fourth one fails
+    with pytest.raises(StopIteration):
+        respond(
+            model(), prompts(2), SAMPLING, replace(settings(), environment=factory),
+            update=lambda: next(calls_of_update),
+        )  # fmt: skip
+    assert sorted(CLOSED) == ["p0", "p0", "p1", "p1", "p2", "p2"] and own_threads() == 0
 
 
 @pytest.mark.parametrize("name", ["Wrong", "AsyncWrong"])
