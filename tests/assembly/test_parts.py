@@ -36,6 +36,7 @@ CALLED_WITH = {  # group, except backend -> the arguments of its parts
     "scorer": ("section", "context"),
     "generator": ("section", "context"),
     "clock": ("section", "context"),
+    "environment": ("section",),
     "logger": ("section", "context"),
 }
 

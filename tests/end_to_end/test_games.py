@@ -2,7 +2,11 @@
 
 import pytest
 
+from rlhf.config.compose import compose
+from rlhf.runs.folder import RunFolder
+from rlhf.stages.run import run
 from tests.end_to_end.conftest import rows
+from tests.end_to_end.test_algorithms import ONLINE, STALE
 
 SFT = (
     *("schedule.total_epochs=null", "schedule.total_episodes=1024", "schedule.prompts_per_update=32"),
@@ -36,3 +40,15 @@ def test_sft_and_rl_train_on_episodes_of_several_turns(finished, cache_dir, word
     (stage,) = cache_dir.glob(f"sft-{words[0].removeprefix('task=')}-*")
     losses = [row["loss/policy"] for row in rows(stage) if "lr" in row]
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)  # the first run also trains the SFT model
+@pytest.mark.parametrize("algo", [*ONLINE, *STALE])
+def test_every_algorithm_learns_to_use_the_calculator_in_20_updates(cache_dir, tmp_path, algo):
+    words = [f"algo={algo}", "algo.samples_per_prompt=4", "schedule.eval_every=20", "eval.prompts=128"]
+    folder = RunFolder(tmp_path / "run")
+    run(compose(["task=calculator", *words, f"cache_dir={cache_dir}", "progress=off"]), folder)
+    scores = [row["eval/score"] for row in rows(folder) if "eval/score" in row]
+    assert len([row for row in rows(folder) if "lr" in row]) == 20
+    assert scores[0] < 0.1 and scores[-1] > 0.95
