@@ -16,7 +16,7 @@ ARGS ?=
 
 # uv, which makes the locks (pip install uv); it finds CPU wheels of torch by UV_FIND_LINKS or UV_INDEX.
 UV ?= uv
-EXTRAS := deepspeed lora wandb tensorboard mlflow trackio bnb slurm sweep optuna reasoning report dev
+EXTRAS := deepspeed lora wandb tensorboard mlflow trackio bnb slurm sweep optuna reasoning gymnasium openenv report dev
 
 VENV := .venv
 BIN := $(VENV)/bin

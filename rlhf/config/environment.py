@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from rlhf.config.address import class_problem, function_problem, load_class
@@ -171,6 +172,75 @@ class PythonEnvironmentConfig(ClassConfig):
                 f"{at}.arguments must be arguments of {self.path} ({error}), got {self.arguments}; "
                 "correct them"
             )
+
+
+@option("environment", "gymnasium", part="rlhf.environments.environment:build")
+@dataclass(kw_only=True, slots=True)
+class GymnasiumConfig(ClassConfig):
+    """An environment of gymnasium, whose observations are messages; the prompts describe its start."""
+
+    name: str = "gymnasium"
+    id: str | None = entry(None, means="its name, such as FrozenLake-v1")
+    actions: dict[str, Any] | None = entry(
+        None, means="the action that each word means, such as {left: 0}; null: a reply is the action"
+    )
+    options: dict[str, Any] = entry(factory=dict, means="further arguments of gymnasium.make")
+
+    @property
+    def address(self) -> str:
+        """The address of the class."""
+        return "rlhf.environments.adapters:Gymnasium"
+
+    @property
+    def class_arguments(self) -> dict[str, Any]:
+        """The arguments of the class."""
+        return {"id": self.id, "actions": self.actions, **self.options}
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error without `id`, and if the package is not installed."""
+        yield from ClassConfig.problems(self, at)
+        yield from needed(at, "id", self.id, "FrozenLake-v1", "gymnasium", "gymnasium")
+
+
+@option("environment", "openenv", part="rlhf.environments.environment:build")
+@dataclass(kw_only=True, slots=True)
+class OpenEnvConfig(ClassConfig):
+    """Sessions of an OpenEnv server, one for each episode of a request; the prompts describe their start."""
+
+    name: str = "openenv"
+    url: str | None = entry(None, means="address of the server, http or https")
+    action: str = entry("message", means="field of an action that has the reply")
+    observation: str | None = entry(
+        None, means="field of an observation that is the message; null: all fields, as JSON"
+    )
+
+    @property
+    def address(self) -> str:
+        """The address of the class."""
+        return "rlhf.environments.adapters:OpenEnv"
+
+    @property
+    def class_arguments(self) -> dict[str, Any]:
+        """The arguments of the class."""
+        return {"url": self.url, "action": self.action, "observation": self.observation}
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error without `url`, and if the package is not installed."""
+        yield from ClassConfig.problems(self, at)
+        yield from needed(at, "url", self.url, "http://localhost:8000", "websockets", "openenv")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            yield f"{at}.url must begin with http:// or https://, got {self.url}; set {at}.url=http://{self.url}"
+
+
+def needed(at: str, name: str, value: object, example: str, package: str, extra: str) -> Iterator[str]:
+    """Yield an error for a key without a value, and for a package that is not installed."""
+    if value is None:
+        yield f"{at}.{name} must be set, got null; set {at}.{name}={example}"
+    if find_spec(package) is None:
+        yield (
+            f"environment={extra} needs the package {package}, which is not installed; "
+            f"run: pip install -e '.[{extra}]'"
+        )
 
 
 @option("scorer", "environment", part="rlhf.scorers.scorer:EnvironmentScorer")

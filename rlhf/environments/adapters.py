@@ -1,4 +1,4 @@
-"""Environments of other libraries, for `environment=python`. A library is imported when its class is used.
+"""Environments of other libraries. A library is imported when its class is used.
 
 The prompts of the task describe the start of an episode: the first observation is no message.
 """

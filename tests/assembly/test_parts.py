@@ -36,7 +36,7 @@ CALLED_WITH = {  # group, except backend -> the arguments of its parts
     "scorer": ("section", "context"),
     "generator": ("section", "context"),
     "clock": ("section", "context"),
-    "environment": ("section",),
+    "environment": ("section", "tokenizer"),
     "logger": ("section", "context"),
 }
 

@@ -3,6 +3,7 @@
 import pytest
 
 from rlhf.checks.check import problems, warnings
+from rlhf.config import environment
 from rlhf.config.compose import compose
 from rlhf.config.environment import PythonEnvironmentConfig
 from rlhf.config.identity import run_name, what_counts
@@ -93,3 +94,27 @@ def test_a_run_without_an_environment_has_the_name_of_earlier_versions(file):
     plain = compose(["task=arithmetic", "algo=grpo"])
     assert "environment" not in str(what_counts(plain)) and "environment" in str(what_counts(own(file)))
     assert run_name(own(file)) != run_name(own(file, "Counter", "environment.max_turns=2"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["environment=tools"], "environment.functions must name at least one function"),
+        (["environment=gymnasium"], "environment.id must be set, got null; set environment.id=FrozenLake-v1"),
+        (["environment=openenv"], "environment.url must be set, got null"),
+        (["environment=openenv", "environment.url=host:1"], "environment.url must begin with http:// or"),
+    ],
+)
+def test_what_an_environment_needs_is_named(words, said):
+    assert any(problem.startswith(said) for problem in problems(compose([*GYM, *words])))
+
+
+def test_a_missing_package_is_reported_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr(environment, "find_spec", lambda name: None)
+    (problem,) = environment.GymnasiumConfig(id="FrozenLake-v1").problems("environment")
+    assert problem.endswith("run: pip install -e '.[gymnasium]'")
+
+
+def test_a_tool_must_be_a_function(file):
+    (problem, *_) = problems(compose([*GYM, "environment=tools", f"environment.functions=[{file}:Counter]"]))
+    assert problem.startswith("environment.functions must name a function")

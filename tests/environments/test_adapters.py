@@ -151,3 +151,17 @@ def test_a_server_without_a_free_session_or_with_other_actions_is_an_error_with_
             played.running()
     with pytest.raises(RunError, match="in reset .*(Connect|refused|OSError)"):
         episodes("OpenEnv", {"url": "http://127.0.0.1:9"})
+
+
+def test_a_real_game_of_gymnasium_is_won_by_the_words_of_its_actions():
+    words = {"left": 0, "down": 1, "right": 2, "up": 3}
+    options = {"id": "FrozenLake-v1", "actions": words, "is_slippery": False}
+    played = episodes("Gymnasium", options, samples=1)
+    found = [
+        *answers(played, *(f" {word}" for word in ["down", "down", "fly", "right", "right", "down", "right"]))
+    ]
+    assert [error for *_, error in found] == [False, False, True, *[False] * 4]
+    assert found[2][0] == "8\nAnswer with one of: left, down, right, up"
+    assert [message for message, *_ in found[3:]] == ["9", "10", "14", "15"]
+    assert [(reward, done) for _, reward, done, _ in found[-2:]] == [(0.0, False), (1.0, True)]
+    played.close()

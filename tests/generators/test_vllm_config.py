@@ -16,6 +16,7 @@ from rlhf.config.generator import Transfer
 from rlhf.config.identity import run_name
 from rlhf.core.errors import UserError
 from rlhf.environments.environment import EnvironmentFactory
+from rlhf.generators.generator import GeneratorContext
 from rlhf.generators.transfer.gpu import CudaIpc, Nccl
 from rlhf.generators.transfer.shared_memory import SharedWeights
 from rlhf.generators.transfer.weights import TransferError
@@ -81,8 +82,8 @@ def test_the_trainers_side_imports_no_vllm():
 
 
 def made_of(section, context=None):
-    """Return the context of a part instead of the part."""
-    return context
+    """Return the context of a generator instead of the generator; None for other parts."""
+    return context if isinstance(context, GeneratorContext) else None
 
 
 def test_the_factory_takes_its_settings_from_the_run(monkeypatch, tmp_path):
