@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf.checks.rules import RULES, When, chosen, doubt, must, rule
+from rlhf.checks.rules import RULES, Allowed, When, chosen, doubt, must, rule
 from rlhf.config.environment import EnvironmentScorerConfig, TurnsConfig
 from rlhf.config.root import Config
 from rlhf.config.scorer import choice, scorers
@@ -23,6 +23,13 @@ _ANSWERS = When("with environment={environment}", lambda cfg: cfg.environment.an
 RULES += [
     must("clock", "wall", _ANSWERS, "episodes are not sampled in parts"),
     must("environment", "none", _PAIRS, "pairs consist of single replies"),
+    must(
+        "environment",
+        Allowed("be a class or a library", lambda section: section.rewards),
+        When("with task=environment", lambda cfg: cfg.task.name == "environment"),
+        "its first messages are the prompts",
+        fix="environment=python, gymnasium or openenv",
+    ),
     must(
         "environment",
         "none",

@@ -181,8 +181,8 @@ class GymnasiumConfig(ClassConfig):
 
     name: str = "gymnasium"
     id: str | None = entry(None, means="its name, such as FrozenLake-v1")
-    actions: dict[str, Any] | None = entry(
-        None, means="the action that each word means, such as {left: 0}; null: a reply is the action"
+    actions: dict[str, Any] = entry(
+        factory=dict, means="the action that each word means, such as {left: 0}; {}: a reply is the action"
     )
     options: dict[str, Any] = entry(factory=dict, means="further arguments of gymnasium.make")
 

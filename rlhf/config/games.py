@@ -1,12 +1,13 @@
-"""Sections of the tasks with an embedded environment: `task=calculator` and `task=guess_number`."""
+"""Sections of the tasks that belong to an environment: `calculator`, `guess_number`, `environment`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlhf.config.schema import option
-from rlhf.config.task import EmbeddedTaskConfig
+from rlhf.config.schema import entry, number, option
+from rlhf.config.task import EmbeddedTaskConfig, TaskConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,3 +44,29 @@ class GuessNumberTaskConfig(GameConfig):
     has_answers: ClassVar[bool] = False
 
     name: str = "guess_number"
+
+
+@option("task", "environment", part="rlhf.tasks.first_messages:FirstMessages")
+@dataclass(kw_only=True, slots=True)
+class EnvironmentTaskConfig(TaskConfig):
+    """The first messages of the environment: the texts that `reset` returns for seeds."""
+
+    has_answers: ClassVar[bool] = False
+
+    name: str = "environment"
+    data_seed: int = entry(0, means="seed of the seeds; the run's own seed does not change the data")
+    train_size: int = number(1024, least=1, means="first messages to ask for")
+    validation_size: int = number(256, least=1, means="first messages to ask for")
+    test_size: int = number(256, least=1, means="first messages to ask for")
+
+    @property
+    def dialogues(self) -> bool:
+        """Whether the prompts are dialogues: a first message is a message of the user."""
+        return True
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for a folder of data, which is not read."""
+        yield from TaskConfig.problems(self, at)
+        for name in ("path", "preferences_path"):
+            if (value := getattr(self, name)) is not None:
+                yield f"{at}.{name} must be null for task=environment, got {value}; set {at}.{name}=null"

@@ -1,6 +1,6 @@
 """Environments of other libraries. A library is imported when its class is used.
 
-The prompts of the task describe the start of an episode: the first observation is no message.
+The first observation is the prompt with `task=environment`. With other tasks it is no message.
 """
 
 from __future__ import annotations
@@ -24,17 +24,23 @@ class Gymnasium:
     def __init__(self, id: str, actions: Mapping[str, Any] | None = None, **options: Any) -> None:
         from gymnasium import make
 
-        self._game, self._actions, self._seen = make(id, **options), actions, ""
+        self._game, self._actions, self._seen = make(id, **options), actions or None, ""
 
-    def reset(self, example: Example) -> None:
-        """Begin the episode with the seed of the example."""
+    def reset(self, example: Example) -> str:
+        """Begin the episode with the seed of the example, and return the first observation."""
         self._seen = str(self._game.reset(seed=example.seed % 2**31)[0])
+        return self._described
+
+    @property
+    def _described(self) -> str:
+        words = f"\nAnswer with one of: {', '.join(self._actions)}" if self._actions else ""
+        return self._seen + words
 
     def step(self, reply: str) -> Answer:
         """Take an action. Another word changes nothing: the message has the observation and the words."""
         words = self._actions
         if words is not None and reply.strip() not in words:
-            return Answer(f"{self._seen}\nAnswer with one of: {', '.join(words)}", error=True)
+            return Answer(self._described, error=True)
         seen, reward, ended, cut, _ = self._game.step(reply if words is None else words[reply.strip()])
         self._seen = str(seen)
         return Answer(self._seen, float(reward), bool(ended or cut))
@@ -58,23 +64,21 @@ class OpenEnv:
         self._action, self._observation = action, observation
         self._session: Any = None
 
-    async def reset(self, example: Example) -> None:
-        """Begin a session with the seed of the example."""
+    async def reset(self, example: Example) -> str:
+        """Begin a session with the seed of the example, and return the first observation."""
         from websockets.asyncio.client import connect
 
         self._session = await connect(self._url, max_size=2**24, proxy=None)
-        await self._ask("reset", {"seed": example.seed % 2**31})
+        return self._text(await self._ask("reset", {"seed": example.seed % 2**31}))
 
     async def step(self, reply: str) -> Answer:
         """Send a reply as an action."""
         found = await self._ask("step", {self._action: reply})
-        seen = found["observation"]
-        text = (
-            json.dumps(seen, ensure_ascii=False)
-            if self._observation is None
-            else str(seen[self._observation])
-        )
-        return Answer(text, float(found.get("reward") or 0.0), bool(found.get("done")))
+        return Answer(self._text(found), float(found.get("reward") or 0.0), bool(found.get("done")))
+
+    def _text(self, found: dict[str, Any]) -> str:
+        seen, name = found["observation"], self._observation
+        return json.dumps(seen, ensure_ascii=False) if name is None else str(seen[name])
 
     async def close(self) -> None:
         """End the session."""

@@ -61,6 +61,31 @@ class _Episode:
         self.rewards += [0.0] * len(ids)
 
 
+def first_messages(factory: EnvironmentFactory, seeds: Sequence[int]) -> list[Any]:
+    """Return what `reset` returns for each seed, in the order of the seeds.
+
+    Raises:
+        RunError: the environment fails.
+    """
+    kind, found = factory.load(), []
+    calls = Calls(1, factory.step_limit_s, asynchronous(kind))
+    try:
+        for seed in seeds:
+            made = kind(**factory.arguments)
+            example = Example(prompt="", reference="", record={"seed": seed}, seed=seed, sample=0)
+            calls.ask(None, made.reset, example)
+            (call,) = calls.ended(math.inf)
+            if call.error is not None:
+                raise factory.failed(call, "reset", example) or RunError(f"{factory.address} fails in reset")
+            found.append(call.result)
+            if close := getattr(made, "close", None):
+                calls.ask(None, close)
+                calls.ended(math.inf)
+    finally:
+        calls.close(_END_S, ())
+    return found
+
+
 class Episodes:
     """N prompts with K episodes each. An episode has a position n * K + k.
 
@@ -94,13 +119,14 @@ class Episodes:
             ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
         ]
         records = prompts.records or [{}] * len(prompts)
+        own = seed, "environment", sampling.purpose, sampling.request
         self._all = [
             _Episode(
                 Example(
                     prompt=prompts.texts[n],
                     reference=prompts.references[n],
                     record=records[n],
-                    seed=derive(seed, "environment", sampling.purpose, sampling.request, row),
+                    seed=records[n].get("seed") or derive(*own, row),
                     sample=k,
                 )
             )
@@ -233,6 +259,12 @@ class Episodes:
                 raise failure
             episode.figures["step_errors"] += 1
         if method == "reset":
+            first = episode.example.record.keys() == {"seed"}  # the prompt is a first message
+            if first and call.error is None and str(call.result).strip() not in episode.example.prompt:
+                raise RunError(
+                    f"{self.factory.address} must return the same text from reset for the same seed (it is "
+                    f"the prompt), got {call.result!r:.80} for {episode.example.seed}; use only example.seed"
+                )
             episode.failed = call.error is not None
             self._ready.append(i)
         elif method == "step":
