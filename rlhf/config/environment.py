@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from rlhf.config.address import class_problem, function_problem, load_class
-from rlhf.config.schema import Choice, Section, entry, number, option
+from rlhf.config.schema import Affects, Choice, Section, entry, number, option
 from rlhf.config.scorer import ScorerConfig
 from rlhf.core.errors import UserError
 
@@ -48,11 +48,16 @@ class TurnsConfig(EnvironmentConfig):
     )
     role: str = entry("user", means="role of the messages in the chat template, such as user or tool")
     threads: int = number(
-        0, least=0, means="calls of reset and step at a time; 0: one, for which sampling waits"
+        0,
+        least=0,
+        means="calls of reset and step at a time; 0: one, for which sampling waits",
+        affects=Affects.speed,
     )
-    step_limit_s: float = number(60.0, above=0, means="seconds that a call may take")
-    on_error: OnError = entry(OnError.stop, means="what follows a call that fails or takes too long")
-    error_reward: float = number(0.0, means="reward of an episode that on_error=end ends")
+    step_limit_s: float = number(60.0, above=0, means="seconds that a call may take", affects=Affects.speed)
+    on_error: OnError = entry(
+        OnError.stop, means="what follows a call that fails or takes too long", added=True
+    )
+    error_reward: float = number(0.0, means="reward of an episode that on_error=end ends", added=True)
 
 
 @dataclass(kw_only=True, slots=True)
