@@ -1,4 +1,4 @@
-"""Test that the default DPO run, including its SFT and reward model stages, improves the win rate."""
+"""Tests of runs with all their stages that learn: the default run, and problems with verifiers."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from tests.end_to_end.test_own_data import documented
 
 
 def evaluations(folder: Path) -> list[dict]:
@@ -46,6 +47,19 @@ def test_training_on_the_reward_model_raises_the_win_rate_of_the_gold_scorer(tmp
     assert mean(late, "objective/scores") > mean(early, "objective/scores"), (
         "the score of the reward model must rise"
     )
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)  # trains two models: minutes on one core
+def test_the_documented_run_on_problems_with_verifiers_learns_to_solve_held_out_ones(tmp_path):
+    words = documented("own_data.md", "task=reasoning_gym", "task.dataset=aiw")
+    folder = RunFolder(tmp_path / "run")
+
+    run(compose([*words, f"cache_dir={tmp_path / 'artefacts'}", "progress=plain"]), folder)
+
+    before, *_, after = evaluations(folder.path)
+    assert before["eval/score"] < 0.75
+    assert after["eval/score"] > before["eval/score"] + 0.15
 
 
 def mean(rows: list[dict], name: str) -> float:
