@@ -205,7 +205,7 @@ class _Address:
 
     def setting(self, address: str) -> str:
         """Return the setting of another address, as it is typed in a shell."""
-        return setting(self.key, [address] if self.key == "hooks" else address)
+        return f"{self.key}=[{address}]" if self.key == "hooks" else setting(self.key, address)
 
     def source(self) -> function_source.Source | str | None:
         """Return the source of the module, or why it cannot be read; None: it is not a Python file."""

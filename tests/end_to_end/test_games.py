@@ -5,7 +5,8 @@ import pytest
 from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from tests.end_to_end.conftest import rows
+from rlhf.stages.stage_config import model_folder, stage
+from tests.end_to_end.conftest import TINY, rows
 from tests.end_to_end.test_algorithms import ONLINE, STALE
 
 SFT = (
@@ -37,8 +38,8 @@ def test_sft_and_rl_train_on_episodes_of_several_turns(finished, cache_dir, word
     assert trained[0]["environment/turns"] > 1.2 and 0 < trained[0]["environment/token_share"] < 0.8
     assert all(row["policy/grad_norm"] > 0 for row in trained)
     assert rows(folder)[-1]["eval/score"] >= 0
-    (stage,) = cache_dir.glob(f"sft-{words[0].removeprefix('task=')}-*")
-    losses = [row["loss/policy"] for row in rows(stage) if "lr" in row]
+    made = model_folder(stage(compose([*TINY, f"cache_dir={cache_dir}", *words, *WORDS]), "sft"))
+    losses = [row["loss/policy"] for row in rows(made) if "lr" in row]
     assert losses[-1] < 0.7 * losses[0]
 
 

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 
 from rlhf.assembly.parts import make
+from rlhf.config.generator import GeneratorConfig
 from rlhf.generators.annotating import AnnotatedGenerator
 from rlhf.generators.generator import Generator
 from rlhf.runs.folder import RunFolder
@@ -53,7 +54,7 @@ def processes(tmp_path_factory):
     started: dict[str, AnnotatedGenerator] = {}
 
     def lend(section, context):
-        if not section.has_worker(context.max_lag):
+        if not isinstance(section, GeneratorConfig) or not section.has_worker(context.max_lag):
             return make(section, context)
         if section.name not in started:
             log = tmp_path_factory.mktemp("log")
