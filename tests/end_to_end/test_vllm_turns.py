@@ -159,7 +159,10 @@ def test_greedy_episodes_are_those_of_the_hugging_face_sampler(process):
     other = HFGenerator(lambda: nullcontext(process.model), settings)
     expected = other.submit(prompts(), replace(SAMPLING, samples=1, temperature=1e-6)).result()
     assert same(found, expected, atol=float("inf")) and found.episode.keys() == expected.episode.keys()
-    assert all(torch.equal(found.episode[name], expected.episode[name]) for name in found.episode)
+    assert all(
+        torch.equal(found.episode[name], expected.episode[name])
+        for name in found.episode.keys() - {"seconds"}
+    )
     assert found.episode["turns"].max() > 1
 
 
