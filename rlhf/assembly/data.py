@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.parts import build_source
+from rlhf.assembly.parts import build_source, make
 from rlhf.assembly.tokenizer import build_tools, declared_tokens
 from rlhf.config.address import load_function, signature_of
 from rlhf.config.algo import Trains
 from rlhf.config.parameters import Parameters, parameters_of
 from rlhf.config.scorer import scorers
 from rlhf.core.state import SupervisedState, TrainState
+from rlhf.tasks.first_messages import FirstMessages
 from rlhf.tasks.records import Wanted
 from rlhf.tasks.task import Task
 
@@ -44,8 +45,11 @@ def build_task(
     Raises:
         UserError: a reward function cannot be imported.
     """
+    source = build_source(cfg)
+    if isinstance(source, FirstMessages):
+        source.factory = make(cfg.environment, tokenizer)
     return Task(
-        build_source(cfg),
+        source,
         tokenizer,
         data=data,
         prompts_per_update=prompts_per_update,

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import build_scorer
-from rlhf.assembly.tokenizer import build_stop_ids, build_turns
+from rlhf.assembly.tokenizer import build_stop_ids
 from rlhf.config.algo import Data, Trains
 from rlhf.core.batch import Sampling
 from rlhf.core.encoding import encode_completions
@@ -20,6 +20,7 @@ from rlhf.trials.sampling import samples_with_cache
 if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.engines.engine import Engine
+    from rlhf.environments.environment import EnvironmentFactory
     from rlhf.generators.generator import Generator
     from rlhf.processes.ranks import Ranks
     from rlhf.scorers.scorer import Scorer
@@ -61,6 +62,7 @@ def build_evaluator(
         assert pairs.completions is not None
         encoded = encode_completions(pairs, pairs.completions, tokenizer, cfg.generator.response_length)
         held_out_pairs = HeldOutPairs(encoded, make(cfg.algo), engine)
+    environment: EnvironmentFactory | None = make(cfg.environment, tokenizer)
     if not cfg.generator.samples:  # the generator has no completions of held-out prompts
         settings = HFSettings(
             stop_ids=build_stop_ids(cfg, tokenizer),
@@ -68,8 +70,7 @@ def build_evaluator(
             batch_size=cfg.eval.batch_size,
             seed=cfg.seed,
             cached=samples_with_cache(engine.module.model, cfg, ranks, engine.borrow_policy),
-            environment=make(cfg.environment, tokenizer),
-            turns=build_turns(cfg, tokenizer),
+            environment=environment,
         )
         sampler = HFGenerator(engine.borrow_policy, settings, engine.phases)
         generator = PerRankGenerator(sampler, ranks) if ranks.size > 1 else sampler
@@ -90,5 +91,5 @@ def build_evaluator(
         held_out_pairs,
         tuple(cfg.task.shares),
         engine.phases,
-        build_turns(cfg, tokenizer),
+        environment.turns if environment else None,
     )

@@ -14,7 +14,7 @@ from rlhf.assembly.device import build_device
 from rlhf.assembly.models import build_reference
 from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import build_training_scorer
-from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer, build_turns
+from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer
 from rlhf.config.backend import TorchConfig
 from rlhf.config.cores import threads
 from rlhf.generators.across_ranks import PerRankGenerator, SharedGenerator
@@ -103,7 +103,6 @@ def build_generator(
             cached=cached,
             stop_ids=build_stop_ids(cfg, tokenizer),
             environment=make(cfg.environment, tokenizer),
-            turns=build_turns(cfg, tokenizer),
             phases=engine.phases,
         )
         generator: Generator = make(cfg.generator, context)

@@ -29,10 +29,7 @@ def make(section: Section, *context: object) -> Any:
 
 def build_source(cfg: Config) -> Source:
     """Return the source of the data of a run. With an environment, prompts that are texts become messages."""
-    from rlhf.tasks.first_messages import FirstMessages
     from rlhf.tasks.source import DialogueSource
 
     source: Source = make(cfg.task)
-    if isinstance(source, FirstMessages):
-        source.factory = make(cfg.environment, None)
     return DialogueSource(source) if cfg.environment.answers and not source.conversational else source

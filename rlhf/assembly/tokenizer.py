@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 
 from rlhf.assembly.parts import build_source, make
 from rlhf.config.algo import Trains
-from rlhf.config.environment import ToolsConfig, TurnsConfig
 from rlhf.core.chat_format import Tools, set_format
 from rlhf.core.console import say_row
 from rlhf.environments.tools import schemas
-from rlhf.environments.turns import Turns
 from rlhf.models.tokenizer import declared_ends, read_tokenizer, set_pad_token, stop_ids
 
 if TYPE_CHECKING:
@@ -58,25 +56,13 @@ def build_stop_ids(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[int]
     return stop_ids(tokenizer, [cfg.start] if cfg.start else [])
 
 
-def build_turns(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Turns | None:
-    """Return the messages of the environment as tokens; None: the run has no environment.
-
-    Raises:
-        UserError: the chat template does not write a message in the same way after every reply.
-    """
-    section = cfg.environment
-    if not isinstance(section, TurnsConfig):
-        return None
-    return Turns(tokenizer, section.role, section.message_tokens, tools=build_tools(cfg))
-
-
 def build_tools(cfg: Config) -> Tools:
     """Return the JSON schemas of the functions that replies may call; None: the run has no tools.
 
     Raises:
         UserError: a function cannot be imported, or lacks type hints or a docstring.
     """
-    return schemas(cfg.environment.functions) if isinstance(cfg.environment, ToolsConfig) else None
+    return schemas(cfg.environment.tools) or None
 
 
 def declared_tokens(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf.checks.rules import RULES, Allowed, When, chosen, doubt, must, rule
-from rlhf.config.environment import EnvironmentScorerConfig, TurnsConfig
+from rlhf.checks.rules import DOUBTS, RULES, Allowed, When, chosen, doubtful, must, rule
 from rlhf.config.root import Config
 from rlhf.config.scorer import choice, scorers
 
@@ -43,7 +42,7 @@ RULES += [
 @rule
 def _rewards_have_an_environment(cfg: Config) -> Iterator[str]:
     for at, each in scorers(cfg):
-        if not isinstance(each, EnvironmentScorerConfig):
+        if not each.reads_rewards:
             continue
         key = choice(at)
         if at.startswith("gold"):
@@ -58,15 +57,11 @@ def _rewards_have_an_environment(cfg: Config) -> Iterator[str]:
             )
 
 
-@doubt
-def _room_for_every_turn(cfg: Config) -> Iterator[str]:
-    section, length = cfg.environment, cfg.generator.response_length
-    if not isinstance(section, TurnsConfig) or section.reply_tokens is None:
-        return
-    turns = section.max_turns
-    needed = turns * section.reply_tokens + (turns - 1) * section.message_tokens
-    if needed > length:
-        yield (
-            f"generator.response_length={length} has no room for environment.max_turns={turns} with the "
-            f"longest replies and messages; for these set generator.response_length={needed}"
-        )
+DOUBTS += [
+    doubtful(
+        "generator.response_length={generator.response_length} has no room for environment.max_turns="
+        "{environment.max_turns} with the longest replies and messages; for these set "
+        "generator.response_length={environment.longest}",
+        lambda cfg: cfg.environment.longest > cfg.generator.response_length,
+    )
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from rlhf.checks.rules import (
@@ -16,6 +15,7 @@ from rlhf.checks.rules import (
     must,
     training_rule,
 )
+from rlhf.config.packages import missing_package
 from rlhf.config.root import Config
 from rlhf.config.schedule import MOST_EPISODES, ESSScaling, Optimizer
 from rlhf.config.schema import plain
@@ -138,11 +138,9 @@ def _division(cfg: Config) -> Iterator[str]:
 @training_rule
 def _bitsandbytes_is_installed(cfg: Config) -> Iterator[str]:
     eight_bits = cfg.optim.optimizer is Optimizer.adamw_8bit and cfg.backend.any_optimizer
-    if eight_bits and importlib.util.find_spec("bitsandbytes") is None:
-        yield (
-            "optim.optimizer=adamw_8bit needs the package bitsandbytes, which is not installed; "
-            "run: pip install -e '.[bnb]', or set optim.optimizer=adamw"
-        )
+    if eight_bits:
+        option, otherwise = "optim.optimizer=adamw_8bit", "set optim.optimizer=adamw"
+        yield from missing_package(option, "bitsandbytes", "bnb", otherwise=otherwise)
 
 
 @doubt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,6 +11,7 @@ from omegaconf import MISSING
 
 from rlhf.config.footprint import REDUCE_BUCKET, Footprint, zero
 from rlhf.config.model import Dtype
+from rlhf.config.packages import missing_package
 from rlhf.config.schema import Affects, Choice, Section, entry, number, option
 
 
@@ -172,11 +172,9 @@ class ZeroConfig(BackendConfig):
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if DeepSpeed is missing, and for each native key that is unknown or in `OWNED`."""
         yield from BackendConfig.problems(self, at)
-        if importlib.util.find_spec("deepspeed") is None:
-            yield (
-                f"backend={self.name} needs the package deepspeed, which is not installed; "
-                "run: pip install -e '.[deepspeed]', or set backend=torch"
-            )
+        yield from missing_package(
+            f"backend={self.name}", "deepspeed", "deepspeed", otherwise="set backend=torch"
+        )
         for key in self.deepspeed:
             if key not in KNOWN:
                 close = get_close_matches(key, KNOWN, n=1)

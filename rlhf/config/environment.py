@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from rlhf.config.address import class_problem, function_problem, load_class
+from rlhf.config.packages import missing_package
 from rlhf.config.schema import Affects, Choice, Section, entry, number, option
 from rlhf.config.scorer import ScorerConfig
 from rlhf.core.errors import UserError
@@ -30,6 +30,16 @@ class EnvironmentConfig(Section):
     rewards: ClassVar[bool] = False  # True: the program rewards the replies
 
     name: str = entry("none", added=True)
+
+    @property
+    def tools(self) -> list[str]:
+        """The addresses of the functions that replies may call."""
+        return []
+
+    @property
+    def longest(self) -> int:
+        """The tokens of an episode with the longest replies and messages; 0: they are not known."""
+        return 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,15 +69,24 @@ class TurnsConfig(EnvironmentConfig):
     )
     error_reward: float = number(0.0, means="reward of an episode that on_error=end ends", added=True)
 
+    @property
+    def longest(self) -> int:
+        """The tokens of an episode with the longest replies and messages; 0: replies have no limit."""
+        if self.reply_tokens is None:
+            return 0
+        return self.max_turns * self.reply_tokens + (self.max_turns - 1) * self.message_tokens
+
 
 @dataclass(kw_only=True, slots=True)
 class ClassConfig(TurnsConfig):
     """An environment that is a class."""
 
+    own_class: ClassVar[str]  # the address of a class of this project
+
     @property
     def address(self) -> str:
         """The address of the class, `<module>:<Class>` or `<file>.py:<Class>`."""
-        raise NotImplementedError
+        return self.own_class
 
     @property
     def class_arguments(self) -> dict[str, Any]:
@@ -80,12 +99,9 @@ class ClassConfig(TurnsConfig):
 class CalculatorConfig(ClassConfig):
     """A tool that adds two numbers; the reward is 1 for the right answer to the problem."""
 
-    name: str = "calculator"
+    own_class: ClassVar[str] = "rlhf.environments.games:Calculator"
 
-    @property
-    def address(self) -> str:
-        """The address of the class."""
-        return "rlhf.environments.games:Calculator"
+    name: str = "calculator"
 
 
 @option("environment", "guess_number", part="rlhf.environments.environment:build")
@@ -93,13 +109,10 @@ class CalculatorConfig(ClassConfig):
 class GuessNumberConfig(ClassConfig):
     """A game that says whether the secret number is higher or lower than a guess."""
 
+    own_class: ClassVar[str] = "rlhf.environments.games:GuessNumber"
+
     name: str = "guess_number"
     max_turns: int = 4
-
-    @property
-    def address(self) -> str:
-        """The address of the class."""
-        return "rlhf.environments.games:GuessNumber"
 
 
 @option("environment", "tools", part="rlhf.environments.tools:build")
@@ -118,6 +131,11 @@ class ToolsConfig(TurnsConfig):
     response_template: str | None = entry(
         None, means="JSON file with a response template of transformers, which reads calls; null: the model's"
     )
+
+    @property
+    def tools(self) -> list[str]:
+        """The addresses of the functions."""
+        return self.functions
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if there is no function, or the source of one shows that it cannot be called."""
@@ -182,7 +200,9 @@ class PythonEnvironmentConfig(ClassConfig):
 @option("environment", "gymnasium", part="rlhf.environments.environment:build")
 @dataclass(kw_only=True, slots=True)
 class GymnasiumConfig(ClassConfig):
-    """An environment of gymnasium, whose observations are messages; the prompts describe its start."""
+    """An environment of gymnasium; with `task=environment`, its first observations are the prompts."""
+
+    own_class: ClassVar[str] = "rlhf.environments.adapters:Gymnasium"
 
     name: str = "gymnasium"
     id: str | None = entry(None, means="its name, such as FrozenLake-v1")
@@ -192,11 +212,6 @@ class GymnasiumConfig(ClassConfig):
     options: dict[str, Any] = entry(factory=dict, means="further arguments of gymnasium.make")
 
     @property
-    def address(self) -> str:
-        """The address of the class."""
-        return "rlhf.environments.adapters:Gymnasium"
-
-    @property
     def class_arguments(self) -> dict[str, Any]:
         """The arguments of the class."""
         return {"id": self.id, "actions": self.actions, **self.options}
@@ -204,13 +219,17 @@ class GymnasiumConfig(ClassConfig):
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error without `id`, and if the package is not installed."""
         yield from ClassConfig.problems(self, at)
-        yield from needed(at, "id", self.id, "FrozenLake-v1", "gymnasium", "gymnasium")
+        if self.id is None:
+            yield f"{at}.id must name an environment, got null; set {at}.id=FrozenLake-v1"
+        yield from missing_package("environment=gymnasium", "gymnasium", "gymnasium")
 
 
 @option("environment", "openenv", part="rlhf.environments.environment:build")
 @dataclass(kw_only=True, slots=True)
 class OpenEnvConfig(ClassConfig):
-    """Sessions of an OpenEnv server, one for each episode of a request; the prompts describe their start."""
+    """Sessions of an OpenEnv server, one for each episode of a request; see `gymnasium` for the prompts."""
+
+    own_class: ClassVar[str] = "rlhf.environments.adapters:OpenEnv"
 
     name: str = "openenv"
     url: str | None = entry(None, means="address of the server, http or https")
@@ -220,11 +239,6 @@ class OpenEnvConfig(ClassConfig):
     )
 
     @property
-    def address(self) -> str:
-        """The address of the class."""
-        return "rlhf.environments.adapters:OpenEnv"
-
-    @property
     def class_arguments(self) -> dict[str, Any]:
         """The arguments of the class."""
         return {"url": self.url, "action": self.action, "observation": self.observation}
@@ -232,25 +246,19 @@ class OpenEnvConfig(ClassConfig):
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error without `url`, and if the package is not installed."""
         yield from ClassConfig.problems(self, at)
-        yield from needed(at, "url", self.url, "http://localhost:8000", "websockets", "openenv")
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            yield f"{at}.url must begin with http:// or https://, got {self.url}; set {at}.url=http://{self.url}"
-
-
-def needed(at: str, name: str, value: object, example: str, package: str, extra: str) -> Iterator[str]:
-    """Yield an error for a key without a value, and for a package that is not installed."""
-    if value is None:
-        yield f"{at}.{name} must be set, got null; set {at}.{name}={example}"
-    if find_spec(package) is None:
-        yield (
-            f"environment={extra} needs the package {package}, which is not installed; "
-            f"run: pip install -e '.[{extra}]'"
-        )
+        if not (self.url or "").startswith(("http://", "https://")):
+            yield (
+                f"{at}.url must begin with http:// or https://, got {self.url or 'null'}; "
+                f"set {at}.url=http://{self.url or 'localhost:8000'}"
+            )
+        yield from missing_package("environment=openenv", "websockets", "openenv")
 
 
 @option("scorer", "environment", part="rlhf.scorers.scorer:EnvironmentScorer")
 @dataclass(kw_only=True, slots=True)
 class EnvironmentScorerConfig(ScorerConfig):
     """The sum of the rewards that the environment gave for the replies of an episode."""
+
+    reads_rewards: ClassVar[bool] = True
 
     name: str = "environment"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,6 +50,7 @@ class GuessNumberTaskConfig(GameConfig):
 class EnvironmentTaskConfig(TaskConfig):
     """The first messages of the environment: the texts that `reset` returns for seeds."""
 
+    reads_path: ClassVar[bool] = False
     has_answers: ClassVar[bool] = False
 
     name: str = "environment"
@@ -63,10 +63,3 @@ class EnvironmentTaskConfig(TaskConfig):
     def dialogues(self) -> bool:
         """Whether the prompts are dialogues: a first message is a message of the user."""
         return True
-
-    def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for a folder of data, which is not read."""
-        yield from TaskConfig.problems(self, at)
-        for name in ("path", "preferences_path"):
-            if (value := getattr(self, name)) is not None:
-                yield f"{at}.{name} must be null for task=environment, got {value}; set {at}.{name}=null"

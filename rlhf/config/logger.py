@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 
+from rlhf.config.packages import missing_package
 from rlhf.config.schema import Choice, Section, entry, option
 from rlhf.core.network import refusal
 from rlhf.core.secrets import hide
@@ -124,9 +124,5 @@ def _missing_package(logger: str, *modules: str) -> Iterator[str]:
         logger: the option of the logger, which is also the name of the extra.
         modules: the modules that the logger imports; empty: one with the name of the logger.
     """
-    missing = [name for name in modules or [logger] if find_spec(name) is None]
-    if missing:
-        yield (
-            f"logger={logger} needs the package {missing[0]}, which is not installed; "
-            f"run: pip install -e '.[{logger}]', or leave logger={logger} out"
-        )
+    for name in modules or [logger]:
+        yield from missing_package(f"logger={logger}", name, logger, otherwise=f"leave logger={logger} out")

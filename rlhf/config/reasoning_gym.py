@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
+from rlhf.config.packages import missing_package
 from rlhf.config.schema import entry, option
 from rlhf.config.scorer import ScorerConfig
 from rlhf.config.task import EmbeddedTaskConfig, QuestionsConfig, TaskConfig
@@ -50,11 +50,7 @@ class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
         """Yield an error for a missing package, a refused data set, a `path`, or a template without field."""
         yield from EmbeddedTaskConfig.problems(self, at)
         yield from self.template_problems(at)
-        if find_spec("reasoning_gym") is None:
-            yield (
-                "task=reasoning_gym needs the package reasoning-gym, which is not installed; "
-                "run: pip install -e '.[reasoning]'"
-            )
+        yield from missing_package("task=reasoning_gym", "reasoning_gym", "reasoning", "reasoning-gym")
         if (reason := _REFUSED.get(self.dataset)) is not None:
             yield (
                 f"{at}.dataset must not be {self.dataset} ({reason}), got {self.dataset}; "

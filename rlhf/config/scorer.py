@@ -31,6 +31,7 @@ class ScorerConfig(Section):
 
     verifies: ClassVar[bool] = False  # the score is 1 for a correct response, else 0; its mean is an accuracy
     columns: ClassVar[frozenset[str]] = frozenset()  # columns of the task's data that the scorer reads
+    reads_rewards: ClassVar[bool] = False  # the score is made of the rewards of an environment
     of_mixture: ClassVar[bool] = False  # True: each part scores the responses of the task's part of its name
 
     name: str = MISSING
@@ -212,9 +213,7 @@ class FactsScorerConfig(ScorerConfig):
 
     def cannot_score(self, task: TaskConfig) -> str | None:
         """Return a reason for every other task."""
-        if task.name == "tldr_mini":
-            return None
-        return "that program knows only the facts of task=tldr_mini"
+        return None if task.name == "tldr_mini" else "that program knows only the facts of task=tldr_mini"
 
 
 @option("scorer", "answer", part="rlhf.scorers.programs:AnswerScorer")

@@ -23,6 +23,7 @@ class TaskConfig(Section):
     """The keys that every task has. `path` replaces the hub data set by local files with the same columns."""
 
     embedded: ClassVar[bool] = False  # True: data and models are generated from a seed
+    reads_path: ClassVar[bool] = True  # False: examples are always generated
     own_data: ClassVar[bool] = False  # True: the data are always those of the user
     has_answers: ClassVar[bool] = True  # False: the references contain no answer that can be compared
     vocabulary_size: ClassVar[int] = 0  # tokens of the task's own tokenizer; 0: a model has the tokenizer
@@ -39,6 +40,15 @@ class TaskConfig(Section):
     max_prompt_tokens: int = number(
         512, least=1, means="largest prompt length in tokens; longer prompts are skipped"
     )
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for a `path` that is not read."""
+        yield from Section.problems(self, at)
+        if self.path is not None and not self.reads_path:
+            yield (
+                f"{at}.path must be null for task={self.name} (its examples are generated), got {self.path}; "
+                f"set {at}.path=null, or task=local"
+            )
 
     @property
     def parts(self) -> dict[str, TaskConfig]:
@@ -120,21 +130,10 @@ class EmbeddedTaskConfig(TaskConfig):
     """A task that is generated from a seed."""
 
     embedded: ClassVar[bool] = True
-    reads_path: ClassVar[bool] = True  # False: examples are always generated
-
     data_seed: int = entry(0, means="seed of the generated data; the run's own seed does not change the data")
     train_size: int = number(MISSING, least=1, means="examples to generate", remedy="512")
     validation_size: int = number(512, least=1, means="examples to generate")
     test_size: int = number(512, least=1, means="examples to generate")
-
-    def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for a `path` that is not read."""
-        yield from TaskConfig.problems(self, at)
-        if self.path is not None and not self.reads_path:
-            yield (
-                f"{at}.path must be null for task={self.name} (its examples are generated), got {self.path}; "
-                f"set {at}.path=null, or task=local"
-            )
 
 
 class Difficulty(Choice):

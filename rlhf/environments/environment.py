@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from rlhf.config.address import LIBRARIES, load_class
 from rlhf.core.errors import RunError, UserError
 from rlhf.environments.calls import too_many_hang
+from rlhf.environments.turns import Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,8 +61,8 @@ class Answer(NamedTuple):
 class Environment(Protocol):
     """An environment of one episode."""
 
-    def reset(self, example: Example) -> None:
-        """Begin the episode."""
+    def reset(self, example: Example) -> str | None:
+        """Begin the episode. With `task=environment`, the returned text is the prompt."""
 
     def step(self, reply: str) -> Answer | tuple[str, float, bool]:
         """Return the answer to a reply of the model, a text without its end token."""
@@ -72,6 +73,7 @@ class EnvironmentFactory:
     """Makes the environments of a run. It holds plain values, because it is sent to generator processes."""
 
     address: str  # module:Class or file.py:Class
+    turns: Turns  # the messages as tokens
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the class
     max_turns: int = 8  # replies of an episode
     reply_tokens: int | None = None  # tokens of a reply; None: what is left of the episode
@@ -153,14 +155,22 @@ def none(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def build(config: ClassConfig, tokenizer: PreTrainedTokenizerBase) -> EnvironmentFactory:
-    """Return the factory of the environments of a run."""
-    return factory(config, config.address, config.class_arguments)
+    """Return the factory of the environments of a run.
+
+    Raises:
+        UserError: the chat template does not write a message in the same way after every reply.
+    """
+    turns = Turns(tokenizer, config.role, config.message_tokens)
+    return factory(config, turns, config.address, config.class_arguments)
 
 
-def factory(config: TurnsConfig, address: str, arguments: Mapping[str, Any]) -> EnvironmentFactory:
+def factory(
+    config: TurnsConfig, turns: Turns, address: str, arguments: Mapping[str, Any]
+) -> EnvironmentFactory:
     """Return the factory of a class with the limits of a section."""
     return EnvironmentFactory(
         address=address,
+        turns=turns,
         arguments=arguments,
         max_turns=config.max_turns,
         reply_tokens=config.reply_tokens,

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Sampling
     from rlhf.environments.calls import Call
     from rlhf.environments.environment import Environment, EnvironmentFactory
-    from rlhf.environments.turns import Turns
 
+FIRST_MESSAGE = "first_message"  # in the record of a prompt that `reset` returned for the `seed` beside it
 _END_S = 4.0  # for the calls that run when the episodes end early, and for `close` after them
 
 
@@ -95,8 +95,7 @@ class Episodes:
     Args:
         prompts: N prompts.
         sampling: K, and the largest number T of tokens of an episode, messages included.
-        factory: makes the environments.
-        turns: the messages as tokens.
+        factory: makes the environments, and their messages as tokens.
         stop_ids: tokens that end a reply.
         seed: the seed of the run.
 
@@ -109,11 +108,10 @@ class Episodes:
         prompts: Prompts,
         sampling: Sampling,
         factory: EnvironmentFactory,
-        turns: Turns,
         stop_ids: Sequence[int],
         seed: int,
     ) -> None:
-        self.prompts, self.sampling, self.factory, self.turns = prompts, sampling, factory, turns
+        self.prompts, self.sampling, self.factory, self.turns = prompts, sampling, factory, factory.turns
         self.stop_ids = frozenset(stop_ids)
         self.heads = [
             ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
@@ -126,7 +124,7 @@ class Episodes:
                     prompt=prompts.texts[n],
                     reference=prompts.references[n],
                     record=records[n],
-                    seed=records[n].get("seed") or derive(*own, row),
+                    seed=records[n]["seed"] if FIRST_MESSAGE in records[n] else derive(*own, row),
                     sample=k,
                 )
             )
@@ -259,11 +257,11 @@ class Episodes:
                 raise failure
             episode.figures["step_errors"] += 1
         if method == "reset":
-            first = episode.example.record.keys() == {"seed"}  # the prompt is a first message
-            if first and call.error is None and str(call.result).strip() not in episode.example.prompt:
+            first = episode.example.record.get(FIRST_MESSAGE, call.result)
+            if call.error is None and call.result != first:
                 raise RunError(
                     f"{self.factory.address} must return the same text from reset for the same seed (it is "
-                    f"the prompt), got {call.result!r:.80} for {episode.example.seed}; use only example.seed"
+                    f"the prompt), got {call.result!r:.80} and {first!r:.80}; use only example.seed"
                 )
             episode.failed = call.error is not None
             self._ready.append(i)

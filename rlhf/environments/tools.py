@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,17 +18,16 @@ from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from rlhf.config.address import load_function
-from rlhf.core.chat_format import QUESTION, formatted, template_name
+from rlhf.core.chat_format import QUESTION, render, template_name
 from rlhf.core.errors import UserError
 from rlhf.environments.environment import Answer, Example, factory
+from rlhf.environments.turns import Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf.config.environment import ToolsConfig
     from rlhf.environments.environment import EnvironmentFactory
-
-log = logging.getLogger(__name__)
 
 _HERMES = {  # the calls of Hermes, Qwen 2.5 and Qwen 3
     "start_anchor_pattern": r"\A",
@@ -61,26 +59,18 @@ def arguments_of(
     Raises:
         UserError: a function or the template cannot be used.
     """
-    prompts = [
-        formatted(
-            tokenizer, [{"role": "user", "content": QUESTION}], "a prompt", each, add_generation_prompt=True
-        )
-        for each in (schemas(functions), None)
-    ]
-    if prompts[0] == prompts[1]:
-        log.warning(
-            "%s does not write the descriptions of tools; the prompts must have them",
-            template_name(tokenizer),
-        )
+    prompt = render(tokenizer, [{"role": "user", "content": QUESTION}], tools=schemas(functions))
     template = _response_template(tokenizer, response_template)
-    start = prompts[0].rpartition(QUESTION)[2]  # of a reply, for example with the mark of thoughts
+    start = prompt.rpartition(QUESTION)[2]  # of a reply, for example with the mark of thoughts
     return {"functions": list(functions), "response_template": json.dumps(template), "start": start}
 
 
 def build(config: ToolsConfig, tokenizer: PreTrainedTokenizerBase) -> EnvironmentFactory:
     """Return the factory of the environments of a run."""
+    described = schemas(config.functions)
+    turns = Turns(tokenizer, config.role, config.message_tokens, tools=described)
     arguments = arguments_of(config.functions, tokenizer, config.response_template)
-    return factory(config, f"{__name__}:Tools", arguments)
+    return factory(config, turns, f"{__name__}:Tools", arguments)
 
 
 def schemas(functions: Sequence[str]) -> list[dict[str, Any]]:
@@ -105,9 +95,7 @@ class Tools:
         self._tools = _tools(tuple(functions))
         self._schemas = [schema for _, schema in self._tools.values()]
         self._template, self._start = _loaded(response_template), start
-        self._results: list[
-            tuple[str, bool]
-        ] = []  # of the calls of a reply: text, and whether it is an error
+        self._results: list[tuple[str, bool]] = []  # of calls: the text, and whether it is an error
 
     def reset(self, example: Example) -> None:
         """Begin the episode."""

@@ -19,6 +19,7 @@ from rlhf.core.chat_format import (
     after_reply,
     formatted,
     no_template,
+    render,
     template_name,
 )
 from rlhf.core.encoding import message_tokens
@@ -103,6 +104,10 @@ class Turns:
         """Yield a sentence for each way in which the template formats a dialogue other than as an episode."""
         if _THOUGHT not in self._dialogue(f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}", self.role, _MESSAGE):
             yield "the chat template leaves out the thoughts of earlier replies; an episode keeps them"
+        if self.options.get("tools") and render(self.tokenizer, [{"role": "user", "content": QUESTION}]) == (
+            self._write([("user", QUESTION)])
+        ):
+            yield "the chat template does not write the descriptions of tools; the prompts must have them"
         start, whole = self._write([("user", QUESTION)]), self._dialogue(_ANSWER, self.role, _MESSAGE)
         if not (before := whole.rpartition(_ANSWER)[0]).startswith(start):
             same = before.rpartition(QUESTION)[0] == start.rpartition(QUESTION)[0]

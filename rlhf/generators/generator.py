@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Rollouts, Sampling
     from rlhf.core.metrics import Metrics
     from rlhf.environments.environment import EnvironmentFactory
-    from rlhf.environments.turns import Turns
     from rlhf.processes.ranks import Ranks
     from rlhf.processes.service import ServiceFactory
 
@@ -50,7 +49,6 @@ class GeneratorContext:
         cached: whether the Hugging Face sampler can use a cache of keys and values with this model.
         stop_ids: ids of the tokens that end a response.
         environment: makes the environments that answer replies; None: a response is one reply.
-        turns: the messages of the environments as tokens; set with `environment`.
         phases: the phases of the run, for its progress display; a generator in this process enters them.
     """
 
@@ -70,7 +68,6 @@ class GeneratorContext:
     cached: bool = True
     stop_ids: Sequence[int]
     environment: EnvironmentFactory | None = None
-    turns: Turns | None = None
     phases: Phases = field(default_factory=Phases)
 
 

@@ -1,4 +1,4 @@
-"""Trial of the environment of a run: it begins an episode of the first example before a model is loaded."""
+"""Trial of the environment of a run: it begins an episode of a held-out example before a model is loaded."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from rlhf.assembly.data import build_task
 from rlhf.assembly.parts import make
-from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer, build_turns
+from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer
 from rlhf.config.algo import Data
-from rlhf.config.environment import TurnsConfig
 from rlhf.core.batch import Sampling
 from rlhf.core.console import say_row
 from rlhf.core.errors import RunError, UserError
@@ -17,13 +16,14 @@ from rlhf.environments.episodes import Episodes
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
+    from rlhf.environments.environment import EnvironmentFactory
     from rlhf.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
 
 def report_environment(cfg: Config, task: Task | None = None) -> None:
-    """Begin an episode of the first training example, and log what the chat template does to episodes.
+    """Begin an episode of the first held-out example, and log what the chat template does to episodes.
 
     Args:
         cfg: the config of the run.
@@ -32,21 +32,18 @@ def report_environment(cfg: Config, task: Task | None = None) -> None:
     Raises:
         UserError: the class fails, or the chat template has no fixed form of messages.
     """
-    if not isinstance(cfg.environment, TurnsConfig):
+    if not cfg.environment.answers:
         return
     tokenizer = build_tokenizer(cfg)
-    turns = build_turns(cfg, tokenizer)
-    assert turns is not None
-    for warning in turns.warnings():
+    factory: EnvironmentFactory = make(cfg.environment, tokenizer)
+    for warning in factory.turns.warnings():
         log.warning("%s", warning)
     task = task or build_task(cfg, tokenizer, Data.prompts, 1)
     sampling = Sampling(samples=1, temperature=1.0, response_length=1, purpose="trial")
     stop_ids = build_stop_ids(cfg, tokenizer)
     try:
-        Episodes(
-            task.batch([0]), sampling, make(cfg.environment, tokenizer), turns, stop_ids, cfg.seed
-        ).close()
+        Episodes(task.held_out(1, data=Data.prompts), sampling, factory, stop_ids, cfg.seed).close()
     except RunError as error:
         raise UserError(str(error)) from error
-    most = cfg.environment.max_turns
-    say_row("environment", f"{cfg.environment.name}, at most {most} replies; role of messages: {turns.role}")
+    limits = f"at most {factory.max_turns} replies; role of messages: {factory.turns.role}"
+    say_row("environment", f"{cfg.environment.name}, {limits}")

@@ -22,8 +22,9 @@ import datasets
 import transformers
 
 from rlhf.assembly.data import build_task
+from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import check_formats
-from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer, build_turns, names_of
+from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer, names_of
 from rlhf.config.algo import Data, Trains
 from rlhf.core.encoding import encode_completions
 from rlhf.stages import tiny_stand_ins
@@ -164,8 +165,8 @@ def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width:
         if rollouts is None:
             until = f"until {names_of(build_stop_ids(cfg, tokenizer), tokenizer)}, at most {limit} tokens"
             yield Line(f"  {'response':10} sampled {until}; in the loss")
-            if (turns := build_turns(cfg, tokenizer)) is not None:
-                ids, end = turns.tokens("<message of the environment>"), [tokenizer.eos_token_id]
+            if (environment := make(cfg.environment, tokenizer)) is not None:
+                ids, end = environment.turns.tokens("<message of the environment>"), [tokenizer.eos_token_id]
                 note = "then a reply again; not in the loss"
                 yield from _text_lines("message", ids, note, tokenizer, width, "dim", end)
         else:

@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.seeding import derive
-from rlhf.environments.episodes import first_messages
+from rlhf.environments.episodes import FIRST_MESSAGE, first_messages
 from rlhf.tasks.records import NOTHING, RECORD, Wanted
 from rlhf.tasks.source import as_messages
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FirstMessages:
-    """A source of first messages, as messages of the user. The record of a row has its `seed`.
+    """A source of first messages, as messages of the user. The record of a row has its text and `seed`.
 
     Attributes:
         factory: makes the environments; set after the construction, because a task knows only its section.
@@ -47,9 +47,9 @@ class FirstMessages:
                 f"environment must return a text from reset for task=environment (it is the prompt), got "
                 f"{unfit[0]!r} from {self.factory.address}; return the first message"
             )
-        rows = {"query": texts, "reference_response": [""] * size, "seed": seeds}
-        records = [wanted.record({"seed": seed}) for seed in seeds]
-        return as_messages(Dataset.from_dict(rows | {RECORD: records}))
+        made = [{"seed": seed, FIRST_MESSAGE: text} for seed, text in zip(seeds, texts, strict=True)]
+        rows = {"query": texts, "reference_response": [""] * size, RECORD: [*map(wanted.record, made)]}
+        return as_messages(Dataset.from_dict(rows))
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Raise an error: an environment has no pairs."""

@@ -1,11 +1,12 @@
 """The group `environment`: what is refused before a run folder exists, and the names of runs without one."""
 
+import importlib.util
+
 import pytest
 
 from rlhf.checks.check import problems, warnings
-from rlhf.config import environment
 from rlhf.config.compose import compose
-from rlhf.config.environment import PythonEnvironmentConfig
+from rlhf.config.environment import GymnasiumConfig, PythonEnvironmentConfig
 from rlhf.config.identity import run_name, what_counts
 
 GUESS = "environment=guess_number"
@@ -100,8 +101,14 @@ def test_a_run_without_an_environment_has_the_name_of_earlier_versions(file):
     ("words", "said"),
     [
         (["environment=tools"], "environment.functions must name at least one function"),
-        (["environment=gymnasium"], "environment.id must be set, got null; set environment.id=FrozenLake-v1"),
-        (["environment=openenv"], "environment.url must be set, got null"),
+        (
+            ["environment=gymnasium"],
+            "environment.id must name an environment, got null; set environment.id=FrozenLake-v1",
+        ),
+        (
+            ["environment=openenv"],
+            "environment.url must begin with http:// or https://, got null; set environment.url=http://localhost",
+        ),
         (["environment=openenv", "environment.url=host:1"], "environment.url must begin with http:// or"),
     ],
 )
@@ -110,8 +117,8 @@ def test_what_an_environment_needs_is_named(words, said):
 
 
 def test_a_missing_package_is_reported_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setattr(environment, "find_spec", lambda name: None)
-    (problem,) = environment.GymnasiumConfig(id="FrozenLake-v1").problems("environment")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (problem,) = GymnasiumConfig(id="FrozenLake-v1").problems("environment")
     assert problem.endswith("run: pip install -e '.[gymnasium]'")
 
 

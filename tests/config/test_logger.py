@@ -5,7 +5,6 @@ import importlib.util
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.config import logger
 from rlhf.config.compose import compose
 
 
@@ -15,7 +14,7 @@ from rlhf.config.compose import compose
 )
 def test_a_missing_package_is_an_error_with_the_command_that_installs_it(name, module, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(logger, "find_spec", lambda name: None if name == module else find(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name))
     (problem,) = problems(compose([f"logger={name}"]))
     assert f"logger={name} needs the package {module}" in problem and f"pip install -e '.[{name}]'" in problem
 

@@ -1,9 +1,10 @@
 """The section of task=reasoning_gym: what is refused before anything is loaded."""
 
+import importlib.util
+
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.config import reasoning_gym
 from rlhf.config.compose import compose
 from rlhf.config.reasoning_gym import ReasoningGymConfig
 
@@ -20,7 +21,7 @@ def test_data_sets_without_reproducible_examples_of_their_own_are_refused_by_nam
 
 
 def test_a_missing_package_is_reported_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setattr(reasoning_gym, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (problem,) = ReasoningGymConfig().problems("task")
     assert "pip install -e '.[reasoning]'" in problem
 

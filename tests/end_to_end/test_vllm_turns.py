@@ -60,7 +60,9 @@ def prompts() -> Prompts:
 
 def judge(name: str = "Noted", **settings: Any) -> EnvironmentFactory:
     arguments = settings.pop("arguments", {})
-    return EnvironmentFactory(address=f"{HERE}:{name}", arguments=arguments, **settings)
+    return EnvironmentFactory(
+        address=f"{HERE}:{name}", turns=Turns(tokenizer(), "tool", 16), arguments=arguments, **settings
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def process(tmp_path_factory) -> Iterator[Process]:
         model.get_output_embeddings().weight[[0, 10]] *= 1.3
     process = Process(
         model, tmp_path_factory.mktemp("turns"), max_model_len=PROMPT + LENGTH, stop_ids=(0,), pad_id=1,
-        environment=judge(), turns=Turns(tokenizer(), "tool", 16),
+        environment=judge(),
     )  # fmt: skip
     yield process
     process.end()
@@ -154,7 +156,7 @@ def test_greedy_episodes_are_those_of_the_hugging_face_sampler(process):
     found = play(process, samples=1, temperature=0.0, purpose="eval")
     settings = HFSettings(
         stop_ids=[0], pad_id=1, batch_size=64, seed=7,
-        environment=judge(), turns=Turns(tokenizer(), "tool", 16),
+        environment=judge(),
     )  # fmt: skip
     other = HFGenerator(lambda: nullcontext(process.model), settings)
     expected = other.submit(prompts(), replace(SAMPLING, samples=1, temperature=1e-6)).result()

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf.core.errors import RunError
-from rlhf.environments.environment import EnvironmentFactory
 from rlhf.environments.episodes import Episodes
 from tests.environments.test_episodes import SAMPLING, prompts, settings
 
@@ -40,9 +39,8 @@ class Lake:
 
 
 def episodes(name, arguments, samples=2) -> Episodes:
-    factory = EnvironmentFactory(address=f"{AT}:{name}", arguments=arguments, step_limit_s=5.0)
-    turns = settings().turns
-    return Episodes(prompts(1), replace(SAMPLING, samples=samples), factory, turns, [0], 7)
+    factory = replace(settings().environment, address=f"{AT}:{name}", arguments=arguments, step_limit_s=5.0)
+    return Episodes(prompts(1), replace(SAMPLING, samples=samples), factory, [0], 7)
 
 
 def answers(played: Episodes, *replies: str):
@@ -124,7 +122,7 @@ def test_each_episode_has_a_session_of_the_server():
 
 
 def test_the_message_is_a_field_of_the_observation_or_all_of_it():
-    turns = settings().turns
+    turns = settings().environment.turns
     assert (
         turns.tokens(" yes é")
         != turns.tokens('{"text": " yes é"}')

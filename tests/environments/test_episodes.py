@@ -102,8 +102,7 @@ def settings(name="Judge", batch_size=64, cached=True, role="tool", **limits) ->
     limits = {"address": f"{HERE}:{name}"} | limits
     return HFSettings(
         stop_ids=[0], pad_id=1, batch_size=batch_size, seed=7, cached=cached,
-        environment=EnvironmentFactory(**limits),
-        turns=Turns(tokenizer(), role, 16),
+        environment=EnvironmentFactory(turns=Turns(tokenizer(), role, 16), **limits),
     )  # fmt: skip
 
 
@@ -204,7 +203,7 @@ def test_the_sampler_of_a_process_plays_the_same_episodes_and_versions_tokens_in
 
 
 def test_one_turn_gives_the_tokens_of_a_run_without_an_environment():
-    plain = HFGenerator(lambda: nullcontext(model()), replace(settings(), environment=None, turns=None))
+    plain = HFGenerator(lambda: nullcontext(model()), replace(settings(), environment=None))
     expected = plain.submit(prompts(), SAMPLING).result()
     found = sampled(max_turns=1)
     assert torch.equal(found.response_ids, expected.response_ids)
@@ -248,10 +247,10 @@ def test_a_class_that_cannot_be_made_is_an_error_of_reset():
 
 def test_samples_of_a_prompt_begin_alike_and_requests_have_seeds_of_their_own():
     SEEN.clear()
-    made = EnvironmentFactory(address=f"{HERE}:Noted")
+    made = replace(settings().environment, address=f"{HERE}:Noted")
     for request in (0, 1):
         sampling = replace(SAMPLING, samples=2, request=request)
-        Episodes(prompts(2), sampling, made, settings().turns, [0], 7).close()
+        Episodes(prompts(2), sampling, made, [0], 7).close()
     assert [each.sample for each in SEEN] == [0, 1] * 4
     assert len({each.seed for each in SEEN}) == 4 and SEEN[0].seed == SEEN[1].seed
     assert SEEN[2].record == {"secret": 1} and (SEEN[0].prompt, SEEN[0].reference) == ("p", "r")
@@ -287,3 +286,14 @@ def test_no_message_follows_a_reply_that_another_stop_token_than_the_end_token_e
     assert len(before) and (before == 0).all()
     last = found.response_ids.gather(-1, found.real.sum(-1, keepdim=True) - 1)[..., 0]
     assert ((last == 7) & ~found.ended & (found.episode["cut"] == 1)).any()
+
+
+def test_a_column_seed_of_the_data_is_only_a_part_of_the_record():
+    def examples(records):
+        played = Episodes(replace(prompts(1), records=records), SAMPLING, settings().environment, [0], 7)
+        played.close()
+        return [each.example for each in played._all]
+
+    plain, own = examples([{}]), examples([{"seed": "a"}])
+    assert [each.seed for each in own] == [each.seed for each in plain] and own[0].record == {"seed": "a"}
+    assert examples([{"seed": 5, "first_message": None}])[0].seed == 5

@@ -13,7 +13,7 @@ import torch
 
 from rlhf.core.errors import RunError, UserError
 from rlhf.environments import calls
-from rlhf.environments.environment import Answer, EnvironmentFactory
+from rlhf.environments.environment import Answer
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.hf.generator import respond
 from tests.environments.test_episodes import SAMPLING, model, prompts, same, sampled, settings
@@ -138,8 +138,8 @@ class AsyncDice(Dice):
 def episodes(name, count=2, samples=2, turns_left=8, **limits) -> Episodes:
     arguments = limits.pop("arguments", {})
     limits = {"step_limit_s": 0.3, "max_turns": turns_left} | limits
-    factory = EnvironmentFactory(address=f"{HERE}:{name}", arguments=arguments, **limits)
-    return Episodes(prompts(count), replace(SAMPLING, samples=samples), factory, settings().turns, [0], 7)
+    factory = replace(settings().environment, address=f"{HERE}:{name}", arguments=arguments, **limits)
+    return Episodes(prompts(count), replace(SAMPLING, samples=samples), factory, [0], 7)
 
 
 def reply(played: Episodes, i: int, ids=GO) -> None:
@@ -336,7 +336,7 @@ def test_interleaved_games_with_the_global_generator_give_the_rolls_of_games_in_
 
 
 def test_a_sampler_that_fails_closes_the_environments_and_leaves_no_thread():
-    factory = EnvironmentFactory(address=f"{HERE}:Wrong", arguments={"how": "none"}, threads=2)
+    factory = replace(settings().environment, address=f"{HERE}:Wrong", arguments={"how": "none"}, threads=2)
     calls_of_update = iter(range(3))  # the fourth one fails
     with pytest.raises(StopIteration):
         respond(

@@ -68,7 +68,7 @@ def test_no_token_is_trained_in_another_way_than_it_was_sampled(monkeypatch, cou
         text = render(tokenizer, [{"role": "user", "content": "a question"}])
         head = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids, mask = pad_prompts([head] * N, 0)
-        factory = EnvironmentFactory(address=f"{__name__}:Talker", max_turns=12, reply_tokens=20)
+        factory = EnvironmentFactory(address=f"{__name__}:Talker", turns=turns, max_turns=12, reply_tokens=20)
         own = model(len(tokenizer), tokenizer.eos_token_id)
         settings = HFSettings(
             stop_ids=[tokenizer.eos_token_id],
@@ -76,7 +76,6 @@ def test_no_token_is_trained_in_another_way_than_it_was_sampled(monkeypatch, cou
             batch_size=512,
             seed=3,
             environment=factory,
-            turns=turns,
         )
         own_total, request = 0, 0
         while own_total < count / len(TEMPLATES):

@@ -251,12 +251,13 @@ def test_a_file_of_functions(tmp_path):
     assert schema["function"]["name"] == "double" and schemas([ALL[0]]) == [get_json_schema(add)]
 
 
-def test_a_template_that_does_not_write_the_tools_is_named_in_a_warning(caplog):
-    arguments_of(ALL, family("chatml", CHATML + "{# <tool_call> #}"))
-    assert "does not write the descriptions of tools" in caplog.text
-    caplog.clear()
-    arguments_of(ALL, family("chatml", TEMPLATE))
-    assert not caplog.text
+def test_a_template_that_does_not_write_the_tools_has_a_warning():
+    def warnings(template):
+        return [*Turns(family("chatml", template), "tool", 200, tools=schemas(ALL)).warnings()]
+
+    (warning,) = warnings(CHATML + "{# <tool_call> #}")
+    assert "does not write the descriptions of tools" in warning
+    assert warnings(TEMPLATE) == []
 
 
 # -- episodes --------------------------------------------------------------------------------------
@@ -265,11 +266,13 @@ def test_a_template_that_does_not_write_the_tools_is_named_in_a_warning(caplog):
 def episodes(count=1, **limits) -> Episodes:
     tokenizer = family("chatml", TEMPLATE)
     factory = EnvironmentFactory(
-        address="rlhf.environments.tools:Tools", arguments=arguments_of(ALL, tokenizer), **limits
+        address="rlhf.environments.tools:Tools",
+        turns=Turns(tokenizer, "tool", 200, tools=schemas(ALL)),
+        arguments=arguments_of(ALL, tokenizer),
+        **limits,
     )
-    turns = Turns(tokenizer, "tool", 200, tools=schemas(ALL))
     sampling = replace(SAMPLING, samples=1, response_length=2000)
-    return Episodes(prompts(count), sampling, factory, turns, [tokenizer.eos_token_id], 7)
+    return Episodes(prompts(count), sampling, factory, [tokenizer.eos_token_id], 7)
 
 
 def said(played: Episodes, i: int, reply: str) -> str:

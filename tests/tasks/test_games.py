@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
-from rlhf.assembly.tokenizer import build_turns
 from rlhf.checks.check import problems
 from rlhf.config.algo import Data
 from rlhf.config.compose import compose
@@ -39,8 +38,8 @@ def test_an_episode_with_the_replies_of_a_demonstration_has_the_tokens_that_sft_
     length = cfg.generator.response_length
     stored = encode_completions(batch, batch.completions, task.tokenizer, length)
     sampling = Sampling(samples=1, temperature=1.0, response_length=length, purpose="train")
-    turns, end = build_turns(cfg, task.tokenizer), task.tokenizer.eos_token_id
-    episodes = Episodes(batch, sampling, make(cfg.environment, task.tokenizer), turns, [end], seed=1)
+    end = task.tokenizer.eos_token_id
+    episodes = Episodes(batch, sampling, make(cfg.environment, task.tokenizer), [end], seed=1)
     for i in range(len(batch)):
         ids = stored.response_ids[i, 0][stored.response_mask[i, 0]].tolist()
         while ids:

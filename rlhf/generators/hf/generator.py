@@ -51,7 +51,6 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
         cached=context.cached,
         noise=config.noise,
         environment=context.environment,
-        turns=context.turns,
     )
     if not config.has_worker(context.max_lag):
         return HFGenerator(context.borrow, settings, context.phases)
@@ -203,14 +202,13 @@ def respond(
     The phase in `phases` counts the finished sequences. With an environment, responses are episodes.
     """
     if settings.environment is not None:
-        one_reply = replace(settings, environment=None, turns=None)
+        one_reply = replace(settings, environment=None)
 
         def reply(asked: Prompts, request: Sampling) -> Rollouts:
             return respond(model, asked, request, one_reply, update, phases)
 
-        assert settings.turns is not None
         stop_ids, seed = settings.stop_ids, settings.seed
-        with Episodes(prompts, sampling, settings.environment, settings.turns, stop_ids, seed) as episodes:
+        with Episodes(prompts, sampling, settings.environment, stop_ids, seed) as episodes:
             return _converse(episodes, settings, reply, in_flight=update is not None)
     chunk = max(1, settings.batch_size // sampling.samples)
     length, numbers, most = sampling.response_length, sampling.numbers, sampling.most

@@ -19,7 +19,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from rlhf.core.seeding import derive
 from rlhf.environments.environment import EnvironmentFactory
-from rlhf.environments.turns import Turns
 from rlhf.generators.hf.cuda_graph import GraphStep, can_record
 from rlhf.generators.hf.decoding import RereadingStep, RoomyLayer, Step, attention, encode, grouped
 from rlhf.models import sharing_rules
@@ -44,7 +43,6 @@ class HFSettings:
         cached: whether sampling uses a cache of keys and values; see `sample`.
         noise: standard deviation of the noise on the logits of training samples; see `choose`.
         environment: makes the environments that answer replies; None: a response is one reply.
-        turns: the messages of the environments as tokens; set with `environment`.
     """
 
     stop_ids: list[int]
@@ -54,7 +52,6 @@ class HFSettings:
     cached: bool = True
     noise: float = 0.0
     environment: EnvironmentFactory | None = None
-    turns: Turns | None = None
 
 
 def uniforms(seed: int, request: int, index: Tensor, samples: int, length: int) -> Tensor:

@@ -78,7 +78,6 @@ def factory(
         absent_ids=tuple(absent_ids(context.policy)),
         seed=context.seed,
         environment=context.environment,
-        turns=context.turns,
     )
 
 

@@ -31,7 +31,6 @@ from rlhf.generators.vllm.sequences import Request, pad, serve, single_samples, 
 if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Sampling
     from rlhf.environments.environment import EnvironmentFactory
-    from rlhf.environments.turns import Turns
     from rlhf.generators.transfer.weights import Manifest
 
 log = logging.getLogger(__name__)
@@ -59,7 +58,6 @@ class VLLMFactory:
     seed: int  # seed of the run
     absent_ids: tuple[int, ...] = ()  # ids of the model that no token has; they are not sampled
     environment: EnvironmentFactory | None = None  # answers replies; None: a response is one reply
-    turns: Turns | None = None  # the messages of the environments as tokens; set with `environment`
 
     def build(self) -> VLLMSampler:
         """Start vLLM in this process and return its sampler."""
@@ -265,8 +263,8 @@ class VLLMSampler:
         its tokens. The first reply has the random numbers of a run without an environment.
         """
         settings, K, turn = self.settings, sampling.samples, Counter[int]()
-        assert settings.environment is not None and settings.turns is not None
-        played = settings.environment, settings.turns, settings.stop_ids, settings.seed
+        assert settings.environment is not None
+        played = settings.environment, settings.stop_ids, settings.seed
 
         def asked(wait: bool) -> Iterator[Request]:
             for i in episodes.ready(wait):
