@@ -68,7 +68,8 @@ class Turns:
         self._control = {id for id, token in added if token.special or len(token.content.strip()) > 1}
         self._control -= {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # unknown characters may stay
         self._own = sum(id in self._control for id in self._message("", role)[1])
-        marks = _MARK.findall(self._message(_MESSAGE, role)[0])
+        self._before, _, self._after = self._message(_MESSAGE, role)[0].partition(_MESSAGE)
+        marks = _MARK.findall(self._before + self._after)
         self._marks = re.compile("|".join(map(re.escape, marks)) or "(?!)")
         if (least := len(self._message(_LEFT_OUT, role)[1])) > limit:
             raise UserError(
@@ -97,8 +98,7 @@ class Turns:
 
     def text(self, ids: list[int]) -> str:
         """Return the text of a message from its token ids, without the marks of the template around it."""
-        before, _, after = self._message(_MESSAGE, self.role)[0].partition(_MESSAGE)
-        return str(self.tokenizer.decode(ids)).removeprefix(before).removesuffix(after)
+        return str(self.tokenizer.decode(ids)).removeprefix(self._before).removesuffix(self._after)
 
     def warnings(self) -> Iterator[str]:
         """Yield a sentence for each way in which the template formats a dialogue other than as an episode."""
