@@ -42,7 +42,7 @@ from rlhf.training.staleness import Group, Rules
 _LOOKAHEAD = 0.8  # share of the last update's seconds that an idle trainer takes at least until the next load
 _FIRST_LOOKAHEAD = 16  # steps, before the first update
 _LEAST_TOKENS = 4  # tokens that are sampled at once at least, with in-flight updates
-_SAVED = [each.name for each in fields(Sequence)[2:]]  # all but the group and the key
+_SAVED = [each.name for each in fields(Sequence)[2:-1]]  # all but the group, the key and the last step
 
 
 @dataclass(slots=True)
@@ -174,7 +174,7 @@ class Clock:
             self.sequences[number].append(sequence)
             if sequence.end == inf:
                 self.running[sequence.key] = sequence
-                heappush(self._ends, (sequence.last_step, sequence.key))
+                heappush(self._ends, (sequence.plan(), sequence.key))
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -255,16 +255,16 @@ class Clock:
             if start.group == self.rules.started:
                 self.sequences[self.rules.start().number] = []
             self._news |= not self.whole
-            begin = self.step + self.costs.prefill * self.sampler.prompt(start.group)[1]
-            group, factor, stretch = self.rules.running[start.group], self._factor(start), self.costs.stretch
+            row, prompt_tokens = self.sampler.prompt(start.group)
+            begin, factor = self.step + self.costs.prefill * prompt_tokens, self._factor(start, row)
+            group, stretch = self.rules.running[start.group], self.costs.stretch
             sequence = Sequence(group, start, begin, factor, stretch, self.now)
             self.sequences[start.group].append(sequence)
             self.running[start] = sequence
             self._add(sequence, self._ahead.pop(start))
 
-    def _factor(self, start: Start) -> float:
-        """Return the steps of the first token of a sequence."""
-        row, _ = self.sampler.prompt(start.group)
+    def _factor(self, start: Start, row: int) -> float:
+        """Return the steps of the first token of a sequence, given the row of its prompt."""
         return self.factors(start.group, row)[start.sample] * self.first_token
 
     def _sample_ahead(self) -> None:
@@ -274,7 +274,9 @@ class Clock:
         slots = self.slots - len(self.running) + soon
         starts = [start for start in self._startable(slots) if start not in self._ahead]
         most = [
-            self._most(horizon - self.step, self._factor(start)) if self.in_flight else self.length
+            self._most(horizon - self.step, self._factor(start, self.sampler.prompt(start.group)[0]))
+            if self.in_flight
+            else self.length
             for start in starts
         ]
         self._ahead.update(zip(starts, self.sampler.begin(starts, most), strict=True))
@@ -299,7 +301,7 @@ class Clock:
         sequence.versions += [self.rules.version] * len(piece.ids)
         sequence.ended = piece.ended
         sequence.stopped = piece.ended or len(sequence.ids) >= self.length
-        heappush(self._ends, (sequence.last_step, sequence.key))
+        heappush(self._ends, (sequence.plan(), sequence.key))
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.key]

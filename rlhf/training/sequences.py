@@ -45,16 +45,17 @@ class Sequence:
     ended: bool = False  # whether the last token is an end token
     stopped: bool = False  # whether no further token is sampled
     cut: bool = False  # whether it ended before its end token because its group was due
+    last_step: float = 0.0  # step at which its last known token is complete; set by `plan`
 
     @property
     def steps(self) -> float:
         """The decoding steps of its known tokens."""
         return self.factor * len(self.ids) ** self.stretch
 
-    @property
-    def last_step(self) -> float:
-        """The step at which its last known token is complete."""
-        return self.begin + self.factor * len(self.ids) ** self.stretch
+    def plan(self) -> float:
+        """Note and return the step at which its last known token is complete."""
+        self.last_step = self.begin + self.factor * len(self.ids) ** self.stretch
+        return self.last_step
 
     def done(self, step: float) -> int:
         """Return the tokens that are complete at a step."""

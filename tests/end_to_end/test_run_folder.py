@@ -136,8 +136,8 @@ def test_a_model_of_a_stage_that_is_missing_is_named_with_the_remedy(tiny, tmp_p
     cfg = tiny(*SAVED)
     cache = tmp_path / "artefacts"
     shutil.copytree(cfg.cache_dir, cache)
-    for sft in cache.glob("sft-*/trainer_state.json"):
-        shutil.rmtree(sft.parent / "model")
+    for model in cache.glob("sft-*/model"):
+        shutil.rmtree(model)
     with pytest.raises(
         UserError,
         match=r"must have a complete model, got: .*model is missing; .*: rm -r .*/sft-.*_state.json",
