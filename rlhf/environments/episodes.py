@@ -178,6 +178,11 @@ class Episodes:
         found, self._ready = sorted(self._ready), []
         return found
 
+    @property
+    def open(self) -> bool:
+        """Whether the answer of an environment is awaited."""
+        return bool(self._calls.open)
+
     def history(self, i: int) -> list[int]:
         """Return the token ids that the next reply of episode `i` follows, the prompt included."""
         return self.heads[i // self.sampling.samples] + self._all[i].ids

@@ -62,11 +62,20 @@ def start(
 
         assert store is None or isinstance(store, SharedWeights), "validated: replicas use shared memory"
         generator = Replicas(replica, config.replicas, in_flight, store)
+    return annotated(generator, config, context)
+
+
+def annotated(generator: Generator, config: WorkerConfig, context: GeneratorContext) -> Generator:
+    """Return a generator whose rollouts an annotator process scores, if `config.annotates`."""
+    ranks = context.ranks
     if not config.annotates(context.max_lag, ranks.size, ranks.device.type == "cuda"):
         return generator
-    annotator_log = folder / f"annotator{suffix}.log"
+    start_s = config.start_limit(on_gpu=torch.cuda.is_available())
+    limits = Limits(start_s, config.request_limit_s, config.restarts)
+    suffix = f"-{ranks.rank}" if ranks.rank else ""
     number = config.replicas * (local_world_size() if config.per_rank else 1) + local_rank()
     reserved = config.reserved_gpus(local_world_size())
     own = environment(context.threads, ranks.device, number, reserved)
-    annotator = Worker("annotator", context.annotator, annotator_log, own, limits)
+    log = context.folder / f"annotator{suffix}.log"
+    annotator = Worker("annotator", context.annotator, log, own, limits)
     return AnnotatedGenerator(generator, annotator, context.asks_service)

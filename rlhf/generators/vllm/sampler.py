@@ -26,7 +26,7 @@ from rlhf.core.seeding import derive
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.transfer.weights import TransferError
 from rlhf.generators.vllm.device_arguments import check_head_size, on_cpu, on_shared_gpu
-from rlhf.generators.vllm.sequences import Request, pad, serve, single_samples, versions
+from rlhf.generators.vllm.sequences import Request, pad, sampling_parameters, serve, single_samples, versions
 
 if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Sampling
@@ -90,7 +90,7 @@ class VLLMSampler:
 
     def __init__(self, settings: VLLMFactory) -> None:
         self.settings = settings
-        folder = _config_folder(settings.model)
+        folder = config_folder(settings.model)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
         self.tensors = tensors(config, settings.trust_remote_code)  # before vLLM, which changes classes
         from vllm import LLM
@@ -98,14 +98,11 @@ class VLLMSampler:
 
         from rlhf.generators.vllm.worker_extension import NAME
 
-        special: dict[str, Any] = {"gpu_memory_utilization": settings.memory}
-        if not settings.gpu:
-            check_head_size(config)
-            special |= on_cpu(settings.memory, settings.max_model_len, settings.max_num_seqs)
-        elif settings.sleeps:
+        arguments = engine_arguments(settings, config)
+        if settings.sleeps:
             shapes, required = self.tensors
             dtype = getattr(torch, settings.dtype)
-            special |= on_shared_gpu(
+            arguments |= on_shared_gpu(
                 config,
                 weights=dtype.itemsize * sum(math.prod(shapes[name]) for name in required),
                 dtype=dtype,
@@ -115,30 +112,15 @@ class VLLMSampler:
                 tensor_parallel_size=settings.tensor_parallel_size,
             )
         if settings.absent_ids:
-            special["logits_processors"] = ["rlhf.generators.vllm.absent_ids:AbsentIds"]
-            special["additional_config"] = {"absent_ids": list(settings.absent_ids)}
+            arguments["additional_config"] = {"absent_ids": list(settings.absent_ids)}
         self.asleep: set[str] = set()  # parts of the GPU memory that are freed until `wake`
         self.llm = LLM(
             model=folder,
-            runner="generate",
-            trust_remote_code=settings.trust_remote_code,
-            dtype=settings.dtype,
-            hf_overrides={"head_dtype": "float32"} if settings.float32_head else {},
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            enforce_eager=settings.enforce_eager,
-            tensor_parallel_size=settings.tensor_parallel_size,
             distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
-            load_format="dummy",
-            skip_tokenizer_init=True,
             enable_sleep_mode=settings.sleeps,
-            generation_config="vllm",  # ignore the model's own generation config
-            logprobs_mode="processed_logprobs",  # log-probs at the sampling temperature
-            enable_prefix_caching=True,  # the K samples of a prompt share its keys and values
             weight_transfer_config=WeightTransferConfig(backend=NAME.format(settings.transfer)),
-            worker_extension_cls="rlhf.generators.vllm.worker_extension.WorkerExtension",
             async_scheduling=False if settings.in_flight else None,  # no step may run while weights change
-            **special,
+            **arguments,
         )
         if settings.transfer != "nccl":  # for nccl, the first manifest contains the group to join
             self.llm.init_weight_transfer_engine({"init_info": {}})
@@ -239,9 +221,10 @@ class VLLMSampler:
         once = iter([[Request(i, *each) for i, each in enumerate(asked)]])
         serve(self.llm, lambda wait: next(once, []), outputs.__setitem__, update)
         completions = [completion for output in outputs for completion in output.outputs]
+        replies = [(each.token_ids, each.logprobs.logprobs) for each in completions]
         shape = (len(prompts), sampling.samples, sampling.response_length)
         ids, mask, logprobs = (
-            x.view(shape) for x in pad(completions, sampling.response_length, self.settings.pad_id)
+            x.view(shape) for x in pad(replies, sampling.response_length, self.settings.pad_id)
         )
         token_versions = None
         if update is not None:
@@ -288,17 +271,8 @@ class VLLMSampler:
         """Return vLLM's sampling parameters for the K samples of one prompt; sample k uses `seed` + k."""
         from vllm import SamplingParams
 
-        return SamplingParams(
-            n=sampling.samples,
-            temperature=sampling.temperature,
-            max_tokens=sampling.response_length,
-            stop_token_ids=list(self.settings.stop_ids),
-            ignore_eos=True,  # stop only at stop_token_ids, not at the end token of the model's config
-            seed=derive(self.settings.seed, "sample", sampling.purpose, sampling.request, example),
-            logprobs=0,  # log-probs of the sampled token only
-            flat_logprobs=True,
-            detokenize=False,
-        )
+        given = sampling_parameters(sampling, example, self.settings.stop_ids, self.settings.seed)
+        return SamplingParams(n=sampling.samples, flat_logprobs=True, **given)
 
     def sleep_level(self) -> int:
         """Return the level of vLLM's sleep mode with which a load restores the complete model.
@@ -345,6 +319,41 @@ class VLLMSampler:
         del self.llm
 
 
+def engine_arguments(settings: VLLMFactory, config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the arguments that a vLLM in this process and a server of vLLM have in common.
+
+    Args:
+        settings: the settings of vLLM.
+        config: the config of the model.
+
+    Raises:
+        UserError: vLLM does not support the head size of the model on a CPU.
+    """
+    special: dict[str, Any] = {"gpu_memory_utilization": settings.memory}
+    if not settings.gpu:
+        check_head_size(config)
+        special |= on_cpu(settings.memory, settings.max_model_len, settings.max_num_seqs)
+    if settings.absent_ids:
+        special["logits_processors"] = ["rlhf.generators.vllm.absent_ids:AbsentIds"]
+    return {
+        "runner": "generate",
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": settings.dtype,
+        "hf_overrides": {"head_dtype": "float32"} if settings.float32_head else {},
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "enforce_eager": settings.enforce_eager,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # ignore the model's own generation config
+        "logprobs_mode": "processed_logprobs",  # log-probs at the sampling temperature
+        "enable_prefix_caching": True,  # the K samples of a prompt share its keys and values
+        "worker_extension_cls": "rlhf.generators.vllm.worker_extension.WorkerExtension",
+        **special,
+    }
+
+
 def update_info(manifest: Manifest) -> dict[str, Any]:
     """Return the data with which vLLM's weight-transfer engine receives the weights of `manifest`."""
     if manifest.update is None:
@@ -357,7 +366,7 @@ def update_info(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _config_folder(model: str) -> str:
+def config_folder(model: str) -> str:
     """Return the folder with the config of `model`: a local folder, or the cache of the hub download."""
     file = cached_file(os.path.expanduser(model), "config.json", local_files_only=True)
     assert file is not None, "cached_file raises an error if the file does not exist"

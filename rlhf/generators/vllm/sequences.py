@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlhf.core.errors import RunError
+from rlhf.core.seeding import derive
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+    from rlhf.core.batch import Sampling
 
 
 class Request(NamedTuple):
@@ -119,6 +122,28 @@ def next_sequences(waiting: deque[Request], count: float, tokens: float, longest
     return found
 
 
+def sampling_parameters(
+    sampling: Sampling, example: int, stop_ids: Iterable[int], seed: int
+) -> dict[str, Any]:
+    """Return vLLM's sampling parameters for the samples of a prompt; sample k uses the seed + k.
+
+    Args:
+        sampling: the settings of the request.
+        example: the row of the prompt in the data.
+        stop_ids: tokens that end a response.
+        seed: the seed of the run.
+    """
+    return {
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.response_length,
+        "stop_token_ids": list(stop_ids),
+        "ignore_eos": True,  # stop only at stop_token_ids, not at the end token of the model's config
+        "seed": derive(seed, "sample", sampling.purpose, sampling.request, example),
+        "logprobs": 0,  # log-probs of the sampled token only
+        "detokenize": False,
+    }
+
+
 def single_samples(parameters: Any) -> Iterator[Any]:
     """Yield vLLM's sampling parameters for each of the n samples of a prompt, as vLLM derives them."""
     for k in range(parameters.n):
@@ -127,14 +152,14 @@ def single_samples(parameters: Any) -> Iterator[Any]:
         yield one
 
 
-def pad(completions: list[Any], length: int, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token ids, mask and log-probs of vLLM's completions, each [completions, length] padded right."""
-    ids = torch.full((len(completions), length), pad_id)
-    logprobs = torch.zeros(len(completions), length)
-    lengths = torch.tensor([len(completion.token_ids) for completion in completions])
+def pad(replies: Sequence[Sequence[Any]], length: int, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return replies (token ids, log-probs, ...) as ids, mask and log-probs, each [replies, length]."""
+    ids = torch.full((len(replies), length), pad_id)
+    logprobs = torch.zeros(len(replies), length)
+    lengths = torch.tensor([len(reply[0]) for reply in replies])
     mask = torch.arange(length) < lengths[:, None]
-    ids[mask] = torch.tensor([token for completion in completions for token in completion.token_ids])
-    logprobs[mask] = torch.tensor([x for completion in completions for x in completion.logprobs.logprobs])
+    ids[mask] = torch.tensor([token for reply in replies for token in reply[0]])
+    logprobs[mask] = torch.tensor([x for reply in replies for x in reply[1]])
     return ids, mask, logprobs
 
 

@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rlhf.generators.transfer.files import read_file
 from rlhf.generators.transfer.gpu import checksums, fingerprint
 from rlhf.generators.transfer.shared_memory import read
 from rlhf.generators.transfer.weights import TransferError
@@ -59,7 +60,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
 
-    def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Initialise the engine, without recorded checksums."""
         self.taken: dict[str, int] = {}
 
@@ -70,20 +71,27 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
         """
         self.taken = {}
 
-    def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
+    def receive_weights(self, update_info: Any) -> None:
         """Verify all tensors, then load them.
 
         Raises:
             TransferError: a tensor differs from what the trainer wrote (then the model is not changed), or a
                 parameter of vLLM's model received no tensor.
         """
-        manifest = update_info.manifest
-        weights = list(read(manifest))  # verified views of the shared memory, no copies
+        weights, sums = self.verified(update_info)
         initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(iter(weights))
         finalize_layerwise_reload(self.model, self.model_config)
         _check_reached(self.model, loaded)
-        self.taken = manifest.checksums()
+        self.taken = sums
+
+    def verified(self, update_info: Any) -> tuple[list[tuple[str, Tensor]], dict[str, int]]:
+        """Return the tensors by name, which were compared with their checksums, and these checksums.
+
+        The tensors are views of the shared memory, no copies.
+        """
+        manifest = update_info.manifest
+        return list(read(manifest)), manifest.checksums()
 
     def finish_weight_update(self) -> None:
         """Check that weights were loaded.
@@ -96,6 +104,27 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
 
     def shutdown(self) -> None:
         """Do nothing: the engine has no resources between updates."""
+
+
+@dataclass
+class FilesUpdateInfo(WeightTransferUpdateInfo):
+    """The data of an update: a safetensors file and the checksums of its tensors, as a request has them."""
+
+    path: str
+    version: int
+    checksums: dict[str, int]
+
+
+class FilesEngine(SharedMemoryEngine):
+    """A weight-transfer engine of a server, which loads the tensors of a file of the trainer."""
+
+    update_info_cls = FilesUpdateInfo
+
+    def verified(self, update_info: Any) -> tuple[list[tuple[str, Tensor]], dict[str, int]]:
+        """Return the tensors of the file by name, which were compared with their checksums."""
+        return list(read_file(update_info.path, update_info.version, update_info.checksums)), (
+            update_info.checksums
+        )
 
 
 class Witness:
@@ -175,7 +204,12 @@ def _check_reached(model: torch.nn.Module, reached: set[str] | None) -> None:
         )
 
 
-for transfer, engine in (("shared_memory", SharedMemoryEngine), ("ipc", IpcEngine), ("nccl", NcclEngine)):
+for transfer, engine in (
+    ("shared_memory", SharedMemoryEngine),
+    ("files", FilesEngine),
+    ("ipc", IpcEngine),
+    ("nccl", NcclEngine),
+):
     WeightTransferEngineFactory.register_engine(NAME.format(transfer), engine)
 
 

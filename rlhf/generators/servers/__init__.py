@@ -1,0 +1,1 @@
+"""Servers of vLLM as generators, on this machine or on others."""

@@ -1,0 +1,73 @@
+"""Start of a server of vLLM: its command and its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig
+
+from rlhf.generators.vllm.sampler import config_folder, engine_arguments
+
+if TYPE_CHECKING:
+    from rlhf.generators.vllm.sampler import VLLMFactory
+
+
+def command(settings: VLLMFactory, host: str) -> list[str]:
+    """Return the command that serves the model of `settings`, with random weights until the first load.
+
+    `on_port` adds the port.
+
+    Raises:
+        UserError: vLLM does not support the head size of the model on a CPU.
+    """
+    folder = config_folder(settings.model)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
+    arguments = engine_arguments(settings, config) | {
+        "model": folder,
+        "host": host,
+        "served_model_name": "policy",
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
+        "weight_transfer_config": {"backend": "rlhf_files"},
+        "additional_config": {"absent_ids": list(settings.absent_ids)},
+        "enable_scale_out": True,  # tokens in, tokens out
+        "disable_fastapi_docs": True,
+        "disable_uvicorn_access_log": True,
+    }
+    return [sys.executable, "-P", "-m", "vllm.entrypoints.launchers.api_server.entry", *_flags(arguments)]
+
+
+def on_port(arguments: list[str], port: int) -> list[str]:
+    """Return the command of a server that listens on a port."""
+    return [*arguments, "--port", str(port)]
+
+
+def variables(settings: VLLMFactory, key: str | None) -> dict[str, str]:
+    """Return the environment of a server; `key` is the one that its routes ask for."""
+    own = {
+        "VLLM_PLUGINS": "rlhf",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+    if settings.enforce_eager and not settings.gpu:
+        own["TORCHDYNAMO_DISABLE"] = "1"  # otherwise parts of vLLM's sampler compile for 20 s
+    if not settings.gpu:
+        own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return own | ({"VLLM_API_KEY": key} if key else {})
+
+
+def _flags(arguments: dict[str, Any]) -> Iterator[str]:
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        elif isinstance(value, list):
+            yield from (f"--{flag}", *map(str, value))
+        elif value not in (None, {}):
+            yield from (f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value))

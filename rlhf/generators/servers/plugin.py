@@ -1,0 +1,133 @@
+"""Routes of a server of vLLM, as one of its endpoint plugins (`VLLM_PLUGINS=rlhf`, see `pyproject.toml`).
+
+    GET  /v1/rlhf/status   version of the weights, settings, and the number of this start of the server
+    POST /v1/rlhf/load     load weights from a file: pause, update, resume
+
+The key of the server guards all routes below /v1 and /inference. Routes of vLLM outside of these are removed,
+except those that only report. A server that listens beyond this machine refuses to start without a key.
+
+A load is one request, so a trainer that ends during a load leaves no update open. Running requests are kept:
+vLLM computes their keys and values again, so their next tokens have the log-probs of the new weights. A load
+that fails cannot be undone, so the server then ends itself, with all its processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+from rlhf.core.network import is_loopback
+from rlhf.generators.servers.protocol import LOAD, PARENT, STATUS
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from starlette.datastructures import State
+    from vllm.engine.protocol import EngineClient
+
+OPEN = ("/health", "/metrics", "/version", "/ping")  # they report, change nothing and need no key
+_GUARDED = ("/v1/rlhf/", "/inference/")
+_LAST_ANSWER_S = 0.5  # for the answer to a load that failed
+
+router = APIRouter()
+
+
+class Load(BaseModel):
+    """The body of a load."""
+
+    path: str  # a safetensors file that the server can read
+    version: int
+    checksums: dict[str, int]  # of the tensors in the file, by name
+
+
+class Routes:
+    """The plugin."""
+
+    name = "rlhf"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes, and remove those that are not needed.
+
+        Raises:
+            ValueError: the server would listen beyond this machine without a key.
+        """
+        args = app.state.args
+        if not (args.api_key or os.environ.get("VLLM_API_KEY")) and not is_loopback(f"http://{args.host}"):
+            raise ValueError(
+                "VLLM_API_KEY must be set for a server that listens beyond this machine, got none with "
+                f"--host {args.host}"
+            )
+        app.include_router(router)
+        app.router.routes[:] = [
+            route for route in app.router.routes if getattr(route, "path", "").startswith((*_GUARDED, *OPEN))
+        ]
+
+    async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
+        """Prepare the engine for loads. A server that a run started ends with the process of the run."""
+        state.rlhf_start, state.rlhf_lock = secrets.token_hex(8), asyncio.Lock()
+        await engine_client.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        if parent := os.environ.get(PARENT):
+            threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+
+
+@router.get(STATUS)
+async def status(request: Request) -> dict[str, Any]:
+    """Return the state of the server; the engine and its workers must answer."""
+    engine = request.app.state.engine_client
+    settings = engine.vllm_config
+    taken = await engine.collective_rpc("taken_checksums")
+    return {
+        "start": request.app.state.rlhf_start,
+        "version": await engine.get_weight_version(),
+        "tensors": len(taken[0]),
+        "model": settings.model_config.hf_config.to_dict(),
+        "dtype": str(settings.model_config.dtype).removeprefix("torch."),
+        "head_dtype": str(settings.model_config.head_dtype).removeprefix("torch."),
+        "max_model_len": settings.model_config.max_model_len,
+        "max_num_seqs": settings.scheduler_config.max_num_seqs,
+        "absent_ids": settings.additional_config.get("absent_ids", []),
+    }
+
+
+@router.post(LOAD)
+async def load(body: Load, request: Request) -> JSONResponse:
+    """Load weights, and return their version and the checksums of the tensors that every worker loaded."""
+    engine = request.app.state.engine_client
+    async with request.app.state.rlhf_lock:
+        try:
+            await engine.pause_generation(mode="keep")
+            await engine.start_weight_update()
+            await engine.update_weights(WeightTransferUpdateRequest(update_info=body.model_dump()))
+            await engine.finish_weight_update(str(body.version))
+            taken = await engine.collective_rpc("taken_checksums")
+            if any(other != taken[0] for other in taken):
+                raise RuntimeError("the workers of the server have different tensors")
+            version = int(await engine.get_weight_version())
+            await engine.resume_generation()
+        except Exception as error:
+            threading.Timer(_LAST_ANSWER_S, _end).start()
+            return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
+    return JSONResponse({"version": version, "checksums": taken[0]})
+
+
+def _end_with(parent: int) -> None:
+    """End this server as soon as its parent process has ended."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    _end()
+
+
+def _end() -> None:
+    """Kill all processes of this server, which are its process group."""
+    os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,0 +1,535 @@
+"""A pool of servers of vLLM, which answer the requests of a run one response at a time.
+
+    trainer's thread            thread of the pool                         server
+    submit(prompts) ──▶ queue ──▶ a response at a time ── generate ──▶ tokens, log-probs, versions
+    load(weights)   ──▶ file  ──▶ each server, at its time ── load ──▶ checksums
+
+A response has its own random numbers, so it does not matter which server samples it: the one with the fewest
+outstanding tokens gets it. If a server is lost, its requests go to the next one and get the same tokens.
+
+Between updates (`schedule.update=between`), a request needs the version of the weights that were loaded last
+before it. A server loads another version only when it samples nothing and nothing waits for its version, so
+a server may be ahead of another. With in-flight updates a server loads new weights at once; its running
+responses go on with them, and requests of other servers are not delayed.
+
+Every call has a time limit. A server that does not answer, answers wrongly or fails to load is given up: its
+processes are killed and started again, or, if the run did not start it, it is asked until it is ready again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlhf.core.batch import Rollouts
+from rlhf.core.console import say
+from rlhf.core.errors import RunError, UserError
+from rlhf.core.metrics import How, Stat
+from rlhf.core.seeding import derive
+from rlhf.environments.episodes import Episodes
+from rlhf.generators.generator import Generator
+from rlhf.generators.servers.server import Gone, NoAnswer, Reply, Server
+from rlhf.generators.transfer.kept_versions import most_versions
+from rlhf.generators.vllm.sequences import pad, sampling_parameters
+
+if TYPE_CHECKING:
+    from rlhf.core.batch import Prompts, Sampling
+    from rlhf.core.metrics import Metrics
+    from rlhf.generators.transfer.weights import Manifest, WeightStore
+    from rlhf.generators.vllm.sampler import VLLMFactory
+
+_WATCH_S = 0.5  # between two looks at the processes of a server
+_PING_S = 5.0  # between two questions to a server that samples
+_LOOK_S = 0.02  # between two looks at answers of environments
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A response to sample."""
+
+    number: int  # in the order of requests
+    ids: list[int]
+    parameters: dict[str, Any]
+    version: int | None  # of the weights that must sample it; None: any
+    done: Callable[[Reply | Exception], None]  # called in the thread of the pool
+    lost: int = 0  # times that a server did not answer
+    began: float = 0.0  # time of the first request to a server
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that a server has to process, at most."""
+        return len(self.ids) + int(self.parameters["max_tokens"])
+
+
+class ServerPool(Generator):
+    """A generator whose responses are sampled by servers.
+
+    Args:
+        servers: the servers.
+        store: keeps the versions of the weights where the servers can read them.
+        settings: what the servers sample with.
+        vocabulary: the number of token ids of the model.
+        restarts: times that servers may be lost, and tries of a response besides the first.
+        in_flight: whether weights change while a response is sampled.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        store: WeightStore,
+        settings: VLLMFactory,
+        *,
+        vocabulary: int,
+        restarts: int,
+        in_flight: bool,
+    ) -> None:
+        self.servers, self.store, self.settings = servers, store, settings
+        self.vocabulary, self.most_restarts, self.in_flight = vocabulary, restarts, in_flight
+        self.failure: Exception | None = None
+        self.version: int | None = None  # of the last load; the trainer's thread sets it
+        self.counts: Counter[str] = Counter()  # since the last call of `figures`
+        self.load_s = 0.0  # since the last call of `figures`
+        self.numbers = count()  # of responses
+        # In the thread of the pool:
+        self.restarts = 0  # of the session
+        self.queue: deque[Work] = deque()
+        self.held = Counter[int]()  # open requests with episodes, by their version
+        self.up: list[Server] = []  # servers that are ready
+        self.manifests: dict[int, Manifest] = {}  # of the kept versions
+        self.loop = asyncio.new_event_loop()
+        self.changed = self.loop.create_future()  # done at the next change of the queue or the weights
+        self.main: asyncio.Task[None] | None = None
+        self.thread = threading.Thread(target=self._run, name="servers", daemon=True)
+        self.thread.start()
+
+    # -- the trainer's thread ----------------------------------------------------------------------
+
+    def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
+        """Request K responses to each prompt, without waiting for them.
+
+        Raises:
+            RunError: the servers have failed.
+        """
+        self.raise_failure()
+        assert self.version is not None, "load weights before the first request"
+        version = None if self.in_flight else self.version
+        answer: Future[Rollouts] = Future()
+        if self.settings.environment is None:
+            self._call(self._queue, _Replies(self, prompts, sampling, version, answer).works)
+        else:
+            self._call(self._hold, version, 1)
+            given = self, prompts, sampling, version, answer
+            threading.Thread(target=_converse, args=given, name="episodes", daemon=True).start()
+        return answer
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Write the weights for the servers, without waiting for their loads.
+
+        Raises:
+            RunError: the servers have failed, or the weights cannot be written.
+        """
+        self.wait()
+        manifest = self.store.write(weights, version)
+        self.version = version
+        self._call(self._offer, manifest)
+
+    def wait(self) -> None:
+        """Wait until the store keeps few enough versions.
+
+        Raises:
+            RunError: the servers have failed.
+        """
+        self.store.wait(most_versions(len(self.servers), self.in_flight), self.raise_failure)
+
+    def raise_failure(self) -> None:
+        """Raise the error of the servers, if they have failed."""
+        if self.failure is not None:
+            raise self.failure
+
+    def figures(self) -> Metrics:
+        """Return restarts, requests that were sent again, and seconds of loads since the last call."""
+        counts, self.counts = self.counts, Counter()
+        seconds, self.load_s = self.load_s, 0.0
+        sums = {name: float(counts[name]) for name in ("generator/restarts", "generator/requeued")}
+        return {name: Stat(value, 1.0, How.sum) for name, value in {**sums, "time/load_s": seconds}.items()}
+
+    def close(self) -> None:
+        """End all requests, the servers that the run started, and remove the weights."""
+        with suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(lambda: self.main and self.main.cancel())
+        self.thread.join()
+        self.store.close()
+
+    def ask(self, works: Sequence[Work]) -> None:
+        """Queue responses, from any thread."""
+        self._call(self._queue, works)
+
+    def release(self, version: int | None) -> None:
+        """Note the end of a request with episodes, from any thread."""
+        self._call(self._hold, version, -1)
+
+    def work(
+        self,
+        ids: list[int],
+        parameters: dict[str, Any],
+        version: int | None,
+        done: Callable[[Reply | Exception], None],
+    ) -> Work:
+        """Return a response to sample.
+
+        Raises:
+            RunError: an id is beyond the vocabulary, which would end a server.
+        """
+        if max(ids) >= self.vocabulary:
+            raise RunError(
+                f"token ids must be < {self.vocabulary} (the vocabulary of the model), got {max(ids)}; set "
+                "model.tokenizer to the tokenizer of the model"
+            )
+        return Work(next(self.numbers), ids, parameters, version, done)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the loop has ended, with a failure or by `close`
+            self.loop.call_soon_threadsafe(function, *arguments)
+
+    # -- the thread of the pool --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.main = self.loop.create_task(self._attend_all())
+            with suppress(asyncio.CancelledError):
+                self.loop.run_until_complete(self.main)
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        finally:
+            self.loop.close()
+
+    async def _attend_all(self) -> None:
+        """Attend all servers until one fails for good, or until the pool is closed."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for server in self.servers:
+                    group.create_task(self._attend(server))
+        except* (RunError, UserError) as errors:
+            self._fail(errors.exceptions[0])
+        except* Exception as errors:
+            error = RunError(f"the servers cannot be used: {errors.exceptions[0]!r}")
+            error.__cause__ = errors.exceptions[0]
+            self._fail(error)
+        finally:
+            self._fail(RunError("the servers were closed"))
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = self.failure or error
+        works = [*self.queue, *(work for server in self.servers for work in server.running.values())]
+        self.queue.clear()
+        for work in works:
+            work.done(self.failure)
+
+    async def _attend(self, server: Server) -> None:
+        """Start a server, use it, and start it again whenever it is lost."""
+        while True:
+            try:
+                await server.start()
+                self.up.append(server)
+                await self._use(server)
+            except Gone as error:
+                self._lose(server, error)
+            finally:
+                await asyncio.shield(server.stop())
+
+    async def _use(self, server: Server) -> None:
+        """Let a server load weights and sample until it is lost.
+
+        Raises:
+            Gone: it is lost.
+            RunError: it refuses the key, or a response failed too often.
+        """
+        server.broken = self.loop.create_future()
+        watch = self.loop.create_task(self._watch(server))
+        try:
+            while True:
+                while (manifest := self._next(server)) is not None:
+                    start = time.perf_counter()
+                    await server.load(manifest)
+                    self.load_s += time.perf_counter() - start
+                    self._change()
+                await asyncio.wait([watch, server.broken, self.changed], return_when=asyncio.FIRST_COMPLETED)
+                for each in (watch, server.broken):
+                    if each.done():
+                        each.result()
+        finally:
+            watch.cancel()
+
+    async def _watch(self, server: Server) -> None:
+        """Look whether a server still runs and answers.
+
+        Raises:
+            Gone: it does not.
+        """
+        asked = self.loop.time()
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if server.child is not None and (how := server.child.ended()):
+                raise Gone(f"died ({how})")
+            if server.running and not server.loading and self.loop.time() > asked + _PING_S:
+                await self._check(server)
+                asked = self.loop.time()
+
+    async def _check(self, server: Server) -> None:
+        """Ask a server for its state.
+
+        Raises:
+            Gone: it does not answer, or was started again by somebody else.
+        """
+        try:
+            state = await server.status()
+        except NoAnswer as error:
+            raise Gone(str(error)) from None
+        if state["start"] != server.about["start"]:
+            raise Gone("was started again")
+
+    def _lose(self, server: Server, error: Gone) -> None:
+        """Put the requests of a lost server back into the queue.
+
+        Raises:
+            RunError: servers were lost too often.
+        """
+        if server in self.up:
+            self.up.remove(server)
+        works = sorted([*server.running.values(), *self.queue], key=lambda work: work.number)
+        lost, server.loading = len(server.running), None
+        for task in server.running:
+            task.cancel()
+        server.running, self.queue = {}, deque(works)
+        self.restarts += 1
+        self.counts["generator/restarts"] += 1
+        self.counts["generator/requeued"] += lost
+        if self.restarts > self.most_restarts:
+            log = f"; its log is {server.child.log}: {server.child.last_lines()}" if server.child else ""
+            raise RunError(
+                f"servers may be lost at most {self.most_restarts} times (generator.restarts), but "
+                f"{server.name} at {server.url} {error}{log}"
+            )
+        say(f"{server.name} {error}; starting it again, and asking others for its {lost} responses")
+        self._change()
+
+    def _offer(self, manifest: Manifest) -> None:
+        self.manifests[manifest.version] = manifest
+        self._change()
+
+    def _hold(self, version: int | None, more: int) -> None:
+        """Count the open requests with episodes, whose later replies need the same version."""
+        if version is not None:
+            self.held[version] += more
+            self.held = +self.held  # without zeros
+            self._change()
+
+    def _queue(self, works: Sequence[Work]) -> None:
+        if self.failure is not None:
+            for work in works:
+                work.done(self.failure)
+            return
+        self.queue += works
+        self._change()
+
+    def _change(self) -> None:
+        """Send responses to servers, and wake the tasks that wait for a change."""
+        self._release()
+        self._dispatch()
+        if not self.changed.done():
+            self.changed.set_result(None)
+        self.changed = self.loop.create_future()
+
+    def _next(self, server: Server) -> Manifest | None:
+        """Return the weights that a server loads now, if any."""
+        if not self.manifests:
+            return None
+        version = max(self.manifests)
+        if not self.in_flight:
+            waiting = [work.version for work in self.queue if work.version is not None]
+            if server.running or server.version in (*waiting, *self.held):
+                return None
+            version = min([*waiting, *self.held], default=version)
+        return None if version == server.version else self.manifests[version]
+
+    def _release(self) -> None:
+        """Let the store forget the versions that no server needs any more."""
+        if len(self.manifests) < 2:
+            return
+        works = [*self.queue, *(work for server in self.servers for work in server.running.values())]
+        needed = {work.version for work in works} | {max(self.manifests), *self.held}
+        needed |= {server.loading.version for server in self.servers if server.loading}
+        for version in self.manifests.keys() - needed:
+            self.store.release(self.manifests.pop(version))
+
+    def _dispatch(self) -> None:
+        """Send queued responses to servers that have their version and a free slot."""
+        waiting: deque[Work] = deque()
+        able = [each for each in self.up if each.version is not None and each.loading is None]
+        while self.queue and (able := [each for each in able if len(each.running) < each.slots]):
+            work = self.queue.popleft()
+            if fit := [each for each in able if work.version in (None, each.version)]:
+                server = min(fit, key=lambda each: each.tokens)
+                server.tokens += work.tokens
+                work.began = work.began or time.perf_counter()
+                server.running[self.loop.create_task(self._sample(server, work))] = work
+            else:
+                waiting.append(work)
+        self.queue = waiting + self.queue
+
+    async def _sample(self, server: Server, work: Work) -> None:
+        """Let a server sample a response, and deliver it."""
+        task, before = asyncio.current_task(), server.version
+        assert task is not None and before is not None
+        try:
+            reply = await server.generate(work.ids, work.parameters)
+            known = range(before, max(self.manifests) + 1) if self.in_flight else [before]
+            if not set(reply.versions) <= {*known}:
+                raise Gone(f"sampled tokens with version {', '.join(map(str, {*reply.versions} - {*known}))}")
+        except NoAnswer as error:
+            try:
+                await self._check(server)
+            except (Gone, RunError) as gone:
+                return server.breaks(gone)
+            work.lost += 1
+            if work.lost > self.most_restarts:
+                return server.breaks(
+                    RunError(
+                        f"{server.name} at {server.url} must answer a request within {work.lost} tries "
+                        f"(generator.restarts), but it {error}"
+                    )
+                )
+            self.counts["generator/requeued"] += 1
+            self.queue.appendleft(work)
+        except (Gone, RunError) as error:
+            return server.breaks(error)
+        else:
+            work.done(reply)
+        del server.running[task]
+        server.tokens -= work.tokens
+        self._change()
+
+
+class _Replies:
+    """The replies to a request without an environment.
+
+    Args:
+        pool: samples them.
+        prompts: N prompts.
+        sampling: K, T and the temperature.
+        version: of the weights that must sample them; None: any.
+        answer: the future of the rollouts.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        prompts: Prompts,
+        sampling: Sampling,
+        version: int | None,
+        answer: Future[Rollouts],
+    ) -> None:
+        self.pool, self.prompts, self.sampling = pool, prompts, sampling
+        self.version, self.answer = version, answer
+        self.found: dict[int, Reply] = {}
+        self.works: list[Work] = []
+        for ids, mask, example in zip(prompts.prompt_ids, prompts.prompt_mask, prompts.index, strict=True):
+            given = sampling_parameters(sampling, int(example), pool.settings.stop_ids, pool.settings.seed)
+            for k in range(sampling.samples):
+                own = {**given, "seed": given["seed"] + k}
+                self.works.append(
+                    pool.work(ids[mask].tolist(), own, version, partial(self.take, len(self.works)))
+                )
+
+    def take(self, i: int, reply: Reply | Exception) -> None:
+        """Note reply `i`; the last one ends the request."""
+        if self.answer.done():
+            return
+        if isinstance(reply, Exception):
+            self.answer.set_exception(reply)
+            return
+        self.found[i] = reply
+        if len(self.found) == len(self.works):
+            try:
+                self.answer.set_result(self.rollouts())
+            except Exception as error:
+                self.answer.set_exception(error)
+
+    def rollouts(self) -> Rollouts:
+        """Return all replies as rollouts."""
+        replies = [self.found[i] for i in range(len(self.works))]
+        length = self.sampling.response_length
+        shape = len(self.prompts), self.sampling.samples, length
+        ids, mask, logprobs = (x.view(shape) for x in pad(replies, length, self.pool.settings.pad_id))
+        token_versions = torch.zeros(shape, dtype=torch.int64)
+        token_versions[mask] = torch.tensor([version for each in replies for version in each.versions])
+        began = min(work.began for work in self.works)
+        return self.prompts.extend(
+            Rollouts,
+            response_ids=ids,
+            response_mask=mask,
+            behaviour_logprobs=logprobs,
+            ended=(mask & torch.isin(ids, torch.tensor(self.pool.settings.stop_ids))).any(-1),
+            token_versions=token_versions if self.pool.in_flight else None,
+            version=int(token_versions[mask].min()),
+            generate_s=time.perf_counter() - began,
+        )
+
+
+def _converse(
+    pool: ServerPool,
+    prompts: Prompts,
+    sampling: Sampling,
+    version: int | None,
+    answer: Future[Rollouts],
+) -> None:
+    """Sample K episodes of each prompt, in a thread; the random numbers are those of one vLLM."""
+    settings, K, turns = pool.settings, sampling.samples, Counter[int]()
+    replies, asked, began = SimpleQueue[tuple[int, Reply | Exception]](), 0, time.perf_counter()
+    oldest = [] if version is None else [version]
+    try:
+        assert settings.environment is not None
+        played = settings.environment, settings.stop_ids, settings.seed
+        with Episodes(prompts, sampling, *played) as episodes:
+            while True:
+                works = []
+                for i in episodes.ready(wait=not asked):
+                    given = sampling_parameters(
+                        sampling, int(prompts.index[i // K]), settings.stop_ids, settings.seed
+                    )
+                    seed = derive(given["seed"], i % K, turns[i]) if turns[i] else given["seed"] + i % K
+                    given |= {"seed": seed, "max_tokens": episodes.room(i)}
+                    turns[i] += 1
+                    done = partial(lambda i, reply: replies.put((i, reply)), i)
+                    works.append(pool.work(episodes.history(i), given, version, done))
+                pool.ask(works)
+                asked += len(works)
+                if not asked:
+                    break
+                with suppress(Empty):
+                    i, reply = replies.get(timeout=_LOOK_S if episodes.open else None)
+                    asked -= 1
+                    if isinstance(reply, Exception):
+                        raise reply
+                    oldest = [min(*oldest, *reply.versions)] if oldest else [min(reply.versions)]
+                    episodes.reply(i, reply.ids, reply.logprobs, reply.versions if pool.in_flight else None)
+            rollouts = episodes.rollouts(settings.pad_id, in_flight=pool.in_flight)
+        seconds = time.perf_counter() - began
+        answer.set_result(replace(rollouts, version=oldest[0], generate_s=seconds))
+    except BaseException as error:  # nobody else would see it
+        answer.set_exception(error)
+    finally:
+        pool.release(version)

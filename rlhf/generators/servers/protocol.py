@@ -1,0 +1,6 @@
+"""What a run and its servers agree on. This module imports neither torch nor vLLM."""
+
+STATUS = "/v1/rlhf/status"
+LOAD = "/v1/rlhf/load"
+GENERATE = "/inference/v1/generate"
+PARENT = "RLHF_PARENT"  # environment variable: the process with which a server ends
