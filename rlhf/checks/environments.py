@@ -17,10 +17,7 @@ _PAIRS = When(
     lambda cfg: cfg.reads_pairs or (cfg.task.embedded and cfg.scorer.reads_reward and not cfg.model.reward),
 )
 
-_ANSWERS = When("with environment={environment}", lambda cfg: cfg.environment.answers)
-
 RULES += [
-    must("clock", "wall", _ANSWERS, "episodes are not sampled in parts"),
     must("environment", "none", _PAIRS, "pairs consist of single replies"),
     must(
         "environment",

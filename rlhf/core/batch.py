@@ -348,12 +348,21 @@ class Outputs(NamedTuple):  # a tuple, because DeepSpeed adds hooks to the tenso
     log_sum_squares: Tensor | None = None  # [N, K, T] float32, log sum_v p(v)^2, no gradient; 0 at padding
 
 
+class Begun(NamedTuple):
+    """A response that earlier requests have begun to sample."""
+
+    request: int  # whose random numbers it has
+    sample: int  # which sample of its prompt it is, from 0
+    ids: list[int]  # its tokens so far
+    sampled: list[bool]  # per token: by the model, not by an environment
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Sampling:
     """Sampling settings of a request. `purpose`, `request` and the run's seed select the random numbers.
 
-    `numbers` and `most` are for parts of responses, whose prompts may contain the first tokens of a response.
-    Only a generator whose section has `samples_parts` heeds them.
+    `numbers`, `most` and `begun` are for parts of responses; the rollouts have the further tokens only. Only
+    a generator whose section has `samples_parts` heeds them.
     """
 
     samples: int  # K, responses per prompt
@@ -361,5 +370,12 @@ class Sampling:
     response_length: int  # maximum number of tokens
     purpose: str  # "train", "eval", ...
     request: int = 0  # number of the request
-    numbers: Tensor | None = None  # [N, K, T] float64, one uniform number per token, instead of the selected
-    most: Tensor | None = None  # [N, K] int64, largest number of tokens of each response; None: T
+    # [N, K, >= max(most)] float64, one uniform number per further token, instead of the selected ones
+    numbers: Tensor | None = None
+    most: Tensor | None = None  # [N, K] int64, largest number of tokens to sample for each response; None: T
+    begun: list[Begun] | None = None  # of each response, N * K; None: no request has begun any
+
+    @property
+    def continues(self) -> bool:
+        """Whether earlier requests have sampled tokens; then K is 1."""
+        return any(each.ids for each in self.begun or ())

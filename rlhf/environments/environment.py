@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from rlhf.config.environment import ClassConfig, EnvironmentConfig, TurnsConfig
     from rlhf.environments.calls import Call
 
-COUNTS = ("turns", "tool_errors", "step_errors", "out_of_turns", "cut", "no_room", "seconds")
+LIMITS = ("out_of_turns", "cut", "no_room")  # an episode ends by one of them, or by the environment
+COUNTS = ("turns", "tool_errors", "step_errors", *LIMITS, "seconds")
 _NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 _MOST_CHARACTERS = 300  # of a value in an error message
 

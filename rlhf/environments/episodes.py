@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import groupby, product, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rlhf.core.batch import Rollouts
+from rlhf.core.batch import Begun, Rollouts
 from rlhf.core.errors import RunError
 from rlhf.core.seeding import derive
 from rlhf.environments.calls import Calls, too_many_hang
@@ -47,6 +47,9 @@ class _Episode:
     rewards: list[float] = field(default_factory=list)
     figures: Counter[str] = field(default_factory=Counter)
     running: bool = True
+    most: int | None = None  # tokens that the model may still sample in this request; None: no limit
+    before: int = 0  # tokens of earlier requests
+    open: int = 0  # tokens of a reply that is not finished
     failed: bool = False  # in `reset`; it ends after its first reply
     ended: bool = False  # by the environment, not by a limit
     random: Any = None  # its state of the generator of the module `random`, if the class uses that
@@ -94,13 +97,14 @@ class Episodes:
 
     Args:
         prompts: N prompts.
-        sampling: K, and the largest number T of tokens of an episode, messages included.
+        sampling: K, and the largest number T of tokens of an episode, messages included. Episodes that are
+            `begun` are played again from their start, and go on for at most `most` sampled tokens.
         factory: makes the environments, and their messages as tokens.
         stop_ids: tokens that end a reply.
         seed: the seed of the run.
 
     Raises:
-        RunError: an environment fails in `reset`.
+        RunError: an environment fails in `reset`, or answers otherwise than before.
     """
 
     def __init__(
@@ -117,18 +121,20 @@ class Episodes:
             ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
         ]
         records = prompts.records or [{}] * len(prompts)
-        own = seed, "environment", sampling.purpose, sampling.request
+        own = seed, "environment", sampling.purpose
+        places = [*product(enumerate(prompts.index.tolist()), range(sampling.samples))]
+        begun = sampling.begun or [Begun(sampling.request, k, [], []) for _, k in places]
         self._all = [
             _Episode(
                 Example(
                     prompt=prompts.texts[n],
                     reference=prompts.references[n],
                     record=records[n],
-                    seed=records[n]["seed"] if FIRST_MESSAGE in records[n] else derive(*own, row),
+                    seed=records[n]["seed"] if FIRST_MESSAGE in records[n] else derive(*own, request, row),
                     sample=k,
                 )
             )
-            for (n, row), k in product(enumerate(prompts.index.tolist()), range(sampling.samples))
+            for ((n, row), _), (request, k, *_) in zip(places, begun, strict=True)
         ]
         self._ready: list[int] = []
         self._class = factory.load()
@@ -139,6 +145,8 @@ class Episodes:
             for i, episode in enumerate(self._all):
                 self._ask(i, "reset", partial(self._begin, episode), episode.example)
             self.running()
+            if sampling.most is not None:
+                self._play_again(begun, sampling.most.flatten().tolist())
         except BaseException:
             self.close()
             raise
@@ -187,14 +195,19 @@ class Episodes:
         """Return the token ids that the next reply of episode `i` follows, the prompt included."""
         return self.heads[i // self.sampling.samples] + self._all[i].ids
 
-    def length(self, i: int) -> int:
-        """Return the number of tokens of episode `i` after its prompt."""
-        return len(self._all[i].ids)
+    def added(self, i: int) -> int:
+        """Return the number of tokens of episode `i` that this request has added."""
+        return len(self._all[i].ids) - self._all[i].before
 
     def room(self, i: int) -> int:
-        """Return the largest number of tokens of the next reply of episode `i`."""
-        left = self.sampling.response_length - self.length(i)
-        return min(left, self.factory.reply_tokens or left)
+        """Return the largest number of tokens that are to be sampled next for episode `i`."""
+        left, most = self._left(self._all[i]), self._all[i].most
+        return left if most is None else min(left, most)
+
+    def _left(self, episode: _Episode) -> int:
+        left = self.sampling.response_length - len(episode.ids)
+        most = self.factory.reply_tokens
+        return left if most is None else min(left, most - episode.open)
 
     def reply(
         self, i: int, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int] | None = None
@@ -202,7 +215,8 @@ class Episodes:
         """Add a reply to episode `i`, and the answer of its environment.
 
         An episode ends if the environment is done, the reply does not end with the end token, there are
-        `max_turns` replies, or the message leaves no room for another reply.
+        `max_turns` replies, or the message leaves no room for another reply. It stops running, but does not
+        end, if the request has sampled as many tokens as it may.
 
         Args:
             i: the position of the episode.
@@ -215,12 +229,18 @@ class Episodes:
         """
         episode = self._all[i]
         episode.append(ids, logprobs, versions or [0] * len(ids), sampled=True)
-        episode.figures["turns"] += 1
-        if ids[-1] not in self.stop_ids:  # a call in a reply that was cut may be valid by chance
-            return self._stop(i, "cut")
+        episode.figures["turns"] += not episode.open
+        episode.open += len(ids)
+        if episode.most is not None:
+            episode.most -= len(ids)
+        if ids[-1] not in self.stop_ids:
+            if episode.most is not None and self._left(episode):
+                return self._await(i)  # the reply goes on
+            return self._stop(i, "cut")  # a call in a reply that was cut may be valid by chance
+        ids, episode.open = episode.ids[-episode.open :], 0
         if episode.failed or episode.environment is None:
             return self._answer(i, Answer(reward=self.factory.error_reward, done=True))
-        text = str(self.turns.tokenizer.decode(list(ids[:-1]), skip_special_tokens=False))
+        text = str(self.turns.tokenizer.decode(ids[:-1], skip_special_tokens=False))
         return self._ask(i, "step", episode.environment.step, text)
 
     def _begin(self, episode: _Episode, example: Example) -> Any:
@@ -290,7 +310,35 @@ class Episodes:
             return self._stop(i, "no_room")
         nothing = [0] * len(message)
         episode.append(message, nothing, nothing, sampled=False)
+        return self._await(i)
+
+    def _await(self, i: int) -> None:
+        """Let an episode wait for tokens of the model, or stop it if this request samples no more."""
+        if self._all[i].most == 0:
+            return self._stop(i)
         return self._ready.append(i)
+
+    def _play_again(self, begun: Sequence[Begun], most: Sequence[int]) -> None:
+        """Give the replies of earlier requests to the environments, turn by turn."""
+        replies: list[list[list[int]]] = []
+        for episode, each, more in zip(self._all, begun, most, strict=True):
+            episode.most = sum(each.sampled) + more
+            parts = groupby(zip(each.ids, each.sampled, strict=True), key=lambda token: token[1])
+            replies.append([[id for id, _ in part] for sampled, part in parts if sampled])
+        for turn in zip_longest(*replies):
+            for i, ids in enumerate(turn):
+                if ids and self._all[i].running:
+                    self.reply(i, ids, [0.0] * len(ids))
+            self.running()
+        for i, (episode, each) in enumerate(zip(self._all, begun, strict=True)):
+            episode.before = len(each.ids)
+            if episode.ids[: episode.before] != each.ids or (episode.most and not episode.running):
+                raise RunError(
+                    f"{self.factory.address} must answer the same replies in the same way (with "
+                    f"clock=virtual, episodes are played again), got another answer in sample {each.sample} "
+                    f"of {self.prompts.place(i // self.sampling.samples)}; use only the example and the "
+                    "replies, or set clock=wall"
+                )
 
     def _stop(self, i: int, limit: str | None = None) -> None:
         episode = self._all[i]
@@ -310,13 +358,17 @@ class Episodes:
         return close if hasattr(episode.environment, "close") else None
 
     def rollouts(self, pad_id: int, in_flight: bool = False) -> Rollouts:
-        """Return the episodes as rollouts [N, K, T]; with `in_flight`, tokens have versions."""
+        """Return the episodes as rollouts [N, K, T]; with `in_flight`, tokens have versions.
+
+        Tokens of earlier requests are left out; `ended` and `episode` are those of the whole episode.
+        """
         self.running()
         self.close()
         N, K, T = len(self.prompts), self.sampling.samples, self.sampling.response_length
 
         def table(rows: list[list[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
-            padded = [row + [fill] * (T - len(row)) for row in rows]
+            new = [row[each.before :] for row, each in zip(rows, self._all, strict=True)]
+            padded = [row + [fill] * (T - len(row)) for row in new]
             return torch.tensor(padded, dtype=dtype).view(N, K, T)
 
         sampled = table([each.sampled for each in self._all], False, torch.bool)

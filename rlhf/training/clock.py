@@ -36,7 +36,7 @@ from typing import Any
 
 from rlhf.config.clock import VirtualConfig
 from rlhf.core.seeding import derive
-from rlhf.training.sequences import Piece, Sampler, Sequence, Start, tokens_in
+from rlhf.training.sequences import MESSAGE, Piece, Sampler, Sequence, Start, tokens_in
 from rlhf.training.staleness import Group, Rules
 
 _LOOKAHEAD = 0.8  # share of the last update's seconds that an idle trainer takes at least until the next load
@@ -261,6 +261,7 @@ class Clock:
             sequence = Sequence(group, start, begin, factor, stretch, self.now)
             self.sequences[start.group].append(sequence)
             self.running[start] = sequence
+            sequence.prefill = self.costs.prefill
             self._add(sequence, self._ahead.pop(start))
 
     def _factor(self, start: Start, row: int) -> float:
@@ -285,22 +286,27 @@ class Clock:
         """Sample further tokens of running sequences."""
         horizon = self._horizon()
         if sequences := sorted(partial, key=lambda each: each.key):
-            most = [self._most(horizon - each.begin, each.factor, len(each.ids)) for each in sequences]
+            most = [
+                self._most(horizon - each.begin, each.factor, each.sampled, each.messages)
+                for each in sequences
+            ]
             for sequence, piece in zip(sequences, self.sampler.go_on(sequences, most), strict=True):
                 self._add(sequence, piece)
 
-    def _most(self, steps: float, factor: float, done: int = 0) -> int:
+    def _most(self, steps: float, factor: float, sampled: int = 0, messages: int = 0) -> int:
         """Return how many further tokens of a sequence are sampled at once: those before its step `steps`."""
-        tokens = ceil(tokens_in(steps, factor, self.costs.stretch) - done)
-        return min(self.length - done, max(_LEAST_TOKENS, tokens))
+        tokens = tokens_in(steps - self.costs.prefill * messages, factor, self.costs.stretch)
+        return min(self.length - sampled - messages, max(_LEAST_TOKENS, ceil(tokens - sampled)))
 
     def _add(self, sequence: Sequence, piece: Piece) -> None:
         """Add sampled tokens to a sequence, and plan the event at which they are complete."""
         sequence.ids += piece.ids
         sequence.logprobs += piece.logprobs
-        sequence.versions += [self.rules.version] * len(piece.ids)
-        sequence.ended = piece.ended
-        sequence.stopped = piece.ended or len(sequence.ids) >= self.length
+        own = piece.sampled or [True] * len(piece.ids)
+        sequence.versions += [self.rules.version if sampled else MESSAGE for sampled in own]
+        sequence.rewards += piece.rewards
+        sequence.figures, sequence.ended = dict(piece.figures), piece.ended
+        sequence.stopped = piece.stopped or piece.ended or len(sequence.ids) >= self.length
         heappush(self._ends, (sequence.plan(), sequence.key))
 
     def _leave(self, sequence: Sequence) -> None:

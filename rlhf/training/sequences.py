@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
-from math import floor, inf
+from functools import partial
+from math import inf
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from rlhf.training.staleness import Group
 
+MESSAGE = -1  # in place of a version: the token belongs to a message of an environment
 _ROUNDING = 1e-9  # of a token
 
 
@@ -20,16 +25,28 @@ class Start(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Sampled tokens, with their log-probs; `ended`: the last one is an end token."""
+    """Further tokens of a sequence, with their log-probs; `ended`: the last one is an end token.
+
+    The last three are for episodes: whether the model sampled each token, the rewards of the tokens, and the
+    figures of the whole episode. An episode may also stop at a limit other than its length.
+    """
 
     ids: list[int]
     logprobs: list[float]
     ended: bool
+    stopped: bool = False
+    sampled: Ordered[bool] = ()  # (): all
+    rewards: Ordered[float] = ()
+    figures: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A response. Token i is complete at step `begin + factor * (i + 1) ** stretch`."""
+    """A response or an episode.
+
+    The model's m-th token behind n tokens of messages is complete at step
+    `begin + factor * m ** stretch + prefill * n`. Messages are encoded, and environments take no time.
+    """
 
     group: Group
     key: Start  # the number of its group, and which sample it is
@@ -40,32 +57,52 @@ class Sequence:
     end: float = inf  # time at which it left the slot; infinity while it runs
     ids: list[int] = field(default_factory=list)  # tokens after the present may be replaced at a load
     logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
+    versions: list[int] = field(default_factory=list)  # of the weights that sampled each token, or `MESSAGE`
     kept: int = 0  # tokens that no load can replace any more
     ended: bool = False  # whether the last token is an end token
     stopped: bool = False  # whether no further token is sampled
     cut: bool = False  # whether it ended before its end token because its group was due
+    prefill: float = 0.0  # steps of each token of a message
+    rewards: list[float] = field(default_factory=list)  # of an episode, for each token
+    figures: dict[str, float] = field(default_factory=dict)  # of an episode
     last_step: float = 0.0  # step at which its last known token is complete; set by `plan`
+
+    @property
+    def messages(self) -> int:
+        """The number of its known tokens that belong to messages."""
+        return self.versions.count(MESSAGE)
+
+    @property
+    def sampled(self) -> int:
+        """The number of its known tokens that the model sampled."""
+        return len(self.ids) - self.messages
 
     @property
     def steps(self) -> float:
         """The decoding steps of its known tokens."""
-        return self.factor * len(self.ids) ** self.stretch
+        return self._steps(len(self.ids))
+
+    def _steps(self, tokens: int, early: float = 0.0) -> float:
+        messages = self.versions[:tokens].count(MESSAGE)
+        sampled = max(0.0, tokens - messages - early)
+        return self.factor * sampled**self.stretch + self.prefill * messages
 
     def plan(self) -> float:
         """Note and return the step at which its last known token is complete."""
-        self.last_step = self.begin + self.factor * len(self.ids) ** self.stretch
+        self.last_step = self.begin + self.steps
         return self.last_step
 
     def done(self, step: float) -> int:
         """Return the tokens that are complete at a step."""
-        tokens = floor(tokens_in(step - self.begin, self.factor, self.stretch) + _ROUNDING)
-        return min(len(self.ids), max(self.kept, tokens))
+        counts, passed = range(1, len(self.ids) + 1), step - self.begin
+        return max(self.kept, bisect_right(counts, passed, key=partial(self._steps, early=_ROUNDING)))
 
     def keep(self, tokens: int) -> None:
-        """Forget all tokens after the first `tokens`."""
+        """Forget all tokens after the first `tokens`, and a message that no token of the model follows."""
+        while tokens and self.versions[tokens - 1] == MESSAGE:
+            tokens -= 1
         if tokens < len(self.ids):
-            del self.ids[tokens:], self.logprobs[tokens:], self.versions[tokens:]
+            del self.ids[tokens:], self.logprobs[tokens:], self.versions[tokens:], self.rewards[tokens:]
             self.ended = self.stopped = False
 
 

@@ -7,8 +7,9 @@ clock prompts and a sampler, makes batches of the trained groups, and keeps the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +18,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlhf.config.schedule import Dropped, Unit
-from rlhf.core.batch import Batch, Prompts, Rollouts, concatenated
-from rlhf.core.encoding import pad_prompts
+from rlhf.core.batch import Batch, Begun, Prompts, Rollouts, concatenated
 from rlhf.core.metrics import How, Stat
 from rlhf.core.seeding import derive
+from rlhf.environments.environment import LIMITS
 from rlhf.generators.hf.sampling import uniforms
 from rlhf.training import sequences
 from rlhf.training.clock import Clock
 from rlhf.training.replay import with_token_versions
-from rlhf.training.sequences import Piece, Start
+from rlhf.training.sequences import MESSAGE, Piece, Start
 from rlhf.training.staleness import Rules
 from rlhf.training.stream import RolloutStream, joined, unpack
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from rlhf.training.stream import StreamContext
 
 _Group = Sequence[sequences.Sequence]  # the sequences of a group that have started
+_PADDING = -2  # in place of a version
 
 
 class VirtualStream(RolloutStream):
@@ -116,7 +118,7 @@ class VirtualStream(RolloutStream):
         found: list[Piece] = []
         for first in range(0, len(starts), count):
             some = slice(first, first + count)
-            found += self._sampled(starts[some], [[]] * count, most[some])
+            found += self._sampled(starts[some], most[some])
         return found
 
     def go_on(self, sequences: _Group, most: Sequence[int]) -> list[Piece]:
@@ -125,7 +127,7 @@ class VirtualStream(RolloutStream):
         Keys and values of earlier tokens are computed again, so a token has the log-prob that the present
         weights give it after all tokens before it.
         """
-        return self._sampled([each.key for each in sequences], [each.ids for each in sequences], most)
+        return self._sampled([each.key for each in sequences], most, sequences)
 
     def prompt(self, group: int) -> tuple[int, int]:
         """Return the row of the prompt of a group in the data, and its number of tokens."""
@@ -166,15 +168,13 @@ class VirtualStream(RolloutStream):
             self.known[number] = self._drawn(self.discards or self.next)
         return self.known[group]
 
-    def _sampled(
-        self, keys: Sequence[Start], before: Sequence[list[int]], most: Sequence[int]
-    ) -> list[Piece]:
-        """Return the tokens of sequences after the tokens `before`, sampled in one call.
+    def _sampled(self, keys: Sequence[Start], most: Sequence[int], before: _Group = ()) -> list[Piece]:
+        """Return the next tokens of sequences, sampled in one call; `before`: those that have tokens.
 
         The uniform numbers of a group are those that `Stream` would use for its prompt.
         """
         k, pad_id = self.rules.samples, self.context.pad_id
-        if any(before) or keys != [Start(group, sample) for group, _ in keys[::k] for sample in range(k)]:
+        if before or keys != [Start(group, sample) for group, _ in keys[::k] for sample in range(k)]:
             k = 1  # each sequence is a row; else each row has all samples of a prompt
         seed = derive(self.context.seed, "sample", self.sampling.purpose)
         shape = self.sampling.samples, self.sampling.response_length
@@ -182,41 +182,41 @@ class VirtualStream(RolloutStream):
             group: uniforms(seed, group // self.rules.batch, self._prompt(group).index, *shape)[0]
             for group in dict.fromkeys(key.group for key in keys)
         }
-        rows, numbers = [], []
-        for (group, sample), tokens in zip(keys, before, strict=True):
-            prompt = self._prompt(group)
-            rows.append(prompt.prompt_ids[prompt.prompt_mask].tolist() + tokens)
-            numbers.append(uniform[group][sample, len(tokens) :][: max(most)])
+        begun, numbers = [], []
+        for (group, sample), each in zip_longest(keys, before):
+            ids, sampled = (each.ids, [v != MESSAGE for v in each.versions]) if each else ([], [])
+            begun.append(Begun(group // self.rules.batch, sample, ids, sampled))
+            numbers.append(uniform[group][sample, len(ids) :])
         prompts = concatenated([self._prompt(key.group) for key in keys[::k]], pad_id)
-        prompts["prompt_ids"], prompts["prompt_mask"] = pad_prompts(rows[::k], pad_id)
         asked = replace(
             self.sampling,
             samples=k,
-            response_length=max(most),
             numbers=pad_sequence(numbers, batch_first=True).unflatten(0, (-1, k)),
             most=torch.tensor(most).view(-1, k),
+            begun=begun,
         )
         found = self.context.generator.submit(Prompts(**prompts), asked).result()
         self.generate_s += found.generate_s
         assert found.behaviour_logprobs is not None
-        fields = (found.response_ids, found.behaviour_logprobs, found.response_mask.sum(-1), found.ended)
-        return [
+        fields = (found.response_ids, found.behaviour_logprobs, found.real.sum(-1), found.ended)
+        pieces = [
             Piece(ids[:count], logprobs[:count], ended)
             for ids, logprobs, count, ended in zip(*(x.flatten(0, 1).tolist() for x in fields), strict=True)
         ]
+        return pieces if found.episode is None else [*_episodes(found, pieces)]
 
     def _forget(self, own: _Group, fate: str, **times: float) -> Prompts:
         """Add the line of a group to groups.jsonl, forget the group, and return its prompt [1]."""
         number = own[0].group.number
         prompt = self.known.pop(number)
         self.scored.pop(number, None)
-        versions = [version for each in own for version in each.versions]
+        versions = [version for each in own for version in each.versions if version != MESSAGE]
         line = {
             "group": number,
             "row": int(prompt.index),
             "version": own[0].group.version,
             "versions": [min(versions, default=None), max(versions, default=None)],
-            "lengths": [len(each.ids) for each in own],
+            "lengths": [each.sampled for each in own],
             "starts": [each.start for each in own],
             "ends": [each.end for each in own],
         }
@@ -232,10 +232,26 @@ class VirtualStream(RolloutStream):
             rows = [[getattr(each, name) for each in own] for own in groups]
             return torch.tensor([[row + [fill] * (length - len(row)) for row in own] for own in rows])
 
-        versions = padded("versions", -1)
+        if cut := [each for own in groups for each in own if each.cut and each.figures]:
+            pieces = self._sampled([each.key for each in cut], [0] * len(cut), cut)
+            for each, piece in zip(cut, pieces, strict=True):  # figures without the turns that were lost
+                each.figures = {**piece.figures, "cut": 1.0}
+        versions = padded("versions", _PADDING)
         mask = versions >= 0
         seen = versions[mask].unique()
+        episodes: dict[str, Any] = {}
+        if groups[0][0].figures:
+            names = dict.fromkeys(name for own in groups for each in own for name in each.figures)
+            episodes = {
+                "environment_mask": versions == MESSAGE,
+                "rewards": padded("rewards", 0.0),
+                "episode": {
+                    name: torch.tensor([[each.figures.get(name, 0.0) for each in own] for own in groups])
+                    for name in names
+                },
+            }
         return Rollouts(
+            **episodes,
             **concatenated([self.known[own[0].group.number] for own in groups], self.context.pad_id),
             response_ids=padded("ids", self.context.pad_id),
             response_mask=mask,
@@ -293,3 +309,18 @@ class VirtualStream(RolloutStream):
         )
         self.unused, self.lines = saved["current"] is not None, saved["lines"]
         self.current = unpack(saved["current"]) if self.unused else None
+
+
+def _episodes(found: Rollouts, pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Yield the pieces of episodes with what belongs to their environments."""
+    assert found.episode is not None and found.rewards is not None
+    tables = (found.response_mask, found.rewards, torch.stack([*found.episode.values()], -1))
+    rows = zip(pieces, *(x.flatten(0, 1).tolist() for x in tables), strict=True)
+    for piece, sampled, rewards, values in rows:
+        figures = dict(zip(found.episode, values, strict=True))
+        yield piece._replace(
+            stopped=piece.ended or any(figures[name] for name in LIMITS),
+            sampled=sampled[: len(piece.ids)],
+            rewards=rewards[: len(piece.ids)],
+            figures=figures,
+        )

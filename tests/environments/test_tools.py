@@ -277,7 +277,7 @@ def episodes(count=1, **limits) -> Episodes:
 
 def said(played: Episodes, i: int, reply: str) -> str:
     """Return the message after a reply, between its role marks."""
-    tokenizer, before = played.turns.tokenizer, played.length(i)
+    tokenizer, before = played.turns.tokenizer, len(played.history(i)) - len(played.heads[i])
     ids = [*tokenizer(reply, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     played.reply(i, ids, [-1.0] * len(ids))
     played.running()

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.core.batch import Rollouts, moved_to
-from rlhf.core.encoding import pad_prompts
+from rlhf.core.encoding import behind
 from rlhf.core.launched import local_rank
 from rlhf.core.phases import Phases
 from rlhf.core.seeding import derive
@@ -215,6 +215,13 @@ def respond(
     if numbers is None:
         purpose = derive(settings.seed, "sample", sampling.purpose)
         numbers = uniforms(purpose, sampling.request, prompts.index, sampling.samples, length)
+    if most is not None:
+        length = int(most.max())
+        numbers = numbers[..., :length]
+    if sampling.begun and sampling.continues:
+        heads = zip(prompts.prompt_ids, prompts.prompt_mask, sampling.begun, strict=True)
+        histories = [ids[mask].tolist() + each.ids for ids, mask, each in heads]
+        prompts = behind(prompts, histories, settings.pad_id)
     phases = phases or Phases()
     parts, versions = [], []
     order = prompts.prompt_mask.sum(1).argsort(descending=True, stable=True)
@@ -267,22 +274,33 @@ def _converse(
     Token t of an episode has the random number t of its sample, whatever the turn. The first replies to a
     prompt share its encoding. Later, the history of each running episode is a prompt.
     """
+
+    def histories() -> Prompts:
+        own = prompts.select(torch.tensor(running) // K)
+        return behind(own, [episodes.history(i) for i in running], settings.pad_id)
+
     prompts, sampling = episodes.prompts, episodes.sampling
     K = sampling.samples
     purpose = derive(settings.seed, "sample", sampling.purpose)
-    numbers = uniforms(purpose, sampling.request, prompts.index, K, sampling.response_length).flatten(0, 1)
-    asked, samples = prompts, K
+    numbers = sampling.numbers
+    if numbers is None:
+        numbers = uniforms(purpose, sampling.request, prompts.index, K, sampling.response_length)
+    numbers = numbers.flatten(0, 1)
+    shared = not sampling.continues
     while running := episodes.running():
+        asked, samples = (prompts, K) if shared else (histories(), 1)
+        shared = False
         room = [episodes.room(i) for i in running]
         uniform = torch.zeros(len(running), max(room), dtype=torch.float64)
         for row, i, most in zip(uniform, running, room, strict=True):
-            row[:most] = numbers[i, episodes.length(i) :][:most]
+            row[:most] = numbers[i, episodes.added(i) :][:most]
         request = replace(
             sampling,
             samples=samples,
             response_length=max(room),
             numbers=uniform.view(len(asked), samples, -1),
             most=torch.tensor(room).view(len(asked), samples),
+            begun=None,
         )
         found = reply(asked, request)
         parts = (found.response_ids, found.behaviour_logprobs, found.token_versions)
@@ -290,10 +308,6 @@ def _converse(
         lengths = found.response_mask.sum(-1).flatten().tolist()
         for i, length, values in zip(running, lengths, rows, strict=True):
             episodes.reply(i, *(each[:length] for each in values))
-        if left := episodes.running():
-            ids, mask = pad_prompts([episodes.history(i) for i in left], settings.pad_id)
-            own = prompts.select(torch.tensor(left) // K)
-            asked, samples = replace(own, prompt_ids=ids, prompt_mask=mask), 1
     return episodes.rollouts(settings.pad_id, in_flight)
 
 
