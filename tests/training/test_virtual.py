@@ -41,10 +41,10 @@ class Recorder:
 class Trainer:
     """A model whose weights change a little at each update, and a generator that samples with it."""
 
-    def __init__(self, version=0, noise=0.0):
-        self.model = tiny_lm()
-        settings = HFSettings(stop_ids=[1], pad_id=0, batch_size=256, seed=3, noise=noise)
-        self.generator = HFGenerator(self.borrow, settings)
+    def __init__(self, version=0, noise=0.0, model=None, **settings):
+        self.model = copy.deepcopy(model) if model else tiny_lm()
+        given = {"stop_ids": [1], "pad_id": 0, "batch_size": 256, "seed": 3, "noise": noise}
+        self.generator = HFGenerator(self.borrow, HFSettings(**given | settings))
         self.version, self.models = 0, {0: copy.deepcopy(self.model)}
         for _ in range(version):
             self.train()
@@ -94,6 +94,8 @@ def stream(
     in_flight=False,
     whole=True,
     batches=None,
+    asked=None,
+    pad_id=0,
     refill=None,
     update=0,
     saved=None,
@@ -103,11 +105,12 @@ def stream(
     made = context(
         trainer.generator,
         batches or prompts(),
-        sampling(),
+        asked or sampling(),
         lag,
         UPDATES,
         update=update,
         batch=B,
+        pad_id=pad_id,
         schedule=schedule | {"unit": Unit.group if whole else Unit.sequence},
         recorder=Recorder(),
         phases=trainer.generator.phases,
