@@ -10,17 +10,20 @@ import pytest
 from rlhf.config.clock import VirtualConfig
 from rlhf.config.schedule import Order, Stale
 from rlhf.training.clock import Clock, factors
-from rlhf.training.sequences import Piece
+from rlhf.training.sequences import MESSAGE, Piece
 from rlhf.training.staleness import Rules
 
 LENGTH = 20
 
 
 class Lengths:
-    """A sampler of responses of given lengths, in pieces as the clock asks for them."""
+    """A sampler of responses of given lengths, in pieces as the clock asks for them.
 
-    def __init__(self, length=lambda start: LENGTH):
-        self.length = length
+    The tokens at the places `message` belong to a message, which comes with the token before it.
+    """
+
+    def __init__(self, length=lambda start: LENGTH, message=range(0)):
+        self.length, self.message = length, message
         self.rows, self.again, self.new, self.calls = {}, [], 0, 0
 
     def begin(self, starts, most):
@@ -34,10 +37,14 @@ class Lengths:
         ]
 
     def _piece(self, start, done, most):
-        left = self.length(start) - done
-        count = min(left, most)
-        assert count >= 1
-        return Piece([*range(done, done + count)], [0.0] * count, count == left)
+        end, whole = done, self.length(start)
+        while end < whole and (most or end in self.message):
+            most -= end not in self.message
+            end += 1
+        assert end > done
+        ids = [*range(done, end)]
+        own = [each not in self.message for each in ids]
+        return Piece(ids, [0.0] * len(ids), end == whole, sampled=own)
 
     def prompt(self, group):
         if group not in self.rows:
@@ -69,7 +76,8 @@ def clock(rule="pace", *, lag=1, batch=4, samples=2, slots=8, total=None, length
         total=total,
         refill=settings.pop("refill", 0),
     )
-    sampler = Lengths(length) if length else Lengths()
+    given = {"length": length} if length else {}
+    sampler = Lengths(**given, message=settings.pop("message", range(0)))
     return Clock(rules, VirtualConfig(slots=slots, **settings), sampler, length=LENGTH, seed=0, **own)
 
 
@@ -89,7 +97,7 @@ def drawn(seed):
     lag, batch, samples = draw.choice([0, 1, 2, 4]), draw.choice([1, 3, 4]), draw.choice([1, 2, 4])
     slots = draw.choice([1, 2, 2 * lag + 2]) * batch * samples
     lengths = {}
-    return draw, {
+    settings = {
         "lag": lag,
         "age": lag + draw.choice([0, 1, 3]),
         "batch": batch,
@@ -109,6 +117,9 @@ def drawn(seed):
         "refill": draw.choice([0, 1, 4 * batch]),
         "length": lambda start: lengths.setdefault(start, Random(f"{seed} {start}").randint(1, LENGTH)),
     }
+    if draw.random() < 0.5:  # episodes of 12 to 19 tokens, with a message
+        settings |= {"message": range(4, 9), "length": lambda start: 12 + (start.group + start.sample) % 8}
+    return draw, settings
 
 
 @pytest.mark.parametrize("rule", ["fifo", "pace", "wait", "drop", "cut"])
@@ -136,7 +147,8 @@ def test_bounds_hold_for_random_settings(rule):
             for sequences in groups:
                 assert len(sequences) == settings["samples"]
                 trained[sequences[0].group.number] += 1
-                versions = [each.versions for each in sequences]
+                assert all(each.versions[-1] != MESSAGE for each in sequences)
+                versions = [[v for v in each.versions if v != MESSAGE] for each in sequences]
                 oldest = rules.version - sequences[0].group.version
                 assert oldest <= bound, (seed, settings)
                 assert min(map(min, versions)) >= sequences[0].group.version
@@ -198,6 +210,28 @@ def test_prefill_delays_the_first_token_and_every_load_in_flight():
     assert [each.kept for each in made.running.values()] == [5] * 8
     made.next_batch()
     assert made.now == pytest.approx(25 + 5 + 20 + 0.5 * (10 + 5) + 10)
+
+
+def test_a_message_takes_the_steps_of_its_encoding():
+    """The prompt takes 5 steps, 12 tokens of the model 12, a message of 8 tokens 4; training takes 5."""
+    message = {"prefill": 0.5, "message": range(4, 12), "train_s": 5.0}
+    assert updates(clock(lag=0, **message), 1) == pytest.approx([5 + 12 + 4 + 5])
+    made = clock(lag=1, in_flight=True, batch=4, samples=2, slots=8, **message | {"train_s": 11.0})
+    assert updates(made, 1) == pytest.approx([21 + 11])  # the next ones have 4 tokens and half a message
+    assert [each.kept for each in made.running.values()] == [8] * 8
+    assert [each.versions for each in made.running.values()] == [[0] * 4 + [MESSAGE] * 8 + [1] * 4] * 8
+    made.next_batch()
+    assert made.now == pytest.approx(21 + 21 + 0.5 * (10 + 8) + 11)
+
+
+@pytest.mark.parametrize(("train_s", "kept"), [(9.5, 4), (11.0, 4), (13.5, 4), (14.5, 13)])
+def test_an_episode_that_is_cut_ends_with_a_token_of_the_model(train_s, kept):
+    """Groups that began at 21 have `train_s` - 5 steps of tokens when the trainer is idle again."""
+    message = {"prefill": 0.5, "message": range(4, 12), "train_s": train_s}
+    made = clock("cut", lag=1, age=1, batch=4, samples=2, slots=8, **message)
+    updates(made, 1)
+    (first, *_) = made.next_batch()
+    assert [len(each.ids) for each in first] == [kept] * 2 and all(each.cut for each in first)
 
 
 def test_stretched_responses_take_a_power_of_their_length():
