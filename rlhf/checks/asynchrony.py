@@ -17,7 +17,18 @@ from rlhf.config.schedule import Dropped, Order, Stale, Unit
 from rlhf.core.launched import world_size
 
 _VIRTUAL = When("with clock=virtual", lambda cfg: cfg.clock.virtual)
-_WALL = When("with clock=wall", lambda cfg: not cfg.clock.virtual)
+_BATCHES = When(
+    "with clock=wall and generator={generator}",
+    lambda cfg: not cfg.clock.virtual and not cfg.generator.samples_singly,
+)
+_COMPLETED = When(
+    "with schedule.order=completed and clock=wall",
+    lambda cfg: cfg.schedule.order is Order.completed and not cfg.clock.virtual,
+)
+_COMPLETED_ON_RANKS = When(
+    "with schedule.order=completed and several ranks",
+    lambda cfg: world_size() > 1 and cfg.schedule.order is Order.completed,
+)
 _FIFO = When("with schedule.order=fifo", lambda cfg: cfg.schedule.order is Order.fifo)
 _SEVERAL_RANKS = When("with several ranks", lambda cfg: world_size() > 1)
 _ON_EACH_RANK = When(
@@ -54,10 +65,13 @@ TRAINING_RULES += [
     must(
         "schedule.order",
         "fifo",
-        _WALL,
-        "processes take whole batches, in the order of the requests",
-        fix="schedule.order=fifo or clock=virtual",
+        _BATCHES,
+        "its processes take whole batches, in the order of the requests",
+        fix="schedule.order=fifo, clock=virtual or generator=vllm_server",
     ),
+    must("schedule.order", "fifo", _COMPLETED_ON_RANKS, "one process chooses the groups"),
+    must("schedule.update", "in_flight", _COMPLETED, "all responses of a server have the same weights"),
+    must("schedule.refill", 0, _COMPLETED, "groups are scored after they were chosen"),
     must("schedule.max_age", None, _FIFO, "ages are at most schedule.max_lag"),
     must(
         "clock.slots",
@@ -78,8 +92,10 @@ DOUBTS += [
         lambda cfg: cfg.schedule.stale is not Stale.wait and cfg.schedule.max_age is None,
     ),
     doubtful(
-        "schedule.unit={schedule.unit} has no effect with clock=wall",
-        lambda cfg: cfg.schedule.unit is not Unit.group and not cfg.clock.virtual,
+        "schedule.unit={schedule.unit} has no effect with schedule.order=fifo and clock=wall",
+        lambda cfg: (
+            cfg.schedule.unit is not Unit.group and not cfg.clock.virtual and cfg.schedule.order is Order.fifo
+        ),
     ),
     doubtful(
         "schedule.dropped={schedule.dropped} has no effect without schedule.stale=drop",

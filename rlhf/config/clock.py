@@ -8,7 +8,7 @@ from typing import ClassVar
 from rlhf.config.schema import Section, entry, number, option
 
 
-@option("clock", "wall", part="rlhf.training.stream:build")
+@option("clock", "wall", part="rlhf.training.wall:build")
 @dataclass(kw_only=True, slots=True)
 class ClockConfig(Section):
     """The time of this machine: generators sample as fast as they can."""

@@ -50,6 +50,7 @@ class GeneratorConfig(Section):
 
     samples: ClassVar[bool] = True  # False: the generator returns stored completions
     samples_parts: ClassVar[bool] = False  # True: in the trainer's process, it can sample parts of responses
+    samples_singly: ClassVar[bool] = False  # True: it samples single responses, and ends them early
     # True: the generator computes in float32 the same log-probs as a trainer with the same weights
     exact: ClassVar[bool] = False
     packages: ClassVar[tuple[str, ...]] = ()  # of the library that samples, if it is not transformers
@@ -417,6 +418,8 @@ class VLLMColocatedConfig(VLLMConfig):
 @dataclass(kw_only=True, slots=True)
 class VLLMServerConfig(VLLMConfig):
     """Sampling with servers of vLLM, which the run starts on this machine, or which run anywhere."""
+
+    samples_singly: ClassVar[bool] = True
 
     name: str = "vllm_server"
     servers: int = number(

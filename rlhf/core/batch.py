@@ -262,6 +262,20 @@ def concatenated(parts: Sequence[Prompts], pad_id: int | None = None) -> dict[st
     return ({"version": min(versions)} if versions else {}) | _mapped(joined, *parts)
 
 
+def grouped(samples: Sequence[Rollouts]) -> Rollouts:
+    """Return K rollouts [N, 1, T] of the same prompts as rollouts [N, K, T]."""
+
+    def joined(shape: _Shape, *values: Any) -> Any:
+        return torch.cat(values, 1) if shape.dims[:2] == ("N", "K") else values[0]
+
+    return replace(
+        samples[0],
+        **_mapped(joined, *samples),
+        version=min(each.version for each in samples),
+        generate_s=max(each.generate_s for each in samples),
+    )
+
+
 def _padded(x: Tensor, length: int, fill: int, left: bool) -> Tensor:
     missing = length - x.shape[-1]
     return torch.nn.functional.pad(x, (missing, 0) if left else (0, missing), value=fill)

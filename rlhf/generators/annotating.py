@@ -106,11 +106,13 @@ class AnnotatedGenerator(Generator):
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
         """Request K responses to each prompt; with the purpose "train", the future returns a `Batch`.
 
+        Single responses are not annotated: `resume` annotates the group.
+
         Raises:
             RunError: the generator failed since the last call.
         """
         sampled = self.generator.submit(prompts, sampling)
-        if sampling.purpose != "train":
+        if sampling.purpose != "train" or sampling.begun:
             return sampled
         annotated: Future[Rollouts] = Future()
         sampled.add_done_callback(partial(self.annotate, annotated))
@@ -162,6 +164,20 @@ class AnnotatedGenerator(Generator):
         """
         self.stopping = True
         self.annotator.close()
+
+    @property
+    def slots(self) -> int:
+        """The number of responses that are sampled at a time."""
+        return self.generator.slots
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version of the weights that may sample a response that is requested now."""
+        return self.generator.oldest
+
+    def cut(self, answer: Future[Rollouts]) -> None:
+        """End a single response with the tokens that it has."""
+        self.generator.cut(answer)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load the weights into the generator, for later requests."""

@@ -100,6 +100,23 @@ class Generator(ABC):
         """Return a future of rollouts that a checkpoint contains, as `submit` would return them."""
         return finished(rollouts)
 
+    @property
+    def slots(self) -> int:
+        """The number of responses that are sampled at a time, if the generator samples single responses.
+
+        Such a generator takes requests with one sample that name the sample (`Sampling.begun`).
+        """
+        raise NotImplementedError
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version of the weights that may sample a response that is requested now."""
+        raise NotImplementedError
+
+    def cut(self, answer: Future[Rollouts]) -> None:
+        """End a single response with the tokens that it has, at least one."""
+        raise NotImplementedError
+
     def figures(self) -> Metrics:
         """Return metrics of the generator since the last call; by default none."""
         return {}

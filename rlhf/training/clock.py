@@ -233,19 +233,8 @@ class Clock:
 
     def _startable(self, slots: int) -> list[Start]:
         """Return the sequences that start next if `slots` slots are free, in order."""
-        k = self.rules.samples
-        usable = slots - slots % k if self.whole else slots
-        if not usable:
-            return []
-        starts: list[Start] = []
-        for number in reversed(self.rules.running):
-            if (begun := len(self.sequences[number])) == k:
-                break  # groups start in this order, so all samples of earlier groups have started
-            starts[:0] = (Start(number, sample) for sample in range(begun, k))
-        groups = min(-(-(usable - len(starts)) // k), self.rules.room())
-        first = self.rules.started
-        starts += (Start(number, sample) for number in range(first, first + groups) for sample in range(k))
-        return starts[:usable]
+        found = self.rules.startable(slots, lambda number: len(self.sequences[number]), self.whole)
+        return [Start(*each) for each in found]
 
     def _fill(self) -> None:
         """Start sequences in all free slots, as far as the rules allow."""

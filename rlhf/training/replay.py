@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlhf.core.batch import Batch, concatenated
+from rlhf.core.batch import Batch, R, concatenated
 from rlhf.core.metrics import mean
 from rlhf.core.seeding import derive
 
@@ -71,7 +71,7 @@ class Replay:
         self.earlier.extend(batches)
 
 
-def with_token_versions(batch: Batch) -> Batch:
+def with_token_versions(batch: R) -> R:
     """Return the batch with `token_versions`."""
     if batch.token_versions is not None:
         return batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,6 +76,11 @@ class Sequence:
     def sampled(self) -> int:
         """The number of its known tokens that the model sampled."""
         return len(self.ids) - self.messages
+
+    @property
+    def seen(self) -> Iterator[int]:
+        """The versions of the weights that sampled its tokens."""
+        return (version for version in self.versions if version != MESSAGE)
 
     @property
     def steps(self) -> float:

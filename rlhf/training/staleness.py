@@ -4,7 +4,7 @@ A group is a prompt with its K samples; B groups are a batch. The version counts
 a group is the version that trains on it minus the version of the weights at its start. `Rules` knows no
 clock, no model and no process: a virtual clock and a pool of servers call the same methods.
 
-    room() -> n          groups that may start now; start() -> group for each that gets slots
+    room() -> n          groups that may start now; start() -> group for each that gets slots (`startable`)
     complete(group)      the last sample of the group has ended
     replace(group)       instead, if its scores tie: returns the group that starts in its place, if any
     expired() -> groups  (drop) complete groups that are too old, when the trainer is idle
@@ -28,7 +28,7 @@ most B (L + 2) groups are in memory. L bounds admission, not age: only A bounds 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -76,6 +76,28 @@ class Rules:
             return self.batch * (self.max_lag + 1) - len(self.running) - len(self.ready)
         most = self.batch * (self.version + self.max_lag + 1)
         return (most if self.total is None else min(most, self.total)) - self.started
+
+    def startable(self, slots: int, begun: Callable[[int], int], whole: bool) -> list[tuple[int, int]]:
+        """Return group and sample of the sequences that start next in free slots, in their order.
+
+        Args:
+            slots: the free slots.
+            begun: returns the number of samples of a running group that have started.
+            whole: the samples of a group start together.
+        """
+        k = self.samples
+        usable = slots - slots % k if whole else slots
+        if not usable:
+            return []
+        starts: list[tuple[int, int]] = []
+        for number in reversed(self.running):
+            if (first := begun(number)) == k:
+                break  # groups start in this order, so all samples of earlier groups have started
+            starts[:0] = ((number, sample) for sample in range(first, k))
+        groups = min(-(-(usable - len(starts)) // k), self.room())
+        new = range(self.started, self.started + groups)
+        starts += ((number, sample) for number in new for sample in range(k))
+        return starts[:usable]
 
     def start(self) -> Group:
         """Return the next group, which starts now."""

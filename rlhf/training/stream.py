@@ -20,7 +20,6 @@ from rlhf.core.batch import Batch, Prompts, Rollouts, concatenated
 from rlhf.training.replay import with_token_versions
 
 if TYPE_CHECKING:
-    from rlhf.config.clock import ClockConfig
     from rlhf.config.schedule import ScheduleConfig
     from rlhf.core.batch import Sampling
     from rlhf.core.phases import Phases
@@ -87,11 +86,6 @@ class RolloutStream(ABC):
     @abstractmethod
     def state_dict(self) -> Any:
         """Return what a checkpoint saves, for `torch.load(weights_only=True)`."""
-
-
-def build(config: ClockConfig, context: StreamContext) -> Stream:
-    """Return the stream in the time of this machine."""
-    return Stream(context) if context.refill is None else RefilledStream(context)
 
 
 class Stream(RolloutStream):

@@ -10,36 +10,34 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf.config.schedule import Dropped, Unit
+from rlhf.config.schedule import Unit
 from rlhf.core.batch import Batch, Begun, Prompts, Rollouts, concatenated
-from rlhf.core.metrics import How, Stat
 from rlhf.core.seeding import derive
 from rlhf.environments.environment import LIMITS
 from rlhf.generators.hf.sampling import uniforms
 from rlhf.training import sequences
 from rlhf.training.clock import Clock
 from rlhf.training.replay import with_token_versions
+from rlhf.training.ruled import RuledStream
 from rlhf.training.sequences import MESSAGE, Piece, Start
-from rlhf.training.staleness import Rules
-from rlhf.training.stream import RolloutStream, joined, unpack
+from rlhf.training.stream import joined, unpack
 
 if TYPE_CHECKING:
     from rlhf.config.clock import VirtualConfig
-    from rlhf.core.metrics import Metrics
+    from rlhf.training.ruled import Response
     from rlhf.training.stream import StreamContext
 
 _Group = Sequence[sequences.Sequence]  # the sequences of a group that have started
 _PADDING = -2  # in place of a version
 
 
-class VirtualStream(RolloutStream):
+class VirtualStream(RuledStream):
     """A stream of rollouts in virtual time.
 
     Args:
@@ -49,17 +47,7 @@ class VirtualStream(RolloutStream):
 
     def __init__(self, config: VirtualConfig, context: StreamContext) -> None:
         super().__init__(context)
-        schedule, self.sampling, self.refill = context.schedule, context.sampling, context.refill
-        self.rules = Rules(
-            order=schedule.order,
-            batch=schedule.prompts_per_update,
-            samples=self.sampling.samples,
-            max_lag=schedule.max_lag,
-            max_age=schedule.max_age,
-            stale=schedule.stale,
-            total=context.state.num_updates * schedule.prompts_per_update,
-            refill=self.refill.most if self.refill else 0,
-        )
+        schedule = context.schedule
         self.clock = Clock(
             self.rules,
             config,
@@ -69,10 +57,7 @@ class VirtualStream(RolloutStream):
             in_flight=schedule.in_flight,
             whole=schedule.unit is Unit.group,
         )
-        self.known: dict[int, Prompts] = {}  # prompt [1] of each group that has started or is sampled ahead
         self.scored: dict[int, Batch] = {}  # groups [1] that have ended, with `schedule.refill`
-        self.next: deque[Prompts] = deque()  # prompts [1] that were drawn and have no group
-        self.discards: deque[Prompts] = deque()  # prompts [1] of discarded groups, which start again
         self.spare: deque[Prompts] = deque()  # prompts [1] that were drawn to replace others
         self.generate_s = 0.0  # seconds of sampling since the last batch
         if context.saved is not None:
@@ -85,12 +70,12 @@ class VirtualStream(RolloutStream):
 
     def next_batch(self) -> Rollouts:
         """Run the clock until the next load, and return the batch of its update."""
-        recorder, made, self.lines = self.context.recorder, self.clock, []
+        recorder, made = self.context.recorder, self.clock
         with recorder.timer("wait"), self.context.phases("waiting for rollouts"):
             if self.taken > self.rules.version:  # the loop has loaded the weights of the last update
                 made.loaded()
             groups = made.next_batch()
-        recorder.add(self._figures(groups))
+        recorder.add(self.figures(groups, made.now, made.slots, made.usage))
         if self.refill is None:
             rollouts = replace(self._rollouts(groups), generate_s=self.generate_s)
         else:
@@ -102,7 +87,8 @@ class VirtualStream(RolloutStream):
         for own in groups:
             ready = max(each.end for each in own) + made.costs.score_s
             fate = "cut" if any(each.cut for each in own) else "trained"
-            self._forget(own, fate, ready=ready, taken=taken, loaded=made.now)
+            self.forget(own, fate, ready=ready, taken=taken, loaded=made.now)
+        self.lines, self.noted = self.noted, []
         return rollouts
 
     # -- what the clock asks -----------------------------------------------------------------------
@@ -131,14 +117,8 @@ class VirtualStream(RolloutStream):
 
     def prompt(self, group: int) -> tuple[int, int]:
         """Return the row of the prompt of a group in the data, and its number of tokens."""
-        prompt = self._prompt(group)
+        prompt = self.prompt_of(group)
         return int(prompt.index), int(prompt.prompt_mask.sum())
-
-    def discarded(self, sequences: _Group) -> None:
-        """Forget a group that was given up; its prompt may start again."""
-        prompt = self._forget(sequences, "dropped")
-        if self.context.schedule.dropped is Dropped.again:
-            self.discards.append(prompt)
 
     def signal(self, group: _Group) -> bool:
         """Return whether the scores of a group differ, given its ended sequences."""
@@ -149,24 +129,10 @@ class VirtualStream(RolloutStream):
 
     def replaced(self, group: _Group, by: int) -> None:
         """Forget a group without signal, and draw a prompt for the group that starts in its place."""
-        self._forget(group, "replaced")
-        self.known[by] = self._drawn(self.spare)
+        self.forget(group, "replaced")
+        self.known[by] = self.drawn(self.spare)
 
     # -- prompts and samples -----------------------------------------------------------------------
-
-    def _drawn(self, prompts: deque[Prompts]) -> Prompts:
-        """Return the first of the prompts [1], after drawing a batch if there is none."""
-        if not prompts:
-            batch = next(self.context.prompts)
-            prompts.extend(batch.select(torch.tensor([i])) for i in range(len(batch)))
-        return prompts.popleft()
-
-    def _prompt(self, group: int) -> Prompts:
-        """Return the prompt [1] of a group; new groups get discarded prompts first, then new ones."""
-        while group not in self.known:
-            number = max(self.rules.started, max(self.known, default=-1) + 1)
-            self.known[number] = self._drawn(self.discards or self.next)
-        return self.known[group]
 
     def _sampled(self, keys: Sequence[Start], most: Sequence[int], before: _Group = ()) -> list[Piece]:
         """Return the next tokens of sequences, sampled in one call; `before`: those that have tokens.
@@ -179,7 +145,7 @@ class VirtualStream(RolloutStream):
         seed = derive(self.context.seed, "sample", self.sampling.purpose)
         shape = self.sampling.samples, self.sampling.response_length
         uniform = {
-            group: uniforms(seed, group // self.rules.batch, self._prompt(group).index, *shape)[0]
+            group: uniforms(seed, group // self.rules.batch, self.prompt_of(group).index, *shape)[0]
             for group in dict.fromkeys(key.group for key in keys)
         }
         begun, numbers = [], []
@@ -187,7 +153,7 @@ class VirtualStream(RolloutStream):
             ids, sampled = (each.ids, [v != MESSAGE for v in each.versions]) if each else ([], [])
             begun.append(Begun(group // self.rules.batch, sample, ids, sampled))
             numbers.append(uniform[group][sample, len(ids) :])
-        prompts = concatenated([self._prompt(key.group) for key in keys[::k]], pad_id)
+        prompts = concatenated([self.prompt_of(key.group) for key in keys[::k]], pad_id)
         asked = replace(
             self.sampling,
             samples=k,
@@ -205,23 +171,10 @@ class VirtualStream(RolloutStream):
         ]
         return pieces if found.episode is None else [*_episodes(found, pieces)]
 
-    def _forget(self, own: _Group, fate: str, **times: float) -> Prompts:
-        """Add the line of a group to groups.jsonl, forget the group, and return its prompt [1]."""
-        number = own[0].group.number
-        prompt = self.known.pop(number)
-        self.scored.pop(number, None)
-        versions = [version for each in own for version in each.versions if version != MESSAGE]
-        line = {
-            "group": number,
-            "row": int(prompt.index),
-            "version": own[0].group.version,
-            "versions": [min(versions, default=None), max(versions, default=None)],
-            "lengths": [each.sampled for each in own],
-            "starts": [each.start for each in own],
-            "ends": [each.end for each in own],
-        }
-        self.lines.append({**line, **times, "fate": fate})
-        return prompt
+    def forget(self, own: Sequence[Response], fate: str, **times: float) -> Prompts:
+        """Note the line of a group for groups.jsonl, forget the group, and return its prompt [1]."""
+        self.scored.pop(own[0].group.number, None)
+        return super().forget(own, fate, **times)
 
     def _rollouts(self, groups: Sequence[_Group]) -> Rollouts:
         """Return groups whose sequences have ended as rollouts."""
@@ -262,51 +215,24 @@ class VirtualStream(RolloutStream):
             token_versions=versions * mask if len(seen) > 1 else None,
         )
 
-    def _figures(self, groups: Sequence[_Group]) -> Metrics:
-        """Return the metrics of an update, at its load."""
-        made, usage = self.clock, self.clock.usage
-        span = max(usage.span, 1e-9)
-        busy, trainer = usage.busy / span / made.slots, usage.trained / span
-        ages = sorted(self.rules.version - own[0].group.version for own in groups)
-        kept = sum(each.end - each.start for own in groups for each in own) / len(groups)
-        lost = usage.dropped + self.rules.refilled - self.rules.before
-        every = (kept * len(groups) + usage.wasted) / (len(groups) + lost)
-        return {
-            "rollouts/time_s": Stat(made.now, 1.0, How.last),
-            "rollouts/update_s": Stat(usage.span),
-            "rollouts/generators_busy": Stat(busy),
-            "rollouts/trainer_busy": Stat(trainer),
-            "rollouts/lag": Stat(mean(ages)),
-            "rollouts/lag_p90": Stat(float(ages[-1 - len(ages) // 10])),
-            "rollouts/oldest": Stat(float(ages[-1]), 1.0, How.max),
-            "rollouts/queue": Stat(usage.queue / span),
-            "rollouts/length_ratio": Stat(kept / every if every else 1.0),
-            "rollouts/wasted": Stat(usage.wasted / span / made.slots),
-            "rollouts/dropped": Stat(float(usage.dropped), 1.0, How.sum),
-            "rollouts/cut": Stat(float(usage.cut), 1.0, How.sum),
-        }
-
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the load of an update, for `torch.load(weights_only=True)`."""
-        queues = self.next, self.discards, self.spare
         return {
+            **self.saved_prompts(),
             "clock": self.clock.state_dict(),
-            "known": {group: self.known[group].as_dict() for group in sorted(self.known)},
+            "spare": [prompt.as_dict() for prompt in self.spare],
             "scored": {group: batch.as_dict() for group, batch in self.scored.items()},
-            "queues": [[prompt.as_dict() for prompt in queue] for queue in queues],
             "current": self.current.as_dict() if self.current is not None and self.unused else None,
             "lines": self.lines if self.unused else [],
         }
 
     def _load(self, saved: dict[str, Any]) -> None:
         self.clock.load_state_dict(saved["clock"])
-        self.known = {group: Prompts(**prompt) for group, prompt in saved["known"].items()}
+        self.load_prompts(saved)
         self.scored = {group: Batch(**batch) for group, batch in saved["scored"].items()}
-        self.next, self.discards, self.spare = (
-            deque(Prompts(**prompt) for prompt in queue) for queue in saved["queues"]
-        )
+        self.spare = deque(Prompts(**prompt) for prompt in saved["spare"])
         self.unused, self.lines = saved["current"] is not None, saved["lines"]
         self.current = unpack(saved["current"]) if self.unused else None
 

@@ -19,6 +19,7 @@ processes are killed and started again, or, if the run did not start it, it is a
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -26,7 +27,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -60,13 +60,21 @@ _LOOK_S = 0.02  # between two looks at answers of environments
 class Work:
     """A response to sample."""
 
-    number: int  # in the order of requests
+    number: int  # in the order in which they were asked for
+    request: Request
+    place: int  # in the request
     ids: list[int]
     parameters: dict[str, Any]
-    version: int | None  # of the weights that must sample it; None: any
-    done: Callable[[Reply | Exception], None]  # called in the thread of the pool
     lost: int = 0  # times that a server did not answer
-    began: float = 0.0  # time of the first request to a server
+
+    @property
+    def version(self) -> int | None:
+        """The version of the weights that must sample it; None: any."""
+        return self.request.version
+
+    def done(self, reply: Reply | Exception) -> None:
+        """Give the reply to the request."""
+        self.request.take(self.place, reply)
 
     @property
     def tokens(self) -> int:
@@ -103,6 +111,7 @@ class ServerPool(Generator):
         self.counts: Counter[str] = Counter()  # since the last call of `figures`
         self.load_s = 0.0  # since the last call of `figures`
         self.numbers = count()  # of responses
+        self.requests: dict[Future[Rollouts], Request] = {}  # that have no answer yet
         # In the thread of the pool:
         self.restarts = 0  # of the session
         self.queue: deque[Work] = deque()
@@ -111,6 +120,7 @@ class ServerPool(Generator):
         self.manifests: dict[int, Manifest] = {}  # of the kept versions
         self.loop = asyncio.new_event_loop()
         self.changed = self.loop.create_future()  # done at the next change of the queue or the weights
+        self.aborts: set[asyncio.Task[None]] = set()
         self.main: asyncio.Task[None] | None = None
         self.thread = threading.Thread(target=self._run, name="servers", daemon=True)
         self.thread.start()
@@ -126,14 +136,12 @@ class ServerPool(Generator):
         self.raise_failure()
         assert self.version is not None, "load weights before the first request"
         version = None if self.in_flight else self.version
-        answer: Future[Rollouts] = Future()
-        if self.settings.environment is None:
-            self._call(self._queue, _Replies(self, prompts, sampling, version, answer).works)
-        else:
-            self._call(self._hold, version, 1)
-            given = self, prompts, sampling, version, answer
-            threading.Thread(target=_converse, args=given, name="episodes", daemon=True).start()
-        return answer
+        kind = Replies if self.settings.environment is None else Conversation
+        request = kind(self, prompts, sampling, version)
+        self.requests[request.answer] = request
+        request.answer.add_done_callback(self.requests.pop)
+        request.begin()
+        return request.answer
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Write the weights for the servers, without waiting for their loads.
@@ -159,6 +167,21 @@ class ServerPool(Generator):
         if self.failure is not None:
             raise self.failure
 
+    @property
+    def slots(self) -> int:
+        """The number of responses that all servers sample at a time."""
+        return len(self.servers) * self.settings.max_num_seqs
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that a server has; one that starts will load the newest."""
+        assert self.version is not None, "load weights before the first request"
+        return min([self.version, *(each.version for each in self.up if each.version is not None)])
+
+    def cut(self, answer: Future[Rollouts]) -> None:
+        """End a single response with the tokens that it has, at least one."""
+        self._call(self._cut, answer)
+
     def figures(self) -> Metrics:
         """Return restarts, requests that were sent again, and seconds of loads since the last call."""
         counts, self.counts = self.counts, Counter()
@@ -177,17 +200,11 @@ class ServerPool(Generator):
         """Queue responses, from any thread."""
         self._call(self._queue, works)
 
-    def release(self, version: int | None) -> None:
-        """Note the end of a request with episodes, from any thread."""
-        self._call(self._hold, version, -1)
+    def hold(self, version: int | None, more: int) -> None:
+        """Count the open requests whose later replies need the same version, from any thread."""
+        self._call(self._hold, version, more)
 
-    def work(
-        self,
-        ids: list[int],
-        parameters: dict[str, Any],
-        version: int | None,
-        done: Callable[[Reply | Exception], None],
-    ) -> Work:
+    def work(self, request: Request, place: int, ids: list[int], parameters: dict[str, Any]) -> Work:
         """Return a response to sample.
 
         Raises:
@@ -198,7 +215,7 @@ class ServerPool(Generator):
                 f"token ids must be < {self.vocabulary} (the vocabulary of the model), got {max(ids)}; set "
                 "model.tokenizer to the tokenizer of the model"
             )
-        return Work(next(self.numbers), ids, parameters, version, done)
+        return Work(next(self.numbers), request, place, ids, parameters)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the loop has ended, with a failure or by `close`
@@ -331,7 +348,6 @@ class ServerPool(Generator):
         self._change()
 
     def _hold(self, version: int | None, more: int) -> None:
-        """Count the open requests with episodes, whose later replies need the same version."""
         if version is not None:
             self.held[version] += more
             self.held = +self.held  # without zeros
@@ -344,6 +360,19 @@ class ServerPool(Generator):
             return
         self.queue += works
         self._change()
+
+    def _cut(self, answer: Future[Rollouts]) -> None:
+        if (request := self.requests.get(answer)) is None:
+            return
+        request.is_cut = True
+        for work in self.queue:
+            if work.request is request:
+                work.parameters["max_tokens"] = 1
+        for server in self.servers:
+            for work in server.running.values():
+                if work.request is request:
+                    self.aborts.add(task := self.loop.create_task(server.abort(str(work.number))))
+                    task.add_done_callback(self.aborts.discard)
 
     def _change(self) -> None:
         """Send responses to servers, and wake the tasks that wait for a change."""
@@ -384,7 +413,7 @@ class ServerPool(Generator):
             if fit := [each for each in able if work.version in (None, each.version)]:
                 server = min(fit, key=lambda each: each.tokens)
                 server.tokens += work.tokens
-                work.began = work.began or time.perf_counter()
+                work.request.began = min(work.request.began, time.perf_counter())
                 server.running[self.loop.create_task(self._sample(server, work))] = work
             else:
                 waiting.append(work)
@@ -395,7 +424,9 @@ class ServerPool(Generator):
         task, before = asyncio.current_task(), server.version
         assert task is not None and before is not None
         try:
-            reply = await server.generate(work.ids, work.parameters)
+            reply = await server.generate(str(work.number), work.ids, work.parameters)
+            if not reply.ended and not work.request.is_cut:
+                raise NoAnswer("ended a response that has no end")
             known = range(before, max(self.manifests) + 1) if self.in_flight else [before]
             if not set(reply.versions) <= {*known}:
                 raise Gone(f"sampled tokens with version {', '.join(map(str, {*reply.versions} - {*known}))}")
@@ -417,66 +448,86 @@ class ServerPool(Generator):
         except (Gone, RunError) as error:
             return server.breaks(error)
         else:
-            work.done(reply)
+            if reply.ids:
+                work.done(reply)
+            else:  # it was stopped before its first token
+                work.parameters["max_tokens"] = 1
+                self.queue.appendleft(work)
         del server.running[task]
         server.tokens -= work.tokens
         self._change()
 
 
-class _Replies:
-    """The replies to a request without an environment.
+class Request:
+    """A request of the trainer, whose answer is a future.
 
     Args:
-        pool: samples them.
+        pool: samples the responses.
         prompts: N prompts.
-        sampling: K, T and the temperature.
+        sampling: K, T and the temperature; single responses (`begun`) have K = 1.
         version: of the weights that must sample them; None: any.
-        answer: the future of the rollouts.
     """
 
-    def __init__(
-        self,
-        pool: ServerPool,
-        prompts: Prompts,
-        sampling: Sampling,
-        version: int | None,
-        answer: Future[Rollouts],
-    ) -> None:
-        self.pool, self.prompts, self.sampling = pool, prompts, sampling
-        self.version, self.answer = version, answer
+    def __init__(self, pool: ServerPool, prompts: Prompts, sampling: Sampling, version: int | None) -> None:
+        self.pool, self.prompts, self.sampling, self.version = pool, prompts, sampling, version
+        self.answer: Future[Rollouts] = Future()
+        self.is_cut = False  # whether responses end with the tokens that they have
+        self.began = math.inf  # time at which a server got the first response
+
+    def begin(self) -> None:
+        """Ask for responses."""
+        raise NotImplementedError
+
+    def take(self, i: int, reply: Reply | Exception) -> None:
+        """Take reply `i`, in the thread of the pool."""
+        raise NotImplementedError
+
+    def work(self, i: int, ids: list[int], turn: int, most: int) -> Work:
+        """Return a reply to sample: turn `turn` of the response at position `i`, from 0 to N K - 1."""
+        K, settings = self.sampling.samples, self.pool.settings
+        k = self.sampling.begun[i].sample if self.sampling.begun else i % K
+        given = sampling_parameters(
+            self.sampling, int(self.prompts.index[i // K]), settings.stop_ids, settings.seed
+        )
+        seed = derive(given["seed"], k, turn) if turn else given["seed"] + k
+        given |= {"seed": seed, "max_tokens": 1 if self.is_cut else most}
+        return self.pool.work(self, i, ids, given)
+
+
+class Replies(Request):
+    """A request without an environment."""
+
+    def begin(self) -> None:
+        """Ask for all responses."""
+        heads = [
+            ids[mask].tolist()
+            for ids, mask in zip(self.prompts.prompt_ids, self.prompts.prompt_mask, strict=True)
+        ]
+        K, length = self.sampling.samples, self.sampling.response_length
         self.found: dict[int, Reply] = {}
-        self.works: list[Work] = []
-        for ids, mask, example in zip(prompts.prompt_ids, prompts.prompt_mask, prompts.index, strict=True):
-            given = sampling_parameters(sampling, int(example), pool.settings.stop_ids, pool.settings.seed)
-            for k in range(sampling.samples):
-                own = {**given, "seed": given["seed"] + k}
-                self.works.append(
-                    pool.work(ids[mask].tolist(), own, version, partial(self.take, len(self.works)))
-                )
+        self.count = K * len(heads)
+        self.pool.ask([self.work(i, heads[i // K], 0, length) for i in range(self.count)])
 
     def take(self, i: int, reply: Reply | Exception) -> None:
         """Note reply `i`; the last one ends the request."""
         if self.answer.done():
             return
-        if isinstance(reply, Exception):
-            self.answer.set_exception(reply)
-            return
-        self.found[i] = reply
-        if len(self.found) == len(self.works):
-            try:
+        try:
+            if isinstance(reply, Exception):
+                raise reply
+            self.found[i] = reply
+            if len(self.found) == self.count:
                 self.answer.set_result(self.rollouts())
-            except Exception as error:
-                self.answer.set_exception(error)
+        except Exception as error:
+            self.answer.set_exception(error)
 
     def rollouts(self) -> Rollouts:
         """Return all replies as rollouts."""
-        replies = [self.found[i] for i in range(len(self.works))]
-        length = self.sampling.response_length
-        shape = len(self.prompts), self.sampling.samples, length
-        ids, mask, logprobs = (x.view(shape) for x in pad(replies, length, self.pool.settings.pad_id))
+        replies = [self.found[i] for i in range(self.count)]
+        shape = len(self.prompts), self.sampling.samples, self.sampling.response_length
+        ids, mask, logprobs = (x.view(shape) for x in pad(replies, shape[-1], self.pool.settings.pad_id))
         token_versions = torch.zeros(shape, dtype=torch.int64)
         token_versions[mask] = torch.tensor([version for each in replies for version in each.versions])
-        began = min(work.began for work in self.works)
         return self.prompts.extend(
             Rollouts,
             response_ids=ids,
@@ -485,51 +536,55 @@ class _Replies:
             ended=(mask & torch.isin(ids, torch.tensor(self.pool.settings.stop_ids))).any(-1),
             token_versions=token_versions if self.pool.in_flight else None,
             version=int(token_versions[mask].min()),
-            generate_s=time.perf_counter() - began,
+            generate_s=time.perf_counter() - self.began,
         )
 
 
-def _converse(
-    pool: ServerPool,
-    prompts: Prompts,
-    sampling: Sampling,
-    version: int | None,
-    answer: Future[Rollouts],
-) -> None:
-    """Sample K episodes of each prompt, in a thread; the random numbers are those of one vLLM."""
-    settings, K, turns = pool.settings, sampling.samples, Counter[int]()
-    replies, asked, began = SimpleQueue[tuple[int, Reply | Exception]](), 0, time.perf_counter()
-    oldest = [] if version is None else [version]
-    try:
+class Conversation(Request):
+    """A request with an environment, played in a thread; the random numbers are those of one vLLM."""
+
+    def begin(self) -> None:
+        """Start the thread."""
+        self.replies: SimpleQueue[tuple[int, Reply | Exception]] = SimpleQueue()
+        self.pool.hold(self.version, 1)
+        threading.Thread(target=self.run, name="episodes", daemon=True).start()
+
+    def take(self, i: int, reply: Reply | Exception) -> None:
+        """Give reply `i` to the thread."""
+        self.replies.put((i, reply))
+
+    def run(self) -> None:
+        """Play all episodes."""
+        try:
+            self.answer.set_result(self.play())
+        except BaseException as error:  # nobody else would see it
+            self.answer.set_exception(error)
+        finally:
+            self.pool.hold(self.version, -1)
+
+    def play(self) -> Rollouts:
+        """Return the episodes as rollouts."""
+        settings, turns, asked = self.pool.settings, Counter[int](), 0
+        oldest = math.inf
         assert settings.environment is not None
         played = settings.environment, settings.stop_ids, settings.seed
-        with Episodes(prompts, sampling, *played) as episodes:
+        with Episodes(self.prompts, self.sampling, *played) as episodes:
             while True:
                 works = []
                 for i in episodes.ready(wait=not asked):
-                    given = sampling_parameters(
-                        sampling, int(prompts.index[i // K]), settings.stop_ids, settings.seed
-                    )
-                    seed = derive(given["seed"], i % K, turns[i]) if turns[i] else given["seed"] + i % K
-                    given |= {"seed": seed, "max_tokens": episodes.room(i)}
+                    works.append(self.work(i, episodes.history(i), turns[i], episodes.room(i)))
                     turns[i] += 1
-                    done = partial(lambda i, reply: replies.put((i, reply)), i)
-                    works.append(pool.work(episodes.history(i), given, version, done))
-                pool.ask(works)
+                self.pool.ask(works)
                 asked += len(works)
                 if not asked:
                     break
                 with suppress(Empty):
-                    i, reply = replies.get(timeout=_LOOK_S if episodes.open else None)
+                    i, reply = self.replies.get(timeout=_LOOK_S if episodes.open else None)
                     asked -= 1
                     if isinstance(reply, Exception):
                         raise reply
-                    oldest = [min(*oldest, *reply.versions)] if oldest else [min(reply.versions)]
-                    episodes.reply(i, reply.ids, reply.logprobs, reply.versions if pool.in_flight else None)
-            rollouts = episodes.rollouts(settings.pad_id, in_flight=pool.in_flight)
-        seconds = time.perf_counter() - began
-        answer.set_result(replace(rollouts, version=oldest[0], generate_s=seconds))
-    except BaseException as error:  # nobody else would see it
-        answer.set_exception(error)
-    finally:
-        pool.release(version)
+                    oldest = min(oldest, *reply.versions)
+                    versions = reply.versions if self.pool.in_flight else None
+                    episodes.reply(i, reply.ids, reply.logprobs, versions)
+            rollouts = episodes.rollouts(settings.pad_id, in_flight=self.pool.in_flight)
+        return replace(rollouts, version=int(oldest), generate_s=time.perf_counter() - self.began)

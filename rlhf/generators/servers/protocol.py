@@ -3,4 +3,5 @@
 STATUS = "/v1/rlhf/status"
 LOAD = "/v1/rlhf/load"
 GENERATE = "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
 PARENT = "RLHF_PARENT"  # environment variable: the process with which a server ends

@@ -20,7 +20,7 @@ import aiohttp
 from rlhf.core.errors import RunError
 from rlhf.core.formatting import shortened
 from rlhf.core.launched import without_rank
-from rlhf.generators.servers.protocol import GENERATE, LOAD, PARENT, STATUS
+from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, PARENT, STATUS
 from rlhf.generators.transfer.weights import TransferError, confirm
 from rlhf.processes.worker import ending, kill
 
@@ -47,6 +47,7 @@ class Reply(NamedTuple):
     ids: list[int]
     logprobs: list[float]  # at the sampling temperature
     versions: list[int]  # of the weights that sampled each token
+    ended: bool  # by itself, not because it was aborted
 
 
 class Child:
@@ -226,13 +227,13 @@ class Server:
             raise Gone(f"did not load version {manifest.version}: it {error}") from None
         self.version, self.loading = version, None
 
-    async def generate(self, ids: Sequence[int], parameters: Mapping[str, Any]) -> Reply:
-        """Sample one response.
+    async def generate(self, name: str, ids: Sequence[int], parameters: Mapping[str, Any]) -> Reply:
+        """Sample one response, which `abort` ends early by its name.
 
         Raises:
-            NoAnswer: there is no complete response.
+            NoAnswer: there is no valid response.
         """
-        body = {"token_ids": ids, "sampling_params": parameters}
+        body = {"request_id": name, "token_ids": ids, "sampling_params": parameters}
         answer = await self._call("POST", GENERATE, body, self.request_s)
         try:
             (choice,) = answer["choices"]
@@ -243,9 +244,10 @@ class Server:
                 for span in choice["weight_versions"]
                 for _ in range(span["start"], span["end"])
             ]
+            ended = choice["finish_reason"] in ("length", "stop")
             complete = (
-                choice["finish_reason"] in ("length", "stop")
-                and 0 < len(found) <= parameters["max_tokens"]
+                (ended or choice["finish_reason"] == "abort")
+                and ended <= len(found) <= parameters["max_tokens"]
                 and found == [token["token_id"] for token in content]
                 and len(found) == len(versions)
                 and all(map(math.isfinite, logprobs))
@@ -254,7 +256,12 @@ class Server:
             complete = False
         if not complete:
             raise NoAnswer(f"answered with an incomplete response ({shortened(repr(answer), 200)})")
-        return Reply(found, logprobs, versions)
+        return Reply(found, logprobs, versions, ended)
+
+    async def abort(self, name: str) -> None:
+        """End a response early; `generate` returns it. An error shows in its answer."""
+        with suppress(NoAnswer):
+            await self._call("POST", ABORT, {"request_ids": [f"generate-tokens-{name}"]}, self.answer_s)
 
     async def _call(self, method: str, path: str, body: Any, limit_s: float) -> dict[str, Any]:
         assert self.session is not None
