@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -27,8 +28,19 @@ HERE = "tests.training.test_virtual_episodes"
 COSTS = {"slots": 10, "spread": 1.0, "prefill": 0.25, "sync_s": 2.0, "score_s": 1.0}
 
 
+class Seeded(Judge):
+    """Answers in an order that depends on the example."""
+
+    def reset(self, example):
+        super().reset(example)
+        self.draw = random.Random(example.seed + example.sample)
+
+    def step(self, reply):
+        return super().step(reply)._replace(message=self.draw.choice((" yes", " no")))
+
+
 class Changing(Judge):
-    """Answers the first reply otherwise each time."""
+    """Answers the same reply otherwise each time."""
 
     calls = itertools.count()
 
@@ -36,9 +48,8 @@ class Changing(Judge):
         return super().step(reply)._replace(message=" yes" if next(self.calls) % 2 else " no", done=False)
 
 
-def trainer(version=0, name=None, **limits):
-    address = {"address": f"{HERE}:{name}"} if name else {}
-    made = settings(max_turns=4, **address | limits)
+def trainer(version=0, name="Seeded", **limits):
+    made = settings(max_turns=4, address=f"{HERE}:{name}", **limits)
     given = {name: getattr(made, name) for name in made.__slots__}
     return Trainer(version, model=model(len(tokenizer()), 0), **given | {"seed": 3})
 
