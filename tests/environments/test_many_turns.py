@@ -37,9 +37,9 @@ class Talker:
 
 
 @cache
-def model(size: int, end: int):
+def model(size: int, end: int, **options):
     """Return a model that ends about a quarter of its tokens."""
-    made = tiny_lm("llama", vocab_size=size, pad_token_id=0, bos_token_id=0, eos_token_id=end)
+    made = tiny_lm("llama", vocab_size=size, pad_token_id=0, bos_token_id=0, eos_token_id=end, **options)
     with torch.no_grad():
         made.get_output_embeddings().weight.mul_(0.1)
     bias = torch.zeros(size)
