@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from time import perf_counter
@@ -23,44 +26,35 @@ _MOST_HANGING = 3
 _abandoned: list[Thread] = []  # threads of this process that did not return in time
 
 
+@dataclass(eq=False, slots=True)
 class Call:
-    """A call and its outcome.
+    """A call and its outcome."""
 
-    Attributes:
-        key: the name that the caller gives it.
-        result: what the function returned.
-        error: what it raised; a `TimeoutError` if it was given up.
-        late: it was given up.
-        frames: files and lines where it failed, the innermost last.
-        seconds: how long it took.
-    """
+    key: Any  # the name that the caller gives it
+    function: Callable[[], Any]
+    result: Any = None  # what the function returned
+    error: BaseException | None = None  # what it raised; a `TimeoutError` if it was given up
+    late: bool = False  # it was given up
+    frames: Sequence[tuple[str, int]] = ()  # files and lines where it failed, the innermost last
+    seconds: float = 0.0  # how long it took
+    thread: _Worker | _Loop | None = None
+    began: float = math.inf  # in the thread
+    taken: Lock = field(default_factory=Lock)  # by the first who has an outcome
 
-    def __init__(self, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self.key, self.function, self.arguments = key, function, arguments
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.late = False
-        self.frames: list[tuple[str, int]] = []
-        self.began = self.seconds = 0.0
-        self._taken = Lock()
-
-    def take(self) -> bool:
-        """Return whether the call has no outcome yet; only the first caller may give it one."""
-        return self._taken.acquire(blocking=False)
-
-    def finish(
-        self,
-        result: Any = None,
-        error: BaseException | None = None,
-        late: bool = False,
-        stack: Iterable[tuple[FrameType, int]] = (),
-    ) -> None:
-        """Set the outcome; `stack` is where a call without an error is."""
+    def end(self, result: Any = None, error: BaseException | None = None, late: bool = False) -> bool:
+        """Set the outcome, and return True; False: the call has an outcome."""
+        if not self.taken.acquire(blocking=False):
+            return False
         self.seconds, self.result, self.late = perf_counter() - self.began, result, late
         self.error = TimeoutError(f"no answer in {self.seconds:.3g} s") if late else error
-        walk = traceback.walk_tb(error.__traceback__) if error else stack
+        walk: Iterable[tuple[FrameType, int]] = ()
+        if error is not None:
+            walk = traceback.walk_tb(error.__traceback__)
+        elif late and self.thread is not None:
+            walk = [*traceback.walk_stack(sys._current_frames().get(self.thread.ident or 0))][::-1]
         files = ((frame.f_code.co_filename, line) for frame, line in walk)
         self.frames = [each for each in files if each[0] != __file__]
+        return True
 
 
 class _Worker(Thread):
@@ -68,30 +62,23 @@ class _Worker(Thread):
 
     def __init__(self, asked: SimpleQueue[Call | None], ended: SimpleQueue[Call]) -> None:
         super().__init__(name="environment", daemon=True)
-        self.asked, self.ended = asked, ended
-        self.call: Call | None = None
+        self.asked, self.ended, self.ask = asked, ended, asked.put
         self.start()
 
     def run(self) -> None:
         while call := self.asked.get():
-            call.began, result, error = perf_counter(), None, None
-            self.call = call
+            call.thread, call.began, result, error = self, perf_counter(), None, None
             try:
-                result = call.function(*call.arguments)
+                result = call.function()
             except BaseException as raised:  # code of the user may raise anything, such as SystemExit
                 error = raised
-            self.call = None
-            if not call.take():
+            if not call.end(result, error):
                 return
-            call.finish(result, error)
             self.ended.put(call)
-
-    def stop(self) -> None:
-        self.asked.put(None)
 
 
 class _Loop(Thread):
-    """A thread with an event loop, which makes all calls at the same time."""
+    """A thread with an event loop, which makes all calls at the same time, until it gets None."""
 
     def __init__(self, ended: SimpleQueue[Call], limit_s: float) -> None:
         super().__init__(name="environment", daemon=True)
@@ -103,24 +90,23 @@ class _Loop(Thread):
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # at its end, it cancels all tasks
             runner.run(self.stopped.wait())
 
-    def ask(self, call: Call) -> None:
-        call.began = perf_counter()
-        asyncio.run_coroutine_threadsafe(self.make(call), self.loop)
+    def ask(self, call: Call | None) -> None:
+        if call is None:
+            self.loop.call_soon_threadsafe(self.stopped.set)
+        else:
+            call.thread, call.began = self, perf_counter()
+            asyncio.run_coroutine_threadsafe(self.make(call), self.loop)
 
     async def make(self, call: Call) -> None:
         result, error, limit = None, None, asyncio.timeout(self.limit_s)
         try:
             async with limit:
-                result = call.function(*call.arguments)
+                result = call.function()
                 result = await result if inspect.isawaitable(result) else result
         except BaseException as raised:  # as in `_Worker`
             error = raised.__cause__ if limit.expired() and raised.__cause__ else raised
-        if call.take():
-            call.finish(result, error, late=limit.expired())
+        if call.end(result, error, limit.expired()):
             self.ended.put(call)
-
-    def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.stopped.set)
 
 
 class Calls:
@@ -143,12 +129,9 @@ class Calls:
 
     def ask(self, key: Any, function: Callable[..., Any], *arguments: Any) -> None:
         """Make a call as soon as a thread is free."""
-        call = Call(key, function, arguments)
+        call = Call(key, partial(function, *arguments))
         self.open[call] = None
-        if isinstance(thread := self._threads[0], _Loop):
-            thread.ask(call)
-        else:
-            self._asked.put(call)
+        self._threads[0].ask(call)
 
     def ended(self, wait_s: float = 0.0) -> list[Call]:
         """Return the calls that ended, also those given up; wait at most `wait_s` for the first one."""
@@ -157,31 +140,28 @@ class Calls:
         while self.open:
             left = 0.0 if found else min(until - perf_counter(), _POLL_S, self.limit_s)
             try:
-                found.append(self._ended.get(timeout=left) if left > 0 else self._ended.get_nowait())
+                found.append(self._ended.get(timeout=max(0.0, left)))
                 del self.open[found[-1]]
             except Empty:
-                late = self._give_up(self.limit_s + (_GRACE_S if self.in_loop else 0.0))
-                if found or late or perf_counter() >= until:
-                    return found + late
+                found += self._give_up(self.limit_s + (_GRACE_S if self.in_loop else 0.0))
+                if found or perf_counter() >= until:
+                    break
         return found
 
     def _give_up(self, after_s: float = 0.0) -> list[Call]:
-        """Give up the calls of threads that return none for `after_s`, and replace the threads."""
-        late = []
-        for at, thread in enumerate(self._threads):
-            running = [*self.open] if isinstance(thread, _Loop) else [call] if (call := thread.call) else []
-            if not running or perf_counter() - running[0].began < after_s:
-                continue
-            frame = sys._current_frames().get(thread.ident or 0)
-            if given_up := [call for call in running if call.take()]:
-                _abandoned.append(thread)
-                self._threads[at] = self._thread()
-                if isinstance(thread, _Loop):
-                    thread.stop()
-            for call in given_up:
-                call.finish(late=True, stack=[*traceback.walk_stack(frame)][::-1] if frame else [])
-                del self.open[call]
-            late += given_up
+        """Give up the calls that take longer than `after_s`, and replace their threads."""
+        until = perf_counter() - after_s
+        late = [call for call in self.open if call.began <= until]
+        if late and self.in_loop:
+            late = [*self.open]  # none returns, because the loop is blocked
+        late = [call for call in late if call.end(late=True)]
+        for thread in {call.thread for call in late if call.thread}:
+            _abandoned.append(thread)
+            self._threads[self._threads.index(thread)] = self._thread()
+            if isinstance(thread, _Loop):
+                thread.ask(None)
+        for call in late:
+            del self.open[call]
         return late
 
     def close(self, within_s: float, last: Iterable[Callable[[], Any]]) -> None:
@@ -194,21 +174,18 @@ class Calls:
         with suppress(Empty):
             while call := self._asked.get_nowait():  # no thread has begun it
                 del self.open[call]
-        self._wait(within_s)
-        for function in last:
-            self.ask(None, function)
-        self._wait(within_s)
-        threads, self._threads = self._threads, []
-        for thread in threads:
-            thread.stop()
-        for thread in threads:
+        for functions in ((), last):
+            for function in functions:
+                self.ask(None, function)
+            until = perf_counter() + within_s
+            while self.open and (left := until - perf_counter()) > 0:
+                self.ended(left)
+            self._give_up()
+        for thread in self._threads:
+            thread.ask(None)
+        for thread in self._threads:
             thread.join(_GRACE_S)
-
-    def _wait(self, within_s: float) -> None:
-        until = perf_counter() + within_s
-        while self.open and (left := until - perf_counter()) > 0:
-            self.ended(left)
-        self._give_up()
+        self._threads = []
 
 
 def too_many_hang() -> bool:
