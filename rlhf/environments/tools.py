@@ -46,30 +46,20 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def arguments_of(
-    functions: Sequence[str], tokenizer: PreTrainedTokenizerBase, response_template: str | None = None
-) -> dict[str, Any]:
-    """Return the arguments of `Tools`, which are plain values.
-
-    Args:
-        functions: addresses of functions.
-        tokenizer: the tokenizer of the model, with a chat template.
-        response_template: a JSON file with a response template of transformers; None: that of the tokenizer.
+def build(config: ToolsConfig, tokenizer: PreTrainedTokenizerBase) -> EnvironmentFactory:
+    """Return the factory of the environments of a run.
 
     Raises:
-        UserError: a function or the template cannot be used.
+        UserError: a function, the response template or the chat template cannot be used.
     """
-    prompt = render(tokenizer, [{"role": "user", "content": QUESTION}], tools=schemas(functions))
-    template = _response_template(tokenizer, response_template)
-    start = prompt.rpartition(QUESTION)[2]  # of a reply, for example with the mark of thoughts
-    return {"functions": list(functions), "response_template": json.dumps(template), "start": start}
-
-
-def build(config: ToolsConfig, tokenizer: PreTrainedTokenizerBase) -> EnvironmentFactory:
-    """Return the factory of the environments of a run."""
     described = schemas(config.functions)
     turns = Turns(tokenizer, config.role, config.message_tokens, tools=described)
-    arguments = arguments_of(config.functions, tokenizer, config.response_template)
+    prompt = render(tokenizer, [{"role": "user", "content": QUESTION}], tools=described)
+    arguments = {
+        "functions": tuple(config.functions),
+        "template": _response_template(tokenizer, config.response_template),
+        "start": prompt.rpartition(QUESTION)[2],
+    }
     return factory(config, turns, f"{__name__}:Tools", arguments)
 
 
@@ -87,14 +77,13 @@ class Tools:
 
     Args:
         functions: addresses of the functions.
-        response_template: a response template of transformers as JSON text.
-        start: what the chat template writes between a message and a reply.
+        template: a response template of transformers.
+        start: what the chat template writes between a message and a reply, such as a mark of thoughts.
     """
 
-    def __init__(self, functions: Sequence[str], response_template: str, start: str) -> None:
-        self._tools = _tools(tuple(functions))
-        self._schemas = [schema for _, schema in self._tools.values()]
-        self._template, self._start = _loaded(response_template), start
+    def __init__(self, functions: Sequence[str], template: ResponseTemplate, start: str) -> None:
+        self._tools, self._schemas = _tools(tuple(functions)), schemas(functions)
+        self._template, self._start = template, start
         self._results: list[tuple[str, bool]] = []  # of calls: the text, and whether it is an error
 
     def reset(self, example: Example) -> None:
@@ -168,21 +157,17 @@ def _tools(functions: tuple[str, ...]) -> dict[str, tuple[Callable[..., Any], di
     return found
 
 
-@cache
-def _loaded(template: str) -> ResponseTemplate:
-    return load_response_template(json.loads(template))
-
-
-def _response_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> dict[str, Any]:
+def _response_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> ResponseTemplate:
     """Return the response template in a file, of a tokenizer, or for a known form of calls."""
     found: Any = getattr(tokenizer, "response_template", None)
     chat = str(tokenizer.chat_template)
-    if file is None and found is None and "<tool_call>" in chat and "<function=" not in chat:
-        return _HERMES
+    if found is None and "<tool_call>" in chat and "<function=" not in chat:
+        found = _HERMES
     try:
         if file is not None:
             found = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
-        if "tool_calls" not in load_response_template(found).fields:
+        template: ResponseTemplate = load_response_template(found)
+        if "tool_calls" not in template.fields:
             raise ValueError("it has no field tool_calls")
     except (OSError, ValueError) as error:
         what = template_name(tokenizer) if file is None else file
@@ -191,7 +176,7 @@ def _response_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> 
             f"reads the calls of tools ({error}), got {file or 'null'} with {what}; set "
             "environment.response_template=<file>.json"
         ) from error
-    return dict(found)
+    return template
 
 
 def _fits(value: Any, schema: dict[str, Any]) -> bool:

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from transformers.utils import get_json_schema
 
+from rlhf.config.environment import ToolsConfig
 from rlhf.core.errors import RunError, UserError
-from rlhf.environments.environment import EnvironmentFactory
 from rlhf.environments.episodes import Episodes
-from rlhf.environments.tools import Tools, arguments_of, schemas
+from rlhf.environments.tools import Tools, build, schemas
 from rlhf.environments.turns import Turns
 from tests.environments.templates import CHATML, family
 from tests.environments.test_episodes import SAMPLING, prompts
@@ -116,8 +116,12 @@ def call(name, /, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def arguments_of(tokenizer, file=None) -> dict:
+    return dict(build(ToolsConfig(functions=ALL, response_template=file), tokenizer).arguments)
+
+
 def tools(template=TEMPLATE) -> Tools:
-    arguments = arguments_of(ALL, family("chatml", template))
+    arguments = arguments_of(family("chatml", template))
     return Tools(**pickle.loads(pickle.dumps(arguments)))
 
 
@@ -212,18 +216,18 @@ def test_the_response_template_of_the_tokenizer_or_of_a_file_reads_the_calls(tmp
     with pytest.raises(
         UserError, match=r"environment.response_template must be .*response_template=<file>.json"
     ):
-        arguments_of(ALL, tokenizer)
-    made = [arguments_of(ALL, tokenizer, str(file))]
+        arguments_of(tokenizer)
+    made = [arguments_of(tokenizer, str(file))]
     tokenizer.response_template = XML
-    made.append(arguments_of(ALL, tokenizer))
+    made.append(arguments_of(tokenizer))
     for arguments in made:
         assert Tools(**arguments).step("<function=add><p=a>2</p><p=b>40</p></function>").message == "42"
     for text in ('{"fields": {}}', "[1]", "{", '{"start_anchor": "a", "fields": {"content": {}}}'):
         file.write_text(text)
         with pytest.raises(UserError, match=f"got {file}"):
-            arguments_of(ALL, tokenizer, str(file))
+            arguments_of(tokenizer, str(file))
     with pytest.raises(UserError, match="No such file"):
-        arguments_of(ALL, tokenizer, str(tmp_path / "none.json"))
+        arguments_of(tokenizer, str(tmp_path / "none.json"))
 
 
 @pytest.mark.parametrize(
@@ -265,12 +269,7 @@ def test_a_template_that_does_not_write_the_tools_has_a_warning():
 
 def episodes(count=1, **limits) -> Episodes:
     tokenizer = family("chatml", TEMPLATE)
-    factory = EnvironmentFactory(
-        address="rlhf.environments.tools:Tools",
-        turns=Turns(tokenizer, "tool", 200, tools=schemas(ALL)),
-        arguments=arguments_of(ALL, tokenizer),
-        **limits,
-    )
+    factory = replace(build(ToolsConfig(functions=ALL, message_tokens=200), tokenizer), **limits)
     sampling = replace(SAMPLING, samples=1, response_length=2000)
     return Episodes(prompts(count), sampling, factory, [tokenizer.eos_token_id], 7)
 
