@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from rlhf.config.address import class_problem, function_problem, load_class
 from rlhf.config.packages import missing_package
-from rlhf.config.schema import Affects, Choice, Section, entry, number, option
+from rlhf.config.schema import Affects, Choice, Section, entry, number, option, values
 from rlhf.config.scorer import ScorerConfig
 from rlhf.core.errors import UserError
 
@@ -81,17 +81,16 @@ class TurnsConfig(EnvironmentConfig):
 class ClassConfig(TurnsConfig):
     """An environment that is a class."""
 
-    own_class: ClassVar[str]  # the address of a class of this project
-
     @property
     def address(self) -> str:
         """The address of the class, `<module>:<Class>` or `<file>.py:<Class>`."""
-        return self.own_class
+        raise NotImplementedError
 
     @property
     def class_arguments(self) -> dict[str, Any]:
-        """The arguments of the class."""
-        return {}
+        """The arguments of the class: the keys that other environments do not have."""
+        shared = {each.name for each in fields(ClassConfig)}
+        return {name: value for name, value in values(self).items() if name not in shared}
 
 
 @option("environment", "calculator", part="rlhf.environments.environment:build")
@@ -99,7 +98,7 @@ class ClassConfig(TurnsConfig):
 class CalculatorConfig(ClassConfig):
     """A tool that adds two numbers; the reward is 1 for the right answer to the problem."""
 
-    own_class: ClassVar[str] = "rlhf.environments.games:Calculator"
+    address: ClassVar[str] = "rlhf.environments.games:Calculator"
 
     name: str = "calculator"
 
@@ -109,7 +108,7 @@ class CalculatorConfig(ClassConfig):
 class GuessNumberConfig(ClassConfig):
     """A game that says whether the secret number is higher or lower than a guess."""
 
-    own_class: ClassVar[str] = "rlhf.environments.games:GuessNumber"
+    address: ClassVar[str] = "rlhf.environments.games:GuessNumber"
 
     name: str = "guess_number"
     max_turns: int = 4
@@ -202,7 +201,7 @@ class PythonEnvironmentConfig(ClassConfig):
 class GymnasiumConfig(ClassConfig):
     """An environment of gymnasium; with `task=environment`, its first observations are the prompts."""
 
-    own_class: ClassVar[str] = "rlhf.environments.adapters:Gymnasium"
+    address: ClassVar[str] = "rlhf.environments.adapters:Gymnasium"
 
     name: str = "gymnasium"
     id: str | None = entry(None, means="its name, such as FrozenLake-v1")
@@ -210,11 +209,6 @@ class GymnasiumConfig(ClassConfig):
         factory=dict, means="the action that each word means, such as {left: 0}; {}: a reply is the action"
     )
     options: dict[str, Any] = entry(factory=dict, means="further arguments of gymnasium.make")
-
-    @property
-    def class_arguments(self) -> dict[str, Any]:
-        """The arguments of the class."""
-        return {"id": self.id, "actions": self.actions, **self.options}
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error without `id`, and if the package is not installed."""
@@ -229,7 +223,7 @@ class GymnasiumConfig(ClassConfig):
 class OpenEnvConfig(ClassConfig):
     """Sessions of an OpenEnv server, one for each episode of a request; see `gymnasium` for the prompts."""
 
-    own_class: ClassVar[str] = "rlhf.environments.adapters:OpenEnv"
+    address: ClassVar[str] = "rlhf.environments.adapters:OpenEnv"
 
     name: str = "openenv"
     url: str | None = entry(None, means="address of the server, http or https")
@@ -237,11 +231,6 @@ class OpenEnvConfig(ClassConfig):
     observation: str | None = entry(
         None, means="field of an observation that is the message; null: all fields, as JSON"
     )
-
-    @property
-    def class_arguments(self) -> dict[str, Any]:
-        """The arguments of the class."""
-        return {"url": self.url, "action": self.action, "observation": self.observation}
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error without `url`, and if the package is not installed."""

@@ -17,31 +17,27 @@ class Gymnasium:
 
     Args:
         id: its name.
-        actions: the action that each word means, such as {left: 0}; None: a reply is the action.
+        actions: the action that each word means, such as {left: 0}; {}: a reply is the action.
         options: further arguments of `gymnasium.make`.
     """
 
-    def __init__(self, id: str, actions: Mapping[str, Any] | None = None, **options: Any) -> None:
+    def __init__(self, id: str, actions: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         from gymnasium import make
 
-        self._game, self._actions, self._seen = make(id, **options), actions or None, ""
+        self._game, self._actions, self._seen = make(id, **options), actions, ""
+        self._words = f"\nAnswer with one of: {', '.join(actions)}" if actions else ""
 
     def reset(self, example: Example) -> str:
         """Begin the episode with the seed of the example, and return the first observation."""
         self._seen = str(self._game.reset(seed=example.seed % 2**31)[0])
-        return self._described
-
-    @property
-    def _described(self) -> str:
-        words = f"\nAnswer with one of: {', '.join(self._actions)}" if self._actions else ""
-        return self._seen + words
+        return self._seen + self._words
 
     def step(self, reply: str) -> Answer:
         """Take an action. Another word changes nothing: the message has the observation and the words."""
-        words = self._actions
-        if words is not None and reply.strip() not in words:
-            return Answer(self._described, error=True)
-        seen, reward, ended, cut, _ = self._game.step(reply if words is None else words[reply.strip()])
+        word, actions = reply.strip(), self._actions
+        if actions and word not in actions:
+            return Answer(self._seen + self._words, error=True)
+        seen, reward, ended, cut, _ = self._game.step(actions[word] if actions else reply)
         self._seen = str(seen)
         return Answer(self._seen, float(reward), bool(ended or cut))
 
@@ -59,7 +55,7 @@ class OpenEnv:
         observation: the field of an observation that is the message; None: all fields, as JSON.
     """
 
-    def __init__(self, url: str, action: str = "message", observation: str | None = None) -> None:
+    def __init__(self, url: str, action: str, observation: str | None) -> None:
         self._url = f"ws{url.removeprefix('http').rstrip('/')}/ws"
         self._action, self._observation = action, observation
         self._session: Any = None

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhf.config.environment import GymnasiumConfig, OpenEnvConfig
 from rlhf.core.errors import RunError
 from rlhf.environments.episodes import Episodes
 from tests.environments.test_episodes import SAMPLING, prompts, settings
-
-AT = "rlhf.environments.adapters"
 
 
 class Lake:
@@ -38,8 +37,13 @@ class Lake:
         self.closed = True
 
 
-def episodes(name, arguments, samples=2) -> Episodes:
-    factory = replace(settings().environment, address=f"{AT}:{name}", arguments=arguments, step_limit_s=5.0)
+def episodes(config, samples=2) -> Episodes:
+    factory = replace(
+        settings().environment,
+        address=config.address,
+        arguments=config.class_arguments,
+        step_limit_s=5.0,
+    )
     return Episodes(prompts(1), replace(SAMPLING, samples=samples), factory, [0], 7)
 
 
@@ -53,7 +57,7 @@ def answers(played: Episodes, *replies: str):
 def test_words_are_actions_of_a_game_and_samples_of_a_prompt_begin_alike(monkeypatch):
     Lake.made.clear()
     monkeypatch.setitem(sys.modules, "gymnasium", SimpleNamespace(make=Lake))
-    played = episodes("Gymnasium", {"id": "Lake-v1", "actions": {"right": 1, "left": -1}, "size": 4})
+    played = episodes(GymnasiumConfig(id="Lake-v1", actions={"right": 1, "left": -1}, options={"size": 4}))
     first, second = Lake.made
     assert first.seeds == second.seeds and first.seeds[0] < 2**31 and first.options == {"size": 4}
     start = first.at
@@ -110,7 +114,7 @@ def server(most: int):
 
 def test_each_episode_has_a_session_of_the_server():
     with server(most=3) as (url, state):
-        played = episodes("OpenEnv", {"url": url}, samples=3)
+        played = episodes(OpenEnvConfig(url=url), samples=3)
         assert state.open == 3 and len({*state.seeds}) == 1 and state.paths == {"/ws"}
         for i, ids in enumerate(([7, 8, 0], [10, 0], [7] * 5 + [0])):
             played.reply(i, ids, [-1.0] * len(ids))
@@ -130,7 +134,7 @@ def test_the_message_is_a_field_of_the_observation_or_all_of_it():
     )
     for observation, said in (("text", " yes é"), (None, '{"text": " yes é"}')):
         with server(most=1) as (url, _):
-            played = episodes("OpenEnv", {"url": url, "observation": observation}, samples=1)
+            played = episodes(OpenEnvConfig(url=url, observation=observation), samples=1)
             played.reply(0, [7, 8, 0], [-1.0] * 3)
             played.running()
             assert played.history(0)[-len(turns.tokens(said)) :] == turns.tokens(said)
@@ -142,19 +146,19 @@ def test_a_server_without_a_free_session_or_with_other_actions_is_an_error_with_
         with pytest.raises(
             RunError, match="OpenEnv must .* in reset .*the server answers: no session is free"
         ):
-            episodes("OpenEnv", {"url": url})
-        played = episodes("OpenEnv", {"url": url, "action": "code"}, samples=1)
+            episodes(OpenEnvConfig(url=url))
+        played = episodes(OpenEnvConfig(url=url, action="code"), samples=1)
         played.reply(0, [7, 0], [-1.0] * 2)
         with pytest.raises(RunError, match="in step .*the server answers: no such field"):
             played.running()
     with pytest.raises(RunError, match="in reset .*(Connect|refused|OSError)"):
-        episodes("OpenEnv", {"url": "http://127.0.0.1:9"})
+        episodes(OpenEnvConfig(url="http://127.0.0.1:9"))
 
 
 def test_a_real_game_of_gymnasium_is_won_by_the_words_of_its_actions():
     words = {"left": 0, "down": 1, "right": 2, "up": 3}
-    options = {"id": "FrozenLake-v1", "actions": words, "is_slippery": False}
-    played = episodes("Gymnasium", options, samples=1)
+    lake = GymnasiumConfig(id="FrozenLake-v1", actions=words, options={"is_slippery": False})
+    played = episodes(lake, samples=1)
     found = [
         *answers(played, *(f" {word}" for word in ["down", "down", "fly", "right", "right", "down", "right"]))
     ]
