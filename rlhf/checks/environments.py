@@ -39,15 +39,13 @@ RULES += [
 @rule
 def _rewards_have_an_environment(cfg: Config) -> Iterator[str]:
     for at, each in scorers(cfg):
-        if not each.reads_rewards:
-            continue
         key = choice(at)
-        if at.startswith("gold"):
+        if each.reads_rewards and at.startswith("gold"):
             yield (
                 f"{key} must not be environment (a judge compares with references, which are no episodes), "
                 f"got environment; set scorer@gold=none"
             )
-        elif not cfg.environment.rewards:
+        elif each.reads_rewards and not cfg.environment.rewards:
             yield (
                 f"{key} must not be environment with environment={chosen(cfg, 'environment')} (it gives no "
                 f"rewards), got environment; set {key}=answer"

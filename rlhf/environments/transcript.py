@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,16 +24,13 @@ def transcripts(rollouts: Rollouts, turns: Turns) -> list[list[dict[str, Any]]]:
         ids, sampled, messages, rewards = (x.tolist() for x in row)
         dialogue: list[dict[str, Any]] = []
         tokens = [each for each in zip(ids, sampled, messages, rewards, strict=True) if each[1] or each[2]]
-        for (own, _), group in groupby(tokens, key=lambda token: token[1:3]):
-            part = list(group)
-            own_ids = [token[0] for token in part]
+        for own, group in groupby(tokens, key=itemgetter(1)):
+            ids, _, _, rewards = map(list, zip(*group, strict=True))
             if own:
-                text = str(turns.tokenizer.decode(own_ids[: len(own_ids) - (own_ids[-1] == end)]))
-                reward = sum(token[3] for token in part)
-                dialogue.append(
-                    {"role": "assistant", "content": text} | ({"reward": reward} if reward else {})
-                )
+                text = str(turns.tokenizer.decode(ids[: len(ids) - (ids[-1] == end)]))
+                reward = {"reward": sum(rewards)} if any(rewards) else {}
+                dialogue.append({"role": "assistant", "content": text} | reward)
             else:
-                dialogue.append({"role": turns.role, "content": turns.text(own_ids)})
+                dialogue.append({"role": turns.role, "content": turns.text(ids)})
         found.append(dialogue)
     return found

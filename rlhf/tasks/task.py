@@ -7,7 +7,6 @@ import logging
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import cached_property, lru_cache, partial
-from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -234,9 +233,8 @@ class Task:
                 heads, answers = [head for head, _ in written], [each for _, each in written]
                 if shown is not None:
                     turns = [self._turns(messages) for messages in shown]
-                    texts = [before_replies(*each) for each in zip(texts, turns, strict=True)]
-                    each_row = zip(texts, turns, places, tools, strict=True)
-                    episodes = list(starmap(dialogues.episode, each_row))
+                    texts = list(map(before_replies, texts, turns))
+                    episodes = list(map(dialogues.episode, texts, turns, places, tools))
                     heads = [head for head, _ in episodes]
                     made["completions"] = [[parts] for _, parts in episodes]
                 made |= {"messages": texts} | ({TOOLS: tools} if TOOLS in columns else {})
