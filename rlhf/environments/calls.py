@@ -17,7 +17,6 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from time import perf_counter
-from types import FrameType
 from typing import Any
 
 _GRACE_S = 1.0  # an event loop ends a call that takes too long itself, unless it is blocked
@@ -47,10 +46,8 @@ class Call:
             return False
         self.seconds, self.result, self.late = perf_counter() - self.began, result, late
         self.error = TimeoutError(f"no answer in {self.seconds:.3g} s") if late else error
-        walk: Iterable[tuple[FrameType, int]] = ()
-        if error is not None:
-            walk = traceback.walk_tb(error.__traceback__)
-        elif late and self.thread is not None:
+        walk = [*traceback.walk_tb(error.__traceback__ if error else None)]
+        if late and not error and self.thread:
             walk = [*traceback.walk_stack(sys._current_frames().get(self.thread.ident or 0))][::-1]
         files = ((frame.f_code.co_filename, line) for frame, line in walk)
         self.frames = [each for each in files if each[0] != __file__]
@@ -151,10 +148,9 @@ class Calls:
     def _give_up(self, after_s: float = 0.0) -> list[Call]:
         """Give up the calls that take longer than `after_s`, and replace their threads."""
         until = perf_counter() - after_s
-        late = [call for call in self.open if call.began <= until]
-        if late and self.in_loop:
-            late = [*self.open]  # none returns, because the loop is blocked
-        late = [call for call in late if call.end(late=True)]
+        late = [call for call in self.open if call.began <= until and call.end(late=True)]
+        if late and self.in_loop:  # it is blocked, so that no call returns
+            late += [call for call in self.open if call.end(late=True)]
         for thread in {call.thread for call in late if call.thread}:
             _abandoned.append(thread)
             self._threads[self._threads.index(thread)] = self._thread()

@@ -92,13 +92,12 @@ class Tools:
     def step(self, reply: str) -> Answer:
         """Make all calls of a reply, in their order."""
         self._results = results = []
+        parsed: dict[str, Any] = {}
         try:
             parsed = parse_response(reply, self._template, prefix=self._start, tools=[*self._schemas])
-            calls = parsed.get("tool_calls") or []
         except Exception as error:  # the parsers raise whatever a reply leads to
             results.append(_error(f"the call cannot be read: {str(error).partition(chr(10))[0]}"))
-            return self._answer(results)
-        for call in calls:
+        for call in parsed.get("tool_calls") or []:
             results.append(self._result(call))
             if self._results is not results:  # the reply was given up
                 break
