@@ -20,14 +20,13 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 from rlhf.config.address import load_function
 from rlhf.core.chat_format import QUESTION, render, template_name
 from rlhf.core.errors import UserError
-from rlhf.environments.environment import Answer, Example, factory
+from rlhf.environments.environment import Answer, EnvironmentFactory, Example, factory
 from rlhf.environments.turns import Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf.config.environment import ToolsConfig
-    from rlhf.environments.environment import EnvironmentFactory
 
 _HERMES = {  # the calls of Hermes, Qwen 2.5 and Qwen 3
     "start_anchor_pattern": r"\A",

@@ -18,12 +18,11 @@ def transcripts(rollouts: Rollouts, turns: Turns) -> list[list[dict[str, Any]]]:
     lack the marks of the chat template.
     """
     assert rollouts.environment_mask is not None and rollouts.rewards is not None
-    end, columns = turns.tokenizer.eos_token_id, (rollouts.response_ids, rollouts.response_mask)
-    found = []
-    for row in zip(*(x[:, 0] for x in (*columns, rollouts.environment_mask, rollouts.rewards)), strict=True):
-        ids, sampled, messages, rewards = (x.tolist() for x in row)
+    columns = (rollouts.response_ids, rollouts.response_mask, rollouts.environment_mask, rollouts.rewards)
+    end, found = turns.tokenizer.eos_token_id, []
+    for episode in zip(*(x[:, 0].tolist() for x in columns), strict=True):
         dialogue: list[dict[str, Any]] = []
-        tokens = [each for each in zip(ids, sampled, messages, rewards, strict=True) if each[1] or each[2]]
+        tokens = [each for each in zip(*episode, strict=True) if each[1] or each[2]]
         for own, group in groupby(tokens, key=itemgetter(1)):
             ids, _, _, rewards = map(list, zip(*group, strict=True))
             if own:
