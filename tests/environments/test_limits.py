@@ -273,6 +273,23 @@ def test_a_step_that_blocks_the_event_loop_is_noticed():
         played.running()
 
 
+def test_all_calls_of_a_blocked_loop_are_given_up_at_once_and_a_new_loop_goes_on():
+    async def block():
+        RELEASE.wait(30)
+
+    async def answer():
+        return 5
+
+    made = calls.Calls(1, 0.2, in_loop=True)
+    made.ask("blocks", block)
+    time.sleep(0.2)
+    made.ask("waits", answer)
+    assert [(call.key, call.late) for call in made.ended(5.0)] == [("blocks", True), ("waits", True)]
+    made.ask("new", answer)
+    assert [(call.key, call.result) for call in made.ended(5.0)] == [("new", 5)]
+    made.close(1.0, [])
+
+
 def test_results_do_not_depend_on_threads_or_an_event_loop():
     kinds = (("Sleepy", 0), ("Sleepy", 5), ("AsyncSleepy", 0))
     found = [sampled(address=f"{HERE}:{name}", threads=threads) for name, threads in kinds]
