@@ -26,6 +26,7 @@ COMMANDS = {  # command, a module of this package -> description
     "evaluate": "Evaluate the checkpoints of a run, and other models.",
     "extend": "Train a run longer.",
     "sample": "Talk to a model, or sample responses to the lines of a file.",
+    "serve": "Start a server of vLLM that samples for runs on other machines.",
     "relabel": "Label the preference pairs of a task by a judge.",
     "study": "Evaluate a study of methods, axes and seeds: tables and claims.",
     "report": "Write a page of figures and print a table of run folders.",
@@ -108,7 +109,7 @@ def completions(words: list[str]) -> list[str]:
     if not arguments:
         options = [option.partition(" ")[0] for option in OPTIONS]
         return [name for name in (*COMMANDS, *options) if name.startswith(command or tuple(COMMANDS))]
-    if command not in COMMANDS or command in ("report", "study"):  # their arguments are files
+    if command not in COMMANDS or command in ("report", "serve", "study"):  # their arguments are files
         return []
     from rlhf.launch.completion import candidates
 

@@ -67,7 +67,10 @@ Examples
 
 Other commands: {commands}
 The same command resumes a run. --config-dir <folder> adds your own options."""
-COMMANDS = ("inspect", "plan", "pipeline", "evaluate", "extend", "relabel", "sample", "study", "report")
+COMMANDS = (
+    *("inspect", "plan", "pipeline", "evaluate", "extend"),
+    *("relabel", "sample", "serve", "study", "report"),
+)
 
 
 def help_text(topics: Sequence[str]) -> str:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhf.generators.own_process import annotated
-from rlhf.generators.servers.launch import command, on_port, variables
+from rlhf.generators.servers.attach import check
+from rlhf.generators.servers.launch import command, config_of, on_port, variables
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.server import Child, Server
 from rlhf.generators.transfer.files import FileWeights
@@ -39,7 +40,8 @@ def build(config: VLLMServerConfig, context: GeneratorContext) -> Generator:
     limits = start_s, config.answer_limit_s, config.request_limit_s
     if config.urls:
         key = os.environ[config.key_variable] if config.key_variable else None
-        servers = [Server(url, url, key, *limits) for url in config.urls]
+        accept = partial(check, settings, config_of(settings).to_dict())
+        servers = [Server(url, url, key, *limits, accept=partial(accept, url)) for url in config.urls]
     else:
         key = token_urlsafe()
         children = _children(config, context, settings, devices, key)

@@ -14,6 +14,8 @@ from transformers import AutoConfig
 from rlhf.generators.vllm.sampler import config_folder, engine_arguments
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from rlhf.generators.vllm.sampler import VLLMFactory
 
 
@@ -25,10 +27,8 @@ def command(settings: VLLMFactory, host: str) -> list[str]:
     Raises:
         UserError: vLLM does not support the head size of the model on a CPU.
     """
-    folder = config_folder(settings.model)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
-    arguments = engine_arguments(settings, config) | {
-        "model": folder,
+    arguments = engine_arguments(settings, config_of(settings)) | {
+        "model": config_folder(settings.model),
         "host": host,
         "served_model_name": "policy",
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
@@ -39,6 +39,14 @@ def command(settings: VLLMFactory, host: str) -> list[str]:
         "disable_uvicorn_access_log": True,
     }
     return [sys.executable, "-P", "-m", "vllm.entrypoints.launchers.api_server.entry", *_flags(arguments)]
+
+
+def config_of(settings: VLLMFactory) -> PreTrainedConfig:
+    """Return the config of the model of `settings`."""
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        config_folder(settings.model), trust_remote_code=settings.trust_remote_code
+    )
+    return config
 
 
 def on_port(arguments: list[str], port: int) -> list[str]:

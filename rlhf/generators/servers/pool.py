@@ -335,7 +335,7 @@ class ServerPool(Generator):
         self.counts["generator/restarts"] += 1
         self.counts["generator/requeued"] += lost
         if self.restarts > self.most_restarts:
-            log = f"; its log is {server.child.log}: {server.child.last_lines()}" if server.child else ""
+            log = f"; {server.child.output()}" if server.child else ""
             raise RunError(
                 f"servers may be lost at most {self.most_restarts} times (generator.restarts), but "
                 f"{server.name} at {server.url} {error}{log}"

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,22 +56,29 @@ class Child:
     Args:
         command: returns the command of a server that listens on a port.
         environment: environment variables, in addition to those of the trainer without its rank.
-        log: file for the output.
+        log: file for the output; None: the output of this process.
+        host: the host in the address of the server.
+        port: the port; 0: a free one at each start.
     """
 
     def __init__(
-        self, command: Callable[[int], list[str]], environment: Mapping[str, str], log: Path
+        self,
+        command: Callable[[int], list[str]],
+        environment: Mapping[str, str],
+        log: Path | None,
+        host: str = "127.0.0.1",
+        port: int = 0,
     ) -> None:
         self.command, self.environment, self.log = command, environment, log
+        self.host, self.port = host, port
         self.process: subprocess.Popen[bytes] | None = None
         self.scratch: str | None = None  # folder for temporary files, which a killed process leaves behind
 
     def start(self) -> str:
         """Start the server, and return its address."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port: int = free.getsockname()[1]
+        port = self.port or free_port()
         self.scratch = tempfile.mkdtemp(prefix="rlhf-server-")
-        with self.log.open("ab") as log:
+        with self.log.open("ab") if self.log else nullcontext() as log:
             self.process = subprocess.Popen(
                 self.command(port),
                 env={
@@ -85,7 +92,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 process_group=0,
             )
-        return f"http://127.0.0.1:{port}"
+        return f"http://{self.host}:{port}"
 
     def ended(self) -> str | None:
         """Return how the server ended; None: it runs."""
@@ -100,12 +107,21 @@ class Child:
             shutil.rmtree(self.scratch, ignore_errors=True)
         self.process = self.scratch = None
 
-    def last_lines(self) -> str:
-        """Return the end of the log."""
+    def output(self) -> str:
+        """Return where the output is, and its end, for an error."""
+        if self.log is None:
+            return "its output is above"
+        lines = []
         with suppress(OSError):
-            lines = self.log.read_text(errors="replace").splitlines()
-            return " | ".join(line for line in lines[-_LOG_LINES:] if line.strip())
-        return ""
+            lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        return f"its log is {self.log}: {' | '.join(filter(str.strip, lines))}"
+
+
+def free_port() -> int:
+    """Return a port of this machine that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
 
 
 class Server:
@@ -119,6 +135,7 @@ class Server:
         answer_s: seconds in which it must answer a call that is no request for tokens.
         request_s: seconds in which it must sample a response.
         child: its processes, if the run starts it.
+        accept: raises an error if a server with this status cannot be used.
     """
 
     def __init__(
@@ -130,8 +147,9 @@ class Server:
         answer_s: float,
         request_s: float,
         child: Child | None = None,
+        accept: Callable[[Mapping[str, Any]], None] = lambda about: None,
     ) -> None:
-        self.name, self.url, self.key, self.child = name, url, key, child
+        self.name, self.url, self.key, self.child, self.accept = name, url, key, child, accept
         self.start_s, self.answer_s, self.request_s = start_s, answer_s, request_s
         self.session: aiohttp.ClientSession | None = None
         self.about: dict[str, Any] = {}  # its status when it was ready
@@ -153,6 +171,7 @@ class Server:
         Raises:
             Gone: it was not ready in time, or a signal ended it.
             RunError: it cannot start, or did not answer when the run began.
+            UserError: it must not be used.
         """
         self.version = self.loading = None
         loop = asyncio.get_running_loop()
@@ -167,6 +186,7 @@ class Server:
         while True:
             try:
                 self.about = await self.status(min(self.answer_s, self.start_s))
+                self.accept(self.about)
                 self.attached = True
                 return
             except NoAnswer as error:
@@ -174,11 +194,10 @@ class Server:
                     if how.startswith("killed"):
                         raise Gone(f"died ({how})") from None
                     raise RunError(
-                        f"{self.name} must start, but it ended ({how}); its log is {self.child.log}: "
-                        f"{self.child.last_lines()}"
+                        f"{self.name} must start, but it ended ({how}); {self.child.output()}"
                     ) from None
                 if loop.time() > until:
-                    late = f"was not ready within {self.start_s:g} s (generator.start_limit_s): it {error}"
+                    late = f"was not ready within the start limit, {self.start_s:g} s: it {error}"
                     if self.child is None and not self.attached:
                         raise RunError(f"{self.name} {late}; start it, or correct generator.urls") from None
                     raise Gone(late) from None

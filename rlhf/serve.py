@@ -1,0 +1,252 @@
+"""Command `python -m rlhf.serve <model> [flags]`: a server of vLLM for runs that name it in `generator.urls`.
+
+The server samples nothing before a run has sent weights: of the model, only its config is read. A server that
+ends or does not answer is started again. SIGTERM and Ctrl-C end it, with all its processes; a signal that is
+ignored when the command starts stays ignored.
+
+Exit codes: those of `rlhf.train`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf.config.cores import set_environment
+from rlhf.config.generator import Precision, VLLMServerConfig
+from rlhf.config.services import token_problems
+from rlhf.core.console import say, say_loading
+from rlhf.core.early_signals import EXIT_CODES
+from rlhf.core.errors import RunError, UserError
+from rlhf.core.files import write_atomically
+from rlhf.core.network import is_loopback
+from rlhf.core.output import prepare_output
+from rlhf.generators.servers.attach import numbers
+from rlhf.launch.command_line import stop
+
+if TYPE_CHECKING:
+    from rlhf.generators.servers.server import Server
+    from rlhf.generators.vllm.sampler import VLLMFactory
+
+KEY = "RLHF_KEY"  # environment variable with the key, unless --key-variable names another one
+_WATCH_S = 0.5  # between two looks at the processes
+_PING = 20  # looks between two questions to the server
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command with `arguments`, by default those of the command line."""
+    prepare_output()
+    options = _parser().parse_args(arguments)
+    set_environment()
+    received: list[signal.Signals] = []
+    try:
+        key = _key(options)
+        say_loading()
+        asyncio.run(_until_signal(options, key, received))
+    except asyncio.CancelledError:
+        raise SystemExit(EXIT_CODES[received[0]]) from None
+    except (UserError, RunError) as error:
+        stop(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhf.serve",
+        description="Start a server of vLLM for runs with generator=vllm_server generator.urls=[<address>]. "
+        "The runs send the weights. A server that ends or hangs is started again; SIGTERM and Ctrl-C end it.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    whole, optional = {"type": int, "metavar": "N"}, argparse.BooleanOptionalAction
+    add = partial(parser.add_argument, default=argparse.SUPPRESS)
+    parser.add_argument("model", help="model.policy of the runs: hub name, or folder with its config.json")
+    parser.add_argument("--host", default="127.0.0.1", help="address or name of the interface to listen on")
+    parser.add_argument("--port", **whole, default=8000, help="port; 0 is a free one")
+    add("--key-variable", metavar="NAME", help=f"environment variable with the key (default: {KEY}, if set)")
+    add("--announce", type=Path, metavar="FILE", help="file that has the address while the server is ready")
+    add("--max-model-len", **whole, help="tokens of prompt and response (default: the model's context)")
+    parser.add_argument("--max-num-seqs", **whole, default=256, help="sequences decoded in parallel")
+    dtypes = [each.value for each in Precision]
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="model.dtype of the runs")
+    parser.add_argument("--float32-head", action="store_true", help="as model.float32_head of the runs")
+    add("--memory", type=float, metavar="SHARE", help="as generator.memory of a run")
+    parser.add_argument("--tensor-parallel-size", **whole, default=1, help="GPUs that share the model")
+    add("--enforce-eager", action=optional, help="do not compile (default: on CPUs)")
+    add("--absent-ids", type=numbers, metavar="IDS", help="ids that no token has, as 7,50277-50303")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    parser.add_argument("--restarts", **whole, default=10, help="times that the server is started again")
+    parser.add_argument("--start-limit", type=float, default=1200, metavar="S", help="seconds to be ready")
+    parser.add_argument(
+        "--answer-limit", type=float, default=300, metavar="S", help="seconds to answer, also during a load"
+    )
+    return parser
+
+
+def _key(options: Namespace) -> str | None:
+    """Return the key of the server; None: it needs none.
+
+    Raises:
+        UserError: there is no key, but one was asked for, or other hosts reach the server.
+    """
+    variable = getattr(options, "key_variable", KEY)
+    if key := os.environ.get(variable):
+        if problem := next(token_problems("--key-variable", variable), None):
+            raise UserError(problem)
+        return key
+    if "key_variable" in options:
+        raise UserError(
+            f"--key-variable must name an environment variable with the key (runs send it), got {variable}, "
+            f"which is not set; run: export {variable}=<key>"
+        )
+    if not is_loopback(f"http://{options.host}"):
+        raise UserError(
+            f"{KEY} must be set for a server that listens beyond this machine (everybody who reaches its "
+            f"port could use it), got --host {options.host} without a key; run: export {KEY}=<key>, or set "
+            "--host 127.0.0.1"
+        )
+    return None
+
+
+def _settings(options: Namespace) -> VLLMFactory:
+    """Return the settings of the server.
+
+    Raises:
+        UserError: the model cannot be found, the host has too few GPUs, or a number is out of range.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    from rlhf.generators.vllm.sampler import VLLMFactory
+    from rlhf.models.fetching import fetch
+    from rlhf.models.folders import context_of
+
+    config = fetch(AutoConfig, options.model, "model", trust_remote_code=options.trust_remote_code)
+    given, gpus = vars(options), torch.cuda.device_count()
+    length = given.get("max_model_len", context_of(config.to_dict()))
+    memory = given.get("memory", VLLMServerConfig.on_gpu if gpus else VLLMServerConfig.in_ram)
+    tensor = options.tensor_parallel_size
+    for flag, value, fits, rule in (
+        ("--max-model-len", length, length is not None and length > 0, ">= 1 (tokens of a sequence)"),
+        ("--max-num-seqs", options.max_num_seqs, options.max_num_seqs > 0, ">= 1 (it samples something)"),
+        ("--memory", memory, 0 < memory <= 1, "above 0 and at most 1 (a share)"),
+        ("--tensor-parallel-size", tensor, 1 <= tensor <= max(gpus, 1), f"1 to {max(gpus, 1)} (GPUs here)"),
+        ("--port", options.port, 0 <= options.port < 2**16, "a port (0 to 65535)"),
+    ):
+        if not fits:
+            raise UserError(f"{flag} must be {rule}, got {value}; set {flag} <another number>")
+    return VLLMFactory(
+        model=options.model,
+        trust_remote_code=options.trust_remote_code,
+        dtype=options.dtype,
+        float32_head=options.float32_head,
+        max_model_len=length,
+        max_num_seqs=options.max_num_seqs,
+        memory=memory,
+        enforce_eager=given.get("enforce_eager", not gpus),
+        tensor_parallel_size=tensor,
+        gpu=bool(gpus),
+        absent_ids=given.get("absent_ids", ()),
+        # What only a run has:
+        **{"sleeps": False, "in_flight": False, "transfer": "files", "stop_ids": (), "pad_id": 0, "seed": 0},
+    )
+
+
+async def _until_signal(options: Namespace, key: str | None, received: list[signal.Signals]) -> None:
+    """Keep a server running until a signal comes, which is added to `received`.
+
+    Raises:
+        CancelledError: a signal came.
+        UserError, RunError: see `_settings` and `keep`.
+    """
+    from rlhf.generators.servers.launch import command, on_port, variables
+    from rlhf.generators.servers.server import Child, Server, free_port
+
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+
+    def end(number: signal.Signals) -> None:
+        if not received:
+            say(f"{number.name}: stopping the server")
+            task.cancel()
+        received.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, end, number)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # for the trainer, before the time limit of a job
+        signal.signal(number, signal.SIG_IGN)
+    settings = _settings(options)
+    arguments, port = command(settings, options.host), options.port or free_port()
+    child = Child(partial(on_port, arguments), variables(settings, key), None, options.host, port)
+    limits = options.start_limit, options.answer_limit, options.answer_limit
+    announce = getattr(options, "announce", None)
+    await keep(Server("the server", None, key, *limits, child), options.restarts, announce)
+
+
+async def keep(server: Server, restarts: int, announce: Path | None) -> None:
+    """Start a server, and start it again whenever it ends or does not answer.
+
+    Args:
+        server: the server, with its processes.
+        restarts: times that it is started again.
+        announce: file for its address while it is ready.
+
+    Raises:
+        RunError: the server cannot start, or ended too often.
+    """
+    from rlhf.generators.servers.server import Gone
+
+    for left in reversed(range(restarts + 1)):
+        try:
+            await server.start()
+            assert server.child is not None and server.url is not None
+            say(f"ready: {server.url}")
+            if announce is not None:
+                write_atomically(announce, _reachable(server.url) + "\n")
+            while True:
+                await _watch(server)
+        except Gone as error:
+            if not left:
+                raise RunError(
+                    f"the server may be started again at most {restarts} times (--restarts), but it {error}"
+                ) from error
+            say(f"the server {error}; starting it again")
+        finally:
+            if announce is not None:
+                announce.unlink(missing_ok=True)
+            await asyncio.shield(server.stop())
+
+
+async def _watch(server: Server) -> None:
+    """Watch a server for some seconds.
+
+    Raises:
+        Gone: it ended, or does not answer.
+    """
+    from rlhf.generators.servers.server import Gone, NoAnswer
+
+    for _ in range(_PING):
+        await asyncio.sleep(_WATCH_S)
+        if server.child is not None and (how := server.child.ended()):
+            raise Gone(f"ended ({how})")
+    try:
+        await server.status()
+    except NoAnswer as error:
+        raise Gone(str(error)) from None
+
+
+def _reachable(url: str) -> str:
+    """Return an address with the name of this host in place of all its interfaces."""
+    return url.replace("//0.0.0.0:", f"//{socket.gethostname()}:")
+
+
+if __name__ == "__main__":
+    main()
