@@ -17,4 +17,4 @@ if [ -n "${KEY_FILE:-}" ]; then
   RLHF_KEY=$(<"$KEY_FILE")
   export RLHF_KEY
 fi
-exec "${PYTHON:-.venv/bin/python}" -m "${MODULE:-rlhf.serve}" "$@"
+exec "${PYTHON:-.venv/bin/python}" -m rlhf.serve "$@"

@@ -66,8 +66,12 @@ def numbers(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: the text has another form.
     """
-    pairs = [part.partition("-") for part in text.split(",")]
-    return tuple(sorted({n for a, _, b in pairs for n in range(int(a), int(b or a) + 1)}))
+    parts = [part.partition("-") for part in text.split(",")]
+    return tuple(
+        sorted(
+            {n for first, dash, last in parts for n in range(int(first), int(last if dash else first) + 1)}
+        )
+    )
 
 
 def _different(ours: Mapping[str, Any], theirs: Mapping[str, Any], at: str = "") -> Iterator[str]:

@@ -1,0 +1,86 @@
+"""Tests of the check of servers that a run did not start: settings, model, and the command in the message."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from rlhf.core.errors import UserError
+from rlhf.generators.servers.attach import check, numbers, ranges
+from rlhf.serve import _parser
+from tests.tiny_models import KINDS, tiny_config
+
+ABSENT = (3, 90, 91, 92)
+URL = "http://node7:8000"
+
+
+def needs(**changes):
+    needed = {"model": "my model", "dtype": "bfloat16", "float32_head": True, "max_model_len": 64}
+    return SimpleNamespace(**needed | {"absent_ids": ABSENT} | changes)
+
+
+def status(kind: str = "llama", **changes):
+    """Return a status that fits `needs`, as JSON gives it."""
+    found = {"model": tiny_config(kind).to_dict(), "dtype": "bfloat16", "head_dtype": "float32"}
+    return found | {"max_model_len": 64, "absent_ids": list(ABSENT)} | changes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_with_the_same_settings_or_longer_sequences_is_used(kind):
+    ours = tiny_config(kind).to_dict()
+    elsewhere = {
+        "_name_or_path": "/other",
+        "transformers_version": "0",
+        "dtype": "float16",
+        "use_cache": False,
+    }
+    theirs = tiny_config(kind).to_dict() | elsewhere
+    check(needs(), ours, URL, status(kind, model=theirs, max_model_len=65))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"dtype": "float32"}, "dtype float32 (the run has bfloat16)"),
+        ({"head_dtype": "bfloat16"}, "head_dtype bfloat16 (the run has float32)"),
+        ({"max_model_len": 63}, "max_model_len 63 (the run has 64)"),
+        ({"absent_ids": []}, "absent_ids none (the run has 3,90-92)"),
+        ({"absent_ids": [3, 90, 91, 92, 93]}, "absent_ids 3,90-93 (the run has 3,90-92)"),
+        ({"model": tiny_config("llama", hidden_size=64).to_dict()}, "hidden_size 64 (the run has 32)"),
+        ({"model": tiny_config("qwen2").to_dict()}, "model_type qwen2 (the run has llama)"),
+        (
+            {"model": tiny_config("llama", rope_theta=500.0).to_dict()},
+            "rope_parameters.rope_theta 500.0 (the",
+        ),
+    ],
+)
+def test_a_server_with_another_setting_or_model_is_refused_with_the_command_that_helps(changes, told):
+    with pytest.raises(UserError) as error:
+        check(needs(), tiny_config("llama").to_dict(), URL, status(**changes))
+    message = str(error.value)
+    assert f"got {URL} with" in message and told in message
+    assert message.endswith(
+        "start it with: python -m rlhf.serve 'my model' --dtype bfloat16 --max-model-len 64 --float32-head "
+        "--absent-ids 3,90-92"
+    )
+
+
+def test_the_command_of_the_message_gives_a_server_that_fits():
+    with pytest.raises(UserError) as error:
+        check(needs(model="m"), tiny_config("llama").to_dict(), URL, status(dtype="float32"))
+    options = _parser().parse_args(re.search(r"rlhf\.serve (.*)$", str(error.value))[1].split())
+    assert (options.model, options.dtype, options.max_model_len) == ("m", "bfloat16", 64)
+    assert options.float32_head and options.absent_ids == ABSENT
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"), [("7", (7,)), ("50277-50280,7", (7, 50277, 50278, 50279, 50280)), ("1-2,2-3", (1, 2, 3))]
+)
+def test_ranges_of_ids_are_read_and_written(text, ids):
+    assert numbers(text) == ids and numbers(ranges(ids)) == ids
+
+
+@pytest.mark.parametrize("text", ["", "x", "1-", "-3", "1,,2"])
+def test_other_texts_are_no_ids(text):
+    with pytest.raises(ValueError):
+        numbers(text)
