@@ -4,7 +4,7 @@ The server samples nothing before a run has sent weights: of the model, only its
 ends or does not answer is started again. SIGTERM and Ctrl-C end it, with all its processes; a signal that is
 ignored when the command starts stays ignored.
 
-Exit codes: those of `rlhf.train`.
+Exit codes: 0 after SIGTERM or Ctrl-C, else those of `rlhf.train`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import signal
 import socket
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf.config.cores import set_environment
-from rlhf.config.generator import Precision, VLLMServerConfig
+from rlhf.config.generator import Precision, Transfer, VLLMServerConfig
 from rlhf.config.services import token_problems
 from rlhf.core.console import say, say_loading
-from rlhf.core.early_signals import EXIT_CODES
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import write_atomically
 from rlhf.core.network import is_loopback
@@ -46,13 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prepare_output()
     options = _parser().parse_args(arguments)
     set_environment()
-    received: list[signal.Signals] = []
     try:
         key = _key(options)
         say_loading()
-        asyncio.run(_until_signal(options, key, received))
-    except asyncio.CancelledError:
-        raise SystemExit(EXIT_CODES[received[0]]) from None
+        with suppress(asyncio.CancelledError):
+            asyncio.run(_until_signal(options, key))
     except (UserError, RunError) as error:
         stop(error)
 
@@ -65,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    whole, optional = {"type": int, "metavar": "N"}, argparse.BooleanOptionalAction
+    whole: dict[str, Any] = {"type": int, "metavar": "N"}
     add = partial(parser.add_argument, default=argparse.SUPPRESS)
     parser.add_argument("model", help="model.policy of the runs: hub name, or folder with its config.json")
     parser.add_argument("--host", default="127.0.0.1", help="address or name of the interface to listen on")
@@ -79,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--float32-head", action="store_true", help="as model.float32_head of the runs")
     add("--memory", type=float, metavar="SHARE", help="as generator.memory of a run")
     parser.add_argument("--tensor-parallel-size", **whole, default=1, help="GPUs that share the model")
-    add("--enforce-eager", action=optional, help="do not compile (default: on CPUs)")
+    add("--enforce-eager", action=argparse.BooleanOptionalAction, help="do not compile (default: on CPUs)")
     add("--absent-ids", type=numbers, metavar="IDS", help="ids that no token has, as 7,50277-50303")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     parser.add_argument("--restarts", **whole, default=10, help="times that the server is started again")
@@ -130,11 +128,11 @@ def _settings(options: Namespace) -> VLLMFactory:
 
     config = fetch(AutoConfig, options.model, "model", trust_remote_code=options.trust_remote_code)
     given, gpus = vars(options), torch.cuda.device_count()
-    length = given.get("max_model_len", context_of(config.to_dict()))
+    length = given.get("max_model_len", context_of(config.to_dict()) or 0)
     memory = given.get("memory", VLLMServerConfig.on_gpu if gpus else VLLMServerConfig.in_ram)
     tensor = options.tensor_parallel_size
     for flag, value, fits, rule in (
-        ("--max-model-len", length, length is not None and length > 0, ">= 1 (tokens of a sequence)"),
+        ("--max-model-len", length, length > 0, ">= 1 (tokens of a sequence)"),
         ("--max-num-seqs", options.max_num_seqs, options.max_num_seqs > 0, ">= 1 (it samples something)"),
         ("--memory", memory, 0 < memory <= 1, "above 0 and at most 1 (a share)"),
         ("--tensor-parallel-size", tensor, 1 <= tensor <= max(gpus, 1), f"1 to {max(gpus, 1)} (GPUs here)"),
@@ -154,13 +152,17 @@ def _settings(options: Namespace) -> VLLMFactory:
         tensor_parallel_size=tensor,
         gpu=bool(gpus),
         absent_ids=given.get("absent_ids", ()),
-        # What only a run has:
-        **{"sleeps": False, "in_flight": False, "transfer": "files", "stop_ids": (), "pad_id": 0, "seed": 0},
+        sleeps=False,
+        in_flight=False,  # this and what follows is in the requests of a run
+        transfer=Transfer.shared_memory.value,
+        stop_ids=(),
+        pad_id=0,
+        seed=0,
     )
 
 
-async def _until_signal(options: Namespace, key: str | None, received: list[signal.Signals]) -> None:
-    """Keep a server running until a signal comes, which is added to `received`.
+async def _until_signal(options: Namespace, key: str | None) -> None:
+    """Keep a server running until a signal comes.
 
     Raises:
         CancelledError: a signal came.
@@ -173,10 +175,9 @@ async def _until_signal(options: Namespace, key: str | None, received: list[sign
     assert task is not None
 
     def end(number: signal.Signals) -> None:
-        if not received:
+        if not task.cancelling():
             say(f"{number.name}: stopping the server")
             task.cancel()
-        received.append(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:

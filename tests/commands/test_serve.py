@@ -125,7 +125,7 @@ def test_a_server_is_started_again_after_a_kill_and_a_hang_and_ends_with_a_signa
     code, out, _ = call(
         "--port", "0", "--announce", str(tmp_path / "url"), "--answer-limit", "1", during=during
     )
-    assert code == {signal.SIGTERM: 75, signal.SIGINT: 130}[number]
+    assert code == 0 and f"{number.name}: stopping the server" in out
     assert (
         out.count("ready: http://127.0.0.1:") == 3 and "ended (killed by SIGKILL); starting it again" in out
     )
@@ -167,7 +167,7 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored(call, started, tmp_
         assert server.is_running()
         os.kill(os.getpid(), signal.SIGINT)
 
-    assert call("--port", "0", "--announce", str(tmp_path / "url"), during=during)[0] == 130
+    assert call("--port", "0", "--announce", str(tmp_path / "url"), during=during)[0] == 0
 
 
 @pytest.mark.process
