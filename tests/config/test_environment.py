@@ -68,7 +68,6 @@ def test_a_class_must_be_named():
     [
         (["task=arithmetic", "scorer=environment"], "scorer must not be environment with environment=none"),
         ([*GYM[:4], GUESS, "scorer@gold=environment"], "scorer@gold must not be environment"),
-        ([*GYM, GUESS, "clock=virtual"], f"clock must be wall with {GUESS}"),
         (["task=arithmetic", GUESS], f"environment must be none with {GUESS} and"),
         (
             ["task=reasoning_gym", "task.chat=true", "algo=reward", GUESS],

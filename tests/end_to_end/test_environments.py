@@ -9,6 +9,7 @@ import signal
 import pytest
 from safetensors.torch import load_file
 
+from rlhf import Hook, StopRun
 from rlhf.checks.check import problems
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
@@ -95,6 +96,57 @@ def test_a_run_ahead_of_the_trainer_resumes_after_kill_9_with_the_same_episodes(
     assert "resumed from update" in finish(words)
     assert_same_end(folder, finished(*LAG))
     assert any(row["lag"] for row in rows(folder) if "lag" in row)
+
+
+def test_virtual_time_with_slots_for_all_trains_on_the_episodes_of_a_generator_process(
+    tiny, tmp_path, finished
+):
+    plain, virtual = finished(*LAG), RunFolder(tmp_path)
+    run(tiny(*LAG, "clock=virtual"), virtual)
+    one, other = (load_file(each.model / "model.safetensors") for each in (plain, virtual))
+    assert all(one[name].equal(other[name]) for name in one)
+    for row, expected in zip(rows(virtual), rows(plain), strict=True):
+        shared = row.keys() & expected.keys()
+        assert {name: row[name] for name in shared} == {name: expected[name] for name in shared}
+        assert {name.split("/")[0] for name in row.keys() ^ expected.keys()} <= {
+            "rollouts",
+            "generator",
+            "annotator",
+        }
+
+
+class _Stop(Hook):
+    def after_update(self, state, metrics):
+        if state.update == 2:
+            raise StopRun("enough")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("algo=grpo", "schedule.update=in_flight", "schedule.refill=2"),
+        (
+            "algo=ppo",
+            "schedule.update=in_flight",
+            "schedule.max_age=1",
+            "schedule.stale=cut",
+            "schedule.replay=2",
+        ),
+        ("algo=rloo", "schedule.max_age=1", "schedule.stale=drop", "schedule.unit=sequence"),
+    ],
+    ids=["refill", "cut", "drop"],
+)
+def test_episodes_fit_the_rules_of_virtual_time_and_resume(tiny, tmp_path, words):
+    virtual = ("clock=virtual", "clock.slots=12", "clock.spread=1", "clock.prefill=0.1")
+    words = (*EPISODES, "schedule.order=completed", "schedule.max_lag=1", *virtual, *words)
+    words = (*words, "schedule.total_episodes=96", "schedule.save_every=1", "schedule.eval_every=0")
+    first, second = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "second")
+    run(tiny(*words), first)
+    found = updates(first)
+    assert all(row["environment/turns"] > 1 and row["rollouts/oldest"] <= 1 for row in found)
+    run(tiny(*words), second, hooks=[_Stop()])
+    run(tiny(*words), second)
+    assert_same_end(first, second)
 
 
 def test_one_turn_trains_as_without_an_environment(tiny, tmp_path):
