@@ -105,10 +105,12 @@ def rows(folder: RunFolder | Path) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(VARIES)} for line in lines]
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
-    """Wait until `condition()` is true. Fail after 500 seconds, or when `process` ends before."""
-    end = time.monotonic() + 500
+def wait_for(
+    condition: Callable[[], object], process: subprocess.Popen[str] | None = None, seconds: float = 500
+) -> None:
+    """Wait until `condition()` is true. Fail after `seconds`, or when `process` ends before."""
+    end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "the condition did not become true within 500 s"
+        assert time.monotonic() < end, f"the condition did not become true within {seconds} s"
         assert process is None or process.poll() is None, process.stdout and process.stdout.read()
         time.sleep(0.05)

@@ -18,6 +18,8 @@ import pytest
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
 from rlhf.runs.folder import RunFolder
+from rlhf.stages.prerequisites import complete
+from rlhf.stages.run import run
 from rlhf.study.reading import read_spec
 from rlhf.study.rows import read_rows
 from rlhf.study.spec import Spec
@@ -230,6 +232,38 @@ def test_two_node_job_is_stopped_requeued_and_ends_like_an_uninterrupted_run(
     assert text.count("resumed from update 2 of 5") == 1
     assert "Restarts=1" in ask(slurm, "scontrol", "show", "job", job)
     assert_same_end(folder, two_ranks)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)  # vLLM starts twice
+def test_job_with_a_node_that_samples_is_requeued_and_its_servers_end_with_it(slurm, words, tmp_path):
+    """SIGUSR1, which SLURM sends before a time limit, stops the trainer; the servers sample until its end."""
+    pytest.importorskip("vllm", reason=needs.VLLM)
+    given = [*words, *PATIENT, "generator.response_length=8"]
+    model = complete(compose(given), run).model.policy
+    log, out = tmp_path / "log", [f"output_dir={tmp_path}"]
+    job = ask(
+        {**slurm, "SERVE": f"{model} --memory 0.01 --max-num-seqs 32 --max-model-len 200 --port 0"},
+        *("sbatch", "--parsable", "--ntasks-per-node=1", "--time=60", f"--output={log}"),
+        *(str(ROOT / "launchers" / "train_with_servers.sbatch"), *given, *out),
+    )
+    folder = folder_of([*given, "generator=vllm_server", "generator.key_variable=RLHF_KEY"], tmp_path)
+    queued = lambda: job in ask(slurm, "squeue", "--noheader", "--format=%i").split()  # noqa: E731
+    wait_for(lambda: in_update_2(folder)() or not queued(), seconds=800)
+    assert queued(), log.read_text()
+    shared = ROOT / "outputs" / ".servers" / job
+    assert (shared / "key").stat().st_mode & 0o777 == 0o600
+    ask(slurm, "scancel", "--signal=USR1", job)
+    wait_for(lambda: not queued(), seconds=800)
+    text = log.read_text()
+    assert folder.finished(), text
+    assert text.count("interrupted by SIGUSR1 after update 2 of 5") == 1
+    assert text.count("resumed from update 2 of 5") == 1
+    assert text.count("ready: http://127.0.0.2:") == text.count("SIGINT: stopping the server") == 2
+    assert all(row.get("generator/restarts", 0) == 0 for row in rows(folder))
+    state = ask(slurm, "scontrol", "show", "job", job)
+    assert "Restarts=1" in state and "JobState=COMPLETED" in state
+    assert not shared.exists()
 
 
 def test_preempted_job_resumes_and_ends_like_an_uninterrupted_run(slurm, words, tmp_path, uninterrupted):
