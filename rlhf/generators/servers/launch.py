@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig
 
 from rlhf.generators.vllm.sampler import config_folder, engine_arguments
+from rlhf.processes.interfaces import loopback
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -61,6 +62,10 @@ def variables(settings: VLLMFactory, key: str | None) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
+        # All processes of a server are on this host, and none of their sockets asks for a key
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": loopback(),
+        "NCCL_SOCKET_IFNAME": loopback(),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
     if settings.enforce_eager and not settings.gpu:
