@@ -204,10 +204,9 @@ class Server:
                 await asyncio.sleep(_POLL_S)
 
     async def stop(self) -> None:
-        """End all requests, and the processes of a server that the run started."""
+        """Cancel all requests, and end the processes of a server that the run started."""
         for task in self.running:
             task.cancel()
-        self.running, self.tokens = {}, 0
         if self.session is not None:
             await self.session.close()
         if self.child is not None:
@@ -226,7 +225,10 @@ class Server:
             NoAnswer: engine or workers did not answer in time.
             RunError: the server does not accept the key.
         """
-        return await self._call("GET", STATUS, None, limit_s or self.answer_s)
+        state = await self._call("GET", STATUS, None, limit_s or self.answer_s)
+        if not {"start", "max_num_seqs"} <= state.keys():
+            raise NoAnswer(f"answered {STATUS} without its state ({shortened(repr(state), 200)})")
+        return state
 
     async def load(self, manifest: Manifest) -> None:
         """Load weights, which must be confirmed.
@@ -240,11 +242,10 @@ class Server:
         body = {"path": manifest.path, "version": manifest.version, "checksums": sums}
         try:
             answer = await self._call("POST", LOAD, body, limit_s)
-            version, taken = answer["version"], answer["checksums"]
-            confirm(manifest, version, taken)
-        except (NoAnswer, KeyError, TransferError) as error:
-            raise Gone(f"did not load version {manifest.version}: it {error}") from None
-        self.version, self.loading = version, None
+            confirm(manifest, answer["version"], dict(answer["checksums"]))
+        except (NoAnswer, KeyError, TypeError, ValueError, TransferError) as error:
+            raise Gone(f"did not load version {manifest.version} ({error})") from None
+        self.version, self.loading = manifest.version, None
 
     async def generate(self, name: str, ids: Sequence[int], parameters: Mapping[str, Any]) -> Reply:
         """Sample one response, which `abort` ends early by its name.
