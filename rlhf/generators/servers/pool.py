@@ -160,6 +160,7 @@ class ServerPool(Generator):
         Raises:
             RunError: the servers have failed.
         """
+        self.raise_failure()
         self.store.wait(most_versions(len(self.servers), self.in_flight), self.raise_failure)
 
     def raise_failure(self) -> None:
@@ -197,8 +198,13 @@ class ServerPool(Generator):
         self.store.close()
 
     def ask(self, works: Sequence[Work]) -> None:
-        """Queue responses, from any thread."""
+        """Queue responses, from any thread.
+
+        Raises:
+            RunError: the servers have failed, so nobody may look at the queue any more.
+        """
         self._call(self._queue, works)
+        self.raise_failure()
 
     def hold(self, version: int | None, more: int) -> None:
         """Count the open requests whose later replies need the same version, from any thread."""
@@ -330,7 +336,7 @@ class ServerPool(Generator):
         lost, server.loading = len(server.running), None
         for task in server.running:
             task.cancel()
-        server.running, self.queue = {}, deque(works)
+        server.running, server.tokens, self.queue = {}, 0, deque(works)
         self.restarts += 1
         self.counts["generator/restarts"] += 1
         self.counts["generator/requeued"] += lost
@@ -445,7 +451,7 @@ class ServerPool(Generator):
                 )
             self.counts["generator/requeued"] += 1
             self.queue.appendleft(work)
-        except (Gone, RunError) as error:
+        except Exception as error:
             return server.breaks(error)
         else:
             if reply.ids:
