@@ -213,7 +213,7 @@ class FakeChild:
         """Kill the server."""
         self.fake.kill()
 
-    def last_lines(self) -> str:
+    def output(self) -> str:
         """Return the end of the log."""
         return "the last line"
 
