@@ -291,10 +291,14 @@ class Clock:
         """Add sampled tokens to a sequence, and plan the event at which they are complete."""
         sequence.ids += piece.ids
         sequence.logprobs += piece.logprobs
-        own = piece.sampled or [True] * len(piece.ids)
-        sequence.versions += [self.rules.version if sampled else MESSAGE for sampled in own]
-        sequence.rewards += piece.rewards
-        sequence.figures, sequence.ended = dict(piece.figures), piece.ended
+        version = self.rules.version
+        if piece.rewards:  # an episode
+            sequence.versions += [version if sampled else MESSAGE for sampled in piece.sampled]
+            sequence.rewards += piece.rewards
+            sequence.figures = dict(piece.figures)
+        else:
+            sequence.versions += [version] * len(piece.ids)
+        sequence.ended = piece.ended
         sequence.stopped = piece.stopped or piece.ended or len(sequence.ids) >= self.length
         heappush(self._ends, (sequence.plan(), sequence.key))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
+from math import floor, inf
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -70,7 +70,7 @@ class Sequence:
     @property
     def messages(self) -> int:
         """The number of its known tokens that belong to messages."""
-        return self.versions.count(MESSAGE)
+        return self.versions.count(MESSAGE) if self.rewards else 0
 
     @property
     def sampled(self) -> int:
@@ -85,7 +85,7 @@ class Sequence:
     @property
     def steps(self) -> float:
         """The decoding steps of its known tokens."""
-        return self._steps(len(self.ids))
+        return self._steps(len(self.ids)) if self.rewards else self.factor * len(self.ids) ** self.stretch
 
     def _steps(self, tokens: int, early: float = 0.0) -> float:
         messages = self.versions[:tokens].count(MESSAGE)
@@ -99,12 +99,15 @@ class Sequence:
 
     def done(self, step: float) -> int:
         """Return the tokens that are complete at a step."""
+        if not self.rewards:  # no episode
+            tokens = floor(tokens_in(step - self.begin, self.factor, self.stretch) + _ROUNDING)
+            return min(len(self.ids), max(self.kept, tokens))
         counts, passed = range(1, len(self.ids) + 1), step - self.begin
         return max(self.kept, bisect_right(counts, passed, key=partial(self._steps, early=_ROUNDING)))
 
     def keep(self, tokens: int) -> None:
         """Forget all tokens after the first `tokens`, and a message that no token of the model follows."""
-        while tokens and self.versions[tokens - 1] == MESSAGE:
+        while self.rewards and tokens and self.versions[tokens - 1] == MESSAGE:
             tokens -= 1
         if tokens < len(self.ids):
             del self.ids[tokens:], self.logprobs[tokens:], self.versions[tokens:], self.rewards[tokens:]

@@ -43,8 +43,10 @@ class Lengths:
             end += 1
         assert end > done
         ids = [*range(done, end)]
+        if not self.message:
+            return Piece(ids, [0.0] * len(ids), end == whole)
         own = [each not in self.message for each in ids]
-        return Piece(ids, [0.0] * len(ids), end == whole, sampled=own)
+        return Piece(ids, [0.0] * len(ids), end == whole, sampled=own, rewards=[0.0] * len(ids))
 
     def prompt(self, group):
         if group not in self.rows:
