@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -513,6 +513,19 @@ def test_in_flight_every_token_has_the_version_of_its_weights(count, loop, tmp_p
         wait_until(lambda: started.store.kept == 1)
         again = started.pool.submit(given, sampling(1))
         assert check_in_flight(again.result(10), given, sampling(1)) == {1}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_in_flight_an_evaluation_has_the_newest_weights(count, loop, tmp_path):
+    with Started(loop, tmp_path, count=count, in_flight=True) as started:
+        started.pool.load(weights(0), 0)
+        started.pool.submit(prompts(), sampling()).result(10)
+        for version in (1, 2, 3):
+            started.fakes[0].faults[LOAD] = [fake_server.is_slow]
+            started.pool.load(weights(version), version)
+            asked = replace(sampling(version), purpose="eval")
+            found = started.pool.submit(prompts(), asked).result(10)
+            assert check_in_flight(found, prompts(), asked) == {version}
 
 
 @anywhere

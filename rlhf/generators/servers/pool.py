@@ -10,7 +10,7 @@ outstanding tokens gets it. If a server is lost, its requests go to the next one
 Between updates (`schedule.update=between`), a request needs the version of the weights that were loaded last
 before it. A server loads another version only when it samples nothing and nothing waits for its version, so
 a server may be ahead of another. With in-flight updates a server loads new weights at once; its running
-responses go on with them, and requests of other servers are not delayed.
+responses go on with them, and requests of other servers are not delayed. An evaluation needs one version.
 
 Every call has a time limit. A server that does not answer, answers wrongly or fails to load is given up: its
 processes are killed and started again, or, if the run did not start it, it is asked until it is ready again.
@@ -135,7 +135,7 @@ class ServerPool(Generator):
         """
         self.raise_failure()
         assert self.version is not None, "load weights before the first request"
-        version = None if self.in_flight else self.version
+        version = None if self.in_flight and sampling.purpose == "train" else self.version
         kind = Replies if self.settings.environment is None else Conversation
         request = kind(self, prompts, sampling, version)
         self.requests[request.answer] = request
@@ -433,7 +433,7 @@ class ServerPool(Generator):
             reply = await server.generate(str(work.number), work.ids, work.parameters)
             if not reply.ended and not work.request.is_cut:
                 raise NoAnswer("ended a response that has no end")
-            known = range(before, max(self.manifests) + 1) if self.in_flight else [before]
+            known = [before] if work.version is not None else range(before, max(self.manifests) + 1)
             if not set(reply.versions) <= {*known}:
                 raise Gone(f"sampled tokens with version {', '.join(map(str, {*reply.versions} - {*known}))}")
         except NoAnswer as error:
