@@ -90,13 +90,14 @@ class TimedServer:
         row, seed = body["token_ids"][0], body["sampling_params"]["seed"]
         log = Random(derive(row, "prompt")).gauss(0, _SPREAD * _SHARED)
         log += Random(derive(seed, "sample")).gauss(0, _SPREAD * math.sqrt(1 - _SHARED**2))
-        seconds, early = self.seconds * math.exp(log), False
+        most = body["sampling_params"]["max_tokens"]
+        seconds, early = self.seconds * math.exp(log) * most / _TOKENS, False
         try:
             await asyncio.wait_for(event.wait(), seconds)
             early = True
         except TimeoutError:
             pass
-        count = max(1, int(_TOKENS * min(1.0, (time.monotonic() - begun) / seconds))) if early else _TOKENS
+        count = max(1, int(_TOKENS * min(1.0, (time.monotonic() - begun) / seconds))) if early else most
         choice = {
             "token_ids": [1] * count,
             "finish_reason": "abort" if early else "length",

@@ -174,7 +174,8 @@ class WorkerConfig(GeneratorConfig):
     start_limit_s: float | None = number(
         None,
         least=1,
-        means="seconds until the process must be ready; null: 1200 for vLLM on GPUs, else 300",
+        means="seconds until the process must be ready; null: 1200 for vLLM on GPUs, else 600 for servers "
+        "and 300 for others",
         affects=Affects.speed,
     )
     request_limit_s: float = number(
@@ -446,6 +447,10 @@ class VLLMServerConfig(VLLMConfig):
         means="seconds in which a server must answer a call that samples nothing; then it is given up",
         affects=Affects.speed,
     )
+
+    def start_limit(self, on_gpu: bool) -> float:
+        """Return `start_limit_s`; if null, 1200 on GPUs and 600 without: a server has three processes."""
+        return self.start_limit_s or (1200.0 if on_gpu else 600.0)
 
     @property
     def gpus(self) -> int:

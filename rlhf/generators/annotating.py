@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -174,6 +174,10 @@ class AnnotatedGenerator(Generator):
     def oldest(self) -> int:
         """The oldest version of the weights that may sample a response that is requested now."""
         return self.generator.oldest
+
+    def when_loaded(self, call: Callable[[], None]) -> None:
+        """Call a function whenever `oldest` may have changed."""
+        self.generator.when_loaded(call)
 
     def cut(self, answer: Future[Rollouts]) -> None:
         """End a single response with the tokens that it has."""

@@ -113,6 +113,10 @@ class Generator(ABC):
         """The oldest version of the weights that may sample a response that is requested now."""
         raise NotImplementedError
 
+    def when_loaded(self, call: Callable[[], None]) -> None:
+        """Call a function, in another thread, whenever `oldest` may have changed."""
+        raise NotImplementedError
+
     def cut(self, answer: Future[Rollouts]) -> None:
         """End a single response with the tokens that it has, at least one."""
         raise NotImplementedError

@@ -3,10 +3,10 @@
 It takes the place of `rlhf.training.stream.Stream` with `schedule.order=completed`. `Rules` decide which
 groups start, which are trained and which are given up; the generator samples single responses, in any order.
 
-    an update has ended, a response has ended   ──▶  start responses in free slots
-    all responses of a group have ended         ──▶  scores, by the annotator if there is one
-    a group has scores                          ──▶  it is ready
-    the trainer asks for a batch                ──▶  the rules choose from the groups that are ready
+    new weights are loaded, a response has ended ──▶  start responses in free slots
+    all responses of a group have ended          ──▶  scores, by the annotator if there is one
+    a group has scores                           ──▶  it is ready
+    the trainer asks for a batch                 ──▶  the rules choose from the groups that are ready
 
 Answers of the generator arrive in threads of the generator. They are put into a queue; whoever holds the lock
 works on it. So rules and groups are changed by one thread at a time. Prompts are drawn by the trainer's
@@ -84,6 +84,7 @@ class CompletedStream(RuledStream):
         self.trains_since: float | None = None  # when the trainer got a batch; None: it is idle
         self.works = False  # whether `_work` runs
         self.failure: Exception | None = None
+        context.generator.when_loaded(self._wake)
         if context.saved is not None:
             self._load(context.saved)
 
@@ -148,7 +149,7 @@ class CompletedStream(RuledStream):
                 while not self.ended.empty():
                     self._take_answer(*self.ended.get())
                 starts = self.rules.startable(
-                    generator.slots - self.running,
+                    generator.slots - self.running if generator.oldest == self.rules.version else 0,
                     lambda number: len(self.own[number]),
                     self.context.schedule.unit is Unit.group,
                 )
@@ -157,9 +158,7 @@ class CompletedStream(RuledStream):
                         if not (number in self.known or self.discards or self.next):
                             break  # only the trainer's thread draws prompts
                         self.prompt_of(number)
-                        group = self.rules.start()
-                        group.version = min(group.version, generator.oldest)
-                        self.own[number] = []
+                        self.own[self.rules.start().number] = []
                     self._start(self.rules.running[number], sample)
                 if self.ended.empty():
                     return
@@ -190,6 +189,10 @@ class CompletedStream(RuledStream):
     def _note(self, what: Response | Group, answer: Future[Rollouts]) -> None:
         """Note an answer of the generator, in any thread."""
         self.ended.put((what, answer))
+        self._wake()
+
+    def _wake(self) -> None:
+        """Work on what the generator has noted, in any thread."""
         with self.changed:
             self._work()
             self.changed.notify_all()

@@ -60,11 +60,15 @@ class Singles(Generator):
             )
         )
 
+    def when_loaded(self, call):
+        self.tell = call
+
     def cut(self, answer):
         self.cuts[answer].set()
 
     def load(self, weights, version):
         self.version = version
+        self.tell()
 
 
 def batches(size, first=0):

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 _WATCH_S = 0.5  # between two looks at the processes of a server
 _PING_S = 5.0  # between two questions to a server that samples
+_ABORT_S = 0.2  # between two requests to end a response
 _LOOK_S = 0.02  # between two looks at answers of environments
 
 
@@ -120,6 +121,7 @@ class ServerPool(Generator):
         self.manifests: dict[int, Manifest] = {}  # of the kept versions
         self.loop = asyncio.new_event_loop()
         self.changed = self.loop.create_future()  # done at the next change of the queue or the weights
+        self.tell: Callable[[], None] = lambda: None  # called when `oldest` may have changed
         self.aborts: set[asyncio.Task[None]] = set()
         self.main: asyncio.Task[None] | None = None
         self.thread = threading.Thread(target=self._run, name="servers", daemon=True)
@@ -179,6 +181,10 @@ class ServerPool(Generator):
         assert self.version is not None, "load weights before the first request"
         return min([self.version, *(each.version for each in self.up if each.version is not None)])
 
+    def when_loaded(self, call: Callable[[], None]) -> None:
+        """Call a function in the thread of the pool whenever `oldest` may have changed."""
+        self.tell = call
+
     def cut(self, answer: Future[Rollouts]) -> None:
         """End a single response with the tokens that it has, at least one."""
         self._call(self._cut, answer)
@@ -235,6 +241,9 @@ class ServerPool(Generator):
             self.main = self.loop.create_task(self._attend_all())
             with suppress(asyncio.CancelledError):
                 self.loop.run_until_complete(self.main)
+            for task in (left := asyncio.all_tasks(self.loop)):
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
         finally:
             self.loop.close()
@@ -289,6 +298,7 @@ class ServerPool(Generator):
                     await server.load(manifest)
                     self.load_s += time.perf_counter() - start
                     self._change()
+                    self.tell()
                 await asyncio.wait([watch, server.broken, self.changed], return_when=asyncio.FIRST_COMPLETED)
                 for each in (watch, server.broken):
                     if each.done():
@@ -348,6 +358,7 @@ class ServerPool(Generator):
             )
         say(f"{server.name} {error}; starting it again, and asking others for its {lost} responses")
         self._change()
+        self.tell()
 
     def _offer(self, manifest: Manifest) -> None:
         self.manifests[manifest.version] = manifest
@@ -371,14 +382,17 @@ class ServerPool(Generator):
         if (request := self.requests.get(answer)) is None:
             return
         request.is_cut = True
-        for work in self.queue:
-            if work.request is request:
-                work.parameters["max_tokens"] = 1
         for server in self.servers:
-            for work in server.running.values():
+            for task, work in server.running.items():
                 if work.request is request:
-                    self.aborts.add(task := self.loop.create_task(server.abort(str(work.number))))
-                    task.add_done_callback(self.aborts.discard)
+                    self.aborts.add(abort := self.loop.create_task(self._abort(server, task, work)))
+                    abort.add_done_callback(self.aborts.discard)
+
+    async def _abort(self, server: Server, task: asyncio.Task[None], work: Work) -> None:
+        """End a response that a server samples; it may not have the request yet."""
+        while task in server.running:
+            await server.abort(str(work.number))
+            await asyncio.sleep(_ABORT_S)
 
     def _change(self) -> None:
         """Send responses to servers, and wake the tasks that wait for a change."""
@@ -416,6 +430,8 @@ class ServerPool(Generator):
         able = [each for each in self.up if each.version is not None and each.loading is None]
         while self.queue and (able := [each for each in able if len(each.running) < each.slots]):
             work = self.queue.popleft()
+            if work.request.is_cut:  # its tokens were lost, or there were none
+                work.parameters["max_tokens"] = 1
             if fit := [each for each in able if work.version in (None, each.version)]:
                 server = min(fit, key=lambda each: each.tokens)
                 server.tokens += work.tokens
@@ -456,8 +472,7 @@ class ServerPool(Generator):
         else:
             if reply.ids:
                 work.done(reply)
-            else:  # it was stopped before its first token
-                work.parameters["max_tokens"] = 1
+            else:  # it was cut before its first token
                 self.queue.appendleft(work)
         del server.running[task]
         server.tokens -= work.tokens
@@ -496,7 +511,7 @@ class Request:
             self.sampling, int(self.prompts.index[i // K]), settings.stop_ids, settings.seed
         )
         seed = derive(given["seed"], k, turn) if turn else given["seed"] + k
-        given |= {"seed": seed, "max_tokens": 1 if self.is_cut else most}
+        given |= {"seed": seed, "max_tokens": most}
         return self.pool.work(self, i, ids, given)
 
 
