@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.cores import set_environment
-from rlhf.config.generator import Precision, Transfer, VLLMServerConfig
+from rlhf.config.generator import Precision, Transfer
+from rlhf.config.servers import VLLMServerConfig
 from rlhf.config.services import token_problems
 from rlhf.core.console import say, say_loading
 from rlhf.core.errors import RunError, UserError

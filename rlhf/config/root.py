@@ -17,6 +17,7 @@ from rlhf.config import mixture_task as mixture_task  # registers its option
 from rlhf.config import off_policy as off_policy  # registers its options
 from rlhf.config import reasoning_gym as reasoning_gym  # registers its options
 from rlhf.config import search as search  # registers its settings
+from rlhf.config import servers as servers  # registers its option
 from rlhf.config.algo import AlgoConfig, Data, Trains
 from rlhf.config.backend import BackendConfig
 from rlhf.config.best_generator import best_generator

@@ -21,7 +21,7 @@ from rlhf.generators.vllm.placement import place, visible
 from rlhf.processes.worker import environment
 
 if TYPE_CHECKING:
-    from rlhf.config.generator import VLLMServerConfig
+    from rlhf.config.servers import VLLMServerConfig
     from rlhf.generators.generator import Generator, GeneratorContext
     from rlhf.generators.vllm.sampler import VLLMFactory
 
