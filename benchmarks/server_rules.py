@@ -45,6 +45,7 @@ from rlhf.training.wall import build
 _TOKENS = 50
 _SPREAD, _SHARED = 1.0, 0.8
 _WARM = 0.2  # share of the updates that is left out
+_MORE = 1000  # updates of the run after those that are measured, so that the last one is as the others
 
 
 class TimedServer:
@@ -127,7 +128,7 @@ def measure(setting: Setting, seconds: float, updates: int) -> dict[str, float]:
             restarts=0,
             in_flight=True,
         )
-        state = TrainState(num_updates=updates)
+        state = TrainState(num_updates=updates + _MORE)
         recorder = SimpleNamespace(timer=Timer(), add=lambda metrics: None, groups=lines.extend)
         stream = build(
             None,  # type: ignore[arg-type]
@@ -167,6 +168,8 @@ def measure(setting: Setting, seconds: float, updates: int) -> dict[str, float]:
             trained += work / setting.slots
             state.update += 1
             pool.load(weights, state.update)
+            if state.update == updates:
+                break
         span = time.monotonic() - began
         pool.close()
     loop.call_soon_threadsafe(loop.stop)
