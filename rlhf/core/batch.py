@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import chain
 from typing import Annotated, Any, NamedTuple, Self, TypeVar, get_type_hints
 
 import torch
@@ -119,10 +120,18 @@ def _mapped(change: Callable[..., Any], batch: Prompts, *others: Prompts) -> dic
             continue
         rest = [getattr(other, name) for other in others]
         if isinstance(first, dict):
-            changed[name] = {key: change(shape, x, *(each[key] for each in rest)) for key, x in first.items()}
+            keys = dict.fromkeys(chain(first, *rest))
+            changed[name] = {
+                key: change(shape, *(_tensor(each, key) for each in (first, *rest))) for key in keys
+            }
         else:
             changed[name] = change(shape, first, *rest)
     return changed
+
+
+def _tensor(table: dict[str, Tensor], key: str) -> Tensor:
+    """Return a tensor of a dict, or zeros: an environment may give a figure to some batches only."""
+    return table[key] if key in table else torch.zeros_like(next(iter(table.values())))
 
 
 def moved_to(device: torch.device, x: Tensor) -> Tensor:

@@ -138,6 +138,14 @@ def test_a_field_of_a_subclass_is_concatenated_and_padded_by_its_declared_dimens
         concatenated([one, other])
 
 
+def test_a_figure_that_some_batches_lack_is_0_there():
+    one, other = episodes(2, 3, version=5), episodes(1, 3, version=4)
+    other.counts = {"wins": torch.tensor([[7, 8]])} | other.counts
+    for batches, wins in (([one, other], [[0, 0], [0, 0], [7, 8]]), ([other, one], [[7, 8], [0, 0], [0, 0]])):
+        counts = concatenated(batches)["counts"]
+        assert counts["wins"].tolist() == wins and counts["turns"].shape == (3, 2)
+
+
 def test_a_field_without_declared_dimensions_is_an_error():
     @dataclass(slots=True, kw_only=True)
     class Forgotten(Batch):
