@@ -131,8 +131,8 @@ def run(setting: Setting, seed: int, updates: int, warm: int) -> dict[str, float
             span, busy = span + usage.span, busy + usage.busy
             trained, wasted = trained + usage.trained, wasted + usage.wasted
             ages += [rules.version - own[0].group.version for own in groups]
-            long += sum(max(each.steps for each in own) > longest * TOKENS for own in groups)
-            steps += sum(each.steps for own in groups for each in own)
+            long += sum(max(each.steps() for each in own) > longest * TOKENS for own in groups)
+            steps += sum(each.steps() for own in groups for each in own)
             whole += sum(TOKENS * each.factor for own in groups for each in own)
         made.loaded()
     return {

@@ -27,8 +27,8 @@ def pad_prompts(ids: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     return prompt_ids, torch.arange(width)[None, :] >= width - lengths[:, None]
 
 
-def behind(prompts: Prompts, ids: list[list[int]], pad_id: int) -> Prompts:
-    """Return the prompts with N other token lists: the prompts with tokens behind them."""
+def with_tokens(prompts: Prompts, ids: list[list[int]], pad_id: int) -> Prompts:
+    """Return N prompts with other tokens."""
     prompt_ids, prompt_mask = pad_prompts(ids, pad_id)
     return replace(prompts, prompt_ids=prompt_ids, prompt_mask=prompt_mask)
 

@@ -225,7 +225,7 @@ class Clock:
                 self._cut(group)
         if batch := self.rules.take():
             sequences = [each for group in batch for each in self.sequences[group.number]]
-            steps, tokens = sum(each.steps for each in sequences), sum(len(each.ids) for each in sequences)
+            steps, tokens = sum(each.steps() for each in sequences), sum(len(each.ids) for each in sequences)
             self.update_s = self.costs.seconds_of_update(steps, tokens, self.slots)
             self.batch, self.load_at = batch, self.now + self.update_s + self.costs.sync_s
 
@@ -247,10 +247,9 @@ class Clock:
             row, prompt_tokens = self.sampler.prompt(start.group)
             begin, factor = self.step + self.costs.prefill * prompt_tokens, self._factor(start, row)
             group, stretch = self.rules.running[start.group], self.costs.stretch
-            sequence = Sequence(group, start, begin, factor, stretch, self.now)
+            sequence = Sequence(group, start, begin, factor, stretch, self.now, prefill=self.costs.prefill)
             self.sequences[start.group].append(sequence)
             self.running[start] = sequence
-            sequence.prefill = self.costs.prefill
             self._add(sequence, self._ahead.pop(start))
 
     def _factor(self, start: Start, row: int) -> float:
@@ -276,16 +275,19 @@ class Clock:
         horizon = self._horizon()
         if sequences := sorted(partial, key=lambda each: each.key):
             most = [
-                self._most(horizon - each.begin, each.factor, each.sampled, each.messages)
+                self._most(horizon - each.begin, each.factor, len(each.ids), each.messages)
                 for each in sequences
             ]
             for sequence, piece in zip(sequences, self.sampler.go_on(sequences, most), strict=True):
                 self._add(sequence, piece)
 
-    def _most(self, steps: float, factor: float, sampled: int = 0, messages: int = 0) -> int:
-        """Return how many further tokens of a sequence are sampled at once: those before its step `steps`."""
+    def _most(self, steps: float, factor: float, done: int = 0, messages: int = 0) -> int:
+        """Return how many further tokens of a sequence are sampled at once: those before its step `steps`.
+
+        Of its `done` known tokens, `messages` belong to messages. Further messages are not foreseen.
+        """
         tokens = tokens_in(steps - self.costs.prefill * messages, factor, self.costs.stretch)
-        return min(self.length - sampled - messages, max(_LEAST_TOKENS, ceil(tokens - sampled)))
+        return min(self.length - done, max(_LEAST_TOKENS, ceil(tokens - (done - messages))))
 
     def _add(self, sequence: Sequence, piece: Piece) -> None:
         """Add sampled tokens to a sequence, and plan the event at which they are complete."""

@@ -44,8 +44,8 @@ class Piece(NamedTuple):
 class Sequence:
     """A response or an episode.
 
-    The model's m-th token behind n tokens of messages is complete at step
-    `begin + factor * m ** stretch + prefill * n`. Messages are encoded, and environments take no time.
+    Token m of the model, from 1, is complete at step `begin + factor * m ** stretch + prefill * n`, with n
+    tokens of messages before it. Environments take no time.
     """
 
     group: Group
@@ -82,19 +82,18 @@ class Sequence:
         """The versions of the weights that sampled its tokens."""
         return (version for version in self.versions if version != MESSAGE)
 
-    @property
-    def steps(self) -> float:
-        """The decoding steps of its known tokens."""
-        return self._steps(len(self.ids)) if self.rewards else self.factor * len(self.ids) ** self.stretch
-
-    def _steps(self, tokens: int, early: float = 0.0) -> float:
-        messages = self.versions[:tokens].count(MESSAGE)
-        sampled = max(0.0, tokens - messages - early)
+    def steps(self, tokens: int | None = None, early: float = 0.0) -> float:
+        """Return the decoding steps of its first tokens (None: all known ones), less `early` tokens."""
+        if not self.rewards and tokens is None:  # no episode
+            return self.factor * len(self.ids) ** self.stretch
+        versions = self.versions[:tokens]
+        messages = versions.count(MESSAGE)
+        sampled = max(0.0, len(versions) - messages - early)
         return self.factor * sampled**self.stretch + self.prefill * messages
 
     def plan(self) -> float:
         """Note and return the step at which its last known token is complete."""
-        self.last_step = self.begin + self.steps
+        self.last_step = self.begin + self.steps()
         return self.last_step
 
     def done(self, step: float) -> int:
@@ -103,7 +102,7 @@ class Sequence:
             tokens = floor(tokens_in(step - self.begin, self.factor, self.stretch) + _ROUNDING)
             return min(len(self.ids), max(self.kept, tokens))
         counts, passed = range(1, len(self.ids) + 1), step - self.begin
-        return max(self.kept, bisect_right(counts, passed, key=partial(self._steps, early=_ROUNDING)))
+        return max(self.kept, bisect_right(counts, passed, key=partial(self.steps, early=_ROUNDING)))
 
     def keep(self, tokens: int) -> None:
         """Forget all tokens after the first `tokens`, and a message that no token of the model follows."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.core.batch import Rollouts, moved_to
-from rlhf.core.encoding import behind
+from rlhf.core.encoding import with_tokens
 from rlhf.core.launched import local_rank
 from rlhf.core.phases import Phases
 from rlhf.core.seeding import derive
@@ -221,7 +221,7 @@ def respond(
     if sampling.begun and sampling.continues:
         heads = zip(prompts.prompt_ids, prompts.prompt_mask, sampling.begun, strict=True)
         histories = [ids[mask].tolist() + each.ids for ids, mask, each in heads]
-        prompts = behind(prompts, histories, settings.pad_id)
+        prompts = with_tokens(prompts, histories, settings.pad_id)
     phases = phases or Phases()
     parts, versions = [], []
     order = prompts.prompt_mask.sum(1).argsort(descending=True, stable=True)
@@ -277,7 +277,7 @@ def _converse(
 
     def histories() -> Prompts:
         own = prompts.select(torch.tensor(running) // K)
-        return behind(own, [episodes.history(i) for i in running], settings.pad_id)
+        return with_tokens(own, [episodes.history(i) for i in running], settings.pad_id)
 
     prompts, sampling = episodes.prompts, episodes.sampling
     K = sampling.samples
