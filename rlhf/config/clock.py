@@ -35,7 +35,9 @@ class VirtualConfig(ClockConfig):
     step_s: float = number(1.0, above=0, means="seconds of a decoding step of one sequence")
     step_growth: float = number(0.0, least=0, means="growth of these seconds with each running sequence")
     prefill: float = number(
-        0.0, least=0, means="steps per token that is encoded, before the first token and after each load"
+        0.0,
+        least=0,
+        means="steps per token that is encoded: prompts, messages of environments, and both after each load",
     )
     spread: float = number(
         0.0, least=0, means="standard deviation of the log of a factor on the steps per token"

@@ -5,8 +5,8 @@
     close()           optional, after the last reply
 
 One instance plays one episode. An episode must depend on `example` and the replies only, because an
-interrupted request is played again from its start. The methods are called in threads (`Calls`). With
-`async def`, all episodes wait at the same time, in one event loop.
+interrupted request is played again from its start, and so is any episode with `clock=virtual`. The methods
+are called in threads (`Calls`). With `async def`, all episodes wait at the same time, in one event loop.
 
 Two further members are optional. With `uses_global_random = True`, each episode has its own state of the
 generator of the module `random`. `timed_out(limit_s)` returns the answer if `step` took too long.
