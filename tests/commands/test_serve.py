@@ -149,6 +149,9 @@ def test_a_server_that_cannot_start_or_is_lost_too_often_ends_the_command(
 
     code, _, err = call(*flags, during=during)
     assert code == 1 and "at most 1 times (--restarts), but it ended (killed by SIGKILL)" in err
+    (tmp_path / "other").touch()
+    code, _, err = call(*flags)
+    assert code == 1 and "install the project on its host" in err
     (tmp_path / "fail").touch()
     code, _, err = call(*flags)
     assert code == 1 and "the server must start, but it ended (exit code 1); its output is above" in err
