@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -41,14 +41,14 @@ def call(monkeypatch, capsys, tmp_path):
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def answer(*flags: str, during: Callable[[], None] | None = None) -> tuple[int, str, str]:
-        beside = threading.Thread(target=during or (lambda: None))
-        beside.start()
         code: object = 0
-        try:
-            serve.main([str(tmp_path / "model"), *flags])
-        except SystemExit as stop:
-            code = stop.code
-        beside.join()
+        with ThreadPoolExecutor(1) as threads:
+            beside = threads.submit(during or (lambda: None))
+            try:
+                serve.main([str(tmp_path / "model"), *flags])
+            except SystemExit as stop:
+                code = stop.code
+        beside.result()
         said = capsys.readouterr()
         assert isinstance(code, int)
         return code, said.out, said.err
@@ -167,8 +167,9 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored(call, started, tmp_
         server = started(1)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.2)
-        assert server.is_running()
+        alive = server.is_running()
         os.kill(os.getpid(), signal.SIGINT)
+        assert alive
 
     assert call("--port", "0", "--announce", str(tmp_path / "url"), during=during)[0] == 0
 
