@@ -234,6 +234,77 @@ def test_two_node_job_is_stopped_requeued_and_ends_like_an_uninterrupted_run(
     assert_same_end(folder, two_ranks)
 
 
+PRETENDED = r"""#!/bin/bash
+# In place of Python: rlhf.serve has its address until it gets SIGINT, rlhf.train prints what it was given
+echo "$2 $SLURM_PROCID of $SLURM_NTASKS on $SLURMD_NODENAME, key $RLHF_KEY: ${*:3}"
+if [ "$2" = rlhf.train ]; then sleep "$WAITS"; exit "$CODE"; fi
+while [ "$1" != --announce ]; do shift; done
+[ "$FAILS" = start ] && exit 1
+trap 'echo "server $SLURM_PROCID stops"; exit 0' INT
+echo "http://$SLURMD_NODENAME:1$SLURM_LOCALID" >"$2"
+[ "$FAILS" = later ] && exit 1
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.fixture
+def pretend(slurm, tmp_path):
+    """`pretend(**variables)` runs a job of two nodes, with pretended trainer and servers.
+
+    Returns the log and the state of the job.
+    """
+    tool, log = tmp_path / "python", tmp_path / "log"
+    tool.write_text(PRETENDED)
+    tool.chmod(0o755)
+
+    def call(**given: str) -> tuple[str, str]:
+        own = {"PYTHON": str(tool), "SERVE": "model --dtype bfloat16", "CODE": "0", "WAITS": "0", "FAILS": ""}
+        script = str(ROOT / "launchers" / "train_with_servers.sbatch")
+        log.unlink(missing_ok=True)
+        job = subprocess.run(
+            ["sbatch", "--parsable", "--wait", "--nodes=2", "--ntasks-per-node=2", f"--output={log}", script]
+            + ["algo=dpo", "scorer.path=a b"],
+            env={**slurm, **own, **given},
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        assert not (ROOT / "outputs" / ".servers" / job).exists()
+        return log.read_text(), ask(slurm, "scontrol", "show", "job", job)
+
+    return call
+
+
+def test_last_nodes_of_a_job_serve_until_the_trainer_ends(pretend):
+    text, state = pretend(SERVERS_PER_NODE="2", CODE="3")
+    assert "ExitCode=3:0" in state and "Restarts=0" in state
+    lines = re.findall(r"^(rlhf\.\w+) (\d) of 2 on (\S+), key (\S+): (.*)$", text, re.M)
+    assert len({key for *_, key, _ in lines}) == 1 and len(lines[0][3]) == 44, "all have the same key"
+    served = {number: (host, words) for name, number, host, _, words in lines if name == "rlhf.serve"}
+    for number in "01":
+        host, words = served[number]
+        assert host == "127.0.0.2" and words.startswith(f"--host 127.0.0.2 --port 800{number} --announce ")
+        assert words.endswith("model --dtype bfloat16") and f"server {number} stops" in text
+    trained = {number: (host, words) for name, number, host, _, words in lines if name == "rlhf.train"}
+    urls = "generator.urls=[http://127.0.0.2:10,http://127.0.0.2:11]"
+    words = f"algo=dpo scorer.path=a b generator=vllm_server generator.key_variable=RLHF_KEY {urls}"
+    assert trained == {"0": ("127.0.0.1", words), "1": ("127.0.0.1", words)}
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "told"),
+    [
+        ({"FAILS": "start"}, 1, "a server did not start; its output is above"),
+        ({"FAILS": "later", "WAITS": "60"}, 1, "a server ended for good, so the run ends"),
+        ({"SERVE": ""}, 2, "SERVE must be the model and the flags of rlhf.serve"),
+        ({"SERVER_NODES": "2"}, 2, "--nodes above SERVER_NODES (2)"),
+    ],
+)
+def test_job_ends_if_its_servers_cannot_serve(pretend, given, code, told):
+    text, state = pretend(**given)
+    assert told in text
+    assert f"ExitCode={code}:0" in state
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)  # vLLM starts twice
 def test_job_with_a_node_that_samples_is_requeued_and_its_servers_end_with_it(slurm, words, tmp_path):
