@@ -118,7 +118,7 @@ def _settings(options: Namespace) -> VLLMFactory:
     """Return the settings of the server.
 
     Raises:
-        UserError: the model cannot be found, the host has too few GPUs, or a number is out of range.
+        UserError: the model cannot be found, the host has too few GPUs, or another value is out of range.
     """
     import torch
     from transformers import AutoConfig
@@ -131,16 +131,17 @@ def _settings(options: Namespace) -> VLLMFactory:
     given, gpus = vars(options), torch.cuda.device_count()
     length = given.get("max_model_len", context_of(config.to_dict()) or 0)
     memory = given.get("memory", VLLMServerConfig.on_gpu if gpus else VLLMServerConfig.in_ram)
-    tensor = options.tensor_parallel_size
+    tensor, announce = options.tensor_parallel_size, given.get("announce")
     for flag, value, fits, rule in (
         ("--max-model-len", length, length > 0, ">= 1 (tokens of a sequence)"),
         ("--max-num-seqs", options.max_num_seqs, options.max_num_seqs > 0, ">= 1 (it samples something)"),
         ("--memory", memory, 0 < memory <= 1, "above 0 and at most 1 (a share)"),
         ("--tensor-parallel-size", tensor, 1 <= tensor <= max(gpus, 1), f"1 to {max(gpus, 1)} (GPUs here)"),
+        ("--announce", announce, not announce or announce.parent.is_dir(), "in a folder that exists"),
         ("--port", options.port, 0 <= options.port < 2**16, "a port (0 to 65535)"),
     ):
         if not fits:
-            raise UserError(f"{flag} must be {rule}, got {value}; set {flag} <another number>")
+            raise UserError(f"{flag} must be {rule}, got {value}; set {flag} to another value")
     return VLLMFactory(
         model=options.model,
         trust_remote_code=options.trust_remote_code,

@@ -87,6 +87,7 @@ def started(tmp_path):
         ("--max-model-len 0", "--max-model-len must be >= 1"),
         ("--tensor-parallel-size 99", "--tensor-parallel-size must be 1 to "),
         ("--port 70000", "--port must be a port"),
+        ("--announce no/url", "--announce must be in a folder that exists, got no/url"),
     ],
 )
 def test_mistakes_end_the_command_before_a_server_starts(call, tmp_path, monkeypatch, flags, told):

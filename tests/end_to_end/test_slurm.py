@@ -268,7 +268,7 @@ def pretend(slurm, tmp_path):
             capture_output=True,
             text=True,
         ).stdout.strip()
-        assert not (ROOT / "outputs" / ".servers" / job).exists()
+        assert not list((ROOT / "outputs" / ".servers").glob(f"{job}.*"))
         return log.read_text(), ask(slurm, "scontrol", "show", "job", job)
 
     return call
@@ -310,11 +310,11 @@ def test_job_ends_if_its_servers_cannot_serve(pretend, given, code, told):
 def test_job_with_a_node_that_samples_is_requeued_and_its_servers_end_with_it(slurm, words, tmp_path):
     """SIGUSR1, which SLURM sends before a time limit, stops the trainer; the servers sample until its end."""
     pytest.importorskip("vllm", reason=needs.VLLM)
-    given = [*words, *PATIENT, "generator.response_length=8"]
+    given = [*words, *PATIENT]
     model = complete(compose(given), run).model.policy
     log, out = tmp_path / "log", [f"output_dir={tmp_path}"]
     job = ask(
-        {**slurm, "SERVE": f"{model} --memory 0.01 --max-num-seqs 32 --max-model-len 200 --port 0"},
+        {**slurm, "SERVE": f"{model} --memory 0.01 --max-num-seqs 32 --max-model-len 208 --port 0"},
         *("sbatch", "--parsable", "--ntasks-per-node=1", "--time=60", f"--output={log}"),
         *(str(ROOT / "launchers" / "train_with_servers.sbatch"), *given, *out),
     )
@@ -322,8 +322,8 @@ def test_job_with_a_node_that_samples_is_requeued_and_its_servers_end_with_it(sl
     queued = lambda: job in ask(slurm, "squeue", "--noheader", "--format=%i").split()  # noqa: E731
     wait_for(lambda: in_update_2(folder)() or not queued(), seconds=800)
     assert queued(), log.read_text()
-    shared = ROOT / "outputs" / ".servers" / job
-    assert (shared / "key").stat().st_mode & 0o777 == 0o600
+    shared = ROOT / "outputs" / ".servers"
+    assert [each.stat().st_mode & 0o777 for each in shared.glob(f"{job}.*/key")] == [0o600]
     ask(slurm, "scancel", "--signal=USR1", job)
     wait_for(lambda: not queued(), seconds=800)
     text = log.read_text()
@@ -334,7 +334,7 @@ def test_job_with_a_node_that_samples_is_requeued_and_its_servers_end_with_it(sl
     assert all(row.get("generator/restarts", 0) == 0 for row in rows(folder))
     state = ask(slurm, "scontrol", "show", "job", job)
     assert "Restarts=1" in state and "JobState=COMPLETED" in state
-    assert not shared.exists()
+    assert not list(shared.glob(f"{job}.*"))
 
 
 def test_preempted_job_resumes_and_ends_like_an_uninterrupted_run(slurm, words, tmp_path, uninterrupted):
