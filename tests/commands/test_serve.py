@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from rlhf import serve
+from rlhf.core.errors import UserError
 from rlhf.generators.servers import launch
 from tests.tiny_models import tiny_config
 
@@ -102,6 +103,13 @@ def test_a_folder_without_a_model_is_refused(call, monkeypatch, capsys):
     assert stop.value.code == 2 and "got 'no/such/model'" in capsys.readouterr().err
 
 
+def test_a_project_that_pip_did_not_install_is_no_server_of_vllm(monkeypatch):
+    command = launch.command
+    monkeypatch.setattr(launch, "entry_points", lambda group, name: [])
+    with pytest.raises(UserError, match="needs the plugin of this project for vLLM.* pip install -e"):
+        command(settings=None, host="127.0.0.1")  # type: ignore[arg-type]
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_is_started_again_after_a_kill_and_a_hang_and_ends_with_a_signal(
@@ -150,9 +158,6 @@ def test_a_server_that_cannot_start_or_is_lost_too_often_ends_the_command(
 
     code, _, err = call(*flags, during=during)
     assert code == 1 and "at most 1 times (--restarts), but it ended (killed by SIGKILL)" in err
-    (tmp_path / "other").touch()
-    code, _, err = call(*flags)
-    assert code == 1 and "install the project on its host" in err
     (tmp_path / "fail").touch()
     code, _, err = call(*flags)
     assert code == 1 and "the server must start, but it ended (exit code 1); its output is above" in err

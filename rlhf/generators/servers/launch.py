@@ -7,10 +7,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
+from rlhf.core.errors import UserError
 from rlhf.generators.vllm.sampler import config_folder, engine_arguments
 from rlhf.processes.interfaces import loopback
 
@@ -26,8 +28,14 @@ def command(settings: VLLMFactory, host: str) -> list[str]:
     `on_port` adds the port.
 
     Raises:
-        UserError: vLLM does not support the head size of the model on a CPU.
+        UserError: vLLM would not find the plugin of this project, or does not support the head size of the
+            model on a CPU.
     """
+    if not entry_points(group="vllm.endpoint_plugins", name="rlhf"):
+        raise UserError(
+            "generator=vllm_server needs the plugin of this project for vLLM (pip installs its entry point), "
+            "got none; run: pip install -e ."
+        )
     arguments = engine_arguments(settings, config_of(settings)) | {
         "model": config_folder(settings.model),
         "host": host,

@@ -223,7 +223,7 @@ class Server:
 
         Raises:
             NoAnswer: engine or workers did not answer in time.
-            RunError: the server does not accept the key, or has other routes.
+            RunError: the server does not accept the key.
         """
         state = await self._call("GET", STATUS, None, limit_s or self.answer_s)
         if not {"start", "max_num_seqs"} <= state.keys():
@@ -299,12 +299,6 @@ class Server:
             raise RunError(
                 f"{self.name} at {self.url} must accept the key of this run, got status 401; set "
                 "generator.key_variable=<environment variable with the key of the servers>"
-            )
-        if status == 404:
-            raise RunError(
-                f"{self.name} at {self.url} must be a vLLM with the routes of this project, got status 404 "
-                f"for {path}; install the project on its host (pip install -e .), and start it with "
-                "launchers/serve.sh"
             )
         with suppress(ValueError):
             found = json.loads(content)
