@@ -103,10 +103,14 @@ def test_a_folder_without_a_model_is_refused(call, monkeypatch, capsys):
     assert stop.value.code == 2 and "got 'no/such/model'" in capsys.readouterr().err
 
 
-def test_a_project_that_pip_did_not_install_is_no_server_of_vllm(monkeypatch):
+def test_vllm_and_the_plugin_of_this_project_must_be_installed(monkeypatch):
     command = launch.command
+    monkeypatch.setattr(launch, "find_spec", lambda name: name)
     monkeypatch.setattr(launch, "entry_points", lambda group, name: [])
     with pytest.raises(UserError, match="needs the plugin of this project for vLLM.* pip install -e"):
+        command(settings=None, host="127.0.0.1")  # type: ignore[arg-type]
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs vLLM, which is not installed"):
         command(settings=None, host="127.0.0.1")  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
@@ -28,13 +29,15 @@ def command(settings: VLLMFactory, host: str) -> list[str]:
     `on_port` adds the port.
 
     Raises:
-        UserError: vLLM would not find the plugin of this project, or does not support the head size of the
-            model on a CPU.
+        UserError: vLLM is not installed, would not find the plugin of this project, or does not support the
+            head size of the model on a CPU.
     """
+    if find_spec("vllm") is None:
+        raise UserError("a server needs vLLM, which is not installed; run: pip install -e '.[vllm]'")
     if not entry_points(group="vllm.endpoint_plugins", name="rlhf"):
         raise UserError(
-            "generator=vllm_server needs the plugin of this project for vLLM (pip installs its entry point), "
-            "got none; run: pip install -e ."
+            "a server needs the plugin of this project for vLLM (pip installs its entry point), got none; "
+            "run: pip install -e ."
         )
     arguments = engine_arguments(settings, config_of(settings)) | {
         "model": config_folder(settings.model),
