@@ -7,7 +7,12 @@ import pytest
 
 from rlhf.core.errors import UserError
 from rlhf.generators.servers.attach import check, numbers, ranges
+from rlhf.generators.servers.pool import ServerPool
+from rlhf.generators.servers.server import Server
+from rlhf.generators.transfer.files import FileWeights
 from rlhf.serve import _parser
+from tests.generators.fake_server import FakeServer, loop_in_a_thread
+from tests.generators.test_server_pool import prompts, sampling, settings, weights
 from tests.tiny_models import KINDS, tiny_config
 
 ABSENT = (3, 90, 91, 92)
@@ -84,3 +89,33 @@ def test_ranges_of_ids_are_read_and_written(text, ids):
 def test_other_texts_are_no_ids(text):
     with pytest.raises(ValueError):
         numbers(text)
+
+
+def test_a_refused_server_ends_the_run_also_after_somebody_has_started_it_again(tmp_path):
+    """The error has exit code 2, and is that of the requests that wait."""
+    seen = []
+
+    def accept(about):
+        seen.append(about["start"])
+        if len(seen) == 2:
+            raise UserError("refused")
+
+    with loop_in_a_thread() as loop:
+        fake = FakeServer(loop, "key")
+        server = Server("anywhere", fake.start(), "key", 10, 10, 10, accept=accept)
+        store = FileWeights(tmp_path / "weights")
+        pool = ServerPool([server], store, settings(), vocabulary=97, restarts=3, in_flight=False)
+        try:
+            pool.load(weights(0), 0)
+            assert pool.submit(prompts(), sampling()).result(10).version == 0
+            fake.kill()
+            fake.start()
+            with pytest.raises(UserError, match="^error: refused$"):
+                pool.submit(prompts(), sampling(1)).result(10)
+            with pytest.raises(UserError):
+                pool.raise_failure()
+        finally:
+            pool.close()
+            fake.kill()
+            fake.place.close()
+    assert len(seen) == 2
