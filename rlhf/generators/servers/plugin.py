@@ -16,18 +16,22 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shutil
 import signal
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
 from rlhf.core.network import is_loopback
-from rlhf.generators.servers.protocol import LOAD, PARENT, STATUS
+from rlhf.generators.servers.protocol import LOAD, PARENT, SCRATCH, STATUS
+from rlhf.processes.groups import kill_group
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -75,7 +79,7 @@ class Routes:
 
     async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
         """Prepare the engine for loads. A server that a run started ends with the process of the run."""
-        state.rlhf_start, state.rlhf_lock = secrets.token_hex(8), asyncio.Lock()
+        state.rlhf_start, state.rlhf_lock, state.rlhf_ends = secrets.token_hex(8), asyncio.Lock(), False
         await engine_client.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         if parent := os.environ.get(PARENT):
             threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
@@ -84,6 +88,8 @@ class Routes:
 @router.get(STATUS)
 async def status(request: Request) -> dict[str, Any]:
     """Return the state of the server; the engine and its workers must answer."""
+    if request.app.state.rlhf_ends:
+        raise HTTPException(503, "a load failed, so this server ends itself")
     engine = request.app.state.engine_client
     settings = engine.vllm_config
     taken = await engine.collective_rpc("taken_checksums")
@@ -116,6 +122,7 @@ async def load(body: Load, request: Request) -> JSONResponse:
             version = int(await engine.get_weight_version())
             await engine.resume_generation()
         except Exception as error:
+            request.app.state.rlhf_ends = True
             threading.Timer(_LAST_ANSWER_S, _end).start()
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
     return JSONResponse({"version": version, "checksums": taken[0]})
@@ -129,5 +136,9 @@ def _end_with(parent: int) -> None:
 
 
 def _end() -> None:
-    """Kill all processes of this server, which are its process group."""
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+    """Kill all processes of this server, which are its process group, and remove their temporary files."""
+    kill_group(os.getpgrp(), spared=os.getpid())
+    folder = Path(tempfile.gettempdir())
+    if folder.name.startswith(SCRATCH):
+        shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)

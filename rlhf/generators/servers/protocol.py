@@ -5,3 +5,4 @@ LOAD = "/v1/rlhf/load"
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 PARENT = "RLHF_PARENT"  # environment variable: the process with which a server ends
+SCRATCH = "rlhf-server-"  # begin of the name of a server's own folder for temporary files

@@ -20,7 +20,7 @@ import aiohttp
 from rlhf.core.errors import RunError
 from rlhf.core.formatting import shortened
 from rlhf.core.launched import without_rank
-from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, PARENT, STATUS
+from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, PARENT, SCRATCH, STATUS
 from rlhf.generators.transfer.weights import TransferError, confirm
 from rlhf.processes.worker import ending, kill
 
@@ -77,7 +77,7 @@ class Child:
     def start(self) -> str:
         """Start the server, and return its address."""
         port = self.port or free_port()
-        self.scratch = tempfile.mkdtemp(prefix="rlhf-server-")
+        self.scratch = tempfile.mkdtemp(prefix=SCRATCH)
         with self.log.open("ab") if self.log else nullcontext() as log:
             self.process = subprocess.Popen(
                 self.command(port),

@@ -1,0 +1,124 @@
+"""Tests of a trainer that is killed while servers sample for it: the run resumes with equal results."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlhf.config.identity import run_name
+from rlhf.generators.servers import build
+from rlhf.generators.servers.launch import command as serving
+from rlhf.generators.servers.launch import on_port, variables
+from rlhf.generators.servers.protocol import SCRATCH
+from rlhf.generators.servers.server import Child
+from rlhf.runs.folder import RunFolder
+from rlhf.stages.run import run
+from tests import needs
+from tests.end_to_end.conftest import assert_same_end, wait_for
+from tests.end_to_end.test_survival import start
+
+pytest.importorskip("vllm", reason=needs.VLLM)
+
+KEY, VARIABLE = "the-key-of-the-server", "RLHF_SERVER_KEY"
+RUN = ["generator=vllm_server", "generator.memory=0.01", "generator.max_num_seqs=16", "schedule.max_lag=1"]
+RUN += [
+    "schedule.order=fifo",
+    "schedule.total_episodes=640",
+    "schedule.save_every=1",
+    "schedule.eval_every=20",
+]
+
+
+@pytest.fixture(scope="module")
+def served() -> list:
+    """Return the settings of the server of the uninterrupted run, as soon as it has started one."""
+    return []
+
+
+@pytest.fixture
+def uninterrupted(tiny, served, tmp_path_factory, monkeypatch):
+    """Return the folder of a run without a fault."""
+    folder = RunFolder(tmp_path_factory.getbasetemp() / "uninterrupted")
+    if not served:
+
+        def spy(settings, host):
+            served.append(settings)
+            return serving(settings, host)
+
+        monkeypatch.setattr(build, "command", spy)
+        folder.path.mkdir()
+        run(tiny(*RUN), folder)
+    return folder
+
+
+@pytest.fixture
+def url(uninterrupted, served, tmp_path) -> Iterator[str]:
+    """Return the address of a server that outlives the trainers."""
+    own = variables(served[0], KEY) | {"OMP_NUM_THREADS": "1"}
+    child = Child(partial(on_port, serving(served[0], "127.0.0.1")), own, tmp_path / "server.log")
+    yield child.start()
+    assert child.ended() is None, "a run does not end a server that it did not start"
+    child.stop()
+
+
+def killed(words: list[str], folder: RunFolder) -> list[psutil.Process]:
+    """Kill a trainer at a random moment after its next row, and return the processes that it has started."""
+
+    def written():
+        return folder.metrics.stat().st_mtime_ns if folder.metrics.exists() else None
+
+    before, process = written(), start(words, "-m", "rlhf.train")
+    wait_for(lambda: written() != before, process)
+    time.sleep(random.uniform(0, 1.0))
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    return children
+
+
+def finish(words: list[str]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf.train", *words], capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def scratch() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"))
+
+
+def test_servers_of_a_killed_trainer_end_and_the_run_resumes(tiny, command, tmp_path, uninterrupted):
+    words, folder, before = [*command, *RUN], RunFolder(tmp_path / run_name(tiny(*RUN))), scratch()
+    processes = killed(words, folder)
+    assert len(processes) >= 3, "a server has three processes"
+    left = psutil.wait_procs(processes, timeout=20)[1]
+    assert not left, [each.cmdline() for each in left]
+    assert scratch() <= before, "no temporary files are left"
+    assert "resumed from update" in finish(words)
+    assert_same_end(folder, uninterrupted)
+    assert scratch() <= before and not (folder.path / build.FOLDER).exists()
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
+def test_a_run_that_is_killed_at_random_moments_resumes_with_equal_results(
+    kills, tiny, command, tmp_path, uninterrupted, url, monkeypatch
+):
+    """A server that runs on samples for all trainers, whose requests and loads are cut off."""
+    monkeypatch.setenv(VARIABLE, KEY)
+    words = [*command, *RUN, f"generator.urls=[{url}]", f"generator.key_variable={VARIABLE}"]
+    folder = RunFolder(tmp_path / run_name(tiny(*RUN)))
+    for _ in range(kills):
+        killed(words, folder)
+        assert not folder.finished(), "the run is too short"
+    finish(words)
+    assert_same_end(folder, uninterrupted)
