@@ -48,7 +48,8 @@ from tests.end_to_end.test_vllm import (  # noqa: E402
 
 KEY = "the key of the server"
 LONG = 500  # tokens of a response that takes seconds
-ROLES = ("api_server", "EngineCore", "Worker")
+ROLES = ("api_server", "VLLM::EngineCore", "VLLM::Worker")  # in the commands of its processes
+ENDLESS = (VOCABULARY - 1,)  # no token: responses have the full length
 
 
 def model_of(version: int) -> torch.nn.Module:
@@ -144,9 +145,11 @@ def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
 
 @pytest.fixture(scope="module")
 def owner(settings, child, tmp_path_factory):
-    """Return a pool that owns the server."""
-    server = Server("server 0", None, KEY, 300.0, 20.0, 60.0, child)
-    with pool(settings, tmp_path_factory.mktemp("owner"), server, restarts=100) as made:
+    """Return a pool that owns the server, and whose responses all have the full length."""
+    server, endless = Server("server 0", None, KEY, 500.0, 60.0, 60.0, child), (VOCABULARY - 1,)
+    with pool(
+        replace(settings, stop_ids=endless), tmp_path_factory.mktemp("owner"), server, restarts=100
+    ) as made:
         made.load(weights(0), 0)
         sample(made, prompts(1))
         yield made
@@ -156,8 +159,9 @@ def owner(settings, child, tmp_path_factory):
 def attached(settings, owner, tmp_path):
     """`attached(**settings)` returns a pool that uses the server, but does not own it."""
 
-    def get(**given):
-        return pool(settings, tmp_path, Server("it", owner.servers[0].url, KEY, 60.0, 20.0, 60.0), **given)
+    def get(stop_ids=settings.stop_ids, **given):
+        server = Server("it", owner.servers[0].url, KEY, 60.0, 60.0, 60.0)
+        return pool(replace(settings, stop_ids=stop_ids), tmp_path, server, **given)
 
     return get
 
@@ -210,7 +214,7 @@ def test_tokens_are_those_of_vllm_in_a_process_and_logprobs_those_of_the_trainer
 def test_a_response_goes_on_with_weights_that_are_loaded_meanwhile(attached):
     """After the load, each token has the log-prob of the new weights, given all tokens before it."""
     given = prompts(2)
-    with attached(in_flight=True) as generator:
+    with attached(stop_ids=ENDLESS, in_flight=True) as generator:
         generator.load(weights(1), 1)
         asked = generator.submit(given, sampling(samples=2, response_length=LONG))
         wait_for(lambda: generator.servers[0].running)
@@ -250,14 +254,14 @@ def strike(owner: ServerPool, child: Child, number: int, role: str) -> None:
     owner.load(weights(1), 1)
     expected = sample(owner, given, **more)
     owner.figures()
+    struck, scratch = processes(child), child.scratch
+    files = shared_memory(struck.values())
+    assert set(struck) == {*ROLES} and files
     asked = owner.submit(given, sampling(samples=3, **more))
     owner.load(weights(2), 2)
     later = owner.submit(given, sampling())
     wait_for(lambda: owner.servers[0].running)
     time.sleep(0.1)
-    struck, scratch = processes(child), child.scratch
-    files = shared_memory(struck.values())
-    assert set(struck) == {*ROLES} and files
     struck[role].send_signal(number)
     found = asked.result(300)
     assert torch.equal(found.response_ids, expected.response_ids) and found.version == 1
@@ -277,8 +281,8 @@ def nightly(*values):
 @pytest.mark.parametrize(
     ("number", "role"),
     [
-        (signal.SIGKILL, "EngineCore"),
-        *(nightly(signal.SIGKILL, role) for role in ("api_server", "Worker")),
+        (signal.SIGKILL, "VLLM::EngineCore"),
+        *(nightly(signal.SIGKILL, role) for role in ("api_server", "VLLM::Worker")),
         *(nightly(signal.SIGSTOP, role) for role in ROLES),
     ],
 )

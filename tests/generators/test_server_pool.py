@@ -302,7 +302,7 @@ def test_a_server_that_does_not_state_that_it_is_well_is_lost(
         assert found[0] == restarts and found[1] >= again
 
 
-@anywhere
+@later_anywhere
 @pytest.mark.parametrize(
     "fault",
     [*NO_ANSWER.values(), STATES["has no start"], STATES["has no slots"]],
@@ -463,9 +463,7 @@ async def holds(fake, request, body):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_request_is_sampled_by_the_weights_of_the_last_load_and_no_version_is_kept_for_longer(
-    count, loop, tmp_path
-):
+def test_each_request_has_the_weights_of_the_load_before_it_and_few_versions_are_kept(count, loop, tmp_path):
     """Loads and requests change in many orders; a server is lost in between."""
     with Started(loop, tmp_path, count=count, step_s=0.002) as started:
         most, asked, given = most_versions(count, in_flight=False), [], prompts()
@@ -483,6 +481,18 @@ def test_a_request_is_sampled_by_the_weights_of_the_last_load_and_no_version_is_
         wait_until(lambda: started.store.kept == 1)
         assert [file.name for file in started.store.folder.iterdir()] == ["step-7.safetensors"]
     assert not started.store.folder.exists()
+
+
+def test_a_version_is_kept_while_a_server_loads_it(loop, tmp_path):
+    with Started(loop, tmp_path) as one:
+        fake, given = one.fakes[0], prompts()
+        fake.faults[LOAD] = [None, fake_server.is_slow]
+        for number in range(2):
+            one.pool.load(weights(number), number)
+            wait_until(lambda number=number: fake.calls[LOAD] > number)
+        one.pool.load(weights(2), 2)
+        check(one.pool.submit(given, sampling()).result(10), given, sampling(), 2)
+        assert one.figures() == (0, 0) and fake.loads == [0, 1, 2]
 
 
 # -- in-flight updates -----------------------------------------------------------------------------
