@@ -20,7 +20,7 @@ from typing import Any
 from aiohttp import web
 
 from rlhf.core.errors import RunError
-from rlhf.generators.servers.protocol import GENERATE, LOAD, STATUS
+from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
 from rlhf.generators.transfer.files import read_file
 
 VOCABULARY, STOP = 97, 1
@@ -63,11 +63,12 @@ class FakeServer:
         self, loop: asyncio.AbstractEventLoop, key: str | None = None, slots: int = 4, step_s: float = 0.0
     ) -> None:
         self.loop, self.key, self.slots, self.step_s = loop, key, slots, step_s
-        self.faults: dict[str, list[Fault | None]] = {GENERATE: [], LOAD: [], STATUS: []}
+        self.faults: dict[str, list[Fault | None]] = {GENERATE: [], LOAD: [], STATUS: [], ABORT: []}
         self.always: dict[str, Fault] = {}  # faults without end, by route
         self.calls: Counter[str] = Counter()
         self.running: dict[int, int] = {}  # the most tokens of each open request for tokens
         self.loads: list[int] = []  # versions
+        self.aborted: set[str] = set()  # names of requests for tokens
         self.runner: web.AppRunner | None = None
         self.comes_back = False  # whether somebody starts the server again after it has ended
         self.place = socket.socket()  # keeps the port while the server does not run
@@ -97,6 +98,7 @@ class FakeServer:
             ("GET", STATUS, self.status),
             ("POST", LOAD, self.load),
             ("POST", GENERATE, self.generate),
+            ("POST", ABORT, self.abort),
         ):
             app.router.add_route(method, route, self.handler(route, answer))
         self.runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
@@ -169,7 +171,7 @@ class FakeServer:
         number = self.calls[GENERATE]
         self.running[number] = len(body["token_ids"]) + parameters["max_tokens"]
         try:
-            while len(ids) < parameters["max_tokens"] and STOP not in ids:
+            while len(ids) < parameters["max_tokens"] and STOP not in ids and not self.ends_early(body):
                 if self.step_s:
                     await asyncio.sleep(self.step_s)
                 async with self.lock:
@@ -177,11 +179,13 @@ class FakeServer:
                     versions.append(self.version)
         finally:
             self.running.pop(number, None)
+        reason = "abort" if self.ends_early(body) else "stop" if STOP in ids else "length"
+        self.aborted.discard(f"generate-tokens-{body['request_id']}")
         return {
             "choices": [
                 {
                     "token_ids": ids,
-                    "finish_reason": "stop" if ids[-1] == STOP else "length",
+                    "finish_reason": reason,
                     "logprobs": {"content": [{"token_id": each, "logprob": -each / 100} for each in ids]},
                     "weight_versions": [
                         {"version": version, "start": i, "end": i + 1} for i, version in enumerate(versions)
@@ -189,6 +193,15 @@ class FakeServer:
                 }
             ]
         }
+
+    def ends_early(self, body: dict[str, Any]) -> bool:
+        """Return whether a request for tokens was aborted."""
+        return f"generate-tokens-{body['request_id']}" in self.aborted
+
+    async def abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        """End requests for tokens early."""
+        self.aborted.update(body["request_ids"])
+        return {}
 
 
 def token(weights: dict[str, int], ids: list[int], seed: int, i: int) -> int:

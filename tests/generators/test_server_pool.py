@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.core.batch import Prompts, Rollouts, Sampling
+from rlhf.core.batch import Begun, Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.seeding import derive
 from rlhf.generators.servers import pool as pools
 from rlhf.generators.servers import server as servers
 from rlhf.generators.servers.pool import ServerPool
-from rlhf.generators.servers.protocol import GENERATE, LOAD, STATUS
+from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Server
 from rlhf.generators.transfer.files import FileWeights
 from rlhf.generators.transfer.kept_versions import most_versions
@@ -556,6 +556,83 @@ def test_in_flight_a_load_that_is_not_confirmed_is_a_restart(
         assert 1 in check_in_flight(future.result(10), given, asked)
         found = one.figures()
         assert found[0] == restarts and (found[1] > 0) == bool(again)
+
+
+@pytest.mark.parametrize("fault", [None, fake_server.dies])
+def test_in_flight_an_evaluation_is_not_sampled_by_later_weights(fault, loop, tmp_path):
+    with Started(loop, tmp_path, in_flight=True, step_s=0.01) as one:
+        given, asked = prompts(), replace(sampling(), purpose="eval")
+        one.fakes[0].faults[GENERATE] = [None, None, fault]
+        one.pool.load(weights(0), 0)
+        future = one.pool.submit(given, asked)
+        one.pool.load(weights(1), 1)
+        later = one.pool.submit(given, sampling(1))
+        assert check_in_flight(future.result(10), given, asked) == {0}
+        assert max(check_in_flight(later.result(10), given, sampling(1))) <= 1
+        wait_until(lambda: one.store.kept == 1)
+        assert one.figures()[0] == bool(fault)
+
+
+# -- responses that are cut ------------------------------------------------------------------------
+
+CUT = 40  # tokens of a response that is cut; without a cut, it has all of them
+
+
+ENDLESS = 2  # of a request whose response has no stop token
+
+
+def single() -> Sampling:
+    """Return the settings of a single response."""
+    return replace(sampling(ENDLESS, samples=1, length=CUT), begun=[Begun(ENDLESS, 0, [], [])])
+
+
+def check_cut(rollouts: Rollouts, given: Prompts, least: int, most: int) -> None:
+    """Check that a response is the begin of the response that would not be cut."""
+    count = int(rollouts.response_mask.sum())
+    whole = expected(given, single(), torch.zeros(1, 1, CUT, dtype=torch.int64))
+    assert torch.equal(rollouts.response_ids[0, 0, :count], whole[0, 0, :count])
+    assert least <= count <= most
+
+
+# A response of 40 tokens of 25 ms is cut after 0.2 s
+@pytest.mark.parametrize(
+    ("route", "fault", "least", "most"),
+    [
+        pytest.param(GENERATE, None, 2, 30, id="is well"),
+        pytest.param(ABORT, says(500), CUT, CUT, id="does not abort"),
+        pytest.param(ABORT, fake_server.resets, CUT, CUT, id="resets"),
+        pytest.param(ABORT, fake_server.hangs, CUT, CUT, id="hangs"),
+        pytest.param(ABORT, fake_server.dies, 1, 1, id="dies"),
+    ],
+)
+def test_a_response_that_is_cut_has_the_tokens_of_that_time(route, fault, least, most, loop, tmp_path):
+    """If the server is lost, the response has one token."""
+    with Started(loop, tmp_path, step_s=0.025) as one:
+        one.fakes[0].faults[route] = [fault]
+        given = prompts((3,))
+        one.pool.load(weights(0), 0)
+        asked = one.pool.submit(given, single())
+        wait_until(lambda: one.fakes[0].running)
+        time.sleep(0.2)
+        one.pool.cut(asked)
+        check_cut(asked.result(10), given, least, most)
+        wait_until(lambda: not one.pool.servers[0].running)
+        assert one.pool.servers[0].tokens == 0 and not one.pool.requests
+        one.pool.cut(asked)  # which has ended
+
+
+def test_a_response_that_waits_or_has_no_token_is_cut_to_one_token(loop, tmp_path):
+    with Started(loop, tmp_path, slots=1, step_s=0.02) as one:
+        given = prompts((3,))
+        one.pool.load(weights(0), 0)
+        asked = [one.pool.submit(given, single()) for _ in range(2)]
+        one.fakes[0].aborted.add("generate-tokens-0")  # before its first token
+        for each in asked:
+            one.pool.cut(each)
+        for each in asked:
+            check_cut(each.result(10), given, 1, 1)
+        wait_until(lambda: not one.pool.servers[0].running)
+        assert one.pool.servers[0].tokens == 0
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -374,12 +374,11 @@ class ServerPool(Generator):
         """Return the weights that a server loads now, if any."""
         if not self.manifests:
             return None
-        version = max(self.manifests)
-        if not self.in_flight:
-            waiting = [work.version for work in self.queue if work.version is not None]
-            if server.running or server.version in (*waiting, *self.held):
-                return None
-            version = min([*waiting, *self.held], default=version)
+        waiting = [work.version for work in self.queue if work.version is not None]
+        running = any(work.version is not None for work in server.running.values())
+        if running or server.version in (*waiting, *self.held):
+            return None
+        version = min([*waiting, *self.held], default=max(self.manifests))
         return None if version == server.version else self.manifests[version]
 
     def _release(self) -> None:
@@ -402,6 +401,8 @@ class ServerPool(Generator):
                 work.parameters["max_tokens"] = 1
             if fit := [each for each in able if work.version in (None, each.version)]:
                 server = min(fit, key=lambda each: each.tokens)
+                if work.request.is_cut:
+                    work.parameters["max_tokens"] = 1
                 server.tokens += work.tokens
                 work.request.began = min(work.request.began, time.perf_counter())
                 server.running[self.loop.create_task(self._sample(server, work))] = work
