@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from tests.end_to_end.test_vllm import (  # noqa: E402
 KEY = "the key of the server"
 LONG = 500  # tokens of a response that takes seconds
 ROLES = ("api_server", "VLLM::EngineCore", "VLLM::Worker")  # in the commands of its processes
+VERSIONS = count(1)  # of the weights of the pool that owns the server; they rise in a run
 ENDLESS = (VOCABULARY - 1,)  # no token: responses have the full length
 
 
@@ -251,22 +253,23 @@ def strike(owner: ServerPool, child: Child, number: int, role: str) -> None:
     The trainer has sent other weights meanwhile, but the new server samples with those of the request.
     """
     given, more = prompts(4), {"request": 8, "response_length": LONG}
-    owner.load(weights(1), 1)
+    old, new = next(VERSIONS), next(VERSIONS)
+    owner.load(weights(old), old)
     expected = sample(owner, given, **more)
     owner.figures()
     struck, scratch = processes(child), child.scratch
     files = shared_memory(struck.values())
     assert set(struck) == {*ROLES} and files
     asked = owner.submit(given, sampling(samples=3, **more))
-    owner.load(weights(2), 2)
+    owner.load(weights(new), new)
     later = owner.submit(given, sampling())
     wait_for(lambda: owner.servers[0].running)
     time.sleep(0.1)
     struck[role].send_signal(number)
     found = asked.result(300)
-    assert torch.equal(found.response_ids, expected.response_ids) and found.version == 1
+    assert torch.equal(found.response_ids, expected.response_ids) and found.version == old
     torch.testing.assert_close(found.behaviour_logprobs, expected.behaviour_logprobs)
-    assert later.result(60).version == 2 and difference(model_of(2), later.result(), 0.7) < 1e-4
+    assert later.result(60).version == new and difference(model_of(new), later.result(), 0.7) < 1e-4
     figures = {name: stat.total for name, stat in owner.figures().items()}
     assert figures["generator/restarts"] == 1 and 1 <= figures["generator/requeued"] <= 12
     assert not [each for each in struck.values() if each.is_running()], "nothing of the lost server runs"
@@ -298,14 +301,13 @@ MOMENTS = ("pause_generation", "start_weight_update", "update_weights", "finish_
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_server_that_is_killed_in_a_load_is_started_again_and_loads(moment, role, owner, child, order):
     """The process is killed after a step of the load, between pause and resume."""
-    owner.load(weights(1), 1)
     sample(owner, prompts(1))
     owner.figures()
-    before = processes(child)
+    before, new = processes(child), next(VERSIONS)
     order.write_text(f"{moment} {role}")
-    owner.load(weights(2), 2)
+    owner.load(weights(new), new)
     rollouts = sample(owner, prompts())
-    assert rollouts.version == 2 and difference(model_of(2), rollouts, 0.7) < 1e-4
+    assert rollouts.version == new and difference(model_of(new), rollouts, 0.7) < 1e-4
     assert owner.figures()["generator/restarts"].total == 1 and not order.exists()
     assert not [each for each in before.values() if each.is_running()]
 
@@ -323,11 +325,12 @@ def test_a_server_that_finds_a_wrong_checksum_ends_and_is_started_again(owner, c
         return manifest
 
     repaired: list[Callable[[], int]] = []
+    new = next(VERSIONS)
     monkeypatch.setattr(owner.store, "write", spoil)
-    owner.load(weights(3), 3)
+    owner.load(weights(new), new)
     wait_for(lambda: not lost.is_running())
     repaired[0]()
-    assert difference(model_of(3), sample(owner, prompts()), 0.7) < 1e-4
+    assert difference(model_of(new), sample(owner, prompts()), 0.7) < 1e-4
     assert owner.figures()["generator/restarts"].total == 1
 
 
