@@ -205,14 +205,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("rules", nargs="*", default=["fifo", "pace", "drop", "cut"], choices=[*RULES])
+    parser.add_argument(
+        "rules", nargs="*", metavar="RULE", help="fifo, pace, drop, cut, wait (default: the first four)"
+    )
     parser.add_argument("--lag", type=int, default=4, help="batches ahead, L (default: 4)")
     parser.add_argument("--updates", type=int, default=60, help="updates of a run (default: 60)")
     parser.add_argument("--seconds", type=float, default=0.6, help="median of a response (default: 0.6)")
     asked = parser.parse_args(argv)
     print("| rule | L | A | use | age | oldest | thrown away | predicted: use | age | oldest | thrown away |")
     print("|---" + "|--:" * 10 + "|", flush=True)
-    for rule in asked.rules:
+    if wrong := {*asked.rules} - {*RULES}:
+        parser.error(f"a rule must be {', '.join(RULES)}, got {min(wrong)}; correct it")
+    for rule in asked.rules or ("fifo", "pace", "drop", "cut"):
         age = 3 * asked.lag if rule == "cut" else None
         setting = Setting(rule, asked.lag, age)
         predicted = [run(setting, seed, asked.updates, int(_WARM * asked.updates)) for seed in range(8)]

@@ -401,8 +401,6 @@ class ServerPool(Generator):
                 work.parameters["max_tokens"] = 1
             if fit := [each for each in able if work.version in (None, each.version)]:
                 server = min(fit, key=lambda each: each.tokens)
-                if work.request.is_cut:
-                    work.parameters["max_tokens"] = 1
                 server.tokens += work.tokens
                 work.request.began = min(work.request.began, time.perf_counter())
                 server.running[self.loop.create_task(self._sample(server, work))] = work
