@@ -318,10 +318,8 @@ def test_weights_of_another_model_are_rejected_with_the_tensor_name(change, said
 
 
 def test_ragged_completions_are_padded_on_the_right():
-    def completion(*tokens):
-        return SimpleNamespace(token_ids=tokens, logprobs=SimpleNamespace(logprobs=[-t / 2 for t in tokens]))
-
-    ids, mask, logprobs = pad([completion(5, 1), completion(4, 6, 8)], 3, pad_id=0)
+    replies = [(tokens, [-token / 2 for token in tokens]) for tokens in ((5, 1), (4, 6, 8))]
+    ids, mask, logprobs = pad(replies, 3, pad_id=0)
     assert ids.tolist() == [[5, 1, 0], [4, 6, 8]] and ids.dtype == torch.int64
     assert mask.tolist() == [[True, True, False], [True, True, True]]
     assert logprobs.tolist() == [[-2.5, -0.5, 0.0], [-2.0, -3.0, -4.0]] and logprobs.dtype == torch.float32
