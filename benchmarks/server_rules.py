@@ -61,11 +61,14 @@ class TimedServer:
         app.router.add_get(STATUS, self.status)
         for route, answer in ((LOAD, self.load), (GENERATE, self.generate), (ABORT, self.abort)):
             app.router.add_post(route, answer)
-        runner = web.AppRunner(app, handler_cancellation=True)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        """End all requests."""
+        await self.runner.cleanup()
 
     async def status(self, request: web.Request) -> web.Response:
         """Return the state."""
@@ -88,11 +91,10 @@ class TimedServer:
         """Answer after the seconds that belong to the prompt and the seed."""
         body, begun = await request.json(), time.monotonic()
         event = self.aborted[body["request_id"]] = asyncio.Event()
-        row, seed = body["token_ids"][0], body["sampling_params"]["seed"]
-        log = Random(derive(row, "prompt")).gauss(0, _SPREAD * _SHARED)
-        log += Random(derive(seed, "sample")).gauss(0, _SPREAD * math.sqrt(1 - _SHARED**2))
-        most = body["sampling_params"]["max_tokens"]
-        seconds, early = self.seconds * math.exp(log) * most / _TOKENS, False
+        given = body["sampling_params"]
+        whole = self.seconds * factor(body["token_ids"][0] - 1, given["seed"])
+        most, early = given["max_tokens"], False
+        seconds = whole * most / _TOKENS
         try:
             await asyncio.wait_for(event.wait(), seconds)
             early = True
@@ -108,12 +110,27 @@ class TimedServer:
         return web.json_response({"choices": [choice]})
 
 
+def factor(row: int, seed: int) -> float:
+    """Return the seconds of a response as a multiple of their median, given its prompt and its seed."""
+    log = Random(derive(row, "prompt")).gauss(0, _SPREAD * _SHARED)
+    return math.exp(log + Random(derive(seed, "sample")).gauss(0, _SPREAD * math.sqrt(1 - _SHARED**2)))
+
+
+def decoding(line: dict[str, Any], seconds: float, batch: int) -> float:
+    """Return the seconds in which the responses of a group were decoded, given its line of groups.jsonl."""
+    seed = derive(1, "sample", "train", line["group"] // batch, line["row"])
+    return sum(
+        seconds * factor(line["row"], seed + k) * length / _TOKENS for k, length in enumerate(line["lengths"])
+    )
+
+
 def measure(setting: Setting, seconds: float, updates: int) -> dict[str, float]:
     """Return the figures of a run with timed servers."""
     order, stale = RULES[setting.rule]
     lines: list[dict[str, Any]] = []
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
     servers = [TimedServer(setting.slots // 2, seconds) for _ in range(2)]
     urls = [asyncio.run_coroutine_threadsafe(each.start(), loop).result() for each in servers]
     settings = SimpleNamespace(
@@ -161,9 +178,7 @@ def measure(setting: Setting, seconds: float, updates: int) -> dict[str, float]:
             if state.update == int(_WARM * updates):
                 trained, began, warm = 0.0, time.monotonic(), len(lines)
             own = [line for line in lines if line["update"] == state.update + 1 and line["fate"] != "dropped"]
-            work = sum(
-                end - start for line in own for start, end in zip(line["starts"], line["ends"], strict=True)
-            )
+            work = sum(decoding(line, seconds, setting.batch) for line in own)
             time.sleep(work / setting.slots)
             trained += work / setting.slots
             state.update += 1
@@ -172,7 +187,10 @@ def measure(setting: Setting, seconds: float, updates: int) -> dict[str, float]:
                 break
         span = time.monotonic() - began
         pool.close()
+    for each in servers:
+        asyncio.run_coroutine_threadsafe(each.stop(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
+    thread.join()
     kept = [line for line in lines[warm:] if line["fate"] != "dropped"]
     ages = [line["update"] - 1 - line["version"] for line in kept]
     spent = {True: 0.0, False: 0.0}
