@@ -396,9 +396,4 @@ class Sampling:
     # [N, K, >= max(most)] float64, one uniform number per further token, instead of the selected ones
     numbers: Tensor | None = None
     most: Tensor | None = None  # [N, K] int64, largest number of tokens to sample for each response; None: T
-    begun: list[Begun] | None = None  # of each response, N * K; None: no request has begun any
-
-    @property
-    def continues(self) -> bool:
-        """Whether earlier requests have sampled tokens; then K is 1."""
-        return any(each.ids for each in self.begun or ())
+    begun: list[Begun] | None = None  # N * K; K is 1 if one has tokens. None: no request has begun any

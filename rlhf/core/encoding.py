@@ -6,7 +6,6 @@ The policy is trained on the sampled token ids, never on decoded and re-encoded 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -25,12 +24,6 @@ def pad_prompts(ids: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     for row, tokens in enumerate(ids):
         prompt_ids[row, width - len(tokens) :] = torch.tensor(tokens, dtype=torch.int64)
     return prompt_ids, torch.arange(width)[None, :] >= width - lengths[:, None]
-
-
-def with_tokens(prompts: Prompts, ids: list[list[int]], pad_id: int) -> Prompts:
-    """Return N prompts with other tokens."""
-    prompt_ids, prompt_mask = pad_prompts(ids, pad_id)
-    return replace(prompts, prompt_ids=prompt_ids, prompt_mask=prompt_mask)
 
 
 def prompt_tokens(

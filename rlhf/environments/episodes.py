@@ -195,6 +195,11 @@ class Episodes:
         """Return the token ids that the next reply of episode `i` follows, the prompt included."""
         return self.heads[i // self.sampling.samples] + self._all[i].ids
 
+    def begun(self, i: int) -> Begun:
+        """Return episode `i` so far, which the next reply follows."""
+        episode = self._all[i]
+        return Begun(self.sampling.request, episode.example.sample, episode.ids, episode.sampled)
+
     def added(self, i: int) -> int:
         """Return the number of tokens of episode `i` that this request has added."""
         return len(self._all[i].ids) - self._all[i].before

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.core.batch import Rollouts, moved_to
-from rlhf.core.encoding import with_tokens
+from rlhf.core.encoding import pad_prompts
 from rlhf.core.launched import local_rank
 from rlhf.core.phases import Phases
 from rlhf.core.seeding import derive
@@ -201,6 +201,10 @@ def respond(
     `update` is called before each forward pass; it may change the model's weights, and returns their version.
     The phase in `phases` counts the finished sequences. With an environment, responses are episodes.
     """
+    length, numbers, most = sampling.response_length, sampling.numbers, sampling.most
+    if numbers is None:
+        purpose = derive(settings.seed, "sample", sampling.purpose)
+        numbers = uniforms(purpose, sampling.request, prompts.index, sampling.samples, length)
     if settings.environment is not None:
         one_reply = replace(settings, environment=None)
 
@@ -209,19 +213,16 @@ def respond(
 
         stop_ids, seed = settings.stop_ids, settings.seed
         with Episodes(prompts, sampling, settings.environment, stop_ids, seed) as episodes:
-            return _converse(episodes, settings, reply, in_flight=update is not None)
+            return _converse(episodes, numbers, settings.pad_id, reply, in_flight=update is not None)
     chunk = max(1, settings.batch_size // sampling.samples)
-    length, numbers, most = sampling.response_length, sampling.numbers, sampling.most
-    if numbers is None:
-        purpose = derive(settings.seed, "sample", sampling.purpose)
-        numbers = uniforms(purpose, sampling.request, prompts.index, sampling.samples, length)
     if most is not None:
         length = int(most.max())
         numbers = numbers[..., :length]
-    if sampling.begun and sampling.continues:
-        heads = zip(prompts.prompt_ids, prompts.prompt_mask, sampling.begun, strict=True)
-        histories = [ids[mask].tolist() + each.ids for ids, mask, each in heads]
-        prompts = with_tokens(prompts, histories, settings.pad_id)
+    begun = sampling.begun or []
+    if any(each.ids for each in begun):
+        heads = zip(prompts.prompt_ids, prompts.prompt_mask, begun, strict=True)
+        ids, mask = pad_prompts([head[real].tolist() + own.ids for head, real, own in heads], settings.pad_id)
+        prompts = replace(prompts, prompt_ids=ids, prompt_mask=mask)
     phases = phases or Phases()
     parts, versions = [], []
     order = prompts.prompt_mask.sum(1).argsort(descending=True, stable=True)
@@ -265,7 +266,8 @@ def respond(
 
 def _converse(
     episodes: Episodes,
-    settings: HFSettings,
+    numbers: Tensor,
+    pad_id: int,
     reply: Callable[[Prompts, Sampling], Rollouts],
     in_flight: bool,
 ) -> Rollouts:
@@ -274,22 +276,12 @@ def _converse(
     Token t of an episode has the random number t of its sample, whatever the turn. The first replies to a
     prompt share its encoding. Later, the history of each running episode is a prompt.
     """
-
-    def histories() -> Prompts:
-        own = prompts.select(torch.tensor(running) // K)
-        return with_tokens(own, [episodes.history(i) for i in running], settings.pad_id)
-
     prompts, sampling = episodes.prompts, episodes.sampling
-    K = sampling.samples
-    purpose = derive(settings.seed, "sample", sampling.purpose)
-    numbers = sampling.numbers
-    if numbers is None:
-        numbers = uniforms(purpose, sampling.request, prompts.index, K, sampling.response_length)
-    numbers = numbers.flatten(0, 1)
-    shared = not sampling.continues
+    K, numbers = sampling.samples, numbers.flatten(0, 1)
     while running := episodes.running():
-        asked, samples = (prompts, K) if shared else (histories(), 1)
-        shared = False
+        begun = [episodes.begun(i) for i in running]
+        shared = not any(each.ids for each in begun)
+        asked, samples = (prompts, K) if shared else (prompts.select(torch.tensor(running) // K), 1)
         room = [episodes.room(i) for i in running]
         uniform = torch.zeros(len(running), max(room), dtype=torch.float64)
         for row, i, most in zip(uniform, running, room, strict=True):
@@ -300,7 +292,7 @@ def _converse(
             response_length=max(room),
             numbers=uniform.view(len(asked), samples, -1),
             most=torch.tensor(room).view(len(asked), samples),
-            begun=None,
+            begun=begun,
         )
         found = reply(asked, request)
         parts = (found.response_ids, found.behaviour_logprobs, found.token_versions)
@@ -308,7 +300,7 @@ def _converse(
         lengths = found.response_mask.sum(-1).flatten().tolist()
         for i, length, values in zip(running, lengths, rows, strict=True):
             episodes.reply(i, *(each[:length] for each in values))
-    return episodes.rollouts(settings.pad_id, in_flight)
+    return episodes.rollouts(pad_id, in_flight)
 
 
 def note(update: Callable[[], int], held: list[int]) -> None:
