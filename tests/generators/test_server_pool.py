@@ -663,6 +663,18 @@ def test_a_damaged_file_is_an_error_that_names_it(damage, loop, tmp_path):
         )
 
 
+def test_a_store_removes_the_versions_of_a_killed_run_and_no_other_file(tmp_path):
+    other = tmp_path / "of the user"
+    for name in (other.name, "step-3.safetensors", "step-4.part"):
+        (tmp_path / name).write_text("")
+    store = FileWeights(tmp_path)
+    assert [*tmp_path.iterdir()] == [other] and store.kept == 0
+    store.write(weights(5), 5)
+    assert {*tmp_path.iterdir()} == {other, tmp_path / "step-5.safetensors"}
+    store.close()
+    assert [*tmp_path.iterdir()] == [other]
+
+
 def test_a_full_disk_is_an_error_of_the_load_and_requests_go_on(loop, tmp_path):
     with Started(loop, tmp_path) as one:
         one.pool.load(weights(0), 0)

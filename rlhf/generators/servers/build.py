@@ -46,9 +46,11 @@ def build(config: VLLMServerConfig, context: GeneratorContext) -> Generator:
         key = token_urlsafe()
         children = _children(config, context, settings, devices, key)
         servers = [Server(f"server {i}", None, key, *limits, child) for i, child in enumerate(children)]
+    # Several runs may have the same generator.folder
+    folder = Path(config.folder, context.folder.name) if config.folder else context.folder / FOLDER
     pool = ServerPool(
         servers,
-        FileWeights(Path(config.folder or context.folder / FOLDER), getattr(torch, settings.dtype)),
+        FileWeights(folder, getattr(torch, settings.dtype)),
         settings,
         vocabulary=context.policy.config.get_text_config().vocab_size,
         restarts=config.restarts,

@@ -11,8 +11,8 @@ that the trainer computed.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -36,14 +36,14 @@ class FileWeights(WeightStore):
     """A store of one file for each version of the weights.
 
     Args:
-        folder: where the files are written; it is created, and removed by `close`.
+        folder: where the files are written; it is created, and `close` removes it if nothing else is there.
         dtype: dtype of the floating-point tensors in a file; None: the tensors keep their dtypes.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         self.folder, self.dtype = folder.absolute(), dtype
         self.versions: set[int] = set()
-        shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
+        self.close()  # the files of a run that was killed
 
     @property
     def kept(self) -> int:
@@ -85,8 +85,11 @@ class FileWeights(WeightStore):
         self.versions.discard(manifest.version)
 
     def close(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove all versions."""
+        for path in self.folder.glob("step-*"):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):  # files of others
+            self.folder.rmdir()
         self.versions.clear()
 
 
