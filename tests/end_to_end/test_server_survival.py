@@ -73,11 +73,11 @@ def url(uninterrupted, served, tmp_path) -> Iterator[str]:
 def killed(words: list[str], folder: RunFolder) -> list[psutil.Process]:
     """Kill a trainer at a random moment after its next row, and return the processes that it has started."""
 
-    def written():
-        return folder.metrics.stat().st_mtime_ns if folder.metrics.exists() else None
+    def rows():
+        return folder.metrics.read_text().count("\n") if folder.metrics.exists() else 0
 
-    before, process = written(), start(words, "-m", "rlhf.train")
-    wait_for(lambda: written() != before, process)
+    before, process = rows(), start(words, "-m", "rlhf.train")
+    wait_for(lambda: rows() > before, process)
     time.sleep(random.uniform(0, 1.0))
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()

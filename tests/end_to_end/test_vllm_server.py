@@ -49,7 +49,7 @@ from tests.end_to_end.test_vllm import (  # noqa: E402
 
 KEY = "the key of the server"
 LONG = 500  # tokens of a response that takes seconds
-ROLES = ("api_server", "VLLM::EngineCore", "VLLM::Worker")  # in the commands of its processes
+ROLES = ("servers.process", "VLLM::EngineCore", "VLLM::Worker")  # in the commands of its processes
 VERSIONS = count(1)  # of the weights of the pool that owns the server; they rise in a run
 ENDLESS = (VOCABULARY - 1,)  # no token: responses have the full length
 

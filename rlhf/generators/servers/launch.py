@@ -50,7 +50,7 @@ def command(settings: VLLMFactory, host: str) -> list[str]:
         "disable_fastapi_docs": True,
         "disable_uvicorn_access_log": True,
     }
-    return [sys.executable, "-P", "-m", "vllm.entrypoints.launchers.api_server.entry", *_flags(arguments)]
+    return [sys.executable, "-P", "-m", "rlhf.generators.servers.process", *_flags(arguments)]
 
 
 def config_of(settings: VLLMFactory) -> PreTrainedConfig:

@@ -16,12 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shutil
-import signal
-import tempfile
 import threading
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
@@ -30,8 +25,8 @@ from pydantic import BaseModel
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
 from rlhf.core.network import is_loopback
-from rlhf.generators.servers.protocol import LOAD, PARENT, SCRATCH, STATUS
-from rlhf.processes.groups import kill_group
+from rlhf.generators.servers.process import end
+from rlhf.generators.servers.protocol import LOAD, STATUS
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -78,11 +73,9 @@ class Routes:
         ]
 
     async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
-        """Prepare the engine for loads. A server that a run started ends with the process of the run."""
+        """Prepare the engine for loads."""
         state.rlhf_start, state.rlhf_lock, state.rlhf_ends = secrets.token_hex(8), asyncio.Lock(), False
         await engine_client.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-        if parent := os.environ.get(PARENT):
-            threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
 
 
 @router.get(STATUS)
@@ -123,22 +116,6 @@ async def load(body: Load, request: Request) -> JSONResponse:
             await engine.resume_generation()
         except Exception as error:
             request.app.state.rlhf_ends = True
-            threading.Timer(_LAST_ANSWER_S, _end).start()
+            threading.Timer(_LAST_ANSWER_S, end).start()
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
     return JSONResponse({"version": version, "checksums": taken[0]})
-
-
-def _end_with(parent: int) -> None:
-    """End this server as soon as its parent process has ended."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    _end()
-
-
-def _end() -> None:
-    """Kill all processes of this server, which are its process group, and remove their temporary files."""
-    kill_group(os.getpgrp(), spared=os.getpid())
-    folder = Path(tempfile.gettempdir())
-    if folder.name.startswith(SCRATCH):
-        shutil.rmtree(folder, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGKILL)
