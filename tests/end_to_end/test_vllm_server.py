@@ -285,7 +285,7 @@ def nightly(*values):
     ("number", "role"),
     [
         (signal.SIGKILL, "VLLM::EngineCore"),
-        *(nightly(signal.SIGKILL, role) for role in ("api_server", "VLLM::Worker")),
+        *(nightly(signal.SIGKILL, role) for role in ("servers.process", "VLLM::Worker")),
         *(nightly(signal.SIGSTOP, role) for role in ROLES),
     ],
 )
