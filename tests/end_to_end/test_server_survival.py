@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -70,8 +69,12 @@ def url(uninterrupted, served, tmp_path) -> Iterator[str]:
     child.stop()
 
 
-def killed(words: list[str], folder: RunFolder) -> list[psutil.Process]:
-    """Kill a trainer at a random moment after its next row, and return the processes that it has started."""
+def killed(words: list[str], folder: RunFolder) -> dict[psutil.Process, Path]:
+    """Kill a trainer at a random moment after its next row.
+
+    Returns:
+        The processes that it has started, with their folders for temporary files.
+    """
 
     def rows():
         return folder.metrics.read_text().count("\n") if folder.metrics.exists() else 0
@@ -79,7 +82,9 @@ def killed(words: list[str], folder: RunFolder) -> list[psutil.Process]:
     before, process = rows(), start(words, "-m", "rlhf.train")
     wait_for(lambda: rows() > before, process)
     time.sleep(random.uniform(0, 1.0))
-    children = psutil.Process(process.pid).children(recursive=True)
+    children = {
+        each: Path(each.environ().get("TMPDIR", "")) for each in psutil.Process(process.pid).children(True)
+    }
     process.kill()
     process.communicate()
     return children
@@ -93,20 +98,17 @@ def finish(words: list[str]) -> str:
     return done.stdout
 
 
-def scratch() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"))
-
-
 def test_servers_of_a_killed_trainer_end_and_the_run_resumes(tiny, command, tmp_path, uninterrupted):
-    words, folder, before = [*command, *RUN], RunFolder(tmp_path / run_name(tiny(*RUN))), scratch()
+    words, folder = [*command, *RUN], RunFolder(tmp_path / run_name(tiny(*RUN)))
     processes = killed(words, folder)
     assert len(processes) >= 3, "a server has three processes"
-    left = psutil.wait_procs(processes, timeout=20)[1]
+    left = psutil.wait_procs([*processes], timeout=20)[1]
     assert not left, [each.cmdline() for each in left]
-    assert scratch() <= before, "no temporary files are left"
+    (scratch,) = {each for each in processes.values() if each.name.startswith(SCRATCH)}
+    assert not scratch.exists(), "no temporary files are left"
     assert "resumed from update" in finish(words)
     assert_same_end(folder, uninterrupted)
-    assert scratch() <= before and not (folder.path / build.FOLDER).exists()
+    assert not (folder.path / build.FOLDER).exists()
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
