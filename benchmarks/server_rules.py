@@ -23,7 +23,7 @@ from pathlib import Path
 from random import Random
 from statistics import mean, stdev
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from aiohttp import web
@@ -41,6 +41,9 @@ from rlhf.generators.servers.server import Server
 from rlhf.generators.transfer.files import FileWeights
 from rlhf.training.stream import StreamContext
 from rlhf.training.wall import build
+
+if TYPE_CHECKING:
+    from rlhf.core.metrics import Metrics
 
 _TOKENS = 50
 _SPREAD, _SHARED = 1.0, 0.8
@@ -146,7 +149,15 @@ def measure(setting: Setting, seconds: float, updates: int) -> dict[str, float]:
             in_flight=True,
         )
         state = TrainState(num_updates=updates + _MORE)
-        recorder = SimpleNamespace(timer=Timer(), add=lambda metrics: None, groups=lines.extend)
+        slots = {"busy": 0.0, "wasted": 0.0}  # seconds of slots, of the measured updates
+
+        def add(metrics: Metrics) -> None:
+            value = {name.removeprefix("rollouts/"): float(each.total) for name, each in metrics.items()}
+            if state.update >= int(_WARM * updates):
+                slots["busy"] += value["generators_busy"] * value["update_s"]
+                slots["wasted"] += value["wasted"] * value["update_s"]
+
+        recorder = SimpleNamespace(timer=Timer(), add=add, groups=lines.extend)
         stream = build(
             None,  # type: ignore[arg-type]
             StreamContext(
@@ -193,15 +204,11 @@ def measure(setting: Setting, seconds: float, updates: int) -> dict[str, float]:
     thread.join()
     kept = [line for line in lines[warm:] if line["fate"] != "dropped"]
     ages = [line["update"] - 1 - line["version"] for line in kept]
-    spent = {True: 0.0, False: 0.0}
-    for line in lines[warm:]:
-        ends = [end if math.isfinite(end) else began + span for end in line["ends"]]
-        spent[line["fate"] == "dropped"] += sum(ends) - sum(line["starts"])
     return {
         "use": trained / span,
         "age": mean(ages),
         "oldest": max(ages),
-        "thrown away": spent[True] / (spent[True] + spent[False]),
+        "thrown away": slots["wasted"] / slots["busy"] if slots["busy"] else 0.0,
         "shorter": mean(length < _TOKENS for line in kept for length in line["lengths"]),
     }
 
