@@ -24,6 +24,7 @@ from rlhf.stages.run import run
 from tests import needs
 from tests.end_to_end.conftest import assert_same_end, wait_for
 from tests.end_to_end.test_survival import start
+from tests.end_to_end.test_vllm import answers
 
 pytest.importorskip("vllm", reason=needs.VLLM)
 
@@ -64,7 +65,9 @@ def url(uninterrupted, served, tmp_path) -> Iterator[str]:
     """Return the address of a server that outlives the trainers."""
     own = variables(served[0], KEY) | {"OMP_NUM_THREADS": "1"}
     child = Child(partial(on_port, serving(served[0], "127.0.0.1")), own, tmp_path / "server.log")
-    yield child.start()
+    address = child.start()
+    wait_for(lambda: answers(f"{address}/health") or child.ended())
+    yield address
     assert child.ended() is None, "a run does not end a server that it did not start"
     child.stop()
 
