@@ -73,7 +73,7 @@ def url(uninterrupted, served, tmp_path) -> Iterator[str]:
 
 
 def killed(words: list[str], folder: RunFolder) -> dict[psutil.Process, Path]:
-    """Kill a trainer at a random moment after its next row.
+    """Kill a trainer at a random moment after its next row, and after the first checkpoint.
 
     Returns:
         The processes that it has started, with their folders for temporary files.
@@ -83,7 +83,7 @@ def killed(words: list[str], folder: RunFolder) -> dict[psutil.Process, Path]:
         return folder.metrics.read_text().count("\n") if folder.metrics.exists() else 0
 
     before, process = rows(), start(words, "-m", "rlhf.train")
-    wait_for(lambda: rows() > before, process)
+    wait_for(lambda: rows() > before and folder.last_checkpoint() is not None, process)
     time.sleep(random.uniform(0, 1.0))
     children = {
         each: Path(each.environ().get("TMPDIR", "")) for each in psutil.Process(process.pid).children(True)
