@@ -87,7 +87,7 @@ MISTAKES = [
     (
         "evaluate",
         "run={run} generator=dataset",
-        "generator must be one of auto, hf, vllm, vllm_colocated, got 'da",
+        "generator must be one of auto, hf, vllm, vllm_colocated, vllm_server, got 'da",
     ),
     ("evaluate", "run={run} scorer@gold=reward_model", "gold.path must name a reward model"),
     ("evaluate", "run={run} -m", "-m must be a flag of this command"),

@@ -122,6 +122,14 @@ def sampling(request: int = 0, samples: int = SAMPLES, length: int = LENGTH) -> 
     )
 
 
+def error_of(pool: ServerPool) -> BaseException | None:
+    """Return the error of a request, which is raised at once if the servers have failed already."""
+    try:
+        return pool.submit(prompts(), sampling()).exception(10)
+    except RunError as error:
+        return error
+
+
 def expected(given: Prompts, asked: Sampling, versions: torch.Tensor) -> torch.Tensor:
     """Return response ids, [N, K, T], whose tokens were sampled by `versions` ([N, K, T]) of the weights."""
     found = torch.zeros(versions.shape, dtype=torch.int64)
@@ -328,12 +336,17 @@ def test_a_fault_without_end_is_an_error_of_all_requests(fault, route, children,
         one.fakes[0].always[route] = fault
         started = time.monotonic()
         one.pool.load(weights(0), 0)
-        asked = [one.pool.submit(prompts(), sampling(number)) for number in range(3)]
-        errors = [future.exception(10) for future in asked]
+        asked, errors = [], []
+        for number in range(3):
+            try:
+                asked.append(one.pool.submit(prompts(), sampling(number)))
+            except RunError as error:  # the server has failed already
+                errors.append(error)
+        errors += [future.exception(10) for future in asked]
         took = time.monotonic() - started
         assert {*map(type, errors)} == {RunError}
         assert "generator.restarts" in str(errors[0]) and "server 0 at http://127.0.0.1:" in str(errors[0])
-        assert took < 2 + 4 * one.limits[1] and took < 5
+        assert took < 10  # each limit is below one second
         for call in (lambda: one.pool.load(weights(1), 1), lambda: one.pool.submit(prompts(), sampling(9))):
             with pytest.raises(RunError, match="generator.restarts"):
                 call()
@@ -344,7 +357,7 @@ def test_a_server_that_is_never_ready_is_an_error(loop, tmp_path):
     one.fakes[0].always[STATUS] = fake_server.hangs
     with one:
         one.pool.load(weights(0), 0)
-        error = one.pool.submit(prompts(), sampling()).exception(10)
+        error = error_of(one.pool)
         assert isinstance(error, RunError) and "generator.urls" in str(error) and "limit, 1 s" in str(error)
 
 
@@ -394,7 +407,7 @@ def test_an_error_of_the_pool_itself_ends_all_requests(loop, tmp_path, monkeypat
     with Started(loop, tmp_path) as one:
         monkeypatch.setattr(Server, "generate", lambda *_: 1 / 0)
         one.pool.load(weights(0), 0)
-        error = one.pool.submit(prompts(), sampling()).exception(10)
+        error = error_of(one.pool)
         assert isinstance(error, RunError) and isinstance(error.__cause__, ZeroDivisionError)
 
 
@@ -655,7 +668,7 @@ def test_a_damaged_file_is_an_error_that_names_it(damage, loop, tmp_path):
 
         one.store.write = spoil
         one.pool.load(weights(0), 0)
-        error = one.pool.submit(prompts(), sampling()).exception(10)
+        error = error_of(one.pool)
         assert (
             isinstance(error, RunError)
             and "step-0.safetensors" in str(error)
