@@ -219,10 +219,8 @@ class Clock:
         self._news = False
         for group in self.rules.expired():
             self._discard(group)
-        due = self.rules.to_cut()
-        if all(len(self.sequences[group.number]) == self.rules.samples for group in due):
-            for group in due:
-                self._cut(group)
+        for group in self.rules.to_cut(self._begun):
+            self._cut(group)
         if batch := self.rules.take():
             sequences = [each for group in batch for each in self.sequences[group.number]]
             steps, tokens = sum(each.steps() for each in sequences), sum(len(each.ids) for each in sequences)
@@ -233,8 +231,11 @@ class Clock:
 
     def _startable(self, slots: int) -> list[Start]:
         """Return the sequences that start next if `slots` slots are free, in order."""
-        found = self.rules.startable(slots, lambda number: len(self.sequences[number]), self.whole)
-        return [Start(*each) for each in found]
+        return [Start(*each) for each in self.rules.startable(slots, self._begun, self.whole)]
+
+    def _begun(self, group: int) -> int:
+        """Return the number of sequences of a group that have started."""
+        return len(self.sequences[group])
 
     def _fill(self) -> None:
         """Start sequences in all free slots, as far as the rules allow."""

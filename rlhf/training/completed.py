@@ -81,7 +81,7 @@ class CompletedStream(RuledStream):
         self.usage = Usage()
         self.began = time.monotonic() - context.state.wall_s
         self.passed = self.now  # until when `usage` has counted
-        self.trains_since: float | None = None  # when the trainer got a batch; None: it is idle
+        self.trains = False  # whether the trainer works on a batch
         self.works = False  # whether `_work` runs
         self.failure: Exception | None = None
         context.generator.when_loaded(self._wake)
@@ -100,7 +100,7 @@ class CompletedStream(RuledStream):
             while len(self.next) < self.rules.room() + self.rules.batch:  # until the next batch
                 self.draw(self.next)
             self._count()
-            self.trains_since = None
+            self.trains = False
             self._work()
             while (taken := self._take()) is None:
                 if self.failure is not None:
@@ -110,7 +110,7 @@ class CompletedStream(RuledStream):
             self._count()
             groups = [self.own.pop(group.number) for group in taken]
             recorder.add(self.figures(groups, self.now, self.context.generator.slots, self.usage))
-            self.usage, self.trains_since = Usage(), self.now
+            self.usage, self.trains = Usage(), True
             rollouts = self._rollouts([self.complete.pop(group.number) for group in taken])
             for own in groups:
                 fate = "cut" if any(each.cut for each in own) else "trained"
@@ -174,7 +174,7 @@ class CompletedStream(RuledStream):
         usage.span += passed
         usage.busy += passed * self.running
         usage.queue += passed * len(self.rules.ready)
-        usage.trained += passed if self.trains_since is not None else 0.0
+        usage.trained += passed * self.trains
 
     def _start(self, group: Group, sample: int) -> None:
         """Let the generator sample a response; its random numbers are those of whole requests."""
@@ -207,10 +207,11 @@ class CompletedStream(RuledStream):
     def _end(self, response: Response, answer: Future[Rollouts]) -> None:
         """Take a response that has ended."""
         self.running -= 1
-        response.end, response.rollouts = self.now, with_token_versions(answer.result())
-        response.cut &= not bool(response.rollouts.ended)
+        rollouts = with_token_versions(answer.result())
         if response.group.number not in self.own:  # it was given up
             return
+        response.end, response.rollouts = self.now, rollouts
+        response.cut &= not bool(rollouts.ended)
         response.group.left -= 1
         if response.group.left == 0:
             self._score(response.group)
@@ -225,10 +226,8 @@ class CompletedStream(RuledStream):
         """Return the groups that the idle trainer gets, if the rules allow it."""
         for group in self.rules.expired():
             self._discard(group)
-        due = self.rules.to_cut()
-        if all(len(self.own[group.number]) == self.rules.samples for group in due):
-            for group in due:
-                self._cut(group)
+        for group in self.rules.to_cut(lambda number: len(self.own[number])):
+            self._cut(group)
         return self.rules.take()
 
     def _cut(self, group: Group) -> None:
@@ -246,9 +245,10 @@ class CompletedStream(RuledStream):
         own = self.own.pop(group.number)
         self.complete.pop(group.number, None)
         for each in own:
-            self.usage.wasted += min(each.end, self.now) - each.start
             if each.end == inf and each.future is not None:
                 self.context.generator.cut(each.future)
+                each.end = self.now
+            self.usage.wasted += each.end - each.start
         self.discarded(own)
 
     # -- checkpoints -------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class CompletedStream(RuledStream):
         with self.changed:
             self._work()
             return {
-                **self.saved_prompts(),
+                **super().state_dict(),
                 "rules": self.rules.state_dict(),
                 "responses": [
                     [number, each.sample, each.start, each.end, each.cut, each.rollouts.as_dict()]
@@ -267,21 +267,16 @@ class CompletedStream(RuledStream):
                     if each.rollouts is not None
                 ],
                 "complete": {number: group.as_dict() for number, group in self.complete.items()},
-                "current": self.current.as_dict() if self.current is not None and self.unused else None,
-                "lines": self.lines if self.unused else [],
-                "noted": self.noted,
             }
 
     def _load(self, saved: dict[str, Any]) -> None:
-        self.load_prompts(saved)
+        self.load_state_dict(saved)
         groups = self.rules.load_state_dict(saved["rules"])
         self.own = {number: [] for number in groups}
         for number, sample, start, end, cut, rollouts in saved["responses"]:
             response = Response(groups[number], sample, start, None, end, cut, unpack(rollouts))
             self.own[number].append(response)
         self.complete = {number: unpack(group) for number, group in saved["complete"].items()}
-        self.unused, self.lines, self.noted = saved["current"] is not None, saved["lines"], saved["noted"]
-        self.current = unpack(saved["current"]) if self.unused else None
         with self.changed:
             for number, group in self.rules.running.items():
                 ended = {each.sample for each in self.own[number]}

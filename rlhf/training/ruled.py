@@ -13,7 +13,7 @@ from rlhf.config.schedule import Dropped
 from rlhf.core.batch import Prompts
 from rlhf.core.metrics import How, Stat
 from rlhf.training.staleness import Rules
-from rlhf.training.stream import RolloutStream
+from rlhf.training.stream import RolloutStream, unpack
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Metrics
@@ -134,14 +134,19 @@ class RuledStream(RolloutStream):
             "rollouts/cut": Stat(float(usage.cut), 1.0, How.sum),
         }
 
-    def saved_prompts(self) -> dict[str, Any]:
-        """Return the prompts as plain values."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return prompts, the batch that was put back and the lines of groups, as plain values."""
         return {
+            "current": self.current.as_dict() if self.current is not None and self.unused else None,
+            "lines": self.lines if self.unused else [],
+            "noted": self.noted,
             "known": {group: self.known[group].as_dict() for group in sorted(self.known)},
             "queues": [[prompt.as_dict() for prompt in queue] for queue in (self.next, self.discards)],
         }
 
-    def load_prompts(self, saved: dict[str, Any]) -> None:
-        """Continue with saved prompts."""
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue with what `state_dict` of this class returned."""
+        self.unused, self.lines, self.noted = saved["current"] is not None, saved["lines"], saved["noted"]
+        self.current = unpack(saved["current"]) if self.unused else None
         self.known = {group: Prompts(**prompt) for group, prompt in saved["known"].items()}
         self.next, self.discards = (deque(Prompts(**prompt) for prompt in queue) for queue in saved["queues"])

@@ -147,10 +147,14 @@ class Rules:
             most = max(most, min(due - self.batch * j, self.batch) - min(complete, self.batch))
         return list(islice(self.running.values(), most))
 
-    def to_cut(self) -> list[Group]:
-        """Return the groups with running samples that must end now, so that the idle trainer gets a batch."""
+    def to_cut(self, begun: Callable[[int], int]) -> list[Group]:
+        """Return the groups with running samples that must end now, so that the idle trainer gets a batch.
+
+        There are none before all samples of these groups have started; `begun` as in `startable`.
+        """
         due = self.due() if self.stale is Stale.cut else []
-        return [group for group in due if group.left] if len(self.ready) + len(due) >= self.batch else []
+        found = [group for group in due if group.left] if len(self.ready) + len(due) >= self.batch else []
+        return found if all(begun(group.number) == self.samples for group in found) else []
 
     def take(self) -> list[Group] | None:
         """Return the groups of the next batch, or None if the trainer must wait."""

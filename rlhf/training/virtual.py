@@ -26,7 +26,7 @@ from rlhf.training.clock import Clock
 from rlhf.training.replay import with_token_versions
 from rlhf.training.ruled import RuledStream
 from rlhf.training.sequences import MESSAGE, Piece, Start
-from rlhf.training.stream import joined, unpack
+from rlhf.training.stream import joined
 
 if TYPE_CHECKING:
     from rlhf.config.clock import VirtualConfig
@@ -220,21 +220,17 @@ class VirtualStream(RuledStream):
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the load of an update, for `torch.load(weights_only=True)`."""
         return {
-            **self.saved_prompts(),
+            **super().state_dict(),
             "clock": self.clock.state_dict(),
             "spare": [prompt.as_dict() for prompt in self.spare],
             "scored": {group: batch.as_dict() for group, batch in self.scored.items()},
-            "current": self.current.as_dict() if self.current is not None and self.unused else None,
-            "lines": self.lines if self.unused else [],
         }
 
     def _load(self, saved: dict[str, Any]) -> None:
         self.clock.load_state_dict(saved["clock"])
-        self.load_prompts(saved)
+        self.load_state_dict(saved)
         self.scored = {group: Batch(**batch) for group, batch in saved["scored"].items()}
         self.spare = deque(Prompts(**prompt) for prompt in saved["spare"])
-        self.unused, self.lines = saved["current"] is not None, saved["lines"]
-        self.current = unpack(saved["current"]) if self.unused else None
 
 
 def _episodes(found: Rollouts, pieces: Sequence[Piece]) -> Iterator[Piece]:
