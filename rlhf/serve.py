@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from rlhf.generators.vllm.sampler import VLLMFactory
 
 KEY = "RLHF_KEY"  # environment variable with the key, unless --key-variable names another one
-_WATCH_S = 0.5  # between two looks at the processes
-_PING = 20  # looks between two questions to the server
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -214,8 +212,7 @@ async def keep(server: Server, restarts: int, announce: Path | None) -> None:
             say(f"ready: {server.url}")
             if announce is not None:
                 write_atomically(announce, _reachable(server.url) + "\n")
-            while True:
-                await _watch(server)
+            await server.watch()
         except Gone as error:
             if not left:
                 raise RunError(
@@ -226,24 +223,6 @@ async def keep(server: Server, restarts: int, announce: Path | None) -> None:
             if announce is not None:
                 announce.unlink(missing_ok=True)
             await asyncio.shield(server.stop())
-
-
-async def _watch(server: Server) -> None:
-    """Watch a server for some seconds.
-
-    Raises:
-        Gone: it ended, or does not answer.
-    """
-    from rlhf.generators.servers.server import Gone, NoAnswer
-
-    for _ in range(_PING):
-        await asyncio.sleep(_WATCH_S)
-        if server.child is not None and (how := server.child.ended()):
-            raise Gone(f"ended ({how})")
-    try:
-        await server.status()
-    except NoAnswer as error:
-        raise Gone(str(error)) from None
 
 
 def _reachable(url: str) -> str:

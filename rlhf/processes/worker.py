@@ -257,14 +257,7 @@ class Worker:
                 raise Closed
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-u", *arguments],  # -u: the log is complete if the process is killed
-                env={
-                    "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
-                    **without_rank(os.environ),
-                    "TMPDIR": self.scratch,
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                    "OMP_WAIT_POLICY": "PASSIVE",
-                    **self.environment,
-                },
+                env=inherited(self.scratch) | {"OMP_WAIT_POLICY": "PASSIVE", **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -331,6 +324,19 @@ class Worker:
         if self.scratch is not None:
             shutil.rmtree(self.scratch, ignore_errors=True)
         self.process = self.channel = self.scratch = None
+
+
+def inherited(scratch: str) -> dict[str, str]:
+    """Return the environment variables of this process for a child process of no rank.
+
+    The child imports the same modules, and its temporary files are in the folder `scratch`.
+    """
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
+        **without_rank(os.environ),
+        "TMPDIR": scratch,
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
 
 
 def received(channel: Channel) -> Any:

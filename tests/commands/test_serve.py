@@ -34,8 +34,8 @@ def call(monkeypatch, capsys, tmp_path):
     tiny_config("llama").save_pretrained(tmp_path / "model")
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setattr(serve, "_WATCH_S", 0.02)
-    monkeypatch.setattr(serve, "_PING", 2)
+    monkeypatch.setattr("rlhf.generators.servers.server._WATCH_S", 0.02)
+    monkeypatch.setattr("rlhf.generators.servers.server._PING_S", 0.04)
     monkeypatch.setattr("rlhf.generators.servers.server._POLL_S", 0.02)
     monkeypatch.setattr(launch, "command", lambda settings, host: [sys.executable, STAND_IN, tmp_path])
     monkeypatch.delenv(serve.KEY, raising=False)
@@ -140,7 +140,7 @@ def test_a_server_is_started_again_after_a_kill_and_a_hang_and_ends_with_a_signa
     )
     assert code == 0 and f"{number.name}: stopping the server" in out
     assert (
-        out.count("ready: http://127.0.0.1:") == 3 and "ended (killed by SIGKILL); starting it again" in out
+        out.count("ready: http://127.0.0.1:") == 3 and "died (killed by SIGKILL); starting it again" in out
     )
     assert "did not answer /v1/rlhf/status within 1 s; starting it again" in out
     *servers, (first, last) = seen
@@ -161,7 +161,7 @@ def test_a_server_that_cannot_start_or_is_lost_too_often_ends_the_command(
         started(2).kill()
 
     code, _, err = call(*flags, during=during)
-    assert code == 1 and "at most 1 times (--restarts), but it ended (killed by SIGKILL)" in err
+    assert code == 1 and "at most 1 times (--restarts), but it died (killed by SIGKILL)" in err
     (tmp_path / "fail").touch()
     code, _, err = call(*flags)
     assert code == 1 and "the server must start, but it ended (exit code 1); its output is above" in err

@@ -13,7 +13,6 @@ import torch
 from rlhf.core.batch import Begun, Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.seeding import derive
-from rlhf.generators.servers import pool as pools
 from rlhf.generators.servers import server as servers
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
@@ -40,8 +39,8 @@ def loop():
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Look at servers often."""
-    monkeypatch.setattr(pools, "_WATCH_S", 0.02)
-    monkeypatch.setattr(pools, "_PING_S", 0.1)
+    monkeypatch.setattr(servers, "_WATCH_S", 0.02)
+    monkeypatch.setattr(servers, "_PING_S", 0.1)
     monkeypatch.setattr(servers, "_POLL_S", 0.02)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -72,12 +71,10 @@ def variables(settings: VLLMFactory, key: str | None) -> dict[str, str]:
         "VLLM_PLUGINS": "rlhf",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
         # All processes of a server are on this host, and none of their sockets asks for a key
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": loopback(),
         "NCCL_SOCKET_IFNAME": loopback(),
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
     if settings.enforce_eager and not settings.gpu:
         own["TORCHDYNAMO_DISABLE"] = "1"  # otherwise parts of vLLM's sampler compile for 20 s

@@ -85,11 +85,10 @@ async def status(request: Request) -> dict[str, Any]:
         raise HTTPException(503, "a load failed, so this server ends itself")
     engine = request.app.state.engine_client
     settings = engine.vllm_config
-    taken = await engine.collective_rpc("taken_checksums")
+    await engine.collective_rpc("taken_checksums")  # any call, which the workers answer
     return {
         "start": request.app.state.rlhf_start,
         "version": await engine.get_weight_version(),
-        "tensors": len(taken[0]),
         "model": settings.model_config.hf_config.to_dict(),
         "dtype": str(settings.model_config.dtype).removeprefix("torch."),
         "head_dtype": str(settings.model_config.head_dtype).removeprefix("torch."),

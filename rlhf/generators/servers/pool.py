@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from rlhf.generators.transfer.weights import Manifest, WeightStore
     from rlhf.generators.vllm.sampler import VLLMFactory
 
-_WATCH_S = 0.5  # between two looks at the processes of a server
-_PING_S = 5.0  # between two questions to a server that samples
 _ABORT_S = 0.2  # between two requests to end a response
 
 
@@ -258,7 +256,7 @@ class ServerPool(Generator):
             RunError: it refuses the key, or a response failed too often.
         """
         server.broken = self.loop.create_future()
-        watch = self.loop.create_task(self._watch(server))
+        watch = self.loop.create_task(server.watch(lambda: bool(server.running) and not server.loading))
         try:
             while True:
                 while (manifest := self._next(server)) is not None:
@@ -273,34 +271,6 @@ class ServerPool(Generator):
                         each.result()
         finally:
             watch.cancel()
-
-    async def _watch(self, server: Server) -> None:
-        """Look whether a server still runs and answers.
-
-        Raises:
-            Gone: it does not.
-        """
-        asked = self.loop.time()
-        while True:
-            await asyncio.sleep(_WATCH_S)
-            if server.child is not None and (how := server.child.ended()):
-                raise Gone(f"died ({how})")
-            if server.running and not server.loading and self.loop.time() > asked + _PING_S:
-                await self._check(server)
-                asked = self.loop.time()
-
-    async def _check(self, server: Server) -> None:
-        """Ask a server for its state.
-
-        Raises:
-            Gone: it does not answer, or was started again by somebody else.
-        """
-        try:
-            state = await server.status()
-        except NoAnswer as error:
-            raise Gone(str(error)) from None
-        if state["start"] != server.about["start"]:
-            raise Gone("was started again")
 
     def _lose(self, server: Server, error: Gone) -> None:
         """Put the requests of a lost server back into the queue.
@@ -421,7 +391,7 @@ class ServerPool(Generator):
                 raise Gone(f"sampled tokens with version {', '.join(map(str, {*reply.versions} - {*known}))}")
         except NoAnswer as error:
             try:
-                await self._check(server)
+                await server.check()
             except (Gone, RunError) as gone:
                 return server.breaks(gone)
             work.lost += 1

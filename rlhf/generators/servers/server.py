@@ -19,10 +19,9 @@ import aiohttp
 
 from rlhf.core.errors import RunError
 from rlhf.core.formatting import shortened
-from rlhf.core.launched import without_rank
 from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, PARENT, SCRATCH, STATUS
 from rlhf.generators.transfer.weights import TransferError, confirm
-from rlhf.processes.worker import ending, kill
+from rlhf.processes.worker import ending, inherited, kill
 
 if TYPE_CHECKING:
     from rlhf.generators.transfer.weights import Manifest
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 _CONNECT_S = 5.0
 _BYTES_PER_S = 50e6  # at which a server reads weights at least
 _POLL_S = 0.25  # between two looks at a server that starts
+_WATCH_S = 0.5  # between two looks at the processes of a server
+_PING_S = 5.0  # between two questions to a server
 _LOG_LINES = 5  # of a server that did not start, in the error
 
 
@@ -81,12 +82,7 @@ class Child:
         with self.log.open("ab") if self.log else nullcontext() as log:
             self.process = subprocess.Popen(
                 self.command(port),
-                env={
-                    **without_rank(os.environ),
-                    "TMPDIR": self.scratch,
-                    PARENT: str(os.getpid()),
-                    **self.environment,
-                },
+                env=inherited(self.scratch) | {PARENT: str(os.getpid()), **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -152,8 +148,7 @@ class Server:
         self.name, self.url, self.key, self.child, self.accept = name, url, key, child, accept
         self.start_s, self.answer_s, self.request_s = start_s, answer_s, request_s
         self.session: aiohttp.ClientSession | None = None
-        self.about: dict[str, Any] = {}  # its status when it was ready
-        self.attached = False  # whether it was ready once
+        self.about: dict[str, Any] = {}  # its status when it was ready; empty: it was never ready
         self.version: int | None = None  # of its weights, as it confirmed; None: random weights
         self.loading: Manifest | None = None
         self.running: dict[asyncio.Task[None], Any] = {}  # requests for tokens
@@ -186,9 +181,7 @@ class Server:
         while True:
             try:
                 self.about = await self.status(min(self.answer_s, self.start_s))
-                self.accept(self.about)
-                self.attached = True
-                return
+                return self.accept(self.about)
             except NoAnswer as error:
                 if self.child is not None and (how := self.child.ended()):
                     if how.startswith("killed"):
@@ -198,7 +191,7 @@ class Server:
                     ) from None
                 if loop.time() > until:
                     late = f"was not ready within the start limit, {self.start_s:g} s: it {error}"
-                    if self.child is None and not self.attached:
+                    if self.child is None and not self.about:
                         raise RunError(f"{self.name} {late}; start it, or correct generator.urls") from None
                     raise Gone(late) from None
                 await asyncio.sleep(_POLL_S)
@@ -211,6 +204,38 @@ class Server:
             await self.session.close()
         if self.child is not None:
             await asyncio.to_thread(self.child.stop)
+
+    async def watch(self, is_asked: Callable[[], bool] = lambda: True) -> None:
+        """Look whether the server still runs and answers.
+
+        Args:
+            is_asked: whether it must answer now.
+
+        Raises:
+            Gone: it does not.
+        """
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if self.child is not None and (how := self.child.ended()):
+                raise Gone(f"died ({how})")
+            if is_asked() and loop.time() > asked + _PING_S:
+                await self.check()
+                asked = loop.time()
+
+    async def check(self) -> None:
+        """Ask the server for its state.
+
+        Raises:
+            Gone: it does not answer, or was started again by somebody else.
+        """
+        try:
+            state = await self.status()
+        except NoAnswer as error:
+            raise Gone(str(error)) from None
+        if state["start"] != self.about["start"]:
+            raise Gone("was started again")
 
     def breaks(self, error: Exception) -> None:
         """Let the pool give the server up, because of an error of a request."""
