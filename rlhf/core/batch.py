@@ -66,6 +66,10 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.texts)
 
+    def unpadded(self) -> list[list[int]]:
+        """Return the token ids of each prompt."""
+        return [ids[mask].tolist() for ids, mask in zip(self.prompt_ids, self.prompt_mask, strict=True)]
+
     def place(self, example: int) -> str:
         """Return where the data have the example, from 0 to N - 1, for messages."""
         return (

@@ -117,9 +117,7 @@ class Episodes:
     ) -> None:
         self.prompts, self.sampling, self.factory, self.turns = prompts, sampling, factory, factory.turns
         self.stop_ids = frozenset(stop_ids)
-        self.heads = [
-            ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
-        ]
+        self.heads = prompts.unpadded()
         records = prompts.records or [{}] * len(prompts)
         own = seed, "environment", sampling.purpose
         places = [*product(enumerate(prompts.index.tolist()), range(sampling.samples))]

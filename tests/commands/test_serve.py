@@ -139,9 +139,7 @@ def test_a_server_is_started_again_after_a_kill_and_a_hang_and_ends_with_a_signa
         "--port", "0", "--announce", str(tmp_path / "url"), "--answer-limit", "1", during=during
     )
     assert code == 0 and f"{number.name}: stopping the server" in out
-    assert (
-        out.count("ready: http://127.0.0.1:") == 3 and "died (killed by SIGKILL); starting it again" in out
-    )
+    assert out.count("ready: http://127.0.0.1:") == 3 and "died (killed by SIGKILL); starting it again" in out
     assert "did not answer /v1/rlhf/status within 1 s; starting it again" in out
     *servers, (first, last) = seen
     assert first == last == f"{out.split('ready: ')[1].split()[0]}\n", "a run knows only the first address"

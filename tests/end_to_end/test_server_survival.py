@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -72,8 +74,10 @@ def url(uninterrupted, served, tmp_path) -> Iterator[str]:
     child.stop()
 
 
-def killed(words: list[str], folder: RunFolder) -> dict[psutil.Process, Path]:
+def killed(words: list[str], folder: RunFolder, main: bool = False) -> dict[psutil.Process, Path]:
     """Kill a trainer at a random moment after its next row, and after the first checkpoint.
+
+    With `main`, the main process of its server is killed just before.
 
     Returns:
         The processes that it has started, with their folders for temporary files.
@@ -88,6 +92,9 @@ def killed(words: list[str], folder: RunFolder) -> dict[psutil.Process, Path]:
     children = {
         each: Path(each.environ().get("TMPDIR", "")) for each in psutil.Process(process.pid).children(True)
     }
+    if main:
+        (leader,) = {os.getpgid(each.pid) for each, tmp in children.items() if tmp.name.startswith(SCRATCH)}
+        os.kill(leader, signal.SIGKILL)
     process.kill()
     process.communicate()
     return children
@@ -101,9 +108,11 @@ def finish(words: list[str]) -> str:
     return done.stdout
 
 
-def test_servers_of_a_killed_trainer_end_and_the_run_resumes(tiny, command, tmp_path, uninterrupted):
+@pytest.mark.parametrize("main", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_servers_of_a_killed_trainer_end_and_the_run_resumes(main, tiny, command, tmp_path, uninterrupted):
+    """The main process of the server is killed as well, with `main`."""
     words, folder = [*command, *RUN], RunFolder(tmp_path / run_name(tiny(*RUN)))
-    processes = killed(words, folder)
+    processes = killed(words, folder, main)
     assert len(processes) >= 3, "a server has three processes"
     left = psutil.wait_procs([*processes], timeout=20)[1]
     assert not left, [each.cmdline() for each in left]

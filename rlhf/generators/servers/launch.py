@@ -44,6 +44,7 @@ def command(settings: VLLMFactory, host: str) -> list[str]:
         "served_model_name": "policy",
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
         "weight_transfer_config": {"backend": "rlhf_files"},
+        "worker_extension_cls": "rlhf.generators.servers.extension.ServerExtension",
         "additional_config": {"absent_ids": list(settings.absent_ids)},
         "enable_scale_out": True,  # tokens in, tokens out
         "disable_fastapi_docs": True,

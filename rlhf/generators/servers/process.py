@@ -9,7 +9,10 @@ import signal
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from rlhf.generators.servers.protocol import PARENT, SCRATCH
 from rlhf.processes.groups import kill_group
@@ -26,13 +29,27 @@ def end() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
+def end_with_others() -> None:
+    """End this server, in a thread, as soon as the process that started it or its own main process has ended.
+
+    In a process that is part of no server, nothing happens.
+    """
+    if number := os.environ.get(PARENT):
+        threading.Thread(target=_end_with, args=(int(number), os.getpgrp()), daemon=True).start()
+
+
+def _end_with(*others: int) -> None:
+    while all(map(_runs, others)):
         time.sleep(_POLL_S)
     end()
 
 
+def _runs(process: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
+
+
 if __name__ == "__main__":
-    if number := os.environ.get(PARENT):
-        threading.Thread(target=_end_with, args=(int(number),), daemon=True).start()
+    end_with_others()
     runpy.run_module("vllm.entrypoints.launchers.api_server.entry", run_name="__main__", alter_sys=True)

@@ -12,12 +12,9 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from rlhf.core.batch import Rollouts
-from rlhf.core.seeding import derive
 from rlhf.environments.episodes import Episodes
-from rlhf.generators.vllm.sequences import pad, sampling_parameters
+from rlhf.generators.vllm.sequences import rollouts_of, sampling_parameters, seed_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,8 +99,7 @@ class Request:
         given = sampling_parameters(
             self.sampling, int(self.prompts.index[i // K]), settings.stop_ids, settings.seed
         )
-        seed = derive(given["seed"], k, turn) if turn else given["seed"] + k
-        given |= {"seed": seed, "max_tokens": most}
+        given |= {"seed": seed_of(given["seed"], k, turn), "max_tokens": most}
         return self.pool.work(self, i, ids, given)
 
 
@@ -112,10 +108,7 @@ class Replies(Request):
 
     def begin(self) -> None:
         """Ask for all responses."""
-        heads = [
-            ids[mask].tolist()
-            for ids, mask in zip(self.prompts.prompt_ids, self.prompts.prompt_mask, strict=True)
-        ]
+        heads = self.prompts.unpadded()
         K, length = self.sampling.samples, self.sampling.response_length
         self.found: dict[int, Reply] = {}
         self.count = K * len(heads)
@@ -136,21 +129,18 @@ class Replies(Request):
 
     def rollouts(self) -> Rollouts:
         """Return all replies as rollouts."""
-        replies = [self.found[i] for i in range(self.count)]
-        shape = len(self.prompts), self.sampling.samples, self.sampling.response_length
-        ids, mask, logprobs = (x.view(shape) for x in pad(replies, shape[-1], self.pool.settings.pad_id))
-        token_versions = torch.zeros(shape, dtype=torch.int64)
-        token_versions[mask] = torch.tensor([version for each in replies for version in each.versions])
-        return self.prompts.extend(
-            Rollouts,
-            response_ids=ids,
-            response_mask=mask,
-            behaviour_logprobs=logprobs,
-            ended=(mask & torch.isin(ids, torch.tensor(self.pool.settings.stop_ids))).any(-1),
-            token_versions=token_versions if self.pool.in_flight else None,
-            version=int(token_versions[mask].min()),
-            generate_s=time.perf_counter() - self.began,
+        replies, settings = [self.found[i] for i in range(self.count)], self.pool.settings
+        versions = [each.versions for each in replies]
+        rollouts = rollouts_of(
+            self.prompts,
+            self.sampling,
+            replies,
+            versions if self.pool.in_flight else None,
+            stop_ids=settings.stop_ids,
+            pad_id=settings.pad_id,
         )
+        oldest = min(version for each in versions for version in each)
+        return replace(rollouts, version=oldest, generate_s=time.perf_counter() - self.began)
 
 
 class Conversation(Request):

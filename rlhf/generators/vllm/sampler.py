@@ -22,11 +22,18 @@ from transformers.utils import cached_file
 
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError
-from rlhf.core.seeding import derive
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.transfer.weights import TransferError
 from rlhf.generators.vllm.device_arguments import check_head_size, on_cpu, on_shared_gpu
-from rlhf.generators.vllm.sequences import Request, pad, sampling_parameters, serve, single_samples, versions
+from rlhf.generators.vllm.sequences import (
+    Request,
+    rollouts_of,
+    sampling_parameters,
+    seed_of,
+    serve,
+    single_samples,
+    versions,
+)
 
 if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Sampling
@@ -210,33 +217,21 @@ class VLLMSampler:
 
     def _respond(self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None) -> Rollouts:
         """Sample one reply for each sample."""
-        unpadded = [
-            ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
-        ]
         parameters = [self.parameters(sampling, example) for example in prompts.index.tolist()]
-        asked = list(zip(unpadded, parameters, strict=True))
+        asked = list(zip(prompts.unpadded(), parameters, strict=True))
         if update is not None:
             asked = [(ids, one) for ids, each in asked for one in single_samples(each)]
         outputs: list[Any] = [None] * len(asked)
         once = iter([[Request(i, *each) for i, each in enumerate(asked)]])
         serve(self.llm, lambda wait: next(once, []), outputs.__setitem__, update)
         completions = [completion for output in outputs for completion in output.outputs]
-        replies = [(each.token_ids, each.logprobs.logprobs) for each in completions]
-        shape = (len(prompts), sampling.samples, sampling.response_length)
-        ids, mask, logprobs = (
-            x.view(shape) for x in pad(replies, sampling.response_length, self.settings.pad_id)
-        )
-        token_versions = None
-        if update is not None:
-            token_versions = torch.zeros(shape, dtype=torch.int64)
-            token_versions[mask] = torch.tensor([each for one in completions for each in versions(one)])
-        return prompts.extend(
-            Rollouts,
-            response_ids=ids,
-            response_mask=mask,
-            behaviour_logprobs=logprobs,
-            ended=(mask & torch.isin(ids, torch.tensor(self.settings.stop_ids))).any(-1),
-            token_versions=token_versions,
+        return rollouts_of(
+            prompts,
+            sampling,
+            [(each.token_ids, each.logprobs.logprobs) for each in completions],
+            [versions(each) for each in completions] if update is not None else None,
+            stop_ids=self.settings.stop_ids,
+            pad_id=self.settings.pad_id,
         )
 
     def _converse(self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None) -> Rollouts:
@@ -252,7 +247,7 @@ class VLLMSampler:
         def asked(wait: bool) -> Iterator[Request]:
             for i in episodes.ready(wait):
                 one = self.parameters(sampling, int(prompts.index[i // K]))
-                one.seed = derive(one.seed, i % K, turn[i]) if turn[i] else one.seed + i % K
+                one.seed = seed_of(one.seed, i % K, turn[i])
                 one.n, one.max_tokens = 1, episodes.room(i)
                 turn[i] += 1
                 yield Request(i, episodes.history(i), one)

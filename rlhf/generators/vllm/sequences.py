@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError
 from rlhf.core.seeding import derive
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from rlhf.core.batch import Sampling
+    from rlhf.core.batch import Prompts, Sampling
 
 
 class Request(NamedTuple):
@@ -150,6 +151,52 @@ def single_samples(parameters: Any) -> Iterator[Any]:
         one = parameters.clone()
         one.n, one.seed = 1, parameters.seed + k
         yield one
+
+
+def seed_of(seed: int, sample: int, turn: int) -> int:
+    """Return the seed of a reply of an episode; the first one has that of a response.
+
+    Args:
+        seed: of `sampling_parameters`.
+        sample: the number of the sample, from 0.
+        turn: the number of the reply, from 0.
+    """
+    return derive(seed, sample, turn) if turn else seed + sample
+
+
+def rollouts_of(
+    prompts: Prompts,
+    sampling: Sampling,
+    replies: Sequence[Sequence[Any]],
+    versions: Sequence[Sequence[int]] | None,
+    *,
+    stop_ids: Sequence[int],
+    pad_id: int,
+) -> Rollouts:
+    """Return replies as rollouts [N, K, T].
+
+    Args:
+        prompts: N prompts.
+        sampling: K and T.
+        replies: token ids and log-probs of each of the N K replies, and perhaps more.
+        versions: of the weights that sampled each of their tokens; None: the tokens have no versions.
+        stop_ids: tokens that end a reply.
+        pad_id: token id of padding.
+    """
+    shape = len(prompts), sampling.samples, sampling.response_length
+    ids, mask, logprobs = (x.view(shape) for x in pad(replies, shape[-1], pad_id))
+    token_versions = None
+    if versions is not None:
+        token_versions = torch.zeros(shape, dtype=torch.int64)
+        token_versions[mask] = torch.tensor([version for each in versions for version in each])
+    return prompts.extend(
+        Rollouts,
+        response_ids=ids,
+        response_mask=mask,
+        behaviour_logprobs=logprobs,
+        ended=(mask & torch.isin(ids, torch.tensor(stop_ids))).any(-1),
+        token_versions=token_versions,
+    )
 
 
 def pad(replies: Sequence[Sequence[Any]], length: int, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,7 +27,6 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rlhf.generators.transfer.files import read_file
 from rlhf.generators.transfer.gpu import checksums, fingerprint
 from rlhf.generators.transfer.shared_memory import read
 from rlhf.generators.transfer.weights import TransferError
@@ -104,27 +103,6 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
 
     def shutdown(self) -> None:
         """Do nothing: the engine has no resources between updates."""
-
-
-@dataclass
-class FilesUpdateInfo(WeightTransferUpdateInfo):
-    """The data of an update: a safetensors file and the checksums of its tensors, as a request has them."""
-
-    path: str
-    version: int
-    checksums: dict[str, int]
-
-
-class FilesEngine(SharedMemoryEngine):
-    """A weight-transfer engine of a server, which loads the tensors of a file of the trainer."""
-
-    update_info_cls = FilesUpdateInfo
-
-    def verified(self, update_info: Any) -> tuple[list[tuple[str, Tensor]], dict[str, int]]:
-        """Return the tensors of the file by name, which were compared with their checksums."""
-        return list(read_file(update_info.path, update_info.version, update_info.checksums)), (
-            update_info.checksums
-        )
 
 
 class Witness:
@@ -206,7 +184,6 @@ def _check_reached(model: torch.nn.Module, reached: set[str] | None) -> None:
 
 for transfer, engine in (
     ("shared_memory", SharedMemoryEngine),
-    ("files", FilesEngine),
     ("ipc", IpcEngine),
     ("nccl", NcclEngine),
 ):
