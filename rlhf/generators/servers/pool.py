@@ -342,13 +342,12 @@ class ServerPool(Generator):
 
     def _next(self, server: Server) -> Manifest | None:
         """Return the weights that a server loads now, if any."""
-        if not self.manifests:
+        if not self.manifests or any(work.version is not None for work in server.running.values()):
             return None
-        waiting = [work.version for work in self.queue if work.version is not None]
-        running = any(work.version is not None for work in server.running.values())
-        if running or server.version in (*waiting, *self.held):
+        needed = {work.version for work in self.queue if work.version is not None}.union(self.held)
+        if server.version in needed:
             return None
-        version = min([*waiting, *self.held], default=max(self.manifests))
+        version = min(needed, default=max(self.manifests))
         return None if version == server.version else self.manifests[version]
 
     def _release(self) -> None:
