@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--float32-head", action="store_true", help="as model.float32_head of the runs")
     add("--memory", type=float, metavar="SHARE", help="as generator.memory of a run")
     parser.add_argument("--tensor-parallel-size", **whole, default=1, help="GPUs that share the model")
+    parser.add_argument("--nccl", action="store_true", help="runs have generator.transfer=nccl (GPUs only)")
     add("--enforce-eager", action=argparse.BooleanOptionalAction, help="do not compile (default: on CPUs)")
     add("--absent-ids", type=numbers, metavar="IDS", help="ids that no token has, as 7,50277-50303")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
@@ -135,6 +136,7 @@ def _settings(options: Namespace) -> VLLMFactory:
         ("--max-num-seqs", options.max_num_seqs, options.max_num_seqs > 0, ">= 1 (it samples something)"),
         ("--memory", memory, 0 < memory <= 1, "above 0 and at most 1 (a share)"),
         ("--tensor-parallel-size", tensor, 1 <= tensor <= max(gpus, 1), f"1 to {max(gpus, 1)} (GPUs here)"),
+        ("--nccl", True, gpus or not options.nccl, "left out on a machine without GPUs (weights are files)"),
         ("--announce", announce, not announce or announce.parent.is_dir(), "in a folder that exists"),
         ("--port", options.port, 0 <= options.port < 2**16, "a port (0 to 65535)"),
     ):
@@ -154,7 +156,7 @@ def _settings(options: Namespace) -> VLLMFactory:
         absent_ids=given.get("absent_ids", ()),
         sleeps=False,
         in_flight=False,  # this and what follows is in the requests of a run
-        transfer=Transfer.shared_memory.value,
+        transfer=(Transfer.nccl if options.nccl else Transfer.shared_memory).value,
         stop_ids=(),
         pad_id=0,
         seed=0,

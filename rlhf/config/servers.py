@@ -59,8 +59,8 @@ class VLLMServerConfig(VLLMConfig):
         return 0 if self.urls else self.servers
 
     def route(self, gpus: bool, nccl: bool = True) -> Transfer:
-        """Return that the weights do not stay on GPUs: they are files."""
-        return Transfer.shared_memory
+        """Return nccl if it was chosen; otherwise weights are files, which leave the GPU at once."""
+        return Transfer.nccl if self.transfer is Transfer.nccl else Transfer.shared_memory
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error for keys of one process, or if the addresses or the key of the servers are wrong."""
@@ -68,14 +68,18 @@ class VLLMServerConfig(VLLMConfig):
         keys = {
             "replicas": self.replicas,
             "per_rank": str(self.per_rank).lower(),
-            "transfer": self.transfer.value,
         }
-        for (key, value), only in zip(keys.items(), (1, "false", "auto"), strict=True):
+        for (key, value), only in zip(keys.items(), (1, "false"), strict=True):
             if value != only:
                 yield (
-                    f"{at}.{key} must be {only} with generator=vllm_server (all ranks use the same servers, "
-                    f"which read weights from files), got {value}; set {at}.{key}={only}"
+                    f"{at}.{key} must be {only} with generator=vllm_server (all ranks use the same servers), "
+                    f"got {value}; set {at}.{key}={only}"
                 )
+        if self.transfer not in (Transfer.auto, Transfer.nccl):
+            yield (
+                f"{at}.transfer must be auto (servers read weights from files) or nccl (between GPUs) with "
+                f"generator=vllm_server, got {self.transfer.value}; set {at}.transfer=auto"
+            )
         if not self.urls:
             return
         for url in self.urls:

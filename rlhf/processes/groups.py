@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 
 import psutil
 
@@ -46,9 +48,16 @@ def members(group: int) -> list[int]:
 
 
 def kill_children() -> None:
-    """Kill the descendants of this process in its own process group, such as the processes of a sweep."""
-    group = set(members(os.getpgrp()))
-    for child in psutil.Process().children(recursive=True):
-        if child.pid in group:
-            with suppress(psutil.Error):
-                child.kill()
+    """Kill the descendants of this process in its own process group; it is about to end.
+
+    From now on `multiprocessing` starts no process: a pool would replace those that are killed.
+    """
+    BaseProcess.start = lambda self: threading.Event().wait()  # type: ignore[assignment,method-assign]
+    for _ in range(_ROUNDS):
+        children = {child.pid for child in psutil.Process().children(recursive=True)}
+        due = children.intersection(members(os.getpgrp()))
+        for pid in due:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not due:
+            return

@@ -28,6 +28,8 @@ from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.protocol import GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Child, Server
 from rlhf.generators.transfer.files import FileWeights
+from rlhf.generators.transfer.gpu import Nccl
+from rlhf.generators.vllm.placement import visible
 from rlhf.models.modules import Policy, set_head
 from rlhf.processes.groups import members
 from tests import needs
@@ -44,6 +46,7 @@ from tests.end_to_end.test_vllm import (  # noqa: E402
     VOCABULARY,
     Process,
     difference,
+    greedy,
     prompts,
 )
 
@@ -77,11 +80,11 @@ def settings(tmp_path_factory):
 
 
 @contextmanager
-def pool(settings, folder: Path, server: Server, in_flight=False, restarts=3):
+def pool(settings, folder: Path, server: Server, in_flight=False, restarts=3, store=None):
     """Yield a pool with one server."""
     made = ServerPool(
         [server],
-        FileWeights(folder / "weights"),
+        store or FileWeights(folder / "weights"),
         settings,
         vocabulary=VOCABULARY,
         restarts=restarts,
@@ -235,6 +238,48 @@ def test_a_response_goes_on_with_weights_that_are_loaded_meanwhile(attached):
         others = (logprobs - rollouts.behaviour_logprobs).abs()[mask & (versions != version)]
         assert others.max() > 1e-2
     assert later.version == 2 and difference(model_of(2), later, 0.7) < 1e-4, "the prefix cache is new"
+
+
+@pytest.mark.nightly
+def test_weights_come_by_nccl_with_a_socket_in_its_place(settings, tmp_path):
+    """The server is lost between two versions, so its next start joins another group."""
+    from tests.generators import nccl_over_socket
+
+    settings = replace(settings, transfer="nccl")
+    words = command(settings, "127.0.0.1")
+    words[words.index("--worker-extension-cls") + 1] = f"{nccl_over_socket.__name__}.Extension"
+    own = variables(settings, KEY) | {"OMP_NUM_THREADS": "1"}
+    child = Child(partial(on_port, words), own, tmp_path / "server.log")
+    server = Server("server 0", None, KEY, 500.0, 60.0, 60.0, child)
+    store = nccl_over_socket.Nccl(torch.device("cpu"), torch.float32, 1)
+    with nccl_over_socket.in_place(), pool(settings, tmp_path, server, store=store) as generator:
+        for version in (1, 2, 3):
+            generator.load(weights(version), version)
+            rollouts = sample(generator, prompts())
+            assert rollouts.version == version and difference(model_of(version), rollouts, 0.7) < 1e-4
+            if version == 2:
+                processes(child)["VLLM::Worker"].kill()
+        assert generator.figures()["generator/restarts"].total == 1
+
+
+@pytest.mark.gpu
+def test_on_gpus_weights_come_by_nccl(settings, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip(needs.GPU)
+    gpu = torch.device("cuda", 0)
+    settings = replace(settings, transfer="nccl", gpu=True, memory=0.2)
+    visible_gpu = {"CUDA_VISIBLE_DEVICES": visible((1,), os.environ.get("CUDA_VISIBLE_DEVICES"))}
+    child = Child(
+        partial(on_port, command(settings, "127.0.0.1")), variables(settings, KEY) | visible_gpu, None
+    )
+    server = Server("server 0", None, KEY, 900.0, 120.0, 120.0, child)
+    with pool(settings, tmp_path, server, store=Nccl(gpu, torch.float32, 1)) as generator:
+        for version in (1, 2):
+            generator.load(((name, tensor.to(gpu)) for name, tensor in weights(version)), version)
+            rollouts = sample(generator, prompts(), samples=1, temperature=0.0)
+            assert rollouts.version == version
+            same = rollouts.response_ids == greedy(model_of(version), prompts())
+            assert same.float().mean() > 0.85, "more than rounding differences"
 
 
 # -- losses ----------------------------------------------------------------------------------------

@@ -17,13 +17,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
 from aiohttp import web
 
 from rlhf.core.errors import RunError
 from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
 from rlhf.generators.transfer.files import read_file
+from rlhf.generators.transfer.gpu import fingerprint
+from tests.generators.test_gpu_transfer import Peer
 
 VOCABULARY, STOP = 97, 1
+UPDATE = ("names", "dtype_names", "shapes")
 STARTS = count(1)
 Fault = Callable[["FakeServer", web.Request, dict[str, Any]], Any]
 
@@ -76,6 +80,9 @@ class FakeServer:
         self.place.bind(("127.0.0.1", 0))
         self.task: asyncio.Task[None] | None = None
         self.open: list[web.Request] = []
+        self.peer: Peer | None = None  # in the group of a trainer
+        self.groups = 0  # that were joined
+        self.transfers: list[Callable[[FakeServer], None] | None] = []  # faults of the next tensors
 
     @property
     def url(self) -> str:
@@ -119,6 +126,8 @@ class FakeServer:
 
     async def ends(self) -> None:
         runner, self.runner = self.runner, None
+        if self.peer is not None:
+            self.peer.destroy()
         if runner is not None:
             for site in list(runner.sites):
                 await site.stop()
@@ -155,14 +164,40 @@ class FakeServer:
         """Read a file, and use its weights."""
         async with self.lock:
             self.loads.append(body["version"])
+            update = body["update"]
             try:
-                for _ in read_file(body["path"], body["version"], body["checksums"]):
-                    pass
-            except RunError as error:
+                if body["group"] is not None:
+                    self.peer = await asyncio.to_thread(self.join, body["group"])
+                if "path" in update:
+                    for _ in read_file(**update):
+                        pass
+                    sums = update["checksums"]
+                else:
+                    sums = await asyncio.to_thread(self.receive, update)
+            except (RunError, OSError) as error:
                 self.task = self.loop.create_task(self.dies(after_s=0.02))
                 raise web.HTTPInternalServerError(text=str(error)) from error
-            self.weights, self.version = body["checksums"], str(body["version"])
-            return {"version": body["version"], "checksums": self.weights}
+            self.weights, self.version = sums, str(body["version"])
+            return {"version": body["version"], "checksums": sums}
+
+    def join(self, group: dict[str, Any]) -> Peer:
+        """Join the group of a trainer, in another thread."""
+        self.groups += 1
+        return Peer(socket.create_connection(("127.0.0.1", group["port"])))
+
+    def receive(self, update: dict[str, Any]) -> dict[str, int]:
+        """Receive tensors from the trainer, in another thread; return their fingerprints."""
+        assert self.peer is not None
+        found = {}
+        for name, dtype, shape in zip(*(update[each] for each in UPDATE), strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            data = bytearray(self.peer.receive(tensor.nbytes))
+            tensor = torch.frombuffer(data, dtype=tensor.dtype).view(shape)
+            if self.transfers and (fault := self.transfers.pop(0)) is not None:
+                fault(self)
+            found[name] = int(fingerprint(tensor)) % 2**64
+            self.peer.send(b"taken")
+        return found
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """Sample a response, a token at a time with the weights of that time."""

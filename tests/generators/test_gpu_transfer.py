@@ -219,7 +219,7 @@ class OverSocket(Nccl):
             return Peer(server.accept()[0])
 
     def broadcast(self, communicator, weights):
-        version = int(weights[0][1][0])
+        version = int(weights[0][1].flatten()[0])
         if version == self.fails:
             raise torch.OutOfMemoryError("no room to pack")
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ LIMIT_S = 0.4  # of a call to a server that hangs
 PATIENT_S = 10.0  # of all other calls
 LENGTH, SAMPLES, PROMPTS = 6, 2, 3
 KEY = "the key of the run"
+SumOf = Callable[[torch.Tensor], int]  # checksum of a tensor
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +66,13 @@ class Started:
         in_flight=False,
         key=KEY,
         limit_s=PATIENT_S,
+        store=None,
         **fake,
     ):
         self.limits = max(1.0, limit_s), limit_s, limit_s
         self.fakes = [FakeServer(loop, KEY, **fake) for _ in range(count)]
         self.children, self.key, self.settings = children, key, (restarts, in_flight)
-        self.store = FileWeights(folder / "weights")
+        self.store = store or FileWeights(folder / "weights")
 
     def __enter__(self):
         made = []
@@ -129,10 +132,12 @@ def error_of(pool: ServerPool) -> BaseException | None:
         return error
 
 
-def expected(given: Prompts, asked: Sampling, versions: torch.Tensor) -> torch.Tensor:
+def expected(
+    given: Prompts, asked: Sampling, versions: torch.Tensor, sum_of: SumOf = checksum
+) -> torch.Tensor:
     """Return response ids, [N, K, T], whose tokens were sampled by `versions` ([N, K, T]) of the weights."""
     found = torch.zeros(versions.shape, dtype=torch.int64)
-    sums = {v: {name: checksum(each) for name, each in weights(v)} for v in versions.unique().tolist()}
+    sums = {v: {name: sum_of(each) for name, each in weights(v)} for v in versions.unique().tolist()}
     for i, example in enumerate(given.index.tolist()):
         seed = derive(7, "sample", asked.purpose, asked.request, example)
         ids = given.prompt_ids[i][given.prompt_mask[i]].tolist()
@@ -144,10 +149,12 @@ def expected(given: Prompts, asked: Sampling, versions: torch.Tensor) -> torch.T
     return found
 
 
-def check(rollouts: Rollouts, given: Prompts, asked: Sampling, version: int) -> None:
+def check(
+    rollouts: Rollouts, given: Prompts, asked: Sampling, version: int, sum_of: SumOf = checksum
+) -> None:
     """Check that rollouts are those of a version of the weights."""
     shape = len(given), asked.samples, asked.response_length
-    ids = expected(given, asked, torch.full(shape, version))
+    ids = expected(given, asked, torch.full(shape, version), sum_of)
     assert torch.equal(rollouts.response_ids, ids)
     assert torch.equal(rollouts.response_mask, ids > 0) and rollouts.version == version
     assert torch.equal(rollouts.ended, (ids == STOP).any(-1))
@@ -160,7 +167,7 @@ def limit(fault: fake_server.Fault) -> float:
     return LIMIT_S if fault in HANGS.values() else PATIENT_S
 
 
-def play(pool: ServerPool, seconds: float = 10.0) -> None:
+def play(pool: ServerPool, seconds: float = 10.0, sum_of: SumOf = checksum) -> None:
     """Sample with three versions of the weights, of which two wait, and check all rollouts."""
     asked, given = [], prompts()
     for number in range(3):
@@ -169,7 +176,7 @@ def play(pool: ServerPool, seconds: float = 10.0) -> None:
             (number, each, pool.submit(given, each)) for each in (sampling(number), sampling(number + 10))
         ]
     for version, each, future in asked:
-        check(future.result(seconds), given, each, version)
+        check(future.result(seconds), given, each, version, sum_of)
 
 
 # -- a fault of a call -----------------------------------------------------------------------------

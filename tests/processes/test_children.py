@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from rlhf.core import early_signals
+from rlhf.processes.groups import kill_group, members
 from rlhf.processes.service import Service
 from rlhf.processes.signals import SIGNALS, interruptible
 from rlhf.processes.worker import Job, Limits, Worker
@@ -151,5 +152,6 @@ def test_two_ctrl_c_end_a_reward_that_waits_for_its_processes(tmp_path, method):
         time.sleep(1.5)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(LIMIT_S) == 130
+        assert not members(process.pid), "no process of the pool is left"
     finally:
-        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+        kill_group(process.pid)

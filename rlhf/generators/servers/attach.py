@@ -9,6 +9,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.errors import UserError
+from rlhf.generators.servers.launch import way
+from rlhf.generators.servers.protocol import NCCL
 
 if TYPE_CHECKING:
     from rlhf.generators.vllm.sampler import VLLMFactory
@@ -39,6 +41,7 @@ def check(settings: VLLMFactory, config: Mapping[str, Any], url: str, about: Map
         *_different(config, about["model"]),
         *_other("dtype", about["dtype"], settings.dtype),
         *_other("head_dtype", about["head_dtype"], head),
+        *_other("weights", about["weights"], way(settings)),
         *_other("absent_ids", *(ranges(each) or "none" for each in absent)),
     ]
     if about["max_model_len"] < settings.max_model_len:
@@ -46,6 +49,7 @@ def check(settings: VLLMFactory, config: Mapping[str, Any], url: str, about: Map
     if wrong:
         flags = [settings.model, "--dtype", settings.dtype, "--max-model-len", str(settings.max_model_len)]
         flags += ["--float32-head"] if settings.float32_head else []
+        flags += ["--nccl"] if way(settings) == NCCL else []
         flags += ["--absent-ids", ranges(settings.absent_ids)] if settings.absent_ids else []
         raise UserError(
             "generator.urls must name servers of the model and the settings of the run (log-probs would "

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rlhf.config.generator import Transfer
 from rlhf.generators.own_process import annotated
 from rlhf.generators.servers.attach import check
 from rlhf.generators.servers.launch import command, config_of, on_port, variables
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.server import Child, Server
 from rlhf.generators.transfer.files import FileWeights
-from rlhf.generators.vllm.generator import factory
+from rlhf.generators.transfer.gpu import Nccl
+from rlhf.generators.vllm.generator import factory, route
 from rlhf.generators.vllm.placement import place, visible
 from rlhf.processes.worker import environment
 
@@ -35,7 +37,9 @@ def build(config: VLLMServerConfig, context: GeneratorContext) -> Generator:
         UserError: the host has too few GPUs, or vLLM does not support the model.
     """
     devices = () if config.urls else place(config, torch.cuda.device_count())
-    settings = factory(config, context, bool(devices))
+    trainer, nccl = context.policy.device, torch.distributed.is_nccl_available()
+    transfer = route(config, bool(devices or config.urls), trainer, nccl)  # named servers tell theirs
+    settings = factory(config, context, bool(devices), transfer)
     start_s = config.start_limit(on_gpu=torch.cuda.is_available())
     limits = start_s, config.answer_limit_s, config.request_limit_s
     if config.urls:
@@ -48,9 +52,15 @@ def build(config: VLLMServerConfig, context: GeneratorContext) -> Generator:
         servers = [Server(f"server {i}", None, key, *limits, child) for i, child in enumerate(children)]
     # Several runs may have the same generator.folder
     folder = Path(config.folder, context.folder.name) if config.folder else context.folder / FOLDER
+    dtype = getattr(torch, settings.dtype)
+    store = (
+        Nccl(trainer, dtype, config.tensor_parallel_size)
+        if transfer is Transfer.nccl
+        else FileWeights(folder, dtype)
+    )
     pool = ServerPool(
         servers,
-        FileWeights(folder, getattr(torch, settings.dtype)),
+        store,
         settings,
         vocabulary=context.policy.config.get_text_config().vocab_size,
         restarts=config.restarts,

@@ -13,8 +13,9 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 
 from rlhf.generators.servers.process import end_with_others
+from rlhf.generators.servers.protocol import FILES
 from rlhf.generators.transfer.files import read_file
-from rlhf.generators.vllm.worker_extension import NAME, SharedMemoryEngine, WorkerExtension
+from rlhf.generators.vllm.worker_extension import SharedMemoryEngine, WorkerExtension
 
 
 @dataclass
@@ -40,6 +41,10 @@ class FilesEngine(SharedMemoryEngine):
 class ServerExtension(WorkerExtension):
     """Methods added to the workers."""
 
+    def answers(self) -> bool:
+        """Return that this worker answers."""
+        return True
 
-WeightTransferEngineFactory.register_engine(NAME.format("files"), FilesEngine)
+
+WeightTransferEngineFactory.register_engine(FILES, FilesEngine)
 end_with_others()  # a worker lives on if the main process of its server is killed

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
+from rlhf.config.generator import Transfer
 from rlhf.core.errors import UserError
+from rlhf.generators.servers.protocol import FILES, NCCL
 from rlhf.generators.vllm.sampler import config_folder, engine_arguments
 from rlhf.processes.interfaces import loopback
 
@@ -43,7 +45,7 @@ def command(settings: VLLMFactory, host: str) -> list[str]:
         "host": host,
         "served_model_name": "policy",
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
-        "weight_transfer_config": {"backend": "rlhf_files"},
+        "weight_transfer_config": {"backend": way(settings)},
         "worker_extension_cls": "rlhf.generators.servers.extension.ServerExtension",
         "additional_config": {"absent_ids": list(settings.absent_ids)},
         "enable_scale_out": True,  # tokens in, tokens out
@@ -51,6 +53,11 @@ def command(settings: VLLMFactory, host: str) -> list[str]:
         "disable_uvicorn_access_log": True,
     }
     return [sys.executable, "-P", "-m", "rlhf.generators.servers.process", *_flags(arguments)]
+
+
+def way(settings: VLLMFactory) -> str:
+    """Return how the weights come to a server, as vLLM names it."""
+    return NCCL if settings.transfer == Transfer.nccl.value else FILES
 
 
 def config_of(settings: VLLMFactory) -> PreTrainedConfig:
@@ -72,10 +79,11 @@ def variables(settings: VLLMFactory, key: str | None) -> dict[str, str]:
         "VLLM_PLUGINS": "rlhf",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        # All processes of a server are on this host, and none of their sockets asks for a key
+        # All processes of a server are on this host, and none of their sockets asks for a key. For weights by
+        # NCCL from another host, the user sets the interface
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": loopback(),
-        "NCCL_SOCKET_IFNAME": loopback(),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", loopback()),
     }
     if settings.enforce_eager and not settings.gpu:
         own["TORCHDYNAMO_DISABLE"] = "1"  # otherwise parts of vLLM's sampler compile for 20 s

@@ -1,7 +1,7 @@
 """Routes of a server of vLLM, as one of its endpoint plugins (`VLLM_PLUGINS=rlhf`, see `pyproject.toml`).
 
     GET  /v1/rlhf/status   version of the weights, settings, and the number of this start of the server
-    POST /v1/rlhf/load     load weights from a file: pause, update, resume
+    POST /v1/rlhf/load     load weights, from a file or by NCCL: pause, update, resume
 
 The key of the server guards all routes below /v1 and /inference. Routes of vLLM outside of these are removed,
 except those that only report. A server that listens beyond this machine refuses to start without a key.
@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 
 from rlhf.core.network import is_loopback
 from rlhf.generators.servers.process import end
-from rlhf.generators.servers.protocol import LOAD, STATUS
+from rlhf.generators.servers.protocol import FILES, LOAD, STATUS
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -44,9 +44,10 @@ router = APIRouter()
 class Load(BaseModel):
     """The body of a load."""
 
-    path: str  # a safetensors file that the server can read
     version: int
-    checksums: dict[str, int]  # of the tensors in the file, by name
+    limit_s: float  # seconds that the load may take
+    update: dict[str, Any]  # as the weight-transfer engine of the server reads it
+    group: dict[str, Any] | None = None  # NCCL: the group that the workers join first
 
 
 class Routes:
@@ -75,7 +76,13 @@ class Routes:
     async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
         """Prepare the engine for loads."""
         state.rlhf_start, state.rlhf_lock, state.rlhf_ends = secrets.token_hex(8), asyncio.Lock(), False
-        await engine_client.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        if _backend(engine_client) == FILES:  # for NCCL, the first load has the group to join
+            await engine_client.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+
+
+def _backend(engine: EngineClient) -> str:
+    settings = engine.vllm_config.weight_transfer_config
+    return settings.backend if settings else ""
 
 
 @router.get(STATUS)
@@ -85,7 +92,7 @@ async def status(request: Request) -> dict[str, Any]:
         raise HTTPException(503, "a load failed, so this server ends itself")
     engine = request.app.state.engine_client
     settings = engine.vllm_config
-    await engine.collective_rpc("taken_checksums")  # any call, which the workers answer
+    await engine.collective_rpc("answers")
     return {
         "start": request.app.state.rlhf_start,
         "version": await engine.get_weight_version(),
@@ -95,6 +102,7 @@ async def status(request: Request) -> dict[str, Any]:
         "max_model_len": settings.model_config.max_model_len,
         "max_num_seqs": settings.scheduler_config.max_num_seqs,
         "absent_ids": settings.additional_config.get("absent_ids", []),
+        "weights": _backend(engine),
     }
 
 
@@ -104,15 +112,19 @@ async def load(body: Load, request: Request) -> JSONResponse:
     engine = request.app.state.engine_client
     async with request.app.state.rlhf_lock:
         try:
-            await engine.pause_generation(mode="keep")
-            await engine.start_weight_update()
-            await engine.update_weights(WeightTransferUpdateRequest(update_info=body.model_dump()))
-            await engine.finish_weight_update(str(body.version))
-            taken = await engine.collective_rpc("taken_checksums")
-            if any(other != taken[0] for other in taken):
-                raise RuntimeError("the workers of the server have different tensors")
-            version = int(await engine.get_weight_version())
-            await engine.resume_generation()
+            async with asyncio.timeout(body.limit_s):
+                await engine.pause_generation(mode="keep")
+                if body.group is not None:
+                    group = WeightTransferInitRequest(init_info=body.group)
+                    await engine.init_weight_transfer_engine(group)
+                await engine.start_weight_update()
+                await engine.update_weights(WeightTransferUpdateRequest(update_info=body.update))
+                await engine.finish_weight_update(str(body.version))
+                taken = await engine.collective_rpc("taken_checksums")
+                if any(other != taken[0] for other in taken):
+                    raise RuntimeError("the workers of the server have different tensors")
+                version = int(await engine.get_weight_version())
+                await engine.resume_generation()
         except Exception as error:
             request.app.state.rlhf_ends = True
             threading.Timer(_LAST_ANSWER_S, end).start()

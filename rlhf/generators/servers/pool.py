@@ -239,16 +239,18 @@ class ServerPool(Generator):
     async def _attend(self, server: Server) -> None:
         """Start a server, use it, and start it again whenever it is lost."""
         while True:
+            link = self.store.link()
             try:
                 await server.start()
                 self.up.append(server)
-                await self._use(server)
+                await self._use(server, link)
             except Gone as error:
                 self._lose(server, error)
             finally:
+                threading.Thread(target=link.forget, daemon=True).start()  # it may take long
                 await asyncio.shield(server.stop())
 
-    async def _use(self, server: Server) -> None:
+    async def _use(self, server: Server, link: WeightStore) -> None:
         """Let a server load weights and sample until it is lost.
 
         Raises:
@@ -261,7 +263,7 @@ class ServerPool(Generator):
             while True:
                 while (manifest := self._next(server)) is not None:
                     start = time.perf_counter()
-                    await server.load(manifest)
+                    await server.load(manifest, link)
                     self.load_s += time.perf_counter() - start
                     self._change()
                     self.tell()

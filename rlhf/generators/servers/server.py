@@ -24,7 +24,7 @@ from rlhf.generators.transfer.weights import TransferError, confirm
 from rlhf.processes.worker import ending, inherited, kill
 
 if TYPE_CHECKING:
-    from rlhf.generators.transfer.weights import Manifest
+    from rlhf.generators.transfer.weights import Manifest, WeightStore
 
 _CONNECT_S = 5.0
 _BYTES_PER_S = 50e6  # at which a server reads weights at least
@@ -255,21 +255,36 @@ class Server:
             raise NoAnswer(f"answered {STATUS} without its state ({shortened(repr(state), 200)})")
         return state
 
-    async def load(self, manifest: Manifest) -> None:
+    async def load(self, manifest: Manifest, link: WeightStore) -> None:
         """Load weights, which must be confirmed.
+
+        Args:
+            manifest: the weights.
+            link: sends them to this server.
 
         Raises:
             Gone: the load failed, or version or checksums differ from what the trainer sent.
         """
         self.loading = manifest
         limit_s = self.answer_s + sum(entry.bytes for entry in manifest.entries) / _BYTES_PER_S
-        sums = manifest.checksums()
-        body = {"path": manifest.path, "version": manifest.version, "checksums": sums}
+        offered = link.offer(manifest, lambda: None)  # the limit ends a call that gets no weights
+        update = (
+            {"path": offered.path, "version": offered.version, "checksums": offered.checksums()}
+            if offered.path
+            else offered.described()
+        )
+        body = {"version": offered.version, "limit_s": limit_s, "group": offered.group, "update": update}
         try:
             answer = await self._call("POST", LOAD, body, limit_s)
             confirm(manifest, answer["version"], dict(answer["checksums"]))
+            await asyncio.to_thread(link.finish, manifest)
         except (NoAnswer, KeyError, TypeError, ValueError, TransferError) as error:
-            raise Gone(f"did not load version {manifest.version} ({error})") from None
+            cause: Exception = error
+            try:
+                link.check()
+            except RunError as unsent:
+                cause = unsent
+            raise Gone(f"did not load version {manifest.version} ({cause})") from None
         self.version, self.loading = manifest.version, None
 
     async def generate(self, name: str, ids: Sequence[int], parameters: Mapping[str, Any]) -> Reply:

@@ -19,6 +19,7 @@ import base64
 import os
 import threading
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -178,6 +179,10 @@ class Nccl(GpuWeights):
         self.sender.todo.put(self.snapshots[manifest.version])
         return replace(manifest, update={}, group=group)
 
+    def link(self) -> Nccl:
+        """Return a store that sends the snapshots of this one to another process, in a group of its own."""
+        return copy(self)
+
     def finish(self, manifest: Manifest) -> None:
         """Wait until the snapshot is sent completely.
 
@@ -185,11 +190,13 @@ class Nccl(GpuWeights):
             RunError: the snapshot could not be sent.
         """
         assert self.sender is not None, "finish requires a preceding offer"
-        while True:
+        done = self.sender.done
+        while self.sender is not None:
             try:
-                return self.sender.done.get(timeout=0.1)
+                return done.get(timeout=0.1)
             except Empty:
                 self.check()
+        raise RunError(f"the weights of version {manifest.version} must be sent, but were abandoned")
 
     def check(self) -> None:
         """Raise RunError if a snapshot could not be sent."""
@@ -201,9 +208,9 @@ class Nccl(GpuWeights):
 
     def forget(self) -> None:
         """Abandon all transfers and leave the group."""
-        if self.sender is not None:
-            self.sender.abandon()
-            self.sender = None
+        sender, self.sender = self.sender, None
+        if sender is not None:
+            sender.abandon()
 
     def new_group(self) -> dict[str, Any]:
         """Return the data with which vLLM's ranks join a new group, in the format of vLLM's engine."""

@@ -63,6 +63,14 @@ class Manifest:
         """Return the checksums that the process must confirm, by tensor name."""
         return {entry.name: entry.checksum for entry in self.entries}
 
+    def described(self) -> dict[str, list[Any]]:
+        """Return names, dtypes and shapes of the tensors, as vLLM's engines for GPUs read them."""
+        return {
+            "names": [entry.name for entry in self.entries],
+            "dtype_names": [str(entry.dtype).removeprefix("torch.") for entry in self.entries],
+            "shapes": [list(entry.shape) for entry in self.entries],
+        }
+
 
 class WeightStore(ABC):
     """The trainer's side of a transfer: keeps versions of the weights until the process has loaded them.
@@ -112,6 +120,10 @@ class WeightStore(ABC):
             fail: called from another thread if the weights cannot be sent; `check` then raises the cause.
         """
         return manifest
+
+    def link(self) -> WeightStore:
+        """Return what sends the kept versions to one of several processes; by default, this store."""
+        return self
 
     def finish(self, manifest: Manifest) -> None:  # noqa: B027
         """Finish a transfer after the process has confirmed the weights; by default, do nothing."""

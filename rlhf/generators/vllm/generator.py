@@ -44,7 +44,7 @@ def build(config: VLLMConfig, context: GeneratorContext) -> Generator:
     elif config.shares_gpu:
         say(f"generator={config.name} frees no memory between requests: on a CPU vLLM cannot sleep")
     trainer = context.policy.device
-    transfer = route(config, devices, trainer, torch.distributed.is_nccl_available())
+    transfer = route(config, bool(devices), trainer, torch.distributed.is_nccl_available())
     made = factory(config, context, bool(devices), transfer)
     store = build_store(transfer, trainer, getattr(torch, made.dtype), len(devices))
     single = partial(ColocatedGenerator, trainer) if made.sleeps else None
@@ -81,25 +81,25 @@ def factory(
     )
 
 
-def route(config: VLLMConfig, devices: tuple[int, ...], trainer: torch.device, nccl: bool) -> Transfer:
+def route(config: VLLMConfig, gpu: bool, trainer: torch.device, nccl: bool) -> Transfer:
     """Return the way in which weights are transferred from the trainer's device to vLLM.
 
     Args:
         config: the section of the generator.
-        devices: the GPUs of vLLM, from `place`; empty: the CPU.
+        gpu: whether vLLM is on GPUs.
         trainer: the device of the trained policy.
         nccl: whether torch has NCCL.
 
     Raises:
         UserError: `generator.transfer` is not possible on these devices.
     """
-    asked, gpus = config.transfer, bool(devices) and trainer.type == "cuda"
+    asked, gpus = config.transfer, gpu and trainer.type == "cuda"
     if asked is Transfer.auto:
         return config.route(gpus, nccl)
     if asked is not Transfer.shared_memory and not gpus:
         raise UserError(
             "generator.transfer must be auto or shared_memory where trainer and vLLM are not both on GPUs "
-            f"(the trainer is on {trainer.type}, vLLM on {'cuda' if devices else 'cpu'}), got {asked.value}; "
+            f"(the trainer is on {trainer.type}, vLLM on {'cuda' if gpu else 'cpu'}), got {asked.value}; "
             "set generator.transfer=auto"
         )
     if asked is Transfer.nccl and not nccl:

@@ -353,12 +353,7 @@ def update_info(manifest: Manifest) -> dict[str, Any]:
     """Return the data with which vLLM's weight-transfer engine receives the weights of `manifest`."""
     if manifest.update is None:
         return {"manifest": manifest}
-    return {
-        "names": [entry.name for entry in manifest.entries],
-        "dtype_names": [str(entry.dtype).removeprefix("torch.") for entry in manifest.entries],
-        "shapes": [list(entry.shape) for entry in manifest.entries],
-        **manifest.update,
-    }
+    return {**manifest.described(), **manifest.update}
 
 
 def config_folder(model: str) -> str:
