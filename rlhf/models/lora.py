@@ -6,9 +6,11 @@ Source: Hu et al., arXiv 2106.09685. A model with adapters keeps its class and c
 the model's linear layers, so forwards and generation work unchanged. This module adds adapters, runs a model
 without its adapters, merges adapters into whole weights, and saves and loads adapters.
 
-vLLM 0.32 can serve adapters, but gets merged weights: an adapter can only be loaded from a folder and has no
-version, so a load could not be confirmed; the prefix cache of the previous adapter is kept, and log-probs
-were off by 2; completely trained heads and ranks outside of vLLM's list are refused.
+vLLM 0.32 can serve adapters, but gets merged weights. An adapter has no version: tokens name that of the base
+model, so neither a load nor a token could be confirmed. If an adapter replaces another one during a response,
+keys and values of the earlier tokens stay, so the log-probs of later tokens are those of neither adapter
+(`tests/end_to_end/test_vllm_lora.py`). And an adapter must be a folder, its completely trained heads and ranks
+outside of vLLM's list are refused.
 """
 
 from __future__ import annotations
