@@ -9,8 +9,8 @@ without its adapters, merges adapters into whole weights, and saves and loads ad
 vLLM 0.32 can serve adapters, but gets merged weights. An adapter has no version: tokens name that of the base
 model, so neither a load nor a token could be confirmed. If an adapter replaces another one during a response,
 keys and values of the earlier tokens stay, so the log-probs of later tokens are those of neither adapter
-(`tests/end_to_end/test_vllm_lora.py`). And an adapter must be a folder, its completely trained heads and ranks
-outside of vLLM's list are refused.
+(`tests/end_to_end/test_vllm_lora.py`). And an adapter must be a folder, and vLLM refuses heads that are
+trained completely, and ranks outside of its list.
 """
 
 from __future__ import annotations
