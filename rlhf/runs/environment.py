@@ -7,7 +7,6 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -78,11 +77,10 @@ def requirements() -> list[str]:
         return []
 
 
-def git_commit(excluding: Sequence[str] = ()) -> dict[str, Any] | None:
+def git_commit() -> dict[str, Any] | None:
     """Return the git commit of the code and whether tracked files have changes; None without a repository.
 
-    Args:
-        excluding: folders of the repository whose changes do not count.
+    The rows and pages of a study are not code: a study writes them while its runs go on.
     """
     file = Path(__file__)
 
@@ -95,8 +93,7 @@ def git_commit(excluding: Sequence[str] = ()) -> dict[str, Any] | None:
     try:
         if git("ls-files", file.name) != file.name:  # installed inside a repository of another project
             return None
-        paths = [":/", *(f":(top,exclude){folder}" for folder in excluding)]
-        changes = git("status", "--porcelain", "-uno", "--", *paths)
+        changes = git("status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)studies/*/*")
         return {"commit": git("rev-parse", "HEAD"), "changed": bool(changes)}
     except (OSError, subprocess.SubprocessError):
         return None
