@@ -16,6 +16,7 @@ from rlhf.stages import summary
 from tests.model_folders import write_model
 
 STORED = "generator=dataset"
+SERVERS = "generator=vllm_server"
 
 PROBLEMS = {  # overrides: text that one of the problems must contain
     "schedule.total_episodes=null": "schedule.total_episodes or schedule.total_epochs must be set",
@@ -85,6 +86,14 @@ PROBLEMS = {  # overrides: text that one of the problems must contain
     "generator.replicas above 1 (all replicas read one snapshot",
     "generator=vllm schedule.max_lag=2 generator.replicas=2 generator.devices=[1]": "must name "
     "generator.tensor_parallel_size x generator.replicas = 2 GPUs",
+    f"{SERVERS} generator.replicas=2": "generator.replicas must be 1 with generator=vllm_server",
+    f"{SERVERS} generator.per_rank=true": "generator.per_rank must be false with generator=vllm_server",
+    f"{SERVERS} generator.transfer=ipc": "generator.transfer must be auto (servers read weights from files) or",
+    f"{SERVERS} generator.transfer=nccl backend.device=cpu": "generator.transfer must be auto or shared_memory",
+    f"{SERVERS} generator.urls=[http://node:80]": "generator.key_variable must name an environment variable",
+    f"{SERVERS} generator.urls=[node:80]": "generator.urls must",
+    f"{SERVERS} generator.urls=[http://127.0.0.1:80,http://127.0.0.1:80]": "generator.urls must name each server once",
+    f"{SERVERS} generator.servers=0": "generator.servers must be >= 1",
     "generator.start_limit_s=0": "generator.start_limit_s must be >= 1",
     "generator.request_limit_s=0": "generator.request_limit_s must be >= 1",
     "generator.restarts=-1": "generator.restarts must be >= 0",
