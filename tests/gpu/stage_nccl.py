@@ -1,6 +1,6 @@
 """Stage 5: weights by NCCL.
 
-With two GPUs, vLLM on the second GPU loads weights from the first by NCCL. With fewer GPUs, the same sender
+With two GPUs, vLLM and then a server on the second GPU load weights from the first by NCCL. With fewer GPUs, the same sender
 and vLLM's packing run between two processes, and a pipe replaces the broadcast of NCCL.
 """
 
@@ -25,7 +25,11 @@ from tests.gpu.samplers import need_vllm
 from tests.gpu.shapes import HEADS, tiny
 
 BUFFER = 100_000  # bytes; the weights need several buffers
-TEST = "tests/end_to_end/test_vllm.py::test_on_gpus_tokens_are_those_of_the_trainer_after_each_load[nccl]"
+FILES = "tests/end_to_end"
+TESTS = (
+    f"{FILES}/test_vllm.py::test_on_gpus_tokens_are_those_of_the_trainer_after_each_load[nccl]",
+    f"{FILES}/test_vllm_server.py::test_on_gpus_weights_come_by_nccl",
+)
 LIMIT_S = 60.0  # for the answer of the other process
 
 
@@ -38,9 +42,9 @@ def run(report: Report) -> None:
             raise Skip("needs two GPUs")
         if importlib.util.find_spec("pytest") is None:
             raise Skip("needs pytest")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", TEST]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *TESTS]
         done = subprocess.run(command, stderr=subprocess.STDOUT)
-        report.equal("vLLM loads three versions by NCCL, exit code of pytest", done.returncode, 0)
+        report.equal("vLLM and a server load versions by NCCL, exit code of pytest", done.returncode, 0)
     with report.part("packing between two processes"):
         need_vllm(report)
         check_packing(report)
