@@ -1,7 +1,7 @@
 """Stage 5: weights by NCCL.
 
-With two GPUs, vLLM and then a server on the second GPU load weights from the first by NCCL. With fewer GPUs, the same sender
-and vLLM's packing run between two processes, and a pipe replaces the broadcast of NCCL.
+With two GPUs, vLLM and then a server on the second GPU load weights from the first by NCCL. With fewer GPUs,
+the same sender and vLLM's packing run between two processes, and a pipe replaces the broadcast of NCCL.
 """
 
 from __future__ import annotations
