@@ -22,6 +22,7 @@ from rlhf.trials.forwards import compared
 if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.config.scorer import ScorerConfig
+    from rlhf.environments.environment import EnvironmentFactory
     from rlhf.models.modules import RewardModel
     from rlhf.processes.ranks import Ranks
     from rlhf.tasks.task import Task
@@ -33,6 +34,7 @@ TEXT = "This is an example of a response."  # for data without reference respons
 def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer | None:
     """Return the scorer of the section `at` ("scorer" or "gold"); None with `scorer@gold=none`."""
     conversational = build_source(cfg).conversational
+    environment: EnvironmentFactory | None = make(cfg.environment, tokenizer)
 
     def place(load: Callable[[], RewardModel]) -> RewardModel:
         placed: RewardModel = part(cfg.backend).place(cfg.backend, loaded(load, cfg, ranks), ranks)
@@ -47,7 +49,7 @@ def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks
             place=place,
             build=build,
             conversational=conversational,
-            episodes=cfg.environment.answers,
+            turns=environment.turns if environment else None,
             parts=tuple(cfg.task.shares),
             tie_tolerance=cfg.tie_tolerance(section),
         )

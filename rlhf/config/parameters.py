@@ -14,7 +14,7 @@ from dataclasses import dataclass
 VALUES = {
     **{"prompt": "prompt", "response": "response", "reference": "reference", "messages": "messages"},
     **{"prompts": "prompt", "responses": "response", "references": "reference"},
-    **{"completion": "response", "completions": "response"},
+    **{"completion": "response", "completions": "response", "episode": "episode", "episodes": "episode"},
 }
 GIVEN = frozenset(VALUES)
 PLURAL = frozenset({"responses", "completions"})  # names of the responses in a function that takes lists
@@ -51,6 +51,11 @@ class Parameters:
     def asks_messages(self) -> bool:
         """Whether the function receives the messages of a dialogue."""
         return "messages" in self.values
+
+    @property
+    def asks_episode(self) -> bool:
+        """Whether the function receives the replies and messages of an episode."""
+        return "episode" in self.values.values()
 
 
 def parameters_of(signature: inspect.Signature | None) -> Parameters:

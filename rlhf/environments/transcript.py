@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def transcripts(rollouts: Rollouts, turns: Turns) -> list[list[dict[str, Any]]]:
-    """Return the first episode of each of N prompts as a list of replies and messages.
+    """Return the N * K episodes, each as a list of replies and messages.
 
     Each has the keys `role` and `content`, and a reply with a reward other than 0 also `reward`. The texts
     lack the marks of the chat template.
@@ -20,7 +20,7 @@ def transcripts(rollouts: Rollouts, turns: Turns) -> list[list[dict[str, Any]]]:
     assert rollouts.environment_mask is not None and rollouts.rewards is not None
     columns = (rollouts.response_ids, rollouts.response_mask, rollouts.environment_mask, rollouts.rewards)
     end, found = turns.tokenizer.eos_token_id, []
-    for episode in zip(*(x[:, 0].tolist() for x in columns), strict=True):
+    for episode in zip(*(x.flatten(0, 1).tolist() for x in columns), strict=True):
         dialogue: list[dict[str, Any]] = []
         tokens = [each for each in zip(*episode, strict=True) if each[1] or each[2]]
         for own, group in groupby(tokens, key=itemgetter(1)):

@@ -16,6 +16,7 @@ from rlhf.config.parameters import GIVEN, parameters_of
 from rlhf.core.errors import RunError
 from rlhf.core.formatting import shortened
 from rlhf.core.protection import protected
+from rlhf.environments.transcript import transcripts
 from rlhf.scorers.scorer import Scorer, as_score, distinct_texts, not_a_score
 from rlhf.scorers.weighted import WeightedScorer
 
@@ -55,6 +56,7 @@ class FunctionScorer(Scorer):
         self.function = load_function(f"{self.at}.path", config.path, config.arguments)
         self.parameters = parameters_of(signature_of(self.function))
         self.name = f"{self.at}.path={config.path}"
+        self.turns = context.turns
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the scores [N, K] that the function returns.
@@ -114,11 +116,13 @@ class FunctionScorer(Scorer):
                     "out"
                 )
         as_messages = "completions" in wants.values and rollouts.dialogues is not None  # as TRL calls it
+        episodes = self.episodes(rollouts, texts) if wants.asks_episode else [[]] * len(texts.responses)
         found = []
-        for i, prompt, response, reference in zip(
-            texts.examples, texts.prompts, texts.responses, texts.references, strict=True
+        for i, prompt, response, reference, episode in zip(
+            texts.examples, texts.prompts, texts.responses, texts.references, episodes, strict=True
         ):
             values: dict[str, Any] = {"prompt": prompt, "response": response, "reference": reference}
+            values["episode"] = episode
             if rollouts.dialogues is not None and (wants.asks_messages or as_messages):
                 values["messages"] = deepcopy(rollouts.dialogues[i])
             if as_messages:
@@ -133,6 +137,13 @@ class FunctionScorer(Scorer):
                 each |= {name: record[name] for name in record if name in further and name not in each}
             found.append(each)
         return found
+
+    def episodes(self, rollouts: Rollouts, texts: DistinctTexts) -> list[list[dict[str, Any]]]:
+        """Return the replies and messages of each text's episode; the response, if there are no messages."""
+        if rollouts.environment_mask is None or self.turns is None:
+            return [[{"role": "assistant", "content": response}] for response in texts.responses]
+        every, places = transcripts(rollouts, self.turns), texts.places.flatten().tolist()
+        return [every[places.index(m)] for m in range(len(texts.responses))]
 
     def call(self, received: dict[str, Any], example: str) -> Any:
         """Return the result of the function for what it receives; of a batched function, a list of items.

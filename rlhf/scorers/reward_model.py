@@ -129,7 +129,7 @@ def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardMode
     if context.conversational and context.tokenizer.chat_template and not own.chat_template:
         log.warning("%s=%s has no chat template: it reads the prompts in the format of the policy", key, path)
     as_it_is = reads_tokens_of(own, context.tokenizer, context.conversational)
-    if context.episodes and not as_it_is:
+    if context.turns is not None and not as_it_is:
         raise UserError(
             f"{key} must have the tokenizer and the chat template of the policy (episodes "
             f"are never tokenized again), got {path}; set {choice(context.at)}=environment or answer"

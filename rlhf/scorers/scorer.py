@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rlhf.config.model import ModelConfig
     from rlhf.config.scorer import LabelsScorerConfig, NoScorerConfig, ScorerConfig
     from rlhf.core.batch import Rollouts
+    from rlhf.environments.turns import Turns
     from rlhf.processes.ranks import Ranks
 
 
@@ -64,7 +65,7 @@ class ScorerContext:
             depends on the backend, and may call the function on the first rank only.
         build: returns the scorer of a config section and key, for a scorer that consists of other scorers.
         conversational: the prompts of the task are dialogues.
-        episodes: an environment answers the replies, so that responses are dialogues.
+        turns: the messages of the environment as tokens, if one answers the replies; None: no environment.
         parts: names of the parts of a mixture of tasks, in the order of `Prompts.part`; empty without parts.
         tie_tolerance: largest relative difference of two scores that count as equal (`algo.tie_tolerance`).
     """
@@ -76,7 +77,7 @@ class ScorerContext:
     place: Callable[[Callable[[], Any]], Any]
     build: Callable[[ScorerConfig, str], Scorer | None]
     conversational: bool = False
-    episodes: bool = False
+    turns: Turns | None = None
     parts: tuple[str, ...] = ()
     tie_tolerance: float = 0.0
 

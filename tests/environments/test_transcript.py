@@ -6,14 +6,17 @@ import pytest
 import torch
 
 from rlhf.config.environment import EnvironmentScorerConfig
+from rlhf.config.scorer import FunctionScorerConfig
 from rlhf.core.batch import Batch
 from rlhf.environments.transcript import transcripts
 from rlhf.environments.turns import Turns
 from rlhf.generators import stored
 from rlhf.loggers.display import dialogue_lines
+from rlhf.scorers.function import build
 from rlhf.scorers.saved import write
 from rlhf.scorers.scorer import EnvironmentScorer
 from tests.environments.test_episodes import SAMPLING, sampled, tokenizer
+from tests.tiny_models import scorer_context
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +28,34 @@ def test_a_dialogue_has_the_texts_of_replies_and_messages_without_marks_and_the_
     turns = Turns(tokenizer(), "tool", 16)
     found = transcripts(rollouts, turns)
     assert max(map(len, found)) > 2
+    assert len(found) == rollouts.episodes
+    turns_of, rewards_of = rollouts.episode["turns"].flatten(), rollouts.rewards.flatten(0, 1)
     for n, dialogue in enumerate(found):
         assert [turn["role"] for turn in dialogue] == (["assistant", "tool"] * 4)[: len(dialogue)]
-        assert len(dialogue) == 2 * rollouts.episode["turns"][n, 0] - 1
+        assert len(dialogue) == 2 * turns_of[n] - 1
         assert {turn["content"] for turn in dialogue[1::2]} <= {" yes", " no"}
         assert all("<|" not in turn["content"] or turn["role"] == "assistant" for turn in dialogue)
         rewards = [turn.get("reward", 0.0) for turn in dialogue]
-        assert sum(rewards) == rollouts.rewards[n, 0].sum() and not any(rewards[1::2])
+        assert sum(rewards) == rewards_of[n].sum() and not any(rewards[1::2])
+
+
+def test_a_function_with_a_parameter_episode_receives_all_replies_and_messages(
+    rollouts, tmp_path, monkeypatch
+):
+    file = tmp_path / "calls.py"
+    file.write_text(
+        "def one(response, episode):\n"
+        "    assert episode[-1]['role'] == 'assistant'\n"
+        "    return sum(turn['role'] == 'tool' for turn in episode)\n"
+        "def many(completions, episodes): return [one(*each) for each in zip(completions, episodes)]\n"
+    )
+    context = replace(scorer_context(tokenizer()), turns=Turns(tokenizer(), "tool", 16))
+    for name in ("one", "many"):
+        config = FunctionScorerConfig(path=f"{file}:{name}", batched=name == "many")
+        scores = build(config, context).score(rollouts)
+        assert torch.equal(scores, rollouts.episode["turns"].double() - 1) and scores.max() > 1
+    alone = replace(rollouts, environment_mask=None, rewards=None, episode=None)
+    assert not build(config, replace(context, turns=None)).score(alone).any()
 
 
 def test_a_long_dialogue_in_the_terminal_loses_its_middle():

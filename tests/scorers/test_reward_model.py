@@ -19,6 +19,7 @@ from rlhf.core.batch import Rollouts
 from rlhf.core.chat_format import render, set_format
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import UserError
+from rlhf.environments.turns import Turns
 from rlhf.models.loading import save
 from rlhf.scorers.reward_model import RewardModelScorer
 from tests.chat_tokenizers import gemma, llama_2, llama_3, neox, qwen
@@ -70,7 +71,7 @@ def test_a_reward_model_with_another_tokenizer_reads_the_texts_in_its_own_tokens
 
 def test_a_reward_model_reads_episodes_only_in_the_tokens_of_the_policy(tmp_path):
     policy, same, other = qwen("<|im_end|>"), tmp_path / "same", tmp_path / "other"
-    context = replace(scorer_context(policy, conversational=True), episodes=True)
+    context = replace(scorer_context(policy, conversational=True), turns=Turns(policy, "tool", 512))
     assert make(RewardModelScorerConfig(path=folder(same, policy)), context).own_tokenizer is None
     with pytest.raises(UserError, match="must have the tokenizer and the chat template of the policy"):
         make(RewardModelScorerConfig(path=folder(other, llama_2())), context)
