@@ -81,7 +81,7 @@ class TimedServer:
         """Take a version."""
         body = await request.json()
         self.version = str(body["version"])
-        return web.json_response({"version": body["version"], "checksums": body["checksums"]})
+        return web.json_response({"version": body["version"], "checksums": body["update"]["checksums"]})
 
     async def abort(self, request: web.Request) -> web.Response:
         """End responses early."""

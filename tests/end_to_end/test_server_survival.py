@@ -123,7 +123,9 @@ def test_servers_of_a_killed_trainer_end_and_the_run_resumes(main, tiny, command
     assert not (folder.path / build.FOLDER).exists()
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kills", [2, pytest.param(20, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
+)
 def test_a_run_that_is_killed_at_random_moments_resumes_with_equal_results(
     kills, tiny, command, tmp_path, uninterrupted, url, monkeypatch
 ):

@@ -8,6 +8,7 @@ import pytest
 from rlhf.core.errors import UserError
 from rlhf.generators.servers.attach import check, numbers, ranges
 from rlhf.generators.servers.pool import ServerPool
+from rlhf.generators.servers.protocol import FILES, NCCL
 from rlhf.generators.servers.server import Server
 from rlhf.generators.transfer.files import FileWeights
 from rlhf.serve import _parser
@@ -21,13 +22,14 @@ URL = "http://node7:8000"
 
 def needs(**changes):
     needed = {"model": "my model", "dtype": "bfloat16", "float32_head": True, "max_model_len": 64}
+    needed["transfer"] = "shared_memory"
     return SimpleNamespace(**needed | {"absent_ids": ABSENT} | changes)
 
 
 def status(kind: str = "llama", **changes):
     """Return a status that fits `needs`, as JSON gives it."""
     found = {"model": tiny_config(kind).to_dict(), "dtype": "bfloat16", "head_dtype": "float32"}
-    return found | {"max_model_len": 64, "absent_ids": list(ABSENT)} | changes
+    return found | {"max_model_len": 64, "absent_ids": list(ABSENT), "weights": FILES} | changes
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,6 +51,7 @@ def test_a_server_with_the_same_settings_or_longer_sequences_is_used(kind):
         ({"dtype": "float32"}, "dtype float32 (the run has bfloat16)"),
         ({"head_dtype": "bfloat16"}, "head_dtype bfloat16 (the run has float32)"),
         ({"max_model_len": 63}, "max_model_len 63 (the run has 64)"),
+        ({"weights": NCCL}, "weights rlhf_nccl (the run has rlhf_files)"),
         ({"absent_ids": []}, "absent_ids none (the run has 3,90-92)"),
         ({"absent_ids": [3, 90, 91, 92, 93]}, "absent_ids 3,90-93 (the run has 3,90-92)"),
         ({"model": tiny_config("llama", hidden_size=64).to_dict()}, "hidden_size 64 (the run has 32)"),
