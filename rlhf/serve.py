@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config.cores import set_environment
 from rlhf.config.generator import Precision, Transfer
-from rlhf.config.servers import VLLMServerConfig
+from rlhf.config.servers import INTERFACE, VLLMServerConfig
 from rlhf.config.services import token_problems
 from rlhf.core.console import say, say_loading
 from rlhf.core.errors import RunError, UserError
@@ -137,6 +137,12 @@ def _settings(options: Namespace) -> VLLMFactory:
         ("--memory", memory, 0 < memory <= 1, "above 0 and at most 1 (a share)"),
         ("--tensor-parallel-size", tensor, 1 <= tensor <= max(gpus, 1), f"1 to {max(gpus, 1)} (GPUs here)"),
         ("--nccl", True, gpus or not options.nccl, "left out on a machine without GPUs (weights are files)"),
+        (
+            "--nccl",
+            "none",
+            not options.nccl or is_loopback(f"http://{options.host}") or os.environ.get(INTERFACE),
+            f"given with {INTERFACE}, the interface that other hosts reach",
+        ),
         ("--announce", announce, not announce or announce.parent.is_dir(), "in a folder that exists"),
         ("--port", options.port, 0 <= options.port < 2**16, "a port (0 to 65535)"),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,6 +11,8 @@ from rlhf.config.generator import Transfer, VLLMConfig
 from rlhf.config.schema import Affects, entry, number, option
 from rlhf.config.services import token_problems, url_problems
 from rlhf.core.network import is_loopback, refusal
+
+INTERFACE = "NCCL_SOCKET_IFNAME"  # environment variable with the network interface of NCCL
 
 
 @option("generator", "vllm_server", part="rlhf.generators.servers.build:build")
@@ -97,7 +100,16 @@ class VLLMServerConfig(VLLMConfig):
             )
 
     def job_problems(self, at: str) -> Iterator[str]:
-        """Yield an error for a server that accepts no connections."""
+        """Yield an error for a server that accepts no connections, or whose network NCCL would not find."""
+        if (
+            self.transfer is Transfer.nccl
+            and not all(map(is_loopback, self.urls or []))
+            and not os.environ.get(INTERFACE)
+        ):
+            yield (
+                f"{INTERFACE} must be a network interface with {at}.transfer=nccl and servers on other hosts "
+                f"(by default NCCL uses the loopback one), got nothing; run: export {INTERFACE}=<interface>"
+            )
         for url in self.urls or []:
             if reason := refusal(url):
                 yield (

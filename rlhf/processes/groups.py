@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 
@@ -24,13 +25,7 @@ def kill_group(group: int, spared: int | None = None) -> None:
         group: id of the process group.
         spared: id of a process of the group that is not killed either.
     """
-    for _ in range(_ROUNDS):
-        due = [pid for pid in members(group) if pid != spared]
-        for pid in due:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if not due:
-            return
+    _kill(lambda: {*members(group)} - {spared})
 
 
 def members(group: int) -> list[int]:
@@ -53,9 +48,14 @@ def kill_children() -> None:
     From now on `multiprocessing` starts no process: a pool would replace those that are killed.
     """
     BaseProcess.start = lambda self: threading.Event().wait()  # type: ignore[assignment,method-assign]
+    group, this = os.getpgrp(), psutil.Process()
+    _kill(lambda: {child.pid for child in this.children(recursive=True)} & {*members(group)})
+
+
+def _kill(find: Callable[[], Collection[int]]) -> None:
+    """Kill the processes that `find` returns, until it returns none."""
     for _ in range(_ROUNDS):
-        children = {child.pid for child in psutil.Process().children(recursive=True)}
-        due = children.intersection(members(os.getpgrp()))
+        due = find()
         for pid in due:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -331,13 +331,10 @@ def inherited(scratch: str) -> dict[str, str]:
 
     The child imports the same modules, and its temporary files are in the folder `scratch`.
     """
-    given, cache = without_rank(os.environ), "TORCHINDUCTOR_CACHE_DIR"
-    return {
-        **given,  # first: vLLM cannot name its processes if it has changed their first variable
-        cache: given.get(cache, f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"),
-        "TMPDIR": scratch,
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-    }
+    own = without_rank(os.environ)  # first: vLLM cannot name its processes if it changes their first variable
+    own.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return own | {"TMPDIR": scratch, "PYTHONPATH": paths}
 
 
 def received(channel: Channel) -> Any:

@@ -80,7 +80,7 @@ def requirements() -> list[str]:
 def git_commit() -> dict[str, Any] | None:
     """Return the git commit of the code and whether tracked files have changes; None without a repository.
 
-    The rows and pages of a study are not code: a study writes them while its runs go on.
+    Changes of the rows and pages of a study do not count.
     """
     file = Path(__file__)
 

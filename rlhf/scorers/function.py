@@ -139,9 +139,18 @@ class FunctionScorer(Scorer):
         return found
 
     def episodes(self, rollouts: Rollouts, texts: DistinctTexts) -> list[list[dict[str, Any]]]:
-        """Return the replies and messages of each text's episode; the response, if there are no messages."""
-        if rollouts.environment_mask is None or self.turns is None:
+        """Return the replies and messages of each text's episode; the response, if there are no messages.
+
+        Raises:
+            RunError: saved rollouts have messages, but this run has no environment to read them.
+        """
+        if rollouts.environment_mask is None:
             return [[{"role": "assistant", "content": response}] for response in texts.responses]
+        if self.turns is None:
+            raise RunError(
+                f"{self.name} asks for episode, whose messages only an environment can read, got "
+                "environment=none; set environment to that of the saved rollouts"
+            )
         every, places = transcripts(rollouts, self.turns), texts.places.flatten().tolist()
         return [every[places.index(m)] for m in range(len(texts.responses))]
 

@@ -87,6 +87,7 @@ def started(tmp_path):
         ("--max-num-seqs 0", "--max-num-seqs must be >= 1"),
         ("--max-model-len 0", "--max-model-len must be >= 1"),
         ("--tensor-parallel-size 99", "--tensor-parallel-size must be 1 to "),
+        ("--nccl", "--nccl must be left out on a machine without GPUs"),
         ("--port 70000", "--port must be a port"),
         ("--announce no/url", "--announce must be in a folder that exists, got no/url"),
     ],

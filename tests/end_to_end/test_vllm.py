@@ -15,8 +15,6 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from threading import current_thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -539,6 +537,7 @@ def load_without_gpu(transfer: str, sent: Manifest) -> tuple[dict[str, int], dic
         The checksums of the written weights, and of the loaded weights.
     """
     from rlhf.generators.transfer import gpu as gpu_transfer
+    from tests.generators import nccl_over_socket
 
     cpu, memory = torch.device("cpu"), {}
 
@@ -546,45 +545,19 @@ def load_without_gpu(transfer: str, sent: Manifest) -> tuple[dict[str, int], dic
         memory[len(memory)] = tensor
         return None, (None,) * 6 + (0, len(memory) - 1)
 
-    class Queued(gpu_transfer.Nccl):
-        def new_group(self) -> dict[str, Any]:
-            with patch("vllm.distributed.device_communicators.pynccl_wrapper.NCCLLibrary", Library):
-                return super().new_group() | {"packed_buffer_size_bytes": gpu_transfer.BUFFER}
-
-        def join(self, group: dict[str, Any]) -> Any:
-            return Communicator()
-
-    class Library:
-        def ncclGetUniqueId(self) -> bytes:  # noqa: N802
-            return bytes(128)
-
-    class Communicator:
-        pieces: SimpleQueue[torch.Tensor] = SimpleQueue()
-
-        def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-            if current_thread().name == "weights":
-                self.pieces.put(tensor.clone())
-            else:
-                tensor.copy_(self.pieces.get(timeout=60))
-
-        def destroy(self) -> None:
-            pass
-
     engines = "vllm.distributed.weight_transfer"
-    gpu, stream = SimpleNamespace(uuid="GPU-0"), SimpleNamespace(synchronize=lambda: None)
+    gpu = SimpleNamespace(uuid="GPU-0")
     with ExitStack() as patches:
+        patches.enter_context(nccl_over_socket.in_place())
         for target, instead in (
-            (f"{engines}.nccl_engine.worker_init_process_group", lambda group, parallel: Communicator()),
-            (f"{engines}.packed_tensor._get_streams", lambda device, count: (stream,) * count),
             (f"{engines}.ipc_engine.rebuild_cuda_tensor", lambda *words: memory[words[7]]),
             ("rlhf.generators.transfer.gpu.reduce_tensor", reduced),
             ("rlhf.generators.transfer.gpu.BUFFER", 10_000),  # bytes; the weights need several buffers
-            ("torch.accelerator.current_device_index", lambda: 0),
             ("torch.cuda.ipc_collect", lambda: None),
             ("torch.cuda.get_device_properties", lambda device: gpu),
         ):
             patches.enter_context(patch(target, instead))
-        store = {"ipc": gpu_transfer.CudaIpc, "nccl": partial(Queued, workers=1)}[transfer](
+        store = {"ipc": gpu_transfer.CudaIpc, "nccl": partial(nccl_over_socket.Nccl, workers=1)}[transfer](
             cpu, torch.float32
         )
         written = store.write(read(sent), sent.version)

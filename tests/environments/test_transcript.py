@@ -8,6 +8,7 @@ import torch
 from rlhf.config.environment import EnvironmentScorerConfig
 from rlhf.config.scorer import FunctionScorerConfig
 from rlhf.core.batch import Batch
+from rlhf.core.errors import RunError
 from rlhf.environments.transcript import transcripts
 from rlhf.environments.turns import Turns
 from rlhf.generators import stored
@@ -55,7 +56,10 @@ def test_a_function_with_a_parameter_episode_receives_all_replies_and_messages(
         scores = build(config, context).score(rollouts)
         assert torch.equal(scores, rollouts.episode["turns"].double() - 1) and scores.max() > 1
     alone = replace(rollouts, environment_mask=None, rewards=None, episode=None)
-    assert not build(config, replace(context, turns=None)).score(alone).any()
+    without = build(config, replace(context, turns=None))
+    assert not without.score(alone).any()
+    with pytest.raises(RunError, match="set environment to that of the saved rollouts"):
+        without.score(rollouts)
 
 
 def test_a_long_dialogue_in_the_terminal_loses_its_middle():

@@ -17,8 +17,7 @@ from rlhf.generators.servers.launch import command, config_of, on_port, variable
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.server import Child, Server
 from rlhf.generators.transfer.files import FileWeights
-from rlhf.generators.transfer.gpu import Nccl
-from rlhf.generators.vllm.generator import factory, route
+from rlhf.generators.vllm.generator import build_store, factory, route
 from rlhf.generators.vllm.placement import place, visible
 from rlhf.processes.worker import environment
 
@@ -52,12 +51,9 @@ def build(config: VLLMServerConfig, context: GeneratorContext) -> Generator:
         servers = [Server(f"server {i}", None, key, *limits, child) for i, child in enumerate(children)]
     # Several runs may have the same generator.folder
     folder = Path(config.folder, context.folder.name) if config.folder else context.folder / FOLDER
-    dtype = getattr(torch, settings.dtype)
-    store = (
-        Nccl(trainer, dtype, config.tensor_parallel_size)
-        if transfer is Transfer.nccl
-        else FileWeights(folder, dtype)
-    )
+    dtype, files = getattr(torch, settings.dtype), transfer is Transfer.shared_memory
+    workers = config.tensor_parallel_size
+    store = FileWeights(folder, dtype) if files else build_store(transfer, trainer, dtype, workers)
     pool = ServerPool(
         servers,
         store,

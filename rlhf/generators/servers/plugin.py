@@ -76,13 +76,10 @@ class Routes:
     async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
         """Prepare the engine for loads."""
         state.rlhf_start, state.rlhf_lock, state.rlhf_ends = secrets.token_hex(8), asyncio.Lock(), False
-        if _backend(engine_client) == FILES:  # for NCCL, the first load has the group to join
+        if (
+            engine_client.vllm_config.weight_transfer_config.backend == FILES
+        ):  # for NCCL, the first load has the group to join
             await engine_client.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-
-
-def _backend(engine: EngineClient) -> str:
-    settings = engine.vllm_config.weight_transfer_config
-    return settings.backend if settings else ""
 
 
 @router.get(STATUS)
@@ -102,7 +99,7 @@ async def status(request: Request) -> dict[str, Any]:
         "max_model_len": settings.model_config.max_model_len,
         "max_num_seqs": settings.scheduler_config.max_num_seqs,
         "absent_ids": settings.additional_config.get("absent_ids", []),
-        "weights": _backend(engine),
+        "weights": settings.weight_transfer_config.backend,
     }
 
 

@@ -268,12 +268,12 @@ class Server:
         self.loading = manifest
         limit_s = self.answer_s + sum(entry.bytes for entry in manifest.entries) / _BYTES_PER_S
         offered = link.offer(manifest, lambda: None)  # the limit ends a call that gets no weights
-        update = (
-            {"path": offered.path, "version": offered.version, "checksums": offered.checksums()}
-            if offered.path
-            else offered.described()
-        )
-        body = {"version": offered.version, "limit_s": limit_s, "group": offered.group, "update": update}
+        body = {
+            "version": offered.version,
+            "limit_s": limit_s,
+            "group": offered.group,
+            "update": offered.update or offered.described(),  # by NCCL, only the tensors are described
+        }
         try:
             answer = await self._call("POST", LOAD, body, limit_s)
             confirm(manifest, answer["version"], dict(answer["checksums"]))

@@ -11,8 +11,9 @@ that the trainer computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -78,6 +79,11 @@ class FileWeights(WeightStore):
             for name, tensor in tensors.items()
         )
         return Manifest(version, str(path), tuple(entries))
+
+    def offer(self, manifest: Manifest, fail: Callable[[], None]) -> Manifest:
+        """Return the manifest with what a server needs to read the file."""
+        given = {"path": manifest.path, "version": manifest.version, "checksums": manifest.checksums()}
+        return replace(manifest, update=given)
 
     def release(self, manifest: Manifest) -> None:
         """Remove the file of a version."""

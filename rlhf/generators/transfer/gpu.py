@@ -180,7 +180,7 @@ class Nccl(GpuWeights):
         return replace(manifest, update={}, group=group)
 
     def link(self) -> Nccl:
-        """Return a store that sends the snapshots of this one to another process, in a group of its own."""
+        """Return a store with the same snapshots for another process, which joins another group."""
         return copy(self)
 
     def finish(self, manifest: Manifest) -> None:
