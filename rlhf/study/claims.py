@@ -18,7 +18,7 @@ from rlhf.study.cells import cell_of
 from rlhf.study.formula import BEST, SAME, SLOPE, Formula, Side, read_formula
 from rlhf.study.results import FEWEST, Contrast, Results, Term
 from rlhf.study.rows import Row
-from rlhf.study.spec import VALUE
+from rlhf.study.spec import VALUE, Spec
 
 _ELSEWHERE = "no grid of the task has such a cell"
 HOLDS, NOT, UNDECIDED = "holds", "does not hold", "undecided"
@@ -46,6 +46,29 @@ def judged(results: Results) -> Iterator[Judged]:
             verdict, numbers = missing if results.missing else _verdict(results, formula, tasks)
             if verdict != _ELSEWHERE:
                 yield Judged(said, text, None if together else tasks[0], verdict, numbers)
+
+
+def nowhere(spec: Spec) -> Iterator[tuple[str, str]]:
+    """Yield the claims about cells that no grid has, of this study or of those that it includes."""
+    results = Results(spec, [], [()] * len(spec.include))
+    for said, text in spec.claims.items():
+        formula = read_formula(text)
+        if formula is None or (left := _left(spec, formula)) is None:
+            continue
+        together = [[*spec.tasks]] if formula.pooled else [[task] for task in spec.tasks]
+        if all(_missing(results, _differences(results, formula, left, tasks)) for tasks in together):
+            yield said, text
+
+
+def _left(spec: Spec, formula: Formula) -> Side | None:
+    """Return the left side of a claim, with all methods in place of `BEST`."""
+    best = formula.left is not None and BEST in formula.left.methods
+    return replace(formula.left, methods=tuple(spec.methods)) if best and formula.left else formula.left
+
+
+def _missing(results: Results, terms: Mapping[str, Sequence[Term]]) -> bool:
+    """Return whether no grid has some of the cells."""
+    return any(term.cell not in results.seeds for several in terms.values() for term in several)
 
 
 def decided(
@@ -125,16 +148,14 @@ def own_function(address: str) -> Callable[[Sequence[Row]], Any]:
 
 def _verdict(results: Results, formula: Formula, tasks: Sequence[str]) -> tuple[str, str]:
     """Return the verdict on a claim about tasks, and its numbers."""
-    chosen, left = "", formula.left
+    chosen, left = "", _left(results.spec, formula)
     if left is None:
         found = own_function(formula.text)(results.rows)
         contrasts = {n: Contrast(np.array([x], float), [1.0], True, 0) for n, x in found.items()}
         terms: dict[str, list[Term]] = {}
     else:
-        if BEST in left.methods:
-            left = replace(left, methods=tuple(results.spec.methods))
         terms = _differences(results, formula, left, tasks)
-        if any(term.cell not in results.seeds for several in terms.values() for term in several):
+        if _missing(results, terms):
             return _ELSEWHERE, ""
         contrasts = {name: results.contrast(each) for name, each in terms.items()}
     if not contrasts or not all(map(results.complete, terms.values())):

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from rlhf.study.spec import LOSS, QUANTITIES, Axis
+from rlhf.study.spec import AT_KL, AT_TIME, LOSS, QUANTITIES, Axis, Task
 
 SAME, BEST, SLOPE = "same", "best", "slope"
 _SIDE = re.compile(r"(?P<quantity>[\w/]+)\((?P<methods>[^()]*)\)(?P<words>[^<>()*]*)")
@@ -87,6 +87,8 @@ def _side(text: str) -> Side | None:
     methods = tuple(filter(None, re.split(r"[\s,]+", found["methods"])))
     words = [*_WORDS.finditer(found["words"])]
     levels = {each["axis"]: each["value"] for each in words if each["axis"]}
+    if len(levels) < sum(bool(each["axis"]) for each in words):  # an axis twice
+        return None
     every = tuple(each["every"] for each in words if each["every"])
     over = next((each["over"] for each in words if each["over"]), "")
     return Side(found["quantity"], methods, levels, every, over) if methods else None
@@ -99,7 +101,9 @@ def _placed(side: Side, other: Side) -> Side:
     return replace(side, levels=other.levels, every=other.every, over=other.over)
 
 
-def problems(formula: Formula, methods: Iterable[str], axes: Mapping[str, Axis]) -> list[str]:
+def problems(
+    formula: Formula, methods: Iterable[str], axes: Mapping[str, Axis], tasks: Mapping[str, Task]
+) -> list[str]:
     """Return what is wrong with the names of a claim: a rule for each problem."""
     known, found = [*methods, SAME, BEST], []
     names = ", ".join(axes) or "there are none"
@@ -108,6 +112,10 @@ def problems(formula: Formula, methods: Iterable[str], axes: Mapping[str, Axis])
         len(sides[0].methods) > 1 or sides[0].every or sides[1:]
     ):
         found.append(f"compare {BEST} with a number")
+    if sides and SAME in sides[0].methods:
+        found.append(f"have {SAME} on the right only")
+    if sides[1:] and sides[0].methods == sides[1].methods and len(sides[0].methods) == 1:
+        found.append(f"compare different methods, or {SAME} at other values")
     for side in sides:
         named = [*side.levels, *side.every, *filter(None, [side.over])]
         found += [f"name methods ({', '.join(known)}), not {m}" for m in side.methods if m not in known]
@@ -123,4 +131,11 @@ def problems(formula: Formula, methods: Iterable[str], axes: Mapping[str, Axis])
             found.append(f"have a slope over an axis of positive numbers, not {side.over}")
         if side.quantity == LOSS and not side.levels and not side.every:
             found.append("say at which value of an axis a loss is meant, as 'at lag=64'")
+        first = next(iter(side.levels.items()), ("", ""))
+        if side.quantity == LOSS and first[0] in axes and {*axes[first[0]].bases.values()} == {first[1]}:
+            found.append(f"be about a loss at another value than the base ({first[0]}={first[1]})")
+        if side.quantity in (AT_KL, AT_TIME) and all(
+            getattr(t, side.quantity) is None for t in tasks.values()
+        ):
+            found.append(f"be about what a task has (tasks.<name>.{side.quantity})")
     return found

@@ -24,7 +24,8 @@ from rlhf.config.run import Progress
 from rlhf.core.errors import UserError
 from rlhf.core.files import digest
 from rlhf.core.statistics import detectable
-from rlhf.study.cells import Cell, cells, overrides, set_twice
+from rlhf.study.cells import Cell, cells, origin, overrides, set_twice
+from rlhf.study.claims import nowhere
 from rlhf.study.identity import inputs, run_digest, stale
 from rlhf.study.rows import TABLE, TUNE, Row
 from rlhf.study.spec import Spec
@@ -121,9 +122,9 @@ class Configs:
             for text in texts:
                 found.setdefault(text, []).append(run)
         for text, (run, *others) in found.items():
-            key = f"methods.{run.cell.method}"
+            key = origin(self.spec, run.cell, dict(run.tuned), text.partition(" ")[0])
             more = f" and {len(others)} more cells" if others else ""
-            yield f"{self.spec.file}, line {self.spec.lines.get(key, 0)}: {key} ({run.cell}{more}): {text}"
+            yield f"{self.spec.file}, line {self.spec.line(key)}: {key} ({run.cell}{more}): {text}"
 
     def _seed_is_read(self, run: Run) -> bool:
         """Return whether another key depends on a key of `repeat`, so that the seed changes it."""
@@ -203,7 +204,17 @@ class Plan:
 
     def check(self) -> None:
         """Raise UserError with the problems of all runs."""
-        if found := list(self.configs.problems([*(each.run for each in self.runs), *self.undecided])):
+        found = [*self.configs.problems([*(each.run for each in self.runs), *self.undecided])]
+        first: dict[str, Run] = {}
+        for each in self.runs:
+            other = first.setdefault(each.digest, each.run)
+            if each.run.part == TABLE and other.cell != each.run.cell and other.seed == self.spec.seeds[0]:
+                rule = f"{other.cell} and {each.run.cell} must differ in a setting"
+                found.append(f"{self.spec.file}: {rule}, got equal runs; leave one of them out")
+        for said, text in nowhere(self.spec):
+            at = f"{self.spec.file}, line {self.spec.line(f'claims.{said}')}: claims.{said}"
+            found.append(f"{at} must be about cells of the grids, got {text}; add a grid with these cells")
+        if found:
             raise UserError(*found)
 
     @property

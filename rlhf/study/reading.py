@@ -14,16 +14,35 @@ from typing import Any
 
 import yaml
 
+from rlhf.config.function_source import find_module, read
 from rlhf.config.suggestions import closest
 from rlhf.core.errors import UserError
 from rlhf.study.formula import problems, read_formula
-from rlhf.study.spec import QUANTITIES, VALUE, Axis, Grid, Include, Method, Spec, Table, Task, Tune, folder_of
+from rlhf.study.spec import (
+    AT_KL,
+    AT_TIME,
+    LOSS,
+    QUANTITIES,
+    VALUE,
+    Axis,
+    Grid,
+    Include,
+    Method,
+    Spec,
+    Table,
+    Task,
+    Tune,
+    folder_of,
+)
 
 _KEYS = (
     *("study", "title", "set", "repeat", "seeds", "tasks", "methods", "axes", "grids", "tune", "tables"),
     *("figures", "claims", "budget", "looks", "resources", "include", "config_dir", "page", "interval"),
     *("margin", "analysis", "accept", "keep"),
 )
+_RESOURCES = ("threads", "gpus", "minutes")
+_NAME, _RESERVED = r"[^\s,()=|`]{1,60}", ("all", "best", "same", "task", "method", "seed", "part", "from")
+_WORDS = ", ".join(_RESERVED)
 _BETTER, _BUDGET = ("higher", "lower"), ("cpu_hours", "gpu_hours")
 
 
@@ -56,24 +75,37 @@ class Document:
         except OSError as error:
             raise UserError(f"{file} must be a study file, got: {error.strerror}; fix the path") from error
         except (yaml.YAMLError, UnicodeError) as error:
-            raise UserError(f"{file} must be YAML, got: {' '.join(str(error).split())}; fix it") from error
+            mark, got = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+            at = f"{file}, line {mark.line + 1}:" if mark else f"{file}"
+            remedy = "indent by spaces, close each bracket, quote texts with ': ' or '#'"
+            raise UserError(f"{at} must be YAML, got: {' '.join(got.split())}; {remedy}") from error
         if not isinstance(node, yaml.MappingNode):
             raise UserError(f"{file} must be a mapping of keys, as study: <name>; write at least methods:")
         self._plain(node, "")
 
-    def _plain(self, node: yaml.Node, key: str) -> Any:
+    def _plain(self, node: yaml.Node, key: str, around: tuple[yaml.Node, ...] = ()) -> Any:
         def inner(name: object, at: yaml.Node, value: yaml.Node) -> Any:
             below, line = _below(key, name), at.start_mark.line + 1
             if below in self.lines:
                 self.wrong(below, "must be given once", f"it again in line {line}", "rename one")
+                return self.values[below]
             self.lines[below] = line
-            return self._plain(value, below)
+            if value in (node, *around):
+                self.wrong(
+                    below,
+                    "must not contain itself",
+                    f"an alias of line {value.start_mark.line + 1}",
+                    "write the value out",
+                )
+                return ""
+            return self._plain(value, below, (node, *around))
 
         found: Any = node.value
         if isinstance(node, yaml.SequenceNode):
             found = [inner(place, each, each) for place, each in enumerate(found)]
         elif isinstance(node, yaml.MappingNode):
-            found = {name.value: inner(name.value, name, value) for name, value in found}
+            keys = [(str(name.value), name, value) for name, value in found]
+            found = {name: inner(name, at, value) for name, at, value in keys}
         self.values[key] = found
         return found
 
@@ -81,7 +113,7 @@ class Document:
         """Add a problem: a key, the rule that it breaks, its value and a remedy."""
         line = self.line(key)
         where = str(self.made_of or self.file) + (f", line {line}" if line and not self.made_of else "")
-        self.problems.append((line, f"{where}: {key} {rule}, got {got}; {remedy}"))
+        self.problems.append((line, f"{where}: {key} {rule}, got {got or 'nothing'}; {remedy}"))
 
     def line(self, key: str) -> int:
         """Return the line of a key, or of the nearest key around it; 0 if there is none."""
@@ -120,9 +152,34 @@ class Document:
         """Return the texts of a list."""
         return tuple(self.items(key).values())
 
-    def text(self, key: str, default: str = "") -> str:
-        """Return a value as text."""
-        return str(self.values.get(key, default))
+    def text(self, key: str, default: str = "", form: str = ".+", what: str = "a text") -> str:
+        """Return a text; `form`: the regular expression that it has, and `what` says so."""
+        value = self.values.get(key, default)
+        if isinstance(value, str) and (key not in self.values or re.fullmatch(form, value)):
+            return value
+        self.wrong(key, f"must be {what}", value, f"write {key}: {default or '<text>'}")
+        return default
+
+    def named(self, key: str) -> dict[str, Any]:
+        """Return a mapping from names: words that a claim, `--only` and a table can contain."""
+        for name in (tree := self.mapping(key)):
+            if not re.fullmatch(_NAME, name) or name in _RESERVED:
+                rule = f"must be named by up to 60 characters without space and , ( ) = | `, and not {_WORDS}"
+                self.wrong(_below(key, name), rule, name, "rename it")
+        return tree
+
+    def address(self, key: str, text: str) -> str:
+        """Return the address of a function, <file>.py:<function> or <module>:<function>."""
+        place, _, name = text.rpartition(":")
+        try:
+            file = Path(place) if place.endswith(".py") else Path(find_module(place).origin or "")
+            lacking = read(file).lacks(name) and f"no {name} in {file}"
+        except (OSError, ImportError, ValueError, SyntaxError) as error:
+            lacking = getattr(error, "strerror", None) or str(error)
+        if lacking:
+            rule = "must name a function, <file>.py:<function> or <module>:<function>"
+            self.wrong(key, rule, f"{text} ({lacking})", "fix the name")
+        return text
 
     def overrides(self, key: str) -> tuple[str, ...]:
         """Return a list of overrides, with quotes around values that contain an interpolation, for Hydra."""
@@ -164,6 +221,8 @@ class Document:
         """Return some of the choices, of a list or a single one; `all`: all of them."""
         if self.values.get(key) == "all":
             return tuple(choices)
+        if key in self.values and not self.values[key]:
+            self.wrong(key, f"must have {what}", "none", f"write {key}: all, or leave it out")
         found = (self.one_of(key, choices, what, each) for each in self.texts(key))
         return tuple(each for each in found if each)
 
@@ -172,12 +231,12 @@ class Document:
         tree = self.values.get(key)
         if tree is None and default:
             return default
-        if isinstance(tree, str) and re.fullmatch("[1-9][0-9]*", tree):
+        if isinstance(tree, str) and re.fullmatch("[1-9][0-9]{0,3}", tree):
             return tuple(range(1, int(tree) + 1))
         texts = tree if isinstance(tree, list) else []
-        found = tuple(int(each) for each in texts if str(each).isdigit())
+        found = tuple(int(each) for each in texts if re.fullmatch("[0-9]{1,9}", str(each)))
         if not found or len({*found}) < len(texts):
-            rule = "must be a number of seeds, or a list of different seeds"
+            rule = "must be a number of seeds (to 9999), or a list of different seeds (to 999999999)"
             self.wrong(key, rule, tree, "write 10, or [1, 2, 3]")
         return found
 
@@ -206,10 +265,8 @@ class _Reading:
         self.doc = Document(file, made_of)
         self.around = (*around, file.resolve())
         self.top = self.doc.mapping("", _KEYS)
-        self.name = self.doc.text("study") or file.stem
-        if not re.fullmatch(r"[\w.-]+", self.name):
-            rule = "must be a name of letters, digits, _ and -"
-            self.doc.wrong("study", rule, self.name, "rename the study")
+        form, what = r"\w[\w.-]{0,59}", "a name of at most 60 letters, digits, ., _ and -"
+        self.name = self.doc.text("study", file.stem, form, what)
 
     def spec(self) -> Spec:
         """Return the declaration. The order matters: grids name tasks, methods and axes."""
@@ -231,7 +288,7 @@ class _Reading:
             name=self.name,
             title=doc.text("title", self.name),
             overrides=doc.overrides("set"),
-            repeat=doc.texts("repeat") or ("seed",),
+            repeat=self.read_repeat(),
             seeds=self.seeds,
             tasks=self.tasks,
             methods=self.methods,
@@ -243,13 +300,18 @@ class _Reading:
             claims=self.read_claims(),
             budget={each: doc.number(f"budget.{each}", 0.0) for each in doc.mapping("budget", _BUDGET)},
             looks=max(1, doc.number("looks", 1, int)),
-            resources={name: str(value) for name, value in doc.mapping("resources").items()},
+            resources={
+                name: str(doc.number(f"resources.{name}", 1, int))
+                for name in doc.mapping("resources", _RESOURCES)
+            },
             include=included,
             config_dir=root / doc.text("config_dir") if "config_dir" in top else None,
-            page=root / doc.text("page") if "page" in top else folder / "page.md",
+            page=root / doc.text("page", "page.md", r".*\.md", "a file <name>.md")
+            if "page" in top
+            else folder / "page.md",
             interval=doc.one_of("interval", ("t", "percentile"), "an interval", top.get("interval", "t")),
             margin=doc.number("margin", None),
-            analysis=top.get("analysis"),
+            analysis=doc.address("analysis", doc.text("analysis")) if "analysis" in top else None,
             accept=tuple(doc.number(each, 0, int) for each in doc.items("accept")),
             keep=doc.some_of("keep", ("models", "stages"), "what to keep"),
             lines=doc.lines,
@@ -275,13 +337,15 @@ class _Reading:
         """Return the tasks; without tasks, all runs belong to one task with the name of the study."""
         doc, found = self.doc, {}
         if isinstance(source := doc.values.get("tasks.from"), str):
+            doc.mapping("tasks", ("from",))
             other = self.other(source, "tasks.from")
             return dict(other.tasks) if other else {}
-        for name, content in doc.mapping("tasks").items():
+        for name, content in doc.named("tasks").items():
             at = f"tasks.{name}"
             if not isinstance(content, list):
                 doc.mapping(at, ("set", "metric", "name", "at_kl", "at_time", "better", "worst", "fall"))
-            metric = doc.values.get(f"{at}.metric")
+            rule = "a metric of the evaluations, eval/<name>"
+            metric = doc.text(f"{at}.metric", "", "eval/.+", rule) or None
             better = doc.one_of(f"{at}.better", _BETTER, "a direction", doc.text(f"{at}.better", _BETTER[0]))
             if better == _BETTER[1] and f"{at}.worst" not in doc.values:
                 rule = "must be given if lower values are better (a run that diverged has this value)"
@@ -300,7 +364,7 @@ class _Reading:
 
     def read_methods(self) -> Iterator[tuple[str, Method]]:
         """Yield the methods by name: a list of overrides, or a mapping with set and base."""
-        doc, tree = self.doc, self.doc.mapping("methods")
+        doc, tree = self.doc, self.doc.named("methods")
         if not tree:
             doc.wrong("methods", "must have a method", "none", "write methods: {dpo: [algo=dpo]}")
         for name, content in tree.items():
@@ -312,19 +376,17 @@ class _Reading:
     def read_axes(self) -> Iterator[tuple[str, Axis]]:
         """Yield the axes by name: a key with values, or overrides of each value."""
         doc = self.doc
-        for name, content in doc.mapping("axes").items():
+        for name, content in doc.named("axes").items():
             at = f"axes.{name}"
             each = doc.mapping(at, ("key", "values", "base"))
             key, base = each.get("key"), each.get("base")
-            if name in ("task", "method"):
-                doc.wrong(at, "must have a name of its own", name, "rename the axis")
             if isinstance(tree := each.get("values"), dict):
                 values = {value: doc.overrides(f"{at}.values.{value}") for value in tree}
             else:
                 values = {value: (f"{key}={value}",) for value in doc.texts(f"{at}.values")}
-                if not key or not values:
+                if not key or not values or len(values) < len(doc.texts(f"{at}.values")):
                     remedy = "write {key: <config key>, values: [0, 1]}"
-                    doc.wrong(at, "must have key and values", content, remedy)
+                    doc.wrong(at, "must have key and different values", content, remedy)
             if isinstance(base, dict):
                 for task in self.tasks.keys() ^ base.keys():
                     tasks = f"tasks: {', '.join(self.tasks)}"
@@ -371,11 +433,21 @@ class _Reading:
         if "tune" not in self.top:
             return None
         source = self.other(content["from"], "tune.from") if "from" in content else None
+        if "from" in content and (source is None or source.tune is None):
+            if source is not None:
+                doc.wrong("tune.from", "must name a study that tunes", source.name, "choose another one")
+            return None
+        if source is None and "check" in content:
+            doc.wrong("tune.check", "must have tune.from, whose choices it checks", "none", "leave it out")
         given = Tune({}, (), {"": {}}, {}) if source is None or source.tune is None else source.tune
         keys = content.keys() - {"set", "seeds", "at", "reach", "extend", "from", "check"}
         values = {key: doc.texts(f"tune.{key}") for key in content if key in keys} or given.values
         if not values:
             doc.wrong("tune", "must have a config key", "none", "write tune: {optim.lr: [3e-5, 1e-4, 3e-4]}")
+        for key, several in values.items():
+            if len({*several}) < max(2, len(several)):
+                remedy = f"write {key}: [1e-4, 3e-4], or set it"
+                doc.wrong(f"tune.{key}", "must have several different values", several, remedy)
         points = {point: self.read_levels(f"tune.at.{point}") for point in doc.mapping("tune.at")} or given.at
         limits = doc.mapping("tune.reach", list(points))
         seeds = doc.seeds("tune.seeds", given.seeds)
@@ -394,15 +466,24 @@ class _Reading:
             == "true",
         )
 
+    def read_repeat(self) -> tuple[str, ...]:
+        """Return the config keys that a seed sets."""
+        for at, key in self.doc.items("repeat").items():
+            if key.rpartition(".")[2] != "seed":
+                self.doc.wrong(at, "must be the config key of a seed", key, "write [seed, stages.seed]")
+        return self.doc.texts("repeat") or ("seed",)
+
     def read_claims(self) -> dict[str, str]:
         """Return the formula of each claim; the form and the names in it are checked."""
         found = {said: str(text) for said, text in self.doc.mapping("claims").items()}
         for said, text in found.items():
             formula, at = read_formula(text), f"claims.{said}"
+            if formula is not None and formula.left is None:
+                self.doc.address(at, text)
             if formula is None:
-                remedy = "write loss(dpo) < loss(ppo, rloo) at lag=64"
+                remedy = "write loss(dpo) < 0.5 * loss(ppo, rloo) at lag=64"
                 self.doc.wrong(at, "must compare quantities of methods", text, remedy)
-            for rule in problems(formula, self.methods, self.axes) if formula else ():
+            for rule in problems(formula, self.methods, self.axes, self.tasks) if formula else ():
                 self.doc.wrong(at, f"must {rule}", text, "fix the formula")
         return found
 
@@ -415,5 +496,11 @@ class _Reading:
             if quantity not in QUANTITIES and "/" not in quantity:
                 rule = f"must be <quantity> over <axis> ({', '.join(QUANTITIES)}, or a metric)"
                 self.doc.wrong(at, rule, text, "write value over <axis>")
+            elif quantity in (AT_KL, AT_TIME) and not any(
+                getattr(task, quantity) is not None for task in self.tasks.values()
+            ):
+                self.doc.wrong(at, f"must be what a task has (tasks.<name>.{quantity})", text, "add the key")
+            elif quantity == LOSS and not over:
+                self.doc.wrong(at, "must be over an axis", text, "write loss over <axis>")
             elif not over or self.doc.one_of(at, self.axes, "over an axis", axis):
                 yield Table(quantity, axis, title)

@@ -121,6 +121,12 @@ class Spec:
         """The folder of rows, page, figures and runs: that of study.yaml, else studies/<name>."""
         return folder_of(self.file, self.name)
 
+    def line(self, key: str) -> int:
+        """Return the line of a key, or of the nearest key around it; 0 if there is none."""
+        while key and key not in self.lines:
+            key = key.rpartition(".")[0]
+        return self.lines.get(key, 0)
+
     @property
     def rows(self) -> Path:
         """The file of rows."""

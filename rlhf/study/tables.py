@@ -24,7 +24,15 @@ SUPPORTED, SUGGESTED = "supported", "suggested"
 _AGAINST = "methods against their bases"
 _MARGIN = 0.02  # difference for which seeds are counted, if the study has no margin
 _ENOUGH = 20  # values from which on an interquartile mean is shown
-_WIDTH = 80  # columns of the terminal
+_WIDTH, _LONGEST = 80, 36  # columns of the terminal, and most of them that a name gets
+_UNKNOWN = re.compile("[^\0-\xff]|[\xd0\xde\xf0\xfe]")  # characters that pdflatex lacks without a package
+_GREEK_NAMES = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi mathrm{o} pi rho varsigma"
+)
+_GREEK = {
+    chr(code): f"$\\{name}$"
+    for code, name in enumerate(f"{_GREEK_NAMES} sigma tau upsilon phi chi psi omega".split(), 0x3B1)
+}
 _INTERVAL = re.compile(r" \((-?[\d.]+), (-?[\d.]+)\)")
 
 
@@ -70,7 +78,8 @@ def tables(results: Results, declared: Sequence[Table] | None = None) -> Iterato
                 continue
             values = [*spec.axes[axis].values] if axis else [""]
             if quantity == LOSS:
-                values.remove(base := spec.axes[axis].bases[name])
+                base = spec.axes[axis].bases[name]
+                values.remove(base)
                 title = title or f"loss of {task.name} against {axis}{' = ' if len(axis) == 1 else ' '}{base}"
             cells = {m: [cell_of(spec, name, m, {axis: value}) for value in values] for m in spec.methods}
             rows = {m: [_entry(results, table, cell) for cell in row] for m, row in cells.items()}
@@ -166,9 +175,14 @@ def families(results: Results) -> Iterator[Family]:
     spec = results.spec
     axes = [table.axis for table in spec.tables if table.quantity == LOSS] or [""]
     for task, axis in product(spec.tasks, axes):
-        at = {axis: [*spec.axes[axis].values][-1]} if axis else {}
+        values = (
+            [value for value in spec.axes[axis].values if value != spec.axes[axis].bases[task]]
+            if axis
+            else []
+        )
+        at = {axis: values[-1]} if values else {}
         cells = {method: cell_of(spec, task, method, at) for method in spec.methods}
-        losses = {m: results.terms(LOSS, cell, axis) for m, cell in cells.items()} if axis else {}
+        losses = {m: results.terms(LOSS, cell, axis) for m, cell in cells.items()} if at else {}
         gains = {
             f"{m} - {method.base}": [Term(1.0, cells[m], VALUE), Term(-1.0, cells[method.base], VALUE)]
             for m, method in spec.methods.items()
@@ -180,7 +194,7 @@ def families(results: Results) -> Iterator[Family]:
                 n: c for n, c in made.items() if c.seeds >= FEWEST and (what != _AGAINST or any(c.values))
             }
             if made:
-                yield Family(task, f"{axis} {at[axis]}" if axis else "all", what, tested(made))
+                yield Family(task, f"{axis} {at[axis]}" if at else "all", what, tested(made))
 
 
 def tested(contrasts: Mapping[str, Contrast]) -> list[Finding]:
@@ -302,20 +316,21 @@ def as_latex(table: Shown) -> str:
 
 
 def _in_latex(text: str) -> str:
-    text = re.sub(r"[&%$#_{}]", r"\\\g<0>", text.replace("\\*", "*"))
+    text = re.sub(r"[&%$#_{}]", r"\\\g<0>", text.replace("\\*", "*").replace("\\", "\0"))
     text = re.sub(r"[~^]", r"\\\g<0>{}", text).replace("*", "$^*$")
     text = re.sub(r"`([^`]*)`", r"\\texttt{\1}", text)
     text = _INTERVAL.sub(r" {\\scriptsize [$\1$, $\2$]}", text)
-    return re.sub(r"(?<![\w$.-])(-[\d.]+)", r"$\1$", text)
+    text = re.sub(r"(?<![\w$.-])(-[\d.]+)", r"$\1$", text).replace("\0", r"\textbackslash{}")
+    return _UNKNOWN.sub(lambda each: _GREEK.get(each[0], f"U+{ord(each[0]):04X}"), text)
 
 
 def for_terminal(table: Shown) -> Iterator[str]:
     """Yield the lines of a table, at most `_WIDTH` columns wide; intervals as half of their width."""
-    texts = [["", *table.columns]]
+    texts = [["", *(column[-_LONGEST:] for column in table.columns)]]
     for method, row in table.rows.items():
         halves = [f"\N{PLUS-MINUS SIGN}{(each.estimate.high - each.estimate.low) / 2:.3f}" for each in row]
         cells = (_INTERVAL.sub(half, each.text) for half, each in zip(halves, row, strict=True))
-        texts.append([method, *(text.replace(" \\*", "*") for text in cells)])
+        texts.append([method[-_LONGEST:], *(text.replace(" \\*", "*") for text in cells)])
     first = max(len(line[0]) for line in texts)
     wide = max(len(text) for line in texts for text in line[1:])
     count = max(1, (_WIDTH - first) // (wide + 2))
