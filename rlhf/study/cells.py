@@ -74,7 +74,7 @@ def overrides(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> li
 
 
 def origin(spec: Spec, cell: Cell, tuned: Mapping[str, str], key: str) -> str:
-    """Return the key of the study file that gives a run its value of a config key; else that of the method."""
+    """Return the key of the study file from which a run has a config key, by default that of the method."""
     layers = _layers(spec, cell, 0, tuned).items()
     found = [name for name, texts in layers if any(each.key == key for each in read_overrides(texts))]
     return key if key in spec.lines else found[-1] if found else f"methods.{cell.method}"
