@@ -72,6 +72,14 @@ def explained(*explanations: Callable[[Exception], Exception | None]) -> Iterato
         raise
 
 
+def one_line(error: BaseException) -> str:
+    """Return kind and text of an error of the user's code on one line; only the kind if it has no text."""
+    try:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    except Exception:  # its own __str__ raises
+        return type(error).__name__
+
+
 def report(problems: tuple[str, ...] | list[str]) -> str:
     """Format problems for the terminal: one problem after `error:`, several problems as a list."""
     if len(problems) == 1:

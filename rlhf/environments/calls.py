@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -65,10 +66,13 @@ class _Worker(Thread):
     def run(self) -> None:
         while call := self.asked.get():
             call.thread, call.began, result, error = self, perf_counter(), None, None
+            process = os.getpid()
             try:
                 result = call.function()
             except BaseException as raised:  # code of the user may raise anything, such as SystemExit
                 error = raised
+            if os.getpid() != process:  # a child that the code forked
+                os._exit(os.EX_OK)
             if not call.end(result, error):
                 return
             self.ended.put(call)

@@ -15,14 +15,14 @@ generator of the module `random`. `timed_out(limit_s)` returns the answer if `st
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rlhf.config.address import LIBRARIES, load_class
-from rlhf.core.errors import RunError, UserError
+from rlhf.core.errors import RunError, UserError, one_line
+from rlhf.core.score import as_score, not_a_score
 from rlhf.environments.calls import too_many_hang
 from rlhf.environments.turns import Turns
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 LIMITS = ("out_of_turns", "cut", "no_room")  # an episode ends by one of them, or by the environment
 COUNTS = ("turns", "tool_errors", "step_errors", *LIMITS, "seconds")
+_TAKEN = (*COUNTS, "token_share")  # names of metrics `environment/<name>`
 _NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 _MOST_CHARACTERS = 300  # of a value in an error message
 
@@ -105,7 +106,8 @@ class EnvironmentFactory:
         elif self.on_error == "end":
             return None
         else:
-            what = f"{type(call.error).__name__}: {call.error}"[:_MOST_CHARACTERS]
+            assert call.error is not None, "the call failed"
+            what = one_line(call.error)[:_MOST_CHARACTERS]
             longer = f", environment.step_limit_s={2 * self.step_limit_s:g}" if call.late else ""
             remedy = f"correct the class, or set environment.on_error=end{longer}"
         given = f"the prompt {given.prompt!r}" if isinstance(given, Example) else f"the reply {given!r}"
@@ -127,28 +129,35 @@ class EnvironmentFactory:
 
 def asynchronous(environment: type) -> bool:
     """Return whether a class has asynchronous methods."""
-    return any(inspect.iscoroutinefunction(getattr(environment, name, None)) for name in ("reset", "step"))
+    names = ("reset", "step", "close")
+    return any(inspect.iscoroutinefunction(getattr(environment, name, None)) for name in names)
 
 
 def checked(found: Any) -> Answer:
     """Return what `step` returned as an answer.
 
     Raises:
-        TypeError: it is no answer.
-        ValueError: the reward is not finite, or a figure has the name of another.
+        TypeError: it is no answer, such as the five values of a game of gymnasium.
+        ValueError: the reward or a figure is not finite, or a figure has the name of another.
     """
-    if not isinstance(found, tuple) or len(found) < 3:
-        raise TypeError(f"step must return (message, reward, done), got {found!r:.100}")
+    if not isinstance(found, tuple) or (len(found) != 3 and not isinstance(found, Answer)):
+        raise TypeError(f"step must return (message, reward, done), or an Answer, got {found!r:.100}")
     answer = Answer(*found)
-    reward = float(answer.reward)
     if not isinstance(answer.message, str):
         raise TypeError(f"the message must be a text, got {answer.message!r:.100}")
-    if not math.isfinite(reward):
-        raise ValueError(f"the reward must be finite, got {reward}")
-    if taken := [*{*COUNTS} & {*answer.figures}]:
-        raise ValueError(f"a figure must have another name than {', '.join(COUNTS)}, got {taken[0]}")
-    figures = {str(name): float(value) for name, value in answer.figures.items()}
+    if answer.done not in (True, False):
+        raise TypeError(f"done must be True or False, got {answer.done!r:.100}")
+    if taken := [*{*_TAKEN} & {*answer.figures}]:
+        raise ValueError(f"a figure must have another name than {', '.join(_TAKEN)}, got {taken[0]}")
+    reward = _finite("the reward", answer.reward)
+    figures = {str(name): _finite(f"the figure {name}", value) for name, value in answer.figures.items()}
     return Answer(answer.message, reward, bool(answer.done), bool(answer.error), figures)
+
+
+def _finite(what: str, value: Any) -> float:
+    if (number := as_score(value)) is None:
+        raise ValueError(f"{what} must be finite{not_a_score(value)}, got {value!r:.100}")
+    return number
 
 
 def none(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, product, zip_longest
@@ -127,7 +128,7 @@ class Episodes:
                 Example(
                     prompt=prompts.texts[n],
                     reference=prompts.references[n],
-                    record=records[n],
+                    record=deepcopy(records[n]),  # the class may change it
                     seed=records[n]["seed"] if FIRST_MESSAGE in records[n] else derive(*own, request, row),
                     sample=k,
                 )
@@ -358,7 +359,7 @@ class Episodes:
             environment, episode.environment = episode.environment, None
             return None if environment is None else environment.close()  # type: ignore[attr-defined]
 
-        return close if hasattr(episode.environment, "close") else None
+        return close if callable(getattr(episode.environment, "close", None)) else None
 
     def rollouts(self, pad_id: int, in_flight: bool = False) -> Rollouts:
         """Return the episodes as rollouts [N, K, T]; with `in_flight`, tokens have versions.

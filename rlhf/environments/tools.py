@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing import parse_response
@@ -19,7 +19,7 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 
 from rlhf.config.address import load_function
 from rlhf.core.chat_format import QUESTION, render, template_name
-from rlhf.core.errors import UserError
+from rlhf.core.errors import UserError, one_line
 from rlhf.environments.environment import Answer, EnvironmentFactory, Example, factory
 from rlhf.environments.turns import Turns
 
@@ -40,8 +40,10 @@ _HERMES = {  # the calls of Hermes, Qwen 2.5 and Qwen 3
     },
 }  # fmt: skip
 _MOST_CHARACTERS = 200  # of an error in a message
+_HINTS = (str, int, float, bool, list, dict, tuple, type(None), Any, ...)  # of arguments
 _TYPES: dict[str, type | tuple[type, ...]] = {
-    "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict
+    "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict,
+    "null": type(None),
 }  # fmt: skip
 
 
@@ -130,8 +132,8 @@ class Tools:
                 )
         try:
             return _text(function(**given)), False
-        except (Exception, SystemExit) as error:  # a tool may raise anything; the model chose the arguments
-            return _error(f"{type(error).__name__}: {error}")
+        except BaseException as error:  # a tool may raise anything; the model chose the arguments
+            return _error(one_line(error))
 
 
 @cache
@@ -141,6 +143,7 @@ def _tools(functions: tuple[str, ...]) -> dict[str, tuple[Callable[..., Any], di
     for address in functions:
         function = load_function("environment.functions", address, None)
         try:
+            _check_hints(function)
             schema = get_json_schema(function)
         except Exception as error:  # of several kinds
             reason = " ".join(map(str, error.args))
@@ -153,6 +156,23 @@ def _tools(functions: tuple[str, ...]) -> dict[str, tuple[Callable[..., Any], di
             raise UserError(f"environment.functions must have different names, got {name} twice; rename one")
         found[name] = function, schema
     return found
+
+
+def _check_hints(function: Callable[..., Any]) -> None:
+    """Raise ValueError for an argument that no call in JSON can give."""
+    hints = get_type_hints(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(f"{name} of {function.__name__} must be given by its name")
+        if other := [each for each in _plain(hints.get(name, Any)) if each not in _HINTS]:
+            raise ValueError(f"{name} of {function.__name__} must be of a type of JSON, not {other[0]}")
+
+
+def _plain(hint: Any) -> list[Any]:
+    """Return the types in a type hint."""
+    if get_origin(hint) is Literal:
+        return [*map(type, get_args(hint))]
+    return [each for inner in get_args(hint) for each in _plain(inner)] if get_args(hint) else [hint]
 
 
 def _response_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> ResponseTemplate:

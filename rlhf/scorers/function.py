@@ -16,8 +16,9 @@ from rlhf.config.parameters import GIVEN, parameters_of
 from rlhf.core.errors import RunError
 from rlhf.core.formatting import shortened
 from rlhf.core.protection import protected
+from rlhf.core.score import as_score, not_a_score
 from rlhf.environments.transcript import transcripts
-from rlhf.scorers.scorer import Scorer, as_score, distinct_texts, not_a_score
+from rlhf.scorers.scorer import Scorer, distinct_texts
 from rlhf.scorers.weighted import WeightedScorer
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from torch import Tensor
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import shortened
 from rlhf.core.network import is_loopback, refusal
-from rlhf.scorers.scorer import Scorer, as_score, distinct_texts
+from rlhf.core.score import as_score
+from rlhf.scorers.scorer import Scorer, distinct_texts
 from rlhf.scorers.tries import Again, in_parallel
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ What compares two responses calls `Scorer.compare`, which a judge of pairs overr
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -302,20 +301,3 @@ def first_of_identical(rollouts: Rollouts) -> Tensor:
         for row, (ids, end) in enumerate(zip(tokens, ended, strict=True))
     ]
     return torch.tensor(columns).view(N, K)
-
-
-def as_score(value: object) -> float | None:
-    """Return a score from user code as a float; None if `value` is no number, or not finite in float32."""
-    if isinstance(value, str | bytes):
-        return None
-    try:
-        number = float(value)  # type: ignore[arg-type]  # float() accepts any number type
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
-    return number if abs(number) <= torch.finfo(torch.float32).max else None  # NaN gives None
-
-
-def not_a_score(value: object) -> str:
-    """Return, for a message about a value that is no score, the limit of float32 if `value` exceeds it."""
-    beyond = isinstance(value, int | float) and torch.finfo(torch.float32).max < abs(value) < math.inf
-    return " below 3.4e38, the limit of float32" if beyond else ""

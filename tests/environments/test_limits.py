@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import itertools
+import os
 import random
 import threading
 import time
@@ -21,6 +22,7 @@ from tests.environments.test_episodes import SAMPLING, model, prompts, same, sam
 HERE = "tests.environments.test_limits"
 RELEASE = threading.Event()  # lets hanging calls return
 CLOSED: list[str] = []
+SEEN: list[list[int]] = []
 STOP, GO = [10, 0], [7, 8, 0]  # replies: " stop", " a b"
 
 
@@ -45,6 +47,11 @@ def endless():
     yield from itertools.repeat("more")
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError
+
+
 class Wrong:
     """Does what `how` says after the reply " stop", or already in reset."""
 
@@ -64,12 +71,16 @@ class Wrong:
             raise KeyError("secret")
         if self.how == "exit":
             raise SystemExit(3)
+        if self.how == "unspeakable":
+            raise Unspeakable
         if self.how == "hang":
             RELEASE.wait(30)  # here it hangs
         return {
             "none": None, "text": " text", "nan": ("", float("nan"), False), "endless": endless(),
             "number": (5, 0.0, False), "tensor": ("", torch.ones(2), False),
-            "figures": Answer(figures={"turns": 3.0}),
+            "figures": Answer(figures={"turns": 3.0}), "share": Answer(figures={"token_share": 3.0}),
+            "nan figure": Answer(figures={"a": float("nan")}), "five": ("", 0.0, False, False, {}),
+            "huge": ("", 1e300, False), "words": ("", "0.5", False), "done": ("", 0.5, "False"),
         }.get(self.how)  # fmt: skip
 
     def close(self):
@@ -155,13 +166,20 @@ WAYS = {
     "raise": ("KeyError: 'secret'", 'raise KeyError("secret")'),
     "exit": ("SystemExit: 3", "raise SystemExit(3)"),
     "hang": (r"TimeoutError: no answer in 0\.\d+ s", "# here it hangs"),
-    "none": (r"TypeError: step must return \(message, reward, done\), got None", ""),
+    "none": (r"TypeError: step must return \(message, reward, done\), or an Answer, got None", ""),
     "text": ("TypeError: step must return .*, got ' text'", ""),
     "nan": ("ValueError: the reward must be finite, got nan", ""),
     "number": ("TypeError: the message must be a text, got 5", ""),
     "endless": ("TypeError: step must return .*, got <generator", ""),
     "figures": ("ValueError: a figure must have another name than .*, got turns", ""),
     "tensor": ("RuntimeError|ValueError", ""),
+    "share": ("ValueError: a figure must have another name than .*, got token_share", ""),
+    "nan figure": ("ValueError: the figure a must be finite, got nan", ""),
+    "five": ("TypeError: step must return .*, got \\(", ""),
+    "huge": ("ValueError: the reward must be finite below 3.4e38.*, got 1e\\+300", ""),
+    "words": ("ValueError: the reward must be finite, got '0.5'", ""),
+    "done": ("TypeError: done must be True or False, got 'False'", ""),
+    "unspeakable": ("Unspeakable", "raise Unspeakable"),
 }
 
 
@@ -186,6 +204,32 @@ def test_a_class_that_fails_stops_the_run_with_class_place_reply_and_remedy(how,
     assert ("environment.step_limit_s=0.6" in str(raised.value)) == (how == "hang")
     assert sorted(CLOSED) == ["p0", "p0", "p1", "p1"]
     assert own_threads() == (how == "hang"), "the abandoned thread"
+
+
+class Changer:
+    def reset(self, example):
+        example.record["a"].append(example.sample)
+        SEEN.append(example.record["a"])
+
+    def step(self, reply):
+        return "", 0.0, True
+
+
+def test_the_record_that_an_episode_changes_is_its_own():
+    SEEN.clear()
+    given = replace(prompts(2), records=[{"a": []}, {"a": []}])
+    factory = settings(address=f"{HERE}:Changer").environment
+    Episodes(given, replace(SAMPLING, samples=2), factory, [0], 7).close()
+    assert SEEN == [[0], [1], [0], [1]] and given.records == [{"a": []}, {"a": []}]
+
+
+def test_a_child_that_a_step_forks_ends_with_the_step():
+    """The child has the worker's code, and would go on with the calls of its parent."""
+    asked = calls.Calls(1, 5.0)
+    asked.ask("fork", os.fork)
+    (call,) = asked.ended(5.0)
+    assert os.waitstatus_to_exitcode(os.waitpid(call.result, 0)[1]) == 0
+    asked.close(1.0, ())
 
 
 @pytest.mark.parametrize(("how", "place"), [("hang", "# here it waits"), ("raise", 'KeyError("secret")')])

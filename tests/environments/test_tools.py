@@ -5,6 +5,7 @@ import pickle
 import threading
 import time
 from dataclasses import replace
+from enum import Enum
 
 import pytest
 from transformers.utils import get_json_schema
@@ -230,6 +231,26 @@ def test_the_response_template_of_the_tokenizer_or_of_a_file_reads_the_calls(tmp
         arguments_of(tokenizer, str(tmp_path / "none.json"))
 
 
+class Colour(Enum):
+    RED = 1
+
+
+def coloured(colour: Colour | None) -> str:
+    """Paint.
+
+    Args:
+        colour: the colour.
+    """
+
+
+def variadic(*words: str) -> str:
+    """Join.
+
+    Args:
+        words: the words.
+    """
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [
@@ -239,6 +260,8 @@ def test_the_response_template_of_the_tokenizer_or_of_a_file_reads_the_calls(tmp
         (["later"], "async function"),
         (["absent"], "there is no absent in it"),
         (["add", "add"], "add twice"),
+        (["coloured"], "colour of coloured must be of a type of JSON, not .*Colour"),
+        (["variadic"], "words of variadic must be given by its name"),
     ],
 )
 def test_a_function_that_cannot_be_described_is_an_error_that_names_it(names, said):

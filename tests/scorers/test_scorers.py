@@ -22,9 +22,10 @@ from rlhf.config.scorer import (
 from rlhf.core.batch import Batch, Budget, Rollouts, microbatches
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import RunError, UserError
+from rlhf.core.score import as_score
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.scorers.function import FunctionScorer
-from rlhf.scorers.scorer import LabelsScorer, TextScorer, as_score
+from rlhf.scorers.scorer import LabelsScorer, TextScorer
 from rlhf.scorers.weighted import WeightedScorer
 from tests.tiny_models import scorer_context, tiny_tokenizer
 

@@ -76,9 +76,8 @@ class Routes:
     async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
         """Prepare the engine for loads."""
         state.rlhf_start, state.rlhf_lock, state.rlhf_ends = secrets.token_hex(8), asyncio.Lock(), False
-        if (
-            engine_client.vllm_config.weight_transfer_config.backend == FILES
-        ):  # for NCCL, the first load has the group to join
+        transfer = engine_client.vllm_config.weight_transfer_config
+        if transfer.backend == FILES:  # for NCCL, the first load has the group to join
             await engine_client.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
 
 

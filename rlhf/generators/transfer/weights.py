@@ -56,7 +56,7 @@ class Manifest:
     version: int
     path: str  # the shared file with the tensors; empty: the tensors are on a GPU
     entries: tuple[Entry, ...]
-    update: dict[str, Any] | None = None  # GPU: data for vLLM's engine besides names, dtypes and shapes
+    update: dict[str, Any] | None = None  # what vLLM's engine needs besides names, dtypes and shapes
     group: dict[str, Any] | None = None  # NCCL: the group that the process must join first
 
     def checksums(self) -> dict[str, int]:
