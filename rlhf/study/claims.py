@@ -18,7 +18,7 @@ from rlhf.study.cells import cell_of
 from rlhf.study.formula import BEST, SAME, SLOPE, Formula, Side, read_formula
 from rlhf.study.results import FEWEST, Contrast, Results, Term
 from rlhf.study.rows import Row
-from rlhf.study.spec import VALUE, Spec
+from rlhf.study.spec import VALUE
 
 _ELSEWHERE = "no grid of the task has such a cell"
 HOLDS, NOT, UNDECIDED = "holds", "does not hold", "undecided"
@@ -42,33 +42,9 @@ def judged(results: Results) -> Iterator[Judged]:
         assert formula is not None
         together = formula.pooled or formula.left is None
         for tasks in [[*results.spec.tasks]] if together else [[task] for task in results.spec.tasks]:
-            missing = "runs are missing", ""
-            verdict, numbers = missing if results.missing else _verdict(results, formula, tasks)
+            verdict, numbers = _verdict(results, formula, tasks)
             if verdict != _ELSEWHERE:
                 yield Judged(said, text, None if together else tasks[0], verdict, numbers)
-
-
-def nowhere(spec: Spec) -> Iterator[tuple[str, str]]:
-    """Yield the claims about cells that no grid has, of this study or of those that it includes."""
-    results = Results(spec, [], [()] * len(spec.include))
-    for said, text in spec.claims.items():
-        formula = read_formula(text)
-        if formula is None or (left := _left(spec, formula)) is None:
-            continue
-        together = [[*spec.tasks]] if formula.pooled else [[task] for task in spec.tasks]
-        if all(_missing(results, _differences(results, formula, left, tasks)) for tasks in together):
-            yield said, text
-
-
-def _left(spec: Spec, formula: Formula) -> Side | None:
-    """Return the left side of a claim, with all methods in place of `BEST`."""
-    best = formula.left is not None and BEST in formula.left.methods
-    return replace(formula.left, methods=tuple(spec.methods)) if best and formula.left else formula.left
-
-
-def _missing(results: Results, terms: Mapping[str, Sequence[Term]]) -> bool:
-    """Return whether no grid has some of the cells."""
-    return any(term.cell not in results.seeds for several in terms.values() for term in several)
 
 
 def decided(
@@ -148,16 +124,19 @@ def own_function(address: str) -> Callable[[Sequence[Row]], Any]:
 
 def _verdict(results: Results, formula: Formula, tasks: Sequence[str]) -> tuple[str, str]:
     """Return the verdict on a claim about tasks, and its numbers."""
-    chosen, left = "", _left(results.spec, formula)
+    chosen, left, terms = "", formula.left, {}  # type: str, Side | None, dict[str, list[Term]]
+    if left is not None:
+        if BEST in left.methods:
+            left = replace(left, methods=tuple(results.spec.methods))
+        terms = _differences(results, formula, left, tasks)
+        if any(term.cell not in results.seeds for several in terms.values() for term in several):
+            return _ELSEWHERE, ""
+    if results.missing:
+        return "runs are missing", ""
+    contrasts = {name: results.contrast(each) for name, each in terms.items()}
     if left is None:
         found = own_function(formula.text)(results.rows)
         contrasts = {n: Contrast(np.array([x], float), [1.0], True, 0) for n, x in found.items()}
-        terms: dict[str, list[Term]] = {}
-    else:
-        terms = _differences(results, formula, left, tasks)
-        if _missing(results, terms):
-            return _ELSEWHERE, ""
-        contrasts = {name: results.contrast(each) for name, each in terms.items()}
     if not contrasts or not all(map(results.complete, terms.values())):
         return f"{UNDECIDED}: a run failed, or does not have the value", ""
     contrasts = {name: contrasts[name] for name in distinct({n: c.samples for n, c in contrasts.items()})}

@@ -17,10 +17,10 @@ rows and returns {name: one difference per seed}. The claim holds if all means a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from rlhf.study.spec import AT_KL, AT_TIME, LOSS, QUANTITIES, Axis, Task
+from rlhf.study.spec import LOSS, QUANTITIES, Axis
 
 SAME, BEST, SLOPE = "same", "best", "slope"
 _SIDE = re.compile(r"(?P<quantity>[\w/]+)\((?P<methods>[^()]*)\)(?P<words>[^<>()*]*)")
@@ -102,7 +102,10 @@ def _placed(side: Side, other: Side) -> Side:
 
 
 def problems(
-    formula: Formula, methods: Iterable[str], axes: Mapping[str, Axis], tasks: Mapping[str, Task]
+    formula: Formula,
+    methods: Iterable[str],
+    axes: Mapping[str, Axis],
+    quantities: Collection[str] = QUANTITIES,
 ) -> list[str]:
     """Return what is wrong with the names of a claim: a rule for each problem."""
     known, found = [*methods, SAME, BEST], []
@@ -123,19 +126,16 @@ def problems(
         for axis, value in side.levels.items():
             if axis in axes and value not in axes[axis].values:
                 found.append(f"name a value of {axis} ({', '.join(axes[axis].values)}), not {value}")
-        if side.quantity not in (*QUANTITIES, SLOPE) and "/" not in side.quantity:
-            found.append(f"be about {', '.join(QUANTITIES)}, {SLOPE} or a metric, not {side.quantity}")
+        if side.quantity not in (*quantities, SLOPE) and "/" not in side.quantity:
+            why = f" (add tasks.<name>.{side.quantity})" if side.quantity in QUANTITIES else ""
+            found.append(f"be about {', '.join(quantities)}, {SLOPE} or a metric, not {side.quantity}{why}")
         if (side.quantity == SLOPE) != bool(side.over):
             found.append(f"have 'over <axis>' after {SLOPE}, and nowhere else")
         if side.over in axes and not all(map(_POSITIVE.fullmatch, axes[side.over].values)):
             found.append(f"have a slope over an axis of positive numbers, not {side.over}")
         if side.quantity == LOSS and not side.levels and not side.every:
             found.append("say at which value of an axis a loss is meant, as 'at lag=64'")
-        first = next(iter(side.levels.items()), ("", ""))
-        if side.quantity == LOSS and first[0] in axes and {*axes[first[0]].bases.values()} == {first[1]}:
-            found.append(f"be about a loss at another value than the base ({first[0]}={first[1]})")
-        if side.quantity in (AT_KL, AT_TIME) and all(
-            getattr(t, side.quantity) is None for t in tasks.values()
-        ):
-            found.append(f"be about what a task has (tasks.<name>.{side.quantity})")
+        axis, value = next(iter(side.levels.items()), ("", ""))
+        if side.quantity == LOSS and axis in axes and {*axes[axis].bases.values()} == {value}:
+            found.append(f"be about a loss at another value than the base ({axis}={value})")
     return found

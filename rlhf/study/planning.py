@@ -21,12 +21,14 @@ from rlhf.config.mistakes import explained
 from rlhf.config.overrides import Override, read_overrides
 from rlhf.config.root import Config
 from rlhf.config.run import Progress
+from rlhf.config.schema import sections
 from rlhf.core.errors import UserError
 from rlhf.core.files import digest
 from rlhf.core.statistics import detectable
 from rlhf.study.cells import Cell, cells, origin, overrides, set_twice
-from rlhf.study.claims import nowhere
+from rlhf.study.claims import judged
 from rlhf.study.identity import inputs, run_digest, stale
+from rlhf.study.results import Results
 from rlhf.study.rows import TABLE, TUNE, Row
 from rlhf.study.spec import Spec
 from rlhf.study.tuning import Run, Tuning
@@ -118,13 +120,26 @@ class Configs:
                     keys = ", ".join(self.spec.repeat)
                     texts.append(f"repeat must have keys that no other key reads, got {keys}; leave them out")
             except UserError as error:
-                texts = list(error.problems)
+                texts = self._mistakes(self.overrides(run)) or list(error.problems)
             for text in texts:
                 found.setdefault(text, []).append(run)
         for text, (run, *others) in found.items():
             key = origin(self.spec, run.cell, dict(run.tuned), text.partition(" ")[0])
             more = f" and {len(others)} more cells" if others else ""
-            yield f"{self.spec.file}, line {self.spec.line(key)}: {key} ({run.cell}{more}): {text}"
+            yield f"{self.spec.at(key)} ({run.cell}{more}): {text}"
+
+    def _mistakes(self, words: Sequence[str]) -> list[str]:
+        """Return why a config cannot be composed, and what is wrong with the values that are left then."""
+        typed = read_overrides(words)
+        try:
+            cfg = self._compose(words)
+        except UserError as error:
+            wrong = tuple(f"{text.partition(' ')[0]}." for text in error.problems)
+            rest = [each.text for each in typed if not f"{each.key}.".startswith(wrong)]
+            return [*error.problems, *(self._mistakes(rest) if len(rest) < len(words) else ())]
+        keys = [each.key for each in typed]
+        found = (text for key, section in sections(cfg) for text in section.problems(key))
+        return [text for text in found if text.partition(" ")[0] in keys]
 
     def _seed_is_read(self, run: Run) -> bool:
         """Return whether another key depends on a key of `repeat`, so that the seed changes it."""
@@ -204,18 +219,19 @@ class Plan:
 
     def check(self) -> None:
         """Raise UserError with the problems of all runs."""
+        spec = self.spec
         found = [*self.configs.problems([*(each.run for each in self.runs), *self.undecided])]
         first: dict[str, Run] = {}
         for each in self.runs:
-            other = first.setdefault(each.digest, each.run)
-            if each.run.part == TABLE and other.cell != each.run.cell and other.seed == self.spec.seeds[0]:
-                rule = f"{other.cell} and {each.run.cell} must differ in a setting"
-                found.append(f"{self.spec.file}: {rule}, got equal runs; leave one of them out")
-        for said, text in nowhere(self.spec):
-            at = f"{self.spec.file}, line {self.spec.line(f'claims.{said}')}: claims.{said}"
-            found.append(f"{at} must be about cells of the grids, got {text}; add a grid with these cells")
+            if (other := first.setdefault(each.digest, each.run)).cell != (cell := each.run.cell):
+                rule = f"must differ from {other.cell} in a setting, got equal runs; leave one out"
+                found.append(f"{spec.at(f'methods.{cell.method}')} ({cell}) {rule}")
+        somewhere = {each.said for each in judged(Results(spec, [], [()] * len(spec.include)))}
+        for said in (each for each in spec.claims if each not in somewhere):
+            rule = f"must be about cells of the grids, got {spec.claims[said]}; add a grid with these cells"
+            found.append(f"{spec.at(f'claims.{said}')} {rule}")
         if found:
-            raise UserError(*found)
+            raise UserError(*dict.fromkeys(found))
 
     @property
     def missing(self) -> list[Run]:

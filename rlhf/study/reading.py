@@ -18,30 +18,14 @@ from rlhf.config.function_source import find_module, read
 from rlhf.config.suggestions import closest
 from rlhf.core.errors import UserError
 from rlhf.study.formula import problems, read_formula
-from rlhf.study.spec import (
-    AT_KL,
-    AT_TIME,
-    LOSS,
-    QUANTITIES,
-    VALUE,
-    Axis,
-    Grid,
-    Include,
-    Method,
-    Spec,
-    Table,
-    Task,
-    Tune,
-    folder_of,
-)
+from rlhf.study.spec import QUANTITIES, VALUE, Axis, Grid, Include, Method, Spec, Table, Task, Tune, folder_of
 
 _KEYS = (
     *("study", "title", "set", "repeat", "seeds", "tasks", "methods", "axes", "grids", "tune", "tables"),
     *("figures", "claims", "budget", "looks", "resources", "include", "config_dir", "page", "interval"),
     *("margin", "analysis", "accept", "keep"),
 )
-_RESOURCES = ("threads", "gpus", "minutes")
-_NAME, _RESERVED = r"[^\s,()=|`]{1,60}", ("all", "best", "same", "task", "method", "seed", "part", "from")
+_NAME, _RESERVED = r"[^\s,()=|`]{1,40}", ("all", "best", "same", "task", "method", "seed", "part", "from")
 _WORDS = ", ".join(_RESERVED)
 _BETTER, _BUDGET = ("higher", "lower"), ("cpu_hours", "gpu_hours")
 
@@ -72,39 +56,32 @@ class Document:
         self.problems: list[tuple[int, str]] = []
         try:
             node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+            if isinstance(node, yaml.MappingNode):
+                self._plain(node, "")
         except OSError as error:
             raise UserError(f"{file} must be a study file, got: {error.strerror}; fix the path") from error
-        except (yaml.YAMLError, UnicodeError) as error:
+        except (yaml.YAMLError, UnicodeError, RecursionError) as error:  # the last: an alias of itself
             mark, got = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
             at = f"{file}, line {mark.line + 1}:" if mark else f"{file}"
             remedy = "indent by spaces, close each bracket, quote texts with ': ' or '#'"
             raise UserError(f"{at} must be YAML, got: {' '.join(got.split())}; {remedy}") from error
         if not isinstance(node, yaml.MappingNode):
             raise UserError(f"{file} must be a mapping of keys, as study: <name>; write at least methods:")
-        self._plain(node, "")
 
-    def _plain(self, node: yaml.Node, key: str, around: tuple[yaml.Node, ...] = ()) -> Any:
+    def _plain(self, node: yaml.Node, key: str) -> Any:
         def inner(name: object, at: yaml.Node, value: yaml.Node) -> Any:
             below, line = _below(key, name), at.start_mark.line + 1
             if below in self.lines:
                 self.wrong(below, "must be given once", f"it again in line {line}", "rename one")
                 return self.values[below]
             self.lines[below] = line
-            if value in (node, *around):
-                self.wrong(
-                    below,
-                    "must not contain itself",
-                    f"an alias of line {value.start_mark.line + 1}",
-                    "write the value out",
-                )
-                return ""
-            return self._plain(value, below, (node, *around))
+            return self._plain(value, below)
 
         found: Any = node.value
         if isinstance(node, yaml.SequenceNode):
             found = [inner(place, each, each) for place, each in enumerate(found)]
         elif isinstance(node, yaml.MappingNode):
-            keys = [(str(name.value), name, value) for name, value in found]
+            keys = [(_as_written(name), name, value) for name, value in found]
             found = {name: inner(name, at, value) for name, at, value in keys}
         self.values[key] = found
         return found
@@ -164,7 +141,7 @@ class Document:
         """Return a mapping from names: words that a claim, `--only` and a table can contain."""
         for name in (tree := self.mapping(key)):
             if not re.fullmatch(_NAME, name) or name in _RESERVED:
-                rule = f"must be named by up to 60 characters without space and , ( ) = | `, and not {_WORDS}"
+                rule = f"must be named by up to 40 characters without space and , ( ) = | `, and not {_WORDS}"
                 self.wrong(_below(key, name), rule, name, "rename it")
         return tree
 
@@ -241,6 +218,12 @@ class Document:
         return found
 
 
+def _as_written(node: yaml.Node) -> str:
+    """Return a key as text; a key that is a list or a mapping as it is written in the file."""
+    start, end = node.start_mark, node.end_mark
+    return node.value if isinstance(node, yaml.ScalarNode) else start.buffer[start.pointer : end.pointer]
+
+
 def _below(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
 
@@ -265,7 +248,7 @@ class _Reading:
         self.doc = Document(file, made_of)
         self.around = (*around, file.resolve())
         self.top = self.doc.mapping("", _KEYS)
-        form, what = r"\w[\w.-]{0,59}", "a name of at most 60 letters, digits, ., _ and -"
+        form, what = r"\w[\w.-]{0,39}", "a name of at most 40 letters, digits, ., _ and -"
         self.name = self.doc.text("study", file.stem, form, what)
 
     def spec(self) -> Spec:
@@ -281,6 +264,7 @@ class _Reading:
         for name in self.axes.keys() - used:
             remedy = f"write grids: [{{{name}: all}}]"
             doc.wrong(f"axes.{name}", "must be used by a grid", "none", remedy)
+        resources = doc.mapping("resources", ("threads", "gpus", "minutes"))
         folder = folder_of(doc.file, self.name)
         root = folder.parent.parent  # paths of the file are relative to the folder of studies/
         spec = Spec(
@@ -288,7 +272,7 @@ class _Reading:
             name=self.name,
             title=doc.text("title", self.name),
             overrides=doc.overrides("set"),
-            repeat=self.read_repeat(),
+            repeat=doc.texts("repeat") or ("seed",),
             seeds=self.seeds,
             tasks=self.tasks,
             methods=self.methods,
@@ -300,15 +284,10 @@ class _Reading:
             claims=self.read_claims(),
             budget={each: doc.number(f"budget.{each}", 0.0) for each in doc.mapping("budget", _BUDGET)},
             looks=max(1, doc.number("looks", 1, int)),
-            resources={
-                name: str(doc.number(f"resources.{name}", 1, int))
-                for name in doc.mapping("resources", _RESOURCES)
-            },
+            resources={each: str(doc.number(f"resources.{each}", 1, int)) for each in resources},
             include=included,
             config_dir=root / doc.text("config_dir") if "config_dir" in top else None,
-            page=root / doc.text("page", "page.md", r".*\.md", "a file <name>.md")
-            if "page" in top
-            else folder / "page.md",
+            page=(root if "page" in top else folder) / doc.text("page", "page.md", r".+\.md", "<file>.md"),
             interval=doc.one_of("interval", ("t", "percentile"), "an interval", top.get("interval", "t")),
             margin=doc.number("margin", None),
             analysis=doc.address("analysis", doc.text("analysis")) if "analysis" in top else None,
@@ -433,9 +412,9 @@ class _Reading:
         if "tune" not in self.top:
             return None
         source = self.other(content["from"], "tune.from") if "from" in content else None
+        if source is not None and source.tune is None:
+            doc.wrong("tune.from", "must name a study that tunes", source.name, "choose another one")
         if "from" in content and (source is None or source.tune is None):
-            if source is not None:
-                doc.wrong("tune.from", "must name a study that tunes", source.name, "choose another one")
             return None
         if source is None and "check" in content:
             doc.wrong("tune.check", "must have tune.from, whose choices it checks", "none", "leave it out")
@@ -466,12 +445,10 @@ class _Reading:
             == "true",
         )
 
-    def read_repeat(self) -> tuple[str, ...]:
-        """Return the config keys that a seed sets."""
-        for at, key in self.doc.items("repeat").items():
-            if key.rpartition(".")[2] != "seed":
-                self.doc.wrong(at, "must be the config key of a seed", key, "write [seed, stages.seed]")
-        return self.doc.texts("repeat") or ("seed",)
+    def quantities(self) -> list[str]:
+        """Return the quantities that the runs have: at_kl and at_time need the key of a task."""
+        tasks = self.tasks.values() or [Task(at_kl=1, at_time=1)]
+        return [each for each in QUANTITIES if any(getattr(task, each, 0) is not None for task in tasks)]
 
     def read_claims(self) -> dict[str, str]:
         """Return the formula of each claim; the form and the names in it are checked."""
@@ -483,7 +460,7 @@ class _Reading:
             if formula is None:
                 remedy = "write loss(dpo) < 0.5 * loss(ppo, rloo) at lag=64"
                 self.doc.wrong(at, "must compare quantities of methods", text, remedy)
-            for rule in problems(formula, self.methods, self.axes, self.tasks) if formula else ():
+            for rule in problems(formula, self.methods, self.axes, self.quantities()) if formula else ():
                 self.doc.wrong(at, f"must {rule}", text, "fix the formula")
         return found
 
@@ -493,14 +470,12 @@ class _Reading:
             said, _, title = text.partition(" as ")
             quantity, over, axis = said.partition(" over ")
             quantity = quantity.removeprefix("value ").strip()
-            if quantity not in QUANTITIES and "/" not in quantity:
-                rule = f"must be <quantity> over <axis> ({', '.join(QUANTITIES)}, or a metric)"
-                self.doc.wrong(at, rule, text, "write value over <axis>")
-            elif quantity in (AT_KL, AT_TIME) and not any(
-                getattr(task, quantity) is not None for task in self.tasks.values()
-            ):
-                self.doc.wrong(at, f"must be what a task has (tasks.<name>.{quantity})", text, "add the key")
-            elif quantity == LOSS and not over:
+            if quantity not in self.quantities() and "/" not in quantity:
+                rule = f"must be <quantity> over <axis> ({', '.join(self.quantities())}, or a metric)"
+                known = quantity in QUANTITIES
+                remedy = f"add tasks.<name>.{quantity}" if known else "write value over <axis>"
+                self.doc.wrong(at, rule, text, remedy)
+            elif quantity == "loss" and not over:
                 self.doc.wrong(at, "must be over an axis", text, "write loss over <axis>")
             elif not over or self.doc.one_of(at, self.axes, "over an axis", axis):
                 yield Table(quantity, axis, title)

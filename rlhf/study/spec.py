@@ -121,11 +121,10 @@ class Spec:
         """The folder of rows, page, figures and runs: that of study.yaml, else studies/<name>."""
         return folder_of(self.file, self.name)
 
-    def line(self, key: str) -> int:
-        """Return the line of a key, or of the nearest key around it; 0 if there is none."""
-        while key and key not in self.lines:
-            key = key.rpartition(".")[0]
-        return self.lines.get(key, 0)
+    def at(self, key: str) -> str:
+        """Return file, line and name of a key, for messages; the line may be that of the key around it."""
+        line = self.lines.get(key) or self.lines.get(key.rpartition(".")[0])
+        return f"{self.file}{line and f', line {line}' or ''}: {key}"
 
     @property
     def rows(self) -> Path:

@@ -18,21 +18,14 @@ from rlhf.study.cells import Cell, cell_of
 from rlhf.study.claims import UNDECIDED, shown
 from rlhf.study.results import FEWEST, START, Contrast, Results, Term
 from rlhf.study.rows import unpacked
-from rlhf.study.spec import AT_KL, AT_TIME, COLLAPSED, LOSS, VALUE, Table
+from rlhf.study.spec import AT_KL, AT_TIME, COLLAPSED, LOSS, VALUE, Axis, Table
 
 SUPPORTED, SUGGESTED = "supported", "suggested"
 _AGAINST = "methods against their bases"
 _MARGIN = 0.02  # difference for which seeds are counted, if the study has no margin
 _ENOUGH = 20  # values from which on an interquartile mean is shown
-_WIDTH, _LONGEST = 80, 36  # columns of the terminal, and most of them that a name gets
+_WIDTH = 80  # columns of the terminal
 _UNKNOWN = re.compile("[^\0-\xff]|[\xd0\xde\xf0\xfe]")  # characters that pdflatex lacks without a package
-_GREEK_NAMES = (
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi mathrm{o} pi rho varsigma"
-)
-_GREEK = {
-    chr(code): f"$\\{name}$"
-    for code, name in enumerate(f"{_GREEK_NAMES} sigma tau upsilon phi chi psi omega".split(), 0x3B1)
-}
 _INTERVAL = re.compile(r" \((-?[\d.]+), (-?[\d.]+)\)")
 
 
@@ -78,8 +71,7 @@ def tables(results: Results, declared: Sequence[Table] | None = None) -> Iterato
                 continue
             values = [*spec.axes[axis].values] if axis else [""]
             if quantity == LOSS:
-                base = spec.axes[axis].bases[name]
-                values.remove(base)
+                values.remove(base := spec.axes[axis].bases[name])
                 title = title or f"loss of {task.name} against {axis}{' = ' if len(axis) == 1 else ' '}{base}"
             cells = {m: [cell_of(spec, name, m, {axis: value}) for value in values] for m in spec.methods}
             rows = {m: [_entry(results, table, cell) for cell in row] for m, row in cells.items()}
@@ -175,12 +167,9 @@ def families(results: Results) -> Iterator[Family]:
     spec = results.spec
     axes = [table.axis for table in spec.tables if table.quantity == LOSS] or [""]
     for task, axis in product(spec.tasks, axes):
-        values = (
-            [value for value in spec.axes[axis].values if value != spec.axes[axis].bases[task]]
-            if axis
-            else []
-        )
-        at = {axis: values[-1]} if values else {}
+        known = spec.axes[axis] if axis else Axis({}, {}, None)
+        others = [value for value in known.values if value != known.bases[task]]
+        at = {axis: others[-1]} if others else {}
         cells = {method: cell_of(spec, task, method, at) for method in spec.methods}
         losses = {m: results.terms(LOSS, cell, axis) for m, cell in cells.items()} if at else {}
         gains = {
@@ -321,16 +310,16 @@ def _in_latex(text: str) -> str:
     text = re.sub(r"`([^`]*)`", r"\\texttt{\1}", text)
     text = _INTERVAL.sub(r" {\\scriptsize [$\1$, $\2$]}", text)
     text = re.sub(r"(?<![\w$.-])(-[\d.]+)", r"$\1$", text).replace("\0", r"\textbackslash{}")
-    return _UNKNOWN.sub(lambda each: _GREEK.get(each[0], f"U+{ord(each[0]):04X}"), text)
+    return _UNKNOWN.sub(lambda each: f"U+{ord(each[0]):04X}", text)
 
 
 def for_terminal(table: Shown) -> Iterator[str]:
     """Yield the lines of a table, at most `_WIDTH` columns wide; intervals as half of their width."""
-    texts = [["", *(column[-_LONGEST:] for column in table.columns)]]
+    texts = [["", *table.columns]]
     for method, row in table.rows.items():
         halves = [f"\N{PLUS-MINUS SIGN}{(each.estimate.high - each.estimate.low) / 2:.3f}" for each in row]
         cells = (_INTERVAL.sub(half, each.text) for half, each in zip(halves, row, strict=True))
-        texts.append([method[-_LONGEST:], *(text.replace(" \\*", "*") for text in cells)])
+        texts.append([method, *(text.replace(" \\*", "*") for text in cells)])
     first = max(len(line[0]) for line in texts)
     wide = max(len(text) for line in texts for text in line[1:])
     count = max(1, (_WIDTH - first) // (wide + 2))
