@@ -22,12 +22,14 @@ from rlhf.config.overrides import Override, read_overrides
 from rlhf.config.root import Config
 from rlhf.config.run import Progress
 from rlhf.config.schema import sections
+from rlhf.config.suggestions import suggestion
 from rlhf.core.errors import UserError
 from rlhf.core.files import digest
 from rlhf.core.statistics import detectable
 from rlhf.study.cells import Cell, cells, origin, overrides, set_twice
 from rlhf.study.claims import judged
 from rlhf.study.identity import inputs, run_digest, stale
+from rlhf.study.metrics import KNOWN, unknown
 from rlhf.study.results import Results
 from rlhf.study.rows import TABLE, TUNE, Row
 from rlhf.study.spec import Spec
@@ -193,6 +195,7 @@ class Plan:
         }
         first = tuple((key, values[0]) for key, values in spec.tune.values.items()) if spec.tune else ()
         self.undecided: list[Run] = []
+        self.examples = [Run(cell, spec.seeds[0], first, TABLE) for cell in cells(spec)]  # of all cells
         try:
             self.tuning = Tuning(spec, lambda run: self._planned(run).row)
             self.runs = [self._planned(run) for run in self.tuning.runs if self._selected(run)]
@@ -207,8 +210,8 @@ class Plan:
                     else:
                         self.runs.append(self._planned(run))
         except UserError as error:  # the first of perhaps many
-            examples = [Run(cell, spec.seeds[0], first, TABLE) for cell in cells(spec)]
-            raise UserError(*(list(self.configs.problems(examples)) or error.problems)) from error
+            found = list(self.configs.problems(self.examples)) or error.problems
+            raise UserError(*found, *_of_claims(spec)) from error
         used = {row.run for each in self.runs if (row := each.row or each.stale)}
         names = {_names(each.run.names())[:-1] for each in self.runs}
         self.unused = [r for r in self.rows.values() if r.run not in used and _names(vars(r))[:-1] in names]
@@ -226,11 +229,7 @@ class Plan:
             if (other := first.setdefault(each.digest, each.run)).cell != (cell := each.run.cell):
                 rule = f"must differ from {other.cell} in a setting, got equal runs; leave one out"
                 found.append(f"{spec.at(f'methods.{cell.method}')} ({cell}) {rule}")
-        somewhere = {each.said for each in judged(Results(spec, [], [()] * len(spec.include)))}
-        for said in (each for each in spec.claims if each not in somewhere):
-            rule = f"must be about cells of the grids, got {spec.claims[said]}; add a grid with these cells"
-            found.append(f"{spec.at(f'claims.{said}')} {rule}")
-        if found:
+        if found := [*found, *_of_metrics(self.configs, self.examples), *_of_claims(spec)]:
             raise UserError(*dict.fromkeys(found))
 
     @property
@@ -266,6 +265,9 @@ class Plan:
             yield f"not used: {len(self.unused)} rows with other settings"
         for key, several in set_twice(spec).items():
             yield f"set twice: {key} ({', '.join(several)}; the last one counts)"
+        yield from (
+            f"{key}: your code must return {name}, no run has it otherwise" for key, name in unknown(spec)
+        )
         yield from (f"tuning: {text}" for text in self.tuning.problems())
         if len(spec.seeds) > 1:
             size = detectable(1.0, len(spec.seeds))
@@ -283,6 +285,26 @@ class Plan:
         own = {"task": run.cell.task, "method": run.cell.method, "part": run.part, "seed": str(run.seed)}
         own |= dict(run.cell.levels)
         return all(own[name] in values for name, values in self.only.items())
+
+
+def _of_metrics(configs: Configs, runs: Iterable[Run]) -> Iterator[str]:
+    """Yield the problems of metrics that no run has; with code of the user, runs may have any."""
+    if (found := [*unknown(configs.spec)]) and not any(
+        name.endswith(".py") for run in runs for name in configs.planned(run).inputs
+    ):
+        for key, name in found:
+            guess = suggestion(name, KNOWN, "did you mean {}?") or "choose another one"
+            rule = "must name a metric that rows keep (see docs/reference/metrics.md)"
+            yield f"{configs.spec.at(key)} {rule}, got {name}; {guess}"
+
+
+def _of_claims(spec: Spec) -> Iterator[str]:
+    """Yield the problems of claims about cells that no grid has."""
+    somewhere = {each.said for each in judged(Results(spec, [], [()] * len(spec.include)))}
+    for said, text in spec.claims.items():
+        if said not in somewhere:
+            rule = f"must be about cells of the grids, got {text}; add a grid with these cells"
+            yield f"{spec.at(f'claims.{said}')} {rule}"
 
 
 def _names(fields: Mapping[str, Any]) -> tuple:
