@@ -42,7 +42,7 @@ def test_the_study_without_mistakes_is_valid(tmp_path):
         ("{dpo:", f"{{{LONG}: [algo=ppo], dpo:", f", line 5: methods.{LONG} must be named by"),
         ("study: short", f"study: {LONG}", ", line 1: study must be a name of at most 40"),
         ("seeds: 2", "seeds:", ", line 3: seeds must be a number of seeds (to 9999), or a list"),
-        ("seeds: 2", "seeds: 10000000", ", line 3: seeds must be a number of seeds (to 9999)"),
+        ("seeds: 2", "seeds: 10000", ", line 3: seeds must be a number of seeds (to 9999)"),
         ("seeds: 2", "title: [a]", ", line 3: title must be a text, got ['a']"),
         ("seeds: 2", "resources: {thread: 1}", ", line 3: resources.thread must be one of threads, gpus"),
         ("seeds: 2", "resources: {threads: x}", ", line 3: resources.threads must be a whole number"),
