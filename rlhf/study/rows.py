@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
+from types import UnionType
+from typing import Any
 
 import numpy as np
 
+from rlhf.core.errors import UserError
 from rlhf.core.files import as_line, read_lines, write_atomically
 
 TABLE, TUNE = "table", "tune"  # parts of a study
@@ -48,13 +52,34 @@ class Row:
 _NAMES = tuple(each.name for each in fields(Row))
 
 
+def _has(kinds: type | UnionType, value: object) -> bool:
+    """Return whether a value is a mapping to values of some kinds."""
+    return isinstance(value, dict) and all(isinstance(each, kinds) for each in value.values())
+
+
+_VALID: Mapping[str, Callable[[Any], bool]] = {  # what a change by hand could break
+    **dict.fromkeys(("inputs", "levels", "tuned", "models"), partial(_has, str)),
+    **dict.fromkeys(("metrics", "means"), partial(_has, int | float)),
+    **dict.fromkeys(("seed", "prompts", "results"), lambda value: isinstance(value, int)),
+    **dict.fromkeys(("cpu_s", "gpu_s"), lambda value: isinstance(value, int | float)),
+    "evaluations": partial(_has, list),
+    "status": (FINISHED, DIVERGED, FAILED).__contains__,
+    "part": (TABLE, TUNE).__contains__,
+}
+
+
 def read_rows(file: Path) -> list[Row]:
     """Return the rows of a file; no rows if the file does not exist. Keys of later versions are ignored.
 
     Raises:
         UserError: the file cannot be read, or a line is not a row; the error names the line.
     """
-    return [Row(**{name: row[name] for name in _NAMES}) for row in read_lines(file, _NAMES)]
+    rows = read_lines(file, _NAMES)
+    for row in rows:
+        if wrong := next((name for name, valid in _VALID.items() if not valid(row[name])), None):
+            rule = f"{file} must have {wrong} as studies write it (run {row['run']}), got {row[wrong]!r}"
+            raise UserError(f"{rule}; restore the file, or delete the line of the run")
+    return [Row(**{name: row[name] for name in _NAMES}) for row in rows]
 
 
 def write_rows(file: Path, rows: Iterable[Row]) -> None:

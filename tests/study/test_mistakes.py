@@ -3,6 +3,7 @@
 import pytest
 
 from rlhf.core.errors import UserError
+from rlhf.study.__main__ import main
 from rlhf.study.planning import Plan
 from rlhf.study.reading import read_spec
 
@@ -89,3 +90,13 @@ def test_metrics_of_own_code_are_not_refused(tmp_path):
     plan = Plan(read_spec(tmp_path / "short.yaml"), [])
     plan.check()
     assert any("tables.0: your code must return own/nope" in line for line in plan.lines())
+
+
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path, capsys):
+    folder = tmp_path / "studies/short"
+    folder.mkdir(parents=True)
+    (folder / "tables").touch()  # where a folder should be
+    (tmp_path / "short.yaml").write_text(STUDY)
+    with pytest.raises(SystemExit, match="2"):
+        main(["page", str(tmp_path / "short.yaml")])
+    assert f"page must write files in {folder}, got {folder}/tables" in capsys.readouterr().err
