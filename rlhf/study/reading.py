@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from rlhf.config.function_source import find_module, read
+from rlhf.config.address import function_problem
 from rlhf.config.suggestions import closest
 from rlhf.core.errors import UserError
 from rlhf.study.formula import problems, read_formula
@@ -25,7 +25,7 @@ _KEYS = (
     *("figures", "claims", "budget", "looks", "resources", "include", "config_dir", "page", "interval"),
     *("margin", "analysis", "accept", "keep"),
 )
-_NAME, _RESERVED = r"[^\s,()=|`]{1,40}", ("all", "best", "same", "task", "method", "seed", "part", "from")
+_NAME, _RESERVED = r"[^\s,()=|`]{1,32}", ("all", "best", "same", "task", "method", "seed", "part", "from")
 _WORDS = ", ".join(_RESERVED)
 _BETTER, _BUDGET = ("higher", "lower"), ("cpu_hours", "gpu_hours")
 
@@ -88,9 +88,13 @@ class Document:
 
     def wrong(self, key: str, rule: str, got: object, remedy: str) -> None:
         """Add a problem: a key, the rule that it breaks, its value and a remedy."""
+        self.add(key, f"{key} {rule}, got {got or 'nothing'}; {remedy}")
+
+    def add(self, key: str, text: str) -> None:
+        """Add the text of a problem."""
         line = self.line(key)
         where = str(self.made_of or self.file) + (f", line {line}" if line and not self.made_of else "")
-        self.problems.append((line, f"{where}: {key} {rule}, got {got or 'nothing'}; {remedy}"))
+        self.problems.append((line, f"{where}: {text}"))
 
     def line(self, key: str) -> int:
         """Return the line of a key, or of the nearest key around it; 0 if there is none."""
@@ -141,21 +145,14 @@ class Document:
         """Return a mapping from names: words that a claim, `--only` and a table can contain."""
         for name in (tree := self.mapping(key)):
             if not re.fullmatch(_NAME, name) or name in _RESERVED:
-                rule = f"must be named by up to 40 characters without space and , ( ) = | `, and not {_WORDS}"
+                rule = f"must be named by up to 32 characters without space and , ( ) = | `, and not {_WORDS}"
                 self.wrong(_below(key, name), rule, name, "rename it")
         return tree
 
-    def address(self, key: str, text: str) -> str:
+    def address(self, key: str) -> str:
         """Return the address of a function, <file>.py:<function> or <module>:<function>."""
-        place, _, name = text.rpartition(":")
-        try:
-            file = Path(place) if place.endswith(".py") else Path(find_module(place).origin or "")
-            lacking = read(file).lacks(name) and f"no {name} in {file}"
-        except (OSError, ImportError, ValueError, SyntaxError) as error:
-            lacking = getattr(error, "strerror", None) or str(error)
-        if lacking:
-            rule = "must name a function, <file>.py:<function> or <module>:<function>"
-            self.wrong(key, rule, f"{text} ({lacking})", "fix the name")
+        if problem := function_problem(key, text := self.text(key), None):
+            self.add(key, problem)
         return text
 
     def overrides(self, key: str) -> tuple[str, ...]:
@@ -248,7 +245,7 @@ class _Reading:
         self.doc = Document(file, made_of)
         self.around = (*around, file.resolve())
         self.top = self.doc.mapping("", _KEYS)
-        form, what = r"\w[\w.-]{0,39}", "a name of at most 40 letters, digits, ., _ and -"
+        form, what = r"\w[\w.-]{0,31}", "a name of at most 32 letters, digits, ., _ and -"
         self.name = self.doc.text("study", file.stem, form, what)
 
     def spec(self) -> Spec:
@@ -290,7 +287,7 @@ class _Reading:
             page=(root if "page" in top else folder) / doc.text("page", "page.md", r".+\.md", "<file>.md"),
             interval=doc.one_of("interval", ("t", "percentile"), "an interval", top.get("interval", "t")),
             margin=doc.number("margin", None),
-            analysis=doc.address("analysis", doc.text("analysis")) if "analysis" in top else None,
+            analysis=doc.address("analysis") if "analysis" in top else None,
             accept=tuple(doc.number(each, 0, int) for each in doc.items("accept")),
             keep=doc.some_of("keep", ("models", "stages"), "what to keep"),
             lines=doc.lines,
@@ -456,7 +453,7 @@ class _Reading:
         for said, text in found.items():
             formula, at = read_formula(text), f"claims.{said}"
             if formula is not None and formula.left is None:
-                self.doc.address(at, text)
+                self.doc.address(at)
             if formula is None:
                 remedy = "write loss(dpo) < 0.5 * loss(ppo, rloo) at lag=64"
                 self.doc.wrong(at, "must compare quantities of methods", text, remedy)

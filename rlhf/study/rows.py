@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -50,21 +48,10 @@ class Row:
 
 
 _NAMES = tuple(each.name for each in fields(Row))
-
-
-def _has(kinds: type | UnionType, value: object) -> bool:
-    """Return whether a value is a mapping to values of some kinds."""
-    return isinstance(value, dict) and all(isinstance(each, kinds) for each in value.values())
-
-
-_VALID: Mapping[str, Callable[[Any], bool]] = {  # what a change by hand could break
-    **dict.fromkeys(("inputs", "levels", "tuned", "models"), partial(_has, str)),
-    **dict.fromkeys(("metrics", "means"), partial(_has, int | float)),
-    **dict.fromkeys(("seed", "prompts", "results"), lambda value: isinstance(value, int)),
-    **dict.fromkeys(("cpu_s", "gpu_s"), lambda value: isinstance(value, int | float)),
-    "evaluations": partial(_has, list),
-    "status": (FINISHED, DIVERGED, FAILED).__contains__,
-    "part": (TABLE, TUNE).__contains__,
+_KINDS: Mapping[str, Any] = {  # what a change by hand could break
+    **dict.fromkeys(("inputs", "levels", "tuned", "metrics", "evaluations", "means", "models"), dict),
+    **dict.fromkeys(("results", "seed", "prompts"), int),
+    **dict.fromkeys(("cpu_s", "gpu_s"), int | float),
 }
 
 
@@ -76,9 +63,11 @@ def read_rows(file: Path) -> list[Row]:
     """
     rows = read_lines(file, _NAMES)
     for row in rows:
-        if wrong := next((name for name, valid in _VALID.items() if not valid(row[name])), None):
-            rule = f"{file} must have {wrong} as studies write it (run {row['run']}), got {row[wrong]!r}"
-            raise UserError(f"{rule}; restore the file, or delete the line of the run")
+        wrong = [name for name, kind in _KINDS.items() if not isinstance(row[name], kind)]
+        numbers = [] if wrong else [*row["metrics"].values(), *row["means"].values()]
+        if wrong or not all(isinstance(each, int | float) for each in numbers):
+            rule = f"{file} must have {', '.join(wrong) or 'metrics'} as studies write them"
+            raise UserError(f"{rule}, got others in run {row['run']}; restore the file, or delete the line")
     return [Row(**{name: row[name] for name in _NAMES}) for row in rows]
 
 

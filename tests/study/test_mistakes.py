@@ -16,7 +16,7 @@ methods: {dpo: [algo=dpo], rloo: [algo=rloo]}
 axes: {lag: {key: schedule.max_lag, values: [0, 1, 4], base: 0}}
 grids: [{lag: [0, 4]}]
 """
-LONG = "n" * 41
+LONG = "n" * 33
 
 
 def problems(folder, text):
@@ -38,10 +38,10 @@ def test_the_study_without_mistakes_is_valid(tmp_path):
     [
         ("seeds: 2", "\tseeds: 2", ", line 3: must be YAML, got: found character '\\t'"),
         ("{dpo:", "&a {best: *a, dpo:", " must be YAML, got: maximum recursion depth"),
-        ("{dpo:", "{[a, b]: [algo=ppo], dpo:", ", line 5: methods.[a, b] must be named by up to 40"),
+        ("{dpo:", "{[a, b]: [algo=ppo], dpo:", ", line 5: methods.[a, b] must be named by up to 32"),
         ("{dpo:", "{same: [algo=ppo], dpo:", ", line 5: methods.same must be named by"),
         ("{dpo:", f"{{{LONG}: [algo=ppo], dpo:", f", line 5: methods.{LONG} must be named by"),
-        ("study: short", f"study: {LONG}", ", line 1: study must be a name of at most 40"),
+        ("study: short", f"study: {LONG}", ", line 1: study must be a name of at most 32"),
         ("seeds: 2", "seeds:", ", line 3: seeds must be a number of seeds (to 9999), or a list"),
         ("seeds: 2", "seeds: 10000", ", line 3: seeds must be a number of seeds (to 9999)"),
         ("seeds: 2", "title: [a]", ", line 3: title must be a text, got ['a']"),

@@ -126,7 +126,7 @@ def test_rows_are_written_sorted_and_a_damaged_line_is_named(tmp_path):
     assert unpacked(read_rows(file)[0]).tolist() == outcomes
     good = file.read_text()
     file.write_text(good.replace('"metrics": {}', '"metrics": {"eval/kl": "high"}', 1))
-    with pytest.raises(UserError, match=r"must have metrics as studies write it \(run \), got .*; restore"):
+    with pytest.raises(UserError, match=r"must have metrics as studies write them, got .*; restore"):
         read_rows(file)
     file.write_text(good + "{\n")
     with pytest.raises(UserError, match=r"line 3; delete the line"):
