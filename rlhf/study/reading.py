@@ -60,8 +60,9 @@ class Document:
                 self._plain(node, "")
         except OSError as error:
             raise UserError(f"{file} must be a study file, got: {error.strerror}; fix the path") from error
-        except (yaml.YAMLError, UnicodeError, RecursionError) as error:  # the last: an alias of itself
+        except (yaml.YAMLError, UnicodeError, RecursionError) as error:
             mark, got = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+            got = "an alias inside of what it names" if isinstance(error, RecursionError) else got
             at = f"{file}, line {mark.line + 1}:" if mark else f"{file}"
             remedy = "indent by spaces, close each bracket, quote texts with ': ' or '#'"
             raise UserError(f"{at} must be YAML, got: {' '.join(got.split())}; {remedy}") from error
@@ -136,7 +137,7 @@ class Document:
     def text(self, key: str, default: str = "", form: str = ".+", what: str = "a text") -> str:
         """Return a text; `form`: the regular expression that it has, and `what` says so."""
         value = self.values.get(key, default)
-        if isinstance(value, str) and (key not in self.values or re.fullmatch(form, value)):
+        if isinstance(value, str) and (key not in self.values or re.fullmatch(form, value, re.DOTALL)):
             return value
         self.wrong(key, f"must be {what}", value, f"write {key}: {default or '<text>'}")
         return default
@@ -245,8 +246,10 @@ class _Reading:
         self.doc = Document(file, made_of)
         self.around = (*around, file.resolve())
         self.top = self.doc.mapping("", _KEYS)
-        form, what = r"\w[\w.-]{0,31}", "a name of at most 32 letters, digits, ., _ and -"
-        self.name = self.doc.text("study", file.stem, form, what)
+        self.name = self.doc.text("study", file.stem)
+        if not re.fullmatch(r"\w[\w.-]{0,59}", self.name):
+            rule = "must be a name of at most 60 letters, digits, ., _ and -"
+            self.doc.wrong("study", rule, self.name, "write study: <name>")
 
     def spec(self) -> Spec:
         """Return the declaration. The order matters: grids name tasks, methods and axes."""
