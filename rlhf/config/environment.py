@@ -11,7 +11,7 @@ from rlhf.config.address import class_problem, function_problem, load_class
 from rlhf.config.packages import missing_package
 from rlhf.config.schema import Affects, Choice, Section, entry, number, option, values
 from rlhf.config.scorer import ScorerConfig
-from rlhf.core.errors import UserError
+from rlhf.core.errors import UserError, one_line
 
 
 class OnError(Choice):
@@ -216,6 +216,34 @@ class GymnasiumConfig(ClassConfig):
         if self.id is None:
             yield f"{at}.id must name an environment, got null; set {at}.id=FrozenLake-v1"
         yield from missing_package("environment=gymnasium", "gymnasium", "gymnasium")
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error if gymnasium cannot make the environment, or it does not have the actions."""
+        from gymnasium import make, spaces  # optional
+
+        assert self.id is not None, "validated"
+        try:
+            game = make(self.id, **self.options)
+        except Exception as error:  # an environment may raise anything
+            yield (
+                f"{at}.id must be an environment that gymnasium makes with {at}.options ({one_line(error)}), "
+                f"got {self.id}; correct it"
+            )
+            return
+        space = game.action_space
+        for word, action in self.actions.items():
+            if not space.contains(action):
+                yield (
+                    f"{at}.actions must be actions of {self.id} ({space}), got {{{word}: {action}}}; "
+                    "correct it"
+                )
+        numbers = spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete
+        if not self.actions and isinstance(space, numbers):
+            yield (
+                f"{at}.actions must say which action of {self.id} each word means ({space} has no texts), "
+                f"got {{}}; set +{at}.actions={{<word>: <action>}}"
+            )
+        game.close()
 
 
 @option("environment", "openenv", part="rlhf.environments.environment:build")

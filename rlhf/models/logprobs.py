@@ -252,8 +252,9 @@ class CompiledFunction(torch.autograd.Function):
                 slope = _compiled(tile_slopes)(_products(part, head), *given)
                 if grads[0] is not None:
                     _add_product(grads[0][some], slope, head)
-                if grads[1] is not None:
-                    _add_product(grads[1], slope.T, part)
+                if grads[1] is not None:  # in parts, whose products are at most as large as the tile
+                    for entries in _spans(len(weight), max(1, slope.numel() // weight.shape[1])):
+                        _add_product(grads[1][entries], slope[:, entries].T, part)
         inputs = zip(grads, (hidden, weight), strict=True)
         return *(None if slope is None else slope.to(x.dtype) for slope, x in inputs), *(None,) * 5
 

@@ -115,6 +115,22 @@ def test_what_an_environment_needs_is_named(words, said):
     assert any(problem.startswith(said) for problem in problems(compose([*GYM, *words])))
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["environment.id=Nope-v9"], "environment.id must be an environment that gymnasium makes"),
+        (["+environment.options={size: 3}"], "environment.id must be an environment that gymnasium makes"),
+        (["+environment.actions={left: 0, fly: 9}"], "environment.actions must be actions of FrozenLake-v1"),
+        ([], "environment.actions must say which action of FrozenLake-v1 each word means (Discrete(4)"),
+        (["+environment.actions={left: 0}"], None),
+    ],
+)
+def test_a_game_is_made_before_a_run_and_has_the_actions(words, said):
+    config = compose([*GYM, "environment=gymnasium", "environment.id=FrozenLake-v1", *words]).environment
+    found = [*config.job_problems("environment")]
+    assert [each[: len(said)] for each in found] == [said] if said else not found
+
+
 def test_a_missing_package_is_reported_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (problem,) = GymnasiumConfig(id="FrozenLake-v1").problems("environment")
