@@ -239,7 +239,7 @@ class _Address:
         except SyntaxError as error:
             raise UserError(self.not_importable(error, error.filename, error.lineno)) from error
         except (Exception, SystemExit) as error:  # the user's code may raise any exception
-            where = _innermost(error)
+            where = _innermost(error, self.place)
             if "attempted relative import" in str(error) and self.place.endswith(".py"):
                 raise UserError(self.relative_import(where.lineno)) from error
             raise UserError(self.not_importable(error, where.filename, where.lineno)) from error
@@ -384,14 +384,18 @@ def _file_of(place: str) -> Path | None:
 # -- imports ---------------------------------------------------------------------------------------
 
 
-def _innermost(error: BaseException) -> traceback.FrameSummary:
-    """Return the innermost frame of the user's code in the traceback of `error`; if none, of a library."""
+def _innermost(error: BaseException, place: str) -> traceback.FrameSummary:
+    """Return the innermost frame of the user's code in the traceback of `error`; if none, of a library.
+
+    An error before the first line of the code has no such frame; the result is the start of `place`.
+    """
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith("<frozen") and frame.filename != __file__
     ]
-    return ([frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames)[-1]
+    start = traceback.FrameSummary(place, 1, "")
+    return ([frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames or [start])[-1]
 
 
 def _load_file(file: Path) -> ModuleType:

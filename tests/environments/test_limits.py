@@ -17,6 +17,7 @@ from rlhf.environments import calls
 from rlhf.environments.environment import Answer
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.hf.generator import respond
+from tests.core.test_protection import CHANGES
 from tests.environments.test_episodes import SAMPLING, model, prompts, same, sampled, settings
 
 HERE = "tests.environments.test_limits"
@@ -221,6 +222,67 @@ def test_the_record_that_an_episode_changes_is_its_own():
     factory = settings(address=f"{HERE}:Changer").environment
     Episodes(given, replace(SAMPLING, samples=2), factory, [0], 7).close()
     assert SEEN == [[0], [1], [0], [1]] and given.records == [{"a": []}, {"a": []}]
+
+
+SHARED = (
+    "default dtype",
+    "folder",
+    "environment",
+    "output",
+    "recursion",
+    "warnings",
+    "precision",
+    "deterministic",
+)
+
+
+class Meddler:
+    def __init__(self, name, where):
+        self.change, self.where = CHANGES[name][0], where
+
+    def reset(self, example):
+        if self.where == "reset":
+            self.change()
+
+    def step(self, reply):
+        if self.where == "step":
+            self.change()
+        return " yes", 0.0, False
+
+
+class AsyncMeddler(Meddler):
+    async def close(self):
+        if self.where == "close":
+            self.change()
+
+
+@pytest.mark.parametrize("name", ["Meddler", "AsyncMeddler"])
+@pytest.mark.parametrize("setting", SHARED)
+def test_settings_that_a_class_changes_are_restored_before_sampling_goes_on(name, setting):
+    read = CHANGES[setting][1]
+    before, cases = read(), [("reset", 0), ("step", 0), ("step", 2)]
+    cases += [("close", 0)] if name == "AsyncMeddler" else []
+    for where, threads in cases:
+        with episodes(name, arguments={"name": setting, "where": where}, threads=threads) as played:
+            assert read() == before
+            reply(played, 0)
+            assert played.running() == [0, 1, 2, 3] and read() == before
+        assert read() == before
+
+
+def test_calls_that_overlap_may_change_a_setting_for_their_own_time():
+    made = [calls.Calls(1, 5.0), calls.Calls(1, 5.0)]
+    before = os.getcwd()
+    made[0].ask("stays", lambda: (os.chdir("/"), RELEASE.wait(5), os.getcwd())[2])
+    until = time.monotonic() + 5
+    while os.getcwd() != "/":
+        assert time.monotonic() < until
+    made[1].ask("short", int)
+    assert made[1].ended(5.0) and os.getcwd() == "/", "a call of another request still runs"
+    RELEASE.set()
+    assert [call.result for call in made[0].ended(5.0)] == ["/"] and os.getcwd() == before
+    for each in made:
+        each.close(1.0, ())
 
 
 def test_a_child_that_a_step_forks_ends_with_the_step():
