@@ -57,7 +57,7 @@ def protected(seed: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def same_settings() -> Iterator[None]:
-    """Restore the global settings of this process after the block, in which other threads run code of the user.
+    """Restore the global settings of this process after the block, in which other threads run foreign code.
 
     Blocks of several threads may overlap: the settings are those before the first, restored after the last.
     """
@@ -133,7 +133,7 @@ def _of_process() -> Iterator[Setting]:
 
 
 def _of_thread() -> Iterator[Setting]:
-    """Yield the settings of this thread, and if it is the main one, the handlers of signals that stop a run."""
+    """Yield the settings of this thread; in the main thread, the handlers of signals that stop a run."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             if signal.getsignal(number) is not None:

@@ -1,6 +1,7 @@
 """Calls of environments with a time limit, in threads or in an event loop.
 
 A thread cannot be killed. A call that takes too long is given up, and its thread is abandoned and replaced.
+Processes that calls start may outlive their threads; they are killed when this process ends.
 Global settings that calls change are restored when no call runs: a call may change them for its own time.
 """
 
@@ -22,6 +23,7 @@ from time import perf_counter
 from typing import Any
 
 from rlhf.core.protection import same_settings
+from rlhf.processes.groups import note_children
 
 _GRACE_S = 1.0  # an event loop ends a call that takes too long itself, unless it is blocked
 _POLL_S = 0.5  # between two looks at the time limit
@@ -165,6 +167,7 @@ class Calls:
             late += [call for call in self.open if call.end(late=True)]
         for thread in {call.thread for call in late if call.thread}:
             _abandoned.append(thread)
+            note_children(thread.native_id or 0)
             self._threads[self._threads.index(thread)] = self._thread()
             if isinstance(thread, _Loop):
                 thread.ask(None)
@@ -191,6 +194,7 @@ class Calls:
             self._give_up()
             self._settings.close()
         for thread in self._threads:
+            note_children(thread.native_id or 0)
             thread.ask(None)
         for thread in self._threads:
             thread.join(_GRACE_S)

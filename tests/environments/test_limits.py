@@ -3,12 +3,19 @@
 import asyncio
 import inspect
 import itertools
+import multiprocessing
 import os
 import random
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 
@@ -38,6 +45,10 @@ def released(monkeypatch):
     while any(thread.name == "environment" for thread in threading.enumerate()):
         assert time.monotonic() < until, "a thread is left"
         time.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def own_threads() -> int:
@@ -283,6 +294,58 @@ def test_calls_that_overlap_may_change_a_setting_for_their_own_time():
     assert [call.result for call in made[0].ended(5.0)] == ["/"] and os.getcwd() == before
     for each in made:
         each.close(1.0, ())
+
+
+class Starter:
+    """Starts processes that do not end, and prints their numbers."""
+
+    def reset(self, example):
+        pass
+
+    def step(self, reply):
+        started = [
+            subprocess.Popen(["sleep", "600"]),
+            subprocess.Popen(["sleep", "600"], start_new_session=True),
+        ]
+        other = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+        other.start()
+        print(*(each.pid for each in (*started, other)))
+        if reply == " stop":
+            subprocess.run(["sleep", "600"], check=False)
+        return "", 0.0, False
+
+
+class AsyncStarter(Starter):
+    async def step(self, reply):
+        return super().step(" go")
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="only Linux knows who started a process")
+def test_processes_that_steps_start_end_with_the_run_and_no_others():
+    """One of them keeps its step from returning, and `multiprocessing` waits for others at its exit."""
+    program = (
+        f"import subprocess\nfrom {HERE} import STOP, GO, episodes, reply\n"
+        "kept = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+        "print(kept.pid)\n"
+        "for name in ('Starter', 'AsyncStarter'):\n"
+        "    with episodes(name, on_error='end', step_limit_s=3.0) as played:\n"
+        "        reply(played, 0)\n        played.running()\n"
+        "        if name == 'Starter':\n            reply(played, 1, STOP)\n            played.running()\n"
+    )
+    started = time.monotonic()
+    found = subprocess.run(
+        [sys.executable, "-c", f"if __name__ == '__main__':\n{textwrap.indent(program, '    ')}"],
+        check=True, capture_output=True, text=True,
+    ).stdout.split()  # fmt: skip
+    assert time.monotonic() - started < 300
+    kept, *own = map(int, found)
+    try:
+        assert runs(kept) and len(own) == 9 and not any(map(runs, own))
+    finally:
+        for pid in map(int, found):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_child_that_a_step_forks_ends_with_the_step():
