@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from rlhf.config import function_source
 from rlhf.config.parameters import parameters_of
-from rlhf.core.errors import UserError
+from rlhf.core.errors import UserError, one_line
 from rlhf.core.pasting import setting
 from rlhf.core.protection import protected
 
@@ -246,7 +246,9 @@ class _Address:
 
     def not_importable(self, error: BaseException, file: str | None, line: int | None) -> str:
         """Return the message for a module whose import raises `error` at a line of a file."""
-        raised = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+        raised = one_line(error)
+        if isinstance(error, SyntaxError):  # its text repeats the place
+            raised = f"{type(error).__name__}: {error.msg}"
         reason = f"importing it raised {raised}, in {file}, line {line}"
         return self.message("name a module that can be imported", reason, f"correct {file}")
 

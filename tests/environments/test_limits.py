@@ -400,6 +400,24 @@ def test_an_episode_whose_reset_fails_ends_after_its_first_reply(name, how):
     assert CLOSED == ["p0", "p0"]
 
 
+class Unmade(Wrong):
+    def __new__(cls, how):
+        if how == "raise":
+            raise KeyError("secret")  # in __new__
+        return super().__new__(cls)
+
+    def reset(self):
+        pass
+
+
+@pytest.mark.parametrize(("how", "place"), [("raise", "# in __new__"), ("", "    def reset(self):")])
+def test_an_error_outside_of_the_code_of_the_class_has_the_place_of_its_method(how, place):
+    with pytest.raises(
+        RunError, match=rf"Unmade .* in reset \(.*test_limits.py, line {line_of(place)}\), got"
+    ):
+        episodes("Unmade", 1, 1, arguments={"how": how})
+
+
 def test_an_environment_that_cannot_be_closed_is_an_error():
     played = episodes("Wrong", 1, 1, arguments={"how": "raise", "where": "close"}, turns_left=1)
     reply(played, 0)
