@@ -418,6 +418,19 @@ def test_an_error_outside_of_the_code_of_the_class_has_the_place_of_its_method(h
         episodes("Unmade", 1, 1, arguments={"how": how})
 
 
+class AsyncClose(Wrong):
+    async def close(self):
+        await asyncio.sleep(0)
+        super().close()
+
+
+def test_an_asynchronous_close_of_a_class_of_other_methods_is_awaited():
+    with episodes("AsyncClose", arguments={"how": "raise"}, on_error="end") as played:
+        reply(played, 0, STOP)
+        assert played.running() == [1, 2, 3] and CLOSED == ["p0"]
+    assert sorted(CLOSED) == ["p0", "p0", "p1", "p1"]
+
+
 def test_an_environment_that_cannot_be_closed_is_an_error():
     played = episodes("Wrong", 1, 1, arguments={"how": "raise", "where": "close"}, turns_left=1)
     reply(played, 0)
