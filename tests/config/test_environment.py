@@ -1,6 +1,7 @@
 """The group `environment`: what is refused before a run folder exists, and the names of runs without one."""
 
 import importlib.util
+import re
 
 import pytest
 
@@ -23,6 +24,41 @@ class Counter:
 class Half:
     def reset(self, example):
         pass
+
+class Narrow(Counter):
+    def step(self):
+        return "", 1.0, True
+
+class Yields(Counter):
+    def reset(self, example):
+        yield "prompt"
+
+class Waits(Counter):
+    async def step(self, reply):
+        yield "", 1.0, True
+
+class Closes(Counter):
+    def close(self, how):
+        pass
+
+import abc, functools
+
+class Abstract(Counter, abc.ABC):
+    @abc.abstractmethod
+    def rules(self): ...
+
+def given(method):
+    @functools.wraps(method)
+    def call(self, text):
+        return method(self, text, 5)
+    return call
+
+class Wrapped(Counter):
+    @given
+    def reset(self, example, more): ...
+    @staticmethod
+    def step(reply): ...
+    async def close(self, *further): ...
 """
 
 
@@ -40,6 +76,22 @@ def own(file, name="Counter", *words):
 def test_a_class_with_reset_and_step_has_no_problem(file):
     cfg = own(file, "Counter", "+environment.arguments={most: 2}")
     assert problems(cfg) == [] and list(cfg.environment.job_problems("environment")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Narrow", r"a method step\(self, reply\) that returns \(too many .*line 15\); correct step"),
+        ("Yields", r"a method reset\(self, example\) that returns \(it yields.*, line 19\); correct reset"),
+        ("Waits", r"step.* \(it yields, and a call runs nothing\), got Waits \(.*own_game.py, line 23\)"),
+        ("Closes", r"a method close\(self\) that returns .*'how'.*line 27\); correct close"),
+        ("Abstract", "with all methods, got .* without rules"),
+    ],
+)
+def test_a_method_that_cannot_be_called_is_named_with_its_line(file, name, said):
+    (problem,) = own(file, name).environment.job_problems("environment")
+    assert re.match(f"environment.path must name a class .*{said}", problem)
+    assert list(own(file, "Wrapped").environment.job_problems("environment")) == []
 
 
 @pytest.mark.parametrize(
