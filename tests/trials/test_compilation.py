@@ -1,6 +1,7 @@
 """The trial that decides whether blocks are compiled. Most tests replace the compiler by a function."""
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -112,7 +113,7 @@ def test_compiled_blocks_with_wrong_results_are_refused(engine, compiler):
         "error: backend.compile must be false (compiled blocks give wrong results"
     )
     assert str(refused.value).endswith("got true; set backend.compile=false")
-    assert engine.module.blocks is compilation.nullcontext
+    assert engine.module.blocks is nullcontext
 
 
 def test_wrong_gradients_alone_are_refused(engine, compiler):
@@ -135,7 +136,7 @@ def test_by_default_wrong_results_give_a_warning_and_the_usual_blocks(engine, co
     with caplog.at_level(logging.WARNING):
         compile_blocks(engine, config(), updates=2)
     assert "blocks are not compiled (set backend.compile=false to hide this message)" in caplog.text
-    assert engine.module.blocks is compilation.nullcontext
+    assert engine.module.blocks is nullcontext
 
 
 @pytest.mark.process  # the compiler is looked for in a process
@@ -157,7 +158,7 @@ def test_by_default_an_error_of_the_compiler_gives_a_warning(engine, compiler, o
     with caplog.at_level(logging.WARNING):
         compile_blocks(engine, config(), updates=2)
     assert "the blocks cannot be compiled: FileNotFoundError: no-such-compiler" in caplog.text
-    assert engine.module.blocks is compilation.nullcontext
+    assert engine.module.blocks is nullcontext
 
 
 @pytest.mark.parametrize(("left", "pays"), [(60, False), (61, True)])
@@ -173,7 +174,7 @@ def test_by_default_the_rest_of_the_run_decides(engine, on_gpu, monkeypatch, cap
     assert work(cfg, ALONE, updates) == (2, 2 * updates)
     compile_blocks(engine, cfg, updates)
     assert word in capsys.readouterr().out
-    assert (engine.module.blocks is compilation.nullcontext) is word.startswith("no")
+    assert (engine.module.blocks is nullcontext) is word.startswith("no")
 
 
 def test_a_short_run_starts_no_trial_by_default(engine, monkeypatch):
