@@ -6,6 +6,7 @@
     make bench ARGS="--part tldr-14m --threads 2"     some cases; other runs in the file are kept
     make bench ARGS="--part tldr-14m --side ours"     this project only; the runs of TRL are kept
     make bench LOCK=gpu ARGS=--gpu                    on a GPU: CUDA, bfloat16, models with 410M parameters
+    make bench LOCK=gpu ARGS="--gpu --vllm"           the same, and both sides sample with vLLM (not PPO)
     make bench ARGS=--smoke                           check the set-up: a minute or two
 
 Asynchronous GRPO needs two GPUs and vLLM on both sides, and is skipped elsewhere (theirs_async.py).
@@ -54,6 +55,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 900  # time limit of one run
 STOLEN = 0.05  # share of the CPU time of a run above which the run is repeated
 TRIES = 3  # runs at most, if the host takes CPU time
+WITHOUT_VLLM = ("ppo", "async_grpo")  # TRL's PPO samples without vLLM; asynchronous GRPO always with it
 THEIRS = {
     "bench": "theirs",
     "bench-ppo": "theirs_ppo",
@@ -122,6 +124,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--gpu", action="store_true", help="measure on a GPU: CUDA, bfloat16 over float32 weights"
     )
+    parser.add_argument("--vllm", action="store_true", help="both sides sample with vLLM; needs --gpu")
     parser.add_argument("--side", nargs="+", choices=SIDES, default=list(SIDES[:2]), help="default: ours trl")
     parser.add_argument("--repeats", type=int, default=3, help="runs per case and side (default 3)")
     parser.add_argument(
@@ -152,10 +155,13 @@ def parse() -> argparse.Namespace:
         parser.error(f"--minutes must be > 0 (time for all runs), got {args.minutes:g}; omit --minutes")
     if args.gpu and not torch.cuda.is_available():
         parser.error("--gpu needs a GPU that torch can use (there is none); omit --gpu")
+    if args.vllm and not args.gpu:
+        parser.error("--vllm needs --gpu (vLLM shares the GPU of the trainer); add --gpu, or omit --vllm")
     parts = args.part or (GPU_PARTS if args.gpu else CPU_PARTS)
     threads = args.threads or ([GPU_THREADS] if args.gpu else [1, 2])
     rivals = args.environments if set(args.side) != {"ours"} else None
-    args.cases = runnable(cases(parts, args.algo, threads, args.gpu), rivals, parser)
+    sampler = "vllm" if args.vllm else "hf"
+    args.cases = runnable(cases(parts, args.algo, threads, args.gpu, sampler), rivals, parser)
     if args.smoke:
         args.repeats = 1
         first = {case.environment: case for case in reversed(args.cases)}
@@ -189,6 +195,8 @@ def runnable(chosen: list[Case], environments: Path | None, parser: argparse.Arg
 
 def obstacle(case: Case, environments: Path | None) -> str | None:
     """Return why an asynchronous case cannot run here; None if the case can run, or is not asynchronous."""
+    if case.sampler == "vllm" and case.algo in WITHOUT_VLLM:
+        return f"{case.algo} has no case with --vllm"
     if not case.asynchronous:
         return None
     gpus = torch.cuda.device_count() if case.gpu else 0
@@ -265,9 +273,10 @@ def quietest(case: Case, side: str, environments: Path, materials: Path) -> dict
 
 def measure(case: Case, side: str, environments: Path, materials: Path) -> dict[str, Any]:
     """Make one run in a separate process and return its figures; stop the benchmark if the run fails."""
+    own = os.environ.get("PYTHONPATH") if side == "ours" else None  # not for the environments of TRL
     variables = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *([own] if own else [])]),
         "OMP_NUM_THREADS": str(case.threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",

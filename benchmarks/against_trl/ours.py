@@ -52,7 +52,7 @@ def synchronous(case: Case, materials: Path) -> list[str]:
         f"algo={case.algo}",
         f"model.reward={case.reward(materials)}",
         "scorer=reward_model",
-        "generator=hf",
+        *(["generator=vllm_colocated"] if case.sampler == "vllm" else ["generator=hf"]),
     ]
 
 

@@ -65,7 +65,17 @@ def settings(case: Case, folder: str) -> dict[str, Any]:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
+        **({"use_vllm": True, "vllm_mode": "colocate"} if case.sampler == "vllm" else {}),
     }
+
+
+def share_process() -> None:
+    """Let vLLM and the policy run in one process.
+
+    For GPT-NeoX, vLLM 0.32 runs the class of transformers and replaces the `__call__` of this class, which
+    reads an attribute that only models of vLLM have. The attribute of the class is that of other models.
+    """
+    transformers.GPTNeoXModel.do_not_compile = True
 
 
 def new_policy(case: Case, materials: Path) -> tuple[Any, Any]:
@@ -125,8 +135,12 @@ def build(case: Case, materials: Path, folder: str) -> Any:
 def watch(trainer: Any, meter: Meter) -> None:
     """Let `meter` measure the phases and count samples and micro-batches."""
     dpo = not isinstance(trainer, (trl.RLOOTrainer, trl.GRPOTrainer))
-    count_samples(trainer.model, trainer.processing_class, meter)
-    meter.wrap(trainer, "_generate", "generate")
+    vllm = getattr(trainer, "use_vllm", False)
+    if vllm:
+        count_vllm(trainer.llm if dpo else trainer.vllm_generation.llm, meter)
+    else:
+        count_samples(trainer.model, trainer.processing_class, meter)
+    meter.wrap(trainer, "_generate_vllm" if vllm and dpo else "_generate", "generate")
     meter.wrap(trainer, "_calculate_rewards_from_functions" if dpo else "_calculate_rewards", "score")
     # without gradient: the reference, and the policy before the update if the trainer uses it
     forward = "_forward" if dpo else "_get_per_token_logps_and_entropies"
@@ -149,6 +163,17 @@ def count_samples(policy: Any, tokenizer: Any, meter: Meter) -> None:
         return made
 
     policy.generate = counted
+
+
+def count_vllm(llm: Any, meter: Meter) -> None:
+    """Count the prompts and responses of vLLM's `generate`."""
+
+    def seen(outputs: Any) -> dict[str, int]:
+        made = [(len(each.prompt_token_ids), len(one.token_ids)) for each in outputs for one in each.outputs]
+        prompts, responses = (sum(lengths) for lengths in zip(*made, strict=True))
+        return {"episodes": len(made), "prompt_tokens": prompts, "response_tokens": responses}
+
+    meter.wrap(llm, "generate", seen=seen)
 
 
 class Moments(TrainerCallback):
@@ -194,6 +219,8 @@ def main(build: Callable[..., Any], watch: Callable[..., None], **more: str) -> 
 
 
 if __name__ == "__main__":
+    if Case.load(sys.argv[1]).sampler == "vllm":
+        share_process()
     if not ("--released" in sys.argv or Case.load(sys.argv[1]).gpu):
         tune()
     main(build, watch)

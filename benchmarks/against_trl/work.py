@@ -82,6 +82,7 @@ class Case:
     measured: int  # measured updates
     temperature: float = 1.0  # TRL's online DPO always computes log-probs at temperature 1
     lr: float = 1e-6  # small, so that the models hardly change
+    sampler: str = "hf"  # or "vllm": both sides sample with vLLM on the GPU that they train on
 
     @property
     def part(self) -> str:
@@ -90,8 +91,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Work, model, algorithm, and number of threads or `gpu`, for example `tldr-14m-dpo-2`."""
-        return f"{self.part}-{self.algo}-{'gpu' if self.gpu else self.threads}"
+        """Work, model, algorithm, and threads, `gpu` or `gpu-vllm`, for example `tldr-14m-dpo-2`."""
+        where = "gpu" if self.gpu else str(self.threads)
+        return "-".join([self.part, self.algo, where, *(["vllm"] if self.sampler == "vllm" else [])])
 
     @property
     def environment(self) -> str:
@@ -158,7 +160,9 @@ class Case:
         return Case(**json.loads(text))
 
 
-def cases(parts: list[str], algos: list[str], threads: list[int], gpu: bool = False) -> list[Case]:
+def cases(
+    parts: list[str], algos: list[str], threads: list[int], gpu: bool = False, sampler: str = "hf"
+) -> list[Case]:
     """Return all combinations as cases."""
     return [
         Case(
@@ -167,6 +171,7 @@ def cases(parts: list[str], algos: list[str], threads: list[int], gpu: bool = Fa
             algo=algo,
             threads=count,
             gpu=gpu,
+            sampler=sampler,
             warmup=length.warmup,
             measured=length.measured,
         )

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from rlhf.config import function_source
 from rlhf.config.parameters import parameters_of
-from rlhf.core.errors import UserError
+from rlhf.core.errors import UserError, one_line
 from rlhf.core.pasting import setting
 from rlhf.core.protection import protected
 
@@ -239,14 +239,16 @@ class _Address:
         except SyntaxError as error:
             raise UserError(self.not_importable(error, error.filename, error.lineno)) from error
         except (Exception, SystemExit) as error:  # the user's code may raise any exception
-            where = _innermost(error)
+            where = _innermost(error, self.place)
             if "attempted relative import" in str(error) and self.place.endswith(".py"):
                 raise UserError(self.relative_import(where.lineno)) from error
             raise UserError(self.not_importable(error, where.filename, where.lineno)) from error
 
     def not_importable(self, error: BaseException, file: str | None, line: int | None) -> str:
         """Return the message for a module whose import raises `error` at a line of a file."""
-        raised = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+        raised = one_line(error)
+        if isinstance(error, SyntaxError):  # its text repeats the place
+            raised = f"{type(error).__name__}: {error.msg}"
         reason = f"importing it raised {raised}, in {file}, line {line}"
         return self.message("name a module that can be imported", reason, f"correct {file}")
 
@@ -384,14 +386,18 @@ def _file_of(place: str) -> Path | None:
 # -- imports ---------------------------------------------------------------------------------------
 
 
-def _innermost(error: BaseException) -> traceback.FrameSummary:
-    """Return the innermost frame of the user's code in the traceback of `error`; if none, of a library."""
+def _innermost(error: BaseException, place: str) -> traceback.FrameSummary:
+    """Return the innermost frame of the user's code in the traceback of `error`; if none, of a library.
+
+    An error before the first line of the code has no such frame; the result is the start of `place`.
+    """
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith("<frozen") and frame.filename != __file__
     ]
-    return ([frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames)[-1]
+    start = traceback.FrameSummary(place, 1, "")
+    return ([frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames or [start])[-1]
 
 
 def _load_file(file: Path) -> ModuleType:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from rlhf.config.address import class_problem, function_problem, load_class
+from rlhf.config.address import class_problem, function_problem, load_class, signature_of
 from rlhf.config.packages import missing_package
 from rlhf.config.schema import Affects, Choice, Section, entry, number, option, values
 from rlhf.config.scorer import ScorerConfig
-from rlhf.core.errors import UserError
+from rlhf.core.errors import UserError, one_line
+
+_METHODS: dict[str, tuple[str, ...]] = {"reset": ("example",), "step": ("reply",), "close": ()}
 
 
 class OnError(Choice):
@@ -187,13 +189,36 @@ class PythonEnvironmentConfig(ClassConfig):
                 f"{at}.path must name a class with reset(example) and step(reply), got {self.path} without "
                 f"{' and '.join(missing)}; add {missing[0]}"
             )
+        yield from (problem for name in _METHODS if (problem := _method_problem(f"{at}.path", found, name)))
+        if left := ", ".join(sorted(getattr(found, "__abstractmethods__", ()))):
+            yield f"{at}.path must name a class with all methods, got {self.path} without {left}; add them"
         try:
-            inspect.signature(found).bind(**self.arguments)
+            if signature := signature_of(found):
+                signature.bind(**self.arguments)
         except TypeError as error:
             yield (
                 f"{at}.arguments must be arguments of {self.path} ({error}), got {self.arguments}; "
                 "correct them"
             )
+
+
+def _method_problem(key: str, found: type, name: str) -> str | None:
+    """Return the error message for a method that cannot be called, or that yields; None: it can be called."""
+    method, given = inspect.getattr_static(found, name, None), ("self", *_METHODS[name])
+    if not inspect.isfunction(method):
+        return None
+    why = "it yields, and a call runs nothing"
+    if not (inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)):
+        try:
+            inspect.signature(method, follow_wrapped=False).bind(*given)
+            return None
+        except TypeError as error:
+            why = str(error)
+    code = method.__code__
+    return (
+        f"{key} must name a class with a method {name}({', '.join(given)}) that returns ({why}), got "
+        f"{found.__name__} ({code.co_filename}, line {code.co_firstlineno}); correct {name}"
+    )
 
 
 @option("environment", "gymnasium", part="rlhf.environments.environment:build")
@@ -216,6 +241,34 @@ class GymnasiumConfig(ClassConfig):
         if self.id is None:
             yield f"{at}.id must name an environment, got null; set {at}.id=FrozenLake-v1"
         yield from missing_package("environment=gymnasium", "gymnasium", "gymnasium")
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error if gymnasium cannot make the environment, or it does not have the actions."""
+        from gymnasium import make, spaces  # optional
+
+        assert self.id is not None, "validated"
+        try:
+            game = make(self.id, **self.options)
+        except Exception as error:  # an environment may raise anything
+            yield (
+                f"{at}.id must be an environment that gymnasium makes with {at}.options ({one_line(error)}), "
+                f"got {self.id}; correct it"
+            )
+            return
+        space = game.action_space
+        for word, action in self.actions.items():
+            if not space.contains(action):
+                yield (
+                    f"{at}.actions must be actions of {self.id} ({space}), got {{{word}: {action}}}; "
+                    "correct it"
+                )
+        numbers = spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete
+        if not self.actions and isinstance(space, numbers):
+            yield (
+                f"{at}.actions must say which action of {self.id} each word means ({space} has no texts), "
+                f"got {{}}; set +{at}.actions={{<word>: <action>}}"
+            )
+        game.close()
 
 
 @option("environment", "openenv", part="rlhf.environments.environment:build")

@@ -224,8 +224,8 @@ def after_reply(
 ) -> str | None:
     """Return what the chat template writes for messages behind the end token of a reply, and the next start.
 
-    A question, the messages `before` and an answer stand in place of the real dialogue. None: the template
-    does not end the answer with the end token of the tokenizer. The other arguments are those of `formatted`.
+    The messages `before` and an answer stand before them, in place of the real reply. None: the template does
+    not end the answer with the end token of the tokenizer. The other arguments are those of `formatted`.
 
     Raises:
         UserError: the template refuses the messages.
@@ -233,8 +233,7 @@ def after_reply(
     answer = ANSWERS[0]
     while any(answer in message["content"] for message in messages):
         answer += "'"
-    asked, answered = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": answer}
-    dialogue = [asked, *before, answered, *messages]
+    dialogue = [*before, {"role": "assistant", "content": answer}, *messages]
     whole = formatted(tokenizer, dialogue, where, add_generation_prompt=True, **options)
     _, ended, after = whole.rpartition(answer)[2].partition(str(tokenizer.eos_token))
     return after if ended else None

@@ -135,7 +135,7 @@ class Dialogues:
             if not parts:
                 start, parts = shared, [reply]
                 continue
-            between = after_reply(self.tokenizer, whole[before + 1 : i], [], where, tools=tools)
+            between = after_reply(self.tokenizer, whole[before + 1 : i], whole[:before], where, tools=tools)
             if between is None:
                 raise UserError(
                     "task.all_replies must be false for a chat template that ends no reply with the end "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from signal import Signals
+
+from rlhf.core.formatting import printable
 
 
 class UserError(ValueError):
@@ -73,11 +75,14 @@ def explained(*explanations: Callable[[Exception], Exception | None]) -> Iterato
 
 
 def one_line(error: BaseException) -> str:
-    """Return kind and text of an error of the user's code on one line; only the kind if it has no text."""
-    try:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    except Exception:  # its own __str__ raises
-        return type(error).__name__
+    """Return kind and text of an error of the user's code on one line; only the kind if it has no text.
+
+    Control characters are escaped.
+    """
+    kind, text = type(error).__name__, ""
+    with suppress(Exception):  # its own __str__ raises
+        text = printable(" ".join(str(error).split()))
+    return f"{kind}: {text}" if text else kind
 
 
 def report(problems: tuple[str, ...] | list[str]) -> str:

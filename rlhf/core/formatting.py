@@ -63,6 +63,11 @@ def lines_of(items: Iterable[str], width: int, indent: str = "") -> list[str]:
     return lines
 
 
+def printable(text: str) -> str:
+    """Return `text` with escapes for line breaks and other characters that cannot be printed."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def shortened(text: str, width: int, *, end: bool = False) -> str:
     """Return `text` on one line of at most `width` characters, cut between words and marked with "...".
 

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING
 
+from rlhf.core.formatting import printable
 from rlhf.core.secrets import hide
 
 if TYPE_CHECKING:
@@ -55,9 +56,10 @@ def _lossy(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 def print_error(text: str) -> None:
     """Print lines to stderr without secrets, unless the reader of a pipe has gone.
 
-    In a terminal, lines are divided between words.
+    Control characters, which errors of the user's code may contain, are escaped. In a terminal, lines are
+    divided between words.
     """
-    text = hide(text)
+    text = "\n".join(map(printable, hide(text).split("\n")))
     if sys.stderr.isatty():
         text = "\n".join(map(wrapped, text.splitlines()))
     try:

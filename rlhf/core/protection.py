@@ -12,10 +12,15 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
+
+_lock = threading.Lock()
+_blocks: list[
+    list[tuple[Setting, Any]]
+] = []  # for each block of `same_settings` now, what the first one read
 
 
 class Setting(NamedTuple):
@@ -37,7 +42,7 @@ def protected(seed: int | None = None) -> Iterator[None]:
         seed: seed of all global random states during the block; None: they are not changed before it.
     """
     loaded = "torch" in sys.modules
-    before = [(each, each.read()) for each in (*_of_process(), *_of_numpy(), *_of_torch(), *_random_states())]
+    before = _read(_of_process(), _of_thread(), _random_states())
     if seed is not None:
         _seed_all(seed)
     try:
@@ -45,9 +50,36 @@ def protected(seed: int | None = None) -> Iterator[None]:
             yield
     finally:
         if not loaded:
-            before += [(each, each.initial) for each in _of_torch() if each.initial is not None]
-        for setting, value in before:
-            restore(setting, value)
+            torch = (*_of_process(), *_of_thread())
+            before += [(each, each.initial) for each in torch if each.initial is not None]
+        _restore(before)
+
+
+@contextmanager
+def same_settings() -> Iterator[None]:
+    """Restore the global settings of this process after the block, in which other threads run foreign code.
+
+    Blocks of several threads may overlap: the settings are those before the first, restored after the last.
+    """
+    with _lock:
+        _blocks.append(_blocks[0] if _blocks else _read(_of_process()))
+    try:
+        yield
+    finally:
+        with _lock:
+            before = _blocks.pop()
+            if not _blocks:
+                _restore(before)
+
+
+def _read(*settings: Iterable[Setting]) -> list[tuple[Setting, Any]]:
+    """Return settings with their values."""
+    return [(each, each.read()) for some in settings for each in some]
+
+
+def _restore(before: list[tuple[Setting, Any]]) -> None:
+    for setting, value in before:
+        restore(setting, value)
 
 
 @contextmanager
@@ -72,7 +104,7 @@ def restore(setting: Setting, value: Any) -> None:
 
 
 def _of_process() -> Iterator[Setting]:
-    """Yield settings of Python, and in the main thread the handlers of the signals that stop a run."""
+    """Yield the settings that all threads share."""
     yield Setting(lambda: dict(os.environ), set_environment)
     yield Setting(lambda: (sys.stdin, sys.stdout, sys.stderr), _set_streams)
     yield Setting(sys.getrecursionlimit, sys.setrecursionlimit)
@@ -81,10 +113,43 @@ def _of_process() -> Iterator[Setting]:
     with suppress(FileNotFoundError):  # the working directory was deleted
         os.getcwd()
         yield Setting(os.getcwd, os.chdir)
+    if (torch := sys.modules.get("torch")) is None:
+        return
+
+    def set_deterministic(value: tuple[bool, bool]) -> None:
+        torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+    def deterministic() -> tuple[bool, bool]:
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        return torch.are_deterministic_algorithms_enabled(), warn_only
+
+    yield Setting(torch.get_default_dtype, torch.set_default_dtype, torch.float32)
+    yield Setting(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False)
+    yield Setting(deterministic, set_deterministic, (False, False))
+    yield Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest")
+    for name in ("benchmark", "deterministic", "enabled"):
+        cudnn = torch.backends.cudnn
+        yield Setting(partial(getattr, cudnn, name), partial(setattr, cudnn, name), name == "enabled")
+
+
+def _of_thread() -> Iterator[Setting]:
+    """Yield the settings of this thread; in the main thread, the handlers of signals that stop a run."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             if signal.getsignal(number) is not None:
                 yield Setting(partial(signal.getsignal, number), partial(signal.signal, number))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield Setting(numpy.geterr, lambda value: numpy.seterr(**value))
+    if (torch := sys.modules.get("torch")) is None:
+        return
+    cpu = torch.device("cpu")
+
+    def set_device(value: Any) -> None:
+        torch.set_default_device(None if value == cpu else value)
+
+    yield Setting(torch.get_default_device, set_device, cpu)
+    yield Setting(torch.get_num_threads, torch.set_num_threads)
+    yield Setting(torch.is_grad_enabled, torch.set_grad_enabled, True)
 
 
 def set_environment(value: dict[str, str]) -> None:
@@ -103,40 +168,6 @@ def _set_filters(value: list[Any]) -> None:
     """Set the filters of warnings."""
     warnings.resetwarnings()
     warnings.filters.extend(value)  # type: ignore[attr-defined]
-
-
-def _of_numpy() -> Iterator[Setting]:
-    """Yield the settings of numpy."""
-    if (numpy := sys.modules.get("numpy")) is not None:
-        yield Setting(numpy.geterr, lambda value: numpy.seterr(**value))
-
-
-def _of_torch() -> Iterator[Setting]:
-    """Yield the settings of torch."""
-    if (torch := sys.modules.get("torch")) is None:
-        return
-    cpu = torch.device("cpu")
-
-    def set_deterministic(value: tuple[bool, bool]) -> None:
-        torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-    def deterministic() -> tuple[bool, bool]:
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        return torch.are_deterministic_algorithms_enabled(), warn_only
-
-    def set_device(value: Any) -> None:
-        torch.set_default_device(None if value == cpu else value)
-
-    yield Setting(torch.get_default_dtype, torch.set_default_dtype, torch.float32)
-    yield Setting(torch.get_default_device, set_device, cpu)
-    yield Setting(torch.get_num_threads, torch.set_num_threads)
-    yield Setting(torch.is_grad_enabled, torch.set_grad_enabled, True)
-    yield Setting(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False)
-    yield Setting(deterministic, set_deterministic, (False, False))
-    yield Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest")
-    for name in ("benchmark", "deterministic", "enabled"):
-        cudnn = torch.backends.cudnn
-        yield Setting(partial(getattr, cudnn, name), partial(setattr, cudnn, name), name == "enabled")
 
 
 def _random_states() -> Iterator[Setting]:

@@ -1,6 +1,8 @@
 """Calls of environments with a time limit, in threads or in an event loop.
 
 A thread cannot be killed. A call that takes too long is given up, and its thread is abandoned and replaced.
+Processes that calls start may outlive their threads; they are killed when this process ends.
+Global settings that calls change are restored when no call runs: a call may change them for its own time.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from time import perf_counter
 from typing import Any
+
+from rlhf.core.protection import same_settings
+from rlhf.processes.groups import note_children
 
 _GRACE_S = 1.0  # an event loop ends a call that takes too long itself, unless it is blocked
 _POLL_S = 0.5  # between two looks at the time limit
@@ -122,6 +127,7 @@ class Calls:
     def __init__(self, threads: int, limit_s: float, in_loop: bool = False) -> None:
         self.limit_s, self.in_loop = limit_s, in_loop
         self.open: dict[Call, None] = {}  # in the order in which they were asked
+        self._settings = ExitStack()  # those before the open calls
         self._asked, self._ended = SimpleQueue[Call | None](), SimpleQueue[Call]()
         self._threads = [self._thread() for _ in range(1 if in_loop else threads)]
 
@@ -131,6 +137,8 @@ class Calls:
     def ask(self, key: Any, function: Callable[..., Any], *arguments: Any) -> None:
         """Make a call as soon as a thread is free."""
         call = Call(key, partial(function, *arguments))
+        if not self.open:
+            self._settings.enter_context(same_settings())
         self.open[call] = None
         self._threads[0].ask(call)
 
@@ -147,6 +155,8 @@ class Calls:
                 found += self._give_up(self.limit_s + (_GRACE_S if self.in_loop else 0.0))
                 if found or perf_counter() >= until:
                     break
+        if not self.open:
+            self._settings.close()
         return found
 
     def _give_up(self, after_s: float = 0.0) -> list[Call]:
@@ -157,6 +167,7 @@ class Calls:
             late += [call for call in self.open if call.end(late=True)]
         for thread in {call.thread for call in late if call.thread}:
             _abandoned.append(thread)
+            note_children(thread.native_id or 0)
             self._threads[self._threads.index(thread)] = self._thread()
             if isinstance(thread, _Loop):
                 thread.ask(None)
@@ -181,7 +192,9 @@ class Calls:
             while self.open and (left := until - perf_counter()) > 0:
                 self.ended(left)
             self._give_up()
+            self._settings.close()
         for thread in self._threads:
+            note_children(thread.native_id or 0)
             thread.ask(None)
         for thread in self._threads:
             thread.join(_GRACE_S)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -36,6 +37,7 @@ LIMITS = ("out_of_turns", "cut", "no_room")  # an episode ends by one of them, o
 COUNTS = ("turns", "tool_errors", "step_errors", *LIMITS, "seconds")
 _TAKEN = (*COUNTS, "token_share")  # names of metrics `environment/<name>`
 _NO_FIGURES: Mapping[str, float] = MappingProxyType({})
+_RLHF = f"{Path(__file__).parents[1]}/"  # its own lines tell nothing of an error in a class of the user
 _MOST_CHARACTERS = 300  # of a value in an error message
 
 
@@ -123,7 +125,7 @@ class EnvironmentFactory:
         code = getattr(inspect.unwrap(getattr(self.load(), method, len)), "__code__", None)
         places = [(code.co_filename, code.co_firstlineno)] if code else []
         places += [each for each in call.frames if code and each[0] == code.co_filename]
-        places += [each for each in call.frames if not each[0].startswith((*LIBRARIES, "<"))]
+        places += [each for each in call.frames if not each[0].startswith((*LIBRARIES, _RLHF, "<"))]
         return f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
 
 

@@ -131,7 +131,7 @@ class Tools:
                     f"{name}: {key} must be {json.dumps(described.get('type'))}, got {given[key]!r}"
                 )
         try:
-            return _text(function(**given)), False
+            return _text(name, function(**given)), False
         except BaseException as error:  # a tool may raise anything; the model chose the arguments
             return _error(one_line(error))
 
@@ -159,7 +159,9 @@ def _tools(functions: tuple[str, ...]) -> dict[str, tuple[Callable[..., Any], di
 
 
 def _check_hints(function: Callable[..., Any]) -> None:
-    """Raise ValueError for an argument that no call in JSON can give."""
+    """Raise ValueError for an argument that no call in JSON can give, and for a function that yields."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError(f"{function.__name__} must return its result, and not yield it")
     hints = get_type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -208,14 +210,20 @@ def _fits(value: Any, schema: dict[str, Any]) -> bool:
     return (fits or not known) and value in schema.get("enum", [value])
 
 
-def _text(result: Any) -> str:
-    """Return a text unchanged, another value as JSON, or as Python prints it."""
-    if isinstance(result, str):
-        return result
+def _text(name: str, result: Any) -> str:
+    """Return a text unchanged, and another value as JSON; numpy and torch give numbers and lists.
+
+    Raises:
+        TypeError: the result is no such value; the text that Python has for it may change from run to run.
+    """
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if hasattr(value, "tolist") else json.JSONEncoder().default(value)
+
     try:
-        return json.dumps(result, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(result)
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=plain)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must return text, numbers, lists, dicts or None ({error})") from error
 
 
 def _error(text: str) -> tuple[str, bool]:

@@ -142,8 +142,9 @@ class Turns:
     def _message(self, text: str, role: str, earlier: int = 0) -> tuple[str, list[int]]:
         """Return a message and the start of the next reply as text and tokens, behind the end of a reply."""
         turn = {"role": "assistant", "content": _EARLIER_ANSWER}, {"role": role, "content": _EARLIER_MESSAGE}
-        message = {"role": role, "content": text}
-        after = after_reply(self.tokenizer, [message], [*turn] * earlier, "an episode", **self.options)
+        message, before = {"role": role, "content": text}, [{"role": "user", "content": QUESTION}]
+        before += turn * earlier
+        after = after_reply(self.tokenizer, [message], before, "an episode", **self.options)
         if after is None:
             raise ValueError(f"it does not end earlier replies with {self.tokenizer.eos_token}")
         return after, message_tokens(self.tokenizer, [after])[0]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config.address import load_class
 from rlhf.core.console import say
-from rlhf.core.errors import UserError
+from rlhf.core.errors import UserError, one_line
 from rlhf.loggers.logger import Logger
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Hooks(Logger):
             except Exception as error:  # the user's code may raise any exception
                 traceback.print_exc()
                 name = type(hook).__qualname__
-                self.failure = f"hook {name}.{method} raised {type(error).__name__}: {error}"
+                self.failure = f"hook {name}.{method} raised {one_line(error)}"
                 say(f"{self.failure}; the run stops after an update, with a checkpoint", style="red")
                 self.stop()
 
@@ -164,6 +164,6 @@ def _build(path: str) -> Hook:
         return cls()
     except Exception as error:  # the user's code may raise any exception
         raise UserError(
-            f"hooks must name classes that can be built without arguments ({type(error).__name__}: {error}), "
+            f"hooks must name classes that can be built without arguments ({one_line(error)}), "
             f"got {path!r}; correct {cls.__name__}.__init__"
         ) from error

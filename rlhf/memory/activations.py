@@ -246,13 +246,17 @@ def cache_bytes(size: ModelSize, tokens: int, precision: Precision) -> float:
 def _head_bytes(size: ModelSize, tokens: Tokens, precision: Precision, device: str, backward: bool) -> float:
     """Return the bytes of the output head: two tiles of float32 logits; if `backward`, the weight's gradient.
 
-    With 16-bit matrix products, there is also a 16-bit copy of a tile.
+    With 16-bit matrix products, there is also a 16-bit copy of a tile. A compiled head, on a GPU, needs three
+    16-bit tiles and a copy of the weight instead.
     """
     weight = size.vocabulary * size.hidden
     logits = tokens.sequences * tokens.response * size.vocabulary * 4
     tile = min(logits, TILE_BYTES[device])
     low = precision.product < 4
-    return (2.5 if low else 2) * tile + (4 * weight if backward else 0)
+    most = (2.5 if low else 2) * tile
+    if low and device == "cuda":
+        most = max(most, 1.5 * tile + 2 * weight)
+    return most + (4 * weight if backward else 0)
 
 
 def _autocast_copies(size: ModelSize, precision: Precision) -> float:

@@ -7,7 +7,7 @@
 The blocks of a model share their code, so a block is compiled once, and not once per block. Code that reads
 the number of its layer would be compiled for every layer. A block reads this number only to find its layer in
 the cache, so compiled blocks get the layer of the cache instead of the whole cache. Lengths and batch sizes
-are dynamic.
+are dynamic, the numbers of features are not.
 
 Sampling, saving and hooks never see compiled code: outside the context, the model has its own forwards.
 """
@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -86,6 +87,7 @@ def _with_layer(forward: Forward, place: int) -> Forward:
     compiled = torch.compile(forward, dynamic=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        fix_features(*args, *(kwargs.get("position_embeddings") or ()))
         name = next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
         if name is None:
             return compiled(*args, **kwargs)
@@ -101,6 +103,13 @@ def _with_layer(forward: Forward, place: int) -> Forward:
         return output
 
     return run
+
+
+def fix_features(*states: Any) -> None:
+    """Let the compiler know the last size of states [..., H]: code for one number of features is faster."""
+    for each in states:
+        if isinstance(each, Tensor) and each.is_floating_point():
+            torch._dynamo.mark_static(each, each.ndim - 1)
 
 
 def raise_errors(raised: bool) -> None:

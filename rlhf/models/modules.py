@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from rlhf.core.batch import Outputs
 from rlhf.core.errors import UserError
+from rlhf.models.compilation import CompiledBlocks
 from rlhf.models.fetching import first_line
 from rlhf.models.fused_head import fused_logprobs
 from rlhf.models.logprobs import TokenOutputs, token_outputs
@@ -46,6 +47,7 @@ class LogprobHead(nn.Linear):
     absent: Tensor | None
     float32 = False  # True: logits are computed in float32, also from 16-bit hidden states and weights
     fused = False  # True: log-probs without extras are computed by `rlhf.models.fused_head`
+    compiled = False  # True: log-probs without extras are computed by compiled operations on tiles
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -74,7 +76,7 @@ class LogprobHead(nn.Linear):
             given = (input, self.weight, self.offset(), targets, temperature)
             if self.fused and not extras and len(targets):
                 return TokenOutputs(fused_logprobs(*given))
-            return token_outputs(*given, extras=extras, float32=self.float32)
+            return token_outputs(*given, extras=extras, float32=self.float32, compiled=self.compiled)
         logits = self.products(input)
         return logits if self.absent is None else logits.masked_fill_(self.absent, -torch.inf)
 
@@ -118,6 +120,17 @@ class RolloutModule(nn.Module):
         self.always_apart = False  # True: prompts are encoded once even where this does not save time
         self.whole = False  # True: no forward stops early; hooks of ZeRO-3 run at the end of a forward
         self.blocks: Callable[[], AbstractContextManager[None]] = nullcontext  # context of every forward
+
+    def use_compiled(self, wanted: bool) -> None:
+        """Compile the blocks and, on a GPU, the operations of the head; or use them as usual again.
+
+        Raises:
+            NoBlocks: the model has no blocks that can be compiled.
+        """
+        self.blocks = CompiledBlocks(self.model).used if wanted else nullcontext
+        for head in self.modules():
+            if isinstance(head, LogprobHead):
+                head.compiled = wanted and head.weight.device.type == "cuda"
 
     def states(self, batch: Rollouts, last: bool) -> Tensor:
         """Return the hidden states [N, K, T, H], or [N, K, T+1, H] with `last`; see `encode`."""

@@ -1,18 +1,22 @@
-"""End of the processes of a process group. This module imports no torch."""
+"""End of the processes of a process group, and of those that a thread started. It imports no torch."""
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.util  # noqa: F401  # at exit it waits for children, after `_kill_noted`, which comes later
 import os
 import signal
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import psutil
 
 _TRACKER = "multiprocessing.resource_tracker"  # in the command of Python's resource tracker
 _ROUNDS = 100  # a process may start another one between the search and the kill
+_noted: set[psutil.Process] = set()
 
 
 def kill_group(group: int, spared: int | None = None) -> None:
@@ -35,11 +39,46 @@ def members(group: int) -> list[int]:
         with suppress(ProcessLookupError, PermissionError, psutil.Error):
             if os.getpgid(pid) != group:
                 continue
-            process = psutil.Process(pid)
-            tracks = any(_TRACKER in argument for argument in process.cmdline())
-            if not tracks and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            if _runs(psutil.Process(pid)):
                 found.append(pid)
     return found
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Return whether a process is neither a zombie nor a resource tracker."""
+    tracks = any(_TRACKER in argument for argument in process.cmdline())
+    return not tracks and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+def note_children(thread: int) -> None:
+    """Note the processes that a thread of this process started, which are killed when this process ends.
+
+    Linux knows which thread started a process as long as the thread lives. Elsewhere, nothing is noted.
+
+    Args:
+        thread: its native id.
+    """
+    with suppress(OSError):
+        for pid in Path(f"/proc/self/task/{thread}/children").read_text().split():
+            with suppress(psutil.NoSuchProcess):
+                _noted.add(psutil.Process(int(pid)))
+
+
+@atexit.register
+def _kill_noted() -> None:
+    """Kill the noted processes and their descendants."""
+
+    def find() -> set[int]:
+        found: set[int] = set()
+        for process in _noted:
+            with suppress(psutil.Error):
+                if process.ppid() == os.getpid():  # not if this is a fork
+                    found |= {
+                        each.pid for each in (process, *process.children(recursive=True)) if _runs(each)
+                    }
+        return found
+
+    _kill(find)
 
 
 def kill_children() -> None:

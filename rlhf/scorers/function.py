@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf.config.address import load_function, signature_of
 from rlhf.config.parameters import GIVEN, parameters_of
-from rlhf.core.errors import RunError
+from rlhf.core.errors import RunError, one_line
 from rlhf.core.formatting import shortened
 from rlhf.core.protection import protected
 from rlhf.core.score import as_score, not_a_score
@@ -171,7 +171,7 @@ class FunctionScorer(Scorer):
             did = (
                 f"called sys.exit({error.code!r})"
                 if isinstance(error, SystemExit)
-                else f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
+                else f"raised {one_line(error)}"
             )
             takes = " (it receives lists)" if self.config.batched else ""
             raise RunError(

@@ -27,6 +27,7 @@ from rlhf.assembly.scorer import check_formats
 from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer, names_of
 from rlhf.config.algo import Data, Trains
 from rlhf.core.encoding import encode_completions
+from rlhf.core.formatting import printable
 from rlhf.stages import tiny_stand_ins
 from rlhf.stages.reward_trial import tried
 from rlhf.tasks.summary import summarize
@@ -242,15 +243,10 @@ def _token_texts(ids: list[int], tokenizer: PreTrainedTokenizerFast, before: Seq
     read = str(tokenizer.decode([*before], clean_up_tokenization_spaces=False))
     for end, number in enumerate(ids, 1):
         whole = str(tokenizer.decode([*before, *ids[:end]], clean_up_tokenization_spaces=False))
-        text = _printable(whole[len(read) :])
+        text = printable(whole[len(read) :])
         read = whole
         found.append(f"[{roles[number]} {text.strip()}]" if number in roles else text)
     return found
-
-
-def _printable(text: str) -> str:
-    """Return `text` with escapes for line breaks and other characters that cannot be printed."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def wrapped(parts: list[str], width: int) -> Iterator[str]:

@@ -88,7 +88,11 @@ def page(study: Study, options: Namespace) -> None:
     spec = study.spec
     if spec.figures and find_spec("matplotlib") is None:
         _say("no figures: matplotlib is missing; run: pip install -e '.[report]'")
-    written = write_page(Results.read(spec), final=options.final, latex=options.latex)
+    try:
+        written = write_page(Results.read(spec), final=options.final, latex=options.latex)
+    except OSError as error:
+        got = f"{error.filename or spec.folder} ({error.strerror})"
+        raise UserError(f"page must write files in {spec.folder}, got {got}; make it writable") from error
     _say(f"page: {spec.page} ({len(written) - 1} tables and figures: {spec.folder})")
 
 

@@ -17,8 +17,9 @@ from rlhf.core.formatting import figure
 from rlhf.core.statistics import detectable
 from rlhf.study import history, pricing
 from rlhf.study.cells import Cell, cells
+from rlhf.study.document import Document
 from rlhf.study.planning import Planned
-from rlhf.study.reading import Document, read_spec
+from rlhf.study.reading import read_spec
 from rlhf.study.rows import TABLE
 from rlhf.study.spec import Spec
 from rlhf.study.study import Study, differing

@@ -73,6 +73,13 @@ def overrides(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> li
     return list({each.key: each.text for each in read_overrides(texts)}.values())
 
 
+def origin(spec: Spec, cell: Cell, tuned: Mapping[str, str], key: str) -> str:
+    """Return the key of the study file from which a run has a config key, by default that of the method."""
+    layers = _layers(spec, cell, 0, tuned).items()
+    found = [name for name, texts in layers if any(each.key == key for each in read_overrides(texts))]
+    return key if key in spec.lines else found[-1] if found else f"methods.{cell.method}"
+
+
 def set_twice(spec: Spec) -> dict[str, list[str]]:
     """Return the config keys that several keys of the study file set: config key -> keys of the file."""
     found: dict[str, dict[str, None]] = {}

@@ -42,8 +42,7 @@ def judged(results: Results) -> Iterator[Judged]:
         assert formula is not None
         together = formula.pooled or formula.left is None
         for tasks in [[*results.spec.tasks]] if together else [[task] for task in results.spec.tasks]:
-            missing = "runs are missing", ""
-            verdict, numbers = missing if results.missing else _verdict(results, formula, tasks)
+            verdict, numbers = _verdict(results, formula, tasks)
             if verdict != _ELSEWHERE:
                 yield Judged(said, text, None if together else tasks[0], verdict, numbers)
 
@@ -125,18 +124,19 @@ def own_function(address: str) -> Callable[[Sequence[Row]], Any]:
 
 def _verdict(results: Results, formula: Formula, tasks: Sequence[str]) -> tuple[str, str]:
     """Return the verdict on a claim about tasks, and its numbers."""
-    chosen, left = "", formula.left
-    if left is None:
-        found = own_function(formula.text)(results.rows)
-        contrasts = {n: Contrast(np.array([x], float), [1.0], True, 0) for n, x in found.items()}
-        terms: dict[str, list[Term]] = {}
-    else:
+    chosen, left, terms = "", formula.left, {}  # type: str, Side | None, dict[str, list[Term]]
+    if left is not None:
         if BEST in left.methods:
             left = replace(left, methods=tuple(results.spec.methods))
         terms = _differences(results, formula, left, tasks)
         if any(term.cell not in results.seeds for several in terms.values() for term in several):
             return _ELSEWHERE, ""
-        contrasts = {name: results.contrast(each) for name, each in terms.items()}
+    if results.missing:
+        return "runs are missing", ""
+    contrasts = {name: results.contrast(each) for name, each in terms.items()}
+    if left is None:
+        found = own_function(formula.text)(results.rows)
+        contrasts = {n: Contrast(np.array([x], float), [1.0], True, 0) for n, x in found.items()}
     if not contrasts or not all(map(results.complete, terms.values())):
         return f"{UNDECIDED}: a run failed, or does not have the value", ""
     contrasts = {name: contrasts[name] for name in distinct({n: c.samples for n, c in contrasts.items()})}

@@ -17,7 +17,7 @@ rows and returns {name: one difference per seed}. The claim holds if all means a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rlhf.study.spec import LOSS, QUANTITIES, Axis
@@ -87,6 +87,8 @@ def _side(text: str) -> Side | None:
     methods = tuple(filter(None, re.split(r"[\s,]+", found["methods"])))
     words = [*_WORDS.finditer(found["words"])]
     levels = {each["axis"]: each["value"] for each in words if each["axis"]}
+    if len(levels) < sum(bool(each["axis"]) for each in words):  # an axis twice
+        return None
     every = tuple(each["every"] for each in words if each["every"])
     over = next((each["over"] for each in words if each["over"]), "")
     return Side(found["quantity"], methods, levels, every, over) if methods else None
@@ -99,7 +101,12 @@ def _placed(side: Side, other: Side) -> Side:
     return replace(side, levels=other.levels, every=other.every, over=other.over)
 
 
-def problems(formula: Formula, methods: Iterable[str], axes: Mapping[str, Axis]) -> list[str]:
+def problems(
+    formula: Formula,
+    methods: Iterable[str],
+    axes: Mapping[str, Axis],
+    quantities: Collection[str] = QUANTITIES,
+) -> list[str]:
     """Return what is wrong with the names of a claim: a rule for each problem."""
     known, found = [*methods, SAME, BEST], []
     names = ", ".join(axes) or "there are none"
@@ -108,6 +115,10 @@ def problems(formula: Formula, methods: Iterable[str], axes: Mapping[str, Axis])
         len(sides[0].methods) > 1 or sides[0].every or sides[1:]
     ):
         found.append(f"compare {BEST} with a number")
+    if sides and SAME in sides[0].methods:
+        found.append(f"have {SAME} on the right only")
+    if sides[1:] and sides[0].methods == sides[1].methods and len(sides[0].methods) == 1:
+        found.append(f"compare different methods, or {SAME} at other values")
     for side in sides:
         named = [*side.levels, *side.every, *filter(None, [side.over])]
         found += [f"name methods ({', '.join(known)}), not {m}" for m in side.methods if m not in known]
@@ -115,12 +126,16 @@ def problems(formula: Formula, methods: Iterable[str], axes: Mapping[str, Axis])
         for axis, value in side.levels.items():
             if axis in axes and value not in axes[axis].values:
                 found.append(f"name a value of {axis} ({', '.join(axes[axis].values)}), not {value}")
-        if side.quantity not in (*QUANTITIES, SLOPE) and "/" not in side.quantity:
-            found.append(f"be about {', '.join(QUANTITIES)}, {SLOPE} or a metric, not {side.quantity}")
+        if side.quantity not in (*quantities, SLOPE) and "/" not in side.quantity:
+            why = f" (add tasks.<name>.{side.quantity})" if side.quantity in QUANTITIES else ""
+            found.append(f"be about {', '.join(quantities)}, {SLOPE} or a metric, not {side.quantity}{why}")
         if (side.quantity == SLOPE) != bool(side.over):
             found.append(f"have 'over <axis>' after {SLOPE}, and nowhere else")
         if side.over in axes and not all(map(_POSITIVE.fullmatch, axes[side.over].values)):
             found.append(f"have a slope over an axis of positive numbers, not {side.over}")
         if side.quantity == LOSS and not side.levels and not side.every:
             found.append("say at which value of an axis a loss is meant, as 'at lag=64'")
+        axis, value = next(iter(side.levels.items()), ("", ""))
+        if side.quantity == LOSS and axis in axes and {*axes[axis].bases.values()} == {value}:
+            found.append(f"be about a loss at another value than the base ({axis}={value})")
     return found

@@ -37,7 +37,7 @@ _OVER_TASKS = (
     "Interquartile means over all tasks and seeds with 95 % bootstrap intervals, stratified by task. In each "
     "task, 0 is the value before training, and 1 the best mean of the table."
 )
-_PER_PANEL = 7  # methods of a panel of a figure, one colour each
+_PER_PANEL = 7  # most methods of a panel of a figure, one colour each
 
 
 def write_page(results: Results, *, final: bool = False, latex: bool = False) -> list[Path]:
@@ -191,7 +191,8 @@ def _charts(results: Results) -> Iterator[Chart]:
         panels = []
         for table in tables.tables(results, [declared]):
             methods = list(table.rows)
-            parts = [methods[start : start + _PER_PANEL] for start in range(0, len(methods), _PER_PANEL)]
+            size = math.ceil(len(methods) / math.ceil(len(methods) / _PER_PANEL))  # panels are about equal
+            parts = [methods[start : start + size] for start in range(0, len(methods), size)]
             panels += [Panel(_drawer(table, part)) for part in parts]
         if panels:
             yield Chart(declared.file_name, "", "", panels)

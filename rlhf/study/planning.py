@@ -21,11 +21,16 @@ from rlhf.config.mistakes import explained
 from rlhf.config.overrides import Override, read_overrides
 from rlhf.config.root import Config
 from rlhf.config.run import Progress
+from rlhf.config.schema import sections
+from rlhf.config.suggestions import suggestion
 from rlhf.core.errors import UserError
 from rlhf.core.files import digest
 from rlhf.core.statistics import detectable
-from rlhf.study.cells import Cell, cells, overrides, set_twice
+from rlhf.study.cells import Cell, cells, origin, overrides, set_twice
+from rlhf.study.claims import judged
 from rlhf.study.identity import inputs, run_digest, stale
+from rlhf.study.metrics import KNOWN, unknown
+from rlhf.study.results import Results
 from rlhf.study.rows import TABLE, TUNE, Row
 from rlhf.study.spec import Spec
 from rlhf.study.tuning import Run, Tuning
@@ -117,13 +122,26 @@ class Configs:
                     keys = ", ".join(self.spec.repeat)
                     texts.append(f"repeat must have keys that no other key reads, got {keys}; leave them out")
             except UserError as error:
-                texts = list(error.problems)
+                texts = self._mistakes(self.overrides(run)) or list(error.problems)
             for text in texts:
                 found.setdefault(text, []).append(run)
         for text, (run, *others) in found.items():
-            key = f"methods.{run.cell.method}"
+            key = origin(self.spec, run.cell, dict(run.tuned), text.partition(" ")[0])
             more = f" and {len(others)} more cells" if others else ""
-            yield f"{self.spec.file}, line {self.spec.lines.get(key, 0)}: {key} ({run.cell}{more}): {text}"
+            yield f"{self.spec.at(key)} ({run.cell}{more}): {text}"
+
+    def _mistakes(self, words: Sequence[str]) -> list[str]:
+        """Return why a config cannot be composed, and what is wrong with the values that are left then."""
+        typed = read_overrides(words)
+        try:
+            cfg = self._compose(words)
+        except UserError as error:
+            wrong = tuple(f"{text.partition(' ')[0]}." for text in error.problems)
+            rest = [each.text for each in typed if not f"{each.key}.".startswith(wrong)]
+            return [*error.problems, *(self._mistakes(rest) if len(rest) < len(words) else ())]
+        keys = [each.key for each in typed]
+        found = (text for key, section in sections(cfg) for text in section.problems(key))
+        return [text for text in found if text.partition(" ")[0] in keys]
 
     def _seed_is_read(self, run: Run) -> bool:
         """Return whether another key depends on a key of `repeat`, so that the seed changes it."""
@@ -177,6 +195,7 @@ class Plan:
         }
         first = tuple((key, values[0]) for key, values in spec.tune.values.items()) if spec.tune else ()
         self.undecided: list[Run] = []
+        self.examples = [Run(cell, spec.seeds[0], first, TABLE) for cell in cells(spec)]  # of all cells
         try:
             self.tuning = Tuning(spec, lambda run: self._planned(run).row)
             self.runs = [self._planned(run) for run in self.tuning.runs if self._selected(run)]
@@ -191,8 +210,8 @@ class Plan:
                     else:
                         self.runs.append(self._planned(run))
         except UserError as error:  # the first of perhaps many
-            examples = [Run(cell, spec.seeds[0], first, TABLE) for cell in cells(spec)]
-            raise UserError(*(list(self.configs.problems(examples)) or error.problems)) from error
+            found = list(self.configs.problems(self.examples)) or error.problems
+            raise UserError(*found, *_of_claims(spec)) from error
         used = {row.run for each in self.runs if (row := each.row or each.stale)}
         names = {_names(each.run.names())[:-1] for each in self.runs}
         self.unused = [r for r in self.rows.values() if r.run not in used and _names(vars(r))[:-1] in names]
@@ -203,8 +222,15 @@ class Plan:
 
     def check(self) -> None:
         """Raise UserError with the problems of all runs."""
-        if found := list(self.configs.problems([*(each.run for each in self.runs), *self.undecided])):
-            raise UserError(*found)
+        spec = self.spec
+        found = [*self.configs.problems([*(each.run for each in self.runs), *self.undecided])]
+        first: dict[str, Run] = {}
+        for each in self.runs:
+            if (other := first.setdefault(each.digest, each.run)).cell != (cell := each.run.cell):
+                rule = f"must differ from {other.cell} in a setting, got equal runs; leave one out"
+                found.append(f"{spec.at(f'methods.{cell.method}')} ({cell}) {rule}")
+        if found := [*found, *_of_metrics(self.configs, self.examples), *_of_claims(spec)]:
+            raise UserError(*dict.fromkeys(found))
 
     @property
     def missing(self) -> list[Run]:
@@ -239,6 +265,9 @@ class Plan:
             yield f"not used: {len(self.unused)} rows with other settings"
         for key, several in set_twice(spec).items():
             yield f"set twice: {key} ({', '.join(several)}; the last one counts)"
+        yield from (
+            f"{key}: your code must return {name}, no run has it otherwise" for key, name in unknown(spec)
+        )
         yield from (f"tuning: {text}" for text in self.tuning.problems())
         if len(spec.seeds) > 1:
             size = detectable(1.0, len(spec.seeds))
@@ -256,6 +285,26 @@ class Plan:
         own = {"task": run.cell.task, "method": run.cell.method, "part": run.part, "seed": str(run.seed)}
         own |= dict(run.cell.levels)
         return all(own[name] in values for name, values in self.only.items())
+
+
+def _of_metrics(configs: Configs, runs: Iterable[Run]) -> Iterator[str]:
+    """Yield the problems of metrics that no run has; with code of the user, runs may have any."""
+    if (found := [*unknown(configs.spec)]) and not any(
+        name.endswith(".py") for run in runs for name in configs.planned(run).inputs
+    ):
+        for key, name in found:
+            guess = suggestion(name, KNOWN, "did you mean {}?") or "choose another one"
+            rule = "must name a metric that rows keep (see docs/reference/metrics.md)"
+            yield f"{configs.spec.at(key)} {rule}, got {name}; {guess}"
+
+
+def _of_claims(spec: Spec) -> Iterator[str]:
+    """Yield the problems of claims about cells that no grid has."""
+    somewhere = {each.said for each in judged(Results(spec, [], [()] * len(spec.include)))}
+    for said, text in spec.claims.items():
+        if said not in somewhere:
+            rule = f"must be about cells of the grids, got {text}; add a grid with these cells"
+            yield f"{spec.at(f'claims.{said}')} {rule}"
 
 
 def _names(fields: Mapping[str, Any]) -> tuple:

@@ -1,21 +1,16 @@
 """Reading of study files: all problems are reported together, each with its line.
 
-Scalars of YAML stay texts: YAML 1.1 reads `1e-4` as a text, and `on` and `no` as booleans. So a value is
-parsed by whoever knows its type; for an override this is the config. Overrides are not composed here:
-`rlhf study plan` checks the runs. This module imports no torch.
+Overrides are not composed here: `rlhf study plan` checks the runs. This module imports no torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from rlhf.config.suggestions import closest
 from rlhf.core.errors import UserError
+from rlhf.study.document import Document
 from rlhf.study.formula import problems, read_formula
 from rlhf.study.spec import QUANTITIES, VALUE, Axis, Grid, Include, Method, Spec, Table, Task, Tune, folder_of
 
@@ -25,165 +20,6 @@ _KEYS = (
     *("margin", "analysis", "accept", "keep"),
 )
 _BETTER, _BUDGET = ("higher", "lower"), ("cpu_hours", "gpu_hours")
-
-
-class Document:
-    """The content of a YAML file, and the problems that its readers found.
-
-    Args:
-        file: the file.
-        made_of: the file that it was made of, which messages then name, without lines.
-
-    A value that has another form than a reader wants is a problem, and the reader returns an empty value.
-
-    Attributes:
-        values: texts, lists and dictionaries by key; keys inside of other keys have dots, elements of lists
-            their number. The whole file has the key "".
-        lines: line number of each key.
-        problems: line and error message of each problem.
-
-    Raises:
-        UserError: the file cannot be read, or is not a YAML mapping.
-    """
-
-    def __init__(self, file: Path, made_of: Path | None = None) -> None:
-        self.file, self.made_of = file, made_of
-        self.values: dict[str, Any] = {}
-        self.lines: dict[str, int] = {}
-        self.problems: list[tuple[int, str]] = []
-        try:
-            node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-        except OSError as error:
-            raise UserError(f"{file} must be a study file, got: {error.strerror}; fix the path") from error
-        except (yaml.YAMLError, UnicodeError) as error:
-            raise UserError(f"{file} must be YAML, got: {' '.join(str(error).split())}; fix it") from error
-        if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"{file} must be a mapping of keys, as study: <name>; write at least methods:")
-        self._plain(node, "")
-
-    def _plain(self, node: yaml.Node, key: str) -> Any:
-        def inner(name: object, at: yaml.Node, value: yaml.Node) -> Any:
-            below, line = _below(key, name), at.start_mark.line + 1
-            if below in self.lines:
-                self.wrong(below, "must be given once", f"it again in line {line}", "rename one")
-            self.lines[below] = line
-            return self._plain(value, below)
-
-        found: Any = node.value
-        if isinstance(node, yaml.SequenceNode):
-            found = [inner(place, each, each) for place, each in enumerate(found)]
-        elif isinstance(node, yaml.MappingNode):
-            found = {name.value: inner(name.value, name, value) for name, value in found}
-        self.values[key] = found
-        return found
-
-    def wrong(self, key: str, rule: str, got: object, remedy: str) -> None:
-        """Add a problem: a key, the rule that it breaks, its value and a remedy."""
-        line = self.line(key)
-        where = str(self.made_of or self.file) + (f", line {line}" if line and not self.made_of else "")
-        self.problems.append((line, f"{where}: {key} {rule}, got {got}; {remedy}"))
-
-    def line(self, key: str) -> int:
-        """Return the line of a key, or of the nearest key around it; 0 if there is none."""
-        while key and key not in self.lines:
-            key = key.rpartition(".")[0]
-        return self.lines.get(key, 0)
-
-    def check(self) -> None:
-        """Raise UserError with all problems in the order of lines, if there are any."""
-        if self.problems:
-            raise UserError(*dict.fromkeys(text for _, text in sorted(self.problems)))
-
-    def mapping(self, key: str, known: Collection[str] | None = None) -> dict[str, Any]:
-        """Return a mapping, without keys that are not `known`; None: any keys."""
-        tree = self.values.get(key) or {}
-        if not isinstance(tree, dict):
-            self.wrong(key, "must be a mapping", tree, f"write {key}: {{<name>: <value>}}")
-            return {}
-        for name in tree.keys() - set(tree if known is None else known):
-            guess = closest(name, known or ())
-            remedy = f"did you mean {guess}?" if guess else "leave it out"
-            self.wrong(_below(key, name), f"must be one of {', '.join(known or ())}", name, remedy)
-        return {name: value for name, value in tree.items() if known is None or name in known}
-
-    def items(self, key: str) -> dict[str, str]:
-        """Return the texts of a list by their keys; one text is a list of one."""
-        tree = self.values.get(key) or []
-        if isinstance(tree, str):
-            return {key: tree}
-        if isinstance(tree, list) and all(isinstance(each, str) for each in tree):
-            return {_below(key, place): each for place, each in enumerate(tree)}
-        self.wrong(key, "must be a list", tree, f"write {key}: [<a>, <b>]")
-        return {}
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        """Return the texts of a list."""
-        return tuple(self.items(key).values())
-
-    def text(self, key: str, default: str = "") -> str:
-        """Return a value as text."""
-        return str(self.values.get(key, default))
-
-    def overrides(self, key: str) -> tuple[str, ...]:
-        """Return a list of overrides, with quotes around values that contain an interpolation, for Hydra."""
-        found = []
-        for each in self.texts(key):
-            name, equals, value = each.partition("=")
-            if not each.startswith("~") and not equals:
-                self.wrong(key, "must be a list of overrides", each, "write <key>=<value>, as algo=dpo")
-            found.append(f"{name}='{value}'" if "${" in value and value[0] not in "'\"" else each)
-        return tuple(found)
-
-    def number(self, key: str, default: Any, kind: type[int] | type[float] = float) -> Any:
-        """Return a number of at least 0."""
-        tree = self.values.get(key)
-        if tree is None:
-            return default
-        try:
-            value = kind(tree)
-        except (TypeError, ValueError):
-            value = -1
-        if 0 <= value < float("inf"):
-            return value
-        word = "a whole number" if kind is int else "a number"
-        good = 0.1 if default is None else default
-        self.wrong(key, f"must be {word} of at least 0", tree, f"write {good}")
-        return default
-
-    def one_of(self, key: str, choices: Iterable[str], what: str, value: object = None) -> str:
-        """Return a value (None: that of the key) that is one of the choices; `what`: what the choices are."""
-        known, value = list(choices), self.values.get(key) if value is None else value
-        if isinstance(value, str) and value in known:
-            return value
-        guess = closest(value, known) if isinstance(value, str) else None
-        remedy = f"did you mean {guess}?" if guess else "choose one of them"
-        self.wrong(key, f"must be {what} ({', '.join(known) or 'there are none'})", value, remedy)
-        return ""
-
-    def some_of(self, key: str, choices: Iterable[str], what: str) -> tuple[str, ...]:
-        """Return some of the choices, of a list or a single one; `all`: all of them."""
-        if self.values.get(key) == "all":
-            return tuple(choices)
-        found = (self.one_of(key, choices, what, each) for each in self.texts(key))
-        return tuple(each for each in found if each)
-
-    def seeds(self, key: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Return the seeds: 1 to a number, or a list."""
-        tree = self.values.get(key)
-        if tree is None and default:
-            return default
-        if isinstance(tree, str) and re.fullmatch("[1-9][0-9]*", tree):
-            return tuple(range(1, int(tree) + 1))
-        texts = tree if isinstance(tree, list) else []
-        found = tuple(int(each) for each in texts if str(each).isdigit())
-        if not found or len({*found}) < len(texts):
-            rule = "must be a number of seeds, or a list of different seeds"
-            self.wrong(key, rule, tree, "write 10, or [1, 2, 3]")
-        return found
-
-
-def _below(key: str, name: object) -> str:
-    return f"{key}.{name}" if key else str(name)
 
 
 def read_spec(file: Path | str, made_of: Path | None = None) -> Spec:
@@ -206,10 +42,10 @@ class _Reading:
         self.doc = Document(file, made_of)
         self.around = (*around, file.resolve())
         self.top = self.doc.mapping("", _KEYS)
-        self.name = self.doc.text("study") or file.stem
-        if not re.fullmatch(r"[\w.-]+", self.name):
-            rule = "must be a name of letters, digits, _ and -"
-            self.doc.wrong("study", rule, self.name, "rename the study")
+        self.name = self.doc.text("study", file.stem)
+        if not re.fullmatch(r"\w[\w.-]{0,59}", self.name):
+            rule = "must be a name of at most 60 letters, digits, ., _ and -"
+            self.doc.wrong("study", rule, self.name, "write study: <name>")
 
     def spec(self) -> Spec:
         """Return the declaration. The order matters: grids name tasks, methods and axes."""
@@ -224,6 +60,7 @@ class _Reading:
         for name in self.axes.keys() - used:
             remedy = f"write grids: [{{{name}: all}}]"
             doc.wrong(f"axes.{name}", "must be used by a grid", "none", remedy)
+        resources = doc.mapping("resources", ("threads", "gpus", "minutes"))
         folder = folder_of(doc.file, self.name)
         root = folder.parent.parent  # paths of the file are relative to the folder of studies/
         spec = Spec(
@@ -243,13 +80,13 @@ class _Reading:
             claims=self.read_claims(),
             budget={each: doc.number(f"budget.{each}", 0.0) for each in doc.mapping("budget", _BUDGET)},
             looks=max(1, doc.number("looks", 1, int)),
-            resources={name: str(value) for name, value in doc.mapping("resources").items()},
+            resources={each: str(doc.number(f"resources.{each}", 1, int)) for each in resources},
             include=included,
             config_dir=root / doc.text("config_dir") if "config_dir" in top else None,
-            page=root / doc.text("page") if "page" in top else folder / "page.md",
+            page=(root if "page" in top else folder) / doc.text("page", "page.md", r".+\.md", "<file>.md"),
             interval=doc.one_of("interval", ("t", "percentile"), "an interval", top.get("interval", "t")),
             margin=doc.number("margin", None),
-            analysis=top.get("analysis"),
+            analysis=doc.address("analysis") if "analysis" in top else None,
             accept=tuple(doc.number(each, 0, int) for each in doc.items("accept")),
             keep=doc.some_of("keep", ("models", "stages"), "what to keep"),
             lines=doc.lines,
@@ -275,13 +112,15 @@ class _Reading:
         """Return the tasks; without tasks, all runs belong to one task with the name of the study."""
         doc, found = self.doc, {}
         if isinstance(source := doc.values.get("tasks.from"), str):
+            doc.mapping("tasks", ("from",))
             other = self.other(source, "tasks.from")
             return dict(other.tasks) if other else {}
-        for name, content in doc.mapping("tasks").items():
+        for name, content in doc.named("tasks").items():
             at = f"tasks.{name}"
             if not isinstance(content, list):
                 doc.mapping(at, ("set", "metric", "name", "at_kl", "at_time", "better", "worst", "fall"))
-            metric = doc.values.get(f"{at}.metric")
+            rule = "a metric of the evaluations, eval/<name>"
+            metric = doc.text(f"{at}.metric", "", "eval/.+", rule) or None
             better = doc.one_of(f"{at}.better", _BETTER, "a direction", doc.text(f"{at}.better", _BETTER[0]))
             if better == _BETTER[1] and f"{at}.worst" not in doc.values:
                 rule = "must be given if lower values are better (a run that diverged has this value)"
@@ -300,7 +139,7 @@ class _Reading:
 
     def read_methods(self) -> Iterator[tuple[str, Method]]:
         """Yield the methods by name: a list of overrides, or a mapping with set and base."""
-        doc, tree = self.doc, self.doc.mapping("methods")
+        doc, tree = self.doc, self.doc.named("methods")
         if not tree:
             doc.wrong("methods", "must have a method", "none", "write methods: {dpo: [algo=dpo]}")
         for name, content in tree.items():
@@ -312,19 +151,17 @@ class _Reading:
     def read_axes(self) -> Iterator[tuple[str, Axis]]:
         """Yield the axes by name: a key with values, or overrides of each value."""
         doc = self.doc
-        for name, content in doc.mapping("axes").items():
+        for name, content in doc.named("axes").items():
             at = f"axes.{name}"
             each = doc.mapping(at, ("key", "values", "base"))
             key, base = each.get("key"), each.get("base")
-            if name in ("task", "method"):
-                doc.wrong(at, "must have a name of its own", name, "rename the axis")
             if isinstance(tree := each.get("values"), dict):
                 values = {value: doc.overrides(f"{at}.values.{value}") for value in tree}
             else:
                 values = {value: (f"{key}={value}",) for value in doc.texts(f"{at}.values")}
-                if not key or not values:
+                if not key or not values or len(values) < len(doc.texts(f"{at}.values")):
                     remedy = "write {key: <config key>, values: [0, 1]}"
-                    doc.wrong(at, "must have key and values", content, remedy)
+                    doc.wrong(at, "must have key and different values", content, remedy)
             if isinstance(base, dict):
                 for task in self.tasks.keys() ^ base.keys():
                     tasks = f"tasks: {', '.join(self.tasks)}"
@@ -371,11 +208,21 @@ class _Reading:
         if "tune" not in self.top:
             return None
         source = self.other(content["from"], "tune.from") if "from" in content else None
+        if source is not None and source.tune is None:
+            doc.wrong("tune.from", "must name a study that tunes", source.name, "choose another one")
+        if "from" in content and (source is None or source.tune is None):
+            return None
+        if source is None and "check" in content:
+            doc.wrong("tune.check", "must have tune.from, whose choices it checks", "none", "leave it out")
         given = Tune({}, (), {"": {}}, {}) if source is None or source.tune is None else source.tune
         keys = content.keys() - {"set", "seeds", "at", "reach", "extend", "from", "check"}
         values = {key: doc.texts(f"tune.{key}") for key in content if key in keys} or given.values
         if not values:
             doc.wrong("tune", "must have a config key", "none", "write tune: {optim.lr: [3e-5, 1e-4, 3e-4]}")
+        for key, several in values.items():
+            if len({*several}) < max(2, len(several)):
+                remedy = f"write {key}: [1e-4, 3e-4], or set it"
+                doc.wrong(f"tune.{key}", "must have several different values", several, remedy)
         points = {point: self.read_levels(f"tune.at.{point}") for point in doc.mapping("tune.at")} or given.at
         limits = doc.mapping("tune.reach", list(points))
         seeds = doc.seeds("tune.seeds", given.seeds)
@@ -394,15 +241,22 @@ class _Reading:
             == "true",
         )
 
+    def quantities(self) -> list[str]:
+        """Return the quantities that the runs have: at_kl and at_time need the key of a task."""
+        tasks = self.tasks.values() or [Task(at_kl=1, at_time=1)]
+        return [each for each in QUANTITIES if any(getattr(task, each, 0) is not None for task in tasks)]
+
     def read_claims(self) -> dict[str, str]:
         """Return the formula of each claim; the form and the names in it are checked."""
         found = {said: str(text) for said, text in self.doc.mapping("claims").items()}
         for said, text in found.items():
             formula, at = read_formula(text), f"claims.{said}"
+            if formula is not None and formula.left is None:
+                self.doc.address(at)
             if formula is None:
-                remedy = "write loss(dpo) < loss(ppo, rloo) at lag=64"
+                remedy = "write loss(dpo) < 0.5 * loss(ppo, rloo) at lag=64"
                 self.doc.wrong(at, "must compare quantities of methods", text, remedy)
-            for rule in problems(formula, self.methods, self.axes) if formula else ():
+            for rule in problems(formula, self.methods, self.axes, self.quantities()) if formula else ():
                 self.doc.wrong(at, f"must {rule}", text, "fix the formula")
         return found
 
@@ -412,8 +266,12 @@ class _Reading:
             said, _, title = text.partition(" as ")
             quantity, over, axis = said.partition(" over ")
             quantity = quantity.removeprefix("value ").strip()
-            if quantity not in QUANTITIES and "/" not in quantity:
-                rule = f"must be <quantity> over <axis> ({', '.join(QUANTITIES)}, or a metric)"
-                self.doc.wrong(at, rule, text, "write value over <axis>")
+            if quantity not in self.quantities() and "/" not in quantity:
+                rule = f"must be <quantity> over <axis> ({', '.join(self.quantities())}, or a metric)"
+                known = quantity in QUANTITIES
+                remedy = f"add tasks.<name>.{quantity}" if known else "write value over <axis>"
+                self.doc.wrong(at, rule, text, remedy)
+            elif quantity == "loss" and not over:
+                self.doc.wrong(at, "must be over an axis", text, "write loss over <axis>")
             elif not over or self.doc.one_of(at, self.axes, "over an axis", axis):
                 yield Table(quantity, axis, title)

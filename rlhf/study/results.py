@@ -99,7 +99,8 @@ class Results:
     Args:
         spec: the study.
         rows: its rows; rows of tuning and of cells that are not in the grids are not used.
-        included: the rows of each study of `spec.include`, in the same order.
+        included: the rows of each study of `spec.include`, in the same order. All rows of a cell are of one
+            study, complete or not: of this one if its grids have the cell, else of the first one with it.
 
     Attributes:
         cells: the rows of tables by cell and seed; runs that failed are not among them.
@@ -136,7 +137,8 @@ class Results:
             for cell in wanted
             if cell.task in self.spec.tasks and cell.method in self.spec.methods
         }
-        self.seeds = {**dict.fromkeys(own.values(), len(spec.seeds)), **self.seeds}
+        own = {cell: shown for cell, shown in own.items() if shown not in self.seeds}
+        self.seeds |= dict.fromkeys(own.values(), len(spec.seeds))
         for row in rows:
             cell = cell_of(spec, row.task, row.method, row.levels)
             if row.part != TABLE or cell not in own or not row.levels.keys() <= spec.axes.keys():

@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from rlhf.core.errors import UserError
 from rlhf.core.files import as_line, read_lines, write_atomically
 
 TABLE, TUNE = "table", "tune"  # parts of a study
@@ -46,6 +48,11 @@ class Row:
 
 
 _NAMES = tuple(each.name for each in fields(Row))
+_KINDS: Mapping[str, Any] = {  # what a change by hand could break
+    **dict.fromkeys(("inputs", "levels", "tuned", "metrics", "evaluations", "means", "models"), dict),
+    **dict.fromkeys(("results", "seed", "prompts"), int),
+    **dict.fromkeys(("cpu_s", "gpu_s"), int | float),
+}
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -54,7 +61,14 @@ def read_rows(file: Path) -> list[Row]:
     Raises:
         UserError: the file cannot be read, or a line is not a row; the error names the line.
     """
-    return [Row(**{name: row[name] for name in _NAMES}) for row in read_lines(file, _NAMES)]
+    rows = read_lines(file, _NAMES)
+    for row in rows:
+        wrong = [name for name, kind in _KINDS.items() if not isinstance(row[name], kind)]
+        numbers = [] if wrong else [*row["metrics"].values(), *row["means"].values()]
+        if wrong or not all(isinstance(each, int | float) for each in numbers):
+            rule = f"{file} must have {', '.join(wrong) or 'metrics'} as studies write them"
+            raise UserError(f"{rule}, got others in run {row['run']}; restore the file, or delete the line")
+    return [Row(**{name: row[name] for name in _NAMES}) for row in rows]
 
 
 def write_rows(file: Path, rows: Iterable[Row]) -> None:

@@ -121,6 +121,11 @@ class Spec:
         """The folder of rows, page, figures and runs: that of study.yaml, else studies/<name>."""
         return folder_of(self.file, self.name)
 
+    def at(self, key: str) -> str:
+        """Return file, line and name of a key, for messages; the line may be that of the key around it."""
+        line = self.lines.get(key) or self.lines.get(key.rpartition(".")[0])
+        return f"{self.file}{line and f', line {line}' or ''}: {key}"
+
     @property
     def rows(self) -> Path:
         """The file of rows."""

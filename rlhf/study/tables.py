@@ -18,13 +18,14 @@ from rlhf.study.cells import Cell, cell_of
 from rlhf.study.claims import UNDECIDED, shown
 from rlhf.study.results import FEWEST, START, Contrast, Results, Term
 from rlhf.study.rows import unpacked
-from rlhf.study.spec import AT_KL, AT_TIME, COLLAPSED, LOSS, VALUE, Table
+from rlhf.study.spec import AT_KL, AT_TIME, COLLAPSED, LOSS, VALUE, Axis, Table
 
 SUPPORTED, SUGGESTED = "supported", "suggested"
 _AGAINST = "methods against their bases"
 _MARGIN = 0.02  # difference for which seeds are counted, if the study has no margin
 _ENOUGH = 20  # values from which on an interquartile mean is shown
 _WIDTH = 80  # columns of the terminal
+_UNKNOWN = re.compile("[^\0-\xff]|[\xd0\xde\xf0\xfe]")  # characters that pdflatex lacks without a package
 _INTERVAL = re.compile(r" \((-?[\d.]+), (-?[\d.]+)\)")
 
 
@@ -166,9 +167,11 @@ def families(results: Results) -> Iterator[Family]:
     spec = results.spec
     axes = [table.axis for table in spec.tables if table.quantity == LOSS] or [""]
     for task, axis in product(spec.tasks, axes):
-        at = {axis: [*spec.axes[axis].values][-1]} if axis else {}
+        known = spec.axes[axis] if axis else Axis({}, {}, None)
+        others = [value for value in known.values if value != known.bases[task]]
+        at = {axis: others[-1]} if others else {}
         cells = {method: cell_of(spec, task, method, at) for method in spec.methods}
-        losses = {m: results.terms(LOSS, cell, axis) for m, cell in cells.items()} if axis else {}
+        losses = {m: results.terms(LOSS, cell, axis) for m, cell in cells.items()} if at else {}
         gains = {
             f"{m} - {method.base}": [Term(1.0, cells[m], VALUE), Term(-1.0, cells[method.base], VALUE)]
             for m, method in spec.methods.items()
@@ -180,7 +183,7 @@ def families(results: Results) -> Iterator[Family]:
                 n: c for n, c in made.items() if c.seeds >= FEWEST and (what != _AGAINST or any(c.values))
             }
             if made:
-                yield Family(task, f"{axis} {at[axis]}" if axis else "all", what, tested(made))
+                yield Family(task, f"{axis} {at[axis]}" if at else "all", what, tested(made))
 
 
 def tested(contrasts: Mapping[str, Contrast]) -> list[Finding]:
@@ -302,11 +305,12 @@ def as_latex(table: Shown) -> str:
 
 
 def _in_latex(text: str) -> str:
-    text = re.sub(r"[&%$#_{}]", r"\\\g<0>", text.replace("\\*", "*"))
+    text = re.sub(r"[&%$#_{}]", r"\\\g<0>", text.replace("\\*", "*").replace("\\", "\0"))
     text = re.sub(r"[~^]", r"\\\g<0>{}", text).replace("*", "$^*$")
     text = re.sub(r"`([^`]*)`", r"\\texttt{\1}", text)
     text = _INTERVAL.sub(r" {\\scriptsize [$\1$, $\2$]}", text)
-    return re.sub(r"(?<![\w$.-])(-[\d.]+)", r"$\1$", text)
+    text = re.sub(r"(?<![\w$.-])(-[\d.]+)", r"$\1$", text).replace("\0", r"\textbackslash{}")
+    return _UNKNOWN.sub(lambda each: f"U+{ord(each[0]):04X}", text)
 
 
 def for_terminal(table: Shown) -> Iterator[str]:

@@ -372,6 +372,12 @@ def with_all_replies(example: Row) -> Row:
     if "messages" not in example:
         raise BadRow("have dialogues for task.all_replies=true", "with texts", "set task.all_replies=false")
     whole = example["messages"] + example["reference_response"]
+    if whole[0]["role"] == "assistant":
+        raise BadRow(
+            "have a message before the first reply for task.all_replies=true",
+            "without it",
+            "correct or remove that row, or set task.all_replies=false",
+        )
     return {**example, "demonstration": list(dropwhile(lambda each: each["role"] != "assistant", whole))}
 
 

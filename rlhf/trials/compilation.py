@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from rlhf.core.console import say_row
 from rlhf.engines.optimizers import trained
 from rlhf.memory.plan import with_token_limit
 from rlhf.memory.tokens import with_gradient
-from rlhf.models.compilation import CompiledBlocks, raise_errors
+from rlhf.models.compilation import raise_errors
 from rlhf.models.modules import RolloutModule, described
 from rlhf.models.precision import autocast, shared_copies
 from rlhf.trials.trial import REPEATS, Trial, example, fastest, largest_difference, parts, reject, timed
@@ -103,7 +102,7 @@ def compare(engine: Engine, batch: Batch) -> Trial:
         return Trial(usual_s=usual_s, error=described(error))
     finally:
         for module in parts(engine, RolloutModule):
-            module.blocks = nullcontext
+            module.use_compiled(False)
         engine.discard()
     change = torch.stack([(a - b).norm() for a, b in zip(gradients, usual_gradients, strict=True)]).norm()
     norm = torch.stack([each.norm() for each in usual_gradients]).norm()
@@ -126,7 +125,7 @@ def fault(trial: Trial, dtype: Dtype) -> str | None:
 
 def _use(engine: Engine) -> None:
     for module in parts(engine, RolloutModule):
-        module.blocks = CompiledBlocks(module.model).used
+        module.use_compiled(True)
 
 
 def run(engine: Engine, batch: Batch) -> tuple[list[Tensor], list[Tensor], float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config.address import function_problem, load_function
+from rlhf.config.address import function_problem, load_class, load_function
 from rlhf.config.scorer import FunctionScorerConfig
 from rlhf.core.errors import UserError
 
@@ -229,3 +229,8 @@ def test_what_only_the_import_shows_is_a_user_error(here, source, said):
     with pytest.raises(UserError) as refused:
         load_function("scorer.path", path, ARGUMENTS)
     assert said.format(file=file) in str(refused.value)
+
+
+def test_an_error_before_the_first_line_of_a_file_names_the_file():
+    with pytest.raises(UserError, match=r"FileNotFoundError: .*, in gone.py, line 1.*; correct gone.py"):
+        load_class("environment.path", "gone.py:Game")

@@ -1,6 +1,7 @@
 """The group `environment`: what is refused before a run folder exists, and the names of runs without one."""
 
 import importlib.util
+import re
 
 import pytest
 
@@ -23,6 +24,41 @@ class Counter:
 class Half:
     def reset(self, example):
         pass
+
+class Narrow(Counter):
+    def step(self):
+        return "", 1.0, True
+
+class Yields(Counter):
+    def reset(self, example):
+        yield "prompt"
+
+class Waits(Counter):
+    async def step(self, reply):
+        yield "", 1.0, True
+
+class Closes(Counter):
+    def close(self, how):
+        pass
+
+import abc, functools
+
+class Abstract(Counter, abc.ABC):
+    @abc.abstractmethod
+    def rules(self): ...
+
+def given(method):
+    @functools.wraps(method)
+    def call(self, text):
+        return method(self, text, 5)
+    return call
+
+class Wrapped(Counter):
+    @given
+    def reset(self, example, more): ...
+    @staticmethod
+    def step(reply): ...
+    async def close(self, *further): ...
 """
 
 
@@ -40,6 +76,22 @@ def own(file, name="Counter", *words):
 def test_a_class_with_reset_and_step_has_no_problem(file):
     cfg = own(file, "Counter", "+environment.arguments={most: 2}")
     assert problems(cfg) == [] and list(cfg.environment.job_problems("environment")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Narrow", r"a method step\(self, reply\) that returns \(too many .*line 15\); correct step"),
+        ("Yields", r"a method reset\(self, example\) that returns \(it yields.*, line 19\); correct reset"),
+        ("Waits", r"step.* \(it yields, and a call runs nothing\), got Waits \(.*own_game.py, line 23\)"),
+        ("Closes", r"a method close\(self\) that returns .*'how'.*line 27\); correct close"),
+        ("Abstract", "with all methods, got .* without rules"),
+    ],
+)
+def test_a_method_that_cannot_be_called_is_named_with_its_line(file, name, said):
+    (problem,) = own(file, name).environment.job_problems("environment")
+    assert re.match(f"environment.path must name a class .*{said}", problem)
+    assert list(own(file, "Wrapped").environment.job_problems("environment")) == []
 
 
 @pytest.mark.parametrize(
@@ -113,6 +165,22 @@ def test_a_run_without_an_environment_has_the_name_of_earlier_versions(file):
 )
 def test_what_an_environment_needs_is_named(words, said):
     assert any(problem.startswith(said) for problem in problems(compose([*GYM, *words])))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["environment.id=Nope-v9"], "environment.id must be an environment that gymnasium makes"),
+        (["+environment.options={size: 3}"], "environment.id must be an environment that gymnasium makes"),
+        (["+environment.actions={left: 0, fly: 9}"], "environment.actions must be actions of FrozenLake-v1"),
+        ([], "environment.actions must say which action of FrozenLake-v1 each word means (Discrete(4)"),
+        (["+environment.actions={left: 0}"], None),
+    ],
+)
+def test_a_game_is_made_before_a_run_and_has_the_actions(words, said):
+    config = compose([*GYM, "environment=gymnasium", "environment.id=FrozenLake-v1", *words]).environment
+    found = [*config.job_problems("environment")]
+    assert [each[: len(said)] for each in found] == [said] if said else not found
 
 
 def test_a_missing_package_is_reported_with_the_command_that_installs_it(monkeypatch):

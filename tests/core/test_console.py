@@ -84,6 +84,11 @@ def test_an_error_message_that_nobody_reads_does_not_raise():
     os.close(writer)
 
 
+def test_control_characters_of_an_error_do_not_reach_the_terminal(capsys):
+    print_error("error: 2 problems\n  - \x1b[31mred\r \ud800")
+    assert capsys.readouterr().err == "error: 2 problems\n  - \\x1b[31mred\\r \\ud800\n"
+
+
 def test_errors_are_wrapped_between_words_in_a_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "20")
     print_error("error: a-long-word of many")

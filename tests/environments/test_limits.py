@@ -3,12 +3,19 @@
 import asyncio
 import inspect
 import itertools
+import multiprocessing
 import os
 import random
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 
@@ -17,6 +24,7 @@ from rlhf.environments import calls
 from rlhf.environments.environment import Answer
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.hf.generator import respond
+from tests.core.test_protection import CHANGES
 from tests.environments.test_episodes import SAMPLING, model, prompts, same, sampled, settings
 
 HERE = "tests.environments.test_limits"
@@ -37,6 +45,10 @@ def released(monkeypatch):
     while any(thread.name == "environment" for thread in threading.enumerate()):
         assert time.monotonic() < until, "a thread is left"
         time.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def own_threads() -> int:
@@ -223,6 +235,119 @@ def test_the_record_that_an_episode_changes_is_its_own():
     assert SEEN == [[0], [1], [0], [1]] and given.records == [{"a": []}, {"a": []}]
 
 
+SHARED = (
+    "default dtype",
+    "folder",
+    "environment",
+    "output",
+    "recursion",
+    "warnings",
+    "precision",
+    "deterministic",
+)
+
+
+class Meddler:
+    def __init__(self, name, where):
+        self.change, self.where = CHANGES[name][0], where
+
+    def reset(self, example):
+        if self.where == "reset":
+            self.change()
+
+    def step(self, reply):
+        if self.where == "step":
+            self.change()
+        return " yes", 0.0, False
+
+
+class AsyncMeddler(Meddler):
+    async def close(self):
+        if self.where == "close":
+            self.change()
+
+
+@pytest.mark.parametrize("name", ["Meddler", "AsyncMeddler"])
+@pytest.mark.parametrize("setting", SHARED)
+def test_settings_that_a_class_changes_are_restored_before_sampling_goes_on(name, setting):
+    read = CHANGES[setting][1]
+    before, cases = read(), [("reset", 0), ("step", 0), ("step", 2)]
+    cases += [("close", 0)] if name == "AsyncMeddler" else []
+    for where, threads in cases:
+        with episodes(name, arguments={"name": setting, "where": where}, threads=threads) as played:
+            assert read() == before
+            reply(played, 0)
+            assert played.running() == [0, 1, 2, 3] and read() == before
+        assert read() == before
+
+
+def test_calls_that_overlap_may_change_a_setting_for_their_own_time():
+    made = [calls.Calls(1, 5.0), calls.Calls(1, 5.0)]
+    before = os.getcwd()
+    made[0].ask("stays", lambda: (os.chdir("/"), RELEASE.wait(5), os.getcwd())[2])
+    until = time.monotonic() + 5
+    while os.getcwd() != "/":
+        assert time.monotonic() < until
+    made[1].ask("short", int)
+    assert made[1].ended(5.0) and os.getcwd() == "/", "a call of another request still runs"
+    RELEASE.set()
+    assert [call.result for call in made[0].ended(5.0)] == ["/"] and os.getcwd() == before
+    for each in made:
+        each.close(1.0, ())
+
+
+class Starter:
+    """Starts processes that do not end, and prints their numbers."""
+
+    def reset(self, example):
+        pass
+
+    def step(self, reply):
+        started = [
+            subprocess.Popen(["sleep", "600"]),
+            subprocess.Popen(["sleep", "600"], start_new_session=True),
+        ]
+        other = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+        other.start()
+        print(*(each.pid for each in (*started, other)))
+        if reply == " stop":
+            subprocess.run(["sleep", "600"], check=False)
+        return "", 0.0, False
+
+
+class AsyncStarter(Starter):
+    async def step(self, reply):
+        return super().step(" go")
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="only Linux knows who started a process")
+def test_processes_that_steps_start_end_with_the_run_and_no_others():
+    """One of them keeps its step from returning, and `multiprocessing` waits for others at its exit."""
+    program = (
+        f"import subprocess\nfrom {HERE} import STOP, GO, episodes, reply\n"
+        "kept = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+        "print(kept.pid)\n"
+        "for name in ('Starter', 'AsyncStarter'):\n"
+        "    with episodes(name, on_error='end', step_limit_s=3.0) as played:\n"
+        "        reply(played, 0)\n        played.running()\n"
+        "        if name == 'Starter':\n            reply(played, 1, STOP)\n            played.running()\n"
+    )
+    started = time.monotonic()
+    found = subprocess.run(
+        [sys.executable, "-c", f"if __name__ == '__main__':\n{textwrap.indent(program, '    ')}"],
+        check=True, capture_output=True, text=True,
+    ).stdout.split()  # fmt: skip
+    assert time.monotonic() - started < 300
+    kept, *own = map(int, found)
+    try:
+        assert runs(kept) and len(own) == 9 and not any(map(runs, own))
+    finally:
+        for pid in map(int, found):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 def test_a_child_that_a_step_forks_ends_with_the_step():
     """The child has the worker's code, and would go on with the calls of its parent."""
     asked = calls.Calls(1, 5.0)
@@ -273,6 +398,37 @@ def test_an_episode_whose_reset_fails_ends_after_its_first_reply(name, how):
     found = played.rollouts(1)
     assert found.episode["step_errors"] == 1 and found.rewards[0, 0].tolist()[:4] == [0, 0, -2, 0]
     assert CLOSED == ["p0", "p0"]
+
+
+class Unmade(Wrong):
+    def __new__(cls, how):
+        if how == "raise":
+            raise KeyError("secret")  # in __new__
+        return super().__new__(cls)
+
+    def reset(self):
+        pass
+
+
+@pytest.mark.parametrize(("how", "place"), [("raise", "# in __new__"), ("", "    def reset(self):")])
+def test_an_error_outside_of_the_code_of_the_class_has_the_place_of_its_method(how, place):
+    with pytest.raises(
+        RunError, match=rf"Unmade .* in reset \(.*test_limits.py, line {line_of(place)}\), got"
+    ):
+        episodes("Unmade", 1, 1, arguments={"how": how})
+
+
+class AsyncClose(Wrong):
+    async def close(self):
+        await asyncio.sleep(0)
+        super().close()
+
+
+def test_an_asynchronous_close_of_a_class_of_other_methods_is_awaited():
+    with episodes("AsyncClose", arguments={"how": "raise"}, on_error="end") as played:
+        reply(played, 0, STOP)
+        assert played.running() == [1, 2, 3] and CLOSED == ["p0"]
+    assert sorted(CLOSED) == ["p0", "p0", "p1", "p1"]
 
 
 def test_an_environment_that_cannot_be_closed_is_an_error():

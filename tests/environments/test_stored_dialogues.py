@@ -67,6 +67,15 @@ def test_a_reply_that_the_template_changes_later_is_trained_as_it_was_and_report
     assert "changes the content of a message with the role assistant in 1 of 1 dialogues" in warning
 
 
+@pytest.mark.parametrize("name", ["counts", "chatml", "trims"])
+def test_a_message_is_written_as_in_its_place_in_the_dialogue(name):
+    dialogues, whole = Dialogues(family(name)), [ASK, *talk("user")]
+    start, parts = dialogues.episode(whole[:1], whole[1:])
+    end = dialogues.tokenizer.eos_token
+    episode = start + "".join(part + end * (i % 2 == 0) for i, part in enumerate(parts))
+    assert dialogues.tokenizer.apply_chat_template(whole, tokenize=False).startswith(episode)
+
+
 def test_the_start_of_a_reply_that_stored_replies_lack_is_in_no_message():
     tokenizer = with_template("starts_thinking")
     set_format(tokenizer, None, conversational=True)
@@ -103,8 +112,8 @@ LONG = [{"role": "system", "content": "Be brief."}, ASK, *talk("user")]
 SHORT = [ASK, talk("user")[0]]
 
 
-def local(tmp_path, data=Data.references, **changes) -> Task:
-    config = LocalConfig(path=write(tmp_path, LONG, SHORT), validation_fraction=0.5, **changes)
+def local(tmp_path, data=Data.references, dialogues=(LONG, SHORT), **changes) -> Task:
+    config = LocalConfig(path=write(tmp_path, *dialogues), validation_fraction=0.5, **changes)
     tokenizer = with_template("chatml")
     set_format(tokenizer, None, conversational=True)
     return Task(make(config), tokenizer, data=data, prompts_per_update=1, max_prompt_tokens=500, seed=1)
@@ -143,6 +152,13 @@ def test_without_the_key_only_the_last_reply_is_trained(tmp_path):
     assert (
         encode_completions(long, long.completions, local(tmp_path).tokenizer, None).environment_mask is None
     )
+
+
+def test_a_dialogue_that_begins_with_a_reply_has_no_prompt(tmp_path):
+    said = "must have a message before the first reply for task.all_replies=true.*, got line 1 of"
+    with pytest.raises(UserError, match=said):
+        both(local(tmp_path, dialogues=(talk("user"), SHORT), all_replies=True))
+    both(local(tmp_path, dialogues=(talk("user"), SHORT)))
 
 
 def test_texts_have_no_several_replies(tmp_path):

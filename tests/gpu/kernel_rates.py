@@ -57,6 +57,15 @@ def by_tiles(hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, temper
     return token_outputs(hidden, weight, bias, targets, temperature).logprobs
 
 
+def by_compiled_tiles(
+    hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, temperature: float
+) -> Tensor:
+    """Return log-probs by tiles whose operations are compiled, as `backend.compile` does."""
+    if hidden.device.type != "cuda":
+        raise Skip(NO_GPU)
+    return token_outputs(hidden, weight, bias, targets, temperature, compiled=True).logprobs
+
+
 def by_torch(hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, temperature: float) -> Tensor:
     """Return log-probs by the chunks of torch, in the dtype of the products."""
     try:
@@ -79,7 +88,7 @@ def by_liger(hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, temper
 
 
 def heads(report: Report) -> None:
-    """Measure log-probs and gradients of one micro-batch with tiles, with torch's chunks and with Liger."""
+    """Measure log-probs and gradients of one micro-batch with each kind of head."""
     shape, rows = shape_of(report.full), 8192 if report.full else 64
     hidden = torch.randn(rows, shape.hidden_size, device=report.device, requires_grad=True)
     weight = (
@@ -87,7 +96,8 @@ def heads(report: Report) -> None:
     )
     targets = torch.randint(0, shape.vocabulary, (rows,), device=report.device)
     slopes = torch.randn(rows, device=report.device)
-    for kernel, logprobs in {"tiles": by_tiles, "torch": by_torch, "Liger": by_liger}.items():
+    kernels = {"tiles": by_tiles, "compiled": by_compiled_tiles, "torch": by_torch, "Liger": by_liger}
+    for kernel, logprobs in kernels.items():
 
         def step(logprobs: Callable[..., Tensor] = logprobs) -> None:
             hidden.grad = weight.grad = None

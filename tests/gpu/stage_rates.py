@@ -26,7 +26,6 @@ from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.generators.transfer.gpu import GpuWeights
 from rlhf.generators.transfer.shared_memory import SharedWeights, read
 from rlhf.generators.worker import WorkerGenerator
-from rlhf.models.compilation import CompiledBlocks
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes.ranks import Ranks
@@ -189,7 +188,7 @@ def train(report: Report, sizes: Sizes, rates: Rates) -> None:
                 report.equal(f"{name}, compiled: fault", fault(trial, engine.settings.dtype), None)
                 report.figure(f"{name}, compiled: differences", trial.differences("output"))
                 report.figure(f"{name}, compiled: compilation", trial.preparation_s, "s")
-                engine.module.blocks = CompiledBlocks(engine.module.model).used
+                engine.module.use_compiled(True)
                 engine.step(given, objective)
                 training_figures(report, f"{name}, compiled", engine, given, objective, flops.total, rates)
 

@@ -1,12 +1,11 @@
 """Compiled blocks: the same log-probs and gradients as the usual blocks, and only in their context."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.models.compilation import CompiledBlocks, NoBlocks
+from rlhf.models.logprobs import token_outputs
 from rlhf.models.modules import Policy
 from rlhf.models.shared_prefix import checkpoint_blocks
 from tests.tiny_models import tiny_lm, tiny_rollouts
@@ -37,13 +36,31 @@ def test_compiled_blocks_give_the_same_log_probs_and_gradients_with_a_shared_pre
     policy, before = policy_of(checkpointing), graphs()
     for prompts, samples in ((4, 2), (3, 4)):
         batch = tiny_rollouts(prompts, samples)
-        policy.blocks = nullcontext
+        policy.use_compiled(False)
         usual = results(policy, batch)
-        policy.blocks = CompiledBlocks(policy.model).used
+        policy.use_compiled(True)
         compiled = results(policy, batch)
         torch.testing.assert_close(compiled[0], usual[0], rtol=0, atol=1e-5)
         assert (compiled[1] - usual[1]).norm() < 1e-5 * usual[1].norm()
     assert graphs() - before <= 2, "one graph for prompts and one for responses, for all blocks and lengths"
+
+
+@pytest.mark.process
+def test_a_compiled_head_gives_the_same_log_probs_and_gradients_for_any_number_of_rows():
+    draw, before = torch.Generator().manual_seed(0), graphs()
+    weight = torch.randn(37, 8, generator=draw).requires_grad_()
+    bias = torch.zeros(37).index_fill(0, torch.tensor([5, 36]), -torch.inf)  # ids without a token
+    for rows in (11, 7):
+        hidden = torch.randn(rows, 8, generator=draw).requires_grad_()
+        targets, slopes = torch.randint(6, 36, (rows,), generator=draw), torch.randn(rows, generator=draw)
+        found = []
+        for compiled in (False, True):
+            given = hidden, weight, bias, targets, 0.7
+            logprobs = token_outputs(*given, tile=(4, 10 if not compiled else 37), compiled=compiled).logprobs
+            found.append([logprobs, *torch.autograd.grad((logprobs * slopes).sum(), (hidden, weight))])
+        for usual, own in zip(*found, strict=True):
+            torch.testing.assert_close(own, usual, rtol=1e-5, atol=1e-5)
+    assert graphs() - before == 2, "one graph for log-probs and one for gradients"
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

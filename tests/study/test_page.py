@@ -19,7 +19,7 @@ from rlhf.study.page import MARKS, write_page
 from rlhf.study.reading import read_spec
 from rlhf.study.results import Contrast, Results, Term
 from rlhf.study.rows import DIVERGED, FAILED, packed, read_rows, write_rows
-from rlhf.study.spec import Table
+from rlhf.study.spec import Include, Table
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/atlas_percentile.md"
@@ -375,6 +375,19 @@ def test_evaluation_noise_is_estimated_from_the_bits_of_single_prompts(spec, row
     )
     shares = [float(share) for line in found[1:] for share in line[-1].split(" / ")]
     assert len(shares) == 18 and np.median(shares) > 0.9
+
+
+def test_all_rows_of_a_cell_are_of_one_study(spec, rows):
+    base = replace(spec, name="base")
+    own = replace(
+        spec, grids=[{"task": ("arithmetic",), "method": ("dpo",)}], include=[Include(base, spec.grids, {})]
+    )
+    mine = [replace(row, cpu_s=-1.0) for row in rows if row.seed < 3]  # two seeds of five
+    found = Results(own, mine, [rows]).cells
+    first = cell_of(spec, "arithmetic", "dpo", {})
+    other = first.at({"lag": "64"})
+    assert [row.cpu_s for row in found[first].values()] == [-1.0, -1.0]
+    assert len(found[other]) == 5 and all(row.cpu_s > 0 for row in found[other].values())
 
 
 def test_claims_have_a_grammar(spec):

@@ -136,7 +136,9 @@ def test_rates_of_another_study_are_used_or_compared_with_their_neighbours(study
     text = STUDY.replace("study: short", "study: longer\ntasks: {from: short}") + "tune: {from: short}\n"
     (tmp_path / "longer.yaml").write_text(text)
     assert dict(Plan(read_spec(tmp_path / "longer.yaml"), []).runs[0].run.tuned) == {"optim.lr": "1e-4"}
-    (tmp_path / "longer.yaml").write_text(text.replace("{from: short}\n", "{from: short, check: true}\n"))
+    (tmp_path / "longer.yaml").write_text(
+        text.replace("tune: {from: short}", "tune: {from: short, check: true}")
+    )
     checked = Plan(read_spec(tmp_path / "longer.yaml"), [])
     compared = {dict(each.run.tuned)["optim.lr"] for each in checked.runs}
     assert compared == {"3e-5", "1e-4", "3e-4"} and len(checked.undecided) == 12

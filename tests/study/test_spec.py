@@ -112,11 +112,11 @@ tune: {from: lags, check: true}
 
 def test_rows_are_written_sorted_and_a_damaged_line_is_named(tmp_path):
     file, outcomes = tmp_path / "x/rows.jsonl", [True, False, True] * 5
-    given = dict.fromkeys(Row.__dataclass_fields__, "") | {
-        "seed": 1,
-        "part": "table",
-        "tuned": {"optim.lr": "1e-4"},
+    given = dict.fromkeys(Row.__dataclass_fields__, "") | {"part": "table", "tuned": {"optim.lr": "1e-4"}}
+    given |= dict.fromkeys(("inputs", "metrics", "evaluations", "means", "models"), {}) | {
+        "status": "finished"
     }
+    given |= dict.fromkeys(("results", "seed", "cpu_s", "gpu_s"), 1)
     rows = [
         Row(**given | {"levels": {"lag": lag}, "prompts": 15, "bits": packed(outcomes)})
         for lag in ("16", "4")
@@ -124,7 +124,11 @@ def test_rows_are_written_sorted_and_a_damaged_line_is_named(tmp_path):
     write_rows(file, rows)
     assert read_rows(file) == rows[::-1]
     assert unpacked(read_rows(file)[0]).tolist() == outcomes
-    file.write_text(file.read_text() + "{\n")
+    good = file.read_text()
+    file.write_text(good.replace('"metrics": {}', '"metrics": {"eval/kl": "high"}', 1))
+    with pytest.raises(UserError, match=r"must have metrics as studies write them, got .*; restore"):
+        read_rows(file)
+    file.write_text(good + "{\n")
     with pytest.raises(UserError, match=r"line 3; delete the line"):
         read_rows(file)
     assert read_rows(tmp_path / "none") == []
