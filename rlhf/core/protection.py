@@ -17,11 +17,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-_lock = threading.Lock()
-_blocks: list[
-    list[tuple[Setting, Any]]
-] = []  # for each block of `same_settings` now, what the first one read
-
 
 class Setting(NamedTuple):
     """A global setting: how it is read and written, and its value after the import of its library."""
@@ -29,6 +24,10 @@ class Setting(NamedTuple):
     read: Callable[[], Any]
     write: Callable[[Any], object]
     initial: Any = None
+
+
+_lock = threading.Lock()
+_blocks: list[list[tuple[Setting, Any]]] = []  # what the first of the present blocks read, for each of them
 
 
 @contextmanager

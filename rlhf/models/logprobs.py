@@ -90,12 +90,12 @@ def token_outputs(
     dtype = product_dtype(hidden.device, hidden.dtype)
     if float32:
         dtype = _accumulator(dtype)
-    given = hidden, weight, bias, targets, temperature
     tile = tile or tile_for(hidden, weight, dtype)
-    if compiled and not extras and len(targets) and not (bias is not None and bias.requires_grad):
-        rows = max(1, tile[0] * tile[1] // len(weight))
-        return TokenOutputs(CompiledFunction.apply(*given, rows, dtype))
-    return TokenOutputs(*TokenFunction.apply(*given, tile, dtype, frozenset(extras)))
+    compiled = compiled and not extras and not (bias is not None and bias.requires_grad)
+    if compiled:  # the compiler knows the number of columns, which is that of the vocabulary
+        tile = max(1, tile[0] * tile[1] // len(weight)), len(weight)
+    given = hidden, weight, bias, targets, temperature
+    return TokenOutputs(*TokenFunction.apply(*given, tile, dtype, frozenset(extras), compiled))
 
 
 def tile_for(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> _Tile:
@@ -128,6 +128,7 @@ class TokenFunction(torch.autograd.Function):
         tile: _Tile,
         dtype: torch.dtype,
         extras: frozenset[str],
+        compiled: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the fields of `TokenOutputs`; store the inputs, and log-sum-exp and entropy of each row."""
         norms = torch.full((len(hidden), 1), -torch.inf, dtype=_accumulator(dtype), device=hidden.device)
@@ -138,7 +139,12 @@ class TokenFunction(torch.autograd.Function):
             for entries in _spans(len(weight), tile[1]):
                 head, offset = weight[entries].to(dtype), None if bias is None else bias[entries]
                 for rows in _spans(len(hidden), tile[0]):
-                    logits = _tile_logits(hidden[rows].to(dtype), head, offset, temperature)
+                    part = hidden[rows].to(dtype)
+                    if compiled:
+                        given = part @ head.T, offset, temperature, targets[rows, None]
+                        chosen[rows], norms[rows] = run_compiled(tile_summary, *given)
+                        continue
+                    logits = _tile_logits(part, head, offset, temperature)
                     column, inside = within(targets[rows, None], entries)
                     chosen[rows] = torch.where(inside, logits.gather(-1, column), chosen[rows])
                     norm = torch.logaddexp(norms[rows], logits.logsumexp(-1, keepdim=True))
@@ -152,7 +158,7 @@ class TokenFunction(torch.autograd.Function):
                             squares[rows] = earlier.square() * squares[rows] + total(probs.square())
                     norms[rows] = norm
         ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies)
-        ctx.temperature, ctx.tile, ctx.dtype = temperature, tile, dtype
+        ctx.temperature, ctx.tile, ctx.dtype, ctx.compiled = temperature, tile, dtype, compiled
         entropy = None if entropies is None else entropies[:, 0].clone()
         log_sum_squares = None if squares is None else squares[:, 0].log()
         if log_sum_squares is not None:
@@ -182,128 +188,79 @@ class TokenFunction(torch.autograd.Function):
                 head, offset = weight[entries].to(dtype), None if bias is None else bias[entries]
                 for rows in _spans(len(hidden), ctx.tile[0]):
                     part = hidden[rows].to(dtype)
-                    logits = _tile_logits(part, head, offset, ctx.temperature)
-                    slope = logits.sub_(norms[rows]).exp_()  # p
-                    if entropies is not None:  # -p (log p + entropy)
-                        entropy_slope = entr(slope).addcmul_(slope, entropies[rows], value=-1)
-                        entropy_slope.mul_(entropy_scale[rows])
-                    column, inside = within(targets[rows, None], entries)
-                    slope.scatter_add_(-1, column, -inside.to(slope.dtype))
-                    slope.mul_(-scale[rows])
-                    if entropies is not None:
-                        slope.add_(entropy_slope)
-                        del entropy_slope  # frees a tile before the next one is computed
-                    if grad_bias is not None:
-                        grad_bias[entries] += slope.sum(0)
-                    slope = slope.to(dtype)
+                    if ctx.compiled:
+                        given = part @ head.T, offset, ctx.temperature, targets[rows, None], norms[rows]
+                        slope = run_compiled(tile_slopes, *given, scale[rows])
+                    else:
+                        slope = (
+                            _tile_logits(part, head, offset, ctx.temperature).sub_(norms[rows]).exp_()
+                        )  # p
+                        if entropies is not None:  # -p (log p + entropy)
+                            entropy_slope = entr(slope).addcmul_(slope, entropies[rows], value=-1)
+                            entropy_slope.mul_(entropy_scale[rows])
+                        column, inside = within(targets[rows, None], entries)
+                        slope.scatter_add_(-1, column, -inside.to(slope.dtype))
+                        slope.mul_(-scale[rows])
+                        if entropies is not None:
+                            slope.add_(entropy_slope)
+                            del entropy_slope  # frees a tile before the next one is computed
+                        if grad_bias is not None:
+                            grad_bias[entries] += slope.sum(0)
+                        slope = slope.to(dtype)
                     if grad_hidden is not None:
                         _add_product(grad_hidden[rows], slope, head)
                     if grad_weight is not None:
                         _add_product(grad_weight[entries], slope.T, part)
         inputs = zip(grads, (hidden, weight, bias), strict=True)
-        return *(None if slope is None else slope.to(x.dtype) for slope, x in inputs), *(None,) * 5
+        return *(None if slope is None else slope.to(x.dtype) for slope, x in inputs), *(None,) * 6
 
 
-class CompiledFunction(torch.autograd.Function):
-    """`TokenFunction` without extras and without a gradient of the bias, by compiled operations on tiles.
+def run_compiled(
+    function: Callable[..., Any], products: Tensor, bias: Tensor | None, temperature: float, *given: Tensor
+) -> Any:
+    """Return `function(products, bias, rate, *given)` by code that is compiled for any number of rows.
 
-    A tile has some rows and all vocabulary entries, whose number the compiler knows.
+    Args:
+        function: `tile_summary` or `tile_slopes`.
+        products: products of hidden states and output embeddings [rows, V].
+        bias: bias [V], or None.
+        temperature: divisor of the logits; the rate is 1 / temperature [], in the dtype of the softmax.
+        given: further arguments.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        rows: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Return the log-probs [R]; store the inputs, and log-sum-exp of each row."""
-        results = []
-        rate = torch.full((), 1 / temperature, dtype=_accumulator(dtype), device=hidden.device)
-        with torch.autocast(hidden.device.type, enabled=False):
-            head = weight.to(dtype)
-            for some in _spans(len(hidden), rows):
-                products = _products(hidden[some].to(dtype), head)
-                results.append(_compiled(tile_logprobs)(products, bias, targets[some, None], rate))
-        logprobs, norms = (torch.cat(each) for each in zip(*results, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, targets, norms, rate)
-        ctx.rows, ctx.dtype = rows, dtype
-        return logprobs[:, 0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden and weight; the logits of each tile are computed again."""
-        hidden, weight, bias, targets, norms, rate = ctx.saved_tensors
-        slopes = (grad.to(norms.dtype) * rate)[:, None]
-        grads = [
-            torch.zeros_like(x, dtype=norms.dtype) if needed else None
-            for x, needed in zip((hidden, weight), ctx.needs_input_grad[:2], strict=True)
-        ]
-        with torch.autocast(hidden.device.type, enabled=False):
-            head = weight.to(ctx.dtype)
-            for some in _spans(len(hidden), ctx.rows):
-                part = hidden[some].to(ctx.dtype)
-                given = bias, targets[some, None], rate, norms[some], slopes[some]
-                slope = _compiled(tile_slopes)(_products(part, head), *given)
-                if grads[0] is not None:
-                    _add_product(grads[0][some], slope, head)
-                if grads[1] is not None:  # in parts, whose products are at most as large as the tile
-                    for entries in _spans(len(weight), max(1, slope.numel() // weight.shape[1])):
-                        _add_product(grads[1][entries], slope[:, entries].T, part)
-        inputs = zip(grads, (hidden, weight), strict=True)
-        return *(None if slope is None else slope.to(x.dtype) for slope, x in inputs), *(None,) * 5
+    torch._dynamo.mark_static(products, 1)
+    rate = torch.full((), 1 / temperature, dtype=_accumulator(products.dtype), device=products.device)
+    return _compiled(function)(products, bias, rate, *given)
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled function of tiles, for any number of rows."""
     return torch.compile(function, dynamic=True)
 
 
-def _products(hidden: Tensor, head: Tensor) -> Tensor:
-    """Return the products [rows, V] of a tile; compiled code is made for this number of columns."""
-    products = hidden @ head.T
-    torch._dynamo.mark_static(products, 1)
-    return products
-
-
-def tile_logprobs(
-    products: Tensor, bias: Tensor | None, targets: Tensor, rate: Tensor
+def tile_summary(
+    products: Tensor, bias: Tensor | None, rate: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probs of the targets and the log-sum-exp [rows, 1] of a tile.
-
-    Args:
-        products: products of hidden states and output embeddings [rows, V].
-        bias: bias [V], or None.
-        targets: token ids [rows, 1].
-        rate: 1 / temperature [], in the dtype of the softmax.
-    """
+    """Return the logits of the targets and the log-sum-exp [rows, 1] of a tile, given targets [rows, 1]."""
     logits = _logits(products, bias, rate)
-    norms = logits.logsumexp(-1, keepdim=True)
-    return logits.gather(-1, targets) - norms, norms
+    return logits.gather(-1, targets), logits.logsumexp(-1, keepdim=True)
 
 
 def tile_slopes(
-    products: Tensor, bias: Tensor | None, targets: Tensor, rate: Tensor, norms: Tensor, slopes: Tensor
+    products: Tensor, bias: Tensor | None, rate: Tensor, targets: Tensor, norms: Tensor, scale: Tensor
 ) -> Tensor:
     """Return the gradient of the products [rows, V] of a tile, in their dtype.
 
     Args:
         products: products of hidden states and output embeddings [rows, V].
         bias: bias [V], or None.
+        rate: 1 / temperature [].
         targets: token ids [rows, 1].
-        rate: 1 / temperature [], in the dtype of the softmax.
         norms: log-sum-exp [rows, 1].
-        slopes: gradient of each log-prob, divided by the temperature [rows, 1].
+        scale: gradient of each log-prob, divided by the temperature [rows, 1].
     """
     probs = (_logits(products, bias, rate) - norms).exp()
     chosen = torch.arange(products.shape[1], device=products.device) == targets
-    return ((chosen.to(probs.dtype) - probs) * slopes).to(products.dtype)
+    return ((chosen.to(probs.dtype) - probs) * scale).to(products.dtype)
 
 
 def _logits(products: Tensor, bias: Tensor | None, rate: Tensor) -> Tensor:
@@ -337,11 +294,15 @@ def within(targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to `total` in place; `total` may have a wider dtype."""
+    """Add `left @ right` to `total` in place; `total` may have a wider dtype.
+
+    The product in the narrower dtype is computed in parts of at most the size of `left`.
+    """
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    else:
-        total += left @ right
+        return
+    for rows in _spans(len(left), max(1, left.numel() // total.shape[1])):
+        total[rows] += left[rows] @ right
 
 
 def _spans(length: int, step: int) -> Iterator[slice]:

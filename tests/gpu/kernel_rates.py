@@ -6,6 +6,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -52,18 +53,13 @@ def roomy() -> Iterator[None]:
         raise Skip(f"too little memory: {error}"[:100]) from error
 
 
-def by_tiles(hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, temperature: float) -> Tensor:
-    """Return log-probs by the tiles of `rlhf.models.logprobs`."""
-    return token_outputs(hidden, weight, bias, targets, temperature).logprobs
-
-
-def by_compiled_tiles(
-    hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, temperature: float
+def by_tiles(
+    hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, temperature: float, compiled: bool = False
 ) -> Tensor:
-    """Return log-probs by tiles whose operations are compiled, as `backend.compile` does."""
-    if hidden.device.type != "cuda":
+    """Return log-probs by the tiles of `rlhf.models.logprobs`; `compiled`: as with `backend.compile`."""
+    if compiled and hidden.device.type != "cuda":
         raise Skip(NO_GPU)
-    return token_outputs(hidden, weight, bias, targets, temperature, compiled=True).logprobs
+    return token_outputs(hidden, weight, bias, targets, temperature, compiled=compiled).logprobs
 
 
 def by_torch(hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, temperature: float) -> Tensor:
@@ -96,7 +92,8 @@ def heads(report: Report) -> None:
     )
     targets = torch.randint(0, shape.vocabulary, (rows,), device=report.device)
     slopes = torch.randn(rows, device=report.device)
-    kernels = {"tiles": by_tiles, "compiled": by_compiled_tiles, "torch": by_torch, "Liger": by_liger}
+    compiled = partial(by_tiles, compiled=True)
+    kernels = {"tiles": by_tiles, "compiled": compiled, "torch": by_torch, "Liger": by_liger}
     for kernel, logprobs in kernels.items():
 
         def step(logprobs: Callable[..., Tensor] = logprobs) -> None:
