@@ -111,7 +111,8 @@ class EnvironmentFactory:
             assert call.error is not None, "the call failed"
             what = one_line(call.error)[:_MOST_CHARACTERS]
             longer = f", environment.step_limit_s={2 * self.step_limit_s:g}" if call.late else ""
-            remedy = f"correct the class, or set environment.on_error=end{longer}"
+            faulty = "environment" if self.address.startswith("rlhf.") else "class"
+            remedy = f"correct the {faulty}, or set environment.on_error=end{longer}"
         given = f"the prompt {given.prompt!r}" if isinstance(given, Example) else f"the reply {given!r}"
         error = RunError(
             f"{self.address} must answer without an error in {method}{self._place(call, method)}, got {what} "

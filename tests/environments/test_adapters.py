@@ -151,7 +151,7 @@ def test_a_server_without_a_free_session_or_with_other_actions_is_an_error_with_
         played.reply(0, [7, 0], [-1.0] * 2)
         with pytest.raises(RunError, match="in step .*the server answers: no such field"):
             played.running()
-    with pytest.raises(RunError, match="in reset .*(Connect|refused|OSError)"):
+    with pytest.raises(RunError, match="in reset .*(Connect|refused|OSError).*; correct the environment"):
         episodes(OpenEnvConfig(url="http://127.0.0.1:9"))
 
 
