@@ -259,6 +259,12 @@ class HFConfig(WorkerConfig):
         "temperature; evaluations have no noise",
         added=True,
     )
+    compile: bool = entry(
+        False,
+        means="compile the blocks of the model for sampling on a GPU",
+        affects=Affects.speed,
+        added=True,
+    )
 
     def has_worker(self, max_lag: int) -> bool:
         """Return `worker`; if `worker` is null, return whether there is a lag."""

@@ -18,13 +18,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
+from rlhf.models.precision import product_dtype
 from rlhf.models.shared_prefix import PromptLayer
 
 Forward = Callable[..., Any]
@@ -32,6 +35,9 @@ Forward = Callable[..., Any]
 # Graphs of a block: with and without gradients, with and without a cache, for batches of 1 and of more
 # sequences, of models with several dtypes. Without a graph, a block runs as usual.
 _GRAPHS = 32
+
+
+_COMPILED: WeakKeyDictionary[PreTrainedModel, CompiledBlocks] = WeakKeyDictionary()
 
 
 class NoBlocks(RuntimeError):
@@ -72,6 +78,43 @@ class CompiledBlocks:
                     del vars(block)["forward"]
                 else:
                     vars(block)["forward"] = before
+
+
+def compiled_blocks(model: PreTrainedModel) -> CompiledBlocks:
+    """Return the compiled blocks of a model, the same object in every call.
+
+    Raises:
+        NoBlocks: the model has no blocks that can be compiled.
+    """
+    if model not in _COMPILED:
+        _COMPILED[model] = CompiledBlocks(model)
+    return _COMPILED[model]
+
+
+@contextmanager
+def converted_weights(model: PreTrainedModel) -> Iterator[None]:
+    """Return a context in which the linear layers of the blocks have weights in the dtype of autocast.
+
+    Outside of compiled code, autocast keeps the converted weights. Compiled code would convert them at every
+    call, which takes a decoding step longer than its products. The context is for forwards without gradients,
+    and the weights must not change within it.
+    """
+    own = [
+        (module, name, parameter)
+        for block in model.modules()
+        if isinstance(block, GradientCheckpointingLayer)
+        for module in block.modules()
+        if isinstance(module, (torch.nn.Linear, Conv1D))
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dtype != product_dtype(parameter.device, parameter.dtype)
+    ]
+    for module, name, parameter in own:  # an attribute of the object hides the parameter of the same name
+        vars(module)[name] = parameter.detach().to(product_dtype(parameter.device, parameter.dtype))
+    try:
+        yield
+    finally:
+        for module, name, _ in own:
+            del vars(module)[name]
 
 
 def outermost(forward: Forward, place: int) -> Forward:

@@ -1,7 +1,9 @@
 """Tests of the sampler: log-probs, batching, CUDA graphs and draws from the distribution of tokens."""
 
-from contextlib import nullcontext
+import sys
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from rlhf.generators.hf.generator import HFGenerator, HFSettings, respond
 from rlhf.generators.hf.sampling import choose, sample, uniforms
 from rlhf.memory.activations import Tokens
 from rlhf.models import sharing_rules
+from rlhf.models.compilation import NoBlocks
 from rlhf.models.modules import Policy
 from tests import needs
 from tests.tiny_models import KINDS, VOCABULARY, tiny_lm, tiny_rollouts
@@ -29,12 +32,14 @@ def settings(batch_size: int, noise: float = 0.0) -> HFSettings:
     return HFSettings(stop_ids=STOPS, pad_id=0, batch_size=batch_size, seed=1, noise=noise)
 
 
-def run(model, rows=slice(None), samples=2, temperature=0.7, stops=STOPS, length=LENGTH, numbers=None):
+def run(
+    model, rows=slice(None), samples=2, temperature=0.7, stops=STOPS, length=LENGTH, numbers=None, **more
+):
     batch = tiny_rollouts(prompts=6)
     if numbers is None:
         numbers = uniforms(1, 0, batch.index, samples, length)
     ids, mask = batch.prompt_ids[rows], batch.prompt_mask[rows]
-    return sample(model, ids, mask, samples, length, temperature, numbers[rows], stops, pad_id=0)
+    return sample(model, ids, mask, samples, length, temperature, numbers[rows], stops, pad_id=0, **more)
 
 
 def rollouts(ids, mask, ended):
@@ -225,6 +230,53 @@ def test_steps_on_fixed_memory_give_the_same_samples(kind, stops, graphs, monkey
     monkeypatch.setattr(sampling, "can_record", lambda device: False)
     for same, expected in zip(found, run(model, samples=3, stops=stops), strict=True):
         torch.testing.assert_close(same, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.process  # the compiler tests the instructions of the processor in a process
+def test_compiled_steps_give_the_same_samples_and_are_compiled_once(graphs):
+    model, count = tiny_lm("gpt_neox"), torch._dynamo.utils.counters["stats"]
+    expected, before = run(model, samples=3), count["unique_graphs"]
+    for _ in range(2):
+        for same, own in zip(run(model, samples=3, compiled=True), expected, strict=True):
+            torch.testing.assert_close(same, own, rtol=0, atol=1e-5)
+    assert count["unique_graphs"] == before + 1, "one graph for all blocks and all lengths of the cache"
+
+
+def test_steps_whose_compilation_fails_run_as_usual(graphs, monkeypatch, caplog):
+    @contextmanager
+    def broken(model):
+        raise NoBlocks("no compiler")
+        yield
+
+    model, expected = tiny_lm(), run(tiny_lm())
+    monkeypatch.setattr(decoding, "compiled", broken)
+    for same, own in zip(run(model, compiled=True), expected, strict=True):
+        torch.testing.assert_close(same, own, rtol=0, atol=1e-5)
+    assert "no compiler" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_the_attention_of_compiled_steps_calls_the_kernel_with_the_keys_of_the_cache(
+    kind, graphs, monkeypatch
+):
+    model, calls = tiny_lm(kind), []
+    expected = run(model, samples=3)
+
+    def attend(query, key, value, mask, scale):
+        calls.append(query.dtype == key.dtype)
+        sharing = query.shape[1] // key.shape[1]
+        keys, values = (x.double().repeat_interleave(sharing, 1) for x in (key, value))
+        weights = ((query.double() @ keys.mT) * scale + mask.double()).softmax(-1)
+        return (weights @ values).transpose(1, 2).to(query.dtype)
+
+    kernel = ModuleType("kernel")
+    kernel.attend, kernel.fits = attend, lambda query, key, value: True
+    monkeypatch.setitem(sys.modules, "rlhf.generators.hf.kernel", kernel)
+    monkeypatch.setattr(decoding, "compiled", lambda model: decoding._attention_of(model, decoding.KERNEL))
+    for same, own in zip(run(model, samples=3, compiled=True), expected, strict=True):
+        torch.testing.assert_close(same, own, rtol=0, atol=1e-5)
+    assert len(calls) > 2 * 2 and all(calls), "two layers, several steps"
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_rows_and_cache_length_change_only_between_graphs(graphs, monkeypatch):

@@ -23,6 +23,7 @@ from rlhf.generators.hf import cuda_graph, sampling
 from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.generators.transfer.gpu import CHUNK, GpuWeights, fingerprint
 from rlhf.models import flash_attention
+from rlhf.models.compilation import converted_weights
 from rlhf.models.lora import adapt
 from rlhf.models.modules import Policy
 from rlhf.models.shared_prefix import checkpoint_blocks
@@ -194,14 +195,15 @@ def graphs(report: Report, wanted: bool) -> Iterator[list[int]]:
         yield recorded
 
 
-def decoded(model, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+def decoded(
+    model, device: torch.device, dtype: torch.dtype = torch.float32, compiled: bool = False
+) -> tuple[Tensor, ...]:
     """Return ids, mask, log-probs and ends of samples of a model, on the CPU."""
     batch = tiny_rollouts(prompts=6).to(device)
     numbers = uniforms(1, 0, batch.index.cpu(), SAMPLES, LENGTH)
-    with torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
-        found = sample(
-            model, batch.prompt_ids, batch.prompt_mask, SAMPLES, LENGTH, TEMPERATURE, numbers, STOPS, PAD
-        )
+    given = batch.prompt_ids, batch.prompt_mask, SAMPLES, LENGTH, TEMPERATURE, numbers, STOPS, PAD
+    with torch.autocast(device.type, dtype, enabled=dtype is not torch.float32), converted_weights(model):
+        found = sample(model, *given, compiled=compiled)
     return tuple(x.cpu() for x in found)
 
 
@@ -221,15 +223,21 @@ def check_decoding(report: Report, kind: str) -> None:
     with torch.no_grad():
         trained = Policy(deepcopy(model).cpu().double(), TEMPERATURE, False)(sampled).logprobs
     report.near(f"sampled log-probs of {kind} against the trainer", logprobs, trained, 1e-4)
-    with graphs(report, True):
-        by_graphs = decoded(model, report.device, torch.bfloat16)
     with graphs(report, False):
         plain = decoded(model, report.device, torch.bfloat16)
-    # Rounding may choose another token, after which the responses differ.
-    same = (by_graphs[0] == plain[0]).long().cumprod(-1).bool() & by_graphs[1]
-    mean = float((by_graphs[2] - plain[2])[same].abs().mean())
-    report.at_most(f"log-probs of {kind} by graphs in bfloat16, mean", mean, 0.05)
-    report.figure(f"equal tokens of {kind} by graphs in bfloat16", float(same.sum() / by_graphs[1].sum()))
+    ways = {
+        "graphs": False,
+        **({"compiled steps": True} if report.gpu else {}),
+    }  # a CPU compiles for a minute
+    for way, compiled in ways.items():
+        with graphs(report, True):
+            found = decoded(model, report.device, torch.bfloat16, compiled)
+        report.equal(f"{kind} by {way}: fell back", model in cuda_graph._REFUSED, False)
+        # Rounding may choose another token, after which the responses differ.
+        same = (found[0] == plain[0]).long().cumprod(-1).bool() & found[1]
+        mean = float((found[2] - plain[2])[same].abs().mean())
+        report.at_most(f"log-probs of {kind} by {way} in bfloat16, mean", mean, 0.05)
+        report.figure(f"equal tokens of {kind} by {way} in bfloat16", float(same.sum() / found[1].sum()))
 
 
 def check_full_graph(report: Report) -> None:

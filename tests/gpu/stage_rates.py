@@ -22,10 +22,12 @@ from rlhf.config.schedule import OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget, Prompts
 from rlhf.engines.engine import Engine, EngineSettings
+from rlhf.generators.hf.cuda_graph import _REFUSED
 from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.generators.transfer.gpu import GpuWeights
 from rlhf.generators.transfer.shared_memory import SharedWeights, read
 from rlhf.generators.worker import WorkerGenerator
+from rlhf.models.compilation import converted_weights
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes.ranks import Ranks
@@ -100,27 +102,40 @@ def decoding_gb(sizes: Sizes, rows: int, gpu: bool) -> float:
 
 
 def decoding_figures(
-    report: Report, name: str, sizes: Sizes, rows: int, seconds: float, rates: Rates
+    report: Report, name: str, sizes: Sizes, rows: int, seconds: float, rates: Rates, encoding: float = 0.0
 ) -> None:
-    """Report tokens per second, and the share of the bandwidth that reading weights and cache takes."""
+    """Report tokens per second, and the share of the bandwidth that reading weights and cache takes.
+
+    The share is that of the steps alone: `encoding`, the seconds in which the prompts are encoded, is
+    subtracted if it is known.
+    """
     report.figure(f"{name}, {rows} rows", rows * sizes.response / seconds, "tokens/s")
-    share = decoding_gb(sizes, rows, report.gpu) / seconds / rates.gb_s
+    share = decoding_gb(sizes, rows, report.gpu) / (seconds - encoding) / rates.gb_s
     report.figure(f"{name}, {rows} rows, of the bandwidth", 100 * share, "%")
 
 
 def decode_hf(report: Report, sizes: Sizes, rows: int, rates: Rates) -> None:
-    """Measure decoding with the Hugging Face model, with autocast as in a run."""
+    """Measure decoding with the Hugging Face model, with autocast as in a run; a GPU also compiles."""
     model = large(report.full, report.device, torch.float32)
     given = prompts(rows, sizes.prompt, shape_of(report.full).vocabulary, full=True)
-    numbers = uniforms(1, 0, given.index, 1, sizes.response)
     ids, mask = given.prompt_ids.to(report.device), given.prompt_mask.to(report.device)
-    for _ in range(2):  # the first time, kernels are loaded
-        start = wait(report)
-        with autocast(report):
-            found = sample(model, ids, mask, 1, sizes.response, 1.0, numbers, [EOS], PAD)
-        seconds = wait(report) - start
-    report.equal(f"tokens of {rows} rows", int(found[1].sum()), rows * sizes.response)
-    decoding_figures(report, "decoding, hf", sizes, rows, seconds, rates)
+
+    def fastest(length: int, compiled: bool) -> float:
+        numbers, found = uniforms(1, 0, given.index, 1, length), []
+        for _ in range(3):  # the first time, kernels are loaded
+            start = wait(report)
+            with autocast(report), converted_weights(model):
+                _, real, *_ = sample(model, ids, mask, 1, length, 1.0, numbers, [EOS], PAD, compiled=compiled)
+            found.append(wait(report) - start)
+        report.equal(f"tokens of {rows} rows", int(real.sum()), rows * length)
+        return min(found[1:])
+
+    encoding = fastest(1, False)
+    report.figure(f"encoding of {rows} prompts", 1e3 * encoding, "ms")
+    for compiled in (False, True) if report.gpu else (False,):
+        name = "decoding, hf" + (", compiled" if compiled else "")
+        decoding_figures(report, name, sizes, rows, fastest(sizes.response, compiled), rates, encoding)
+        report.equal(f"{name}, {rows} rows: fell back", model in _REFUSED, False)
 
 
 def decode_vllm(report: Report, sizes: Sizes, rates: Rates) -> None:

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
-from rlhf.models.compilation import CompiledBlocks, NoBlocks
+from rlhf.models.compilation import CompiledBlocks, NoBlocks, converted_weights
 from rlhf.models.logprobs import token_outputs
 from rlhf.models.modules import Policy
 from rlhf.models.shared_prefix import checkpoint_blocks
@@ -43,6 +45,27 @@ def test_compiled_blocks_give_the_same_log_probs_and_gradients_with_a_shared_pre
         torch.testing.assert_close(compiled[0], usual[0], rtol=0, atol=1e-5)
         assert (compiled[1] - usual[1]).norm() < 1e-5 * usual[1].norm()
     assert graphs() - before <= 2, "one graph for prompts and one for responses, for all blocks and lengths"
+
+
+def tiny_gpt2():
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=32)).eval()
+
+
+@pytest.mark.parametrize("make", [tiny_lm, tiny_gpt2])  # with linear layers, and with transposed ones
+def test_converted_weights_change_no_output_and_are_gone_after_the_context(make):
+    model = make()
+    ids, names = torch.arange(10, 20)[None], [name for name, _ in model.named_parameters()]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(input_ids=ids).logits
+        with converted_weights(model):
+            block = next(each for each in model.modules() if isinstance(each, GradientCheckpointingLayer))
+            linear = next(each for each in block.modules() if isinstance(each, torch.nn.Linear | Conv1D))
+            assert linear.weight.dtype == torch.bfloat16
+            assert torch.equal(model(input_ids=ids).logits, expected)
+    assert linear.weight.dtype == torch.float32 and isinstance(linear.weight, torch.nn.Parameter)
+    assert [name for name, _ in model.named_parameters()] == names
+    with converted_weights(model):
+        assert linear.weight.dtype == torch.float32, "without autocast, nothing is converted"
 
 
 @pytest.mark.process

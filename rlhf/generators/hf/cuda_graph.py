@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -42,6 +43,7 @@ class GraphStep(Step):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.blocks: Callable[[], AbstractContextManager[None]] = nullcontext  # context of the forward passes
         self.fits = True  # False: there was too little memory for a graph
         self.left = 0  # steps left until the end of the graph
         self.replay: Callable[[], tuple[Tensor, Tensor]] | None = None
@@ -135,7 +137,8 @@ class GraphStep(Step):
     def run(self) -> tuple[Tensor, Tensor]:
         """Run one step on the fixed tensors: the operations that a graph records."""
         token, place, numbers = self.inputs
-        return self.choose(self.logits(token, place, self.seen), numbers=numbers)
+        with self.blocks() if len(token) > 1 else nullcontext():  # code for one row would be compiled apart
+            return self.choose(self.logits(token, place, self.seen), numbers=numbers)
 
 
 def _out_of_memory(error: BaseException | None) -> bool:

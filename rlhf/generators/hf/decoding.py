@@ -6,9 +6,10 @@ B rows of the batch, G samples per row, P prompt tokens, V token ids of the voca
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,12 +19,14 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rlhf.models.compilation import compiled_blocks
 from rlhf.models.modules import backbone, logit_scale
 from rlhf.models.precision import product_dtype
 from rlhf.models.shared_prefix import padded_right, positions, takes_any_mask
 
 TOKENS = {"cpu": 2**12, "cuda": 2**14}  # prompt tokens per forward pass, by device: enough to fill it
-GROUPED = "sdpa_grouped"  # name of `grouped_attention` in the registries of transformers
+# Names of `grouped_attention` and `kernel_attention` in the registries of transformers.
+GROUPED, KERNEL = "sdpa_grouped", "sdpa_kernel"
 
 
 def encode(
@@ -227,7 +230,7 @@ class RoomyLayer(DynamicLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-            length = self.prompt + self.room
+            length = self.prompt + self.room + 1  # a view of all would need compiled code of its own
             self.all_keys, self.all_values = (
                 x.new_empty(self.rows, x.shape[1], length, x.shape[3], dtype=product_dtype(x.device, x.dtype))
                 for x in (keys, values)
@@ -246,9 +249,10 @@ class RoomyLayer(DynamicLayer):
         If a CUDA graph has fixed the length, the views have the fixed length.
         """
         if self.slots is not None:
-            for whole, new in ((self.all_keys, key_states), (self.all_values, value_states)):
+            assert self.keys is not None and self.values is not None
+            for whole, new in ((self.keys, key_states), (self.values, value_states)):
                 whole.index_copy_(2, self.slots, new.to(whole.dtype))
-            return self.all_keys[:, :, : self.until], self.all_values[:, :, : self.until]
+            return self.keys, self.values
         start = self.get_seq_length()
         end = start + key_states.shape[2]
         self.all_keys[:, :, start:end] = key_states
@@ -270,7 +274,8 @@ class RoomyLayer(DynamicLayer):
         start = self.get_seq_length()
         for x in (self.all_keys, self.all_values):
             x[:, :, start:until] = 0
-        self.slots, self.until = slots, until
+        self.keys, self.values = self.all_keys[:, :, :until], self.all_values[:, :, :until]
+        self.slots = slots
 
     def free(self, length: int) -> None:
         """End the fixed length: the cache has `length` tokens, and grows with every update."""
@@ -326,12 +331,32 @@ def grouped(model: PreTrainedModel) -> Iterator[None]:
 
     GQA (grouped-query attention): several query heads share keys and values. Other models are not changed.
     """
-    before = model.config._attn_implementation
     heads = getattr(model.config, "num_attention_heads", None)
-    if not takes_any_mask(model) or getattr(model.config, "num_key_value_heads", heads) == heads:
+    shared = getattr(model.config, "num_key_value_heads", heads) != heads
+    with _attention_of(model, GROUPED) if shared and takes_any_mask(model) else nullcontext():
         yield
-        return
-    model.set_attn_implementation(GROUPED)
+
+
+@contextmanager
+def compiled(model: PreTrainedModel) -> Iterator[None]:
+    """Return a context in which the blocks of `model` run compiled code.
+
+    On a GPU with Triton, a model with sdpa attention also uses `kernel_attention`.
+
+    Raises:
+        NoBlocks: the model has no blocks that can be compiled.
+    """
+    kernel = model.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    attention = _attention_of(model, KERNEL) if kernel and takes_any_mask(model) else nullcontext()
+    with attention, compiled_blocks(model).used():
+        yield
+
+
+@contextmanager
+def _attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Return a context in which `model` uses the attention function `name`."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
     try:
         yield
     finally:
@@ -362,7 +387,7 @@ def grouped_attention(
         kwargs: further arguments of the attention interface of transformers.
     """
     heads, shared, count = query.shape[1], key.shape[1], query.shape[2]
-    if attention_mask is None or attention_mask.shape[1] > 1 or kwargs.get("position_bias") is not None:
+    if not _additive(attention_mask, kwargs):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     output = scaled_dot_product_attention(
         query.reshape(len(query), shared, heads // shared * count, -1),
@@ -374,5 +399,33 @@ def grouped_attention(
     return output.reshape(len(query), heads, count, -1).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(GROUPED, grouped_attention)
-AttentionMaskInterface.register(GROUPED, sdpa_mask)
+def kernel_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention output [B, Q, heads, D], computed by the kernel of `rlhf.generators.hf.kernel`.
+
+    The arguments are those of `grouped_attention`, which is used for what the kernel does not compute: other
+    masks, values of another size than keys, and many queries per head of keys.
+    """
+    from rlhf.generators.hf.kernel import attend, fits
+
+    if not (_additive(attention_mask, kwargs) and fits(query, key, value)):
+        return grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(query.to(key.dtype), key, value, attention_mask, scale), None
+
+
+def _additive(mask: Tensor | None, kwargs: dict[str, Any]) -> TypeGuard[Tensor]:
+    """Return True if `mask` is one mask [B, 1, Q, S] for all heads, and the scores have no other terms."""
+    return mask is not None and mask.shape[1] == 1 and kwargs.get("position_bias") is None
+
+
+for _name, _attention in ((GROUPED, grouped_attention), (KERNEL, kernel_attention)):
+    AttentionInterface.register(_name, _attention)
+    AttentionMaskInterface.register(_name, sdpa_mask)

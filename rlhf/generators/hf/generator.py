@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.core.batch import Rollouts, moved_to
 from rlhf.core.encoding import pad_prompts
+from rlhf.core.errors import UserError
 from rlhf.core.launched import local_rank
 from rlhf.core.phases import Phases
 from rlhf.core.seeding import derive
@@ -29,6 +30,7 @@ from rlhf.generators.hf.sampling import HFSettings, sample, uniforms
 from rlhf.generators.own_process import start
 from rlhf.generators.transfer.shared_memory import read
 from rlhf.generators.transfer.weights import TransferError, checksum
+from rlhf.models.compilation import NoBlocks, compiled_blocks, converted_weights
 from rlhf.models.modules import absent_ids, set_head
 from rlhf.models.placement import place
 from rlhf.models.precision import autocast
@@ -42,7 +44,18 @@ if TYPE_CHECKING:
 
 
 def build(config: HFConfig, context: GeneratorContext) -> Generator:
-    """Return a generator that samples with the trained model, or with a copy in a separate process."""
+    """Return a generator that samples with the trained model, or with a copy in a separate process.
+
+    Raises:
+        UserError: `generator.compile` is set, and the model has no blocks that can be compiled.
+    """
+    if config.compile:
+        try:
+            compiled_blocks(context.policy)
+        except NoBlocks as fault:
+            raise UserError(
+                f"generator.compile must be false ({fault}), got true; set generator.compile=false"
+            ) from fault
     settings = HFSettings(
         stop_ids=list(context.stop_ids),
         pad_id=context.tokenizer.pad_token_id,
@@ -51,6 +64,7 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
         cached=context.cached,
         noise=config.noise,
         environment=context.environment,
+        compile=config.compile,
     )
     if not config.has_worker(context.max_lag):
         return HFGenerator(context.borrow, settings, context.phases)
@@ -226,7 +240,8 @@ def respond(
     phases = phases or Phases()
     parts, versions = [], []
     order = prompts.prompt_mask.sum(1).argsort(descending=True, stable=True)
-    with phases("sampling", len(prompts) * sampling.samples) as done:
+    weights = converted_weights(model) if settings.compile and update is None else nullcontext()
+    with weights, phases("sampling", len(prompts) * sampling.samples) as done:
         for rows in order.split(chunk):
             held: list[int] = []  # the version of the weights for each response token
             with phases("token", length) as next_token:
@@ -245,6 +260,7 @@ def respond(
                     cached=settings.cached,
                     most=None if most is None else most[rows.cpu()],
                     noise=settings.noise if sampling.purpose == "train" else 0.0,
+                    compiled=settings.compile,
                 )
             parts.append(part)
             done(len(rows) * sampling.samples)

@@ -19,6 +19,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from rlhf.core.seeding import derive
 from rlhf.environments.environment import EnvironmentFactory
+from rlhf.generators.hf import decoding
 from rlhf.generators.hf.cuda_graph import GraphStep, can_record
 from rlhf.generators.hf.decoding import RereadingStep, RoomyLayer, Step, attention, encode, grouped
 from rlhf.models import sharing_rules
@@ -43,6 +44,7 @@ class HFSettings:
         cached: whether sampling uses a cache of keys and values; see `sample`.
         noise: standard deviation of the noise on the logits of training samples; see `choose`.
         environment: makes the environments that answer replies; None: a response is one reply.
+        compile: whether the blocks of the model run compiled code on a GPU; see `compiled` of `sample`.
     """
 
     stop_ids: list[int]
@@ -52,6 +54,7 @@ class HFSettings:
     cached: bool = True
     noise: float = 0.0
     environment: EnvironmentFactory | None = None
+    compile: bool = False
 
 
 def uniforms(seed: int, request: int, index: Tensor, samples: int, length: int) -> Tensor:
@@ -110,6 +113,7 @@ def sample(
     cached: bool = True,
     most: Tensor | None = None,
     noise: float = 0.0,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample K responses for each prompt.
 
@@ -137,6 +141,12 @@ def sample(
             every model (`rlhf.trials.sampling`).
         most: largest number of tokens of each sample, [N, K]; None: `response_length`.
         noise: standard deviation of the noise on the logits; see `choose`.
+        compiled: whether the blocks of the model run compiled code in steps that are CUDA graphs. The first
+            such step of a process takes the time of the compilation. If it fails, the steps run as usual,
+            without graphs, after a warning. With a 16-bit dtype, call this within `converted_weights`.
+
+    Raises:
+        NoBlocks: `compiled` is set, and the model has no blocks that can be compiled.
 
     Returns:
         response_ids [N, K, T] int64, padded right with `pad_id`; response_mask [N, K, T] bool; log-probs
@@ -155,6 +165,8 @@ def sample(
         before_forward()
     begin = _begin_cached if cached else _begin_rereading
     step, logits, place, movable = begin(model, ids, seen, k, response_length, pick_next, recorded)
+    if compiled and isinstance(step, GraphStep):
+        step.blocks = partial(decoding.compiled, model)
     shape = (*place.shape, response_length)  # [N*K/G, G, T] with G samples per row
     numbers = uniforms.reshape(shape).to(device)
     tokens = torch.full(shape, pad_id, device=device)
