@@ -241,7 +241,6 @@ class Plan:
         """Yield a plan as text: runs by grid and task, their states, and what the seeds can show."""
         spec = self.spec
         yield f"{spec.name}: {len(self.runs) + len(self.undecided)} runs, {len(cells(spec))} cells"
-        yield f"  {'grid':32} {'task':14} {DONE:>6} {STALE:>6} {MISSING:>8}"
         grid_of: dict[Cell, int] = {}  # the first grid that has the cell
         for number, grid in enumerate(spec.grids):
             grid_of = dict.fromkeys(cells(spec, [grid]), number) | grid_of
@@ -252,13 +251,17 @@ class Plan:
                 *((run, MISSING) for run in self.undecided),
             )
         )
+        rows: list[tuple[str, ...]] = [("grid", "task", DONE, STALE, MISSING)]
         for number, grid in enumerate([{}, *spec.grids], -1):
             named = (f"{k}={'all' if len(v) > 3 else '/'.join(v)}" for k, v in grid.items())
             name = "tune" if number < 0 else ", ".join(named) or "bases"
             for task in spec.tasks:
-                done, old, missing = (counts[number, task, state] for state in (DONE, STALE, MISSING))
-                if done or old or missing:
-                    yield f"  {name[:32]:32} {task[:14]:14} {done:6} {old:6} {missing:8}"
+                found = [counts[number, task, state] for state in (DONE, STALE, MISSING)]
+                if any(found):
+                    rows.append((name, task, *map(str, found)))
+        grids, tasks = (max(map(len, column)) for column in [*zip(*rows, strict=True)][:2])
+        for name, task, done, old, missing in rows:
+            yield f"  {name:{grids}}  {task:{tasks}} {done:>6} {old:>6} {missing:>8}"
         reasons = Counter(each.reason for each in self.runs if each.reason)
         yield from (f"stale: {count} rows, {reason}" for reason, count in reasons.items())
         if self.unused:

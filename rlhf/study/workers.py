@@ -36,6 +36,7 @@ from rlhf.processes.signals import interruptible
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import LOCK
 from rlhf.runs.lock_file import LockFile
+from rlhf.runs.writable import unwritable
 from rlhf.study import attempt, history, pricing
 from rlhf.study.collection import Collection
 from rlhf.study.planning import Configs, Only, Plan, Planned
@@ -76,6 +77,11 @@ def run(
         RunError: the same error came again and again, or the workers ended too early.
         Interrupted, KeyboardInterrupt: a signal asked to stop; the same call resumes.
     """
+    if (reason := unwritable(spec.folder)) is not None:
+        raise UserError(
+            f"the folder of a study must be one that can be written ({reason}), got {spec.folder}; copy "
+            f"{spec.file.name} to another folder"
+        )
     collection, configs, stopped = Collection(spec), Configs(spec), False
     if failed:
         collection.forget_failures()

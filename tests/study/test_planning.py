@@ -6,7 +6,7 @@ import pytest
 
 from rlhf.checks.composing import composed
 from rlhf.core.errors import UserError
-from rlhf.study import tuning
+from rlhf.study import tuning, workers
 from rlhf.study.attempt import row_of
 from rlhf.study.collection import Collection
 from rlhf.study.history import events
@@ -49,6 +49,15 @@ def test_configs_are_those_of_the_command_line(study):
     assert [each.run.seed for each in plan.runs] == [1] * 6 + [2] * 6  # seed by seed
 
 
+def test_a_plan_shows_whole_names(study):
+    long = "arithmetic_with_a_name_of_31_ch"
+    tasks = f"tasks: {{{long}: {{set: [task=arithmetic]}}, {long}2: {{set: [task=arithmetic, seed=3]}}}}\n"
+    text = STUDY.replace("set: [task=arithmetic, ", tasks + "set: [").replace("seeds: 2", "seeds: 1")
+    head, *lines = [line for line in Plan(study(text), []).lines() if line.startswith("  ")]
+    rows = [["lag=0/1/4", task, "0", "0", "6"] for task in (long, f"{long}2")]
+    assert [line.split() for line in lines] == rows and {len(line) for line in lines} == {len(head)}
+
+
 def test_rows_belong_to_runs_by_settings_and_not_by_names(study):
     rows = [row(each) for each in Plan(study(), []).runs]
     renamed = study(STUDY.replace("dpo: [algo=dpo]", "online: [algo=dpo]").replace("lag:", "delay:"))
@@ -72,6 +81,14 @@ def test_collection_names_rows_and_moves_stale_ones_to_the_history(study):
     accepted = study(STUDY + "accept: [0]\n")
     unnamed = replace(rows[0], run="unknown", results=0)  # rows of earlier versions have no digest
     assert Plan(accepted, [unnamed, *rows[1:]]).runs[0].state == DONE
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_a_run(study):
+    spec = study()
+    spec.folder.parent.mkdir()
+    spec.folder.write_text("a file")
+    with pytest.raises(UserError, match=r"the folder of a study .* is not a folder.*; copy short.yaml to"):
+        workers.run(spec)
 
 
 def test_all_problems_are_reported_with_their_lines(study):
