@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -405,5 +406,12 @@ def _load_tensors(path: str | Path, map_location: Any = None, mmap: bool = False
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+    def member(kind: type, name: str) -> Any:
+        if kind is ZeroStageEnum:
+            return kind(getattr(kind, name))
+        raise pickle.UnpicklingError(f"only members of {ZeroStageEnum.__name__} are read, got {kind}")
+
+    # Before Python 3.11.4, a member of an enum is stored as a call of `getattr`.
+    known = [LossScaler, ZeroStageEnum, fragment_address, (member, "builtins.getattr")]
+    with torch.serialization.safe_globals(known):
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)

@@ -110,7 +110,8 @@ class _Loop(Thread):
                 result = call.function()
                 result = await result if inspect.isawaitable(result) else result
         except BaseException as raised:  # as in `_Worker`
-            error = raised.__cause__ if limit.expired() and raised.__cause__ else raised
+            origin = raised.__cause__ or raised.__context__  # before Python 3.11.4, a timeout has no cause
+            error = origin if limit.expired() and origin else raised
         if call.end(result, error, limit.expired()):
             self.ended.put(call)
 

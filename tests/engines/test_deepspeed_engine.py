@@ -4,6 +4,7 @@ process has one device.
 """
 
 import errno
+import pickle
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 
 from rlhf.config.schedule import OptimConfig
 from rlhf.core.errors import UserError
-from rlhf.engines.deepspeed_engine import adamw, deepspeed, hollow, write_errors_last
+from rlhf.engines.deepspeed_engine import _load_tensors, adamw, deepspeed, hollow, write_errors_last
 from rlhf.engines.resharding import begin_state
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import Ranks
@@ -64,3 +65,22 @@ def test_a_second_device_in_one_process_is_refused(monkeypatch):
     monkeypatch.setattr(type(accelerator), "device_name", lambda self, index=None: "cpu")
     with pytest.raises(UserError, match=r"backend\.device must be cpu .* got cuda; start a new process"):
         deepspeed(Ranks(torch.device("cuda")))
+
+
+def test_a_stage_that_an_older_python_stored_is_read_and_no_other_attribute(tmp_path):
+    stages = pytest.importorskip("deepspeed.runtime.zero.config").ZeroStageEnum
+
+    class Stored:
+        """Is stored as Python 3.11.0 to 3.11.3 store the member of an enum."""
+
+        def __init__(self, *given):
+            self.given = given
+
+        def __reduce__(self):
+            return getattr, self.given
+
+    torch.save({"stage": Stored(stages, "gradients")}, tmp_path / "state.pt")
+    assert _load_tensors(tmp_path / "state.pt") == {"stage": stages.gradients}
+    torch.save({"stage": Stored(set, "add")}, tmp_path / "state.pt")
+    with pytest.raises(pickle.UnpicklingError, match="only members of ZeroStageEnum are read"):
+        _load_tensors(tmp_path / "state.pt")
