@@ -30,8 +30,8 @@ def tiny_recipe(name: str, cache_dir: Path, *more: str) -> Config:
 def distinct() -> list[str]:
     """Return the names of the recipes whose settings differ by more than the size of Pythia.
 
-    With debug=tiny all sizes of Pythia are the same tiny model. Of recipes that differ only in the size and in
-    the number of sequences that are decoded in parallel, the 410m recipe or else the first by name is returned.
+    With debug=tiny all sizes of Pythia are the same tiny model. Of recipes that differ only in the size and
+    in the number of sequences decoded in parallel, the 410m recipe or else the first by name is returned.
     """
     found: dict[str, str] = {}
     trained = set(options("experiment")) - set(RELABELS)
