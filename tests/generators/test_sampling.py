@@ -3,7 +3,7 @@
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MistralConfig, MistralForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from rlhf.config.generator import HFConfig
 from rlhf.core.batch import Prompts, Sampling
+from rlhf.core.errors import UserError
 from rlhf.core.seeding import derive
 from rlhf.generators.hf import cuda_graph, decoding, sampling
 from rlhf.generators.hf.decoding import GROUPED, grouped_attention
-from rlhf.generators.hf.generator import HFGenerator, HFSettings, respond
+from rlhf.generators.hf.generator import HFGenerator, HFSettings, build, respond
 from rlhf.generators.hf.sampling import choose, sample, uniforms
 from rlhf.memory.activations import Tokens
 from rlhf.models import sharing_rules
@@ -240,6 +242,35 @@ def test_compiled_steps_give_the_same_samples_and_are_compiled_once(graphs):
         for same, own in zip(run(model, samples=3, compiled=True), expected, strict=True):
             torch.testing.assert_close(same, own, rtol=0, atol=1e-5)
     assert count["unique_graphs"] == before + 1, "one graph for all blocks and all lengths of the cache"
+
+
+@pytest.mark.parametrize("compiling", [True, False])
+def test_the_setting_compiles_the_steps_and_their_weights_are_converted_once(graphs, monkeypatch, compiling):
+    batch, model, dtypes = tiny_rollouts(prompts=6), tiny_lm("llama"), []
+    linear = model.base_model.layers[0].mlp.up_proj
+
+    @contextmanager
+    def noted(model):
+        dtypes.append(linear.weight.dtype)
+        yield
+
+    monkeypatch.setattr(decoding, "compiled", noted)
+    prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
+    asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose="train")
+    chosen = replace(settings(256), compile=compiling)
+    with torch.autocast("cpu", torch.bfloat16):
+        respond(model, prompts, asked, chosen)
+        assert set(dtypes) == ({torch.bfloat16} if compiling else set())
+        dtypes.clear()
+        respond(model, prompts, asked, chosen, update=lambda: 1)  # weights may change in flight
+    assert not dtypes and linear.weight.dtype == torch.float32
+
+
+def test_a_model_without_blocks_is_refused_before_it_samples():
+    model = torch.nn.Linear(2, 2)
+    model.config = SimpleNamespace(model_type="odd")
+    with pytest.raises(UserError, match=r"generator.compile must be false \(the code of odd models"):
+        build(HFConfig(compile=True), SimpleNamespace(policy=model))
 
 
 def test_steps_whose_compilation_fails_run_as_usual(graphs, monkeypatch, caplog):

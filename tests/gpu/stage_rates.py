@@ -27,7 +27,6 @@ from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.generators.transfer.gpu import GpuWeights
 from rlhf.generators.transfer.shared_memory import SharedWeights, read
 from rlhf.generators.worker import WorkerGenerator
-from rlhf.models.compilation import converted_weights
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes.ranks import Ranks
@@ -124,7 +123,7 @@ def decode_hf(report: Report, sizes: Sizes, rows: int, rates: Rates) -> None:
         numbers, found = uniforms(1, 0, given.index, 1, length), []
         for _ in range(3):  # the first time, kernels are loaded
             start = wait(report)
-            with autocast(report), converted_weights(model):
+            with autocast(report):
                 _, real, *_ = sample(model, ids, mask, 1, length, 1.0, numbers, [EOS], PAD, compiled=compiled)
             found.append(wait(report) - start)
         report.equal(f"tokens of {rows} rows", int(real.sum()), rows * length)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeGuard
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from rlhf.models.precision import product_dtype
 from rlhf.models.shared_prefix import padded_right, positions, takes_any_mask
 
 TOKENS = {"cpu": 2**12, "cuda": 2**14}  # prompt tokens per forward pass, by device: enough to fill it
-# Names of `grouped_attention` and `kernel_attention` in the registries of transformers.
+# Names of `grouped_attention`, without and with the kernel, in the registries of transformers.
 GROUPED, KERNEL = "sdpa_grouped", "sdpa_kernel"
 
 
@@ -230,7 +231,8 @@ class RoomyLayer(DynamicLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-            length = self.prompt + self.room + 1  # a view of all would need compiled code of its own
+            # One slot is never used: compiled code is for keys that are a part of this memory, not all of it.
+            length = self.prompt + self.room + 1
             self.all_keys, self.all_values = (
                 x.new_empty(self.rows, x.shape[1], length, x.shape[3], dtype=product_dtype(x.device, x.dtype))
                 for x in (keys, values)
@@ -341,7 +343,7 @@ def grouped(model: PreTrainedModel) -> Iterator[None]:
 def compiled(model: PreTrainedModel) -> Iterator[None]:
     """Return a context in which the blocks of `model` run compiled code.
 
-    On a GPU with Triton, a model with sdpa attention also uses `kernel_attention`.
+    On a GPU with Triton, a model with sdpa attention also uses the kernel of `rlhf.generators.hf.kernel`.
 
     Raises:
         NoBlocks: the model has no blocks that can be compiled.
@@ -370,9 +372,10 @@ def grouped_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention output [B, Q, heads, D] of a model whose heads share keys and values (GQA).
+    """Return the attention output [B, Q, heads, D] of a model whose heads may share keys and values (GQA).
 
     Heads that share keys are computed as several queries of one head. The sdpa function of transformers
     would instead repeat all keys and values of the cache at every step if there is a mask.
@@ -384,11 +387,18 @@ def grouped_attention(
         value: [B, key heads, S, D].
         attention_mask: [B, 1, Q, S] additive; with another mask, the sdpa function of transformers is used.
         scaling: factor of the scores; None: 1 / sqrt(D).
+        kernel: whether the kernel of `rlhf.generators.hf.kernel` computes what it can.
         kwargs: further arguments of the attention interface of transformers.
     """
     heads, shared, count = query.shape[1], key.shape[1], query.shape[2]
-    if not _additive(attention_mask, kwargs):
+    if attention_mask is None or attention_mask.shape[1] > 1 or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if kernel:
+        from rlhf.generators.hf.kernel import attend, fits  # it imports Triton
+
+        if fits(query, key, value):
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return attend(query.to(key.dtype), key, value, attention_mask, scale), None
     output = scaled_dot_product_attention(
         query.reshape(len(query), shared, heads // shared * count, -1),
         key,
@@ -399,33 +409,6 @@ def grouped_attention(
     return output.reshape(len(query), heads, count, -1).transpose(1, 2).contiguous(), None
 
 
-def kernel_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Return the attention output [B, Q, heads, D], computed by the kernel of `rlhf.generators.hf.kernel`.
-
-    The arguments are those of `grouped_attention`, which is used for what the kernel does not compute: other
-    masks, values of another size than keys, and many queries per head of keys.
-    """
-    from rlhf.generators.hf.kernel import attend, fits
-
-    if not (_additive(attention_mask, kwargs) and fits(query, key, value)):
-        return grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query.to(key.dtype), key, value, attention_mask, scale), None
-
-
-def _additive(mask: Tensor | None, kwargs: dict[str, Any]) -> TypeGuard[Tensor]:
-    """Return True if `mask` is one mask [B, 1, Q, S] for all heads, and the scores have no other terms."""
-    return mask is not None and mask.shape[1] == 1 and kwargs.get("position_bias") is None
-
-
-for _name, _attention in ((GROUPED, grouped_attention), (KERNEL, kernel_attention)):
+for _name, _attention in ((GROUPED, grouped_attention), (KERNEL, partial(grouped_attention, kernel=True))):
     AttentionInterface.register(_name, _attention)
     AttentionMaskInterface.register(_name, sdpa_mask)

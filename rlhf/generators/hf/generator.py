@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ from rlhf.generators.hf.sampling import HFSettings, sample, uniforms
 from rlhf.generators.own_process import start
 from rlhf.generators.transfer.shared_memory import read
 from rlhf.generators.transfer.weights import TransferError, checksum
-from rlhf.models.compilation import NoBlocks, compiled_blocks, converted_weights
+from rlhf.models.compilation import NoBlocks, compiled_blocks
 from rlhf.models.modules import absent_ids, set_head
 from rlhf.models.placement import place
 from rlhf.models.precision import autocast
@@ -240,8 +240,7 @@ def respond(
     phases = phases or Phases()
     parts, versions = [], []
     order = prompts.prompt_mask.sum(1).argsort(descending=True, stable=True)
-    weights = converted_weights(model) if settings.compile and update is None else nullcontext()
-    with weights, phases("sampling", len(prompts) * sampling.samples) as done:
+    with phases("sampling", len(prompts) * sampling.samples) as done:
         for rows in order.split(chunk):
             held: list[int] = []  # the version of the weights for each response token
             with phases("token", length) as next_token:
@@ -260,7 +259,7 @@ def respond(
                     cached=settings.cached,
                     most=None if most is None else most[rows.cpu()],
                     noise=settings.noise if sampling.purpose == "train" else 0.0,
-                    compiled=settings.compile,
+                    compiled=settings.compile and update is None,
                 )
             parts.append(part)
             done(len(rows) * sampling.samples)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 TILE = 2**13  # bytes of the keys that a program reads per step; the values of a step are as many
 SEARCH = 1024  # slots of the mask per step of the search for the first and the last slot
-QUERIES, FEATURES = 64, 256  # largest number of queries per head of keys, and largest size of a head
+MOST_QUERIES, LARGEST_HEAD = 64, 256  # queries per head of keys, and features of a head
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return True if the kernel computes this attention in the registers and the memory of one program."""
     queries = query.shape[1] // key.shape[1] * query.shape[2]
-    return key.shape == value.shape and queries <= QUERIES and key.shape[-1] <= FEATURES
+    return key.shape == value.shape and queries <= MOST_QUERIES and key.shape[-1] <= LARGEST_HEAD
 
 
 @triton.jit
@@ -88,6 +88,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
         mask: additive mask [B, 1, Q, S].
         scale: factor of the scores.
     """
+    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1, "features must be adjacent"
     rows, heads, count, size = query.shape
     shared, slots = key.shape[1:3]
     output = query.new_empty(rows, count, heads, size)

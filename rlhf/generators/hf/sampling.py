@@ -8,6 +8,7 @@ the order of the rows or on the rank that decodes the sample (up to float roundi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
@@ -23,6 +24,7 @@ from rlhf.generators.hf import decoding
 from rlhf.generators.hf.cuda_graph import GraphStep, can_record
 from rlhf.generators.hf.decoding import RereadingStep, RoomyLayer, Step, attention, encode, grouped
 from rlhf.models import sharing_rules
+from rlhf.models.compilation import converted_weights
 from rlhf.models.flash_attention import with_sdpa
 from rlhf.models.shared_prefix import ALIGNED, additive, plain, positions, takes_any_mask
 
@@ -85,14 +87,16 @@ def without_gradient(sample: F) -> F:
 
     Under autocast the function runs with `no_grad` instead. With `no_grad`, autocast caches the 16-bit copies
     of weights; in inference mode, autocast would copy the weights in every forward pass. A model with flash
-    attention samples with sdpa, which several samples in a row and CUDA graphs need.
+    attention samples with sdpa, which several samples in a row and CUDA graphs need. Compiled code gets the
+    weights in the dtype of autocast.
     """
 
     @wraps(sample)
-    def called(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    def called(model: PreTrainedModel, *args: Any, compiled: bool = False, **kwargs: Any) -> Any:
         low = torch.is_autocast_enabled(model.device.type)
-        with torch.no_grad() if low else torch.inference_mode(), with_sdpa(model):
-            return sample(model, *args, **kwargs)
+        weights = converted_weights(model) if compiled else nullcontext()
+        with torch.no_grad() if low else torch.inference_mode(), with_sdpa(model), weights:
+            return sample(model, *args, compiled=compiled, **kwargs)
 
     return cast(F, called)
 
@@ -143,7 +147,7 @@ def sample(
         noise: standard deviation of the noise on the logits; see `choose`.
         compiled: whether the blocks of the model run compiled code in steps that are CUDA graphs. The first
             such step of a process takes the time of the compilation. If it fails, the steps run as usual,
-            without graphs, after a warning. With a 16-bit dtype, call this within `converted_weights`.
+            without graphs, after a warning. Not with a `before_forward` that changes the weights.
 
     Raises:
         NoBlocks: `compiled` is set, and the model has no blocks that can be compiled.
