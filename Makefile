@@ -50,7 +50,7 @@ $(STAMP): requirements/$(LOCK).txt pyproject.toml
 train: setup  ## the default run: online DPO of the embedded Pythia, on the CPU
 	$(BIN)/python -m rlhf.train algo=dpo model=pythia
 
-test: check  ## lint, types, import contracts, fast tests and short runs: about 15 minutes on two cores
+test: check  ## lint, types, import contracts, fast tests and short runs: about 10 minutes on two cores
 	$(PYTEST) -m "smoke or not (run or process or system or gpu or nightly)" $(ARGS)
 
 test-all: check  ## lint, types, import contracts and all tests but the nightly ones: about 25 minutes on two cores
