@@ -29,7 +29,7 @@ from rlhf.core.statistics import detectable
 from rlhf.study.cells import Cell, cells, origin, overrides, set_twice
 from rlhf.study.claims import judged
 from rlhf.study.identity import inputs, run_digest, stale
-from rlhf.study.metrics import KNOWN, unknown
+from rlhf.study.metrics import KNOWN, named, remedy, unknown
 from rlhf.study.results import Results
 from rlhf.study.rows import TABLE, TUNE, Row
 from rlhf.study.spec import Spec
@@ -290,12 +290,19 @@ class Plan:
         return all(own[name] in values for name, values in self.only.items())
 
 
-def _of_metrics(configs: Configs, runs: Iterable[Run]) -> Iterator[str]:
-    """Yield the problems of metrics that no run has; with code of the user, runs may have any."""
-    if (found := [*unknown(configs.spec)]) and not any(
+def _of_metrics(configs: Configs, runs: Sequence[Run]) -> Iterator[str]:
+    """Yield the problems of metrics that runs lack; with code of the user, runs may have any other metric."""
+    for key, name in named(configs.spec):
+        group, _, rest = key.partition(".")
+        own = [run for run in runs if group != "tasks" or run.cell.task == rest.removesuffix(".metric")]
+        found = [remedy(configs.config(run), name) for run in own]
+        if all(found) or group == "tasks" and any(found):
+            said = next(filter(None, found))
+            yield f"{configs.spec.at(key)} must be a metric that the runs have, got {name}; {said}"
+    if (strange := [*unknown(configs.spec)]) and not any(
         name.endswith(".py") for run in runs for name in configs.planned(run).inputs
     ):
-        for key, name in found:
+        for key, name in strange:
             guess = suggestion(name, KNOWN, "did you mean {}?") or "choose another one"
             rule = "must name a metric that rows keep (see docs/reference/metrics.md)"
             yield f"{configs.spec.at(key)} {rule}, got {name}; {guess}"

@@ -68,12 +68,22 @@ def test_the_study_without_mistakes_is_valid(tmp_path):
         ("seeds: 2", "claims: {a: value(dpo) < 1 at lag=0 lag=4}", "claims.a must compare quantities"),
         ("seeds: 2", "claims: {a: value(dpo) < 1 at lag=1}", ", line 3: claims.a must be about cells of the"),
         ("[algo=rloo]", "[algo=dpo]", ", line 5: methods.rloo (sums rloo lag=0) must differ from sums dpo"),
+        ("debug=tiny", "scorer@gold=none", "tasks.sums.metric must be a metric that the runs have, got"),
         ("debug=tiny", "optim.lr=-1", ", line 2: set (sums dpo lag=0 and 3 more cells): optim.lr must"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_with_line_key_and_rule(tmp_path, old, new, found):
     assert old in STUDY
     assert found in " ".join(problems(tmp_path, STUDY.replace(old, new, 1)))
+
+
+def test_a_metric_is_refused_if_no_run_has_its_judge_or_scorer(tmp_path):
+    text = STUDY.replace("axes:", "tables: [eval/score over lag]\naxes:").replace("lag: [0, 4]", "lag: 0")
+    supervised = text.replace("{dpo: [algo=dpo], rloo: [algo=rloo]}", "{sft: [algo=sft]}")
+    (found,) = problems(tmp_path, supervised)
+    assert found.startswith(", line 6: tables.0 must be a metric that the runs have, got eval/score; choose")
+    (tmp_path / "short.yaml").write_text(text.replace("{dpo:", "{sft: [algo=sft], dpo:"))
+    Plan(read_spec(tmp_path / "short.yaml"), []).check()  # the table has a column without values of sft
 
 
 def test_mistakes_in_option_value_and_claim_are_reported_together(tmp_path):
