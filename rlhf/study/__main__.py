@@ -8,20 +8,17 @@ from __future__ import annotations
 import argparse
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.core.console import console
+from rlhf.core.console import show as say
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.output import prepare_output
 from rlhf.launch.command_line import exit_codes
 
 if TYPE_CHECKING:
     from rlhf.study.study import Study
-
-_say = partial(console.print, markup=False, soft_wrap=True)
 
 
 def plan(study: Study, options: Namespace) -> None:
@@ -31,19 +28,19 @@ def plan(study: Study, options: Namespace) -> None:
     found = study.plan(_only(study, options))
     found.check()
     for line in [*found.lines(), *price(found).lines(1)]:
-        _say(line)
+        say(line)
 
 
 def price(study: Study, options: Namespace) -> None:
     """Measure the cost of a run by short runs, and print the price."""
     for line in study.price().lines(options.workers):
-        _say(line)
+        say(line)
 
 
 def run(study: Study, options: Namespace) -> None:
     """Carry out the missing runs; the same command resumes."""
     study.run(options.workers, _only(study, options), options.nice, options.failed, options.slurm)
-    _say(f"all runs are done; write the page: rlhf study page {study.spec.file}")
+    say(f"all runs are done; write the page: rlhf study page {study.spec.file}")
 
 
 def repeat(study: Study, options: Namespace) -> None:
@@ -53,7 +50,7 @@ def repeat(study: Study, options: Namespace) -> None:
     row, new = study.repeat(dict(word.partition("=")[::2] for word in options.where))
     if found := differing(row, new):
         raise RunError(f"the run differs from its row in {', '.join(found)}: {row.metrics}, {new.metrics}")
-    _say(f"equal: {new.metric} {new.metrics.get(new.metric)}")
+    say(f"equal: {new.metric} {new.metrics.get(new.metric)}")
 
 
 def add(study: Study, options: Namespace) -> None:
@@ -63,8 +60,8 @@ def add(study: Study, options: Namespace) -> None:
     added = type(study)(file := write_study(study.spec, options.methods))
     added.plan().check()
     for line in compare(study, added.spec):
-        _say(line)
-    _say(f"study: {file}; next: rlhf study run {file}")
+        say(line)
+    say(f"study: {file}; next: rlhf study run {file}")
 
 
 def show(study: Study, options: Namespace) -> None:
@@ -75,9 +72,9 @@ def show(study: Study, options: Namespace) -> None:
 
     results = Results.read(study.spec)
     for text in state(results):
-        console.print(text.replace("**", ""), markup=False)
+        say(text.replace("**", ""))
     for table in tables(results):
-        _say("", *for_terminal(table), sep="\n")
+        say("\n".join(["", *for_terminal(table)]))
 
 
 def page(study: Study, options: Namespace) -> None:
@@ -87,13 +84,13 @@ def page(study: Study, options: Namespace) -> None:
 
     spec = study.spec
     if spec.figures and find_spec("matplotlib") is None:
-        _say("no figures: matplotlib is missing; run: pip install -e '.[report]'")
+        say("no figures: matplotlib is missing; run: pip install -e '.[report]'")
     try:
         written = write_page(Results.read(spec), final=options.final, latex=options.latex)
     except OSError as error:
         got = f"{error.filename or spec.folder} ({error.strerror})"
         raise UserError(f"page must write files in {spec.folder}, got {got}; make it writable") from error
-    _say(f"page: {spec.page} ({len(written) - 1} tables and figures: {spec.folder})")
+    say(f"page: {spec.page} ({len(written) - 1} tables and figures: {spec.folder})")
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {  # arguments of `add_argument`

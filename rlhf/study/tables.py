@@ -307,6 +307,7 @@ def as_latex(table: Shown) -> str:
 def _in_latex(text: str) -> str:
     text = re.sub(r"[&%$#_{}]", r"\\\g<0>", text.replace("\\*", "*").replace("\\", "\0"))
     text = re.sub(r"[~^]", r"\\\g<0>{}", text).replace("*", "$^*$")
+    text = re.sub(r"[<>|]", r"$\g<0>$", re.sub(r"^\[", "{[}", text))  # a bracket would be an argument of \\
     text = re.sub(r"`([^`]*)`", r"\\texttt{\1}", text)
     text = _INTERVAL.sub(r" {\\scriptsize [$\1$, $\2$]}", text)
     text = re.sub(r"(?<![\w$.-])(-[\d.]+)", r"$\1$", text).replace("\0", r"\textbackslash{}")

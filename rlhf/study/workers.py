@@ -23,7 +23,7 @@ from rich.text import Text
 from rlhf.config.compose import initialized
 from rlhf.config.cores import set_environment
 from rlhf.config.mistakes import explained
-from rlhf.core.console import console
+from rlhf.core.console import console, show
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.formatting import clock, figure
 from rlhf.core.output import print_error
@@ -277,7 +277,7 @@ class Watch:
                 self.done.add(each.digest)
                 of = len(self.plan.runs) + len(self.plan.undecided)
                 line = f"[{len(self.done)}/{of}] {_outcome(self.plan, each)}"
-                console.print(line, markup=False, soft_wrap=True)
+                show(line)
                 self.collection.collect(self.plan.configs)
         if console.is_terminal:
             self.live.update(Text("\n".join(block(self.plan, self.count))), refresh=True)

@@ -193,7 +193,7 @@ def test_tables_as_latex_need_booktabs_alone(results):
     """Each row has all columns, each environment and brace is closed, no character is special by mistake."""
     known = {"toprule", "midrule", "bottomrule", "texttt", "scriptsize", "begin", "end"}
     for table in tables.tables(results):
-        table = replace(table, rows={f"{name}_{{~^2 & 5 %": row for name, row in table.rows.items()})
+        table = replace(table, rows={f"[{name}]_{{~^2 & 5 % <|>": row for name, row in table.rows.items()})
         comment, *lines = tables.as_latex(table).splitlines()
         assert comment == f"% {table.task}"
         assert lines[:2] == [f"\\begin{{tabular}}{{l{'r' * len(table.columns)}}}", "\\toprule"]
@@ -202,7 +202,7 @@ def test_tables_as_latex_need_booktabs_alone(results):
             assert line.endswith(r" \\") and len(re.findall(r"(?<!\\)&", line)) == len(table.columns)
             bare = re.sub(r"\\[{}]", "", line)
             assert bare.count("{") == bare.count("}") and len(re.findall(r"(?<!\\)\$", line)) % 2 == 0
-            assert not re.search(r"(?<!\\)[%#_`~]|(?<![\\$])\^", line), line
+            assert not re.search(r"(?<!\\)[%#_`~]|(?<![\\$])[\^<>|]|^\[", line), line
         assert set(re.findall(r"\\([a-z]+)", " ".join(lines))) <= known
     loss = next(each for each in tables.tables(results) if each.table.quantity == "loss")
     assert r"\texttt{dpo} & 0.007 {\scriptsize [$-0.008$, $0.022$]}" in tables.as_latex(loss)
