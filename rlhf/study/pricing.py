@@ -67,8 +67,9 @@ class Price:
         """Yield the price as text, for a number of runs in parallel."""
         stages = f" ({self.stages_s / 3600:.1f} for stages)" if self.stages_s else ""
         yield f"CPU-hours: {self.done_s / 3600:.1f} done, {self.left_s / 3600:.1f} left{stages}"
-        ends = datetime.now() + timedelta(seconds=self.left_s / workers)
-        yield f"workers: {workers}, until {ends:%Y-%m-%d %H:%M}; memory {self.memory_gb:.1f} GB each"
+        if self.left_s:
+            ends = datetime.now() + timedelta(seconds=self.left_s / workers)
+            yield f"workers: {workers}, until {ends:%Y-%m-%d %H:%M}; memory {self.memory_gb:.1f} GB each"
         yield f"disk: {self.disk / 1e9:.2f} GB"
         if self.unknown:
             yield f"{self.unknown} runs have no price yet; run: rlhf study price <file>"
@@ -78,11 +79,23 @@ def price(plan: Plan) -> Price:
     """Return the price of a study from its rows and its pilots."""
     pilots = read_pilots(plan.spec.folder / _PRICES)
     rows = {each.run: each.row for each in plan.runs if each.row}
-    seconds: dict[object, list[float]] = {}  # of finished runs, by cell and by task and method
+    cost, config = plan.configs.cost, plan.configs.config
+    seconds: dict[object, list[float]] = {}  # of finished runs, by cost, and by cost and cell
+    ratios: dict[str, list[float]] = {}  # to the pilot, by cost
     for run, row in rows.items():
         if row.status == FINISHED:
-            for key in (run.cell, run.cell[:2]):
+            for key in ((kind := cost(run)), (kind, run.cell)):
                 seconds.setdefault(key, []).append(row.cpu_s)
+            if kind in pilots:
+                ratios.setdefault(kind, []).append(row.cpu_s / pilots[kind].seconds(config(run)))
+
+    def estimate(run: Run) -> float | None:
+        """Return the mean of the cell, otherwise the pilot times its error for other cells; None: unknown."""
+        if known := seconds.get((kind := cost(run), run.cell)):
+            return fmean(known)
+        if kind in pilots:
+            return pilots[kind].seconds(config(run)) * fmean(ratios.get(kind, [1.0]))
+        return fmean(seconds[kind]) if kind in seconds else None
 
     def models(run: Run) -> tuple[str, int]:
         """Return what the stages before a run depend on."""
@@ -91,13 +104,11 @@ def price(plan: Plan) -> Price:
     made = {models(run) for run in rows}
     left, unknown, stages = 0.0, 0, {}  # type: float, int, dict[object, float]
     for run in plan.missing:
-        pilot = pilots.get(plan.configs.cost(run))
-        if known := seconds.get(run.cell) or seconds.get(run.cell[:2]):
-            left += fmean(known)
-        elif pilot is not None:
-            left += pilot.seconds(plan.configs.config(run))
-        else:
+        if (taken := estimate(run)) is None:
             unknown += 1
+        else:
+            left += taken
+        pilot = pilots.get(cost(run))
         if pilot is not None and (own := models(run)) not in made:
             stages[own] = max(stages.get(own, 0.0), pilot.stages)  # the first pilot of a task made them
     memory = [*(row.memory_gb or 0.0 for row in rows.values()), *(each.memory_gb for each in pilots.values())]

@@ -6,11 +6,13 @@ import pytest
 
 from rlhf.checks.composing import composed
 from rlhf.core.errors import UserError
+from rlhf.core.files import read_json, write_json
 from rlhf.study import tuning, workers
 from rlhf.study.attempt import row_of
 from rlhf.study.collection import Collection
 from rlhf.study.history import events
 from rlhf.study.planning import DONE, MISSING, STALE, Configs, Plan
+from rlhf.study.pricing import price
 from rlhf.study.reading import read_spec
 from rlhf.study.rows import DIVERGED, FINISHED, TABLE, TUNE, read_rows, write_rows
 
@@ -47,6 +49,33 @@ def test_configs_are_those_of_the_command_line(study):
         typed = composed([*configs.overrides(planned.run), "backend.threads=1", "eval.samples=0"])
         assert cfg == typed.with_({name: getattr(cfg, name) for name in ("output_dir", "progress")})
     assert [each.run.seed for each in plan.runs] == [1] * 6 + [2] * 6  # seed by seed
+
+
+def test_a_price_is_of_runs_with_the_same_cost_and_otherwise_of_the_pilot_times_its_error(study):
+    """Runs that choose rates have shorter evaluations: the price of the table is not that of their rows."""
+    spec = study(TUNED.replace("tune: {", "tune: {set: [eval.prompts=2], ").replace("seeds: 2", "seeds: 1"))
+    first, *_ = (plan := Plan(spec, [])).runs
+    rows = [replace(row(first), cpu_s=10.0)]
+    found = price(Plan(spec, rows))
+    tuned = sum(run.part == TUNE and run.cell.method == "dpo" for run in plan.missing)
+    assert found.done_s == 10 and found.left_s == 10 * (tuned - 1)
+    assert found.unknown == len(plan.missing) - tuned
+
+    pilot = {"start": 5.0, "episode": 0.0, "evaluation": 0.0, "stages": 0.0, "examples": None}
+    costs = {plan.configs.cost(run) for run in plan.missing}
+    assert len(costs) == 4  # two methods, two numbers of prompts
+    spec.folder.mkdir(parents=True)
+    write_json(spec.folder / "price.json", {cost: pilot | {"memory_gb": 1.0, "disk": 0} for cost in costs})
+    others = len(plan.missing) - tuned
+    assert price(Plan(spec, rows)).left_s == 10 * (tuned - 1) + 5 * others
+
+    table = study(STUDY.replace("seeds: 2", "seeds: 1").replace("short", "table"))
+    first, *rest = (plan := Plan(table, [])).runs
+    table.folder.mkdir(parents=True)
+    write_json(table.folder / "price.json", read_json(spec.folder / "price.json", ""))
+    same = sum(each.run.cell.method == "dpo" for each in rest)
+    found = price(Plan(table, [replace(row(first), cpu_s=15.0)]))
+    assert found.left_s == 15 * same + 5 * (len(rest) - same)  # runs of DPO take three times the pilot
 
 
 def test_a_plan_shows_whole_names(study):
