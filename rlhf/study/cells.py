@@ -55,7 +55,7 @@ def _layers(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> dict
         f"methods.{cell.method}": spec.methods[cell.method].overrides,
         **{f"axes.{axis}": spec.axes[axis].values[value] for axis, value in cell.levels},
         "tune.set": for_choice,
-        "tune": [f"{key}={value}" for key, value in tuned.items()],
+        **{f"tune.{key}": [f"{key}={value}"] for key, value in tuned.items()},
         "repeat": [f"{key}={seed}" for key in spec.repeat],
     }
 
@@ -73,9 +73,9 @@ def overrides(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> li
     return list({each.key: each.text for each in read_overrides(texts)}.values())
 
 
-def origin(spec: Spec, cell: Cell, tuned: Mapping[str, str], key: str) -> str:
+def origin(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str], key: str) -> str:
     """Return the key of the study file from which a run has a config key, by default that of the method."""
-    layers = _layers(spec, cell, 0, tuned).items()
+    layers = _layers(spec, cell, seed, tuned).items()
     found = [name for name, texts in layers if any(each.key == key for each in read_overrides(texts))]
     return key if key in spec.lines else found[-1] if found else f"methods.{cell.method}"
 

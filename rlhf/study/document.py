@@ -157,8 +157,8 @@ class Document:
             found.append(f"{name}='{value}'" if "${" in value and value[0] not in "'\"" else each)
         return tuple(found)
 
-    def number(self, key: str, default: Any, kind: type[int] | type[float] = float) -> Any:
-        """Return a number of at least 0."""
+    def number(self, key: str, default: Any, kind: type[int] | type[float] = float, least: int = 0) -> Any:
+        """Return a number of at least `least`."""
         tree = self.values.get(key)
         if tree is None:
             return default
@@ -166,11 +166,11 @@ class Document:
             value = kind(tree)
         except (TypeError, ValueError):
             value = -1
-        if 0 <= value < float("inf"):
+        if least <= value < float("inf"):
             return value
         word = "a whole number" if kind is int else "a number"
         good = 0.1 if default is None else default
-        self.wrong(key, f"must be {word} of at least 0", tree, f"write {good}")
+        self.wrong(key, f"must be {word} of at least {least}", tree, f"write {good}")
         return default
 
     def one_of(self, key: str, choices: Iterable[str], what: str, value: object = None) -> str:

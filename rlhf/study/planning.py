@@ -33,7 +33,7 @@ from rlhf.study.metrics import KNOWN, named, remedy, unknown
 from rlhf.study.results import Results
 from rlhf.study.rows import TABLE, TUNE, Row
 from rlhf.study.spec import Spec
-from rlhf.study.tuning import Run, Tuning
+from rlhf.study.tuning import Run, Tuning, examples
 
 DONE, STALE, MISSING = "done", "stale", "missing"
 Only = Mapping[str, Sequence[str]] | None  # values of "task", "method", axes, "part" or "seed"; None: any
@@ -126,7 +126,7 @@ class Configs:
             for text in texts:
                 found.setdefault(text, []).append(run)
         for text, (run, *others) in found.items():
-            key = origin(self.spec, run.cell, dict(run.tuned), text.partition(" ")[0])
+            key = origin(self.spec, run.cell, run.seed, dict(run.tuned), text.partition(" ")[0])
             more = f" and {len(others)} more cells" if others else ""
             yield f"{self.spec.at(key)} ({run.cell}{more}): {text}"
 
@@ -210,7 +210,8 @@ class Plan:
                     else:
                         self.runs.append(self._planned(run))
         except UserError as error:  # the first of perhaps many
-            found = list(self.configs.problems(self.examples)) or error.problems
+            tried = [*self.examples, *examples(spec)]
+            found = list(self.configs.problems(tried)) or error.problems
             raise UserError(*found, *_of_claims(spec)) from error
         used = {row.run for each in self.runs if (row := each.row or each.stale)}
         names = {_names(each.run.names())[:-1] for each in self.runs}
@@ -225,7 +226,8 @@ class Plan:
         spec = self.spec
         found = [*self.configs.problems([*(each.run for each in self.runs), *self.undecided])]
         first: dict[str, Run] = {}
-        for each in self.runs:
+        undecided = [run for run in self.undecided if run.seed == spec.seeds[0]]
+        for each in [*self.runs, *map(self.configs.planned, undecided)]:
             if (other := first.setdefault(each.digest, each.run)).cell != (cell := each.run.cell):
                 rule = f"must differ from {other.cell} in a setting, got equal runs; leave one out"
                 found.append(f"{spec.at(f'methods.{cell.method}')} ({cell}) {rule}")

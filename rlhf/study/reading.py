@@ -80,7 +80,9 @@ class _Reading:
             claims=self.read_claims(),
             budget={each: doc.number(f"budget.{each}", 0.0) for each in doc.mapping("budget", _BUDGET)},
             looks=max(1, doc.number("looks", 1, int)),
-            resources={each: str(doc.number(f"resources.{each}", 1, int)) for each in resources},
+            resources={
+                each: str(doc.number(f"resources.{each}", 1, int, int(each != "gpus"))) for each in resources
+            },
             include=included,
             config_dir=root / doc.text("config_dir") if "config_dir" in top else None,
             page=(root if "page" in top else folder) / doc.text("page", "page.md", r".+\.md", "<file>.md"),

@@ -72,16 +72,13 @@ class Tuning:
             return
         saved = read_choices(spec.folder / "rates.json")
         source = read_choices(tune.source.folder / "rates.json") if tune.source else {}
-        grid: list[Tuned] = [
-            tuple(zip(tune.values, each, strict=True)) for each in product(*tune.values.values())
-        ]
         due = {_key(spec, cell): tuning_cell(spec, cell) for cell in cells(spec)}
         for key, cell in due.items():
             known = source.get(key)
             if known is not None and not tune.check:
                 self.choices[key] = known
                 continue
-            compared = _neighbours(tune, known) if known else grid
+            compared = _neighbours(tune, known) if known else grid(tune)
             runs, choice = self._compare(tune, cell, compared, 0 if known else tune.extend)
             if choice is None and key in saved and {*map(_said, compared)} <= saved[key].values.keys():
                 choice = saved[key]  # the rows are not here
@@ -136,6 +133,19 @@ class Tuning:
                 yield f"{name} ties with {', '.join(choice.ties)}"
             if choice.edge:
                 yield f"{name} is on the edge of what was compared"
+
+
+def grid(tune: Tune) -> list[Tuned]:
+    """Return the settings of a file that are compared."""
+    return [tuple(zip(tune.values, each, strict=True)) for each in product(*tune.values.values())]
+
+
+def examples(spec: Spec) -> list[Run]:
+    """Return a run of each tuning cell with each settings of the file."""
+    if (tune := spec.tune) is None:
+        return []
+    due = dict.fromkeys(tuning_cell(spec, cell) for cell in cells(spec))
+    return [Run(cell, tune.seeds[0], each, TUNE) for cell in due for each in grid(tune)]
 
 
 def read_choices(file: Path) -> dict[tuple[str, str, str], Choice]:

@@ -51,6 +51,9 @@ def test_the_study_without_mistakes_is_valid(tmp_path):
         ("seeds: 2", "analysis: none.py:f", ", line 3: analysis must name a function"),
         ("seeds: 2", "claims: {a: 'none.py:f'}", ", line 3: claims.a must name a function"),
         ("seeds: 2", "tune: {optim.lr: [1e-4], seeds: [9]}", "tune.optim.lr must have several different"),
+        ("seeds: 2", "resources: {minutes: 0}", "resources.minutes must be a whole number of at least 1"),
+        ("seeds: 2", "tune: {optim.lr: [1e-4, x], seeds: [9]}", ", line 3: tune.optim.lr (sums dpo lag=0"),
+        ("seeds: 2", "tune: {optim.lr: [1, 2], seeds: [9], set: [lr=1]}", ", line 3: tune.set (sums dpo"),
         ("seeds: 2", "tune: {optim.lr: [1, 2], seeds: [9], check: true}", "tune.check must have tune.from"),
         ("eval/gold_score", "lr", ", line 4: tasks.sums.metric must be a metric of the evaluations"),
         ("eval/gold_score", "eval/gold", "metric must name a metric that rows keep (see docs/"),
@@ -84,6 +87,12 @@ def test_a_metric_is_refused_if_no_run_has_its_judge_or_scorer(tmp_path):
     assert found.startswith(", line 6: tables.0 must be a metric that the runs have, got eval/score; choose")
     (tmp_path / "short.yaml").write_text(text.replace("{dpo:", "{sft: [algo=sft], dpo:"))
     Plan(read_spec(tmp_path / "short.yaml"), []).check()  # the table has a column without values of sft
+
+
+def test_equal_cells_are_named_before_their_rates_are_chosen(tmp_path):
+    text = STUDY.replace("{dpo:", "{again: [algo=rloo], dpo:")
+    found, *_ = problems(tmp_path, text + "tune: {optim.lr: [1e-4, 1e-3], seeds: [9], at: {low: {lag: 4}}}\n")
+    assert found.startswith(", line 5: methods.rloo (sums rloo lag=4) must differ from sums again lag=4")
 
 
 def test_mistakes_in_option_value_and_claim_are_reported_together(tmp_path):

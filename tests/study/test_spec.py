@@ -63,7 +63,7 @@ def test_later_layers_win_and_the_run_can_be_composed(study):
     config = composed(cells.overrides(spec, cell, 7, {"optim.lr": "3e-4"}))
     assert (config.algo.name, config.algo.loss_type.name, config.optim.lr) == ("dpo", "ipo", 3e-4)
     assert (config.seed, config.stages.seed, config.schedule.prompts_per_update) == (7, 7, 16)
-    assert cells.set_twice(spec)["optim.lr"] == ["set", "tune"]
+    assert cells.set_twice(spec)["optim.lr"] == ["set", "tune.optim.lr"]
 
 
 def test_a_cell_uses_the_tuned_values_of_the_last_point_that_it_reaches(study):
