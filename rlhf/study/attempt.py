@@ -46,6 +46,7 @@ KILLS = 5  # attempts without a new update that were killed, after which a run h
 OUTPUT = "output.log"  # of a run folder: the terminal output of the run
 _POLL_S = 0.5  # seconds between checks whether the parent process has ended
 _WAIT_S = 0.1
+USED = "used.jsonl"  # of a run folder: seconds of attempts that a signal stopped
 _IDENTITY = "identity.json"  # of a run folder: what its files were made of
 _KEPT = ("eval/kl", "eval/gold_score", "eval/score", "eval/win_rate", "eval/accuracy")  # of all evaluations
 # Libraries whose version may change a number.
@@ -171,21 +172,27 @@ def carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
         before = (folder.read_state() or {}).get("update", 0) if folder.last_checkpoint() else 0
         try:
             train(cfg, folder, check=False, claim=nullcontext, hooks=check_job(cfg))
+        except Interrupted:
+            used = {"cpu_s": cpu_s() - used_s, "taken_s": time.monotonic() - began}
+            files.append(planned.folder / USED, [used])
+            raise
         except RunError as reason:
             if read_run(folder.path).status is not Status.failed:  # not a loss that is not finite
                 raise
             error = str(reason).partition(";")[0]
-    taken, used_s = time.monotonic() - began, cpu_s() - used_s
-    updates = (folder.read_state() or {}).get("update", 0)
-    sessions = updates / (updates - before) if updates > before else 1.0  # those before took as long
+    taken_s, used_s = time.monotonic() - began, cpu_s() - used_s
+    updates, earlier = (folder.read_state() or {}).get("update", 0), files.read_lines(planned.folder / USED)
+    if updates > before and not earlier:  # attempts that were killed: their updates took as long
+        taken_s, used_s = (each * updates / (updates - before) for each in (taken_s, used_s))
     run = read_run(folder.path)
     names = [each.quantity for each in (*spec.tables, *spec.figures)]
     row = row_of(
         replace(planned, inputs=inputs(cfg)),
         **_measured(run, task.metric or cfg.metric, names),
         error=error,
-        cpu_s=round(used_s * sessions, 2),
-        gpu_s=round(taken * sessions, 2) * len(run.environment.get("devices", [])),
+        cpu_s=round(used_s + sum(each["cpu_s"] for each in earlier), 2),
+        gpu_s=round(taken_s + sum(each["taken_s"] for each in earlier), 2)
+        * len(run.environment.get("devices", [])),
         models={stage.name: _digest_of_model(stage.folder) for stage in stages},
     )
     if "models" not in spec.keep:

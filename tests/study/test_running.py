@@ -1,9 +1,14 @@
 """A study of short runs from the plan to rows, in this process."""
 
+import json
+import os
+import signal
+
 import pytest
 
 from rlhf.core.errors import UserError
-from rlhf.study import workers
+from rlhf.loggers.hooks import Hook
+from rlhf.study import attempt, workers
 from rlhf.study.history import events
 from rlhf.study.planning import DONE
 from rlhf.study.pricing import read_pilots
@@ -96,6 +101,27 @@ def test_workers_of_an_array_write_the_same_rows(study, monkeypatch, tmp_path):
         [vars(row) | dict.fromkeys(TIMES) for row in read_rows(each.spec.rows)] for each in (study, array)
     ]
     assert rows[0] == rows[1]
+
+
+def test_a_row_has_the_seconds_of_attempts_that_a_signal_stopped(study, monkeypatch, tmp_path):
+    class Stop(Hook):
+        """Stops the first attempt at a run after its first update, and pretends that it was long."""
+
+        def after_update(self, state, metrics):
+            if not (stopped := tmp_path / "stopped").exists():
+                stopped.touch()
+                os.kill(os.getpid(), signal.SIGTERM)
+            for file in tmp_path.rglob(attempt.USED):
+                assert json.loads(file.read_text())["cpu_s"] > 0
+                file.write_text('{"cpu_s": 1000.0, "taken_s": 1000.0}\n')
+
+    (tmp_path / "tiny.yaml").write_text(STUDY.format(cache=study.spec.file.parent / "cache"))
+    other = Study(tmp_path / "tiny.yaml")
+    monkeypatch.setattr(attempt, "check_job", lambda cfg: [Stop()])
+    other.run(only={"method": ["dpo"]})
+    (row,) = read_rows(other.spec.rows)
+    (calm,) = (each for each in read_rows(study.spec.rows) if each.method == "dpo")
+    assert 1000 < row.cpu_s < 1100 and row.metrics == calm.metrics
 
 
 def test_a_run_is_repeated_to_the_bit(study):
