@@ -58,7 +58,6 @@ def add(study: Study, options: Namespace) -> None:
     from rlhf.study.adding import compare, write_study
 
     added = type(study)(file := write_study(study.spec, options.methods))
-    added.plan().check()
     for line in compare(study, added.spec):
         say(line)
     say(f"study: {file}; next: rlhf study run {file}")

@@ -6,6 +6,7 @@ Anchor runs repeat a few committed rows first, which shows whether old and new r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -18,7 +19,7 @@ from rlhf.core.statistics import detectable
 from rlhf.study import history, pricing
 from rlhf.study.cells import Cell, cells
 from rlhf.study.document import Document
-from rlhf.study.planning import Planned
+from rlhf.study.planning import Plan, Planned
 from rlhf.study.reading import read_spec
 from rlhf.study.rows import TABLE
 from rlhf.study.spec import Spec
@@ -40,8 +41,8 @@ def write_study(base: Spec, mine: Path) -> Path:
         The file, beside that of `base`.
 
     Raises:
-        UserError: the file has other keys, a method has the name of one in `base`, or another study has the
-            name. No file was written.
+        UserError: the file has other keys, a method has the name of one in `base`, another study has the
+            name, or a run is invalid. No file was written.
     """
     own, other = Document(mine), Document(base.file).values[""]
     given = own.mapping("", ("study", "methods", *_OWN))
@@ -75,14 +76,16 @@ def write_study(base: Spec, mine: Path) -> Path:
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
     if file.exists() and file.read_text() != text:
         raise UserError(f"{file} exists and differs from what {mine} says; edit it, or delete it and repeat")
-    if not file.exists():
+    if is_new := not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)
-        try:
-            read_spec(file, made_of=mine)
-        except UserError:
+    try:
+        spec = read_spec(file, made_of=mine)
+        Plan(replace(spec, file=mine, lines=own.lines), []).check()  # messages name the lines of `mine`
+    except UserError:
+        if is_new:
             file.unlink()
-            raise
+        raise
     return file
 
 

@@ -38,6 +38,9 @@ def test_the_new_study_runs_its_methods_in_the_cells_of_the_other_and_shows_its_
     with pytest.raises(UserError, match="exists and differs"):
         adding.write_study(spec, mine)
     added.file.unlink()
+    with pytest.raises(UserError, match="mine.yaml, line 3: claims.mine is better must be about cells"):
+        adding.write_study(spec, mine)
+    mine.write_text(f"study: beside\n{MINE.replace('(dpo)', '(dpo) at lag=1')}grids: [{{lag: 1}}]\n")
     fewer = read_spec(adding.write_study(spec, mine))
     assert {str(each.run.cell) for each in Plan(fewer, []).runs} == {"short mine lag=1"}
     assert {str(each.run.cell) for each in adding.anchors(Study(spec), fewer)} == {"short dpo lag=1"}
@@ -48,6 +51,11 @@ def test_the_new_study_runs_its_methods_in_the_cells_of_the_other_and_shows_its_
     mine.write_text(f"study: beside\n{MINE}grids: [lag]\n")
     with pytest.raises(UserError, match="mine.yaml, line 4: grids.0 must be a mapping"):
         adding.write_study(spec, mine)
+    mine.write_text("study: beside\nmethods:\n  mine: [algo=bok, algo.betta=1]\n")
+    with pytest.raises(UserError) as error:
+        adding.write_study(spec, mine)
+    (typo,) = error.value.problems
+    assert f"{mine}, line 3: methods.mine (short mine lag=0 and 2 more cells): algo.betta must be" in typo
     assert not fewer.file.exists()
     mine.write_text("methods: {dpo: [algo=dpo]}")
     with pytest.raises(UserError, match="methods.dpo must not be a method of short"):
