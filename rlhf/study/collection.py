@@ -66,7 +66,7 @@ class Collection:
     def forget_failures(self) -> None:
         """Remove the rows of runs that failed, so that these runs are carried out again."""
         for file in self.spec.folder.glob(f"runs/*/{ROW}"):
-            if read_rows(file)[0].status == FAILED:
+            if any(row.status == FAILED for row in read_rows(file)):
                 file.unlink()
                 file.with_name(FAILURES).unlink(missing_ok=True)
         rows = read_rows(self.spec.rows)

@@ -146,8 +146,12 @@ def measured_price(plan: Plan) -> Price:
 
 def read_pilots(file: Path) -> dict[str, Pilot]:
     """Return the pilots in a file, by `Configs.cost`."""
-    tree = files.read_json(file, files.delete_command(file)) if file.exists() else {}
-    return {key: Pilot(**each) for key, each in tree.items()}
+    remedy = files.delete_command(file)
+    tree = files.read_json(file, remedy) if file.exists() else {}
+    try:
+        return {key: Pilot(**each) for key, each in tree.items()}
+    except TypeError as error:
+        raise UserError(f"{file} must have pilots as studies write them, got: {error}; {remedy}") from error
 
 
 class _Stopwatch(Hook):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -48,10 +48,32 @@ class Row:
 
 
 _NAMES = tuple(each.name for each in fields(Row))
-_KINDS: Mapping[str, Any] = {  # what a change by hand could break
-    **dict.fromkeys(("inputs", "levels", "tuned", "metrics", "evaluations", "means", "models"), dict),
-    **dict.fromkeys(("results", "seed", "prompts"), int),
-    **dict.fromkeys(("cpu_s", "gpu_s"), int | float),
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_points(value: object) -> bool:
+    return isinstance(value, list) and all(each is None or _is_number(each) for each in value)
+
+
+def _each(holds: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, dict) and all(map(holds, value.values()))
+
+
+_HOLDS: Mapping[str, Callable[[object], bool]] = {  # of a field as studies write it
+    **dict.fromkeys(("run", "task", "method", "part", "metric", "machine", "versions"), _is_text),
+    **dict.fromkeys(("inputs", "levels", "tuned", "models"), _each(_is_text)),
+    **dict.fromkeys(("metrics", "means"), _each(_is_number)),
+    "evaluations": _each(_is_points),
+    **dict.fromkeys(("results", "seed", "prompts"), lambda value: isinstance(value, int)),
+    **dict.fromkeys(("cpu_s", "gpu_s"), _is_number),
+    "status": lambda value: value in (FINISHED, DIVERGED, FAILED),
 }
 
 
@@ -63,10 +85,8 @@ def read_rows(file: Path) -> list[Row]:
     """
     rows = read_lines(file, _NAMES)
     for row in rows:
-        wrong = [name for name, kind in _KINDS.items() if not isinstance(row[name], kind)]
-        numbers = [] if wrong else [*row["metrics"].values(), *row["means"].values()]
-        if wrong or not all(isinstance(each, int | float) for each in numbers):
-            rule = f"{file} must have {', '.join(wrong) or 'metrics'} as studies write them"
+        if wrong := [name for name, holds in _HOLDS.items() if not holds(row[name])]:
+            rule = f"{file} must have {', '.join(wrong)} as studies write them"
             raise UserError(f"{rule}, got others in run {row['run']}; restore the file, or delete the line")
     return [Row(**{name: row[name] for name in _NAMES}) for row in rows]
 

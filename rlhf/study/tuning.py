@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlhf.core import files
+from rlhf.core.errors import UserError
 from rlhf.study.cells import Cell, cells, tuning_cell, tuning_point
 from rlhf.study.rows import FINISHED, TUNE, Row
 from rlhf.study.spec import Spec, Tune
@@ -156,13 +157,17 @@ def read_choices(file: Path) -> dict[tuple[str, str, str], Choice]:
     """
     if not file.exists():
         return {}
-    tree = files.read_json(file, f"delete the file: {files.delete_command(file)}")
-    return {
-        (task, method, point): Choice(**choice)
-        for task, methods in tree.items()
-        for method, points in methods.items()
-        for point, choice in points.items()
-    }
+    remedy = f"delete the file: {files.delete_command(file)}"
+    tree = files.read_json(file, remedy)
+    try:
+        return {
+            (task, method, point): Choice(**choice)
+            for task, methods in tree.items()
+            for method, points in methods.items()
+            for point, choice in points.items()
+        }
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"{file} must have choices as studies write them, got: {error}; {remedy}") from error
 
 
 def write_choices(file: Path, choices: Mapping[tuple[str, str, str], Choice]) -> None:

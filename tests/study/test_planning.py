@@ -78,6 +78,16 @@ def test_a_price_is_of_runs_with_the_same_cost_and_otherwise_of_the_pilot_times_
     assert found.left_s == 15 * same + 5 * (len(rest) - same)  # runs of DPO take three times the pilot
 
 
+def test_damaged_prices_and_choices_are_errors(study):
+    spec = study(TUNED)
+    spec.folder.mkdir(parents=True)
+    for name, tree in {"price.json": {"x": {"start": 1}}, "rates.json": {"short": {"dpo": [3]}}}.items():
+        write_json(spec.folder / name, tree)
+        with pytest.raises(UserError, match=f"{name} must have .* as studies write them, got: .*rm -r"):
+            price(Plan(spec, []))
+        (spec.folder / name).unlink()
+
+
 def test_a_plan_shows_whole_names(study):
     long = "arithmetic_with_a_name_of_31_ch"
     tasks = f"tasks: {{{long}: {{set: [task=arithmetic]}}, {long}2: {{set: [task=arithmetic, seed=3]}}}}\n"

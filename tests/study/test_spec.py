@@ -1,5 +1,8 @@
 """Study files: parsing, messages with lines, cells of grids, overrides of runs, rows."""
 
+import json
+import math
+
 import pytest
 
 from rlhf.checks.composing import composed
@@ -125,9 +128,17 @@ def test_rows_are_written_sorted_and_a_damaged_line_is_named(tmp_path):
     assert read_rows(file) == rows[::-1]
     assert unpacked(read_rows(file)[0]).tolist() == outcomes
     good = file.read_text()
-    file.write_text(good.replace('"metrics": {}', '"metrics": {"eval/kl": "high"}', 1))
-    with pytest.raises(UserError, match=r"must have metrics as studies write them, got .*; restore"):
-        read_rows(file)
+    for name, value in {
+        "metrics": {"eval/kl": math.nan},
+        "evaluations": {"update": ["first"]},
+        "levels": {"lag": 4},
+        "status": "done",
+        "versions": 3,
+    }.items():
+        first, _, rest = good.partition("\n")
+        file.write_text(json.dumps(json.loads(first) | {name: value}) + f"\n{rest}")
+        with pytest.raises(UserError, match=f"must have {name} as studies write them, got .*; restore"):
+            read_rows(file)
     file.write_text(good + "{\n")
     with pytest.raises(UserError, match=r"line 3; delete the line"):
         read_rows(file)
