@@ -22,7 +22,7 @@ from rlhf.config.overrides import Override, read_overrides
 from rlhf.config.root import Config
 from rlhf.config.run import Progress
 from rlhf.config.schema import sections
-from rlhf.config.suggestions import suggestion
+from rlhf.config.suggestions import one_of, suggestion
 from rlhf.core.errors import UserError
 from rlhf.core.files import digest
 from rlhf.core.statistics import detectable
@@ -188,7 +188,7 @@ class Plan:
     def __init__(
         self, spec: Spec, rows: Iterable[Row], configs: Configs | None = None, only: Only = None
     ) -> None:
-        self.spec, self.configs, self.only = spec, configs or Configs(spec), only or {}
+        self.spec, self.configs, self.only = spec, configs or Configs(spec), _selection(spec, only or {})
         self.rows = {row.run: row for row in reversed(list(rows))}
         self.unnamed = {
             _names(vars(row)): row for row in self.rows.values() if not row.results and 0 in spec.accept
@@ -290,6 +290,29 @@ class Plan:
         own = {"task": run.cell.task, "method": run.cell.method, "part": run.part, "seed": str(run.seed)}
         own |= dict(run.cell.levels)
         return all(own[name] in values for name, values in self.only.items())
+
+
+def _selection(spec: Spec, only: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return the values to which runs are restricted, by name.
+
+    Raises:
+        UserError: the study has no such name, or no such value.
+    """
+    seeds = [*spec.seeds, *(spec.tune.seeds if spec.tune else ())]
+    known = {"task": [*spec.tasks], "method": [*spec.methods], "seed": [*map(str, seeds)]}
+    known |= {"part": [TABLE, TUNE], **{axis: [*declared.values] for axis, declared in spec.axes.items()}}
+    found = {
+        name: [str(each) for each in ([values] if isinstance(values, str | int) else values)]
+        for name, values in only.items()
+    }
+    for name, values in found.items():
+        if name not in known:
+            guess = suggestion(name, known, "did you mean {}?") or "write method=<name>"
+            raise UserError(f"runs must be selected by {', '.join(known)}, got {name}; {guess}")
+        for value in values:
+            if value not in known[name]:
+                raise UserError(one_of(name, value, known[name]))
+    return found
 
 
 def _of_metrics(configs: Configs, runs: Sequence[Run]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from rlhf.checks.composing import composed
 from rlhf.core.errors import UserError
 from rlhf.core.files import read_json, write_json
 from rlhf.study import tuning, workers
+from rlhf.study.__main__ import main
 from rlhf.study.attempt import row_of
 from rlhf.study.collection import Collection
 from rlhf.study.history import events
@@ -144,6 +145,26 @@ def test_all_problems_are_reported_with_their_lines(study):
 def test_only_restricts_the_runs(study):
     plan = Plan(study(), [], only={"method": ["dpo"], "lag": ["0", "4"], "seed": ["2"]})
     assert [str(each.run) for each in plan.runs] == ["short dpo lag=0 seed 2", "short dpo lag=4 seed 2"]
+    assert Plan(study(), [], only={"method": "dpo", "lag": [0, 4], "seed": [2]}).only == plan.only
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (
+            ["--only", "methd=dpo"],
+            "runs must be selected by task, method, seed, part, lag, got methd; did you",
+        ),
+        (["--only", "method=dpoo"], "method must be one of dpo, rloo, got 'dpoo'; did you mean method=dpo?"),
+        (["--only", "method"], "method must be one of dpo, rloo, got ''; choose one of them"),
+        (["--only", "seed=3"], "seed must be one of 1, 2, got '3'; choose one of them"),
+        (["--workers", "0"], "argument --workers: must be a number of at least 1, got 0; write 1"),
+    ],
+)
+def test_what_a_command_does_not_know_is_an_error(study, capsys, words, found):
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", str(study().file), *words])
+    assert found in capsys.readouterr().err
 
 
 def tuned(spec, values):
