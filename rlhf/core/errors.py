@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from signal import Signals
@@ -83,6 +84,22 @@ def one_line(error: BaseException) -> str:
     with suppress(Exception):  # its own __str__ raises
         text = printable(" ".join(str(error).split()))
     return f"{kind}: {text}" if text else kind
+
+
+def place_in_code(error: BaseException, caller: str) -> str:
+    """Return, for a message, the innermost line of the user's file in the traceback of an error.
+
+    Args:
+        error: an exception of the user's code.
+        caller: the file that called the code.
+    """
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != caller and not frame.filename.startswith("<frozen")
+    ]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 def report(problems: tuple[str, ...] | list[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping, Set, Sized
 from copy import deepcopy
 from dataclasses import replace
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from rlhf.config.address import load_function, signature_of
 from rlhf.config.parameters import GIVEN, parameters_of
-from rlhf.core.errors import RunError, one_line
+from rlhf.core.errors import RunError, one_line, place_in_code
 from rlhf.core.formatting import shortened
 from rlhf.core.protection import protected
 from rlhf.core.score import as_score, not_a_score
@@ -174,9 +173,8 @@ class FunctionScorer(Scorer):
                 else f"raised {one_line(error)}"
             )
             takes = " (it receives lists)" if self.config.batched else ""
-            raise RunError(
-                f"{self.name} {did}{place(error)} for {example}; correct the function{takes}"
-            ) from error
+            where = place_in_code(error, __file__)
+            raise RunError(f"{self.name} {did}{where} for {example}; correct the function{takes}") from error
 
     def listed(self, given: Any, count: int, example: str) -> list[Any]:
         """Return the result `given` of a batched function, which must be a list of `count` scores.
@@ -216,10 +214,3 @@ def items(given: Any) -> Any:
     except TypeError:
         return given
     return list(iterator)
-
-
-def place(error: BaseException) -> str:
-    """Return, for a message, the innermost line of the user's file in the traceback of `error`."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""

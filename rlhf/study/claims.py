@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import product
@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf.core import statistics
-from rlhf.core.errors import UserError
+from rlhf.core.errors import UserError, one_line, place_in_code
+from rlhf.core.formatting import shortened
 from rlhf.core.statistics import LEVEL, Estimate, distinct, holm
 from rlhf.study.cells import cell_of
 from rlhf.study.formula import BEST, SAME, SLOPE, Formula, Side, read_formula
@@ -42,7 +43,7 @@ def judged(results: Results) -> Iterator[Judged]:
         assert formula is not None
         together = formula.pooled or formula.left is None
         for tasks in [[*results.spec.tasks]] if together else [[task] for task in results.spec.tasks]:
-            verdict, numbers = _verdict(results, formula, tasks)
+            verdict, numbers = _verdict(results, formula, tasks, results.spec.at(f"claims.{said}"))
             if verdict != _ELSEWHERE:
                 yield Judged(said, text, None if together else tasks[0], verdict, numbers)
 
@@ -108,22 +109,40 @@ def shown(estimate: Estimate, decimals: int = 3, zero: str = "z") -> str:
     return centre if estimate.seeds < 2 else f"{centre} ({low}, {high})"
 
 
-def own_function(address: str) -> Callable[[Sequence[Row]], Any]:
-    """Return the function that an address names, <file>.py:<function> or <module>:<function>.
+def call_own(key: str, address: str, rows: Sequence[Row]) -> Any:
+    """Return what a function of the user, <file>.py:<function> or <module>:<function>, returns for rows.
+
+    Args:
+        key: file, line and key of the address, for messages.
+        address: the function.
+        rows: the rows of a study.
 
     Raises:
-        UserError: there is no such function.
+        UserError: there is no such function, or it failed.
     """
     place, _, name = address.rpartition(":")
     try:
-        return (run_path(place) if place.endswith(".py") else vars(import_module(place)))[name]
-    except (ImportError, OSError, KeyError) as error:
-        rule = "a claim or analysis must name a function (<file>.py:<function> or <module>:<function>)"
-        raise UserError(f"{rule}, got {address} ({error!r}); fix the name") from error
+        return (run_path(place) if place.endswith(".py") else vars(import_module(place)))[name](rows)
+    except (Exception, SystemExit) as error:
+        got = f"{one_line(error)}{place_in_code(error, __file__)}"
+        raise UserError(f"{key} must be a function of rows, got {got}; correct {address}") from error
 
 
-def _verdict(results: Results, formula: Formula, tasks: Sequence[str]) -> tuple[str, str]:
-    """Return the verdict on a claim about tasks, and its numbers."""
+def _own_differences(key: str, address: str, rows: Sequence[Row]) -> dict[str, Contrast]:
+    """Return the differences that a function of the user makes of rows."""
+    found = call_own(key, address, rows)
+    try:
+        samples = {str(name): np.array([values], float) for name, values in found.items()}
+    except (AttributeError, TypeError, ValueError):
+        samples = {}
+    if not samples or not all(x.ndim == 2 and np.isfinite(x).all() for x in samples.values()):
+        rule = f"{key} must return differences by name, one number for each seed"
+        raise UserError(f'{rule}, got {shortened(repr(found), 60)}; return {{"a - b": [0.1, -0.2, 0.3]}}')
+    return {name: Contrast(x, [1.0], True, 0) for name, x in samples.items()}
+
+
+def _verdict(results: Results, formula: Formula, tasks: Sequence[str], key: str) -> tuple[str, str]:
+    """Return the verdict on a claim about tasks, and its numbers; `key`: where it is, for messages."""
     chosen, left, terms = "", formula.left, {}  # type: str, Side | None, dict[str, list[Term]]
     if left is not None:
         if BEST in left.methods:
@@ -135,8 +154,7 @@ def _verdict(results: Results, formula: Formula, tasks: Sequence[str]) -> tuple[
         return "runs are missing", ""
     contrasts = {name: results.contrast(each) for name, each in terms.items()}
     if left is None:
-        found = own_function(formula.text)(results.rows)
-        contrasts = {n: Contrast(np.array([x], float), [1.0], True, 0) for n, x in found.items()}
+        contrasts = _own_differences(key, formula.text, results.rows)
     if not contrasts or not all(map(results.complete, terms.values())):
         return f"{UNDECIDED}: a run failed, or does not have the value", ""
     contrasts = {name: contrasts[name] for name in distinct({n: c.samples for n, c in contrasts.items()})}

@@ -18,7 +18,7 @@ from rlhf.report.drawing import Chart, Panel, trace
 from rlhf.report.groups import Group
 from rlhf.study import history, tables
 from rlhf.study.cells import Cell
-from rlhf.study.claims import judged, own_function
+from rlhf.study.claims import call_own, judged
 from rlhf.study.results import Results
 from rlhf.study.rows import DIVERGED, Row
 from rlhf.study.tables import Family, Shown, as_table
@@ -121,7 +121,7 @@ def _as_markdown(results: Results, shown: str, found: Sequence[Family], images: 
         parts += ["## All tasks", _OVER_TASKS, *shares]
     parts += [shown] if shown else []
     if spec.analysis:
-        parts.append(str(own_function(spec.analysis)(results.rows)))
+        parts.append(str(call_own(spec.at("analysis"), spec.analysis, results.rows)))
     return "\n\n".join(parts)
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import re
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -175,6 +176,42 @@ def test_page_tables_and_figures_are_written_between_the_marks(rows, tmp_path, c
     own.page.write_text("nothing")
     with pytest.raises(UserError, match="page.md must contain '<!-- generated"):
         write_page(other)
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("raise KeyError('boo')", r"must be a function of rows, got KeyError: 'boo' \(.*own.py, line 2\); "),
+        ("raise SystemExit", r"must be a function of rows, got SystemExit \(.*own.py, line 2\); correct"),
+        ("return [1, 2]", r"must return differences by name, one number for each seed, got \[1, 2\]; return"),
+        (
+            "return {'a': [0.1, float('nan')]}",
+            "must return differences by name, one number for each seed, got",
+        ),
+        ("return {'a': 0.1}", "must return differences by name, one number for each seed, got {'a': 0.1}"),
+    ],
+)
+def test_a_function_that_fails_or_returns_something_else_is_an_error_with_its_line(
+    results, tmp_path, body, found
+):
+    (tmp_path / "own.py").write_text(f"def own(rows):\n    {body}\n")
+    spec = replace(results.spec, claims={"mine": f"{tmp_path}/own.py:own"})
+    with pytest.raises(UserError, match=rf"staleness.yaml.*: claims.mine {found}"):
+        list(claims.judged(_with(results, spec)))
+
+
+def test_a_claim_can_be_a_function(results, tmp_path):
+    (tmp_path / "own.py").write_text("def own(rows):\n    return {'a': [0.2, 0.25, 0.3, 0.25, 0.2, 0.3]}\n")
+    spec = replace(results.spec, claims={"mine": f"{tmp_path}/own.py:own"})
+    (found,) = claims.judged(_with(results, spec))
+    assert found.verdict == "holds" and found.numbers == "a 0.250 (0.203, 0.297)" and found.task is None
+
+
+def _with(results, spec):
+    """Return results with another declaration of the study."""
+    found = copy(results)
+    found.spec = spec
+    return found
 
 
 def test_claims_that_are_added_after_the_runs_are_marked(rows, tmp_path):
