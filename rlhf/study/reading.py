@@ -6,13 +6,27 @@ Overrides are not composed here: `rlhf study plan` checks the runs. This module 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from rlhf.config.suggestions import suggestion
 from rlhf.core.errors import UserError
 from rlhf.study.document import Document
 from rlhf.study.formula import problems, read_formula
-from rlhf.study.spec import QUANTITIES, VALUE, Axis, Grid, Include, Method, Spec, Table, Task, Tune, folder_of
+from rlhf.study.spec import (
+    LOSS,
+    QUANTITIES,
+    VALUE,
+    Axis,
+    Grid,
+    Include,
+    Method,
+    Spec,
+    Table,
+    Task,
+    Tune,
+    folder_of,
+)
 
 _KEYS = (
     *("study", "title", "set", "repeat", "seeds", "tasks", "methods", "axes", "grids", "tune", "tables"),
@@ -243,11 +257,6 @@ class _Reading:
             == "true",
         )
 
-    def quantities(self) -> list[str]:
-        """Return the quantities that the runs have: at_kl and at_time need the key of a task."""
-        tasks = self.tasks.values() or [Task(at_kl=1, at_time=1)]
-        return [each for each in QUANTITIES if any(getattr(task, each, 0) is not None for task in tasks)]
-
     def read_claims(self) -> dict[str, str]:
         """Return the formula of each claim; the form and the names in it are checked."""
         found = {said: str(text) for said, text in self.doc.mapping("claims").items()}
@@ -258,22 +267,44 @@ class _Reading:
             if formula is None:
                 remedy = "write loss(dpo) < 0.5 * loss(ppo, rloo) at lag=64"
                 self.doc.wrong(at, "must compare quantities of methods", text, remedy)
-            for rule in problems(formula, self.methods, self.axes, self.quantities()) if formula else ():
+            for rule in problems(formula, self.methods, self.axes, quantities(self.tasks)) if formula else ():
                 self.doc.wrong(at, f"must {rule}", text, "fix the formula")
         return found
 
     def read_tables(self, key: str) -> Iterable[Table]:
         """Yield what the page shows: quantities over axes, or at the bases of all axes."""
         for at, text in self.doc.items(key).items():
-            said, _, title = text.partition(" as ")
-            quantity, over, axis = said.partition(" over ")
-            quantity = quantity.removeprefix("value ").strip()
-            if quantity not in self.quantities() and "/" not in quantity:
-                rule = f"must be <quantity> over <axis> ({', '.join(self.quantities())}, or a metric)"
-                known = quantity in QUANTITIES
-                remedy = f"add tasks.<name>.{quantity}" if known else "write value over <axis>"
-                self.doc.wrong(at, rule, text, remedy)
-            elif quantity == "loss" and not over:
-                self.doc.wrong(at, "must be over an axis", text, "write loss over <axis>")
-            elif not over or self.doc.one_of(at, self.axes, "over an axis", axis):
-                yield Table(quantity, axis, title)
+            found = read_table(text, quantities(self.tasks), self.axes)
+            if isinstance(found, Table):
+                yield found
+            else:
+                rule, got, remedy = found
+                self.doc.wrong(at, rule, got, remedy)
+
+
+def quantities(tasks: Mapping[str, Task]) -> list[str]:
+    """Return the quantities that the runs of tasks have: at_kl and at_time need the key of a task."""
+    declared = tasks.values() or [Task(at_kl=1, at_time=1)]
+    return [each for each in QUANTITIES if any(getattr(task, each, 0) is not None for task in declared)]
+
+
+def read_table(text: str, known: Collection[str], axes: Collection[str]) -> Table | tuple[str, str, str]:
+    """Return the table of a text such as "loss over lag as the loss"; else rule, value and remedy.
+
+    Args:
+        text: the text.
+        known: the quantities that runs have, beside metrics.
+        axes: the axes.
+    """
+    said, _, title = text.partition(" as ")
+    quantity, over, axis = said.partition(" over ")
+    quantity = quantity.removeprefix("value ").strip()
+    if quantity not in known and "/" not in quantity:
+        remedy = f"add tasks.<name>.{quantity}" if quantity in QUANTITIES else "write value over <axis>"
+        return f"must be <quantity> over <axis> ({', '.join(known)}, or a metric)", text, remedy
+    if quantity == LOSS and not over:
+        return "must be over an axis", text, f"write {LOSS} over <axis>"
+    if over and axis not in axes:
+        guess = suggestion(axis, axes, "did you mean {}?") or "choose one of them"
+        return f"must be over an axis ({', '.join(axes) or 'there are none'})", axis, guess
+    return Table(quantity, axis, title)

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf.config.suggestions import suggestion
 from rlhf.core import files
 from rlhf.core.errors import RunError, UserError
 from rlhf.processes.signals import interruptible
@@ -25,7 +26,7 @@ from rlhf.study.claims import Judged, judged
 from rlhf.study.collection import ROW, Collection
 from rlhf.study.page import write_page
 from rlhf.study.planning import Configs, Only, Plan
-from rlhf.study.reading import read_spec
+from rlhf.study.reading import quantities, read_spec, read_table
 from rlhf.study.results import Results
 from rlhf.study.rows import TABLE, Row, read_rows
 from rlhf.study.spec import Spec, Table
@@ -88,16 +89,24 @@ class Study:
         """Return a table such as "loss over lag", with texts as on the page, by task and method.
 
         Raises:
-            UserError: the study has no such axis.
+            UserError: the study has no such quantity, axis or metric.
         """
         import pandas
 
-        quantity, _, axis = text.partition(" over ")
-        if axis and axis not in self.spec.axes:
-            known = ", ".join(self.spec.axes)
-            raise UserError(f"{text} must be over an axis ({known}), got {axis}; choose one")
+        table, results = (
+            read_table(text, quantities(self.spec.tasks), self.spec.axes),
+            Results.read(self.spec),
+        )
+        if not isinstance(table, Table):
+            rule, got, remedy = table
+            raise UserError(f"a table {rule}, got {got}; {remedy}")
+        results = Results.read(self.spec)
+        known = {name for row in results.rows for name in (*row.metrics, *row.means)}
+        if "/" in table.quantity and table.quantity not in known:
+            guess = suggestion(table.quantity, known, "did you mean {}?") or "choose one of Study.rows()"
+            raise UserError(f"a table must name a metric of the rows, got {table.quantity}; {guess}")
         found: dict[tuple[str, str], dict[str, str]] = {}
-        for each in tables(Results.read(self.spec), [Table(quantity, axis)]):
+        for each in tables(results, [table]):
             for method, row in each.rows.items():
                 texts = [entry.text for entry in row]
                 found[each.task, method] = dict(zip(each.columns, texts, strict=True))

@@ -71,8 +71,13 @@ def test_a_complete_study_runs_nothing_and_its_claims_are_not_recorded_again(stu
 def test_a_study_shows_its_tables_and_claims(study):
     table = study.table("value")
     assert {*table.index.get_level_values(1)} == {"dpo", "ipo"}
-    with pytest.raises(UserError, match="must be over an axis"):
-        study.table("loss over lag")
+    for text, found in {
+        "loss over lag": r"a table must be over an axis \(there are none\), got lag; choose one of them",
+        "gain": "a table must be <quantity> over <axis> .*, got gain; write value over <axis>",
+        "eval/klm": "a table must name a metric of the rows, got eval/klm; did you mean eval/kl?",
+    }.items():
+        with pytest.raises(UserError, match=found):
+            study.table(text)
     assert study.page().is_file() and len(study.claims()) == 1
 
 
