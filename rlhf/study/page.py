@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -145,6 +146,9 @@ def state(results: Results) -> Iterator[str]:
     if rows:
         classes = sorted({row.machine or "not recorded" for row in rows})
         apart = " Rows of different classes are never paired." if len(classes) > 1 else ""
+        pairs = {(row.seed, row.machine) for row in rows}
+        if mixed := sorted(seed for seed, count in Counter(seed for seed, _ in pairs).items() if count > 1):
+            apart += f" Seeds with rows of several classes: {', '.join(map(str, mixed))}."
         versions = "; ".join(sorted({row.versions for row in rows}))
         yield f"Machine: {'; '.join(classes)}.{apart} Code: {versions}."
     for event in history.events(spec, "anchors")[-1:]:

@@ -57,7 +57,7 @@ class Shown:
 
 
 def tables(results: Results, declared: Sequence[Table] | None = None) -> Iterator[Shown]:
-    """Yield tables (None: those of the study), task by task, without those whose cells have no runs."""
+    """Yield tables (None: those of the study), task by task, without columns whose cells have no runs."""
     spec = results.spec
     for name, task in spec.tasks.items():
         for table in spec.tables if declared is None else declared:
@@ -73,10 +73,17 @@ def tables(results: Results, declared: Sequence[Table] | None = None) -> Iterato
             if quantity == LOSS:
                 values.remove(base := spec.axes[axis].bases[name])
                 title = title or f"loss of {task.name} against {axis}{' = ' if len(axis) == 1 else ' '}{base}"
-            cells = {m: [cell_of(spec, name, m, {axis: value}) for value in values] for m in spec.methods}
-            rows = {m: [_entry(results, table, cell) for cell in row] for m, row in cells.items()}
-            if any(entry.runs for row in rows.values() for entry in row):
-                columns = [f"{axis} {value}" for value in values] if axis else ["value"]
+            found = {
+                f"{axis} {value}" if axis else "value": [
+                    _entry(results, table, cell_of(spec, name, method, {axis: value}))
+                    for method in spec.methods
+                ]
+                for value in values
+            }
+            columns = [column for column, entries in found.items() if any(each.runs for each in entries)]
+            if columns:
+                entries = zip(*(found[column] for column in columns), strict=True)
+                rows = dict(zip(spec.methods, entries, strict=True))
                 yield Shown(name, table, title or titles.get(quantity, quantity), columns, rows)
 
 

@@ -114,6 +114,12 @@ def test_a_failed_run_takes_part_in_no_claim_and_a_diverged_one_counts_as_collap
 
 def test_rows_of_two_machine_classes_or_other_models_are_not_paired(spec, rows, results):
     mixed = Results(spec, [replace(row, machine="other") if row.method == "dpo" else row for row in rows])
+    assert "classes are never paired. Seeds with rows of several classes: 1, 2," in " ".join(
+        page.state(mixed)
+    )
+    whole = Results(spec, [replace(row, machine="other") if row.seed == 2 else row for row in rows])
+    said = " ".join(page.state(whole))
+    assert "classes are never paired. Code:" in said and "several classes" not in said
     one, other = (next(cell for cell in mixed.cells if cell.method == name) for name in ("dpo", "ppo"))
     difference = mixed.contrast([Term(1.0, one, "value"), Term(-1.0, other, "value")])
     alone = mixed.contrast([Term(1.0, one, "value"), Term(-1.0, one.at({"lag": "64"}), "value")])
@@ -243,6 +249,12 @@ def test_tables_as_latex_need_booktabs_alone(results):
         assert set(re.findall(r"\\([a-z]+)", " ".join(lines))) <= known
     loss = next(each for each in tables.tables(results) if each.table.quantity == "loss")
     assert r"\texttt{dpo} & 0.007 {\scriptsize [$-0.008$, $0.022$]}" in tables.as_latex(loss)
+
+
+def test_a_table_has_no_columns_without_runs(spec, rows):
+    few = Results(spec, [row for row in rows if row.levels["lag"] in ("0", "64")])
+    found = [each.columns for each in tables.tables(few, [Table("value", "lag"), Table("loss", "lag")])]
+    assert found == [["lag 0", "lag 64"], ["lag 64"]] * len(spec.tasks)
 
 
 def test_tables_in_the_terminal_have_80_columns_and_tests_are_csv(results):
