@@ -380,10 +380,11 @@ def trains(config: Mapping[str, Any]) -> Trains:
 
 def _numbers(row: dict[str, Any]) -> Row:
     """Return the values of a row that are finite numbers."""
-    return {name: value for name, value in row.items() if _finite(value)}
+    return {name: value for name, value in row.items() if finite(value)}
 
 
-def _finite(value: object) -> bool:
+def finite(value: object) -> bool:
+    """Return True if a value of a file is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -402,7 +403,7 @@ def _read_rows(file: Path, required: Sequence[str]) -> list[dict[str, Any]]:
         row = _parsed(line, at := f"{file.name}, line {number}")
         if not isinstance(row, dict) or any(key not in row for key in required):
             raise ValueError(f"{at}: not a row with {', '.join(required)}")
-        if not _finite(row["update"]):
+        if not finite(row["update"]):
             raise ValueError(f"{at}: update is {row['update']!r}, not a number")
         rows.append(row)
     return rows

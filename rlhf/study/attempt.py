@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 ATTEMPTS = 2  # errors after which a run has failed
 KILLS = 5  # attempts without a new update that were killed, after which a run has failed
 OUTPUT = "output.log"  # of a run folder: the terminal output of the run
+USED = "used.jsonl"  # of a run folder: seconds of attempts that a signal stopped
 _POLL_S = 0.5  # seconds between checks whether the parent process has ended
 _WAIT_S = 0.1
-USED = "used.jsonl"  # of a run folder: seconds of attempts that a signal stopped
 _IDENTITY = "identity.json"  # of a run folder: what its files were made of
 _KEPT = ("eval/kl", "eval/gold_score", "eval/score", "eval/win_rate", "eval/accuracy")  # of all evaluations
 # Libraries whose version may change a number.

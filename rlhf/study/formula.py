@@ -1,4 +1,4 @@
-"""The grammar of claims.
+"""The grammar of claims, and that of tables.
 
     quantity(methods) < | > number | [factor *] quantity(methods)
     quantity(methods) within margin [of quantity(methods)]
@@ -20,7 +20,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from rlhf.study.spec import LOSS, QUANTITIES, Axis
+from rlhf.config.suggestions import suggestion
+from rlhf.study.spec import LOSS, QUANTITIES, Axis, Table, Task
 
 SAME, BEST, SLOPE = "same", "best", "slope"
 _SIDE = re.compile(r"(?P<quantity>[\w/]+)\((?P<methods>[^()]*)\)(?P<words>[^<>()*]*)")
@@ -139,3 +140,31 @@ def problems(
         if side.quantity == LOSS and axis in axes and {*axes[axis].bases.values()} == {value}:
             found.append(f"be about a loss at another value than the base ({axis}={value})")
     return found
+
+
+def quantities(tasks: Mapping[str, Task]) -> list[str]:
+    """Return the quantities that the runs of tasks have: at_kl and at_time need the key of a task."""
+    declared = tasks.values() or [Task(at_kl=1, at_time=1)]
+    return [each for each in QUANTITIES if any(getattr(task, each, 0) is not None for task in declared)]
+
+
+def read_table(text: str, known: Collection[str], axes: Collection[str]) -> Table | tuple[str, str, str]:
+    """Return the table of a text such as "loss over lag as the loss"; else rule, value and remedy.
+
+    Args:
+        text: the text.
+        known: the quantities that runs have, beside metrics.
+        axes: the axes.
+    """
+    said, _, title = text.partition(" as ")
+    quantity, over, axis = said.partition(" over ")
+    quantity = quantity.removeprefix("value ").strip()
+    if quantity not in known and "/" not in quantity:
+        remedy = f"add tasks.<name>.{quantity}" if quantity in QUANTITIES else "write value over <axis>"
+        return f"must be <quantity> over <axis> ({', '.join(known)}, or a metric)", text, remedy
+    if quantity == LOSS and not over:
+        return "must be over an axis", text, f"write {LOSS} over <axis>"
+    if over and axis not in axes:
+        guess = suggestion(axis, axes, "did you mean {}?") or "choose one of them"
+        return f"must be over an axis ({', '.join(axes) or 'there are none'})", axis, guess
+    return Table(quantity, axis, title)

@@ -226,8 +226,7 @@ class Plan:
         spec = self.spec
         found = [*self.configs.problems([*(each.run for each in self.runs), *self.undecided])]
         first: dict[str, Run] = {}
-        undecided = [run for run in self.undecided if run.seed == spec.seeds[0]]
-        for each in [*self.runs, *map(self.configs.planned, undecided)]:
+        for each in [*self.runs, *map(self.configs.planned, self.examples)]:
             if (other := first.setdefault(each.digest, each.run)).cell != (cell := each.run.cell):
                 rule = f"must differ from {other.cell} in a setting, got equal runs; leave one out"
                 found.append(f"{spec.at(f'methods.{cell.method}')} ({cell}) {rule}")

@@ -6,27 +6,13 @@ Overrides are not composed here: `rlhf study plan` checks the runs. This module 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from rlhf.config.suggestions import suggestion
 from rlhf.core.errors import UserError
 from rlhf.study.document import Document
-from rlhf.study.formula import problems, read_formula
-from rlhf.study.spec import (
-    LOSS,
-    QUANTITIES,
-    VALUE,
-    Axis,
-    Grid,
-    Include,
-    Method,
-    Spec,
-    Table,
-    Task,
-    Tune,
-    folder_of,
-)
+from rlhf.study.formula import problems, quantities, read_formula, read_table
+from rlhf.study.spec import VALUE, Axis, Grid, Include, Method, Spec, Table, Task, Tune, folder_of
 
 _KEYS = (
     *("study", "title", "set", "repeat", "seeds", "tasks", "methods", "axes", "grids", "tune", "tables"),
@@ -280,31 +266,3 @@ class _Reading:
             else:
                 rule, got, remedy = found
                 self.doc.wrong(at, rule, got, remedy)
-
-
-def quantities(tasks: Mapping[str, Task]) -> list[str]:
-    """Return the quantities that the runs of tasks have: at_kl and at_time need the key of a task."""
-    declared = tasks.values() or [Task(at_kl=1, at_time=1)]
-    return [each for each in QUANTITIES if any(getattr(task, each, 0) is not None for task in declared)]
-
-
-def read_table(text: str, known: Collection[str], axes: Collection[str]) -> Table | tuple[str, str, str]:
-    """Return the table of a text such as "loss over lag as the loss"; else rule, value and remedy.
-
-    Args:
-        text: the text.
-        known: the quantities that runs have, beside metrics.
-        axes: the axes.
-    """
-    said, _, title = text.partition(" as ")
-    quantity, over, axis = said.partition(" over ")
-    quantity = quantity.removeprefix("value ").strip()
-    if quantity not in known and "/" not in quantity:
-        remedy = f"add tasks.<name>.{quantity}" if quantity in QUANTITIES else "write value over <axis>"
-        return f"must be <quantity> over <axis> ({', '.join(known)}, or a metric)", text, remedy
-    if quantity == LOSS and not over:
-        return "must be over an axis", text, f"write {LOSS} over <axis>"
-    if over and axis not in axes:
-        guess = suggestion(axis, axes, "did you mean {}?") or "choose one of them"
-        return f"must be over an axis ({', '.join(axes) or 'there are none'})", axis, guess
-    return Table(quantity, axis, title)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -13,6 +12,7 @@ import numpy as np
 
 from rlhf.core.errors import UserError
 from rlhf.core.files import as_line, read_lines, write_atomically
+from rlhf.report.runs import finite
 
 TABLE, TUNE = "table", "tune"  # parts of a study
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
@@ -50,16 +50,12 @@ class Row:
 _NAMES = tuple(each.name for each in fields(Row))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
 def _is_points(value: object) -> bool:
-    return isinstance(value, list) and all(each is None or _is_number(each) for each in value)
+    return isinstance(value, list) and all(each is None or finite(each) for each in value)
 
 
 def _each(holds: Callable[[object], bool]) -> Callable[[object], bool]:
@@ -69,10 +65,10 @@ def _each(holds: Callable[[object], bool]) -> Callable[[object], bool]:
 _HOLDS: Mapping[str, Callable[[object], bool]] = {  # of a field as studies write it
     **dict.fromkeys(("run", "task", "method", "part", "metric", "machine", "versions"), _is_text),
     **dict.fromkeys(("inputs", "levels", "tuned", "models"), _each(_is_text)),
-    **dict.fromkeys(("metrics", "means"), _each(_is_number)),
+    **dict.fromkeys(("metrics", "means"), _each(finite)),
     "evaluations": _each(_is_points),
     **dict.fromkeys(("results", "seed", "prompts"), lambda value: isinstance(value, int)),
-    **dict.fromkeys(("cpu_s", "gpu_s"), _is_number),
+    **dict.fromkeys(("cpu_s", "gpu_s"), finite),
     "status": lambda value: value in (FINISHED, DIVERGED, FAILED),
 }
 

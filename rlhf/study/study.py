@@ -24,9 +24,10 @@ from rlhf.processes.signals import interruptible
 from rlhf.study import attempt, pricing
 from rlhf.study.claims import Judged, judged
 from rlhf.study.collection import ROW, Collection
+from rlhf.study.formula import quantities, read_table
 from rlhf.study.page import write_page
 from rlhf.study.planning import Configs, Only, Plan
-from rlhf.study.reading import quantities, read_spec, read_table
+from rlhf.study.reading import read_spec
 from rlhf.study.results import Results
 from rlhf.study.rows import TABLE, Row, read_rows
 from rlhf.study.spec import Spec, Table
@@ -93,10 +94,7 @@ class Study:
         """
         import pandas
 
-        table, results = (
-            read_table(text, quantities(self.spec.tasks), self.spec.axes),
-            Results.read(self.spec),
-        )
+        table = read_table(text, quantities(self.spec.tasks), self.spec.axes)
         if not isinstance(table, Table):
             rule, got, remedy = table
             raise UserError(f"a table {rule}, got {got}; {remedy}")

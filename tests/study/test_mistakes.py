@@ -90,9 +90,16 @@ def test_a_metric_is_refused_if_no_run_has_its_judge_or_scorer(tmp_path):
 
 
 def test_equal_cells_are_named_before_their_rates_are_chosen(tmp_path):
-    text = STUDY.replace("{dpo:", "{again: [algo=rloo], dpo:")
-    found, *_ = problems(tmp_path, text + "tune: {optim.lr: [1e-4, 1e-3], seeds: [9], at: {low: {lag: 4}}}\n")
-    assert found.startswith(", line 5: methods.rloo (sums rloo lag=4) must differ from sums again lag=4")
+    """Runs that choose rates are at the base of the axis, so only runs of the table are equal."""
+    same = "{x: [schedule.minibatches=1], y: [schedule.minibatches=1]}"
+    text = STUDY.replace("axes: {", f"axes: {{N: {{values: {same}, base: x}}, ").replace(
+        "[{lag", "[{N: all, lag"
+    )
+    found = problems(tmp_path, text + "tune: {optim.lr: [1e-4, 1e-3], seeds: [9], at: {low: {lag: 4}}}\n")
+    assert len(found) == 4  # two methods, two lags
+    assert found[0].startswith(
+        ", line 5: methods.dpo (sums dpo N=y lag=0) must differ from sums dpo N=x lag=0"
+    )
 
 
 def test_mistakes_in_option_value_and_claim_are_reported_together(tmp_path):
