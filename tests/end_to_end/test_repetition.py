@@ -27,17 +27,19 @@ def waters(response):
 calls = itertools.count()
 
 
-def later(response):
-    return next(calls) // 32 / 10  # the same for the responses of an update: nothing to learn
+def later(response):  # gets the responses of a whole update, and scores all alike: nothing to learn
+    return [next(calls) / 10] * len(response)
 
 
 @pytest.mark.parametrize(("reward", "hints"), [(waters, 1), (later, 0)])
 def test_a_run_hints_at_repetition_that_the_reward_likes(reward, hints, cache_dir, tmp_path, capsys):
     folders = (f"cache_dir={cache_dir}", f"output_dir={tmp_path}", "progress=off", "schedule.eval_every=0")
-    run = Experiment(*LEARNING, *folders, dataset=ROWS, reward=reward)
+    batched = f"scorer.batched={reward is later}"
+    run = Experiment(*LEARNING, *folders, batched, dataset=ROWS, reward=reward)
     run.run()
     scores = run.metrics()["objective/scores"]
     assert len(scores) == 16 and scores.iloc[-4:].mean() > scores.iloc[:4].mean() + 0.1
+    assert (run.metrics()["objective/tie_rate"] == 1).all() == (reward is later)
     text = "responses repeat themselves more while the reward rises: "
     assert capsys.readouterr().out.count(text) == hints
     assert run.files.log.read_text().count(text) == hints
