@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -206,9 +207,24 @@ def _state_problem(state: object) -> str | None:
     if not isinstance(state, dict):
         return f"it contains {json.dumps(state)[:40]}"
     if state.get("finished") is not True:
-        return None
+        return counters_problem(state)
     result = state.get("result")
     if not isinstance(result, dict):
         return "it is finished and has no result"
     others = [name for name, value in result.items() if not isinstance(value, int | float)]
-    return f"the result {others[0]} is no number" if others else None
+    return f"the result {others[0]} is no number" if others else counters_problem(state)
+
+
+def counters_problem(state: Mapping[str, Any]) -> str | None:
+    """Return which counter of trainer_state.json has another type than a run writes; None if none has."""
+    for name in ("num_updates", "update", "version", "episode"):
+        if not isinstance(state.get(name, 0), int | float):
+            return f"{name} is {json.dumps(state[name])[:40]}, not a number"
+    if not texts(state.get("lost_rows", [])):
+        return f"lost_rows is {json.dumps(state['lost_rows'])[:40]}, not a list of file names"
+    return None
+
+
+def texts(value: object) -> bool:
+    """Return whether a JSON value is a list of texts."""
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)

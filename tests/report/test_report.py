@@ -264,6 +264,16 @@ DAMAGE = {
     "metrics.jsonl, line 1: not a row with update": ("metrics.jsonl", "3\n"),
     "metrics.jsonl, line 1: update is 'x', not a number": ("metrics.jsonl", '{"update": "x"}\n'),
     "trainer_state.json: not valid JSON": ("trainer_state.json", "{"),
+    'trainer_state.json: episode is "many", not a number': ("trainer_state.json", '{"episode": "many"}'),
+    "trainer_state.json: lost_rows is [1], not a list of file names": (
+        "trainer_state.json",
+        '{"lost_rows": [1]}',
+    ),
+    "environment.json: command is not a list of texts": ("environment.json", '{"command": ["train.py", 1]}'),
+    "environment.json: git is not an object with a commit and with changed": (
+        "environment.json",
+        '{"git": {"commit": "0", "at": 1}}',
+    ),
     "failed_batch.json: no key 'update'": ("failed_batch.json", "{}"),
     "environment.json: No such file or directory": ("environment.json", None),
 }
