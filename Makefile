@@ -90,8 +90,8 @@ bench: setup $(RIVALS:%=.venv-%/.installed)  ## this project and TRL on the same
 reproduce: setup  ## missing runs of the paper's off-policy study in miniature: studies/paper.yaml
 	$(BIN)/python -m rlhf.study run studies/paper.yaml $(ARGS)
 
-atlas: setup  ## missing runs of off-policy methods x lag: studies/staleness.yaml; ARGS="--workers 2"
-	$(BIN)/python -m rlhf.study run studies/staleness.yaml $(ARGS)
+atlas: setup  ## missing runs of off-policy methods x lag: studies/off_policy.yaml; ARGS="--workers 2"
+	$(BIN)/python -m rlhf.study run studies/off_policy.yaml $(ARGS)
 
 .venv-%/.installed: requirements/%.txt
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
