@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shutil
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,18 @@ def test_page_tables_and_figures_are_written_between_the_marks(rows, tmp_path, c
     own.page.write_text("nothing")
     with pytest.raises(UserError, match="page.md must contain '<!-- generated"):
         write_page(other)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "studies").glob("*.yaml")))
+def test_committed_pages_and_tables_are_those_of_their_rows(name, tmp_path):
+    for folder in ("studies", "docs/results"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    own = read_spec(tmp_path / "studies" / f"{name}.yaml")
+    files = [own.page, *own.folder.glob("tables/*")]
+    committed = {file: file.read_text() for file in files}
+    main(["page", str(own.file)])
+    assert len(files) > 2 and {file: file.read_text() for file in files} == committed
 
 
 @pytest.mark.parametrize(
