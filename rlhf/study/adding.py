@@ -5,6 +5,7 @@ Anchor runs repeat a few committed rows first, which shows whether old and new r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -111,7 +112,7 @@ def compare(base: Study, added: Spec) -> Iterator[str]:
     equal, gaps, chosen = True, [], anchors(base, added)  # type: bool, list[float], list[Planned]
     if chosen:
         minutes = sum(each.row.cpu_s for each in chosen if each.row) / 60
-        yield f"{len(chosen)} anchors: about {minutes:.0f} CPU-minutes, and the stages before"
+        yield f"{len(chosen)} anchors: about {math.ceil(minutes)} min of CPU time, and the stages before"
     for each in chosen:
         where = {"task": each.run.cell.task, "method": each.run.cell.method, "seed": str(each.run.seed)}
         row, new = base.repeat({**where, **dict(each.run.cell.levels)}, added.folder / "anchors")

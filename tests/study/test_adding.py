@@ -20,7 +20,7 @@ MINE = "methods: {mine: [algo=bok]}\nclaims: {mine is better: value(mine) > valu
 @pytest.fixture
 def files(study, tmp_path):  # noqa: F811
     spec = study(STUDY.replace("all}]", "all}, {method: dpo, lag: 4}]"))
-    write_rows(spec.rows, [row(each) for each in Plan(spec, []).runs])
+    write_rows(spec.rows, [replace(row(each), cpu_s=4.0) for each in Plan(spec, []).runs])
     (tmp_path / "mine.yaml").write_text(f"study: beside\n{MINE}")
     return spec, tmp_path / "mine.yaml"
 
@@ -67,7 +67,7 @@ def test_anchors_say_whether_old_and_new_rows_are_paired(files, monkeypatch):
     added = read_spec(adding.write_study(spec, mine))
     monkeypatch.setattr(Study, "repeat", lambda self, where, folder: (old(self, where), old(self, where)))
     assert [*adding.compare(Study(spec), added)] == [
-        "4 anchors: about 0 CPU-minutes, and the stages before",
+        "4 anchors: about 1 min of CPU time, and the stages before",
         *(f"anchor short dpo lag={lag} seed {seed}: equal bits" for seed in (1, 2) for lag in (0, 4)),
         "old and new rows are paired by seed",
     ]
