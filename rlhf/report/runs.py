@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -24,7 +24,8 @@ from rlhf.config.schema import SCHEMAS
 from rlhf.config.yaml_file import flat
 from rlhf.core.errors import UserError
 from rlhf.core.files import complete_lines, delete_command
-from rlhf.runs.folder import RunFolder, counters_problem, texts
+from rlhf.runs.environment import record_problem
+from rlhf.runs.folder import RunFolder, counters_problem
 from rlhf.runs.resuming import ASIDE
 
 if TYPE_CHECKING:
@@ -334,8 +335,8 @@ def load(folder: Path) -> Run:
             folder=folder,
             config=_read_config(files),
             rows=sorted(map(_numbers, _read_rows(files.metrics, ["update"])), key=lambda row: row["update"]),
-            state=_read_state(files.state) if os.path.lexists(files.state) else {},
-            environment=_read_environment(files.environment),
+            state=_read_json(files.state, counters_problem) if os.path.lexists(files.state) else {},
+            environment=_read_json(files.environment, record_problem),
         )
         run.status  # noqa: B018  reads failed_batch.json
         return run
@@ -409,31 +410,15 @@ def _read_rows(file: Path, required: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _read_state(file: Path) -> dict[str, Any]:
-    """Read trainer_state.json; an OSError or a ValueError tells why not."""
-    state = _read_json(file)
-    if problem := counters_problem(state):
-        raise ValueError(f"{file.name}: {problem}")
-    return state
-
-
-def _read_environment(file: Path) -> dict[str, Any]:
-    """Read environment.json; an OSError or a ValueError tells why not."""
-    found = _read_json(file)
-    for name in ("command", "devices"):
-        if not texts(found.get(name) or []):
-            raise ValueError(f"{file.name}: {name} is not a list of texts")
-    git = found.get("git") or {"commit": "", "changed": False}
-    if not isinstance(git, dict) or not isinstance(git.get("commit"), str) or "changed" not in git:
-        raise ValueError(f"{file.name}: git is not an object with a commit and with changed")
-    return found
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; an OSError or a ValueError tells why not."""
+def _read_json(
+    file: Path, problem: Callable[[dict[str, Any]], str | None] = lambda _: None
+) -> dict[str, Any]:
+    """Read a JSON object that has no `problem`; an OSError or a ValueError tells why not."""
     found = _parsed(file.read_bytes(), file.name)
     if not isinstance(found, dict):
         raise ValueError(f"{file.name}: not a JSON object")
+    if reason := problem(found):
+        raise ValueError(f"{file.name}: {reason}")
     return found
 
 

@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -38,6 +39,22 @@ def environment(devices: list[str], instructions: str = "") -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "devices": devices,
     }
+
+
+def record_problem(record: Mapping[str, Any]) -> str | None:
+    """Return which part of an environment record has another type than a run writes; None if none has."""
+    for name in ("command", "devices"):
+        if not is_texts(record.get(name) or []):
+            return f"{name} is not a list of texts"
+    git = record.get("git") or {"commit": "", "changed": False}
+    if not isinstance(git, dict) or not isinstance(git.get("commit"), str) or "changed" not in git:
+        return "git is not an object with a commit and with changed"
+    return None
+
+
+def is_texts(value: object) -> bool:
+    """Return whether a JSON value is a list of texts."""
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def redact(arguments: list[str]) -> list[str]:

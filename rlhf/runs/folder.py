@@ -32,7 +32,7 @@ from rlhf.config.schema import schema_of, sections, values
 from rlhf.config.yaml_file import as_document, read_document
 from rlhf.core.errors import UserError
 from rlhf.core.files import delete_command, write_atomically, write_json
-from rlhf.runs.environment import environment
+from rlhf.runs.environment import environment, is_texts
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -206,13 +206,13 @@ def _state_problem(state: object) -> str | None:
     """Return why a JSON value is not the content of trainer_state.json; None if it may be."""
     if not isinstance(state, dict):
         return f"it contains {json.dumps(state)[:40]}"
-    if state.get("finished") is not True:
-        return counters_problem(state)
+    if (problem := counters_problem(state)) or state.get("finished") is not True:
+        return problem
     result = state.get("result")
     if not isinstance(result, dict):
         return "it is finished and has no result"
     others = [name for name, value in result.items() if not isinstance(value, int | float)]
-    return f"the result {others[0]} is no number" if others else counters_problem(state)
+    return f"the result {others[0]} is no number" if others else None
 
 
 def counters_problem(state: Mapping[str, Any]) -> str | None:
@@ -220,11 +220,6 @@ def counters_problem(state: Mapping[str, Any]) -> str | None:
     for name in ("num_updates", "update", "version", "episode"):
         if not isinstance(state.get(name, 0), int | float):
             return f"{name} is {json.dumps(state[name])[:40]}, not a number"
-    if not texts(state.get("lost_rows", [])):
+    if not is_texts(state.get("lost_rows", [])):
         return f"lost_rows is {json.dumps(state['lost_rows'])[:40]}, not a list of file names"
     return None
-
-
-def texts(value: object) -> bool:
-    """Return whether a JSON value is a list of texts."""
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)

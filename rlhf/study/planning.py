@@ -320,8 +320,8 @@ def _of_metrics(configs: Configs, runs: Sequence[Run]) -> Iterator[str]:
         group, _, rest = key.partition(".")
         own = [run for run in runs if group != "tasks" or run.cell.task == rest.removesuffix(".metric")]
         found = [remedy(configs.config(run), name) for run in own]
-        if all(found) or group == "tasks" and any(found):
-            said = next(filter(None, found))
+        said = next(filter(None, found), None)
+        if said and (all(found) or group == "tasks"):
             yield f"{configs.spec.at(key)} must be a metric that the runs have, got {name}; {said}"
     if (strange := [*unknown(configs.spec)]) and not any(
         name.endswith(".py") for run in runs for name in configs.planned(run).inputs

@@ -79,7 +79,7 @@ class _Reading:
             figures=list(self.read_tables("figures")),
             claims=self.read_claims(),
             budget={each: doc.number(f"budget.{each}", 0.0) for each in doc.mapping("budget", _BUDGET)},
-            looks=max(1, doc.number("looks", 1, int)),
+            looks=doc.number("looks", 1, int, 1),
             resources={
                 each: str(doc.number(f"resources.{each}", 1, int, int(each != "gpus"))) for each in resources
             },

@@ -51,6 +51,7 @@ def test_the_study_without_mistakes_is_valid(tmp_path):
         ("seeds: 2", "analysis: none.py:f", ", line 3: analysis must name a function"),
         ("seeds: 2", "claims: {a: 'none.py:f'}", ", line 3: claims.a must name a function"),
         ("seeds: 2", "tune: {optim.lr: [1e-4], seeds: [9]}", "tune.optim.lr must have several different"),
+        ("seeds: 2", "looks: 0", ", line 3: looks must be a whole number of at least 1, got 0; write 1"),
         ("seeds: 2", "resources: {minutes: 0}", "resources.minutes must be a whole number of at least 1"),
         ("seeds: 2", "tune: {optim.lr: [1e-4, x], seeds: [9]}", ", line 3: tune.optim.lr (sums dpo lag=0"),
         ("seeds: 2", "tune: {optim.lr: [1, 2], seeds: [9], set: [lr=1]}", ", line 3: tune.set (sums dpo"),
@@ -87,6 +88,17 @@ def test_a_metric_is_refused_if_no_run_has_its_judge_or_scorer(tmp_path):
     assert found.startswith(", line 6: tables.0 must be a metric that the runs have, got eval/score; choose")
     (tmp_path / "short.yaml").write_text(text.replace("{dpo:", "{sft: [algo=sft], dpo:"))
     Plan(read_spec(tmp_path / "short.yaml"), []).check()  # the table has a column without values of sft
+
+
+def test_a_task_without_runs_has_a_metric_that_is_not_judged_by_runs(tmp_path):
+    tasks = "{sums: {metric: eval/gold_score}, later: {metric: eval/win_rate, set: [scorer@gold=none]}}"
+    text = STUDY.replace("{sums: {metric: eval/gold_score}}", tasks)
+    (tmp_path / "short.yaml").write_text(text.replace("{lag: [0, 4]}", "{task: sums, lag: [0, 4]}"))
+    plan = Plan(read_spec(tmp_path / "short.yaml"), [])
+    plan.check()
+    assert {each.run.cell.task for each in plan.runs} == {"sums"}
+    (found,) = problems(tmp_path, text)
+    assert ": tasks.later.metric must be a metric that the runs have, got eval/win_rate; set scorer" in found
 
 
 def test_equal_cells_are_named_before_their_rates_are_chosen(tmp_path):
