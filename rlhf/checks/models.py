@@ -32,7 +32,31 @@ def _value_model_has_no_start(cfg: Config) -> bool:
     return chosen(cfg, "algo.value_from") == "reward" and not made and cfg.value_reward is None
 
 
+_PORTABLE = When("with backend.portable=true", lambda cfg: cfg.backend.portable)
+
 RULES += [
+    must("backend", "torch", _PORTABLE, "other engines may compile kernels for this processor"),
+    must("model.dtype", "float32", _PORTABLE, "some processors have kernels for 16 bits"),
+    must(
+        "backend.device",
+        "cpu",
+        When(_PORTABLE.text, lambda cfg: cfg.backend.portable and bool(this_machine().gpus)),
+        "a GPU computes other bits",
+    ),
+    must(
+        "backend.compile",
+        one_of(None, False),
+        _PORTABLE,
+        "it compiles for this processor",
+        "backend.compile=null",
+    ),
+    must(
+        "generator",
+        Allowed("sample with transformers", lambda generator: not generator.packages),
+        _PORTABLE,
+        "vLLM has kernels of its own for each processor",
+        fix="generator=hf",
+    ),
     must(
         "model.dtype",
         one_of("float32", "bfloat16"),

@@ -34,7 +34,8 @@ class BackendConfig(Section):
     any_optimizer: ClassVar[bool] = False  # True: the engine has all optimizers; otherwise only AdamW
     compiles: ClassVar[bool] = False  # True: the blocks of models can be compiled
     packages: ClassVar[tuple[str, ...]] = ()  # packages of the library that trains, besides torch
-    for_stages: ClassVar[tuple[str, ...]] = ("device", "threads", "timeout_s")  # keys that stages share
+    # keys that stages share
+    for_stages: ClassVar[tuple[str, ...]] = ("device", "threads", "portable", "timeout_s")
 
     name: str = MISSING
     micro_batch: int = number(16, least=1, means="sequences per forward pass and rank")
@@ -59,6 +60,11 @@ class BackendConfig(Section):
     )
     compile: bool | None = entry(
         None, means="compile the blocks of models; null: only on a GPU where this saves time", added=True
+    )
+    portable: bool = entry(
+        False,
+        means="the same bits on every x86 processor with AVX2, at about twice the CPU time",
+        added=True,
     )
     timeout_s: float = entry(
         1800.0, means="seconds that a rank waits for other ranks before the run fails", affects=Affects.speed

