@@ -63,7 +63,7 @@ class BackendConfig(Section):
     )
     portable: bool = entry(
         False,
-        means="the same bits on every x86 processor with AVX2, at about twice the CPU time",
+        means="the same bits on every x86 processor with AVX2, at about 1.8 times the CPU time",
         added=True,
     )
     timeout_s: float = entry(
