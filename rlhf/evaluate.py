@@ -17,7 +17,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf.config.arguments import texts
-from rlhf.config.cores import set_environment
 from rlhf.config.identity import digest
 from rlhf.core.console import console, say
 from rlhf.core.errors import UserError
@@ -77,7 +76,6 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
         if "only" in own:
             raise UserError(f"only= must be used with run= (it names models of a run), got {own['only']}")
         cfg = alone(models, overrides)
-        set_environment(cfg.backend)
         name = component(f"{cfg.task.name}-{digest(cfg)}")
         folder = RunFolder(Path(cfg.output_dir) / "evaluations" / name)
         rows = evaluate(cfg, folder, split, models=models, of_run=False)

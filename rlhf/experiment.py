@@ -223,7 +223,7 @@ class Experiment:
         """
         from rlhf.stages.extending import extend
 
-        set_environment(self.config.backend)
+        set_environment()
         self.provide()
         self.config = extend(self.files, listed(overrides), self.hooks)
         self.push()
@@ -256,7 +256,7 @@ class Experiment:
         """
         self.provide()
         hooks = [*check_job(self.config), *self.hooks]
-        set_environment(self.config.backend)
+        set_environment()
         say_loading()
         from rlhf.stages.run import run
 
@@ -366,9 +366,8 @@ class Experiment:
         self.provide()
         check_split(split)
         files = run_folder(str(self.folder))
-        cfg = changed(files, overrides)
-        set_environment(cfg.backend)
-        return evaluate(cfg, files, split, tuple(only), models=models)
+        set_environment()
+        return evaluate(changed(files, overrides), files, split, tuple(only), models=models)
 
     def sample(
         self,
@@ -401,7 +400,7 @@ class Experiment:
         check_sampling(samples, temperature, length)
         if not prompts or isinstance(prompts, str):
             raise UserError(f"prompts must be a list of at least one prompt, got {prompts!r}; write [prompt]")
-        set_environment(self.config.backend)
+        set_environment()
         from rlhf.stages.sampling import Sampler
 
         sampler = Sampler(self.config, str(model), seed)

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf.config.cores import set_environment
 from rlhf.core.console import console, say_loading
 from rlhf.core.errors import UserError
 from rlhf.experiment import Experiment
@@ -84,7 +83,6 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     wanted = own.get("chat")
     if wanted not in (None, "true", "false"):
         raise UserError(f"chat= must be true or false, got {wanted}; set chat=true")
-    set_environment(cfg.backend)
     say_loading()
     from rlhf.stages.sampling import Sampler
 

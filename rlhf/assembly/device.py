@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rlhf.assembly.portable import set_portable
 from rlhf.config.backend import Device
 from rlhf.config.model import Dtype, float16_needs_gpu
 from rlhf.core.errors import UserError
@@ -15,11 +16,13 @@ if TYPE_CHECKING:
 
 
 def build_device(cfg: Config) -> torch.device:
-    """Return the device of the models, without an index.
+    """Return the device of the models, without an index, and let this process compute as `cfg.backend` asks.
 
     Raises:
-        UserError: the config asks for a GPU and torch finds none, or for float16 without a GPU.
+        UserError: the config asks for a GPU and torch finds none, for float16 without a GPU, or for
+            `backend.portable` where this is not possible.
     """
+    set_portable(cfg.backend.portable)
     name = cfg.backend.device.value
     if cfg.backend.device is Device.auto:
         name = "cuda" if torch.cuda.is_available() else "cpu"

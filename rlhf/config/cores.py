@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 
-from rlhf.config.backend import BackendConfig
 from rlhf.config.generator import WorkerConfig
 from rlhf.config.root import Config
 from rlhf.core.launched import cpu_cores, local_world_size
-from rlhf.core.portable import PORTABLE
 
 # Variables that torch and tokenizers read when they are imported, as `hydra.job.env_set` in conf/config.yaml.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def set_environment(backend: BackendConfig | None = None) -> None:
-    """Set the variables of `ENVIRONMENT` that are not set, and those that the backend of a run needs."""
-    if backend is not None and backend.portable:
-        os.environ.update(PORTABLE)
+def set_environment() -> None:
+    """Set the variables of `ENVIRONMENT` that are not set."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 

@@ -16,7 +16,6 @@ from rlhf.core.batch import Outputs
 from rlhf.engines.engine import Engine
 from rlhf.engines.gradient_sum import GradientSum
 from rlhf.engines.optimizers import build_optimizer
-from rlhf.engines.portable import check_portable
 from rlhf.models.loading import check_saved, save
 from rlhf.models.lora import is_adapted, load_adapter, save_adapter, whole_weights
 from rlhf.models.modules import ActorCritic, RolloutModule
@@ -43,12 +42,7 @@ class TorchEngine(Engine):
 
     @staticmethod
     def prepare(config: BackendConfig, dtype: Dtype, ranks: Ranks) -> None:
-        """Check that this process computes as `backend.portable` says.
-
-        Raises:
-            UserError: it does not.
-        """
-        check_portable(config.portable)
+        """Do nothing: plain torch needs no preparation before a model is loaded."""
 
     @staticmethod
     def place(config: BackendConfig, frozen: M, ranks: Ranks) -> M:

@@ -161,7 +161,7 @@ def carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
         UserError, RunError: the run failed.
         Interrupted: a signal asked to stop; the next attempt resumes the run.
     """
-    set_environment(cfg.backend)
+    set_environment()
     from rlhf.stages.prerequisites import complete, prerequisites
     from rlhf.stages.run import run as train
 

@@ -1,6 +1,8 @@
-"""Check that a process computes the same bits as those on other x86 processors (`backend.portable`)."""
+"""Setting of a process that computes the same bits as those on other x86 processors (`backend.portable`)."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -8,23 +10,28 @@ from rlhf.core.errors import UserError
 from rlhf.core.portable import PORTABLE, asked_portable
 
 
-def check_portable(wanted: bool) -> None:
-    """Check that this process computes the bits that a run wants: of every processor, or of its own.
+def set_portable(wanted: bool) -> None:
+    """Let this process and its child processes compute the bits of every processor, or of their own.
+
+    Call this function before torch computes in this process.
 
     Raises:
-        UserError: it does not.
+        UserError: this is not possible here.
     """
-    asked = asked_portable()
-    if asked and not wanted:
+    if asked_portable() and not wanted:
         raise UserError(
             "backend.portable must be true in this process (an earlier run or the environment made it so), "
             f"got false; start another process, without the variables {', '.join(PORTABLE)}"
         )
-    if wanted and not (asked and _computes_portably()):
-        raise UserError(
-            "backend.portable=true must have an x86 processor with AVX2, torch with MKL, and a process in "
-            "which torch has not computed before; start another process, or set backend.portable=false"
-        )
+    if wanted:
+        os.environ.update(PORTABLE)
+        if not _computes_portably():
+            for name in PORTABLE:
+                del os.environ[name]
+            raise UserError(
+                "backend.portable=true needs an x86 processor with AVX2, torch with MKL, and a process in "
+                "which torch has not computed before; start another process, or set backend.portable=false"
+            )
 
 
 def _computes_portably() -> bool:

@@ -12,17 +12,17 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import rlhf.stages.run  # noqa: F401  as the process that forks the runs of a study
-from rlhf.config.backend import TorchConfig
-from rlhf.config.cores import set_environment
+from rlhf.assembly.device import build_device
+from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.core.portable import root
-from rlhf.engines.portable import check_portable
+
+RUN = ["algo=dpo", "model=pythia", "backend.device=cpu"]
 
 
 def portable() -> list[object]:
     """Return the digest of a model after three steps, and how many of 500 square roots are wrong."""
-    set_environment(TorchConfig(portable=True))
-    check_portable(True)
+    build_device(compose([*RUN, "backend.portable=true"]))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -47,17 +47,19 @@ def portable() -> list[object]:
 
 
 def late() -> list[object]:
-    """Compute before `backend.portable` is set."""
+    """Compute before `backend.portable` is set; a refused run leaves no variables for the next."""
     _ = torch.eye(8) @ torch.eye(8)
-    set_environment(TorchConfig(portable=True))
-    check_portable(True)
+    try:
+        build_device(compose([*RUN, "backend.portable=true"]))
+    finally:
+        build_device(compose(RUN))
     return []
 
 
 def left_on() -> list[object]:
     """Begin a run without `backend.portable` after one that had it."""
-    set_environment(TorchConfig(portable=True))
-    check_portable(False)
+    for portable in ("true", "false"):
+        build_device(compose([*RUN, f"backend.portable={portable}"]))
     return []
 
 

@@ -27,7 +27,7 @@ DIGEST, TORCH, TRANSFORMERS = "d2d4fe1697173a0a", "2.13", "5."
 def found():
     if platform.machine() != "x86_64" or "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("backend.portable needs an x86 processor with AVX2")
-    command = [sys.executable, "-m", "tests.engines.portable_process"]
+    command = [sys.executable, "-m", "tests.assembly.portable_process"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
