@@ -40,7 +40,7 @@ RULES += [
     must(
         "backend.device",
         "cpu",
-        When(_PORTABLE.text, lambda cfg: cfg.backend.portable and bool(this_machine().gpus)),
+        When(_PORTABLE.text, lambda cfg: _PORTABLE.holds(cfg) and bool(this_machine().gpus)),
         "a GPU computes other bits",
     ),
     must(
