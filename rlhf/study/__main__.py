@@ -45,11 +45,11 @@ def run(study: Study, options: Namespace) -> None:
 
 def repeat(study: Study, options: Namespace) -> None:
     """Carry out one run again, and compare it with its row."""
-    from rlhf.study.study import differing
+    from rlhf.study.study import difference
 
     row, new = study.repeat(dict(word.partition("=")[::2] for word in options.where))
-    if found := differing(row, new):
-        raise RunError(f"the run differs from its row in {', '.join(found)}: {row.metrics}, {new.metrics}")
+    if found := difference(row, new):
+        raise RunError(found)
     say(f"equal: {new.metric} {new.metrics.get(new.metric)}")
 
 

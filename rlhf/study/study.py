@@ -149,3 +149,14 @@ def differing(one: Row, other: Row) -> list[str]:
     """Return the fields that must be equal when a run is repeated, and are not."""
     fields = ("status", "metrics", "evaluations", "bits", "means", "models", "machine")
     return [name for name in fields if getattr(one, name) != getattr(other, name)]
+
+
+def difference(row: Row, new: Row) -> str | None:
+    """Return, as a message, how a repeated run differs from its row, and perhaps why; None if it does not."""
+    if not (fields := differing(row, new)):
+        return None
+    values = " and ".join(f"{each.metrics.get(each.metric)}" for each in (row, new))
+    text = f"the run differs from its row in {', '.join(fields)}: {new.metric} {values}"
+    if "machine" not in fields:
+        return text
+    return f"{text}; the bits depend on the machine class, which was {row.machine}, and is {new.machine}"

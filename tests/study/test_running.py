@@ -16,7 +16,7 @@ from rlhf.study.history import events
 from rlhf.study.planning import DONE
 from rlhf.study.pricing import read_pilots
 from rlhf.study.rows import read_rows, unpacked
-from rlhf.study.study import Study, differing
+from rlhf.study.study import Study, difference, differing
 from tests.study.test_kills import TIMES
 
 STUDY = """\
@@ -141,4 +141,10 @@ def test_a_row_has_the_seconds_of_attempts_that_a_signal_stopped(study, monkeypa
 
 def test_a_run_is_repeated_to_the_bit(study):
     row, new = study.repeat({"method": "ipo", "seed": "1"})
-    assert differing(row, new) == []
+    assert differing(row, new) == [] and difference(row, new) is None
+    other = replace(new, machine="another", metrics={**new.metrics, new.metric: 0.5})
+    assert difference(row, other) == (
+        f"the run differs from its row in metrics, machine: {row.metric} {row.metrics[row.metric]} and 0.5; "
+        f"the bits depend on the machine class, which was {row.machine}, and is another"
+    )
+    assert "machine" not in str(difference(row, replace(new, status="diverged")))
