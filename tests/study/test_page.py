@@ -271,8 +271,15 @@ def test_a_table_has_no_columns_without_runs(spec, rows):
 
 
 def test_tables_in_the_terminal_have_80_columns_and_tests_are_csv(results):
+    parts = set()
     for each in tables.tables(results):
-        assert max(map(len, tables.for_terminal(each))) <= 80
+        _, *lines = tables.for_terminal(each)
+        assert max(map(len, lines)) <= 80
+        heads = [line for line in lines if line.startswith(" ")]
+        assert re.findall(r"\S+ \S+", " ".join(heads)) == each.columns  # none is lost where lines divide
+        assert len(lines) == len(heads) * (1 + len(each.rows))
+        parts.add(len(heads))
+    assert 1 in parts and max(parts) > 1
     lines = list(csv.DictReader(tables.tests_csv(list(tables.families(results))).splitlines()))
     assert len(lines) == 68 and float(lines[0]["mean"]) == pytest.approx(0.25, abs=1e-3)
 
