@@ -99,7 +99,7 @@ def tuning_point(spec: Spec, cell: Cell) -> str:
     """Return the name of the point of `spec.tune.at` whose choice a cell uses: the last one that it reaches.
 
     A cell reaches a point if one of its values is at least that of `reach`; numbers are compared as numbers,
-    and other values by their place in the file.
+    and other values by their place in the file. The point `a+b` is for cells that reach `a` and `b`.
     """
     assert spec.tune is not None
 
@@ -109,13 +109,15 @@ def tuning_point(spec: Spec, cell: Cell) -> str:
         except ValueError:
             return list(spec.axes[axis].values).index(value)
 
-    found = next(iter(spec.tune.at))
-    for point, limits in spec.tune.reach.items():
+    reached = [
+        point
+        for point, limits in spec.tune.reach.items()
         if any(
             axis in limits and rank(axis, value) >= rank(axis, limits[axis]) for axis, value in cell.levels
-        ):
-            found = point
-    return found
+        )
+    ]
+    both = "+".join(reached)
+    return both if both in spec.tune.at else (reached or list(spec.tune.at))[-1 if reached else 0]
 
 
 def tuning_cell(spec: Spec, cell: Cell) -> Cell:

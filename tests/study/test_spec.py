@@ -77,6 +77,20 @@ def test_a_cell_uses_the_tuned_values_of_the_last_point_that_it_reaches(study):
     assert str(cells.tuning_cell(spec, cells.cell_of(spec, "arithmetic", "no", {"N": "4"}))).count("lag=64")
 
 
+def test_a_cell_that_reaches_two_points_uses_the_point_of_both(study):
+    reach = "reach: {high: {lag: 4}, many: {N: 4}}"
+    text = STUDY.replace("reach: {high: {lag: 4, N: 4}}", reach)
+    for more, expected in {
+        "many: {N: 4}": "many",
+        "many: {N: 4}, high+many: {lag: 4, N: 4}": "high+many",
+    }.items():
+        spec = study(text.replace("high: {lag: 64}}", f"high: {{lag: 64}}, {more}}}"))
+        cell = cells.cell_of(spec, "arithmetic", "no", {"N": "4", "lag": "4"})
+        assert cells.tuning_point(spec, cell) == expected
+    assert str(cells.tuning_cell(spec, cell)) == "arithmetic no lag=4 N=4 K=4"
+    assert cells.tuning_point(spec, cells.cell_of(spec, "arithmetic", "no", {"N": "4"})) == "many"
+
+
 def test_all_problems_of_a_file_are_reported_together_with_their_lines(study):
     wrong = STUDY
     for good, bad in {
