@@ -117,7 +117,7 @@ def tuning_point(spec: Spec, cell: Cell) -> str:
         )
     ]
     both = "+".join(reached)
-    return both if both in spec.tune.at else (reached or list(spec.tune.at))[-1 if reached else 0]
+    return both if both in spec.tune.at else [next(iter(spec.tune.at)), *reached][-1]
 
 
 def tuning_cell(spec: Spec, cell: Cell) -> Cell:

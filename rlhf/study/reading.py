@@ -225,8 +225,13 @@ class _Reading:
             if len({*several}) < max(2, len(several)):
                 remedy = f"write {key}: [1e-4, 3e-4], or set it"
                 doc.wrong(f"tune.{key}", "must have several different values", several, remedy)
-        points = {point: self.read_levels(f"tune.at.{point}") for point in doc.mapping("tune.at")} or given.at
+        named = list(doc.mapping("tune.at"))
+        points = {point: self.read_levels(f"tune.at.{point}") for point in named} or given.at
         limits = doc.mapping("tune.reach", list(points))
+        for point in named[1:]:
+            if point != "+".join(each for each in limits or given.reach if each in point.split("+")):
+                remedy = "say in tune.reach which cells use it; a+b names points in the order of tune.reach"
+                doc.wrong(f"tune.at.{point}", "must be reached by a cell", point, remedy)
         seeds = doc.seeds("tune.seeds", given.seeds)
         if both := {*seeds} & {*self.seeds}:
             remedy = "choose others, as [101, 102]"

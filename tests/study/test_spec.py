@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -89,6 +90,11 @@ def test_a_cell_that_reaches_two_points_uses_the_point_of_both(study):
         assert cells.tuning_point(spec, cell) == expected
     assert str(cells.tuning_cell(spec, cell)) == "arithmetic no lag=4 N=4 K=4"
     assert cells.tuning_point(spec, cells.cell_of(spec, "arithmetic", "no", {"N": "4"})) == "many"
+    for point in ("many+high", "far"):
+        with pytest.raises(UserError, match=re.escape(f"tune.at.{point} must be reached by a cell")):
+            study(
+                text.replace("high: {lag: 64}}", f"high: {{lag: 64}}, many: {{N: 4}}, {point}: {{lag: 4}}}}")
+            )
 
 
 def test_all_problems_of_a_file_are_reported_together_with_their_lines(study):
