@@ -15,10 +15,15 @@ from rlhf.core.heap import keep_freed
 torch.set_num_threads(1)
 keep_freed()
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(4):
+tensors = [torch.zeros(20 * 2**18) for _ in range(5)]  # 20 MiB each
+storages = [tensor.untyped_storage() for tensor in tensors]
+for _ in range(12):  # in the first rounds aligned chunks leave holes, and the heap grows
     before = faults()
-    held = [torch.zeros(20 * 2**18) for _ in range(5)]  # 20 MiB each
-    del held
+    for tensor, storage in zip(tensors, storages):
+        storage.resize_(20 * 2**20)
+        tensor.zero_()
+    for storage in storages:
+        storage.resize_(0)
 print(faults() - before)
 """
 
