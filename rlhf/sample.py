@@ -84,11 +84,8 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     if wanted not in (None, "true", "false"):
         raise UserError(f"chat= must be true or false, got {wanted}; set chat=true")
     say_loading()
-    import transformers
-
     from rlhf.stages.sampling import Sampler
 
-    transformers.utils.logging.disable_progress_bar()  # of the weights
     sampler = Sampler(cfg, name, seed, chat=None if wanted is None else wanted == "true")
     start = [{"role": "system", "content": own["system"]}] if "system" in own else []
     messages = list(start)

@@ -227,7 +227,7 @@ def _by_first(cfg: Config, make: Callable[[], _T]) -> Callable[[], _T]:
     def call() -> _T:
         from rlhf.assembly.device import build_device
         from rlhf.processes.ranks import Ranks
-        from rlhf.stages.run import quieten
+        from rlhf.stages.quiet import quieten
 
         ranks = Ranks.join(build_device(cfg), cfg.backend.timeout_s)
         quieten(ranks)

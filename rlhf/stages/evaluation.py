@@ -144,7 +144,8 @@ def measure(
     from rlhf.assembly.device import build_device
     from rlhf.processes.ranks import Ranks
     from rlhf.stages.prerequisites import complete
-    from rlhf.stages.run import at_start, quieten, run
+    from rlhf.stages.quiet import quieten
+    from rlhf.stages.run import at_start, run
     from rlhf.training.checkpoint import damage
 
     ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)

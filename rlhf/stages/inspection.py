@@ -19,7 +19,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import datasets
-import transformers
 
 from rlhf.assembly.data import build_task
 from rlhf.assembly.parts import make
@@ -29,6 +28,7 @@ from rlhf.config.algo import Data, Trains
 from rlhf.core.encoding import encode_completions
 from rlhf.core.formatting import printable
 from rlhf.stages import tiny_stand_ins
+from rlhf.stages.quiet import quieten_libraries
 from rlhf.stages.reward_trial import tried
 from rlhf.tasks.summary import summarize
 
@@ -63,8 +63,7 @@ def inspection(cfg: Config, width: int) -> Iterator[Line]:
         UserError: the tokenizer or the data cannot be used.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    transformers.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
+    quieten_libraries()
     datasets.disable_caching()  # otherwise `map` writes files beside a saved data set
     with tempfile.TemporaryDirectory() as scratch:
         if cfg.stand_ins:

@@ -282,7 +282,7 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     from rlhf.assembly.device import build_device
     from rlhf.assembly.scorer import build_scorer, check_formats
     from rlhf.processes.ranks import Ranks
-    from rlhf.stages.run import quieten
+    from rlhf.stages.quiet import quieten
 
     ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
     quieten(ranks)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import datasets
 import torch
-import transformers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.data import build_state, build_task
@@ -27,7 +24,7 @@ from rlhf.config.algo import Data, Trains
 from rlhf.config.cores import threads
 from rlhf.config.identity import model_label
 from rlhf.config.run import Resume
-from rlhf.core.console import console, say, transcript
+from rlhf.core.console import say, transcript
 from rlhf.core.encoding import encode_completions
 from rlhf.core.errors import Interrupted, RunError, UserError, explained
 from rlhf.core.files import whole
@@ -53,6 +50,7 @@ from rlhf.stages.environment_trial import report_environment
 from rlhf.stages.model_card import model_card
 from rlhf.stages.opening import print_opening
 from rlhf.stages.prerequisites import complete, names
+from rlhf.stages.quiet import quieten
 from rlhf.stages.reward_trial import report_rewards
 from rlhf.stages.shortage import full_gpu
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
@@ -258,20 +256,6 @@ def at_start(cfg: Config, started: str) -> Config:
     if cfg.task.embedded or cfg.model.clock is not None:
         return cfg
     return cfg.with_({"model.clock": started})
-
-
-def quieten(ranks: Ranks) -> None:
-    """Turn off progress bars of libraries, and all output of ranks other than 0.
-
-    The warnings of libraries during loading are not needed, because this project checks loaded models and
-    data.
-    """
-    console.quiet = not ranks.first
-    # transformers imports DeepSpeed to save a model; without this variable DeepSpeed prints what it detects.
-    os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
 
 
 def centre(cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> None:

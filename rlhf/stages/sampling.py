@@ -19,6 +19,7 @@ from rlhf.core.encoding import encode_prompts
 from rlhf.core.errors import UserError
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.scorer import response_texts
+from rlhf.stages.quiet import quieten_libraries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -51,6 +52,7 @@ class Sampler:
             raise UserError(
                 f"the run must train a language model (a reward model writes no text), got {model}"
             )
+        quieten_libraries()
         clock = cfg.model.clock or RunFolder(Path(model).expanduser().parent).started()
         named = {"model.base": model, "model.policy": model, "model.tokenizer": None}
         cfg = cfg.with_({**named, "model.lora": LoRAConfig(), "model.clock": clock})

@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import transformers
 
 from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.stages import sampling
 from tests.chat_templates import with_template
+from tests.model_folders import write_model
 
 TURN = {"role": "user", "content": "Why?"}
 
@@ -29,6 +31,15 @@ def test_a_conversation_has_the_time_of_the_prompts_that_the_model_was_trained_o
     monkeypatch.setattr(sampling, "build_sampler", lambda *parts: None)
     sampler = sampling.Sampler(compose(["task=tldr_mini", *words]), model, seed=0, chat=True)
     assert sampling.text_of([TURN], sampler.tokenizer).startswith(f"Today: {date}\n<|user|>Why?")
+
+
+def test_a_model_is_loaded_without_a_progress_bar(tmp_path, capfd):
+    transformers.utils.logging.enable_progress_bar()
+    write_model(tmp_path / "model")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert "Loading weights" in capfd.readouterr().err  # so the next assertion can fail
+    sampling.Sampler(compose(["task=tldr_mini"]), str(tmp_path / "model"), seed=0)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_conversation_that_the_template_refuses_is_an_error_with_its_reason():
