@@ -45,6 +45,8 @@ $(STAMP): requirements/$(LOCK).txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps -r requirements/$(LOCK).txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@test $(LOCK) != gpu || ! $(BIN)/python -m pip show torch | grep '^Version: .*+cpu' || { echo "error: this torch has no CUDA; \
+	remove $(VENV), and if pip is configured to find CPU wheels, set PIP_FIND_LINKS and PIP_EXTRA_INDEX_URL to others" >&2; exit 2; }
 	@touch $@
 
 train: setup  ## the default run: online DPO of the embedded Pythia, on the CPU
