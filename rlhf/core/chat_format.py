@@ -203,9 +203,9 @@ def formatted(
         raise UserError(no_template(tokenizer.name_or_path))
     if getattr(tokenizer, "clock", None) is None:
         set_clock(tokenizer, datetime.now().isoformat())
-    options |= {"tools": tools, "strftime_now": tokenizer.clock.strftime, "tokenize": False}
+    options |= {"tools": tools, "strftime_now": tokenizer.clock.strftime}
     try:
-        text = str(tokenizer.apply_chat_template(messages, **options))
+        text = written(tokenizer, messages, **options)
     except Exception as error:  # a template is a program, and raises whatever its operations raise
         raise UserError(_refused(tokenizer, error, messages, where, options)) from error
     if not any(CALLS in turn and turn["content"] == "" for turn in messages):
@@ -213,10 +213,24 @@ def formatted(
     # Some templates write the calls of a message only if its content is null, others print a null as "None".
     null = [{**turn, "content": None} if CALLS in turn and not turn["content"] else turn for turn in messages]
     try:
-        other = str(tokenizer.apply_chat_template(null, **options))
+        other = written(tokenizer, null, **options)
     except Exception:  # as above; the template takes texts only
         return text
     return other if len(other) > len(text) and other.count("None") == text.count("None") else text
+
+
+def written(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools = None, **options: Any
+) -> str:
+    """Return what the chat template writes for messages; `options` are its other variables.
+
+    `apply_chat_template` gives templates no function from transformers 5.22 on, and no null from 5.24 on.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    template = _compile_jinja_template(tokenizer.get_chat_template(tools=tools))
+    variables = {"documents": None, "add_generation_prompt": False, **tokenizer.special_tokens_map, **options}
+    return str(template.render(messages=messages, tools=tools, **variables))
 
 
 def after_reply(
@@ -276,7 +290,7 @@ def _refused(
 def _fails(tokenizer: PreTrainedTokenizerBase, messages: Messages, options: dict[str, Any]) -> bool:
     """Return whether the chat template raises an error for messages."""
     try:
-        tokenizer.apply_chat_template(messages, **options)
+        written(tokenizer, messages, **options)
     except Exception:  # as in `formatted`
         return True
     return False

@@ -16,6 +16,7 @@ of its work on the prompt. In a shallow model, this saves more time than the sec
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -123,7 +124,7 @@ def _encode_shared(
         backbone(  # no mask: attention is causal and padding is last
             input_ids=ids,
             position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
-            past_key_values=cache,
+            **cache_argument(backbone, cache),
             use_cache=True,
         )
     if any(layer.get_seq_length() != ids.shape[1] for layer in cache.kept):
@@ -140,10 +141,15 @@ def _encode_shared(
             backbone, known.repeat_interleave(k // group, 0), real.reshape(rows), group
         ),
         position_ids=place.reshape(rows),
-        past_key_values=Cache(layers=[ResponseLayer(layer, k // group) for layer in cache.kept]),
+        **cache_argument(backbone, Cache(layers=[ResponseLayer(layer, k // group) for layer in cache.kept])),
         use_cache=True,
     ).last_hidden_state
     return states.view(*tokens.shape, -1)
+
+
+def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
+    """Return the cache by the name that the model's forward has for it (from transformers 5.24 on "cache")."""
+    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 
 
 def padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

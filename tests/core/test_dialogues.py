@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.core.chat_format import render, set_format
+from rlhf.core.chat_format import render, set_format, written
 from rlhf.core.dialogues import Dialogues
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import UserError
@@ -34,7 +34,7 @@ def format_of(name: str) -> Dialogues:
 
 def whole(dialogues: Dialogues, messages: list, **options: object) -> str:
     now = dialogues.tokenizer.clock.strftime
-    return dialogues.tokenizer.apply_chat_template(messages, tokenize=False, strftime_now=now, **options)
+    return written(dialogues.tokenizer, messages, strftime_now=now, **options)
 
 
 @pytest.mark.parametrize("before", DIALOGUES)

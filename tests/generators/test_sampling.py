@@ -360,7 +360,7 @@ def test_a_model_that_reads_the_cache_length_is_sampled_without_graphs(graphs, c
     graphs.clear()
 
     def ask(module, args, kwargs):
-        asked.append(kwargs["past_key_values"].get_seq_length())
+        asked.append((kwargs.get("cache") or kwargs["past_key_values"]).get_seq_length())
 
     model.base_model.register_forward_pre_hook(ask, with_kwargs=True)
     for _ in range(2):

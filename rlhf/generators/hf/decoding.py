@@ -23,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from rlhf.models.compilation import compiled_blocks
 from rlhf.models.modules import backbone, logit_scale
 from rlhf.models.precision import product_dtype
-from rlhf.models.shared_prefix import padded_right, positions, takes_any_mask
+from rlhf.models.shared_prefix import cache_argument, padded_right, positions, takes_any_mask
 
 TOKENS = {"cpu": 2**12, "cuda": 2**14}  # prompt tokens per forward pass, by device: enough to fill it
 # Names of `grouped_attention`, without and with the kernel, in the registries of transformers.
@@ -56,7 +56,7 @@ def encode(
             input_ids=ids[rows, -mask.shape[1] :],
             attention_mask=mask,
             position_ids=positions(mask),
-            past_key_values=Cache(layers=parts),
+            **cache_argument(model, Cache(layers=parts)),
             use_cache=True,
             # With 1 instead of an index, the head would get a view and read its weights once per row.
             logits_to_keep=torch.tensor([mask.shape[1] - 1], device=ids.device),
@@ -131,7 +131,7 @@ class Step:
             input_ids=token,
             attention_mask=seen,
             position_ids=place,
-            past_key_values=self.cache,
+            **cache_argument(self.model, self.cache),
             use_cache=True,
         ).logits
         return logits

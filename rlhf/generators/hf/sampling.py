@@ -26,7 +26,7 @@ from rlhf.generators.hf.decoding import RereadingStep, RoomyLayer, Step, attenti
 from rlhf.models import sharing_rules
 from rlhf.models.compilation import converted_weights
 from rlhf.models.flash_attention import with_sdpa
-from rlhf.models.shared_prefix import ALIGNED, additive, plain, positions, takes_any_mask
+from rlhf.models.shared_prefix import ALIGNED, additive, cache_argument, plain, positions, takes_any_mask
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -255,7 +255,7 @@ def _begin_cached(
             input_ids=ids.repeat_interleave(samples, 0),
             attention_mask=seen,
             position_ids=positions(seen),
-            past_key_values=cache,
+            **cache_argument(model, cache),
             use_cache=True,
             logits_to_keep=1,
         ).logits
