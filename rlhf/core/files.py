@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,17 +18,6 @@ from rlhf.core.errors import UserError
 
 LONGEST = 160  # bytes of a path component that is made from a text; file systems allow 255
 SCRATCH = ".tmp-"  # prefix of unfinished files and folders; a crash leaves them behind
-
-
-# Path and function: the function raises an exception if this process must not write the path, or below it.
-guards: list[tuple[Path, Callable[[], None]]] = []
-
-
-def _check_guards(path: Path) -> None:
-    """Raise the exception of a guard if this process must not write `path` (any more)."""
-    for guarded, check in guards:
-        if path.absolute().is_relative_to(guarded):
-            check()
 
 
 def scratch_of(path: Path) -> Path:
@@ -80,7 +69,6 @@ def whole(
         publish: remove an old scratch path before the block, and rename the scratch path after the block. If
             several ranks write the same scratch folder, only one rank (usually the first) sets True.
     """
-    _check_guards(path)
     scratch = scratch_of(path)
     if private:
         scratch = scratch.with_name(f"{scratch.name}.{os.getpid()}")
@@ -92,7 +80,6 @@ def whole(
             return
         if durable:
             sync_all(scratch)
-        _check_guards(path)
         if scratch.is_dir():
             discard(path)  # a folder can only be renamed to an empty folder or to an absent path
         scratch.replace(path)
@@ -172,7 +159,6 @@ def _name_in_error(file: Path) -> Iterator[None]:
 
 def append(file: Path, rows: Iterable[dict[str, Any]]) -> bytes:
     """Append rows to a JSON-lines file, and return the bytes that were appended."""
-    _check_guards(file)
     content = "".join(map(as_line, rows)).encode()
     with _name_in_error(file), file.open("ab") as out:
         out.write(content)

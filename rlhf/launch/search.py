@@ -53,8 +53,7 @@ from rlhf.launch.study import (
     unfinished,
 )
 from rlhf.loggers.hooks import Hook, StopRun
-from rlhf.runs.lock import refuse
-from rlhf.runs.lock_file import LockFile, locked
+from rlhf.runs.lock import locked
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -112,7 +111,7 @@ class SearchSweeper(Sweeper):
                 self.config.hydra.overrides.hydra.append(f"hydra.sweeper.study_name={name}")
         folder = Path(self.config.hydra.sweep.dir)
         file = study_file(folder, name)
-        with locked(LockFile(file.with_suffix(".lock"), file), refuse):
+        with locked(file.with_suffix(".lock"), file):
             study = open_study(settings, file, name, definition)
             try:
                 self.run(study, settings, space)

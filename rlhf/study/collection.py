@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rlhf.runs.lock import LOCK
-from rlhf.runs.lock_file import LockFile
+from rlhf.runs.lock import LOCK, Lock
 from rlhf.study import history
 from rlhf.study.planning import Configs, Plan
 from rlhf.study.rows import FAILED, Row, read_rows, write_rows
@@ -45,7 +44,7 @@ class Collection:
 
         Rows get the present names of their cells. Stale rows go to the history.
         """
-        lock = LockFile(self.spec.folder / LOCK, self.spec.rows)
+        lock = Lock(self.spec.folder / LOCK, self.spec.rows)
         if not lock.acquire():
             return False
         try:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -34,8 +33,7 @@ from rlhf.launch.slurm import requeue
 from rlhf.launch.submitit_jobs import submit
 from rlhf.processes.signals import interruptible
 from rlhf.runs.folder import RunFolder
-from rlhf.runs.lock import LOCK
-from rlhf.runs.lock_file import LockFile
+from rlhf.runs.lock import LOCK, Lock
 from rlhf.runs.writable import unwritable
 from rlhf.study import attempt, history, pricing
 from rlhf.study.collection import Collection
@@ -199,7 +197,6 @@ class Worker:
     def __init__(self, plan: Plan, niceness: int = 0) -> None:
         self.plan, self.niceness = plan, niceness
         self.collection = Collection(plan.spec)
-        self.locks: dict[Path, LockFile] = {}  # locks of others: how long their owners have been silent
         self.errors: list[str] = []  # of the last attempts; a success clears them
 
     def work(self) -> None:
@@ -221,11 +218,9 @@ class Worker:
 
     def _take(self, planned: Planned) -> bool:
         """Carry out a run; return False if another worker has it."""
-        lock = self.locks.pop(planned.folder, None) or LockFile(planned.folder / LOCK, planned.folder)
+        lock = Lock(planned.folder / LOCK, planned.folder)
         if not lock.acquire():
-            self.locks[planned.folder] = lock
             return False
-        lock.hold()
         try:
             if not attempt.is_done(self.plan.spec, planned):
                 attempt.begin(planned)
