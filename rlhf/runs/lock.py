@@ -1,7 +1,8 @@
 """Locks of folders: at most one process at a time writes to a run folder, or makes the same artefact.
 
-A lock is one of the kernel (flock) on a file that names its holder. The kernel ends it with the process, also
-by `kill -9`; a process that is only stopped keeps it. This module imports no torch.
+A lock is a lock of the kernel (flock) on a file that names its holder. The kernel ends the lock with the process,
+also after `kill -9`; a process that is only stopped keeps its lock. A forked process does not inherit the lock,
+because it can outlive the holder, like the workers of a process pool in a reward function. No torch is imported.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ _POLL_S = 0.1
 # Files and folders without results; logs are in the list because the error is in the terminal as well.
 _LOGS = ("train.log", "generator.log", "annotator.log", "wandb", "mlflow", "trackio")
 _WITHOUT_RESULTS = (LOCK, EVALUATION_LOCK, "config.yaml", "environment.json", *_LOGS)
+
+_held: set[TextIO] = set()  # lock files that this process has locked
+os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])
 
 Claim = Callable[[Path], AbstractContextManager[object]]  # locks a folder during a block
 
@@ -74,12 +78,14 @@ class Lock:
                     file.flush()
                     ends.pop_all()
                     self.file = file
+                    _held.add(file)
         return self.file is not None
 
     def release(self) -> None:
         """End the lock, if this process has it."""
         if self.file is not None:
             self.path.unlink(missing_ok=True)
+            _held.discard(self.file)
             self.file.close()
             self.file = None
 
@@ -150,7 +156,7 @@ waiting_claim: Claim = partial(claimed, wait=True)
 
 
 def made_by_one(path: Path) -> AbstractContextManager[None]:
-    """Lock a file or folder, which may not exist yet, that the block makes; wait for another that makes it."""
+    """Lock a path that the block makes and that may not exist yet; wait for another process that makes it."""
     return locked(_beside(path), path, wait=True)
 
 
@@ -168,7 +174,11 @@ def written_by_one(path: Path) -> Iterator[None]:
 
 
 def check_unlocked(folder: Path, *, wait: bool = False, name: str = LOCK) -> None:
-    """Check (or `wait` until) no other process has locked the folder of a run; raise UserError otherwise."""
+    """Check that no other process has locked the folder of a run, or wait until none has.
+
+    Raises:
+        UserError: another process has locked the folder.
+    """
     if (folder / name).exists():
         with locked(folder / name, folder, wait):
             pass

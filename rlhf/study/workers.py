@@ -3,7 +3,7 @@
     worker:  the first run without a row whose folder is not locked -> fork an attempt -> the next run
     command: starts workers (processes, or the elements of a SLURM array), prints finished runs, collects rows
 
-The lock of a run folder (`rlhf.runs.lock_file`) divides the work, so workers of several commands and hosts
+The lock of a run folder (`rlhf.runs.lock`) divides the work, so workers of several commands and hosts
 share a study on one file system. A worker that is killed leaves a run that another one resumes.
 """
 

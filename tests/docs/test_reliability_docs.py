@@ -22,7 +22,6 @@ FOLDERS = "checks/test_folders.py"
 JOBS = "commands/test_jobs.py"
 JSONL = "loggers/test_jsonl.py"
 LOCK = "runs/test_lock.py"
-LOCK_FILE = "runs/test_lock_file.py"
 PIPELINE = "end_to_end/test_pipeline.py"
 PROCESSES = "processes/test_ranks.py"
 RANKS = "end_to_end/test_ranks.py"
@@ -177,15 +176,6 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
     "the same sweep twice at once": {TWO_PROCESSES: ["test_the_same_sweep_twice"]},
     "two runs need the same missing model or pairs": {
         TWO_PROCESSES: ["test_two_runs_that_need_the_same_missing_models"]
-    },
-    "the host of a run fails, or is suspended for more than 60 seconds": {
-        LOCK_FILE: [
-            "test_the_lock_of_another_host_is_taken_over_if_nobody_touches_it",
-            "test_an_owner_whose_lock_was_taken_over_writes_nothing_more",
-        ]
-    },
-    "`.lock` deleted during the run": {
-        LOCK_FILE: ["test_a_lock_file_that_somebody_removed_is_written_again"]
     },
     "run folder deleted during the run": {
         RUN_FOLDER: ["test_a_run_whose_folder_is_deleted_stops_with_one_sentence"]

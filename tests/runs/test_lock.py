@@ -193,6 +193,30 @@ def test_a_folder_that_existed_before_or_of_another_error_is_kept(folder):
     assert (folder / "train.log").exists()
 
 
+FORKS = """
+import os, sys, time
+from pathlib import Path
+from rlhf.runs.lock import claimed
+with claimed(Path(sys.argv[1])):
+    if child := os.fork():
+        print(child, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.process
+def test_a_forked_process_that_outlives_the_holder_does_not_keep_its_lock(folder, start):
+    process = start(FORKS)
+    child = int(process.stdout.readline())
+    try:
+        process.kill()
+        process.wait()
+        check_unlocked(folder)
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 IN_TURN = """
 import sys, time
 from pathlib import Path
