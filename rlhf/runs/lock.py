@@ -1,8 +1,8 @@
 """Locks of folders: at most one process at a time writes to a run folder, or makes the same artefact.
 
 A lock is a lock of the kernel (flock) on a file that names its holder. The kernel ends the lock with the
-process, also after `kill -9`; a process that is only stopped keeps its lock. A forked process does not inherit
-the lock, because it can outlive the holder, like the workers of a process pool. No torch is imported.
+process, also after `kill -9`; a process that is only stopped keeps its lock. A forked process does not
+inherit the lock, because it can outlive the holder, like the workers of a process pool. No torch is imported.
 """
 
 from __future__ import annotations
