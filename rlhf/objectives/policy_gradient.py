@@ -168,7 +168,7 @@ class PolicyGradient(Objective):
         free = -advantages * ratio
         bound = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
         clipped = bound > free
-        losses = torch.where(clipped, bound, free)  # at equality `maximum` needs the gradient of `clamp`, 0 or 1
+        losses = torch.where(clipped, bound, free)  # at a bound, `clamp` of torch 2.14 has no gradient
         if config.covariance.kind is not Covariance.none:
             losses = limited(free, losses, clipped, log_ratio, batch, config.covariance)
         if config.dual_clip is not None:
