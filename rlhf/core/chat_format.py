@@ -1,6 +1,6 @@
 """The format of dialogues: a chat template formats messages as text and ends a turn with a token.
 
-This module imports no torch and no transformers.
+This module imports no torch, and transformers only for its tokenizers.
 """
 
 from __future__ import annotations
