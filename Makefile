@@ -33,7 +33,7 @@ COMPILE = $(RESOLVE) --custom-compile-command "make lock" $(foreach extra,$(EXTR
 PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadscope --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-nightly test-slurm test-faults test-gpu system check format snapshots bench reproduce atlas lock lock-check clean
+.PHONY: help setup train test test-all test-nightly test-newest test-slurm test-faults test-gpu system check format snapshots bench reproduce atlas lock lock-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -61,7 +61,16 @@ test-all: check  ## lint, types, import contracts and all tests but the nightly 
 test-nightly: setup  ## the tests that test-all leaves out: long runs, further variants, tests of tools
 	$(PYTEST) -m nightly $(ARGS)
 
-system:  ## install SLURM and a browser for the tests, by apt as root; no other target calls it
+# Without vLLM, which needs one version of torch and bounds transformers. pip, not the lock, chooses the versions.
+test-newest: BIN := .venv-newest/bin
+test-newest:  ## fast tests and ten short runs with the newest versions that pyproject.toml allows, in .venv-newest
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv-newest
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager $(PIP_ARGS) \
+		-e ".[$$(echo $(EXTRAS) liger | tr ' ' ,)]"
+	$(BIN)/python -m pip freeze --exclude-editable
+	$(PYTEST) -m "smoke or not (run or process or system or gpu or nightly)" $(ARGS)
+
+system:  ## install SLURM, a browser and a C++ compiler for the tests, by apt as root; no other target calls it
 	@tests/system.sh
 
 test-slurm: setup  ## the tests on a SLURM of two nodes, which runs as long as the tests; needs make system

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Install what some tests need beyond pip: SLURM and a browser, by apt as root. If a program cannot be installed, print
-# why and exit with code 0: the tests that need it are skipped. An unreachable network ends the attempt after minutes.
+# Install what some tests need beyond pip: SLURM, a browser and a C++ compiler, by apt as root. If a program cannot be
+# installed, print why and exit with code 0: the tests that need it are skipped. An unreachable network ends the attempt
+# after minutes.
 set -u
 cd "$(dirname "$0")/.." || exit 0
 
@@ -33,4 +34,5 @@ browser() { # any browser that tests/end_to_end/browser.py can use
 
 install SLURM slurmctld slurmd sbatch munged -- launchers/local_slurm.sh install
 browser
+install compiler c++ g++ -- launchers/apt_install.sh g++
 exit 0

@@ -13,12 +13,15 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
 )
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
 
 from rlhf.assembly.parts import make
 from rlhf.config.model import Dtype, ModelConfig
 from rlhf.config.scorer import ScorerConfig
 from rlhf.core.batch import Rollouts
 from rlhf.models.placement import place
+from rlhf.models.shared_prefix import cache_argument
 from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.scorers.scorer import Scorer, ScorerContext
 
@@ -118,6 +121,11 @@ def scorer_context(
     )
 
 
+def cache_of(outputs: ModelOutput) -> Cache:
+    """Return the keys and values of a forward; their name depends on the version of transformers."""
+    return outputs["cache" if "cache" in outputs else "past_key_values"]
+
+
 @torch.no_grad()
 def logprobs_in_flight(
     before: PreTrainedModel, after: PreTrainedModel, batch: Rollouts, swap: int, temperature: float
@@ -131,9 +139,8 @@ def logprobs_in_flight(
             out = before(whole[:, :seen], use_cache=True)
             logits = out.logits
             if len(response) >= swap:
-                logits = torch.cat(
-                    [logits, after(whole[:, seen:], past_key_values=out.past_key_values).logits], 1
-                )
+                given = cache_argument(after, cache_of(out))
+                logits = torch.cat([logits, after(whole[:, seen:], **given).logits], 1)
             logp = torch.log_softmax(logits[0, len(prompt) - 1 : -1] / temperature, -1)
             found[i, j, : len(response)] = logp.gather(-1, response[:, None])[:, 0]
     return found

@@ -1,6 +1,6 @@
 """The format of dialogues: a chat template formats messages as text and ends a turn with a token.
 
-This module imports no torch and no transformers.
+This module imports no torch, and transformers only for its tokenizers.
 """
 
 from __future__ import annotations
@@ -206,6 +206,8 @@ def formatted(
     options |= {"tools": tools, "strftime_now": tokenizer.clock.strftime}
     try:
         text = written(tokenizer, messages, **options)
+    except ImportError:  # of transformers or Jinja; the template is not at fault
+        raise
     except Exception as error:  # a template is a program, and raises whatever its operations raise
         raise UserError(_refused(tokenizer, error, messages, where, options)) from error
     if not any(CALLS in turn and turn["content"] == "" for turn in messages):

@@ -24,6 +24,7 @@ import json
 import os
 import pickle
 import shutil
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -387,6 +388,8 @@ def _build_cpu_adam(name: str) -> None:
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     say("loading DeepSpeed's CPU optimizer (the first time it is compiled, which takes minutes)")
+    scripts = sysconfig.get_path("scripts")  # of this environment, which has ninja and may not be activated
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), scripts])
     try:
         CPUAdamBuilder().load()
     except (RuntimeError, OSError, ImportError) as error:

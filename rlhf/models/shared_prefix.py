@@ -22,9 +22,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
@@ -34,6 +35,8 @@ from rlhf.core.errors import UserError
 from rlhf.models import sharing_rules
 from rlhf.models.precision import product_dtype
 
+_OLD_NAME = "past_key_values"
+_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # of the argument of forward for the cache
 ALIGNED = 16  # attention on a GPU copies a mask unless its row stride is a multiple of this many elements
 
 
@@ -147,9 +150,16 @@ def _encode_shared(
     return states.view(*tokens.shape, -1)
 
 
-def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
-    """Return the cache by the name that the model's forward has for it (from transformers 5.24 on "cache")."""
-    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
+def cache_argument(model: nn.Module, cache: Cache) -> dict[str, Cache]:
+    """Return the cache by the name that forward has for it: "cache" from transformers 5.24 on.
+
+    Each model is asked once. Behind a forward of any arguments, the first module that names it decides.
+    """
+    if model not in _names:
+        forwards = (inspect.signature(module.forward).parameters for module in model.modules())
+        known = (name for named in forwards for name in ("cache", _OLD_NAME) if name in named)
+        _names[model] = next(known, _OLD_NAME)
+    return {_names[model]: cache}
 
 
 def padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,4 +69,4 @@ class M2PO(DAPO):
         if self.config.form is M2POForm.mask:
             return free.masked_fill(reach == 0, 0.0), reach == 0
         bound = -batch.advantages * log_ratio.clamp(-reach, reach).exp()
-        return torch.maximum(free, bound), bound > free
+        return torch.where(bound > free, bound, free), bound > free

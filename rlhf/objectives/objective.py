@@ -265,4 +265,4 @@ def response_weights(log_ratios: Tensor, mask: Tensor) -> Tensor:
 
 def bounded(log_ratio: Tensor) -> Tensor:
     """Return log-ratios of at most `MAX_LOG_WEIGHT`, whose exponential and its gradient are finite."""
-    return log_ratio.clamp(max=MAX_LOG_WEIGHT)
+    return log_ratio.masked_fill(log_ratio > MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)

@@ -167,7 +167,8 @@ class PolicyGradient(Objective):
         ratio = log_ratio.exp()
         free = -advantages * ratio
         bound = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-        losses, clipped = torch.maximum(free, bound), bound > free
+        clipped = bound > free
+        losses = torch.where(clipped, bound, free)  # at a bound, `clamp` of torch 2.14 has no gradient
         if config.covariance.kind is not Covariance.none:
             losses = limited(free, losses, clipped, log_ratio, batch, config.covariance)
         if config.dual_clip is not None:

@@ -139,7 +139,7 @@ class PPO(PolicyGradient):
         clip, values = self.config.clip_value, selected(values, batch.value_mask)
         clipped = values.clamp(batch.values - clip, batch.values + clip)
         free, bound = (values - batch.returns).square(), (clipped - batch.returns).square()
-        losses = 0.5 * torch.maximum(free, bound)
+        losses = 0.5 * torch.where(bound > free, bound, free)
         return selected(losses, batch.value_mask).sum(), {
             "value/clipfrac": mean((bound > free).float(), batch.value_mask),
             "value/mean": mean(values, batch.value_mask),

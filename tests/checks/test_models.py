@@ -95,6 +95,7 @@ def test_flash_attention_needs_a_gpu_16_bits_and_a_package(monkeypatch):
     (cpu,) = problems(chosen, "model.dtype=bfloat16")
     assert cpu.startswith("model.attention must be sdpa without a GPU") and "set model.attention=sdpa" in cpu
     monkeypatch.setattr(models, "this_machine", lambda: Machine(2**35, (2**35,)))
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
     (missing,) = problems(chosen, "model.dtype=bfloat16")
     assert "run: pip install flash-attn" in missing and "set model.attention=auto" in missing
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: name)
@@ -109,6 +110,7 @@ def test_the_fused_head_needs_a_gpu_liger_and_whole_weights(monkeypatch):
     assert cpu.startswith("model.fused_head must be null or false without a GPU")
     assert problems("model.fused_head=null") == problems("model.fused_head=false") == []
     monkeypatch.setattr(models, "this_machine", lambda: Machine(2**35, (2**35,)))
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
     (missing,) = problems("model.fused_head=true")
     assert "run: pip install -e '.[liger]', or set model.fused_head=null" in missing
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: name)

@@ -1,9 +1,18 @@
 """Chat templates: the prompt of a dialogue, the end of a turn, and templates that the user names."""
 
+import json
+
 import pytest
 import torch
 
-from rlhf.core.chat_format import end_of_turn, end_responses_with_turns, render, set_format, set_template
+from rlhf.core.chat_format import (
+    end_of_turn,
+    end_responses_with_turns,
+    render,
+    set_clock,
+    set_format,
+    set_template,
+)
 from rlhf.core.encoding import encode_completions, encode_prompts, prompt_tokens
 from rlhf.core.errors import UserError
 from tests.chat_tokenizers import CHAT, LLAMA_3, QWEN, gemma, llama_2, llama_3, neox, qwen
@@ -43,6 +52,36 @@ def test_tokens_of_a_formatted_dialogue_are_those_of_apply_chat_template(family)
     (ids,) = prompt_tokens([render(tokenizer, turns)], tokenizer, formatted=True)
     assert ids == expected
     assert ids.count(tokenizer.bos_token_id) <= (2 if family == "llama_2" else 1)  # Llama 2: one per question
+
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": None}}]}
+
+
+def test_a_template_gets_the_messages_as_they_are_with_their_nulls():
+    tokenizer = qwen()
+    tokenizer.chat_template = "{{ messages | tojson }}"
+    assert json.loads(render(tokenizer, [USER, CALL])) == [USER, CALL]
+
+
+def test_a_template_reads_the_clock_of_the_run():
+    tokenizer = qwen()
+    tokenizer.chat_template = (
+        "{{ strftime_now('%d %b %Y, %H:%M') if strftime_now is callable else 'no clock' }}"
+    )
+    set_clock(tokenizer, "2001-02-03T04:05")
+    assert render(tokenizer, [USER]) == "03 Feb 2001, 04:05"
+
+
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])
+@pytest.mark.parametrize("family", CHAT)
+def test_a_template_gets_the_variables_of_apply_chat_template(family, tools):
+    tokenizer = CHAT[family]()
+    given = "messages", "tools", "documents", "add_generation_prompt", *tokenizer.special_tokens_map
+    tokenizer.chat_template = "{{ [" + ", ".join(given) + "] | tojson }}"
+    expected = tokenizer.apply_chat_template(
+        [USER, REPLY], tools=tools, add_generation_prompt=True, tokenize=False
+    )
+    assert render(tokenizer, [USER, REPLY], tools=tools) == expected
 
 
 @pytest.mark.parametrize("family", CHAT)

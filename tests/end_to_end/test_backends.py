@@ -25,15 +25,14 @@ pytestmark = pytest.mark.forks
 
 BACKENDS = ("torch", "zero0", "zero1", "zero2", "zero3")
 OFFLOADS = ("zero2_offload", "zero3_offload")
-ALWAYS = ("torch", "zero2", "zero3")  # make test-all; the other backends and sizes are nightly
+ALWAYS = ("torch", "zero2", "zero3", "zero2_offload")  # make test-all; others are nightly
 SIZES = (1, 2)
 GPUS = "2 GPUs"  # two ranks with a pretended GPU each, see tests/pretended_gpu
 PROGRAM = "tests.end_to_end.backend_steps"
 LIMIT_S = 500
 
-# DeepSpeed needs minutes to compile its CPU optimizer, so its tests run only if it is already compiled.
-EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
-BUILT = any(EXTENSIONS.glob("**/cpu_adam/cpu_adam.so"))
+# The first run with offloading compiles DeepSpeed's CPU optimizer for all later ones: 75 CPU-seconds.
+COMPILES = shutil.which(os.environ.get("CXX", "c++")) is not None
 NO_GPUS = pretended_gpu.unavailable()
 
 
@@ -43,7 +42,7 @@ def cases(sizes: tuple[int | str, ...], names: tuple[str, ...]) -> list:
     def marks(size: int | str, name: str) -> list[pytest.MarkDecorator]:
         return [
             *([pytest.mark.nightly] if name not in ALWAYS or size not in SIZES else []),
-            *([pytest.mark.skipif(not BUILT, reason=needs.CPU_ADAM)] if name in OFFLOADS else []),
+            *([pytest.mark.skipif(not COMPILES, reason=needs.CPU_ADAM)] if name in OFFLOADS else []),
             *([pytest.mark.skipif(bool(NO_GPUS), reason=str(NO_GPUS))] if size == GPUS else []),
         ]
 
@@ -100,7 +99,7 @@ class Steps(dict):
     def __missing__(self, key: tuple[int | str, str]) -> dict:
         size, name = key
         group = "always" if name in ALWAYS else "nightly"  # one command for the backends of a group
-        names = [each for each in BACKENDS + OFFLOADS * BUILT if (each in ALWAYS) == (name in ALWAYS)]
+        names = [each for each in BACKENDS + OFFLOADS * COMPILES if (each in ALWAYS) == (name in ALWAYS)]
         folder = self.base / f"{group} {size}"
         folder.mkdir()
         if size == GPUS:
@@ -397,7 +396,7 @@ def test_offloading_without_a_compiler_is_rejected_before_loading(command, tmp_p
         timeout=LIMIT_S,
     )
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "c++ and ninja not found" in done.stderr and "set backend=zero3" in done.stderr
+    assert "c++ not found" in done.stderr and "set backend=zero3" in done.stderr
     assert "making" not in done.stdout and "dpo of pythia" not in done.stdout
 
 

@@ -18,9 +18,10 @@ from rlhf.core.errors import RunError
 from rlhf.environments.environment import EnvironmentFactory
 from rlhf.environments.turns import Turns
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
+from rlhf.models.shared_prefix import cache_argument
 from tests.end_to_end.test_vllm import HEADS, SAMPLER, Process, ask_in_flight
 from tests.environments.test_episodes import Judge, check_masks_and_rewards, tokenizer
-from tests.tiny_models import tiny_lm
+from tests.tiny_models import cache_of, tiny_lm
 
 HERE = "tests.end_to_end.test_vllm_turns"
 PROMPT, LENGTH, BLOCK = 150, 60, 128  # vLLM on a CPU caches keys in blocks of 128 tokens
@@ -133,8 +134,8 @@ def check_logprobs(rollouts: Rollouts, old: PreTrainedModel, new: PreTrainedMode
         parts, cache = [], None
         if seen:
             found = old(whole[None, :seen], use_cache=True)
-            parts, cache = [found.logits], found.past_key_values
-        parts.append(new(whole[None, seen:], past_key_values=cache).logits)
+            parts, cache = [found.logits], cache_of(found)
+        parts.append(new(whole[None, seen:], **cache_argument(new, cache)).logits)
         logprobs = (torch.cat(parts, 1)[0, first - 1 : -1] / SAMPLING.temperature).log_softmax(-1)
         expected = logprobs.gather(-1, whole[first:, None])[:, 0]
         sampled = rollouts.behaviour_logprobs[n, k, start:end]

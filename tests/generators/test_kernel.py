@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-NEEDS = "needs Triton, which comes with torch for GPUs"
+from tests import needs
 
 
 @pytest.fixture
-def kernel(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason=NEEDS)
+def kernel():
+    pytest.importorskip("triton", reason=needs.TRITON)
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for CPUs")
     from rlhf.generators.hf import kernel
 
     return kernel

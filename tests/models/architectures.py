@@ -23,10 +23,11 @@ SMALL: dict[int, str] = {
     64: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dim_ff dff ffn_hidden_size d_inner "
     "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size feed_forward_size "
     "intermediate_size_mlp expert_ffn_hidden_size dense_intermediate_size prompt_mid_dim "
-    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size shared_experts_intermediate_size",
     32: "index_n_heads hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size "
     "output_embedding_size word_embed_proj_dim lru_width backbone_hidden_size hidden_size_global "
-    "pronunciation_embed_dim shape_embed_dim patch_size query_pre_attn_scalar num_centroids ple_embed_dim",
+    "adapter_in_dim adapter_out_dim adapter_input_size pronunciation_embed_dim shape_embed_dim patch_size "
+    "query_pre_attn_scalar num_centroids ple_embed_dim",
     16: "kv_channels o_lora_rank q_lora_rank kv_lora_rank time_step_rank hidden_size_per_layer_input "
     "laurel_rank adapter_rank router_hidden_size gated_norm_rank hc_lowrank position_bias_num_buckets "
     "num_buckets image_size conv_kernel_size mamba_dt_rank index_head_dim",
@@ -57,8 +58,8 @@ ENCODERS = (  # types that predict the next token only with is_decoder
     "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 EQUAL_HEADS = (  # types in which all heads have keys of their own
-    "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa",
-    "kimi_linear", "longcat_flash", "minicpm3", "youtu",
+    "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text", "glm4_moe_lite",
+    "glm_moe_dsa", "kimi_linear", "longcat_flash", "minicpm3", "youtu",
 )  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 INDEXER = {
@@ -75,6 +76,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "big_bird": {"is_decoder": True, "attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "dory": {  # the layers between input and output run twice
+        "num_hidden_layers": 4,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],

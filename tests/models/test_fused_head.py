@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy, linear
 from rlhf.models.fused_head import fused_logprobs
 from rlhf.models.logprobs import token_outputs
 from rlhf.models.modules import Policy
+from tests import needs
 from tests.tiny_models import tiny_lm, tiny_rollouts
 
 FUNCTIONAL = "liger_kernel.transformers.functional"
@@ -25,8 +26,7 @@ def plain(input, weight, target, bias, reduction, accum_dtype):
 def library(request, monkeypatch):
     """Use Liger itself, if it is installed, in the interpreter of Triton; or a plain function."""
     if request.param == "liger":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        pytest.importorskip("liger_kernel")
+        pytest.importorskip("liger_kernel", reason=needs.LIGER)
         if torch.cuda.is_available():
             pytest.skip("the interpreter is for CPUs")
         return

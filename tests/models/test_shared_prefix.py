@@ -1,12 +1,14 @@
 """The forward that encodes a prompt once for all its samples, and gradient checkpointing of blocks."""
 
+import inspect
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.config.model import LoRAConfig
@@ -17,7 +19,7 @@ from rlhf.models import shared_prefix as forward
 from rlhf.models import sharing_rules
 from rlhf.models.lora import adapt
 from rlhf.models.modules import Policy
-from rlhf.models.shared_prefix import PromptLayer, checkpoint_blocks, encode, positions
+from rlhf.models.shared_prefix import PromptLayer, cache_argument, checkpoint_blocks, encode, positions
 from tests.tiny_models import KINDS, sequences, tiny_lm, tiny_rollouts
 
 
@@ -232,6 +234,54 @@ def test_prefix_sharing_has_no_effect_for_prompts_of_one_token(samples):
 def test_positions_count_the_real_tokens_before_each_token():
     mask = torch.tensor([[False, False, True, True, True, False]])
     assert positions(mask).tolist() == [[0, 0, 0, 1, 2, 3]]
+
+
+class Named(torch.nn.Module):
+    def forward(self, ids, cache=None):
+        return cache
+
+
+class NamedBefore(torch.nn.Module):
+    def forward(self, ids, past_key_values=None):
+        return past_key_values
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def replaced(model):
+    """Return a model whose forward is replaced by a function, as hooks of libraries do."""
+    model.forward = partial(model.forward)
+    return model
+
+
+@pytest.mark.parametrize("kind", [Named, NamedBefore])
+@pytest.mark.parametrize(
+    "wrap", [nullcontext, Wrapped, lambda model: Wrapped(Wrapped(model)), torch.compile, replaced],
+    ids=["model", "wrapped", "twice", "compiled", "replaced"],
+)  # fmt: skip
+def test_a_cache_has_the_name_that_the_forward_of_the_model_has_for_it(kind, wrap):
+    model = kind() if wrap is nullcontext else wrap(kind())
+    for cache in (object(), object()):
+        (name,) = given = cache_argument(model, cache)
+        assert kind().forward(None, **given) is cache is given[name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_read_the_cache_by_a_name_of_their_forward(kind):
+    model = tiny_lm(kind)
+    for module in (model, model.base_model):
+        cache = DynamicCache(config=model.config)
+        given = cache_argument(module, cache)
+        assert given.keys() <= inspect.signature(module.forward).parameters.keys()
+        module(torch.tensor([[2, 3]]), use_cache=True, **given)
+        assert cache.get_seq_length() == 2
 
 
 def test_a_shared_prefix_of_a_sliding_window_model_is_refused_with_the_remedy():

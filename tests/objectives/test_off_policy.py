@@ -210,6 +210,17 @@ def test_m2po_limits_only_tokens_whose_ratio_moved_with_the_advantage(form):
     assert figures["policy/clipfrac"] == pytest.approx(2 / 6)
 
 
+def test_m2po_trains_a_token_whose_log_ratio_is_at_the_limit():
+    objective = objective_of("m2po", form=M2POForm.clip, limit=0.1)
+    batch = batch_of([[1.0, 0.0]])
+    lag = torch.tensor([[[0.5, 0.25, 0.0], [0.0, 0.0, 0.0]]])
+    batch.old_logprobs = batch.behaviour_logprobs + lag
+    batch = objective.credit(batch)
+    assert batch.per_token["reach"].eq(0.25).all()
+    _, gradient, _ = step(objective, batch)
+    torch.testing.assert_close(gradient, -batch.advantages * lag.exp() * (lag < 0.5) / 6)
+
+
 def test_the_log_linear_anchor_follows_the_lag_of_each_token():
     objective = objective_of("dapo", anchor=Anchor.loglinear, clip_high=10.0, clip_low=1.0)
     batch = batch_of([[1.0, 0.0]])

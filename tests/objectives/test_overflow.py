@@ -167,6 +167,15 @@ def test_the_ratio_is_bounded_like_the_importance_weights():
     assert loss == torch.tensor(20.0).exp() and not gradient.any()
 
 
+def test_a_ratio_at_its_bound_has_the_gradient_of_a_ratio_below_it():
+    objective, batch = start("grpo", {"anchor": Anchor.behaviour, "kl_coef": 0.0})
+    batch = replace(batch, old_logprobs=None, advantages=-1.0 * batch.response_mask)
+    batch = replace(batch, behaviour_logprobs=-24.0 * batch.response_mask)
+    out = Outputs(logprobs=(-4.0 * batch.response_mask).requires_grad_())
+    loss, (gradient,), _ = results(objective, batch, out)
+    torch.testing.assert_close(gradient.sum(), loss)  # the derivative of the ratio is the ratio
+
+
 @pytest.mark.parametrize("how", [Reject.token, Reject.max])
 def test_a_rejected_token_is_selected_away_whatever_its_loss(how):
     settings = {"correction": CorrectionConfig(reject=how, reject_low=0.5, reject_high=2.0), "kl_coef": 0.0}

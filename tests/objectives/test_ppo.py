@@ -79,10 +79,11 @@ def value_step(values, batch, **settings):
     return sums["value"].item(), gradient, figures
 
 
-def test_the_value_loss_is_half_the_squared_error_over_states():
+@pytest.mark.parametrize("moved", [0.0, 0.25], ids=["within", "at"])
+def test_the_value_loss_is_half_the_squared_error_over_states(moved):
     _, batch = credited(batch_of([[5.0, 7.0]], lengths=[[2, 3]]))
-    loss, gradient, _ = value_step(batch.values, batch)
-    error = (batch.values - batch.returns) * batch.value_mask
+    loss, gradient, _ = value_step(batch.values + moved, batch, clip_value=0.25)
+    error = (batch.values + moved - batch.returns) * batch.value_mask
     assert loss == pytest.approx(0.5 * error.square().sum().item())
     torch.testing.assert_close(gradient, error)
     assert PPO(PPOConfig()).count(batch)["value"] == 6

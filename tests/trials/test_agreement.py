@@ -30,10 +30,11 @@ def test_a_window_that_only_long_sequences_exceed_is_found():
     attention = model.model.layers[0].self_attn
     forward = attention.forward
 
-    def windowed(hidden_states, *args, past_key_values=None, **kwargs):
-        if past_key_values is not None and past_key_values.get_seq_length() > 20:
+    def windowed(hidden_states, *args, **kwargs):
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if cache is not None and cache.get_seq_length() > 20:
             hidden_states = hidden_states * 0.9
-        return forward(hidden_states, *args, past_key_values=past_key_values, **kwargs)
+        return forward(hidden_states, *args, **kwargs)
 
     attention.forward = windowed
     assert fault_of(Policy(model, 0.7, True), longest=18) is None

@@ -333,8 +333,11 @@ def grouped(model: PreTrainedModel) -> Iterator[None]:
 
     GQA (grouped-query attention): several query heads share keys and values. Other models are not changed.
     """
-    heads = getattr(model.config, "num_attention_heads", None)
-    shared = getattr(model.config, "num_key_value_heads", heads) != heads
+    try:
+        heads = getattr(model.config, "num_attention_heads", None)
+        shared = getattr(model.config, "num_key_value_heads", heads) != heads
+    except RuntimeError:  # of a config whose layers have different numbers of heads
+        shared = False
     with _attention_of(model, GROUPED) if shared and takes_any_mask(model) else nullcontext():
         yield
 
