@@ -150,13 +150,23 @@ def test_a_group_that_is_too_old_is_dropped_and_its_prompt_starts_again():
     generator = Singles(8, lambda row, sample: next(slow, LENGTH) if (row, sample) == (0, 0) else LENGTH)
     found = trained(stream_of(generator, lag=1, max_age=1, stale=Stale.drop, updates=10))
     fates = [(line["row"], line["fate"]) for _, lines in found for line in lines if line["row"] == 0]
-    assert fates == [(0, "dropped"), (0, "trained")]
+    assert fates[0] == (0, "dropped") and sum(row == 0 for row, *_ in generator.asked) > 2
     json.dumps([lines for _, lines in found], allow_nan=False)  # a group that was dropped has ended
     assert (
         len(found) == 10
         and max(b.trainer_version - x["version"] for b, ls in found for x in ls if x["fate"] == "trained")
         <= 1
     )
+
+
+@pytest.mark.parametrize(("lag", "rows"), [(0, [0]), (1, [0, 1, 2])])
+def test_room_that_the_taken_batch_leaves_is_used_at_once(lag, rows):
+    """With `drop`; without a lag nothing starts while the trainer works, whatever happens."""
+    generator = Singles(4, lambda row, sample: LENGTH * (10 if row else 1))
+    made = stream_of(generator, lag=lag, batch=1, samples=1, max_age=1, stale=Stale.drop)
+    next(iter(made))
+    generator.tell()
+    assert [row for row, *_ in generator.asked] == rows
 
 
 def test_a_checkpoint_has_what_ended_and_the_rest_starts_again():
@@ -167,6 +177,11 @@ def test_a_checkpoint_has_what_ended_and_the_rest_starts_again():
     generator.version = 3
     drawn = 1 + max(int(prompt["index"]) for prompt in [*state["known"].values(), *state["queues"][0]])
     resumed = stream_of(generator, saved=state, update=3, first=drawn)
+    begun = {number: group.version for number, group in first.rules.running.items()}
+    partly = {number for number, *_ in state["responses"]}
+    assert 0 in partly and begun[0] < 3
+    for number, group in resumed.rules.running.items():
+        assert group.version == (begun[number] if number in partly else 3)
     after = trained(resumed)
     rows = [row for batch, _ in before + after for row in batch.index.tolist()]
     assert len(after) == 5 and len(set(rows)) == 16
