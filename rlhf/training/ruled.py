@@ -76,7 +76,7 @@ class RuledStream(RolloutStream):
         prompts.extend(batch.select(torch.tensor([i])) for i in range(len(batch)))
 
     def prompt_of(self, group: int) -> Prompts:
-        """Return the prompt [1] of a group, which gets it at its start: a discarded one first, else a new one.
+        """Return the prompt [1] of a group, which gets a discarded prompt or else a new one at its start.
 
         Before its start, a group has the prompt that it would get if all groups before it started now.
         """

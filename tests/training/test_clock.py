@@ -44,10 +44,11 @@ class Lengths:
             end += 1
         assert end > done
         ids = [*range(done, end)]
+        logprobs = [float(self.rules.version)] * len(ids)  # the weights that sampled the tokens
         if not self.message:
-            return Piece(ids, [0.0] * len(ids), end == whole)
+            return Piece(ids, logprobs, end == whole)
         own = [each not in self.message for each in ids]
-        return Piece(ids, [0.0] * len(ids), end == whole, sampled=own, rewards=[0.0] * len(ids))
+        return Piece(ids, logprobs, end == whole, sampled=own, rewards=[0.0] * len(ids))
 
     def prompt(self, group):
         if group in self.rows:
@@ -162,6 +163,8 @@ def test_bounds_hold_for_random_settings(rule):
                 assert oldest <= bound, (seed, settings)
                 assert min(map(min, versions)) >= sequences[0].group.version
                 assert all(each == sorted(each) for each in versions)
+                tokens = [(v, each.logprobs[i]) for each in sequences for i, v in enumerate(each.versions)]
+                assert all(version in (MESSAGE, of_weights) for version, of_weights in tokens)
                 assert settings["in_flight"] or all(len(set(each)) == 1 for each in versions)
                 slot_s += sum(each.end - each.start for each in sequences)
                 whole = [settings["length"](each.key) for each in sequences]
@@ -227,7 +230,7 @@ def test_the_unit_of_time_changes_nothing(rule):
 
 
 class Simulated:
-    """The rules in whole seconds, written a second time: each second has its load, then its ends, one by one."""
+    """The rules in whole seconds, written a second time; a second has its load, then its ends one by one."""
 
     def __init__(self, rule, *, lag, age, batch, samples, slots, length, train_s, whole):
         self.rule, self.lag, self.size, self.samples = rule, lag, batch, samples
@@ -395,6 +398,15 @@ def test_prefill_delays_the_first_token_and_every_load_in_flight():
     assert [each.kept for each in made.running.values()] == [5] * 8
     made.next_batch()
     assert made.now == pytest.approx(25 + 5 + 20 + 0.5 * (10 + 5) + 10)
+
+
+def test_a_second_load_during_the_encoding_of_the_first_keeps_the_tokens_of_before():
+    """At the load at 20.5, a response has 10 tokens and encodes 20; half a step later is the next load."""
+    settings = {"lag": 2, "batch": 1, "samples": 1, "slots": 3, "train_s": 0.5, "prefill": 1.0}
+    made = clock(in_flight=True, length=lambda start: 20 if start.group == 1 else 10, **settings)
+    assert updates(made, 2) == [10 + 10 + 0.5, 10 + 10 + 1.0]
+    long = made.running[1, 0]
+    assert (long.kept, long.begin, set(long.versions[:10]), set(long.versions[10:])) == (10, 50, {0}, {2})
 
 
 def test_a_message_takes_the_steps_of_its_encoding():

@@ -22,8 +22,8 @@ LENGTH, STEP_S = 8, 0.002
 class Singles(Generator):
     """Samples single responses in threads; response `sample` of row r takes `steps(r, sample)` steps."""
 
-    def __init__(self, slots, steps=lambda row, sample: LENGTH):
-        self.count, self.steps, self.version = slots, steps, 0
+    def __init__(self, slots, steps=lambda row, sample: LENGTH, between=False):
+        self.count, self.steps, self.between, self.version = slots, steps, between, 0
         self.running, self.most, self.asked = set(), 0, []
         self.cuts: dict[Future, threading.Event] = {}
 
@@ -41,22 +41,22 @@ class Singles(Generator):
     def sample(self, prompts, row, sample, answer, cut):
         self.running.add(answer)
         self.most = max(self.most, len(self.running))
-        steps, versions = self.steps(row, sample), []
+        steps, versions, first = self.steps(row, sample), [], self.version
         while len(versions) < steps and not (cut.is_set() and versions):
             time.sleep(STEP_S)
-            versions.append(self.version)
+            versions.append(first if self.between else self.version)
         count = max(1, round(len(versions) * LENGTH / max(LENGTH, steps)))
         mask = (torch.arange(LENGTH) < count)[None, None]
         self.running.discard(answer)
         answer.set_result(
             prompts.extend(
                 Rollouts,
-                response_ids=torch.full((1, 1, LENGTH), 5),
+                response_ids=torch.full((1, 1, LENGTH), 5 + versions[-1]),
                 response_mask=mask,
                 behaviour_logprobs=torch.zeros(1, 1, LENGTH),
                 ended=torch.tensor([[len(versions) == steps]]),
-                token_versions=torch.tensor(versions[-1]) * mask.long(),
-                version=versions[0],
+                token_versions=None if self.between else versions[-1] * mask.long(),
+                version=versions[-1],
                 generate_s=0.1,
             )
         )
@@ -130,6 +130,17 @@ def test_each_group_is_trained_once_and_a_long_one_does_not_hold_up_the_others(u
         assert batch.trainer_version == number and batch.response_ids.shape == (2, 2, LENGTH)
         assert [line["fate"] for line in lines] == ["trained"] * 2
         assert all(line["version"] <= number for line in lines)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_every_token_has_the_version_that_sampled_it(between):
+    found = trained(stream_of(Singles(6, long_first, between)))
+    assert any(batch.version < batch.trainer_version for batch, _ in found)
+    for batch, _ in found:
+        versions, mask = batch.token_versions, batch.response_mask
+        versions = torch.full_like(batch.response_ids, batch.version) if versions is None else versions
+        assert torch.equal((versions + 5)[mask], batch.response_ids[mask])
+        assert batch.version <= versions[mask].min()
 
 
 def test_the_age_of_a_group_has_the_bound():

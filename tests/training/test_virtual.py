@@ -177,6 +177,7 @@ def test_every_token_has_the_log_prob_of_the_version_that_it_names(rule, in_flig
         if versions is None:
             versions = torch.full_like(rollouts.response_ids, rollouts.version)
         real = rollouts.response_mask
+        assert rollouts.version == versions[real].min() and rollouts.trainer_version == trainer.version
         for version in versions[real].unique().tolist():
             error = (log_probs(trainer.models[version], rollouts) - rollouts.behaviour_logprobs).abs()
             assert error[real & (versions == version)].max() < 2e-5
