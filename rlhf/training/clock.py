@@ -44,9 +44,7 @@ from rlhf.training.staleness import Group, Rules
 _LOOKAHEAD = 0.8  # share of the last update's seconds that an idle trainer takes at least until the next load
 _FIRST_LOOKAHEAD = 16  # steps, before the first update
 _LEAST_TOKENS = 4  # tokens that are sampled at once at least, with in-flight updates
-_DIGITS = (
-    6  # digits after the point in which steps are compared: two ends at the same time differ by rounding
-)
+_DIGITS = 6  # decimals in which steps are compared, because ends at the same time differ by rounding
 _SAVED = [each.name for each in fields(Sequence)[2:-1]]  # all but the group, the key and the last step
 
 

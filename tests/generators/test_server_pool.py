@@ -598,7 +598,9 @@ def test_in_flight_a_server_that_names_an_older_version_than_it_confirmed_is_los
             one.pool.load(weights(number), number)
             wait_until(lambda number=number: one.pool.servers[0].version == number)
         one.fakes[0].faults[GENERATE] = [version(0, "0")]
-        assert check_in_flight(one.pool.submit(prompts(), sampling()).result(10), prompts(), sampling()) == {1}
+        assert check_in_flight(one.pool.submit(prompts(), sampling()).result(10), prompts(), sampling()) == {
+            1
+        }
         assert one.figures()[0] == 1
 
 
