@@ -19,8 +19,10 @@ in one call. Tokens depend on version, prompt and the numbers of a sequence, not
 look ahead that is too long samples in vain, one that is too short makes calls smaller, and neither changes a
 token. What was sampled ahead and has not started is forgotten at every load.
 
-Events at the same time are processed in this order: load, scores, ends of sequences by group and sample.
-There is no random state, so a run and its repetition are equal.
+Events at the same time are processed one by one, in this order: load, scores, ends of sequences by group and
+sample. After each event, free slots are filled; then an idle trainer chooses its batch; then the slots that
+the choice freed are filled, at the same time. Times that differ by less than a millionth of a step are the
+same, so rounding decides nothing. There is no random state, so a run and its repetition are equal.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from rlhf.training.staleness import Group, Rules
 _LOOKAHEAD = 0.8  # share of the last update's seconds that an idle trainer takes at least until the next load
 _FIRST_LOOKAHEAD = 16  # steps, before the first update
 _LEAST_TOKENS = 4  # tokens that are sampled at once at least, with in-flight updates
+_DIGITS = 6  # decimals in which steps are compared, because ends at the same time differ by rounding
 _SAVED = [each.name for each in fields(Sequence)[2:-1]]  # all but the group, the key and the last step
 
 
@@ -86,7 +89,9 @@ class Clock:
         self.usage = Usage()
         self._news = True  # whether the idle trainer may find a batch that it did not find before
         self._ahead: dict[Start, Piece] = {}  # sampled by the current weights, not started
-        self._ends: list[tuple[float, Start]] = []  # heap of last steps; entries of earlier plans are void
+        self._ends: list[
+            tuple[float, Start]
+        ] = []  # heap of rounded last steps; those of earlier plans are void
 
     def next_batch(self) -> list[list[Sequence]]:
         """Run until the load of an update, and return the sequences of the groups that it trained on.
@@ -98,24 +103,24 @@ class Clock:
             self._fill()
             if not self.batch and self._news:
                 self._choose()
-                if not self.batch and self._news:  # a group that was cut is replaced
-                    continue
+                continue  # the choice may have freed slots, or room for further groups
             end = self._next_end()
             ends_at = self._time_of(end.last_step) if end else inf
             scored_at = self.scoring[0][0] if self.scoring else inf
-            first = min(self.load_at, scored_at, ends_at)
+            first = min(self.load_at, scored_at, ends_at) + self._rate() / 10**_DIGITS
             if first == inf:
                 raise RuntimeError(f"the trainer waits for groups that cannot start: {self.rules}")
-            if self.load_at == first:
+            if self.load_at <= first:
                 self._pass(self.load_at)
                 self.usage.trained += self.update_s
                 batch, self.batch, self.load_at = self.batch, [], inf
                 return [self.sequences.pop(group.number) for group in batch]
-            if scored_at == first:
+            if scored_at <= first:
                 self._pass(scored_at)
                 self._complete(self.scoring.popleft()[1])
             elif end:
-                self._pass(ends_at, heappop(self._ends)[0])
+                heappop(self._ends)
+                self._pass(ends_at, end.last_step)
                 if not end.stopped:
                     self._extend(each for each in self.running.values() if not each.stopped)
                     continue
@@ -129,7 +134,7 @@ class Clock:
         for number, group in self.rules.running.items():
             if not self.sequences[number]:  # a replacement without a slot will have the new version
                 group.version += 1
-        for group in self.rules.loaded():
+        for group in [*self.rules.loaded(), *self.rules.expired()]:
             self._discard(group)
         self._ahead.clear()
         self.resumes = self.now + self.costs.pause_s
@@ -174,7 +179,7 @@ class Clock:
             self.sequences[number].append(sequence)
             if sequence.end == inf:
                 self.running[sequence.key] = sequence
-                heappush(self._ends, (sequence.plan(), sequence.key))
+                heappush(self._ends, (round(sequence.plan(), _DIGITS), sequence.key))
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -183,7 +188,7 @@ class Clock:
 
     def _time_of(self, step: float) -> float:
         """Return the time of a later step, if the number of running sequences stays the same."""
-        return max(self.now, self.resumes) + (step - self.step) * self._rate()
+        return max(self.now, self.resumes) + max(0.0, step - self.step) * self._rate()
 
     def _step_at(self, time: float) -> float:
         """Return the step at a later time, if the number of running sequences stays the same."""
@@ -207,7 +212,7 @@ class Clock:
         while self._ends:
             step, key = self._ends[0]
             sequence = self.running.get(key)
-            if sequence is not None and sequence.last_step == step:
+            if sequence is not None and round(sequence.last_step, _DIGITS) == step:
                 return sequence
             heappop(self._ends)
         return None
@@ -303,7 +308,7 @@ class Clock:
             sequence.versions += [version] * len(piece.ids)
         sequence.ended = piece.ended
         sequence.stopped = piece.stopped or piece.ended or len(sequence.ids) >= self.length
-        heappush(self._ends, (sequence.plan(), sequence.key))
+        heappush(self._ends, (round(sequence.plan(), _DIGITS), sequence.key))
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.key]
@@ -329,18 +334,20 @@ class Clock:
 
     def _cut(self, group: Group) -> None:
         """End the running sequences of a group with the tokens that they have, at least one."""
-        self.usage.cut += 1
-        for sequence in self.sequences[group.number]:
+        sequences = self.sequences[group.number]
+        for sequence in sequences:
             if sequence.end == inf:
                 sequence.keep(max(1, sequence.done(self.step)))
                 sequence.cut = not sequence.stopped
                 sequence.stopped = True
                 self._leave(sequence)
+        self.usage.cut += any(sequence.cut for sequence in sequences)
         self._completed(group)
 
     def _discard(self, group: Group) -> None:
         """Forget a group that the rules gave up."""
         self.usage.dropped += 1
+        self._ahead.clear()  # groups that have not started may get the prompt of this one
         self.scoring = deque(each for each in self.scoring if each[1] is not group)
         self.sampler.discarded(self._give_up(group))
 

@@ -157,8 +157,8 @@ class CompletedStream(RuledStream):
                     if number == self.rules.started:
                         if not (number in self.known or self.discards or self.next):
                             break  # only the trainer's thread draws prompts
-                        self.prompt_of(number)
                         self.own[self.rules.start().number] = []
+                        self.prompt_of(number)
                     self._start(self.rules.running[number], sample)
                 if self.ended.empty():
                     return
@@ -228,7 +228,9 @@ class CompletedStream(RuledStream):
             self._discard(group)
         for group in self.rules.to_cut(lambda number: len(self.own[number])):
             self._cut(group)
-        return self.rules.take()
+        taken = self.rules.take()
+        self._work()  # what was discarded or taken makes room
+        return taken
 
     def _cut(self, group: Group) -> None:
         """End the running responses of a group with the tokens that they have."""

@@ -59,7 +59,7 @@ class RuledStream(RolloutStream):
             total=context.state.num_updates * schedule.prompts_per_update,
             refill=self.refill.most if self.refill else 0,
         )
-        self.known: dict[int, Prompts] = {}  # prompt [1] of each group that has started, or starts soon
+        self.known: dict[int, Prompts] = {}  # prompt [1] of each group that has started
         self.next: deque[Prompts] = deque()  # prompts [1] that were drawn and have no group
         self.discards: deque[Prompts] = deque()  # prompts [1] of discarded groups, which start again
         self.noted: list[dict[str, Any]] = []  # lines of groups.jsonl since the last batch
@@ -76,11 +76,19 @@ class RuledStream(RolloutStream):
         prompts.extend(batch.select(torch.tensor([i])) for i in range(len(batch)))
 
     def prompt_of(self, group: int) -> Prompts:
-        """Return the prompt [1] of a group; new groups get discarded prompts first, then new ones."""
-        while group not in self.known:
-            number = max(self.rules.started, max(self.known, default=-1) + 1)
-            self.known[number] = self.drawn(self.discards or self.next)
-        return self.known[group]
+        """Return the prompt [1] of a group, which gets a discarded prompt or else a new one at its start.
+
+        Before its start, a group has the prompt that it would get if all groups before it started now.
+        """
+        if group in self.known:
+            return self.known[group]
+        if group < self.rules.started:
+            self.known[group] = self.drawn(self.discards or self.next)
+            return self.known[group]
+        ahead = sum(each not in self.known for each in range(self.rules.started, group))
+        while ahead >= len(self.discards) + len(self.next):
+            self.draw(self.next)
+        return [*self.discards, *self.next][ahead]
 
     def forget(self, own: Sequence[Response], fate: str, **times: float) -> Prompts:
         """Note the line of a group for groups.jsonl, forget the group, and return its prompt [1]."""
@@ -148,5 +156,6 @@ class RuledStream(RolloutStream):
         """Continue with what `state_dict` of this class returned."""
         self.unused, self.lines, self.noted = saved["current"] is not None, saved["lines"], saved["noted"]
         self.current = unpack(saved["current"]) if self.unused else None
+        self.rules.trains = self.unused
         self.known = {group: Prompts(**prompt) for group, prompt in saved["known"].items()}
         self.next, self.discards = (deque(Prompts(**prompt) for prompt in queue) for queue in saved["queues"])

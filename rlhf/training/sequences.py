@@ -128,7 +128,10 @@ class Sampler(Protocol):
         """Return the next tokens of sequences, at most `most` of each."""
 
     def prompt(self, group: int) -> tuple[int, int]:
-        """Return the row of the prompt of a group and its number of tokens."""
+        """Return the row of the prompt of a group and its number of tokens.
+
+        A group gets its prompt at its start; before, it has the prompt that it would get now.
+        """
 
     def discarded(self, sequences: Ordered[Sequence]) -> None:
         """Note that the group of these sequences was given up."""

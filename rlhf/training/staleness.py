@@ -7,7 +7,7 @@ clock, no model and no process: a virtual clock and a pool of servers call the s
     room() -> n          groups that may start now; start() -> group for each that gets slots (`startable`)
     complete(group)      the last sample of the group has ended
     replace(group)       instead, if its scores tie: returns the group that starts in its place, if any
-    expired() -> groups  (drop) complete groups that are too old, when the trainer is idle
+    expired() -> groups  (drop) complete groups that are too old, after a load
     due() -> groups      (wait, cut) running groups that the next batch needs
     take() -> groups     the next batch of the idle trainer, or None if it must wait
     loaded() -> groups   the generators have the weights of one more update; (drop) running groups to stop
@@ -21,8 +21,9 @@ clock, no model and no process: a virtual clock and a pool of servers call the s
 | completed, drop | complete groups in the order of completion; older ones are given up | <= A     |
 
 L is `max_lag`, A is `max_age`. Admission: at most B (version + L + 1) groups have started (AReaL, Fu et al.,
-arXiv 2505.24298); with `drop`, at most B (L + 1) groups exist that are neither trained nor discarded. So at
-most B (L + 2) groups are in memory. L bounds admission, not age: only A bounds the age of a long response.
+arXiv 2505.24298); with `drop`, at most B (L + 1) groups exist that neither the trainer has taken nor were
+discarded, and without a lag none starts while the trainer works. So at most B (L + 2) groups are in memory.
+L bounds admission, not age: only A bounds the age of a long response.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Rules:
     started: int = 0  # groups that have started, without those that replace others
     refilled: int = 0  # groups that were replaced
     before: int = 0  # `refilled` at the last load
+    trains: bool = False  # whether a batch was taken since the last load
     # Groups with samples that have not ended, by number, in the order of their starts
     running: dict[int, Group] = field(default_factory=dict)
     # Complete groups that wait for the trainer, in the order of completion
@@ -72,7 +74,9 @@ class Rules:
 
         A group that is discarded makes room for another, so with `drop` more groups start than are trained.
         """
-        if self._drops:
+        if self.drops:
+            if self.trains and not self.max_lag:
+                return 0
             return self.batch * (self.max_lag + 1) - len(self.running) - len(self.ready)
         most = self.batch * (self.version + self.max_lag + 1)
         return (most if self.total is None else min(most, self.total)) - self.started
@@ -160,12 +164,13 @@ class Rules:
         """Return the groups of the next batch, or None if the trainer must wait."""
         if len(self.ready) < self.batch or self.due():
             return None
-        if not self._drops:
+        if not self.drops:
             self.ready.sort(key=lambda group: group.place)  # oldest version first
         oldest = next(iter(self.running.values()), None)
         if self.order is Order.fifo and oldest and oldest.place < self.ready[self.batch - 1].place:
             return None
         taken, self.ready = self.ready[: self.batch], self.ready[self.batch :]
+        self.trains = True
         return taken
 
     def loaded(self) -> list[Group]:
@@ -175,7 +180,7 @@ class Rules:
             The running groups that can no longer be trained; they are removed.
         """
         self.version += 1
-        self.before = self.refilled
+        self.before, self.trains = self.refilled, False
         old = self._too_old(self.running.values())
         for group in old:
             del self.running[group.number]
@@ -199,7 +204,8 @@ class Rules:
         return groups
 
     @property
-    def _drops(self) -> bool:
+    def drops(self) -> bool:
+        """Whether groups that are too old are given up."""
         return self.max_age is not None and self.stale is Stale.drop
 
     def _add(self, number: int) -> Group:

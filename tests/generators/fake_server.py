@@ -24,6 +24,7 @@ from rlhf.core.errors import RunError
 from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
 from rlhf.generators.transfer.files import read_file
 from rlhf.generators.transfer.gpu import fingerprint
+from rlhf.generators.transfer.weights import checksum
 from tests.generators.test_gpu_transfer import Peer
 
 VOCABULARY, STOP = 97, 1
@@ -169,9 +170,7 @@ class FakeServer:
                 if body["group"] is not None:
                     self.peer = await asyncio.to_thread(self.join, body["group"])
                 if "path" in update:
-                    for _ in read_file(**update):
-                        pass
-                    sums = update["checksums"]
+                    sums = {name: checksum(tensor) for name, tensor in read_file(**update)}
                 else:
                     sums = await asyncio.to_thread(self.receive, update)
             except (RunError, OSError) as error:

@@ -592,6 +592,18 @@ def test_in_flight_an_evaluation_is_not_sampled_by_later_weights(fault, loop, tm
         assert one.figures()[0] == bool(fault)
 
 
+def test_in_flight_a_server_that_names_an_older_version_than_it_confirmed_is_lost(loop, tmp_path):
+    with Started(loop, tmp_path, in_flight=True) as one:
+        for number in (0, 1):
+            one.pool.load(weights(number), number)
+            wait_until(lambda number=number: one.pool.servers[0].version == number)
+        one.fakes[0].faults[GENERATE] = [version(0, "0")]
+        assert check_in_flight(one.pool.submit(prompts(), sampling()).result(10), prompts(), sampling()) == {
+            1
+        }
+        assert one.figures()[0] == 1
+
+
 # -- responses that are cut ------------------------------------------------------------------------
 
 CUT = 40  # tokens of a response that is cut; without a cut, it has all of them

@@ -14,6 +14,7 @@ import torch
 
 from rlhf.core.errors import RunError
 from rlhf.generators.transfer import shared_memory
+from rlhf.generators.transfer.files import FileWeights, read_file
 from rlhf.generators.transfer.shared_memory import SharedWeights, read
 from rlhf.generators.transfer.weights import TransferError, checksum, confirm
 
@@ -192,6 +193,25 @@ def test_a_changed_byte_gives_an_error_that_names_the_tensor_and_the_version(sha
         file.write(b"?")
     with pytest.raises(TransferError, match="b of version 4 must have the checksum"):
         taken(manifest)
+
+
+@pytest.mark.parametrize("names", ["a", "abc", "ac"])
+def test_a_file_with_other_tensors_than_the_trainer_wrote_gives_an_error(names, tmp_path):
+    given = FileWeights(tmp_path)
+    sums = given.write([(name, torch.ones(3)) for name in "ab"], 4).checksums()
+    other = given.write([(name, torch.ones(3)) for name in names], 5)
+    with pytest.raises(TransferError, match="difference at"):
+        list(read_file(other.path, 4, sums))
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_changed_byte_of_a_file_gives_an_error_that_names_the_tensor(name, tmp_path):
+    manifest = FileWeights(tmp_path).write([("a", torch.ones(300)), ("b", torch.ones(300))], 4)
+    content = bytearray((tmp_path / "step-4.safetensors").read_bytes())
+    content[-700 if name == "b" else -2000] ^= 1
+    (tmp_path / "step-4.safetensors").write_bytes(content)
+    with pytest.raises(TransferError, match=f"{name} of version 4 must have the checksum"):
+        list(read_file(manifest.path, 4, manifest.checksums()))
 
 
 def test_a_missing_file_gives_an_error(shared):

@@ -129,6 +129,8 @@ def test_rows_of_two_machine_classes_or_other_models_are_not_paired(spec, rows, 
     cells = [next(c for c in own.cells if (c.task, c.method) == (task, "dpo")) for task in spec.tasks]
     pooled = [Term(0.5, cell, "value") for cell in cells]
     assert own.contrast(pooled).paired and results.contrast(pooled).paired, "each task has its own models"
+    own = Results(spec, [replace(row, models={"sft": row.method}) for row in rows])
+    assert not own.contrast([Term(1.0, one, "value"), Term(-1.0, other, "value")]).paired
     first, second = ([*mixed.measured(cell, "value").values()] for cell in (one, other))
     assert difference.p() == pytest.approx(stats.ttest_ind(first, second, equal_var=False).pvalue)
 

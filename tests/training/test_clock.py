@@ -9,6 +9,7 @@ import pytest
 
 from rlhf.config.clock import VirtualConfig
 from rlhf.config.schedule import Order, Stale
+from rlhf.training import clock as clocks
 from rlhf.training.clock import Clock, factors
 from rlhf.training.sequences import MESSAGE, Piece
 from rlhf.training.staleness import Rules
@@ -22,8 +23,8 @@ class Lengths:
     The tokens at the places `message` belong to a message, which comes with the token before it.
     """
 
-    def __init__(self, length=lambda start: LENGTH, message=range(0)):
-        self.length, self.message = length, message
+    def __init__(self, rules, length=lambda start: LENGTH, message=range(0)):
+        self.rules, self.length, self.message = rules, length, message
         self.rows, self.again, self.new, self.calls = {}, [], 0, 0
 
     def begin(self, starts, most):
@@ -43,15 +44,20 @@ class Lengths:
             end += 1
         assert end > done
         ids = [*range(done, end)]
+        logprobs = [float(self.rules.version)] * len(ids)  # the weights that sampled the tokens
         if not self.message:
-            return Piece(ids, [0.0] * len(ids), end == whole)
+            return Piece(ids, logprobs, end == whole)
         own = [each not in self.message for each in ids]
-        return Piece(ids, [0.0] * len(ids), end == whole, sampled=own, rewards=[0.0] * len(ids))
+        return Piece(ids, logprobs, end == whole, sampled=own, rewards=[0.0] * len(ids))
 
     def prompt(self, group):
-        if group not in self.rows:
-            self.new += not self.again
-            self.rows[group] = self.again.pop(0) if self.again else self.new
+        if group in self.rows:
+            return self.rows[group], 10
+        if (ahead := group - self.rules.started) >= 0:
+            again = len(self.again)
+            return self.again[ahead] if ahead < again else self.new + 1 + ahead - again, 10
+        self.new += not self.again
+        self.rows[group] = self.again.pop(0) if self.again else self.new
         return self.rows[group], 10
 
     def discarded(self, sequences):
@@ -62,6 +68,8 @@ class Lengths:
 
     def replaced(self, group, by):
         del self.rows[group[0].group.number]
+        self.new += 1
+        self.rows[by] = self.new
 
 
 def clock(rule="pace", *, lag=1, batch=4, samples=2, slots=8, total=None, length=None, **settings):
@@ -79,7 +87,7 @@ def clock(rule="pace", *, lag=1, batch=4, samples=2, slots=8, total=None, length
         refill=settings.pop("refill", 0),
     )
     given = {"length": length} if length else {}
-    sampler = Lengths(**given, message=settings.pop("message", range(0)))
+    sampler = Lengths(rules, **given, message=settings.pop("message", range(0)))
     return Clock(rules, VirtualConfig(slots=slots, **settings), sampler, length=LENGTH, seed=0, **own)
 
 
@@ -155,6 +163,8 @@ def test_bounds_hold_for_random_settings(rule):
                 assert oldest <= bound, (seed, settings)
                 assert min(map(min, versions)) >= sequences[0].group.version
                 assert all(each == sorted(each) for each in versions)
+                tokens = [(v, each.logprobs[i]) for each in sequences for i, v in enumerate(each.versions)]
+                assert all(version in (MESSAGE, of_weights) for version, of_weights in tokens)
                 assert settings["in_flight"] or all(len(set(each)) == 1 for each in versions)
                 slot_s += sum(each.end - each.start for each in sequences)
                 whole = [settings["length"](each.key) for each in sequences]
@@ -175,6 +185,182 @@ def test_bounds_hold_for_random_settings(rule):
         if rule != "drop":
             assert sum(trained.values()) == rules.started == total, "a replacement is trained in its place"
             assert rules.refilled or sorted(trained) == [*range(total)], "what started is trained, once"
+
+
+def history(made, count):
+    """Return what happened in updates: times to a millionth, and groups as they were trained."""
+
+    def whole(value):
+        return round(value, 6)
+
+    found = []
+    for _ in range(count):
+        groups = made.next_batch()
+        rows = [(own[0].group.number, made.sampler.rows[own[0].group.number]) for own in groups]
+        times = [[(whole(each.start), whole(each.end), each.cut) for each in own] for own in groups]
+        found.append((whole(made.now), rows, times, [[each.versions for each in own] for own in groups]))
+        made.loaded()
+    return found
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("rule", ["fifo", "pace", "wait", "drop", "cut"])
+def test_how_far_is_sampled_ahead_changes_nothing(rule, in_flight, monkeypatch):
+    """Starts, loads, versions and prompts depend on events alone, with any look ahead."""
+    for seed in range(12):
+        settings = drawn(seed)[1] | {"in_flight": in_flight}
+        found = []
+        for share in (0.05, 3.0):
+            monkeypatch.setattr(clocks, "_LOOKAHEAD", share)
+            found.append(history(clock(rule, total=settings["batch"] * 15, **settings), 15))
+        assert found[0] == found[1], (seed, settings)
+
+
+@pytest.mark.parametrize("rule", ["fifo", "pace", "wait", "drop", "cut"])
+def test_the_unit_of_time_changes_nothing(rule):
+    """Many events are at the same time here, and their order does not depend on rounding."""
+    for seed in range(12):
+        settings = drawn(seed)[1] | {"spread": 0.0, "stretch": 1.0}
+        found = []
+        for unit in (1.0, 1 / 7):
+            times = {name: settings[name] * unit for name in ("score_s", "sync_s", "pause_s")}
+            made = clock(rule, total=settings["batch"] * 12, **settings | times, step_s=unit)
+            found.append([(rows, versions) for _, rows, _, versions in history(made, 12)])
+        assert found[0] == found[1], (seed, settings)
+
+
+class Simulated:
+    """The rules in whole seconds, written a second time; a second has its load, then its ends one by one."""
+
+    def __init__(self, rule, *, lag, age, batch, samples, slots, length, train_s, whole):
+        self.rule, self.lag, self.size, self.samples = rule, lag, batch, samples
+        self.age = age if rule in ("wait", "cut", "drop") else None
+        self.free, self.length, self.train_s, self.whole = slots, length, train_s, whole
+        self.now = self.version = self.count = 0
+        self.alive, self.ready = {}, []  # group -> [version, {sample: [start, end, cut]}]; complete groups
+        self.batch, self.load, self.loads, self.trained = None, None, [], []
+
+    def run(self, updates):
+        self.settle()
+        while len(self.trained) < updates:
+            self.now += 1
+            if self.load == self.now:
+                self.loads.append(self.now)
+                self.trained.append([(group, *self.alive.pop(group)) for group in self.batch])
+                self.version, self.batch = self.version + 1, None
+                if self.rule == "drop":
+                    for group in [g for g, (v, _) in self.alive.items() if self.version - v > self.age]:
+                        self.free += sum(end is None for _, end, _ in self.alive.pop(group)[1].values())
+                    self.ready = [group for group in self.ready if group in self.alive]
+                self.settle()
+            ends = [
+                (group, sample)
+                for group, (_, own) in self.alive.items()
+                for sample, (start, end, _) in own.items()
+                if end is None and start + self.length((group, sample)) == self.now
+            ]
+            for group, sample in ends:
+                if group in self.alive and self.alive[group][1][sample][1] is None:
+                    self.end(group, sample)
+                    self.settle()
+
+    def end(self, group, sample):
+        own = self.alive[group][1]
+        own[sample][1:] = self.now, self.now < own[sample][0] + self.length((group, sample))
+        self.free += 1
+        if len(own) == self.samples and all(end is not None for _, end, _ in own.values()):
+            self.ready.append(group)
+
+    def settle(self):
+        while self.fill() or (self.batch is None and self.choose()):
+            pass
+
+    def fill(self):
+        unfinished = [group for group, (_, own) in self.alive.items() if len(own) < self.samples]
+        if not self.free or (self.whole and self.free < self.samples):
+            return False
+        if not unfinished:
+            waiting = len(self.alive) - len(self.batch or ())
+            if self.rule == "drop":
+                if waiting >= self.size * (self.lag + 1) or (self.batch and not self.lag):
+                    return False
+            elif self.count >= self.size * (self.version + self.lag + 1):
+                return False
+            self.alive[self.count] = [self.version, {}]
+            unfinished, self.count = [self.count], self.count + 1
+        own = self.alive[unfinished[0]][1]
+        for _ in range(self.samples if self.whole else 1):
+            own[len(own)] = [self.now, None, False]
+            self.free -= 1
+        return True
+
+    def choose(self):
+        running = [group for group in self.alive if group not in self.ready]
+        due = next(n for n in range(len(running) + 1) if self.feasible(running, n))
+        if self.rule == "cut" and due and len(self.ready) + due >= self.size:
+            if any(len(self.alive[group][1]) < self.samples for group in running[:due]):
+                return False
+            for group in running[:due]:
+                for sample, (_, end, _) in self.alive[group][1].items():
+                    if end is None:
+                        self.end(group, sample)
+            return True
+        if len(self.ready) < self.size or due:
+            return False
+        order = self.ready if self.rule == "drop" else sorted(self.ready)
+        if self.rule == "fifo" and running and running[0] < order[self.size - 1]:
+            return False
+        self.batch = order[: self.size]
+        self.ready = [group for group in self.ready if group not in self.batch]
+        self.load = self.now + self.train_s
+        return True
+
+    def feasible(self, running, due):
+        """Return whether no group is too old later if the next batch has the first `due` running groups.
+
+        Groups of the present version are left to later choices: admission leaves batches for them.
+        """
+        if self.age is None or self.rule == "drop":
+            return True
+        taken = {*running[:due], *sorted(self.ready)[: max(0, self.size - due)]}
+        old = {group: version for group, (version, _) in self.alive.items() if version < self.version}
+        later = [version for group, version in old.items() if group not in {*taken, *(self.batch or ())}]
+        return all(self.version + 1 + i // self.size <= v + self.age for i, v in enumerate(later))
+
+
+@pytest.mark.parametrize("rule", ["fifo", "pace", "wait", "drop", "cut"])
+def test_a_clock_equals_a_second_simulation(rule):
+    """Groups, starts, ends, loads, and the version of each token, in settings with many events at a time."""
+    for seed in range(25):
+        draw = Random(f"second {seed}")
+        batch, samples, lag = draw.choice([1, 2, 3]), draw.choice([1, 2]), draw.choice([0, 1, 2])
+        lengths = {}
+        settings = {
+            "batch": batch,
+            "samples": samples,
+            "lag": lag,
+            "age": lag + draw.choice([0, 0, 1, 2]),
+            "slots": batch * samples * draw.choice([1, 2, 4]) + draw.choice([0, 1]),
+            "train_s": draw.choice([1, 4, 9]),
+            "whole": draw.choice([False, True]),
+            "length": lambda start, seed=seed, lengths=lengths: lengths.setdefault(
+                tuple(start), Random(f"{seed} {tuple(start)}").choice([1, 2, 3, 4, LENGTH])
+            ),
+        }
+        second = Simulated(rule, **settings)
+        second.run(12)
+        made = clock(rule, **settings, in_flight=True)
+        for expected in second.trained:
+            trained = made.next_batch()
+            assert [own[0].group.number for own in trained] == [group for group, *_ in expected]
+            assert [own[0].group.version for own in trained] == [version for _, version, _ in expected]
+            for mine, (*_, theirs) in zip(trained, expected, strict=True):
+                assert [[each.start, each.end, each.cut] for each in mine] == [*theirs.values()], seed
+                for each in mine:
+                    ends = [each.start + place + 1 for place in range(len(each.ids))]
+                    assert each.versions == [sum(load < end for load in second.loads) for end in ends]
+            made.loaded()
+            assert made.now == second.loads[made.rules.version - 1]
 
 
 @pytest.mark.parametrize("slots", [64, 160, 320])
@@ -212,6 +398,15 @@ def test_prefill_delays_the_first_token_and_every_load_in_flight():
     assert [each.kept for each in made.running.values()] == [5] * 8
     made.next_batch()
     assert made.now == pytest.approx(25 + 5 + 20 + 0.5 * (10 + 5) + 10)
+
+
+def test_a_second_load_during_the_encoding_of_the_first_keeps_the_tokens_of_before():
+    """At the load at 20.5, a response has 10 tokens and encodes 20; half a step later is the next load."""
+    settings = {"lag": 2, "batch": 1, "samples": 1, "slots": 3, "train_s": 0.5, "prefill": 1.0}
+    made = clock(in_flight=True, length=lambda start: 20 if start.group == 1 else 10, **settings)
+    assert updates(made, 2) == [10 + 10 + 0.5, 10 + 10 + 1.0]
+    long = made.running[1, 0]
+    assert (long.kept, long.begin, set(long.versions[:10]), set(long.versions[10:])) == (10, 50, {0}, {2})
 
 
 def test_a_message_takes_the_steps_of_its_encoding():
@@ -295,6 +490,26 @@ def test_cut_ends_due_groups_with_the_tokens_that_they_have():
     (first, *_) = cuts.next_batch()
     assert (len(first[0].ids), first[0].cut, first[0].ended) == (4, True, False)
     assert cuts.usage.cut == 1
+
+
+def test_slots_that_a_cut_frees_start_at_the_same_time():
+    """Both groups are due at each load, and are cut; the next two start then, not at the next load."""
+    length = {0: 4, 1: 4}
+    settings = {"lag": 1, "batch": 2, "samples": 1, "slots": 2, "train_s": 10.0}
+    made = clock("cut", **settings, length=lambda start: length.get(start.group, 20))
+    trained = [own for _ in range(3) for own in (made.next_batch(), made.loaded())[0]]
+    times = [(own[0].start, own[0].end, own[0].cut) for own in trained]
+    assert times == [(0, 4, False)] * 2 + [(4, 14, True)] * 2 + [(14, 24, True)] * 2
+    assert made.now == 34
+
+
+@pytest.mark.parametrize(("lag", "starts"), [(0, [0, 14, 30]), (1, [0, 0, 4])])
+def test_room_that_the_taken_batch_leaves_is_used_at_the_same_time(lag, starts):
+    """With `drop`, two groups (one without a lag) may wait or run beside the batch that is trained."""
+    settings = {"lag": lag, "age": 2, "batch": 1, "samples": 1, "slots": 3, "train_s": 10.0}
+    made = clock("drop", **settings, length=lambda start: 4 + 2 * start.group)
+    trained = [own for _ in range(3) for own in (made.next_batch(), made.loaded())[0]]
+    assert [own[0].start for own in trained] == starts
 
 
 def test_dropped_prompts_start_again_and_are_as_long_as_before():

@@ -22,8 +22,8 @@ LENGTH, STEP_S = 8, 0.002
 class Singles(Generator):
     """Samples single responses in threads; response `sample` of row r takes `steps(r, sample)` steps."""
 
-    def __init__(self, slots, steps=lambda row, sample: LENGTH):
-        self.count, self.steps, self.version = slots, steps, 0
+    def __init__(self, slots, steps=lambda row, sample: LENGTH, between=False):
+        self.count, self.steps, self.between, self.version = slots, steps, between, 0
         self.running, self.most, self.asked = set(), 0, []
         self.cuts: dict[Future, threading.Event] = {}
 
@@ -41,22 +41,22 @@ class Singles(Generator):
     def sample(self, prompts, row, sample, answer, cut):
         self.running.add(answer)
         self.most = max(self.most, len(self.running))
-        steps, versions = self.steps(row, sample), []
+        steps, versions, first = self.steps(row, sample), [], self.version
         while len(versions) < steps and not (cut.is_set() and versions):
             time.sleep(STEP_S)
-            versions.append(self.version)
+            versions.append(first if self.between else self.version)
         count = max(1, round(len(versions) * LENGTH / max(LENGTH, steps)))
         mask = (torch.arange(LENGTH) < count)[None, None]
         self.running.discard(answer)
         answer.set_result(
             prompts.extend(
                 Rollouts,
-                response_ids=torch.full((1, 1, LENGTH), 5),
+                response_ids=torch.full((1, 1, LENGTH), 5 + versions[-1]),
                 response_mask=mask,
                 behaviour_logprobs=torch.zeros(1, 1, LENGTH),
                 ended=torch.tensor([[len(versions) == steps]]),
-                token_versions=torch.tensor(versions[-1]) * mask.long(),
-                version=versions[0],
+                token_versions=None if self.between else versions[-1] * mask.long(),
+                version=versions[-1],
                 generate_s=0.1,
             )
         )
@@ -132,6 +132,17 @@ def test_each_group_is_trained_once_and_a_long_one_does_not_hold_up_the_others(u
         assert all(line["version"] <= number for line in lines)
 
 
+@pytest.mark.parametrize("between", [False, True])
+def test_every_token_has_the_version_that_sampled_it(between):
+    found = trained(stream_of(Singles(6, long_first, between)))
+    assert any(batch.version < batch.trainer_version for batch, _ in found)
+    for batch, _ in found:
+        versions, mask = batch.token_versions, batch.response_mask
+        versions = torch.full_like(batch.response_ids, batch.version) if versions is None else versions
+        assert torch.equal((versions + 5)[mask], batch.response_ids[mask])
+        assert batch.version <= versions[mask].min()
+
+
 def test_the_age_of_a_group_has_the_bound():
     found = trained(stream_of(Singles(8, long_first), lag=1, max_age=2, updates=10))
     assert max(batch.trainer_version - line["version"] for batch, lines in found for line in lines) == 2
@@ -150,13 +161,23 @@ def test_a_group_that_is_too_old_is_dropped_and_its_prompt_starts_again():
     generator = Singles(8, lambda row, sample: next(slow, LENGTH) if (row, sample) == (0, 0) else LENGTH)
     found = trained(stream_of(generator, lag=1, max_age=1, stale=Stale.drop, updates=10))
     fates = [(line["row"], line["fate"]) for _, lines in found for line in lines if line["row"] == 0]
-    assert fates == [(0, "dropped"), (0, "trained")]
+    assert fates[0] == (0, "dropped") and sum(row == 0 for row, *_ in generator.asked) > 2
     json.dumps([lines for _, lines in found], allow_nan=False)  # a group that was dropped has ended
     assert (
         len(found) == 10
         and max(b.trainer_version - x["version"] for b, ls in found for x in ls if x["fate"] == "trained")
         <= 1
     )
+
+
+@pytest.mark.parametrize(("lag", "rows"), [(0, [0]), (1, [0, 1, 2])])
+def test_room_that_the_taken_batch_leaves_is_used_at_once(lag, rows):
+    """With `drop`; without a lag nothing starts while the trainer works, whatever happens."""
+    generator = Singles(4, lambda row, sample: LENGTH * (10 if row else 1))
+    made = stream_of(generator, lag=lag, batch=1, samples=1, max_age=1, stale=Stale.drop)
+    next(iter(made))
+    generator.tell()
+    assert [row for row, *_ in generator.asked] == rows
 
 
 def test_a_checkpoint_has_what_ended_and_the_rest_starts_again():
@@ -167,6 +188,11 @@ def test_a_checkpoint_has_what_ended_and_the_rest_starts_again():
     generator.version = 3
     drawn = 1 + max(int(prompt["index"]) for prompt in [*state["known"].values(), *state["queues"][0]])
     resumed = stream_of(generator, saved=state, update=3, first=drawn)
+    begun = {number: group.version for number, group in first.rules.running.items()}
+    partly = {number for number, *_ in state["responses"]}
+    assert 0 in partly and begun[0] < 3
+    for number, group in resumed.rules.running.items():
+        assert group.version == (begun[number] if number in partly else 3)
     after = trained(resumed)
     rows = [row for batch, _ in before + after for row in batch.index.tolist()]
     assert len(after) == 5 and len(set(rows)) == 16

@@ -16,6 +16,7 @@ from tests.training.test_virtual import (
     Recorder,
     Trainer,
     equal,
+    log_probs,
     prompts,
     sampling,
     stream,
@@ -81,6 +82,11 @@ def test_batches_have_only_groups_with_signal_and_every_response_is_scored_once(
         assert torch.equal(batch.scores, half(batch)[0])
         assert torch.equal(batch.parts["half"], batch.scores / 2)
         ages.append(trainer.version - batch.version)
+        versions = batch.token_versions
+        for version in [batch.version] if versions is None else batch.versions():
+            error = (log_probs(trainer.models[version], batch) - batch.behaviour_logprobs).abs()
+            own = batch.response_mask if versions is None else batch.response_mask & (versions == version)
+            assert own.any() and error[own].max() < 2e-5
     replaced = figures(made, "refilled")
     assert len(replaced) == UPDATES and sum(replaced) > UPDATES
     assert set(figures(made, "no_signal")) == {0} and {*figures(made, "refilled_share")} <= {1, None}

@@ -13,7 +13,7 @@ from rlhf.core.batch import Batch, trim
 from rlhf.core.state import TrainState
 from rlhf.training.checkpoint import Checkpoints
 from rlhf.training.loop import Parts, train
-from rlhf.training.replay import Replay
+from rlhf.training.replay import Replay, with_token_versions
 from tests.tiny_models import sequences, tiny_rollouts
 
 N, K, PAD = 4, 2, 96
@@ -47,6 +47,13 @@ def test_without_a_buffer_every_update_trains_on_its_new_batch():
     replay, new = Replay(1, 1, PAD), batch(3)
     trained, figures = replay(new)
     assert trained is new and figures == {} and not replay.earlier
+
+
+def test_tokens_without_versions_have_the_version_that_sampled_the_batch():
+    late = batch(1, trainer_version=4)
+    assert torch.equal(with_token_versions(late).token_versions, late.response_mask.long())
+    versions = with_token_versions(replace(late, token_versions=7 * late.response_mask)).token_versions
+    assert torch.equal(versions, 7 * late.response_mask)
 
 
 @pytest.mark.parametrize("size", [2, 3])

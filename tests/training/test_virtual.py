@@ -9,9 +9,11 @@ import torch
 
 from rlhf.config.clock import VirtualConfig
 from rlhf.config.schedule import Order, Stale, Unit, Update
-from rlhf.core.batch import Prompts, Sampling
+from rlhf.core.batch import Batch, Prompts, Sampling
 from rlhf.core.metrics import Timer
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
+from rlhf.training import clock
+from rlhf.training.refill import Refill
 from rlhf.training.stream import Stream
 from rlhf.training.virtual import VirtualStream
 from tests.tiny_models import VOCABULARY, tiny_lm
@@ -175,6 +177,7 @@ def test_every_token_has_the_log_prob_of_the_version_that_it_names(rule, in_flig
         if versions is None:
             versions = torch.full_like(rollouts.response_ids, rollouts.version)
         real = rollouts.response_mask
+        assert rollouts.version == versions[real].min() and rollouts.trainer_version == trainer.version
         for version in versions[real].unique().tolist():
             error = (log_probs(trainer.models[version], rollouts) - rollouts.behaviour_logprobs).abs()
             assert error[real & (versions == version)].max() < 2e-5
@@ -275,3 +278,25 @@ def test_each_group_has_a_line_that_agrees_with_the_metrics(rule):
     )
     for row in made.context.recorder.rows:
         assert row["rollouts/dropped"] or row["rollouts/length_ratio"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("rule", "refills"), [("drop", False), ("pace", True)])
+def test_the_prompts_of_groups_do_not_depend_on_how_far_is_sampled_ahead(rule, refills, monkeypatch):
+    """Discarded prompts start again before new ones, and those that replace others are drawn at events."""
+    found = []
+    for share in (0.05, 3.0):
+        monkeypatch.setattr(clock, "_LOOKAHEAD", share)
+        trainer = Trainer()
+        note = {"note": lambda batch: None, "scorer": lambda each: each.extend(Batch, scores=_odd(each))}
+        refill = Refill(most=2, **note) if refills else None
+        settings = {"slots": 10, "in_flight": True, "whole": False, "spread": 2.0, "balance": 0.5}
+        made = stream(trainer, rule, refill=refill, step_growth=0.5, **settings)
+        list(train(made, trainer))
+        names = "update", "group", "row", "version", "versions", "lengths", "fate"
+        found.append([[line[name] for name in names] for line in made.context.recorder.lines])
+    assert found[0] == found[1]
+
+
+def _odd(rollouts):
+    """Return scores [N, K] that tie in about half of the groups."""
+    return (rollouts.response_ids.sum(-1) % 2).float()

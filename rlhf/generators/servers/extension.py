@@ -32,10 +32,9 @@ class FilesEngine(SharedMemoryEngine):
 
     update_info_cls = FilesUpdateInfo
 
-    def verified(self, update_info: Any) -> tuple[list[tuple[str, Tensor]], dict[str, int]]:
+    def verified(self, update_info: Any) -> list[tuple[str, Tensor]]:
         """Return the tensors of the file by name, which were compared with their checksums."""
-        checksums: dict[str, int] = update_info.checksums
-        return list(read_file(update_info.path, update_info.version, checksums)), checksums
+        return list(read_file(update_info.path, update_info.version, update_info.checksums))
 
 
 class ServerExtension(WorkerExtension):

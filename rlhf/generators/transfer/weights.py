@@ -7,8 +7,8 @@ tensors that it loaded, and `confirm` compares them with the manifest. Origin of
 
     HF                     `shared_memory.read` verifies the tensors in the file; after the copy, the process
                            computes the checksums again, from the tensors of its model
-    vLLM, shared memory    `shared_memory.read` verifies the tensors in the file; after the load, vLLM
-                           reports the checksums of the manifest
+    vLLM, shared memory    `shared_memory.read` or `files.read_file` verifies the tensors in the file; after
+    or a file              the load, vLLM computes the checksums of these tensors again
     vLLM, IPC or NCCL      vLLM computes the checksums of the received tensors before the load
 """
 

@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rlhf.generators.transfer.gpu import checksums, fingerprint
 from rlhf.generators.transfer.shared_memory import read
-from rlhf.generators.transfer.weights import TransferError
+from rlhf.generators.transfer.weights import TransferError, checksum
 from rlhf.generators.vllm.model_tensors import unregistered
 
 if TYPE_CHECKING:
@@ -71,26 +71,25 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
         self.taken = {}
 
     def receive_weights(self, update_info: Any) -> None:
-        """Verify all tensors, then load them.
+        """Verify all tensors, then load them, then compute the checksums of what was loaded.
 
         Raises:
             TransferError: a tensor differs from what the trainer wrote (then the model is not changed), or a
                 parameter of vLLM's model received no tensor.
         """
-        weights, sums = self.verified(update_info)
+        weights = self.verified(update_info)
         initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(iter(weights))
         finalize_layerwise_reload(self.model, self.model_config)
         _check_reached(self.model, loaded)
-        self.taken = sums
+        self.taken = {name: checksum(tensor) for name, tensor in weights}
 
-    def verified(self, update_info: Any) -> tuple[list[tuple[str, Tensor]], dict[str, int]]:
-        """Return the tensors by name, which were compared with their checksums, and these checksums.
+    def verified(self, update_info: Any) -> list[tuple[str, Tensor]]:
+        """Return the tensors by name, which were compared with their checksums.
 
         The tensors are views of the shared memory, no copies.
         """
-        manifest = update_info.manifest
-        return list(read(manifest)), manifest.checksums()
+        return list(read(update_info.manifest))
 
     def finish_weight_update(self) -> None:
         """Check that weights were loaded.

@@ -1,0 +1,382 @@
+"""Lines of the package and what they are changed to. The old line must be in its file exactly once.
+
+Each change makes a result silently wrong, so a fast test of the nearest files must fail. A row with a reason
+(`harmless`) is a change that no test can or should notice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A changed line."""
+
+    file: str  # below rlhf/
+    old: str  # the line, without indentation
+    new: str  # in its place; "": the line is removed
+    tests: tuple[str, ...]  # test files that may notice
+    harmless: str = ""  # why it need not be noticed
+
+
+def _rows(tests: str, file: str, *changes: tuple[str, str] | tuple[str, str, str]) -> list[Mutant]:
+    """Return the rows of a file; `tests`: names of test files below tests/, without ".py"."""
+    paths = tuple(f"tests/{name}.py" for name in tests.split())
+    return [Mutant(file, old, new, paths, *harmless) for old, new, *harmless in changes]
+
+
+CLOCK = "training/test_clock"
+MUTANTS = [
+    # -- training ------------------------------------------------------------------------------------
+    *_rows(
+        "training/test_replay training/test_refill training/test_completed",
+        "training/replay.py",
+        (
+            "return replace(batch, token_versions=batch.version * batch.response_mask.long())",
+            "return replace(batch, token_versions=batch.trainer_version * batch.response_mask.long())",
+        ),
+        ("self.earlier.append(new)", "self.earlier.append(batches[0])"),
+        (
+            'draw = torch.Generator().manual_seed(derive(self.seed, "replay", new.trainer_version))',
+            'draw = torch.Generator().manual_seed(derive(self.seed, "replay", 0))',
+        ),
+        ("age = mean(new.trainer_version - versions)", "age = mean(new.version - versions)"),
+    ),
+    *_rows(
+        CLOCK,
+        "training/clock.py",
+        ("self._ahead.clear()", ""),
+        (
+            "self._ahead.clear()  # groups that have not started may get the prompt of this one",
+            "",
+            "groups that were sampled ahead are forgotten at every load, where all groups are discarded",
+        ),
+        ("continue  # the choice may have freed slots, or room for further groups", "pass"),
+        ("if self.load_at <= first:", "if self.load_at < min(scored_at, ends_at):"),
+        ("_DIGITS = 6", "_DIGITS = 300"),
+        ("self.resumes = self.now + self.costs.pause_s", "self.resumes = self.now"),
+        ("self._news |= not self.whole", ""),
+        ("self.usage.busy += passed * len(self.running)", "self.usage.busy += passed * self.slots"),
+        (
+            "self.usage.wasted += sequence.end - sequence.start",
+            "self.usage.wasted += self.now - sequence.start",
+        ),
+        ("sequence.cut = not sequence.stopped", "sequence.cut = True"),
+        (
+            "self.scoring.append((self.now + self.costs.score_s, group))",
+            "self.scoring.append((self.now, group))",
+        ),
+        ("sequence.kept = sequence.done(self.step)", "sequence.kept = len(sequence.ids)"),
+    ),
+    *_rows(
+        CLOCK,
+        "training/staleness.py",
+        ("if not self.drops:", "if True:"),
+        ("if self.trains and not self.max_lag:", "if False:"),
+        ("if self.max_age is None or self.stale is Stale.drop:", "if self.max_age is None:"),
+        ("for j in range(self.max_age):", "for j in range(1):"),
+        (
+            "most = self.batch * (self.version + self.max_lag + 1)",
+            "most = self.batch * (self.version + self.max_lag + 2)",
+        ),
+        (
+            "return found if all(begun(group.number) == self.samples for group in found) else []",
+            "return found",
+        ),
+        ("if self.refilled - self.before >= self.refill:", "if self.refilled - self.before > self.refill:"),
+        ("place = self.started + self.refilled - 1", "place = number"),
+        ("self.before, self.trains = self.refilled, False", "self.trains = False"),
+    ),
+    *_rows(
+        CLOCK,
+        "training/sequences.py",
+        ("return min(len(self.ids), max(self.kept, tokens))", "return min(len(self.ids), tokens)"),
+        (
+            "while self.rewards and tokens and self.versions[tokens - 1] == MESSAGE:",
+            "while False:",
+        ),
+        ("self.ended = self.stopped = False", "self.stopped = False"),
+    ),
+    *_rows(
+        "training/test_virtual training/test_refill",
+        "training/virtual.py",
+        ("version=int(seen.min()),", "version=int(seen.max()),"),
+        ("numbers.append(uniform[group][sample, len(ids) :])", "numbers.append(uniform[group][sample, :])"),
+        ("self.known[by] = self.drawn(self.spare)", "self.known[by] = self.drawn(self.next)"),
+        (
+            "self.draw(self.next)",
+            "break",
+        ),
+        (
+            "ready = max(each.end for each in own) + made.costs.score_s",
+            "ready = max(each.end for each in own)",
+        ),
+    ),
+    *_rows(
+        "training/test_ruled training/test_virtual training/test_completed",
+        "training/ruled.py",
+        (
+            '"rollouts/queue": Stat(usage.queue / span),',
+            '"rollouts/queue": Stat(usage.queue / max(usage.busy, 1e-9)),',
+        ),
+        (
+            '"rollouts/lag_p90": Stat(float(ages[-1 - len(ages) // 10])),',
+            '"rollouts/lag_p90": Stat(float(ages[-(len(ages) // 10)])),',
+        ),
+        (
+            "every = (kept * len(groups) + usage.wasted) / (len(groups) + lost)",
+            "every = (kept * len(groups) + usage.wasted) / len(groups)",
+        ),
+        (
+            "self.known[group] = self.drawn(self.discards or self.next)",
+            "self.known[group] = self.drawn(self.next)",
+        ),
+    ),
+    *_rows(
+        "training/test_completed",
+        "training/completed.py",
+        ("if not ended:", "if True:"),
+        ("self._work()  # what was discarded or taken makes room", ""),
+        ("response.cut &= not bool(rollouts.ended)", "response.cut = not bool(rollouts.ended)"),
+    ),
+    *_rows(
+        "training/test_refill",
+        "training/refill.py",
+        ("return scores.amax(1) > scores.amin(1)", "return scores.amax(1) >= scores.amin(1)"),
+    ),
+    *_rows(
+        "training/test_collapse",
+        "training/collapse.py",
+        (
+            'found["kl"] = row["objective/kl"] / tokens + row.get("mismatch/kl", 0.0)',
+            'found["kl"] = row["objective/kl"] / tokens',
+        ),
+        ('found["kl"] -= self.first["kl"]', "pass"),
+    ),
+    *_rows(
+        "training/test_evaluators",
+        "training/evaluators.py",
+        (
+            "wins = (gold > reference).double().mean().item()",
+            "wins = (gold >= reference).double().mean().item()",
+        ),
+        (
+            'nll = -engine.infer(engine.reference.at(temperature=1.0), rollouts, "logprobs").double().sum()',
+            'nll = -engine.infer(engine.reference, rollouts, "logprobs").double().sum()',
+        ),
+        (
+            '**rate("eval/accuracy", (margins > 0).double().mean().item(), count),',
+            '**rate("eval/accuracy", (margins >= 0).double().mean().item(), count),',
+        ),
+    ),
+    *_rows(
+        "training/test_recorder",
+        "training/recorder.py",
+        (
+            "lag = state.lag + rollouts.version - rollouts.token_versions",
+            "lag = state.lag - rollouts.token_versions",
+        ),
+        (
+            "state.best = min(best, value) if self.minimised else max(best, value)",
+            "state.best = max(best, value)",
+        ),
+    ),
+    # -- environments --------------------------------------------------------------------------------
+    *_rows(
+        "environments/test_episodes environments/test_turns",
+        "environments/episodes.py",
+        ("episode.rewards[-1] = answer.reward", "episode.rewards[0] = answer.reward"),
+        ('episode.figures["turns"] += not episode.open', 'episode.figures["turns"] += 1'),
+        ("environment_mask=real & ~sampled,", "environment_mask=real,"),
+        (
+            "return self.heads[i // self.sampling.samples] + self._all[i].ids",
+            "return self.heads[i % len(self.heads)] + self._all[i].ids",
+        ),
+        (
+            "if len(message) >= self.sampling.response_length - len(episode.ids):",
+            "if len(message) > self.sampling.response_length - len(episode.ids):",
+        ),
+        (
+            "new = [row[each.before :] for row, each in zip(rows, self._all, strict=True)]",
+            "new = list(rows)",
+        ),
+        ("record=deepcopy(records[n]),", "record=records[n],"),
+    ),
+    *_rows(
+        "environments/test_turns",
+        "environments/turns.py",
+        (
+            "self._control -= {tokenizer.unk_token_id} - {tokenizer.eos_token_id}",
+            "",
+        ),
+        (
+            "kept = kept * (self.limit - 1) // len(ids)",
+            "kept = kept * self.limit // len(ids) - 1",
+            "another length of the kept text, still at most the limit",
+        ),
+    ),
+    # -- scorers -------------------------------------------------------------------------------------
+    *_rows(
+        "scorers/test_scorers scorers/test_ties",
+        "scorers/scorer.py",
+        (
+            "return scores if penalty is None else torch.where(ended, scores, scores - penalty)",
+            "return scores if penalty is None else torch.where(ended, scores, -penalty)",
+        ),
+        ("return torch.where(ended, scores, replacement)", "return torch.where(ended, replacement, scores)"),
+        (
+            "first.setdefault((row // K, end, ids.tobytes()), row % K)",
+            "first.setdefault((row // K, True, ids.tobytes()), row % K)",
+        ),
+        (
+            "mask = (text & ~(last & rollouts.ended[..., None])).flatten(0, 1)",
+            "mask = (text & ~last).flatten(0, 1)",
+        ),
+    ),
+    *_rows(
+        "scorers/test_mixture",
+        "scorers/mixture.py",
+        (
+            "found[rows] = scorer.config.weight * own.to(found.device, found.dtype)",
+            "found[rows] = own.to(found.device, found.dtype)",
+        ),
+    ),
+    *_rows(
+        "scorers/test_scorers scorers/test_ties",
+        "scorers/weighted.py",
+        ("return self.at_end(self.total(parts), rollouts.ended), parts", "return self.total(parts), parts"),
+    ),
+    *_rows(
+        "scorers/test_tries",
+        "scorers/tries.py",
+        ("if call.tries > retries:", "if call.tries >= retries:"),
+        (
+            "if i in active and active[i].running and active[i].tries == number:",
+            "if i in active:",
+        ),
+    ),
+    # -- study ---------------------------------------------------------------------------------------
+    *_rows(
+        "study/test_page",
+        "study/results.py",
+        (
+            "len({(each[seed].task, each[seed].machine, *sorted(each[seed].models.items())) "
+            "for each in rows})",
+            "len({(each[seed].task, each[seed].machine) for each in rows})",
+        ),
+        ("if row.status == FAILED:", "if row.status in (FAILED, DIVERGED):"),
+        (
+            "return [Term(sign, base, VALUE), Term(-sign, cell, VALUE)]",
+            "return [Term(1.0, base, VALUE), Term(-1.0, cell, VALUE)]",
+        ),
+        ("x = np.log2(np.asarray(levels, float))", "x = np.asarray(levels, float)"),
+        (
+            "value = task.worst if row.status == DIVERGED else row.metrics.get(metric)",
+            "value = row.metrics.get(metric)",
+        ),
+        ("start, end = max(0.0, before) ** power, after**power", "start, end = max(0.0, before), after"),
+        (
+            "return math.hypot(*(w * x.std(ddof=1) for w, x in zip(self.weights, self.apart, strict=True)))",
+            "return math.hypot(*(w * x.std() for w, x in zip(self.weights, self.apart, strict=True)))",
+        ),
+        (
+            "self.seeds |= dict.fromkeys(own.values(), len(spec.seeds))",
+            "self.seeds |= dict.fromkeys(own.values(), 1)",
+        ),
+    ),
+    *_rows(
+        "study/test_page",
+        "study/claims.py",
+        ("below = holm(below)", "pass"),
+        (
+            "above, below, contrasts = [holm(above)[place]], [below[place]], {chosen: contrasts[chosen]}",
+            "above, below, contrasts = [above[place]], [below[place]], {chosen: contrasts[chosen]}",
+        ),
+        (
+            "contrasts, limit = {name: -each for name, each in contrasts.items()}, -limit",
+            "contrasts = {name: -each for name, each in contrasts.items()}",
+        ),
+        (
+            "return decided(contrasts, limit, LEVEL / results.spec.looks, "
+            "chosen=chosen, within=within), numbers",
+            "return decided(contrasts, limit, LEVEL, chosen=chosen, within=within), numbers",
+        ),
+        (
+            "term._replace(weight=weight / len(tasks) * term.weight)",
+            "term._replace(weight=weight * term.weight)",
+        ),
+    ),
+    *_rows(
+        "study/test_planning study/test_page",
+        "study/tuning.py",
+        (
+            "means = {each: task.sign * fmean(found) for each, found in values.items()}",
+            "means = {each: fmean(found) for each, found in values.items()}",
+        ),
+        (
+            "values[run.tuned].append(value if row.status == FINISHED else task.worst)",
+            "values[run.tuned].append(value)",
+        ),
+        ("edge=beyond is not None,", "edge=False,"),
+    ),
+    # -- servers and transfer ------------------------------------------------------------------------
+    *_rows(
+        "generators/test_transfer",
+        "generators/transfer/files.py",
+        (
+            "if other := set(file.keys()) ^ checksums.keys():",
+            "if other := set(file.keys()) - checksums.keys():",
+        ),
+        ("if (found := checksum(tensor)) != checksums[name]:", "if (found := checksum(tensor)) is None:"),
+    ),
+    *_rows(
+        "generators/test_transfer",
+        "generators/transfer/shared_memory.py",
+        (
+            "if (computed := digest(data.numpy().data)) != entry.checksum:",
+            "if (computed := digest(data.numpy().data)) is None:",
+        ),
+        ("if written != version:", "if written == NOTHING:"),
+        ("offset = -(-end // ALIGNMENT) * ALIGNMENT", "offset = end"),
+        ("self.holders[manifest.path] += 1", "self.holders[manifest.path] = 1"),
+    ),
+    *_rows(
+        "generators/test_transfer",
+        "generators/transfer/weights.py",
+        ("for name in sent.keys() | taken.keys():", "for name in taken.keys():"),
+    ),
+    *_rows(
+        "generators/test_worker_extension",
+        "generators/vllm/worker_extension.py",
+        (
+            "self.taken = {name: checksum(tensor) for name, tensor in weights}",
+            "self.taken = update_info.manifest.checksums()",
+        ),
+        ("_check_reached(self.model, loaded)", ""),
+    ),
+    *_rows(
+        "generators/test_server_pool",
+        "generators/servers/pool.py",
+        (
+            "known = [before] if work.version is not None else range(before, max(self.manifests) + 1)",
+            "known = [before] if work.version is not None else range(0, max(self.manifests) + 1)",
+        ),
+        ("if fit := [each for each in able if work.version in (None, each.version)]:", "if fit := able:"),
+        ("needed |= {server.loading.version for server in self.servers if server.loading}", ""),
+        (
+            "version = min(needed, default=max(self.manifests))",
+            "version = max(needed, default=max(self.manifests))",
+        ),
+        ("if not reply.ended and not work.request.is_cut:", "if False:"),
+    ),
+    *_rows(
+        "generators/test_server_pool",
+        "generators/servers/requests.py",
+        (
+            "oldest = min(version for each in versions for version in each)",
+            "oldest = max(version for each in versions for version in each)",
+        ),
+        ("k = self.sampling.begun[i].sample if self.sampling.begun else i % K", "k = i % K"),
+    ),
+]
