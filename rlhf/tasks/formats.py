@@ -11,6 +11,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+TOOLS = "tools"  # column beside messages: the functions that the assistant may call, as JSON schemas
 ASSISTANT = "\n\nAssistant:"  # before each answer in dialogues that are one text, as in hh-rlhf
 
 
@@ -60,9 +61,17 @@ def messages_of(value: Any) -> Any:
             found = read(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
-        roles = ({"role", "from"} & each.keys() for each in found if isinstance(each, dict))
-        return found if isinstance(found, list) and found and sum(map(bool, roles)) == len(found) else value
+        return found if is_dialogue(found) else value
     return value
+
+
+def is_dialogue(value: Any) -> bool:
+    """Return whether a value is a list of messages: of objects with a role."""
+    return bool(value) and isinstance(value, list) and all(map(_has_role, value))
+
+
+def _has_role(value: Any) -> bool:
+    return isinstance(value, dict) and bool({"role", "from"} & value.keys())
 
 
 def without_prompt(chosen: str, rejected: str) -> tuple[str, str, str] | None:

@@ -15,10 +15,13 @@ import zlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf.core.errors import UserError
-from rlhf.tasks.formats import Row, Written, rows_of_table
+from rlhf.tasks.formats import TOOLS, Row, Written, is_dialogue, rows_of_table
+
+if TYPE_CHECKING:
+    import pyarrow
 
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 FORMATS = ".jsonl, .json, .csv (also with .gz) or .parquet"  # for messages
@@ -238,20 +241,39 @@ def _parquet_rows(file: Path, key: str, columns: Sequence[str] | None) -> Iterat
             names = opened.schema_arrow.names
             read = names if columns is None else [name for name in names if name in columns]
             batches = opened.iter_batches(1000, columns=read)
-            for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
-                yield f"row {number} of {file}", {name: without_nulls(value) for name, value in row.items()}
-    except (pyarrow.ArrowException, OSError) as error:
+            for number, row in enumerate(chain.from_iterable(map(rows_of_arrow, batches)), 1):
+                yield f"row {number} of {file}", row
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise UserError(
             f"{key} must contain readable Parquet files, got {file} ({str(error).splitlines()[0]}); write or "
             "copy the file again"
         ) from error
 
 
-def without_nulls(value: Any) -> Any:
-    """Return a value without the null entries of its objects, which Arrow adds for the keys of other rows."""
-    if isinstance(value, dict):
-        return {name: without_nulls(each) for name, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+def rows_of_arrow(table: pyarrow.RecordBatch | pyarrow.Table) -> Iterator[Row]:
+    """Yield the rows of a table of Arrow as JSON Lines would have them, with decoded JSON (`datasets.Json`).
+
+    A struct has the keys of all rows, and null for those that a row lacks. These nulls remain, except in
+    dialogues and tools, where they count as absent. JSON keeps its own keys and nulls everywhere.
+    """
+    import pyarrow
+
+    def decoded(value: Any, kind: pyarrow.DataType, bare: bool) -> Any:
+        if isinstance(kind, pyarrow.JsonType):
+            return value if value is None else json.loads(value, parse_float=Written)
+        if isinstance(value, dict) and isinstance(kind, pyarrow.StructType):
+            kept = {name: each for name, each in value.items() if not (bare and each is None)}
+            return {name: decoded(each, kind.field(name).type, bare) for name, each in kept.items()}
+        if isinstance(value, list) and hasattr(kind, "value_type"):
+            return [decoded(each, kind.value_type, bare) for each in value]
+        return value
+
+    kinds = {field.name: field.type for field in table.schema}
+    for row in table.to_pylist(maps_as_pydicts="strict"):
+        yield {
+            name: decoded(value, kinds[name], name.lower() == TOOLS or is_dialogue(value))
+            for name, value in row.items()
+        }
 
 
 def described(value: Any) -> str:

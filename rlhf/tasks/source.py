@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.config.task import PREFERENCE_COLUMNS, PROMPT_COLUMNS
 from rlhf.core import hub
 from rlhf.core.errors import UserError
-from rlhf.tasks.columns import TOOLS, conversion, converted
+from rlhf.tasks.columns import conversion, converted
 from rlhf.tasks.folders import Splits, data_folder, lacking
+from rlhf.tasks.formats import TOOLS
 from rlhf.tasks.records import NOTHING, RECORD, Wanted
 from rlhf.tasks.storage import from_rows, is_text, mapped, numbered
 from rlhf.tasks.word_tokenizer import word_tokenizer
