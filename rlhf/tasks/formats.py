@@ -47,6 +47,12 @@ def note_numbers(column: str) -> None:
     log.warning("numbers in the column %s are read as text, as they are written", column)
 
 
+@lru_cache
+def note_blanks(name: str) -> None:
+    """Say once that blanks at the start of the cells of a CSV file are left out."""
+    log.warning("blanks after the commas of %s are left out of all cells, as its first line has them", name)
+
+
 def parsed(row: Row) -> Row:
     """Return a row with lists of messages in place of their texts in JSON, or as Python prints them."""
     return {name: messages_of(value) for name, value in row.items()}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.errors import UserError
-from rlhf.tasks.formats import TOOLS, Row, Written, is_dialogue, rows_of_table
+from rlhf.tasks.formats import TOOLS, Row, Written, is_dialogue, note_blanks, rows_of_table
 
 if TYPE_CHECKING:
     import pyarrow
@@ -199,26 +199,48 @@ def _object(row: Any, place: str, key: str) -> Row:
 
 def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader((line for _, line in _lines(file, key)), strict=True)
+    record: list[str] = []  # the lines of the current row
+
+    def lines() -> Iterator[str]:
+        for number, line in _lines(file, key):
+            if number == 1 and "," not in line and re.search(r"[;\t|]", line):
+                raise UserError(
+                    f"{key} must have commas between the cells of CSV files, got line 1 of {file} with "
+                    f"{line.strip()!r}; save the file with commas"
+                )
+            record.append(line)
+            yield line
+
+    source = lines()
+    reader = csv.reader(source, strict=True)
     header: list[str] = []
+    done = 0
     while True:
-        place = f"line {reader.line_num + 1} of {file}"
+        done += len(record)
+        record.clear()
+        place = f"line {done + 1} of {file}"
         try:
             cells = next(reader)
+            if not header and any(name.startswith(" ") for name in cells):
+                note_blanks(file.name)
+                reader = csv.reader(source, strict=True, skipinitialspace=True)
+                cells = next(csv.reader(record, strict=True, skipinitialspace=True))
         except StopIteration:
             return
         except csv.Error as error:
             raise UserError(
                 f"{key} must contain CSV with commas and double quotes, got {place} ({error}); correct the "
-                "line"
+                'line (write a double quote inside a text as "", and no blank between a closing one and a comma)'
             ) from error
+        written = "," + "".join(record)
+        if quoted := [each for each in cells if re.match(r'\s+"', each) and f",{each}" in written]:
+            raise UserError(
+                f"{key} must have no blank before a cell in double quotes (the quotes become part of the "
+                f"text), got {place} with {quoted[0][:20]!r}; remove the blank, or write a blank after the "
+                "commas of line 1, too, so that all are left out"
+            )
         if not header:
             header = [name.strip() for name in cells]
-            if len(header) == 1 and re.search(r"[;\t|]", header[0]):
-                raise UserError(
-                    f"{key} must have commas between the cells of CSV files, got {place} with {header[0]!r}; "
-                    "save the file with commas"
-                )
             if repeated := sorted({name for name in header if header.count(name) > 1}):
                 raise UserError(
                     f"{key} must have columns with different names, got {place} with {repeated[0]!r} twice; "
@@ -226,10 +248,10 @@ def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
                 )
         elif len(cells) == len(header):
             yield place, dict(zip(header, cells, strict=True))
-        elif cells:
+        elif "".join(cells).strip():
             raise UserError(
                 f"{key} must have as many cells in each row as in the header ({len(header)}), got {place} "
-                f"with {len(cells)}; put texts that contain commas or line breaks in double quotes"
+                f"with {len(cells)}; put texts that contain commas or line breaks in straight double quotes"
             )
 
 

@@ -110,7 +110,7 @@ class Stored:
             dataset = saved_split(data, name) if self.local else self._from_hub(split)
             _check_columns(dataset, columns, self.key, f"{self.place} in its split {split}")
             kept = wanted.read([*columns, TOOLS], dataset.column_names, self.place)
-            if not wanted.asks and all(is_text(dataset, column) for column in columns):
+            if not wanted.asks and all(is_text(dataset, each, no_lists=True) for each in columns):
                 return dataset.select_columns(list(columns))  # a large data set is not copied into memory
             rows = numbered(selected(dataset, kept), f"the split {split} of {self.place}")
         convert = wanted.recording(convert or conversion(columns))

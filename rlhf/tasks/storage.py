@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pyarrow
+import pyarrow.compute
 from datasets import Dataset, Json
 
 from rlhf.core.errors import UserError
@@ -20,6 +21,7 @@ from rlhf.tasks.reading import rows_of_arrow
 if TYPE_CHECKING:
     from rlhf.tasks.reading import Row
 
+LIST = r"^\s*\[[^{]*\{"  # start of a text that may be a list of objects
 CHUNK = 10_000  # rows that are converted to a table at a time
 IN_MEMORY = 50_000_000  # bytes of rows that are stored in memory; more rows are stored in a file
 
@@ -119,9 +121,17 @@ def _scratch_folder() -> TemporaryDirectory[str]:
     return TemporaryDirectory(prefix="rlhf-data-")
 
 
-def is_text(dataset: Dataset, column: str) -> bool:
-    """Return whether a data set has a column of texts without missing values."""
+def is_text(dataset: Dataset, column: str, no_lists: bool = False) -> bool:
+    """Return whether a data set has a column of texts without missing values.
+
+    Args:
+        dataset: the data set.
+        column: name of the column.
+        no_lists: no text may be a list of objects in JSON, because it may be a dialogue.
+    """
     if column not in dataset.column_names:
         return False
-    kind = getattr(dataset.features[column], "dtype", "")
-    return kind in ("string", "large_string") and not dataset.data.column(column).null_count
+    kind, values = getattr(dataset.features[column], "dtype", ""), dataset.data.column(column)
+    if kind not in ("string", "large_string") or values.null_count:
+        return False
+    return not (no_lists and pyarrow.compute.any(pyarrow.compute.match_substring_regex(values, LIST)).as_py())
