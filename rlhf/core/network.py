@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
+from typing import Any
 from urllib.parse import urlsplit
 
 _CONNECT_S = 3.0  # seconds after which a connection counts as slow, not as refused
+STATUS = "/v1/rlhf/status"  # route of the servers of `rlhf.serve` that answers with their state
 
 
 def refusal(url: str) -> str | None:
@@ -42,6 +45,31 @@ def refusal(url: str) -> str | None:
         return found.get(timeout=_CONNECT_S)
     except Empty:
         return None
+
+
+def refused_key(url: str, key: str | None, body: object = None) -> int | None:
+    """Return the HTTP status with which a service refuses a key, 401 or 403; None: any other answer.
+
+    The result is None as well without an answer within `_CONNECT_S`, and if a proxy is used.
+
+    Args:
+        url: the address.
+        key: the key; None: no key is sent.
+        body: the body of a POST in JSON; None: the request is a GET.
+    """
+    import requests
+
+    parsed = urlsplit(url)
+    if not is_loopback(url) and _behind_proxy(parsed.scheme, parsed.hostname or ""):
+        return None
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with requests.Session() as session, suppress(requests.RequestException, ValueError):
+        session.trust_env = False  # ~/.netrc would replace the key
+        limits: dict[str, Any] = {"timeout": _CONNECT_S, "allow_redirects": False, "stream": True}
+        method = "GET" if body is None else "POST"
+        status = session.request(method, url, json=body, headers=headers, **limits).status_code
+        return status if status in (401, 403) else None
+    return None
 
 
 def _behind_proxy(scheme: str, host: str) -> bool:

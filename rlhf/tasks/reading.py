@@ -230,7 +230,7 @@ def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
         except csv.Error as error:
             raise UserError(
                 f"{key} must contain CSV with commas and double quotes, got {place} ({error}); correct the "
-                'line (write a double quote inside a text as "", and no blank between a closing one and a comma)'
+                'line ("" is a double quote inside a text; no blank follows a closing one)'
             ) from error
         written = "," + "".join(record)
         if quoted := [each for each in cells if re.match(r'\s+"', each) and f",{each}" in written]:

@@ -130,7 +130,7 @@ def test_places_count_lines_from_one(tmp_path):
         ("a.csv", 'a,b\nc,"d', "line 2 of {file} (unexpected end of data)"),
         ("a.csv", "a;b\nc;d\n", "line 1 of {file} with 'a;b'"),
         ("a.csv", '"a"\t"b"\n"c"\t"d"\n', "must have commas between the cells"),
-        ("a.csv", 'a,b\nc,"d" \n', "nothing between a closing one and a comma"),
+        ("a.csv", 'a,b\nc,"d" \n', "no blank follows a closing one"),
         ("a.csv", "a,a\nc,d\n", "'a' twice"),
         ("a.parquet", "no Parquet", "readable Parquet"),
         ("a.jsonl.gz", "not compressed", "not compressed; rename it to a.jsonl"),
