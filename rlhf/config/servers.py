@@ -68,11 +68,8 @@ class VLLMServerConfig(VLLMConfig):
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error for keys of one process, or if the addresses or the key of the servers are wrong."""
         yield from VLLMConfig.problems(self, at)
-        keys = {
-            "replicas": self.replicas,
-            "per_rank": str(self.per_rank).lower(),
-        }
-        for (key, value), only in zip(keys.items(), (1, "false"), strict=True):
+        per_rank = str(self.per_rank).lower()
+        for key, value, only in ("replicas", self.replicas, 1), ("per_rank", per_rank, "false"):
             if value != only:
                 yield (
                     f"{at}.{key} must be {only} with generator=vllm_server (all ranks use the same servers), "

@@ -37,20 +37,14 @@ def number_as_text(value: Any, column: str) -> str | None:
     """
     if isinstance(value, bool) or not isinstance(value, int | Written):
         return None
-    note_numbers(column)
+    note(f"numbers in the column {column} are read as text, as they are written")
     return str(value)
 
 
 @lru_cache
-def note_numbers(column: str) -> None:
-    """Say once that numbers in a column are read as text."""
-    log.warning("numbers in the column %s are read as text, as they are written", column)
-
-
-@lru_cache
-def note_blanks(name: str) -> None:
-    """Say once that blanks at the start of the cells of a CSV file are left out."""
-    log.warning("blanks after the commas of %s are left out of all cells, as its first line has them", name)
+def note(text: str) -> None:
+    """Say once how data are read."""
+    log.warning("%s", text)
 
 
 def parsed(row: Row) -> Row:
@@ -73,11 +67,8 @@ def messages_of(value: Any) -> Any:
 
 def is_dialogue(value: Any) -> bool:
     """Return whether a value is a list of messages: of objects with a role."""
-    return bool(value) and isinstance(value, list) and all(map(_has_role, value))
-
-
-def _has_role(value: Any) -> bool:
-    return isinstance(value, dict) and bool({"role", "from"} & value.keys())
+    found = value if isinstance(value, list) else []
+    return found != [] and all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in found)
 
 
 def without_prompt(chosen: str, rejected: str) -> tuple[str, str, str] | None:

@@ -13,12 +13,13 @@ import shlex
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.errors import UserError
-from rlhf.tasks.formats import TOOLS, Row, Written, is_dialogue, note_blanks, rows_of_table
+from rlhf.tasks.formats import TOOLS, Row, Written, is_dialogue, note, rows_of_table
 
 if TYPE_CHECKING:
     import pyarrow
@@ -61,7 +62,8 @@ def rows(file: Path, key: str, columns: Sequence[str] | None = None) -> Iterator
                 f"{key} must contain rows, got {file}, which is empty (0 bytes); write the file again"
             )
         found = False
-        for place, row in _parsed(file, key, columns):
+        parsers = {".csv": _csv_rows, ".parquet": partial(_parquet_rows, columns=columns)}
+        for place, row in parsers.get(suffix_of(file) or "", _json_rows)(file, key):
             found = True
             yield place, row
     except OSError as error:  # no permission, or a disk error
@@ -73,13 +75,6 @@ def rows(file: Path, key: str, columns: Sequence[str] | None = None) -> Iterator
         raise UserError(
             f"{key} must contain rows, got {file}, which is empty (no rows); write the file again"
         )
-
-
-def _parsed(file: Path, key: str, columns: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
-    suffix = suffix_of(file)
-    if suffix == ".parquet":
-        return _parquet_rows(file, key, columns)
-    return _csv_rows(file, key) if suffix == ".csv" else _json_rows(file, key)
 
 
 def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
@@ -115,29 +110,31 @@ def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
     for number, line in lines:
         if not line.strip():
             continue
-        if first and line.lstrip().startswith("["):
-            yield from _array("\n" * (number - 1) + line + "".join(text for _, text in lines), file, key)
-            return
-        place = f"line {number} of {file}"
+        place, start = f"line {number} of {file}", line.strip() if first else ""
+        if start.startswith("[") or start == "{":  # an array, or a table over several lines
+            line = "\n" * (number - 1) + line + "".join(text for _, text in lines)
         try:
             row = json.loads(line, parse_float=Written)
+            table = row if start.startswith("[") else rows_of_table(row) if first else None
+            name = _wrapper(row) if first and table is None else None
+            if start == "{" and not (table or name):
+                raise ValueError
         except (ValueError, RecursionError) as error:
-            reason, remedy = _reason(error), "correct or remove the line"
-            if first and line.strip() == "{" and (table := _table(line + "".join(text for _, text in lines))):
-                yield from _numbered(table, file, key)
-                return
-            if first and line.strip() == "{":
+            rule, reason, remedy = "one JSON object per line", _reason(error), "correct or remove the line"
+            if start.startswith("["):
+                rule, remedy = "an array of JSON objects", "correct the file"
+                place = f"line {error.lineno if isinstance(error, json.JSONDecodeError) else 1} of {file}"
+            elif start == "{":
                 reason, remedy = "an object over several lines", "write the rows as an array: [{...}, {...}]"
-            elif first and line.lstrip()[0] != "{":
-                reason = repr(line.strip()[:40])
+            elif start and start[0] != "{":
+                reason = repr(start[:40])
                 remedy += "; if the file is CSV, change its suffix to .csv"
-            raise UserError(
-                f"{key} must contain one JSON object per line, got {place} ({reason}); {remedy}"
-            ) from error
-        if first and (table := rows_of_table(row)):
-            yield from _numbered(table, file, key)
+            raise UserError(f"{key} must contain {rule}, got {place} ({reason}); {remedy}") from error
+        if table is not None:
+            for number, each in enumerate(table, 1):
+                yield (place := f"row {number} of {file}"), _object(each, place, key)
             return
-        if first and (name := _wrapper(row)):
+        if name is not None:
             raise UserError(
                 f"{key} must contain an array of rows, got {place} with an object whose {name} is an array; "
                 "write that array alone to the file"
@@ -151,32 +148,6 @@ def _wrapper(row: Any) -> str | None:
     found = row.items() if isinstance(row, dict) else ()
     arrays = (name for name, value in found if name in _WRAPPERS and isinstance(value, list) and value)
     return next((name for name in arrays if all(isinstance(each, dict) for each in row[name])), None)
-
-
-def _array(text: str, file: Path, key: str) -> Iterator[tuple[str, Row]]:
-    try:
-        objects = json.loads(text, parse_float=Written)
-    except (ValueError, RecursionError) as error:
-        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
-        raise UserError(
-            f"{key} must contain an array of JSON objects, got line {line} of {file} ({_reason(error)}); "
-            "correct the file"
-        ) from error
-    yield from _numbered(objects, file, key)
-
-
-def _numbered(objects: Sequence[Any], file: Path, key: str) -> Iterator[tuple[str, Row]]:
-    for number, row in enumerate(objects, 1):
-        place = f"row {number} of {file}"
-        yield place, _object(row, place, key)
-
-
-def _table(text: str) -> list[Row] | None:
-    """Return the rows of a JSON text that is a table of pandas, see `rows_of_table`; None: it is not."""
-    try:
-        return rows_of_table(json.loads(text, parse_float=Written))
-    except (ValueError, RecursionError):
-        return None
 
 
 def _reason(error: Exception) -> str:
@@ -200,31 +171,21 @@ def _object(row: Any, place: str, key: str) -> Row:
 def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(sys.maxsize)
     record: list[str] = []  # the lines of the current row
-
-    def lines() -> Iterator[str]:
-        for number, line in _lines(file, key):
-            if number == 1 and "," not in line and re.search(r"[;\t|]", line):
-                raise UserError(
-                    f"{key} must have commas between the cells of CSV files, got line 1 of {file} with "
-                    f"{line.strip()!r}; save the file with commas"
-                )
-            record.append(line)
-            yield line
-
-    source = lines()
-    reader = csv.reader(source, strict=True)
+    lines = (record.append(line) or line for _, line in _lines(file, key))  # type: ignore[func-returns-value]
+    first = next(lines, "")
+    if "," not in first and re.search(r"[;\t|]", first):
+        raise UserError(
+            f"{key} must have commas between the cells of CSV files, got line 1 of {file} with "
+            f"{first.strip()!r}; save the file with commas"
+        )
+    if blanks := any(name.startswith(" ") for name in next(csv.reader([first]), [])):
+        note(f"blanks after the commas of {file.name} are left out of all cells, as its first line has them")
+    reader = csv.reader(chain([first], lines), strict=True, skipinitialspace=blanks)
     header: list[str] = []
-    done = 0
     while True:
-        done += len(record)
-        record.clear()
-        place = f"line {done + 1} of {file}"
+        place = f"line {reader.line_num + 1} of {file}"
         try:
             cells = next(reader)
-            if not header and any(name.startswith(" ") for name in cells):
-                note_blanks(file.name)
-                reader = csv.reader(source, strict=True, skipinitialspace=True)
-                cells = next(csv.reader(record, strict=True, skipinitialspace=True))
         except StopIteration:
             return
         except csv.Error as error:
@@ -233,6 +194,7 @@ def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
                 'line ("" is a double quote inside a text; no blank follows a closing one)'
             ) from error
         written = "," + "".join(record)
+        record.clear()
         if quoted := [each for each in cells if re.match(r'\s+"', each) and f",{each}" in written]:
             raise UserError(
                 f"{key} must have no blank before a cell in double quotes (the quotes become part of the "

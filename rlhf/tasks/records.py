@@ -85,12 +85,10 @@ class Wanted:
         """
         kept = row.keys() - GIVEN if self.rest else {*self.columns, *self.optional}
         asked = {name: row[name] for name in row if name in kept}
-        if (binary := next((name for name in asked if _has_bytes(asked[name])), None)) is not None:
-            raise BadRow(
-                f"have texts, numbers, lists or objects in its column {binary}, which a function receives",
-                "with bytes (such as an image or a sound)",
-                f"remove the column {binary}, or write its texts as strings",
-            )
+        for name in filter(lambda name: _has_bytes(asked[name]), asked):
+            rule = f"have texts, numbers, lists or objects in its column {name}, which a function receives"
+            remedy = f"remove the column {name}, or write its texts as strings"
+            raise BadRow(rule, "with bytes (such as an image or a sound)", remedy)
         return json.dumps(asked, default=str)
 
     def recording(self, convert: Callable[[Row], Row]) -> Callable[[Row], Row]:

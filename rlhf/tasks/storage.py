@@ -21,7 +21,6 @@ from rlhf.tasks.reading import rows_of_arrow
 if TYPE_CHECKING:
     from rlhf.tasks.reading import Row
 
-LIST = r"^\s*\[[^{]*\{"  # start of a text that may be a list of objects
 CHUNK = 10_000  # rows that are converted to a table at a time
 IN_MEMORY = 50_000_000  # bytes of rows that are stored in memory; more rows are stored in a file
 
@@ -121,17 +120,15 @@ def _scratch_folder() -> TemporaryDirectory[str]:
     return TemporaryDirectory(prefix="rlhf-data-")
 
 
-def is_text(dataset: Dataset, column: str, no_lists: bool = False) -> bool:
-    """Return whether a data set has a column of texts without missing values.
-
-    Args:
-        dataset: the data set.
-        column: name of the column.
-        no_lists: no text may be a list of objects in JSON, because it may be a dialogue.
-    """
+def is_text(dataset: Dataset, column: str) -> bool:
+    """Return whether a data set has a column of texts without missing values."""
     if column not in dataset.column_names:
         return False
-    kind, values = getattr(dataset.features[column], "dtype", ""), dataset.data.column(column)
-    if kind not in ("string", "large_string") or values.null_count:
-        return False
-    return not (no_lists and pyarrow.compute.any(pyarrow.compute.match_substring_regex(values, LIST)).as_py())
+    kind = getattr(dataset.features[column], "dtype", "")
+    return kind in ("string", "large_string") and not dataset.data.column(column).null_count
+
+
+def has_lists(dataset: Dataset, column: str) -> bool:
+    """Return whether some texts of a column may be lists of objects in JSON, such as dialogues."""
+    found = pyarrow.compute.match_substring_regex(dataset.data.column(column), r"^\s*\[[^{]*\{")
+    return bool(pyarrow.compute.any(found).as_py())

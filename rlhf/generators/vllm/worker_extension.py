@@ -15,6 +15,7 @@ each tensor before the model loads the tensor.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -191,14 +192,12 @@ for transfer, engine in (
     WeightTransferEngineFactory.register_engine(NAME.format(transfer), engine)
 
 
-def _is_expected(record: logging.LogRecord) -> bool:
-    """Return whether vLLM warns of a layer that gets no weights: rotary embeddings are computed, and a tied
-    head is the embedding. `_check_reached` reports parameters without weights."""
-    name = str((record.args or [""])[0])  # type: ignore[index]
-    return "Failed to load weights" in record.msg and name.endswith(("RotaryEmbedding", "ParallelLMHead"))
-
-
-logging.getLogger(finalize_layerwise_reload.__module__).addFilter(lambda record: not _is_expected(record))
+# Rotary embeddings are computed, and a tied head is the embedding, so neither gets weights at a load.
+# `_check_reached` reports parameters without weights
+_EXPECTED = re.compile(r"\w*(RotaryEmbedding|ParallelLMHead): Failed to load weights")
+logging.getLogger(finalize_layerwise_reload.__module__).addFilter(
+    lambda record: not _EXPECTED.fullmatch(record.getMessage())
+)
 
 
 class WorkerExtension:
