@@ -30,6 +30,7 @@ from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import write_atomically
 from rlhf.core.network import is_loopback
 from rlhf.core.output import prepare_output
+from rlhf.core.pasting import setting
 from rlhf.generators.servers.attach import numbers
 from rlhf.launch.command_line import stop
 
@@ -195,18 +196,23 @@ async def _until_signal(options: Namespace, key: str | None) -> None:
     settings = _settings(options)
     arguments, port = command(settings, options.host), options.port or free_port()
     child = Child(partial(on_port, arguments), variables(settings, key), None, options.host, port)
+    use = f"generator=vllm_server {setting('generator.urls', [_reachable(f'http://{options.host}:{port}')])}"
+    if key:
+        use += f" generator.key_variable={getattr(options, 'key_variable', KEY)}"
+    say(f"starting vLLM with {options.model} in {options.dtype}; it is usually ready after 1 to 5 minutes")
     limits = options.start_limit, options.answer_limit, options.answer_limit
     announce = getattr(options, "announce", None)
-    await keep(Server("the server", None, key, *limits, child), options.restarts, announce)
+    await keep(Server("the server", None, key, *limits, child), options.restarts, announce, use)
 
 
-async def keep(server: Server, restarts: int, announce: Path | None) -> None:
+async def keep(server: Server, restarts: int, announce: Path | None, use: str) -> None:
     """Start a server, and start it again whenever it ends or does not answer.
 
     Args:
         server: the server, with its processes.
         restarts: times that it is started again.
         announce: file for its address while it is ready.
+        use: the settings of a run that uses the server.
 
     Raises:
         RunError: the server cannot start, or ended too often.
@@ -217,7 +223,7 @@ async def keep(server: Server, restarts: int, announce: Path | None) -> None:
         try:
             await server.start()
             assert server.child is not None and server.url is not None
-            say(f"ready: {server.url}")
+            say(f"ready: {server.url}\nnext: python -m rlhf.train ... {use}")
             if announce is not None:
                 write_atomically(announce, _reachable(server.url) + "\n")
             await server.watch()

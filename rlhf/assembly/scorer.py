@@ -16,7 +16,7 @@ from rlhf.core.dialogues import Dialogues
 from rlhf.core.errors import UserError
 from rlhf.scorers.reward_model import read_own, reads_tokens_of
 from rlhf.scorers.scorer import Scorer, ScorerContext
-from rlhf.tasks.columns import TOOLS
+from rlhf.tasks.formats import TOOLS
 from rlhf.trials.forwards import compared
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from rlhf.config.schema import Affects, entry, number, option
 from rlhf.config.scorer import ScorerConfig
-from rlhf.config.services import token_problems, url_problems
-from rlhf.core.network import refusal
+from rlhf.config.services import service_problems, token_problems, url_problems
 
 _URL = "http://127.0.0.1:8000/score"
 
@@ -55,9 +54,7 @@ class HttpScorerConfig(ScorerConfig):
             yield from token_problems(f"{at}.token_variable", self.token_variable)
 
     def job_problems(self, at: str) -> Iterator[str]:
-        """Yield an error if the service accepts no connections."""
-        if reason := refusal(self.url or ""):
-            yield (
-                f"{at}.url must be the address of a service that accepts connections ({reason}), got "
-                f"{self.url}; start the service, or correct {at}.url"
-            )
+        """Yield an error if the service accepts no connections, or the token of an empty request."""
+        key, nothing = f"{at}.token_variable", {"prompts": [], "responses": [], "references": []}
+        about = self.url or "", "start the service", key, self.token_variable
+        yield from service_problems(f"{at}.url", *about, body=nothing)

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from rlhf.config.generator import Transfer, VLLMConfig
 from rlhf.config.schema import Affects, entry, number, option
-from rlhf.config.services import token_problems, url_problems
-from rlhf.core.network import is_loopback, refusal
+from rlhf.config.services import service_problems, token_problems, url_problems
+from rlhf.core.network import STATUS, is_loopback
 
 INTERFACE = "NCCL_SOCKET_IFNAME"  # environment variable with the network interface of NCCL
 
@@ -68,11 +68,8 @@ class VLLMServerConfig(VLLMConfig):
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error for keys of one process, or if the addresses or the key of the servers are wrong."""
         yield from VLLMConfig.problems(self, at)
-        keys = {
-            "replicas": self.replicas,
-            "per_rank": str(self.per_rank).lower(),
-        }
-        for (key, value), only in zip(keys.items(), (1, "false"), strict=True):
+        per_rank = str(self.per_rank).lower()
+        for key, value, only in ("replicas", self.replicas, 1), ("per_rank", per_rank, "false"):
             if value != only:
                 yield (
                     f"{at}.{key} must be {only} with generator=vllm_server (all ranks use the same servers), "
@@ -100,7 +97,7 @@ class VLLMServerConfig(VLLMConfig):
             )
 
     def job_problems(self, at: str) -> Iterator[str]:
-        """Yield an error for a server that accepts no connections, or whose network NCCL would not find."""
+        """Yield an error for a server that refuses connections or the key, and without a network of NCCL."""
         if (
             self.transfer is Transfer.nccl
             and not all(map(is_loopback, self.urls or []))
@@ -111,8 +108,5 @@ class VLLMServerConfig(VLLMConfig):
                 f"(by default NCCL uses the loopback one), got nothing; run: export {INTERFACE}=<interface>"
             )
         for url in self.urls or []:
-            if reason := refusal(url):
-                yield (
-                    f"{at}.urls must be addresses of servers that accept connections ({reason}), got {url}; "
-                    f"start it with launchers/serve.sh, or correct {at}.urls"
-                )
+            about = url, "start it with launchers/serve.sh", f"{at}.key_variable", self.key_variable
+            yield from service_problems(f"{at}.urls", *about, STATUS)

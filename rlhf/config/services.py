@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from rlhf.core.network import refusal, refused_key
 from rlhf.core.secrets import secret_in
 
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*|[a-z_]+")  # the usual form of a name of an environment variable
@@ -61,4 +62,30 @@ def token_problems(key: str, variable: str) -> Iterator[str]:
         yield (
             f"{key} must name a variable with a token of visible ASCII characters (it is sent in a header), "
             f"got {variable}, which contains others, such as a line break; run: export {variable}=<token>"
+        )
+
+
+def service_problems(
+    key: str, url: str, start: str, token_key: str, variable: str | None, route: str = "", body: object = None
+) -> Iterator[str]:
+    """Yield an error if a service accepts no connections, or refuses the key that the run would send.
+
+    Args:
+        key: the config key of the address.
+        url: the address.
+        start: how to start the service, for the message.
+        token_key: the config key of the environment variable with the key.
+        variable: the name of the variable; None: no key is sent.
+        route: what is asked at the address.
+        body: the body of the question in JSON, which is then a POST.
+    """
+    if reason := refusal(url):
+        rule = f"{key} must be the address of a service that accepts connections ({reason})"
+        yield f"{rule}, got {url}; {start}, or correct {key}"
+    elif status := refused_key(url + route, os.environ.get(variable or ""), body):
+        named = variable or "SERVICE_KEY"
+        yield (
+            f"{token_key} must name an environment variable with the key of the service (it answers with "
+            f"status {status}), got {variable or 'null'} for {url}; run: export {named}=<key>, and set "
+            f"{token_key}={named}"
         )

@@ -397,7 +397,7 @@ def _in_order(stored: Dataset, scores: dict[int, list[float]]) -> Dataset:
         stored: the original pairs.
         scores: row -> scores of the chosen and the rejected response.
     """
-    from rlhf.tasks.columns import TOOLS
+    from rlhf.tasks.formats import TOOLS
     from rlhf.tasks.storage import mapped
 
     kept = sorted(scores)

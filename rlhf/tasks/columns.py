@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config.task import PREFERENCE_COLUMNS
 from rlhf.core.errors import UserError
-from rlhf.tasks.formats import number_as_text, parsed, without_prompt
+from rlhf.tasks.formats import TOOLS, number_as_text, parsed, without_prompt
 from rlhf.tasks.reading import described
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ _ROLES = {  # roles in other formats -> those of chat templates
     **dict.fromkeys(("human", "Human", "USER", "User"), "user"),
     **dict.fromkeys(("gpt", "bot", "ai", "AI", "chatbot", "model", "ASSISTANT", "Assistant"), "assistant"),
 }
-TOOLS = "tools"  # beside messages: the functions that the assistant may call, as JSON schemas
 
 
 class BadRow(Exception):

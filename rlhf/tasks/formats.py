@@ -11,6 +11,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+TOOLS = "tools"  # column beside messages: the functions that the assistant may call, as JSON schemas
 ASSISTANT = "\n\nAssistant:"  # before each answer in dialogues that are one text, as in hh-rlhf
 
 
@@ -36,14 +37,14 @@ def number_as_text(value: Any, column: str) -> str | None:
     """
     if isinstance(value, bool) or not isinstance(value, int | Written):
         return None
-    note_numbers(column)
+    note(f"numbers in the column {column} are read as text, as they are written")
     return str(value)
 
 
 @lru_cache
-def note_numbers(column: str) -> None:
-    """Say once that numbers in a column are read as text."""
-    log.warning("numbers in the column %s are read as text, as they are written", column)
+def note(text: str) -> None:
+    """Say once how data are read."""
+    log.warning("%s", text)
 
 
 def parsed(row: Row) -> Row:
@@ -60,9 +61,14 @@ def messages_of(value: Any) -> Any:
             found = read(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
-        roles = ({"role", "from"} & each.keys() for each in found if isinstance(each, dict))
-        return found if isinstance(found, list) and found and sum(map(bool, roles)) == len(found) else value
+        return found if is_dialogue(found) else value
     return value
+
+
+def is_dialogue(value: Any) -> bool:
+    """Return whether a value is a list of messages: of objects with a role."""
+    found = value if isinstance(value, list) else []
+    return found != [] and all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in found)
 
 
 def without_prompt(chosen: str, rejected: str) -> tuple[str, str, str] | None:

@@ -78,7 +78,7 @@ def rows_of(rows: Any) -> Rows | Sequence[Any] | None:
 
 
 class Rows:
-    """The rows of a `datasets.Dataset`, without the null entries that Arrow adds to nested objects."""
+    """The rows of a `datasets.Dataset` as JSON Lines would have them, see `rows_of_arrow`."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -14,8 +14,8 @@ from rlhf.config.schema import PARTS
 from rlhf.core.errors import UserError
 from rlhf.core.metrics import How, Stat, mean
 from rlhf.core.seeding import derive
-from rlhf.tasks.columns import TOOLS
 from rlhf.tasks.dialogues import different_forms
+from rlhf.tasks.formats import TOOLS
 from rlhf.tasks.records import NOTHING, RECORD, Wanted
 from rlhf.tasks.storage import is_text, temporary
 

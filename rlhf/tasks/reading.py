@@ -13,12 +13,16 @@ import shlex
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf.core.errors import UserError
-from rlhf.tasks.formats import Row, Written, rows_of_table
+from rlhf.tasks.formats import TOOLS, Row, Written, is_dialogue, note, rows_of_table
+
+if TYPE_CHECKING:
+    import pyarrow
 
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 FORMATS = ".jsonl, .json, .csv (also with .gz) or .parquet"  # for messages
@@ -58,7 +62,8 @@ def rows(file: Path, key: str, columns: Sequence[str] | None = None) -> Iterator
                 f"{key} must contain rows, got {file}, which is empty (0 bytes); write the file again"
             )
         found = False
-        for place, row in _parsed(file, key, columns):
+        parsers = {".csv": _csv_rows, ".parquet": partial(_parquet_rows, columns=columns)}
+        for place, row in parsers.get(suffix_of(file) or "", _json_rows)(file, key):
             found = True
             yield place, row
     except OSError as error:  # no permission, or a disk error
@@ -70,13 +75,6 @@ def rows(file: Path, key: str, columns: Sequence[str] | None = None) -> Iterator
         raise UserError(
             f"{key} must contain rows, got {file}, which is empty (no rows); write the file again"
         )
-
-
-def _parsed(file: Path, key: str, columns: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
-    suffix = suffix_of(file)
-    if suffix == ".parquet":
-        return _parquet_rows(file, key, columns)
-    return _csv_rows(file, key) if suffix == ".csv" else _json_rows(file, key)
 
 
 def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
@@ -112,29 +110,31 @@ def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
     for number, line in lines:
         if not line.strip():
             continue
-        if first and line.lstrip().startswith("["):
-            yield from _array("\n" * (number - 1) + line + "".join(text for _, text in lines), file, key)
-            return
-        place = f"line {number} of {file}"
+        place, start = f"line {number} of {file}", line.strip() if first else ""
+        if start.startswith("[") or start == "{":  # an array, or a table over several lines
+            line = "\n" * (number - 1) + line + "".join(text for _, text in lines)
         try:
             row = json.loads(line, parse_float=Written)
+            table = row if start.startswith("[") else rows_of_table(row) if first else None
+            name = _wrapper(row) if first and table is None else None
+            if start == "{" and not (table or name):
+                raise ValueError
         except (ValueError, RecursionError) as error:
-            reason, remedy = _reason(error), "correct or remove the line"
-            if first and line.strip() == "{" and (table := _table(line + "".join(text for _, text in lines))):
-                yield from _numbered(table, file, key)
-                return
-            if first and line.strip() == "{":
+            rule, reason, remedy = "one JSON object per line", _reason(error), "correct or remove the line"
+            if start.startswith("["):
+                rule, remedy = "an array of JSON objects", "correct the file"
+                place = f"line {error.lineno if isinstance(error, json.JSONDecodeError) else 1} of {file}"
+            elif start == "{":
                 reason, remedy = "an object over several lines", "write the rows as an array: [{...}, {...}]"
-            elif first and line.lstrip()[0] != "{":
-                reason = repr(line.strip()[:40])
+            elif start and start[0] != "{":
+                reason = repr(start[:40])
                 remedy += "; if the file is CSV, change its suffix to .csv"
-            raise UserError(
-                f"{key} must contain one JSON object per line, got {place} ({reason}); {remedy}"
-            ) from error
-        if first and (table := rows_of_table(row)):
-            yield from _numbered(table, file, key)
+            raise UserError(f"{key} must contain {rule}, got {place} ({reason}); {remedy}") from error
+        if table is not None:
+            for number, each in enumerate(table, 1):
+                yield (place := f"row {number} of {file}"), _object(each, place, key)
             return
-        if first and (name := _wrapper(row)):
+        if name is not None:
             raise UserError(
                 f"{key} must contain an array of rows, got {place} with an object whose {name} is an array; "
                 "write that array alone to the file"
@@ -148,32 +148,6 @@ def _wrapper(row: Any) -> str | None:
     found = row.items() if isinstance(row, dict) else ()
     arrays = (name for name, value in found if name in _WRAPPERS and isinstance(value, list) and value)
     return next((name for name in arrays if all(isinstance(each, dict) for each in row[name])), None)
-
-
-def _array(text: str, file: Path, key: str) -> Iterator[tuple[str, Row]]:
-    try:
-        objects = json.loads(text, parse_float=Written)
-    except (ValueError, RecursionError) as error:
-        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
-        raise UserError(
-            f"{key} must contain an array of JSON objects, got line {line} of {file} ({_reason(error)}); "
-            "correct the file"
-        ) from error
-    yield from _numbered(objects, file, key)
-
-
-def _numbered(objects: Sequence[Any], file: Path, key: str) -> Iterator[tuple[str, Row]]:
-    for number, row in enumerate(objects, 1):
-        place = f"row {number} of {file}"
-        yield place, _object(row, place, key)
-
-
-def _table(text: str) -> list[Row] | None:
-    """Return the rows of a JSON text that is a table of pandas, see `rows_of_table`; None: it is not."""
-    try:
-        return rows_of_table(json.loads(text, parse_float=Written))
-    except (ValueError, RecursionError):
-        return None
 
 
 def _reason(error: Exception) -> str:
@@ -196,7 +170,17 @@ def _object(row: Any, place: str, key: str) -> Row:
 
 def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader((line for _, line in _lines(file, key)), strict=True)
+    record: list[str] = []  # the lines of the current row
+    lines = (record.append(line) or line for _, line in _lines(file, key))  # type: ignore[func-returns-value]
+    first = next(lines, "")
+    if "," not in first and re.search(r"[;\t|]", first):
+        raise UserError(
+            f"{key} must have commas between the cells of CSV files, got line 1 of {file} with "
+            f"{first.strip()!r}; save the file with commas"
+        )
+    if blanks := any(name.startswith(" ") for name in next(csv.reader([first]), [])):
+        note(f"blanks after the commas of {file.name} are left out of all cells, as its first line has them")
+    reader = csv.reader(chain([first], lines), strict=True, skipinitialspace=blanks)
     header: list[str] = []
     while True:
         place = f"line {reader.line_num + 1} of {file}"
@@ -207,15 +191,18 @@ def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
         except csv.Error as error:
             raise UserError(
                 f"{key} must contain CSV with commas and double quotes, got {place} ({error}); correct the "
-                "line"
+                'line ("" is a double quote inside a text; no blank follows a closing one)'
             ) from error
+        written = "," + "".join(record)
+        record.clear()
+        if quoted := [each for each in cells if re.match(r'\s+"', each) and f",{each}" in written]:
+            raise UserError(
+                f"{key} must have no blank before a cell in double quotes (the quotes become part of the "
+                f"text), got {place} with {quoted[0][:20]!r}; remove the blank, or write a blank after the "
+                "commas of line 1, too, so that all are left out"
+            )
         if not header:
             header = [name.strip() for name in cells]
-            if len(header) == 1 and re.search(r"[;\t|]", header[0]):
-                raise UserError(
-                    f"{key} must have commas between the cells of CSV files, got {place} with {header[0]!r}; "
-                    "save the file with commas"
-                )
             if repeated := sorted({name for name in header if header.count(name) > 1}):
                 raise UserError(
                     f"{key} must have columns with different names, got {place} with {repeated[0]!r} twice; "
@@ -223,10 +210,10 @@ def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
                 )
         elif len(cells) == len(header):
             yield place, dict(zip(header, cells, strict=True))
-        elif cells:
+        elif "".join(cells).strip():
             raise UserError(
                 f"{key} must have as many cells in each row as in the header ({len(header)}), got {place} "
-                f"with {len(cells)}; put texts that contain commas or line breaks in double quotes"
+                f"with {len(cells)}; put texts that contain commas or line breaks in straight double quotes"
             )
 
 
@@ -238,20 +225,39 @@ def _parquet_rows(file: Path, key: str, columns: Sequence[str] | None) -> Iterat
             names = opened.schema_arrow.names
             read = names if columns is None else [name for name in names if name in columns]
             batches = opened.iter_batches(1000, columns=read)
-            for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
-                yield f"row {number} of {file}", {name: without_nulls(value) for name, value in row.items()}
-    except (pyarrow.ArrowException, OSError) as error:
+            for number, row in enumerate(chain.from_iterable(map(rows_of_arrow, batches)), 1):
+                yield f"row {number} of {file}", row
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise UserError(
             f"{key} must contain readable Parquet files, got {file} ({str(error).splitlines()[0]}); write or "
             "copy the file again"
         ) from error
 
 
-def without_nulls(value: Any) -> Any:
-    """Return a value without the null entries of its objects, which Arrow adds for the keys of other rows."""
-    if isinstance(value, dict):
-        return {name: without_nulls(each) for name, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+def rows_of_arrow(table: pyarrow.RecordBatch | pyarrow.Table) -> Iterator[Row]:
+    """Yield the rows of a table of Arrow as JSON Lines would have them, with decoded JSON (`datasets.Json`).
+
+    A struct has the keys of all rows, and null for those that a row lacks. These nulls remain, except in
+    dialogues and tools, where they count as absent. JSON keeps its own keys and nulls everywhere.
+    """
+    import pyarrow
+
+    def decoded(value: Any, kind: pyarrow.DataType, bare: bool) -> Any:
+        if isinstance(kind, pyarrow.JsonType):
+            return value if value is None else json.loads(value, parse_float=Written)
+        if isinstance(value, dict) and isinstance(kind, pyarrow.StructType):
+            kept = {name: each for name, each in value.items() if not (bare and each is None)}
+            return {name: decoded(each, kind.field(name).type, bare) for name, each in kept.items()}
+        if isinstance(value, list) and hasattr(kind, "value_type"):
+            return [decoded(each, kind.value_type, bare) for each in value]
+        return value
+
+    kinds = {field.name: field.type for field in table.schema}
+    for row in table.to_pylist(maps_as_pydicts="strict"):
+        yield {
+            name: decoded(value, kinds[name], name.lower() == TOOLS or is_dialogue(value))
+            for name, value in row.items()
+        }
 
 
 def described(value: Any) -> str:

@@ -10,7 +10,8 @@ from rlhf.config.algo import Data
 from rlhf.config.task import ColumnsConfig
 from rlhf.core.errors import UserError
 from rlhf.core.pasting import setting
-from rlhf.tasks.columns import TOOLS, Layout
+from rlhf.tasks.columns import Layout
+from rlhf.tasks.formats import TOOLS
 
 # Recognised names of the columns, in any case. `reference_response` is the name in the embedded tasks.
 NAMES = {

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config.parameters import GIVEN
 from rlhf.core.errors import UserError
+from rlhf.tasks.columns import BadRow
 
 if TYPE_CHECKING:
     from rlhf.tasks.reading import Row
@@ -77,13 +78,27 @@ class Wanted:
         return None if self.rest else list(dict.fromkeys([*names, *self.columns, *self.optional]))
 
     def record(self, row: Row) -> str:
-        """Return the columns of a row that functions ask for, as JSON text; other types become texts."""
+        """Return the columns of a row that functions ask for, as JSON text; dates and decimals become texts.
+
+        Raises:
+            BadRow: a column has binary data, such as an image.
+        """
         kept = row.keys() - GIVEN if self.rest else {*self.columns, *self.optional}
-        return json.dumps({name: row[name] for name in row if name in kept}, default=str)
+        asked = {name: row[name] for name in row if name in kept}
+        for name in filter(lambda name: _has_bytes(asked[name]), asked):
+            rule = f"have texts, numbers, lists or objects in its column {name}, which a function receives"
+            remedy = f"remove the column {name}, or write its texts as strings"
+            raise BadRow(rule, "with bytes (such as an image or a sound)", remedy)
+        return json.dumps(asked, default=str)
 
     def recording(self, convert: Callable[[Row], Row]) -> Callable[[Row], Row]:
         """Return the function `convert`, which also adds the record to a row."""
         return lambda row: {**convert(row), RECORD: self.record(row)} if self.asks else convert(row)
+
+
+def _has_bytes(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, bytes) or any(map(_has_bytes, inner))
 
 
 NOTHING = Wanted()

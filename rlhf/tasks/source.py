@@ -19,10 +19,11 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.config.task import PREFERENCE_COLUMNS, PROMPT_COLUMNS
 from rlhf.core import hub
 from rlhf.core.errors import UserError
-from rlhf.tasks.columns import TOOLS, conversion, converted
+from rlhf.tasks.columns import conversion, converted
 from rlhf.tasks.folders import Splits, data_folder, lacking
+from rlhf.tasks.formats import TOOLS
 from rlhf.tasks.records import NOTHING, RECORD, Wanted
-from rlhf.tasks.storage import from_rows, is_text, mapped, numbered
+from rlhf.tasks.storage import from_rows, has_lists, is_text, mapped, numbered
 from rlhf.tasks.word_tokenizer import word_tokenizer
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ class Stored:
             dataset = saved_split(data, name) if self.local else self._from_hub(split)
             _check_columns(dataset, columns, self.key, f"{self.place} in its split {split}")
             kept = wanted.read([*columns, TOOLS], dataset.column_names, self.place)
-            if not wanted.asks and all(is_text(dataset, column) for column in columns):
+            plain = all(is_text(dataset, each) and not has_lists(dataset, each) for each in columns)
+            if plain and not wanted.asks:
                 return dataset.select_columns(list(columns))  # a large data set is not copied into memory
             rows = numbered(selected(dataset, kept), f"the split {split} of {self.place}")
         convert = wanted.recording(convert or conversion(columns))

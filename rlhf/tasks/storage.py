@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pyarrow
-from datasets import Dataset, Json, Value
+import pyarrow.compute
+from datasets import Dataset, Json
 
 from rlhf.core.errors import UserError
-from rlhf.tasks.reading import without_nulls
+from rlhf.tasks.reading import rows_of_arrow
 
 if TYPE_CHECKING:
     from rlhf.tasks.reading import Row
@@ -68,13 +69,9 @@ def tables(rows: Iterator[tuple[str, Row]], schema: pyarrow.Schema) -> Iterator[
 
 def numbered(dataset: Dataset, name: str) -> Iterator[tuple[str, Row]]:
     """Yield the rows of a data set, each with its place, such as "row 3 of the split train of a/b"."""
-    nested = [
-        column
-        for column, kind in dataset.features.items()
-        if not isinstance(getattr(kind, "feature", kind), Value | Json)  # JSON keeps the keys of each message
-    ]
-    for number, row in enumerate(dataset, 1):
-        yield f"row {number} of {name}", row | {column: without_nulls(row[column]) for column in nested}
+    batches = dataset.with_format("arrow").iter(1000)
+    for number, row in enumerate(chain.from_iterable(map(rows_of_arrow, batches)), 1):
+        yield f"row {number} of {name}", row
 
 
 def mapped(rows: Dataset, function: Callable[..., Row], **options: Any) -> Dataset:
@@ -129,3 +126,9 @@ def is_text(dataset: Dataset, column: str) -> bool:
         return False
     kind = getattr(dataset.features[column], "dtype", "")
     return kind in ("string", "large_string") and not dataset.data.column(column).null_count
+
+
+def has_lists(dataset: Dataset, column: str) -> bool:
+    """Return whether some texts of a column may be lists of objects in JSON, such as dialogues."""
+    found = pyarrow.compute.match_substring_regex(dataset.data.column(column), r"^\s*\[[^{]*\{")
+    return bool(pyarrow.compute.any(found).as_py())

@@ -23,8 +23,9 @@ from rlhf.core.encoding import end_tokens, pad_prompts, prompt_tokens
 from rlhf.core.errors import UserError
 from rlhf.core.rollout_format import vocabulary
 from rlhf.core.seeding import derive
-from rlhf.tasks.columns import TOOLS, before_replies
+from rlhf.tasks.columns import before_replies
 from rlhf.tasks.counts import Counts, all_skipped, count, no_differences
+from rlhf.tasks.formats import TOOLS
 from rlhf.tasks.mixture import check_parts, mixed_order
 from rlhf.tasks.prompt_order import PromptOrder
 from rlhf.tasks.records import NOTHING, RECORD, Wanted, parsed

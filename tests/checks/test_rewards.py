@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -19,6 +21,68 @@ def listening():
         yield f"http://127.0.0.1:{server.getsockname()[1]}/score"
 
 
+@pytest.fixture
+def guarded():
+    """Yield the address of a service that answers with `status` unless the key is KEY, and its requests."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self):
+            server.asked.append((self.command, self.path))
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            right = self.headers["Authorization"] == "Bearer KEY"
+            self.send_response(server.otherwise if right else server.status)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *words): ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.asked, server.status, server.otherwise = [], 401, 200
+        server.url = f"http://127.0.0.1:{server.server_address[1]}"
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+SERVICES = {
+    "scorer=http scorer.url={url}": "scorer.token_variable",
+    "scorer@gold=http gold.url={url}/score": "gold.token_variable",
+    "generator=vllm_server generator.urls=[{url}]": "generator.key_variable",
+}
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("given", [None, "wrong-key", "KEY"])
+@pytest.mark.parametrize("words", SERVICES)
+def test_a_service_that_refuses_the_key_is_a_user_error(guarded, monkeypatch, tmp_path, words, given, status):
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password KEY")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    guarded.status, variable = status, SERVICES[words]
+    arguments = words.format(url=guarded.url).split()
+    if given is not None:
+        monkeypatch.setenv("OWN_KEY", given)
+        arguments.append(f"{variable}=OWN_KEY")
+    cfg = compose(arguments)
+    if given == "KEY":
+        check_job(cfg)
+        return
+    with pytest.raises(UserError) as refused:
+        check_job(cfg)
+    (text,) = refused.value.problems
+    assert text.startswith(f"{variable} must ") and text.count(guarded.url) == 1 and str(status) in text
+    assert f"set {variable}={'OWN_KEY' if given else 'SERVICE_KEY'}" in text and "wrong-key" not in text
+
+
+@pytest.mark.parametrize("otherwise", [200, 302, 404, 500])
+@pytest.mark.parametrize("words", SERVICES)
+def test_another_answer_to_the_question_for_the_key_is_no_error(guarded, words, otherwise):
+    guarded.status = otherwise
+    check_job(compose(words.format(url=guarded.url).split()))
+    assert len(guarded.asked) == 1  # no redirect is followed
+
+
 def test_a_reward_function_is_imported_in_the_process_of_the_job(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def score(p, r, a): return 0.0\nraise ValueError('no licence')\n")
@@ -27,7 +91,8 @@ def test_a_reward_function_is_imported_in_the_process_of_the_job(tmp_path):
         check_job(cfg)
 
 
-def test_a_service_that_refuses_connections_is_a_user_error(listening):
+def test_a_service_that_refuses_connections_is_a_user_error(listening, monkeypatch):
+    monkeypatch.setattr(network, "_CONNECT_S", 0.2)
     check_job(compose(["scorer=http", f"scorer.url={listening}"]))
     cfg = compose(["scorer@gold=http", "gold.url=http://127.0.0.1:9/score"])
     with pytest.raises(UserError) as refused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from rlhf import serve
+from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.generators.servers import launch
 from tests.tiny_models import tiny_config
@@ -140,6 +142,10 @@ def test_a_server_is_started_again_after_a_kill_and_a_hang_and_ends_with_a_signa
         "--port", "0", "--announce", str(tmp_path / "url"), "--answer-limit", "1", during=during
     )
     assert code == 0 and f"{number.name}: stopping the server" in out
+    assert out.index("starting vLLM with ") < out.index("ready: ")
+    (settings,) = {line.partition(" ... ")[2] for line in out.splitlines() if line.startswith("next: ")}
+    cfg = compose(shlex.split(settings))
+    assert cfg.generator.urls == [seen[3][0].strip()] and cfg.generator.key_variable == "RLHF_KEY"
     assert out.count("ready: http://127.0.0.1:") == 3 and "died (killed by SIGKILL); starting it again" in out
     assert "did not answer /v1/rlhf/status within 1 s; starting it again" in out
     *servers, (first, last) = seen

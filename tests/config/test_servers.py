@@ -6,6 +6,7 @@ import pytest
 
 from rlhf.config.generator import Transfer
 from rlhf.config.servers import INTERFACE, VLLMServerConfig
+from rlhf.core import network
 
 
 @pytest.mark.parametrize(
@@ -15,6 +16,7 @@ from rlhf.config.servers import INTERFACE, VLLMServerConfig
 def test_weights_by_nccl_from_other_hosts_need_the_interface(host, interface, told, transfer, monkeypatch):
     """Where this is missing, NCCL would use the loopback interface, and wait."""
     monkeypatch.delenv(INTERFACE, raising=False)
+    monkeypatch.setattr(network, "_CONNECT_S", 0.1)  # the server answers nothing
     if interface:
         monkeypatch.setenv(INTERFACE, interface)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import multiprocessing
 import os
 import signal
@@ -287,6 +288,18 @@ def test_a_load_restores_all_tensors_of_the_model_except_keys_and_values(process
     caches = {text for text in found if text.count(",") == 3}
     # vLLM stores caches outside the discarded weights, and each load creates the scalars of attention layers.
     assert len(caches) == 1 and found - caches == {"[]"}
+
+
+def shown_warnings() -> list[str]:
+    """Return the classes of layers about which vLLM's loader warns, of some that get no weights."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    names = ("GPTNeoXRotaryEmbedding", "ParallelLMHead", "VocabParallelEmbedding", "RowParallelLinear")
+    text, at = "%s: Failed to load weights", (logger.name, logging.WARNING, "", 0)
+    return [name for name in names if logger.filter(logger.makeRecord(*at, text, (name,), None))]
+
+
+def test_vllm_warns_only_of_layers_that_should_have_got_weights(process):
+    assert process.pool.submit(shown_warnings).result() == ["VocabParallelEmbedding", "RowParallelLinear"]
 
 
 def sample_after_start(manifest: Manifest, given: Prompts, sampling: Sampling) -> tuple[list[Any], Rollouts]:

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import re
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from datasets import (
+    Array2D,
+    ClassLabel,
+    Dataset,
+    DatasetDict,
+    Features,
+    Image,
+    Json,
+    LargeList,
+    List,
+    Translation,
+    Value,
+    load_from_disk,
+)
 
 from rlhf.config.algo import Data
 from rlhf.config.task import ColumnsConfig, LocalConfig
 from rlhf.core.errors import UserError
 from rlhf.tasks.columns import Layout, converted
 from rlhf.tasks.formats import Written, messages_of, rows_of_table, without_prompt
+from rlhf.tasks.given_data import written
 from rlhf.tasks.local import LocalSource
 from rlhf.tasks.reading import rows
 from rlhf.tasks.recognition import recognise
+from rlhf.tasks.records import Wanted
+from rlhf.tasks.storage import numbered
 
 DIALOGUE = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It's \u00fc"}]
 OTHER = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me"}]
@@ -169,3 +189,131 @@ def test_pairs_of_hh_rlhf_are_read(tmp_path):
     read = [row for split in ("train", "validation") for row in data.preferences(split)]
     assert sorted(row["prompt"] for row in read) == [start.format(n) for n in "ab"]
     assert {(row["chosen"], row["rejected"]) for row in read} == {(" yes", " no")}
+
+
+TEXT, NUMBER = Value("string"), Value("int64")
+
+
+def call(arguments):
+    """Return a row with a call of a tool whose arguments, and the schema of whose parameters, are its own."""
+    function = {"name": "f", "arguments": arguments}
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    parameters = {"properties": {name: {"enum": [value, None]} for name, value in arguments.items()}}
+    return {
+        "messages": [{"role": "user", "content": str(arguments)}, answer],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}],
+        "case": {"stdin": None, "args": [arguments, None]},
+    }
+
+
+CALLS = [call({"a": 1}), call({"b": {"c": None, "d": 0.25}}), call({"e": ["x", None]}), call({"a": "1e3"})]
+MESSAGE = {"role": TEXT, "content": TEXT}
+FUNCTION = {"type": TEXT, "function": {"name": TEXT, "arguments": Json()}}
+CASE = {"stdin": TEXT, "args": List(Json())}
+JSON_AT = {
+    "columns": {"messages": Json(), "tools": Json(), "case": Json()},
+    "messages": {"messages": List(Json()), "tools": LargeList(Json()), "case": CASE},
+    "calls": {"messages": List({**MESSAGE, "tool_calls": Json()}), "tools": List(Json()), "case": CASE},
+    "arguments": {
+        "messages": List({**MESSAGE, "tool_calls": List(FUNCTION)}),
+        "tools": List({"type": TEXT, "function": {"name": TEXT, "parameters": {"properties": Json()}}}),
+        "case": CASE,
+    },
+}
+
+
+def parts_of(made, folder):
+    for part in range(2):
+        made.select(range(2 * part, 2 * part + 2)).to_parquet(folder / f"train-0000{part}-of-00002.parquet")
+    return folder
+
+
+def saved(made, path):
+    made.save_to_disk(path)
+    return path
+
+
+def compressed(path):
+    path.write_bytes(gzip.compress(lines(*CALLS).encode()))
+    return path
+
+
+WRITERS = {
+    "gzip": lambda made, folder: compressed(folder / "a.jsonl.gz"),
+    "Parquet": lambda made, folder: made.to_parquet(folder / "a.parquet") and folder / "a.parquet",
+    "parts": parts_of,
+    "saved": lambda made, folder: saved(made, folder / "saved"),
+    "saved splits": lambda made, folder: saved(DatasetDict(train=made), folder / "saved"),
+    "object": written,
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("features", JSON_AT)
+def test_json_inside_columns_of_arrow_means_the_same_as_in_json_lines(tmp_path, features, writer):
+    wanted = Wanted(optional=frozenset({"case", "tools"}))
+
+    def read(path):
+        data = LocalSource(LocalConfig(path=str(path)))
+        rows = [row for split in ("train", "validation") for row in data.prompts(split, wanted)]
+        return sorted(json.dumps({name: row[name] for name in row if name != "place"}) for row in rows)
+
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text(lines(*CALLS))
+    made = Dataset.from_list(CALLS, features=Features(JSON_AT[features]))
+    assert read(WRITERS[writer](made, tmp_path)) == read(plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (Json(), [{"a": None}, None, [1, {"b": 0.5}], "text", 3, True]),
+        ({"a": {"b": List(Json())}, "c": NUMBER}, [{"a": {"b": [{"q": None}, None]}, "c": None}, None]),
+        ({"stdin": TEXT, "out": TEXT}, [{"stdin": None, "out": "3"}, {"stdin": "1", "out": None}]),
+        (List({"in": TEXT, "out": List(TEXT)}), [[{"in": None, "out": ["3", None]}, None], []]),
+        (List(Json(), length=1), [[{"a": 1}], [[2]]]),
+        (ClassLabel(names=["no", "yes"]), [0, 1]),
+        (List(ClassLabel(names=["no", "yes"])), [[0, 1]]),
+        (Translation(["de", "en"]), [{"de": "a", "en": "b"}]),
+        (Array2D((1, 2), "int32"), [[[1, 2]]]),
+        (Value("null"), [None]),
+        (Value("float16"), [0.5]),
+        (Value("large_string"), ["a"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_type_of_column_has_the_values_of_json_lines_in_every_format(tmp_path, kind, values):
+    features = Features({"x": kind})
+    made = Dataset.from_dict({"x": values}, features=features)
+    made.to_parquet(tmp_path / "a.parquet")
+    made.save_to_disk(tmp_path / "saved")
+    assert [row["x"] for _, row in rows(tmp_path / "a.parquet", "key")] == values
+    assert [row["x"] for _, row in numbered(load_from_disk(tmp_path / "saved"), "saved")] == values
+
+
+def test_a_map_of_parquet_is_an_object(tmp_path):
+    table = pyarrow.table({"x": pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert [row for _, row in rows(tmp_path / "a.parquet", "key")] == [{"x": {"a": 1}}]
+
+
+def test_absent_keys_of_messages_and_tools_are_not_null(tmp_path):
+    tools = [{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {"b": {"c": 2}}}]
+    row = {"messages": DIALOGUE + [{"role": "user", "content": "x", "name": "Ann"}], "tools": tools}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    assert [row for _, row in rows(tmp_path / "a.parquet", "key")] == [row]
+
+
+@pytest.mark.parametrize("form", ["parquet", "saved"])
+@pytest.mark.parametrize(
+    ("kind", "value"), [(Image(), {"bytes": b"a", "path": None}), (Value("binary"), b"a")]
+)
+def test_binary_data_for_a_function_are_refused_with_their_column(tmp_path, kind, value, form):
+    features = Features({"prompt": TEXT, "picture": List(kind)})
+    made = Dataset.from_dict({"prompt": ["a", "b"], "picture": [[value]] * 2}, features=features)
+    path = WRITERS["Parquet" if form == "parquet" else "saved"](made, tmp_path)
+    data = LocalSource(LocalConfig(path=str(path)))
+    assert len(data.prompts("train")) == 1  # nobody reads the column
+    for wanted in (Wanted(rest=True), Wanted(optional=frozenset({"picture"}))):
+        with pytest.raises(UserError, match=r"in its column picture.*row 1 of.*remove the column picture"):
+            data.prompts("train", wanted)

@@ -58,6 +58,30 @@ def test_every_text_format_gives_the_same_rows(tmp_path, name, content):
     assert read(write(tmp_path, name, content)) == TEXTS
 
 
+@pytest.mark.parametrize("header", ["prompt, response", ' "prompt", "response"', "\ufeffprompt,  response"])
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_blanks_after_the_commas_of_a_header_are_left_out_of_all_cells(tmp_path, header, ending):
+    lines = [header, '"a", "b"', 'c, d "e"', '"f",  "g, ""h"""', '"", "i', 'j"', '"k"," ""l"""', "m,n"]
+    places, found = zip(*rows(write(tmp_path, "a.csv", ending.join(lines)), "key"), strict=True)
+    expected = ["ab", ("c", 'd "e"'), ("f", 'g, "h"'), ("", f"i{ending}j"), ("k", ' "l"'), "mn"]
+    assert [tuple(row.values()) for row in found] == [tuple(each) for each in expected]
+    assert [place.split()[1] for place in places] == ["2", "3", "4", "5", "7", "8"]
+    assert set(found[0]) == {"prompt", "response"}
+
+
+def test_blanks_after_commas_are_text_if_the_header_has_none(tmp_path):
+    file = write(tmp_path, "a.csv", 'prompt,response\nHow?, Yes.\n"Why?"," ""So"""\n  \nsay "hi", x\n')
+    assert [row["response"] for row in read(file)] == [" Yes.", ' "So"', " x"]
+
+
+@pytest.mark.parametrize("cell", [' "b"', ' "b, c"', '\t"b"', '\u00a0"b"', ' "b\nc"'])
+@pytest.mark.parametrize("line", ["a,{}", "{},a", '"a",{}'])
+def test_a_blank_before_quotes_is_refused_with_its_line(tmp_path, cell, line):
+    content = f"prompt,response\nx,y\n{line.format(cell)}\n"
+    assert "got line 3 of" in (said := problem(write(tmp_path, "a.csv", content)))
+    assert "blank before" in said
+
+
 def test_parquet_gives_the_rows_of_the_requested_columns(tmp_path):
     file = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "more": [1]} for row in TEXTS]), file)
@@ -105,6 +129,8 @@ def test_places_count_lines_from_one(tmp_path):
         ("a.csv", "a,b\nc,d,e\n", "line 2 of {file} with 3"),
         ("a.csv", 'a,b\nc,"d', "line 2 of {file} (unexpected end of data)"),
         ("a.csv", "a;b\nc;d\n", "line 1 of {file} with 'a;b'"),
+        ("a.csv", '"a"\t"b"\n"c"\t"d"\n', "must have commas between the cells"),
+        ("a.csv", 'a,b\nc,"d" \n', "no blank follows a closing one"),
         ("a.csv", "a,a\nc,d\n", "'a' twice"),
         ("a.parquet", "no Parquet", "readable Parquet"),
         ("a.jsonl.gz", "not compressed", "not compressed; rename it to a.jsonl"),

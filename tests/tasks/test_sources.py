@@ -121,6 +121,14 @@ def test_a_broken_file_is_a_problem_not_a_crash(tmp_path: Path):
     assert problem.startswith(f"task.path must contain one JSON object per line, got line 1 of {file} (")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_dialogues_stored_as_texts_are_read_as_dialogues_from_every_format(tmp_path: Path, kind: str):
+    turns = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": text}] for text in "cd"]
+    texts = {name: [json.dumps(turns[number])] * 2 for number, name in enumerate(("chosen", "rejected"))}
+    source = make(PreferencesConfig(path=str(write(tmp_path, kind, {"prompt": ["a", "b"], **texts}))))
+    assert [row["prompt"] for row in source.preferences("train")] == [turns[0][:1]] * 2
+
+
 def test_a_column_without_text_is_refused(tmp_path: Path):
     write(tmp_path, "jsonl", {"query": ["a"], "reference_response": [["b"]]})  # type: ignore[list-item]
     with pytest.raises(ValueError, match="must have a text in its column reference_response"):

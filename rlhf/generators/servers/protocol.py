@@ -1,6 +1,7 @@
 """What a run and its servers agree on. This module imports neither torch nor vLLM."""
 
-STATUS = "/v1/rlhf/status"
+from rlhf.core.network import STATUS as STATUS
+
 LOAD = "/v1/rlhf/load"
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"

@@ -335,9 +335,9 @@ class Server:
             raise NoAnswer(f"did not answer {path} within {limit_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise NoAnswer(f"did not answer {path} ({type(error).__name__}: {error})") from None
-        if status == 401:
+        if status in (401, 403):
             raise RunError(
-                f"{self.name} at {self.url} must accept the key of this run, got status 401; set "
+                f"{self.name} must accept the key of this run, got status {status}; set "
                 "generator.key_variable=<environment variable with the key of the servers>"
             )
         with suppress(ValueError):
