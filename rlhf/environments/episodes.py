@@ -387,7 +387,7 @@ class Episodes:
             token_versions=table([each.versions for each in self._all], 0, torch.int64)
             if in_flight
             else None,
-            rewards=table([each.rewards for each in self._all], 0.0, torch.float32),
+            rewards=table([each.rewards for each in self._all], 0.0, torch.float64),
             ended=torch.tensor([each.ended for each in self._all]).view(N, K),
             episode={
                 name: torch.tensor([float(each.figures[name]) for each in self._all]).view(N, K)

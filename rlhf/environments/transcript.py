@@ -6,6 +6,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from rlhf.core.score import in_float32
+
 if TYPE_CHECKING:
     from rlhf.core.batch import Rollouts
     from rlhf.environments.turns import Turns
@@ -27,7 +29,7 @@ def transcripts(rollouts: Rollouts, turns: Turns) -> list[list[dict[str, Any]]]:
             ids, _, _, rewards = map(list, zip(*group, strict=True))
             if own:
                 text = str(turns.tokenizer.decode(ids[: len(ids) - (ids[-1] == end)]))
-                reward = {"reward": sum(rewards)} if any(rewards) else {}
+                reward = {"reward": in_float32(sum(rewards))} if any(rewards) else {}
                 dialogue.append({"role": "assistant", "content": text} | reward)
             else:
                 dialogue.append({"role": turns.role, "content": turns.text(ids)})

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.core.rollout_format import Shared, name, vocabulary
+from rlhf.core.score import in_float32
 from rlhf.scorers.scorer import Scorer, flat_texts
 
 if TYPE_CHECKING:
@@ -90,6 +91,9 @@ def write(
     def cut(x: Tensor, mask: Tensor) -> list[list[Any]]:
         return [row[kept].tolist() for row, kept in zip(x, mask, strict=True)]
 
+    def numbers(x: Tensor) -> list[float]:
+        return [*map(in_float32, x.flatten().tolist())]
+
     mask = batch.real.flatten(0, 1)
     prompts, responses, references = flat_texts(batch, tokenizer)
     columns: dict[str, Any] = {
@@ -100,9 +104,9 @@ def write(
         "prompt": prompts,
         "response": responses,
         "reference": references,
-        "score": batch.scores.flatten().tolist(),
-        **{f"score/{part}": scores.flatten().tolist() for part, scores in (batch.parts or {}).items()},
-        **{f"episode/{name}": values.flatten().tolist() for name, values in (batch.episode or {}).items()},
+        "score": numbers(batch.scores),
+        **{f"score/{part}": numbers(scores) for part, scores in (batch.parts or {}).items()},
+        **{f"episode/{name}": numbers(values) for name, values in (batch.episode or {}).items()},
         "ended": batch.ended.flatten().tolist(),
         "prompt_ids": each(cut(batch.prompt_ids, batch.prompt_mask)),
         "response_ids": cut(batch.response_ids.flatten(0, 1), mask),

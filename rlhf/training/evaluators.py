@@ -15,6 +15,7 @@ from rlhf.core.confidence import mean_bounds, rate, with_bounds
 from rlhf.core.encoding import encode_completions
 from rlhf.core.metrics import Evaluation
 from rlhf.core.phases import Phases
+from rlhf.core.score import in_float32
 from rlhf.core.state import TrainState
 from rlhf.environments.transcript import transcripts
 from rlhf.models.modules import RewardModel
@@ -139,6 +140,7 @@ class PolicyEvaluator:
             figures |= self.pairs.measure()
         if self.prompts.part is not None:
             figures |= means_of_parts(self.parts, self.prompts.part, _values_of(columns, rollouts))
+        columns |= {name: [*map(in_float32, columns[name])] for name in columns if "score" in name}
         rows = zip(*columns.values(), strict=True)
         samples = [dict(zip(columns, row, strict=True)) for row in rows]
         return Evaluation(

@@ -114,6 +114,16 @@ def test_a_time_limit_of_the_generator_is_an_error_of_the_evaluation():
         evaluator(STATE)
 
 
+def test_scores_of_completions_are_the_shortest_decimals_of_their_float32():
+    gold, references = [-0.05, 1 / 3, 2.0], [0.1, 0.7, 1e-9]
+    evaluation, *_ = evaluated(Judge(gold, references))
+    shown = [row["gold_score"] for row in evaluation.samples]
+    assert shown == [-0.05, 0.33333334, 2.0] and torch.tensor(shown).equal(torch.tensor(gold))
+    assert [row["reference_gold_score"] for row in evaluation.samples] == references
+    exact = torch.tensor(gold).double().mean().item()
+    assert evaluation.figures["eval/gold_score"] == exact, "metrics are not rounded"
+
+
 def test_scores_within_the_tie_tolerance_tie():
     found = evaluated(Judge([1.0, 1.0, 1.0], [1.001, 0.999, 2.0], tie_tolerance=0.01))[0].figures
     assert (found["eval/win_rate"], found["eval/tie_rate"]) == (0, pytest.approx(2 / 3))
