@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -28,6 +28,7 @@ from rlhf.config.algo import Data, Trains
 from rlhf.core.encoding import encode_completions
 from rlhf.core.formatting import printable
 from rlhf.stages import tiny_stand_ins
+from rlhf.stages.environment_trial import tried_environment
 from rlhf.stages.quiet import quieten_libraries
 from rlhf.stages.reward_trial import tried
 from rlhf.tasks.summary import summarize
@@ -81,6 +82,10 @@ def tokenized(cfg: Config, width: int) -> Iterator[Line]:
         data = Data.prompts
     task = build_task(cfg, tokenizer, data, cfg.schedule.prompts_per_update)
     yield from _data_lines(cfg, task, width)
+    if cfg.environment.answers:
+        described, warnings = tried_environment(cfg, task, tokenizer)
+        yield from (Line(""), Line("Environment", "bold"), Line(f"  {described}"))
+        yield from _warning_lines(warnings, width)
     yield from _reward_lines(cfg, task, tokenizer, width)
     yield from examples(cfg, task, tokenizer, width)
 
@@ -109,9 +114,7 @@ def _data_lines(cfg: Config, task: Task, width: int) -> Iterator[Line]:
     for name, value in summary.rows():
         for text in textwrap.wrap(f"  {name:18}{value}", width, subsequent_indent=" " * 20):
             yield Line(text)
-    for warning in [*logged, *summary.warnings()]:
-        for text in textwrap.wrap(f"  warning: {warning}", width, subsequent_indent=" " * 4):
-            yield Line(text, "yellow")
+    yield from _warning_lines([*logged, *summary.warnings()], width)
 
 
 def _reward_lines(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width: int) -> Iterator[Line]:
@@ -127,9 +130,12 @@ def _reward_lines(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, w
         for text in each.lines():
             yield Line(f"    {text}")
         if each.warning is not None:
-            for text in textwrap.wrap(f"  warning: {each.warning}", width, subsequent_indent=" " * 4):
-                yield Line(text, "yellow")
-    for warning in check_formats(cfg, task, tokenizer):
+            yield from _warning_lines([each.warning], width)
+    yield from _warning_lines(check_formats(cfg, task, tokenizer), width)
+
+
+def _warning_lines(warnings: Iterable[str], width: int) -> Iterator[Line]:
+    for warning in warnings:
         for text in textwrap.wrap(f"  warning: {warning}", width, subsequent_indent=" " * 4):
             yield Line(text, "yellow")
 
