@@ -76,8 +76,9 @@ def what_counts(cfg: Config | DictConfig) -> dict[str, Any]:
 
 def resolved(node: DictConfig) -> dict[str, Any]:
     """Return the settings of a node that may count, resolved. Others, such as Hydra's, may not resolve."""
-    node = default_scorer(node)
-    counted = OmegaConf.masked_copy(node, [str(key) for key in node if key not in not_in_name()])
+    counted = OmegaConf.masked_copy(
+        default_scorer(node), [str(key) for key in node if key not in not_in_name()]
+    )
     kept: dict[str, Any] = OmegaConf.to_container(counted, resolve=True, enum_to_str=True)  # type: ignore[assignment]
     return kept
 

@@ -41,13 +41,8 @@ class ScoreDoubts(Logger):
 
     def log(self, row: Row, state: TrainState) -> None:
         """Check the row of an update."""
-        if _all_empty(row):
-            self._warn(
-                "empty",
-                f"all responses of update {row['update']:.0f} are empty (the end token alone); the reward may "
-                "favour short responses, or optim.lr is too high",
-            )
-        self._check_replies(row)
+        self._warn("empty", _all_empty(row))
+        self._warn("cut", no_reply_ended(row, self.cfg))
         if "cut" not in self.warned and self.all_equal(row):
             self._warn("equal", _equal_scores(row, self.samples))
         updates, self.update = state.update - self.update, state.update
@@ -57,16 +52,12 @@ class ScoreDoubts(Logger):
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
         """Check the row of an evaluation."""
-        self._check_replies(row)
+        self._warn("cut", no_reply_ended(row, self.cfg))
 
-    def _check_replies(self, row: Row) -> None:
-        if text := no_reply_ended(row, self.cfg):
-            self._warn("cut", text)
-
-    def _warn(self, kind: str, text: str) -> None:
-        if kind not in self.warned:
+    def _warn(self, kind: str, text: str | None) -> None:
+        if text is not None and kind not in self.warned:
+            self.warned.add(kind)
             say(f"warning: {text}", style="yellow")
-        self.warned.add(kind)
 
     def all_equal(self, row: Row) -> bool:
         """Return whether the samples of each prompt have equal scores; for one sample: whether all have."""
@@ -96,9 +87,17 @@ def no_reply_ended(row: Row, cfg: Config) -> str | None:
     )
 
 
-def _all_empty(row: Row) -> bool:
-    """Return whether all scored responses of a row are the end token alone."""
-    return "objective/scores" in row and row["objective/response_tokens"] == row["objective/eos_rate"] == 1
+def _all_empty(row: Row) -> str | None:
+    """Return a warning if all scored responses of a row are the end token alone; else None."""
+    if (
+        "objective/scores" not in row
+        or not row["objective/response_tokens"] == row["objective/eos_rate"] == 1
+    ):
+        return None
+    return (
+        f"all responses of update {row['update']:.0f} are empty (the end token alone); the reward may favour "
+        "short responses, or optim.lr is too high"
+    )
 
 
 def _equal_scores(row: Row, samples: int) -> str:

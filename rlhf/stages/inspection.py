@@ -28,9 +28,8 @@ from rlhf.config.algo import Data, Trains
 from rlhf.core.encoding import encode_completions
 from rlhf.core.formatting import printable
 from rlhf.stages import tiny_stand_ins
-from rlhf.stages.environment_trial import tried_environment
 from rlhf.stages.quiet import quieten_libraries
-from rlhf.stages.reward_trial import tried
+from rlhf.stages.rehearsal import tried, tried_environment
 from rlhf.tasks.summary import summarize
 
 if TYPE_CHECKING:
@@ -163,6 +162,7 @@ def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width:
     rollouts = None
     if batch.completions is not None:
         rollouts = encode_completions(batch, batch.completions, tokenizer, limit)
+    loss = "scored at its last token" if cfg.algo.trains is Trains.reward else "in the loss"
     for i in range(count):
         yield Line("")
         yield Line(f"Example {i + 1} of the first update ({batch.place(i)})", "bold")
@@ -184,7 +184,7 @@ def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width:
                 read = prompt
                 for own, places in groupby(range(len(kept)), sampled.__getitem__):
                     ids = [kept[place] for place in places]
-                    use = (name, ids, _in_loss(cfg) + cut) if own else ("message", ids, "not in the loss")
+                    use = (name, ids, loss + cut) if own else ("message", ids, "not in the loss")
                     yield from _text_lines(*use, tokenizer, width, "green" if own else "dim", read[-4:])
                     read = read + ids
         yield Line(padding(batch, rollouts, i))
@@ -193,11 +193,6 @@ def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width:
 def names(samples: int) -> tuple[str, ...]:
     """Return the names of the stored responses of a prompt."""
     return ("response",) if samples == 1 else ("chosen", "rejected")
-
-
-def _in_loss(cfg: Config) -> str:
-    """Return how the loss uses a stored response."""
-    return "scored at its last token" if cfg.algo.trains is Trains.reward else "in the loss"
 
 
 def padding(batch: Prompts, rollouts: Rollouts | None, i: int) -> str:

@@ -10,8 +10,8 @@ import torch
 from rlhf.assembly.data import build_task
 from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
-from rlhf.stages import reward_trial
-from rlhf.stages.reward_trial import TEXT, tried
+from rlhf.stages import rehearsal
+from rlhf.stages.rehearsal import TEXT, tried
 from tests.tiny_models import tiny_tokenizer
 
 
@@ -81,13 +81,13 @@ def test_a_function_that_fails_for_an_empty_response_is_a_warning(tmp_path):
 
 
 def test_a_function_that_fails_for_all_responses_but_the_references_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(reward_trial, "TEXT", "w3 w4")
+    monkeypatch.setattr(rehearsal, "TEXT", "w3 w4")
     with pytest.raises(UserError, match="returned None for .*, response 'w3 w4'"):
         trials(tmp_path, "return 1.0 if not response or response == reference else None")
 
 
 def test_a_slow_function_is_tried_on_one_example_and_the_report_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(reward_trial, "BUDGET_S", 0.05)
+    monkeypatch.setattr(rehearsal, "BUDGET_S", 0.05)
     (found,) = trials(tmp_path, "time.sleep(0.1); return 1.0")
     assert found.scores == [1.0] and re.match(r"1 tried, because this took 0.\d s", list(found.lines())[-1])
 
