@@ -49,16 +49,15 @@ def limits(rollouts: Rollouts, factory: EnvironmentFactory) -> list[str | None]:
     A reply may also end with an end token behind which the chat template writes no message.
     """
     assert rollouts.episode is not None
-    cut, no_room, out_of_turns, failed, late = (
-        rollouts.episode[name] > 0 for name in ("cut", "no_room", "out_of_turns", "step_errors", "timed_out")
-    )
-    full = rollouts.real.sum(-1) == rollouts.response_ids.shape[-1]
-    longest = rollouts.last_reply.sum(-1) == (factory.reply_tokens or -1)
+    figures = {name: values.cpu().numpy() > 0 for name, values in rollouts.episode.items()}
+    tokens, reply = (mask.sum(-1).cpu().numpy() for mask in (rollouts.real, rollouts.last_reply))
+    cut, failed = figures["cut"], figures["step_errors"]
     found = np.full(cut.shape, None, dtype=object)
     found[cut] = "another end token"
-    found[cut & longest] = "environment.reply_tokens"
-    found[no_room | (cut & full)] = "generator.response_length"
-    found[out_of_turns] = "environment.max_turns"
+    found[cut & (reply == factory.reply_tokens)] = "environment.reply_tokens"
+    full = tokens == rollouts.response_ids.shape[-1]
+    found[figures["no_room"] | (cut & full)] = "generator.response_length"
+    found[figures["out_of_turns"]] = "environment.max_turns"
     found[failed] = "environment.on_error"
-    found[failed & late] = "environment.step_limit_s"
+    found[failed & figures["timed_out"]] = "environment.step_limit_s"
     return list(found.flatten())

@@ -91,9 +91,6 @@ def write(
     def cut(x: Tensor, mask: Tensor) -> list[list[Any]]:
         return [row[kept].tolist() for row, kept in zip(x, mask, strict=True)]
 
-    def numbers(x: Tensor) -> list[float]:
-        return [*map(in_float32, x.flatten().tolist())]
-
     mask = batch.real.flatten(0, 1)
     prompts, responses, references = flat_texts(batch, tokenizer)
     columns: dict[str, Any] = {
@@ -104,9 +101,9 @@ def write(
         "prompt": prompts,
         "response": responses,
         "reference": references,
-        "score": numbers(batch.scores),
-        **{f"score/{part}": numbers(scores) for part, scores in (batch.parts or {}).items()},
-        **{f"episode/{name}": numbers(values) for name, values in (batch.episode or {}).items()},
+        "score": batch.scores.flatten().tolist(),
+        **{f"score/{part}": scores.flatten().tolist() for part, scores in (batch.parts or {}).items()},
+        **{f"episode/{name}": values.flatten().tolist() for name, values in (batch.episode or {}).items()},
         "ended": batch.ended.flatten().tolist(),
         "prompt_ids": each(cut(batch.prompt_ids, batch.prompt_mask)),
         "response_ids": cut(batch.response_ids.flatten(0, 1), mask),
@@ -114,6 +111,7 @@ def write(
     for column in ("behaviour_logprobs", "token_versions", "environment_mask", "rewards"):
         if (values := getattr(batch, column)) is not None:
             columns[column] = cut(values.flatten(0, 1), mask)
+    columns |= {key: [*map(in_float32, columns[key])] for key in columns if "/" in key or key == "score"}
     shared = Shared(
         prompts=N,
         samples=K,

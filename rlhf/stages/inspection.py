@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from rlhf.config.root import Config
-    from rlhf.core.batch import Prompts, Rollouts
     from rlhf.tasks.task import Task
 
 SHOWN = 3  # examples
@@ -187,22 +186,16 @@ def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width:
                     use = (name, ids, loss + cut) if own else ("message", ids, "not in the loss")
                     yield from _text_lines(*use, tokenizer, width, "green" if own else "dim", read[-4:])
                     read = read + ids
-        yield Line(padding(batch, rollouts, i))
+        text = f"  padding    {int((~batch.prompt_mask[i]).sum())} PAD on the left of the prompt"
+        if rollouts is not None:
+            right = (~rollouts.real[i]).sum(-1).tolist()
+            text += f", {' and '.join(map(str, right))} on the right; masked"
+        yield Line(text)
 
 
 def names(samples: int) -> tuple[str, ...]:
     """Return the names of the stored responses of a prompt."""
     return ("response",) if samples == 1 else ("chosen", "rejected")
-
-
-def padding(batch: Prompts, rollouts: Rollouts | None, i: int) -> str:
-    """Return the line about the padding of an example."""
-    left = int((~batch.prompt_mask[i]).sum())
-    text = f"  padding    {left} PAD on the left of the prompt"
-    if rollouts is not None:
-        right = (~rollouts.real[i]).sum(-1).tolist()
-        text += f", {' and '.join(map(str, right))} on the right; masked"
-    return text
 
 
 def _text_lines(

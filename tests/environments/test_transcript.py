@@ -1,5 +1,6 @@
 """Episodes as dialogues for readers, and in the files of saved rollouts."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from rlhf.config.scorer import FunctionScorerConfig
 from rlhf.core.batch import Batch
 from rlhf.core.errors import RunError
 from rlhf.environments.episodes import Episodes
-from rlhf.environments.transcript import transcripts
+from rlhf.environments.transcript import limits, transcripts
 from rlhf.environments.turns import Turns
 from rlhf.generators import stored
 from rlhf.loggers.display import dialogue_lines
@@ -22,7 +23,7 @@ from rlhf.scorers.function import build
 from rlhf.scorers.saved import write
 from rlhf.scorers.scorer import EnvironmentScorer, merge_ties
 from rlhf.scorers.weighted import WeightedScorer
-from tests.environments.test_episodes import SAMPLING, prompts, sampled, settings, tokenizer
+from tests.environments.test_episodes import SAMPLING, Judge, prompts, sampled, settings, tokenizer
 from tests.tiny_models import scorer_context
 
 
@@ -163,3 +164,56 @@ def test_saved_episodes_are_read_as_they_were_sampled(rollouts, tmp_path):
     assert torch.equal(found.response_ids[found.real], rollouts.response_ids[rollouts.real])
     assert found.episode.keys() == rollouts.episode.keys()
     assert all(torch.equal(found.episode[name], value) for name, value in rollouts.episode.items())
+
+
+class Slow(Judge):
+    """Fails in the way of the sample: not, too late, or with an error."""
+
+    def reset(self, example):
+        super().reset(example)
+        self.sample = example.sample
+
+    def step(self, reply):
+        if self.sample == 1:
+            time.sleep(0.3)
+        if self.sample == 2:
+            raise KeyError
+        return super().step(reply)
+
+
+LIMITS = [  # replies as token ids, further settings, the key of the limit, whether the last reply is cut
+    ([[7, 7, 7, 7]], {"reply_tokens": 4}, "environment.reply_tokens", True),
+    ([[7, 0], [7, 7, 7, 7]], {"reply_tokens": 4}, "environment.reply_tokens", True),
+    ([[7] * 48], {}, "generator.response_length", True),
+    ([[7] * 48], {"reply_tokens": 48}, "generator.response_length", True),
+    ([[7] * 46 + [0]], {}, "generator.response_length", False),  # no room for the message
+    ([[7, 0], [7, 0]], {"max_turns": 2}, "environment.max_turns", False),
+    ([[10, 0]], {}, None, False),  # the reply "stop"
+    ([[7, 3]], {}, "another end token", True),
+]
+
+
+@pytest.mark.parametrize(("replies", "settings_", "limit", "cut"), LIMITS)
+def test_the_limit_that_ended_an_episode_is_named_and_a_cut_reply_is_marked(replies, settings_, limit, cut):
+    factory = settings(**settings_).environment
+    with Episodes(prompts(1), replace(SAMPLING, samples=1), factory, [0, 3], 7) as played:
+        for ids in replies:
+            assert played.running() == [0]
+            played.reply(0, ids, [-1.0] * len(ids))
+        assert played.running() == []
+        found = played.rollouts(1)
+    assert limits(found, factory) == [limit]
+    (dialogue,) = transcripts(found, factory.turns)
+    assert [turn.get("cut", False) for turn in dialogue] == [False] * (len(dialogue) - 1) + [cut]
+    assert ("[cut]" in dialogue_lines(dialogue, 60)[-1]) == cut
+
+
+def test_an_episode_whose_step_fails_or_takes_too_long_names_the_limit():
+    factory = settings(step_limit_s=0.1, on_error="end").environment
+    factory = replace(factory, address=f"{__name__}:Slow")
+    with Episodes(prompts(1), SAMPLING, factory, [0], 7) as played:
+        for i in range(3):
+            played.reply(i, [7, 7, 0] if i else [10, 0], [-1.0] * (3 if i else 2))
+        found = played.rollouts(1)
+    assert limits(found, factory) == [None, "environment.step_limit_s", "environment.on_error"]
+    assert found.episode["timed_out"].tolist() == [[0, 1, 0]]

@@ -103,3 +103,37 @@ def test_the_remedy_for_slow_scoring_names_the_keys_of_the_scorer():
     mix = ["scorer=weighted", "+scorer@scorer.parts.x=http"]
     assert faster_scoring(compose(mix)) == "raise scorer.parts.x.concurrency or scorer.parts.x.batch_size"
     assert "(scorer.batched=true)" in (faster_scoring(compose(["scorer=function"])) or "")
+
+
+GAME = ("task=guess_number", "environment.reply_tokens=6", "generator.response_length=40")
+CUT = {"environment/cut": 1.0, "environment/turns": 1.0, "objective/response_tokens": 6.0}
+
+
+@pytest.mark.parametrize(
+    "words", [GAME, (*GAME, "environment.reply_tokens=50"), (*GAME, "environment.reply_tokens=null")]
+)
+def test_replies_that_are_all_cut_are_reported_once_with_the_limit_and_not_as_equal_scores(said, words):
+    cfg = run(2, *words)
+    limit = "environment.reply_tokens=6" if words is GAME else "generator.response_length=40"
+    row = {**CUT, "objective/tie_rate": 1.0, "objective/response_tokens": float(limit.partition("=")[2])}
+    log(ScoreDoubts(cfg, None, 0), *[row] * 3)
+    (text,) = said
+    key, _, value = limit.partition("=")
+    assert limit in text and f"set {key}={2 * int(value)}" in text and "step" in text
+
+
+def test_replies_that_are_all_cut_in_an_evaluation_are_reported(said):
+    logger, state = ScoreDoubts(run(2, *GAME), None, 0), TrainState(num_updates=1)
+    row = {f"eval/{name.removeprefix('objective/')}": value for name, value in CUT.items()}
+    logger.evaluation(row, None, state)
+    log(logger, CUT)
+    (text,) = said
+    assert "environment.reply_tokens=6" in text
+
+
+@pytest.mark.parametrize(
+    "other", [{"environment/cut": 0.9}, {"environment/turns": 1.5}, {"objective/response_tokens": 3.0}]
+)
+def test_a_reply_that_ended_or_another_end_token_is_no_limit_of_replies(said, other):
+    log(ScoreDoubts(run(2, *GAME), None, 0), {**CUT, **other})
+    assert not said
