@@ -129,8 +129,8 @@ def test_scores_of_completions_are_the_shortest_decimals_of_their_float32():
 
 
 def test_an_evaluation_with_an_environment_has_its_figures_and_the_limit_of_each_episode():
-    played = sampled(prompts(12), replace(EPISODES, samples=1), reply_tokens=6, max_turns=2)
-    factory = settings(reply_tokens=6).environment
+    played = sampled(prompts(12), replace(EPISODES, samples=1), reply_tokens=12, max_turns=1)
+    factory = settings(reply_tokens=12).environment
     generator = SimpleNamespace(submit=lambda prompts, sampling: finished(played))
     asked = Sampling(samples=1, temperature=0.01, response_length=48, purpose="eval")
     engine = Engine(policy=Model(2.0), reference=Model(3.0))
@@ -147,7 +147,7 @@ def test_an_evaluation_with_an_environment_has_its_figures_and_the_limit_of_each
     found = evaluation.figures
     assert found["eval/environment/cut"] == pytest.approx(sum(cut) / len(cut)) and 0 < sum(cut) < len(cut)
     assert found["eval/environment/words"] == played.episode["words"].double().mean().item()
-    assert found["eval/environment/turns"] > 1 and "eval/environment/seconds" not in found
+    assert found["eval/environment/turns"] == 1 and "eval/environment/seconds" not in found
 
 
 def test_scores_within_the_tie_tolerance_tie():
