@@ -31,6 +31,7 @@ from rlhf.core.launched import is_first_rank
 from rlhf.core.pasting import setting
 from rlhf.core.progress import progress
 from rlhf.core.state import TrainState
+from rlhf.loggers.doubts import no_reply_ended
 from rlhf.processes.signals import interruptible
 from rlhf.runs.disk import full_disk
 from rlhf.runs.folder import RunFolder
@@ -189,6 +190,7 @@ def measure(
                 if ranks.first:
                     write(folder, row, evaluation)
                 show(row, evaluation, cfg, last=candidate is good[-1])
+                warn([text for text in [no_reply_ended(row, cfg)] if text is not None])
                 yield row
 
 
