@@ -26,6 +26,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.hub import cached_folder
 from rlhf.core.pasting import lines
 from rlhf.launch.command_line import Command
+from rlhf.loggers.hooks import load_hooks
 from rlhf.memory.loaded_models import models
 from rlhf.models.folders import context_of, is_local, read_config
 from rlhf.models.kinds import named
@@ -53,8 +54,9 @@ def show(overrides: list[str]) -> None:
         UserError: the run would fail.
     """
     cfg = checked(composed(overrides))
-    if found := list(downloads(cfg)):
+    if found := [*downloads(cfg), *cfg.environment.job_problems("environment")]:
         raise UserError(*found)
+    load_hooks(cfg.hooks)
     warn([*own_files.replaced(cfg, overrides), *warnings(cfg)])
     line("Models", "bold")
     for model in models(cfg):

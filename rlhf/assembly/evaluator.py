@@ -91,5 +91,5 @@ def build_evaluator(
         held_out_pairs,
         tuple(cfg.task.shares),
         engine.phases,
-        environment.turns if environment else None,
+        environment,
     )

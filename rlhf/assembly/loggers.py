@@ -42,7 +42,7 @@ def build_loggers(
     """
     title = stages.title(f"{cfg.algo.name} {cfg.task.name}")
     display = Display(title, state, cfg.progress, cfg.eval.samples, shown_figures(cfg), phases)
-    doubts = ScoreDoubts(cfg.algo.samples_per_prompt, faster_scoring(cfg), state.update)
+    doubts = ScoreDoubts(cfg, faster_scoring(cfg), state.update)
     loggers = [JsonlLogger(folder, state, checkpoint), display, doubts]
     context = LoggerContext(folder=folder, state=state, figures=lambda: run_figures(folder.path))
     chosen = (getattr(cfg.logger, each.name) for each in fields(cfg.logger))

@@ -30,6 +30,7 @@ from rlhf.checks import (  # noqa: F401
 )
 from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES
 from rlhf.config import own_files
+from rlhf.config.environment import default_scorer
 from rlhf.config.mistakes import explain, unknown_keys
 from rlhf.config.root import Config, to_config
 from rlhf.config.schema import sections
@@ -96,7 +97,7 @@ def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
         found += [f"{key} must be set (it has no default), got ???; set {key}=<value>" for key in unset]
         if found:
             raise UserError(*found)
-        return to_config(config)
+        return to_config(config if "scorer=reward_model" in overrides else default_scorer(config))
     except OmegaConfBaseException as error:
         raise UserError(explain(error, overrides)) from error
 

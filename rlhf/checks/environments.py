@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf.checks.rules import DOUBTS, RULES, Allowed, When, chosen, doubtful, must, rule
+from rlhf.checks.rules import RULES, Allowed, When, chosen, doubt, must, rule
+from rlhf.config.environment import TurnsConfig
 from rlhf.config.root import Config
 from rlhf.config.scorer import choice, scorers
 
+_SHORT = 64  # tokens of a short message
 _ONE_REPLY_TASK = When(
     "with environment={environment} and task={task}",
     lambda cfg: cfg.environment.answers and cfg.task.embedded and not cfg.task.dialogues,
@@ -52,11 +54,19 @@ def _rewards_have_an_environment(cfg: Config) -> Iterator[str]:
             )
 
 
-DOUBTS += [
-    doubtful(
-        "generator.response_length={generator.response_length} has no room for environment.max_turns="
-        "{environment.max_turns} with the longest replies and messages; for these set "
-        "generator.response_length={environment.longest}",
-        lambda cfg: cfg.environment.longest > cfg.generator.response_length,
+@doubt
+def _room_for_every_turn(cfg: Config) -> Iterator[str]:
+    section, length = cfg.environment, cfg.generator.response_length
+    if not isinstance(section, TurnsConfig) or (reply := section.reply_tokens) is None:
+        return
+    turns, message = section.max_turns, section.message_tokens
+    if turns * reply + (turns - 1) * message <= length:
+        return
+    shorter = min(message, max(_SHORT, (length - turns * reply) // max(1, turns - 1)))
+    remedy, most = f"environment.message_tokens={shorter}", max(1, (length + shorter) // (reply + shorter))
+    if most < turns:
+        remedy += f" environment.max_turns={most}, or a larger generator.response_length"
+    yield (
+        f"environment.message_tokens={message} leaves no room for the longest messages between {turns} "
+        f"replies of {reply} tokens in generator.response_length={length}; for these set {remedy}"
     )
-]

@@ -171,7 +171,8 @@ def _special_tokens(cfg: Config) -> Iterator[str]:
 
 def _dialogues_may_end_otherwise(cfg: Config, tokenizer: TokenizerHeader) -> bool:
     """Return True if the run may have dialogues, and a chat template may end a turn with another token."""
-    return (tokenizer.has_chat_template or cfg.model.chat_template is not None) and _may_have_dialogues(cfg)
+    template = tokenizer.has_chat_template or cfg.model.chat_template is not None
+    return template and (cfg.reads_pairs or has_dialogues(cfg.task) is not False)
 
 
 @doubt
@@ -181,11 +182,6 @@ def _pad_token_of_texts(cfg: Config) -> Iterator[str]:
     if tokenizer is not None and pad in tokenizer.ids and not LOOKS_SPECIAL.fullmatch(str(pad)):
         remedy = pad_remedy("model.pad_token", tokenizer.ids, tokenizer.special.get("eos_token"))
         yield f"model.pad_token={pad} is a token of ordinary texts, and texts must not contain it; {remedy}"
-
-
-def _may_have_dialogues(cfg: Config) -> bool:
-    """Return False if the prompts of the run are certainly texts."""
-    return cfg.reads_pairs or has_dialogues(cfg.task) is not False
 
 
 @rule

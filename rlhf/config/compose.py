@@ -10,6 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config import catalogue, plugins
+from rlhf.config.environment import default_scorer
 from rlhf.config.own_files import length_of, tuned_of
 from rlhf.config.root import Config, to_config
 from rlhf.core.pasting import override
@@ -20,7 +21,7 @@ OmegaConf.register_new_resolver("tuned_of", tuned_of, replace=True)
 
 def compose(overrides: list[str]) -> Config:
     """Return the config of `python -m rlhf.train <overrides>`, without the checks of its values."""
-    return to_config(compose_node(overrides))
+    return to_config(default_scorer(compose_node(overrides)))
 
 
 def compose_node(overrides: list[str]) -> DictConfig:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from omegaconf import DictConfig, OmegaConf, read_write
+
 from rlhf.config.address import class_problem, function_problem, load_class, signature_of
 from rlhf.config.packages import missing_package
 from rlhf.config.schema import Affects, Choice, Section, entry, number, option, values
-from rlhf.config.scorer import ScorerConfig
+from rlhf.config.scorer import RewardModelScorerConfig, ScorerConfig
 from rlhf.core.errors import UserError, one_line
-
-_METHODS: dict[str, tuple[str, ...]] = {"reset": ("example",), "step": ("reply",), "close": ()}
 
 
 class OnError(Choice):
@@ -37,11 +36,6 @@ class EnvironmentConfig(Section):
     def tools(self) -> list[str]:
         """The addresses of the functions that replies may call."""
         return []
-
-    @property
-    def longest(self) -> int:
-        """The tokens of an episode with the longest replies and messages; 0: they are not known."""
-        return 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,13 +64,6 @@ class TurnsConfig(EnvironmentConfig):
         OnError.stop, means="what follows a call that fails or takes too long", added=True
     )
     error_reward: float = number(0.0, means="reward of an episode that on_error=end ends", added=True)
-
-    @property
-    def longest(self) -> int:
-        """The tokens of an episode with the longest replies and messages; 0: replies have no limit."""
-        if self.reply_tokens is None:
-            return 0
-        return self.max_turns * self.reply_tokens + (self.max_turns - 1) * self.message_tokens
 
 
 @dataclass(kw_only=True, slots=True)
@@ -189,9 +176,6 @@ class PythonEnvironmentConfig(ClassConfig):
                 f"{at}.path must name a class with reset(example) and step(reply), got {self.path} without "
                 f"{' and '.join(missing)}; add {missing[0]}"
             )
-        yield from (problem for name in _METHODS if (problem := _method_problem(f"{at}.path", found, name)))
-        if left := ", ".join(sorted(getattr(found, "__abstractmethods__", ()))):
-            yield f"{at}.path must name a class with all methods, got {self.path} without {left}; add them"
         try:
             if signature := signature_of(found):
                 signature.bind(**self.arguments)
@@ -200,25 +184,6 @@ class PythonEnvironmentConfig(ClassConfig):
                 f"{at}.arguments must be arguments of {self.path} ({error}), got {self.arguments}; "
                 "correct them"
             )
-
-
-def _method_problem(key: str, found: type, name: str) -> str | None:
-    """Return the error message for a method that cannot be called, or that yields; None: it can be called."""
-    method, given = inspect.getattr_static(found, name, None), ("self", *_METHODS[name])
-    if not inspect.isfunction(method):
-        return None
-    why = "it yields, and a call runs nothing"
-    if not (inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)):
-        try:
-            inspect.signature(method, follow_wrapped=False).bind(*given)
-            return None
-        except TypeError as error:
-            why = str(error)
-    code = method.__code__
-    return (
-        f"{key} must name a class with a method {name}({', '.join(given)}) that returns ({why}), got "
-        f"{found.__name__} ({code.co_filename}, line {code.co_firstlineno}); correct {name}"
-    )
 
 
 @option("environment", "gymnasium", part="rlhf.environments.environment:build")
@@ -304,3 +269,19 @@ class EnvironmentScorerConfig(ScorerConfig):
     reads_rewards: ClassVar[bool] = True
 
     name: str = "environment"
+
+
+def default_scorer(node: DictConfig) -> DictConfig:
+    """Return a config in which the rewards of an environment are the scores, if there is no reward model.
+
+    The default of `scorer` is a reward model. Tasks with another scorer select that, and embedded tasks make
+    a reward model.
+    """
+    types = {key: OmegaConf.get_type(node, key) for key in ("scorer", "environment", "task")}
+    own = getattr(types["environment"], "rewards", False) and not getattr(types["task"], "embedded", False)
+    if not own or types["scorer"] is not RewardModelScorerConfig or node.scorer.path or node.model.reward:
+        return node
+    node, shared = node.copy(), [each.name for each in fields(ScorerConfig) if each.name != "name"]
+    with read_write(node):
+        node.scorer = EnvironmentScorerConfig(**{name: node.scorer[name] for name in shared})
+    return node

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config.algo import Trains
 from rlhf.config.catalogue import declared_keys
+from rlhf.config.environment import default_scorer
 from rlhf.config.model import AUTO
 from rlhf.config.schema import SCHEMAS, Affects, Section, fact, values
 from rlhf.config.yaml_file import flat
@@ -75,7 +76,9 @@ def what_counts(cfg: Config | DictConfig) -> dict[str, Any]:
 
 def resolved(node: DictConfig) -> dict[str, Any]:
     """Return the settings of a node that may count, resolved. Others, such as Hydra's, may not resolve."""
-    counted = OmegaConf.masked_copy(node, [str(key) for key in node if key not in not_in_name()])
+    counted = OmegaConf.masked_copy(
+        default_scorer(node), [str(key) for key in node if key not in not_in_name()]
+    )
     kept: dict[str, Any] = OmegaConf.to_container(counted, resolve=True, enum_to_str=True)  # type: ignore[assignment]
     return kept
 

@@ -157,7 +157,7 @@ class Rollouts(Prompts):
     generate_s: float = 0.0  # seconds that sampling took
     # Of an environment; None: there is none
     environment_mask: Annotated[Tensor | None, "N K T"] = None  # bool: tokens of its messages
-    rewards: Annotated[Tensor | None, "N K T"] = None  # float32, at the last tokens of replies
+    rewards: Annotated[Tensor | None, "N K T"] = None  # float64, at the last tokens of replies
     episode: Annotated[dict[str, Tensor] | None, "N K"] = None  # float32: turns and other figures
 
     @property

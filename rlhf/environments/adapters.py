@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from rlhf.environments.environment import Answer, Example
 
@@ -39,7 +39,7 @@ class Gymnasium:
             return Answer(self._seen + self._words, error=True)
         seen, reward, ended, cut, _ = self._game.step(actions[word] if actions else reply)
         self._seen = str(seen)
-        return Answer(self._seen, float(reward), bool(ended or cut))
+        return Answer(self._seen, cast(float, reward), bool(ended or cut))
 
     def close(self) -> None:
         """End the environment."""
@@ -70,7 +70,7 @@ class OpenEnv:
     async def step(self, reply: str) -> Answer:
         """Send a reply as an action."""
         found = await self._ask("step", {self._action: reply})
-        return Answer(self._text(found), float(found.get("reward") or 0.0), bool(found.get("done")))
+        return Answer(self._text(found), found.get("reward") or 0.0, bool(found.get("done")))
 
     def _text(self, found: dict[str, Any]) -> str:
         seen, name = found["observation"], self._observation

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rlhf.environments.calls import Call
 
 LIMITS = ("out_of_turns", "cut", "no_room")  # an episode ends by one of them, or by the environment
-COUNTS = ("turns", "tool_errors", "step_errors", *LIMITS, "seconds")
+COUNTS = ("turns", "tool_errors", "step_errors", "timed_out", *LIMITS, "seconds")
 _TAKEN = (*COUNTS, "token_share")  # names of metrics `environment/<name>`
 _NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 _RLHF = f"{Path(__file__).parents[1]}/"  # its own lines tell nothing of an error in a class of the user

@@ -136,6 +136,7 @@ class Episodes:
             for ((n, row), _), (request, k, *_) in zip(places, begun, strict=True)
         ]
         self._ready: list[int] = []
+        self.unread = ""  # a text that `reset` returned although the prompt is a row of the data
         self._class = factory.load()
         in_loop = asynchronous(self._class)
         self._in_turn = not (factory.threads or in_loop)
@@ -271,21 +272,25 @@ class Episodes:
 
     def _take_one(self, call: Call, i: int, method: str, given: Any = None) -> None:
         episode = self._all[i]
-        episode.figures.update({"seconds": call.seconds})
+        episode.figures.update({"seconds": call.seconds, "timed_out": call.late})
         answer = None
-        if method == "step":
-            timed_out = getattr(episode.environment, "timed_out", None)
-            try:
+        try:
+            if method == "step":
+                timed_out = getattr(episode.environment, "timed_out", None)
                 if call.late and timed_out and not too_many_hang():
                     call.result, call.error = timed_out(self.factory.step_limit_s), None
                 answer = checked(call.result) if call.error is None else None
-            except Exception as error:  # the class of the user may return anything
-                call.error = error
+            elif method == "reset" and not isinstance(call.result, str | None):
+                raise TypeError(f"reset must return None or a text, got {call.result!r:.100}")
+        except Exception as error:  # the class of the user may return anything
+            call.error = error
         if call.error is not None:
             if failure := self.factory.failed(call, method, given):
                 raise failure
             episode.figures["step_errors"] += 1
         if method == "reset":
+            if FIRST_MESSAGE not in episode.example.record:
+                self.unread = self.unread or call.result or ""
             first = episode.example.record.get(FIRST_MESSAGE, call.result)
             if call.error is None and call.result != first:
                 raise RunError(
@@ -387,7 +392,7 @@ class Episodes:
             token_versions=table([each.versions for each in self._all], 0, torch.int64)
             if in_flight
             else None,
-            rewards=table([each.rewards for each in self._all], 0.0, torch.float32),
+            rewards=table([each.rewards for each in self._all], 0.0, torch.float64),
             ended=torch.tensor([each.ended for each in self._all]).view(N, K),
             episode={
                 name: torch.tensor([float(each.figures[name]) for each in self._all]).view(N, K)

@@ -28,7 +28,7 @@ _DTYPES = {
     "behaviour_logprobs": torch.float32,
     "token_versions": torch.int64,
     "environment_mask": torch.bool,
-    "rewards": torch.float32,
+    "rewards": torch.float64,
 }
 _EPISODE = "episode/"  # before the names of the figures of episodes
 

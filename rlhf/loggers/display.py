@@ -153,9 +153,10 @@ def dialogue_lines(messages: list[dict[str, Any]], room: int) -> list[str]:
     """
     lines = []
     for turn in messages:
-        reward = f"  (reward {figure(turn['reward'])})" if "reward" in turn else ""
-        text = shortened(turn["content"], room - len(reward)) or "(empty)"
-        lines.append(f"  {turn['role'][:9]:9} {text}{reward}")
+        notes = "  [cut]" if turn.get("cut") else ""
+        notes += f"  (reward {figure(turn['reward'])})" if "reward" in turn else ""
+        text = shortened(turn["content"], room - len(notes)) or "(empty)"
+        lines.append(f"  {turn['role'][:9]:9} {text}{notes}")
     half = _DIALOGUE_LINES // 2
     if left_out := max(0, len(lines) - _DIALOGUE_LINES):
         lines[half - 1 : -half] = [f"  ...       {left_out + 1} lines left out"]

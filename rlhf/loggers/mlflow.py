@@ -59,8 +59,9 @@ class MlflowLogger(ContinuedLogger):
 
         logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)
         self.context = context
-        uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI") or _local_store(context.folder)
-        file = _sqlite_file(uri)
+        store = context.folder.path.absolute().parent / "mlflow" / "mlflow.db"  # of all runs in that folder
+        uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}{store}"
+        file = Path(uri.removeprefix(_SQLITE)).absolute() if uri.startswith(_SQLITE) else None
         try:
             # MLflow creates the tables of a new store without a lock
             with nullcontext() if file is None else made_by_one(file):
@@ -104,7 +105,8 @@ class MlflowLogger(ContinuedLogger):
         self.client.update_run(run, status="RUNNING")
         self.client.log_dict(run, described(folder), "config.json")
         known = self.client.get_run(run).data.params  # cannot be changed
-        params = [(_parameter(key), str(value)) for key, value in flat(folder.read_config())]
+        settings = flat(folder.read_config())  # MLflow forbids some characters in names
+        params = [(re.sub(r"[^\w\-. :/]", "-", key), str(value)) for key, value in settings]
         self.log_params(run, [(key, value) for key, value in params if key not in known])
         return run
 
@@ -165,18 +167,3 @@ class MlflowLogger(ContinuedLogger):
                     Path(scratch, f"{name}.png").write_bytes(png)
                 self.client.log_artifacts(self.run, scratch, "figures")
         self.client.set_terminated(self.run, "FINISHED" if done else "KILLED")
-
-
-def _local_store(folder: RunFolder) -> str:
-    """Return the address of the store of all runs in the folder of a run: `mlflow/mlflow.db`."""
-    return f"{_SQLITE}{folder.path.absolute().parent / 'mlflow' / 'mlflow.db'}"
-
-
-def _sqlite_file(uri: str) -> Path | None:
-    """Return the absolute path of a store in a SQLite file; None: the address is that of another store."""
-    return Path(uri.removeprefix(_SQLITE)).absolute() if uri.startswith(_SQLITE) else None
-
-
-def _parameter(key: str) -> str:
-    """Return a dotted key without the characters that MLflow forbids in the name of a parameter."""
-    return re.sub(r"[^\w\-. :/]", "-", key)

@@ -29,15 +29,10 @@ def installed(device: torch.device, dtype: Dtype) -> str | None:
     return "flash_attention_2" if is_flash_attn_2_available() else None
 
 
-def _uses_flash(model: PreTrainedModel) -> bool:
-    """Return whether the model uses one of these implementations."""
-    return str(model.config._attn_implementation).startswith(_PREFIX)
-
-
 @contextmanager
 def with_sdpa(model: PreTrainedModel) -> Iterator[None]:
     """Return a context in which a model with flash attention uses sdpa instead, which takes any mask."""
-    if not _uses_flash(model):
+    if not str(model.config._attn_implementation).startswith(_PREFIX):
         yield
         return
     before = model.config._attn_implementation

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.core.rollout_format import Shared, name, vocabulary
+from rlhf.core.score import in_float32
 from rlhf.scorers.scorer import Scorer, flat_texts
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def write(
     for column in ("behaviour_logprobs", "token_versions", "environment_mask", "rewards"):
         if (values := getattr(batch, column)) is not None:
             columns[column] = cut(values.flatten(0, 1), mask)
+    columns |= {key: [*map(in_float32, columns[key])] for key in columns if "/" in key or key == "score"}
     shared = Shared(
         prompts=N,
         samples=K,

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from rlhf.processes.ranks import Ranks
 
 
+_ROUNDING = 1e-12  # relative difference of sums in float64 that are equal as decimals, near 0 also in float32
+
+
 def merge_ties(scores: Tensor, tolerance: float) -> Tensor:
     """Return the scores [N, K], float32, in which scores that tie with the best or worst of a row equal it.
 
@@ -37,9 +40,10 @@ def merge_ties(scores: Tensor, tolerance: float) -> Tensor:
 
     Args:
         scores: scores [N, K] that are compared within a row; rounded to float32 before.
-        tolerance: largest relative difference of a tie; 0: only equal scores tie.
+        tolerance: largest relative difference of a tie; 0: only equal scores tie. Scores that differ by the
+            rounding of a sum are equal: 0.1 + 0.2 and 0.3, 0.1 + 0.2 - 0.3 and 0.
     """
-    scores = scores.float()
+    scores, tolerance = scores.float(), max(tolerance, _ROUNDING)
 
     def tied(extreme: Tensor) -> Tensor:
         scale = torch.maximum(scores.abs(), extreme.abs()).clamp(min=1)

@@ -131,16 +131,12 @@ def _next_steps(cfg: Config, typed: Config, folder: RunFolder) -> Iterator[str]:
         evaluate += ["only=model", setting("models", short_path(Path(cfg.start)))]
     yield "next:"
     if (stage := next_stage(typed, folder, cfg.start)) is not None:
-        yield from lines(_train_command(), *(setting(key, value) for key, value in stage.items()))
+        ranks = local_world_size()
+        launcher = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
+        yield from lines(f"{launcher} -m rlhf.train", *(setting(key, value) for key, value in stage.items()))
     yield from lines("python -m rlhf.report", shlex.quote(run))
     yield from lines(*evaluate)
     # A line of Python can end within parentheses, whatever the indentation of the next line.
     load = ["import transformers as t; print(", f"    t.{auto}.from_pretrained("]
     code = "\n".join([*load, f"    {literal(short_path(folder.model))}))"])
     yield from f"  {python_command(code)}".split("\n")
-
-
-def _train_command() -> str:
-    """Return the start of a command that trains on as many ranks of this host as this run."""
-    ranks = local_world_size()
-    return "python -m rlhf.train" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m rlhf.train"

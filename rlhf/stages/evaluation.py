@@ -31,6 +31,7 @@ from rlhf.core.launched import is_first_rank
 from rlhf.core.pasting import setting
 from rlhf.core.progress import progress
 from rlhf.core.state import TrainState
+from rlhf.loggers.doubts import no_reply_ended
 from rlhf.processes.signals import interruptible
 from rlhf.runs.disk import full_disk
 from rlhf.runs.folder import RunFolder
@@ -182,19 +183,15 @@ def measure(
                     "settings": shown_settings,
                 }
                 if candidate.named:
-                    row |= {"files": candidate.files, "initial": _is_start(candidate, cfg)}
+                    start = cfg.start and Path(cfg.start).expanduser().resolve()
+                    row |= {"files": candidate.files, "initial": start == candidate.weights.resolve()}
                 initial = ranks.from_first(lambda: initial_scores(asked, folder, split))
                 row |= comparison(row, evaluation.scores, initial, cfg.tie_tolerance(cfg.scorer))
                 if ranks.first:
                     write(folder, row, evaluation)
                 show(row, evaluation, cfg, last=candidate is good[-1])
+                warn([text for text in [no_reply_ended(row, cfg)] if text is not None])
                 yield row
-
-
-def _is_start(candidate: Candidate, cfg: Config) -> bool:
-    """Return whether a named model is the model that the training of `cfg` starts from."""
-    start = cfg.start
-    return start is not None and Path(start).expanduser().resolve() == candidate.weights.resolve()
 
 
 def initial_scores(cfg: Config, folder: RunFolder, split: str) -> list[float] | None:

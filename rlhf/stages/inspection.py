@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -29,14 +29,13 @@ from rlhf.core.encoding import encode_completions
 from rlhf.core.formatting import printable
 from rlhf.stages import tiny_stand_ins
 from rlhf.stages.quiet import quieten_libraries
-from rlhf.stages.reward_trial import tried
+from rlhf.stages.rehearsal import tried, tried_environment
 from rlhf.tasks.summary import summarize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from rlhf.config.root import Config
-    from rlhf.core.batch import Prompts, Rollouts
     from rlhf.tasks.task import Task
 
 SHOWN = 3  # examples
@@ -81,6 +80,10 @@ def tokenized(cfg: Config, width: int) -> Iterator[Line]:
         data = Data.prompts
     task = build_task(cfg, tokenizer, data, cfg.schedule.prompts_per_update)
     yield from _data_lines(cfg, task, width)
+    if cfg.environment.answers:
+        described, warnings = tried_environment(cfg, task, tokenizer)
+        yield from (Line(""), Line("Environment", "bold"), Line(f"  {described}"))
+        yield from _warning_lines(warnings, width)
     yield from _reward_lines(cfg, task, tokenizer, width)
     yield from examples(cfg, task, tokenizer, width)
 
@@ -109,9 +112,7 @@ def _data_lines(cfg: Config, task: Task, width: int) -> Iterator[Line]:
     for name, value in summary.rows():
         for text in textwrap.wrap(f"  {name:18}{value}", width, subsequent_indent=" " * 20):
             yield Line(text)
-    for warning in [*logged, *summary.warnings()]:
-        for text in textwrap.wrap(f"  warning: {warning}", width, subsequent_indent=" " * 4):
-            yield Line(text, "yellow")
+    yield from _warning_lines([*logged, *summary.warnings()], width)
 
 
 def _reward_lines(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width: int) -> Iterator[Line]:
@@ -127,9 +128,12 @@ def _reward_lines(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, w
         for text in each.lines():
             yield Line(f"    {text}")
         if each.warning is not None:
-            for text in textwrap.wrap(f"  warning: {each.warning}", width, subsequent_indent=" " * 4):
-                yield Line(text, "yellow")
-    for warning in check_formats(cfg, task, tokenizer):
+            yield from _warning_lines([each.warning], width)
+    yield from _warning_lines(check_formats(cfg, task, tokenizer), width)
+
+
+def _warning_lines(warnings: Iterable[str], width: int) -> Iterator[Line]:
+    for warning in warnings:
         for text in textwrap.wrap(f"  warning: {warning}", width, subsequent_indent=" " * 4):
             yield Line(text, "yellow")
 
@@ -157,6 +161,7 @@ def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width:
     rollouts = None
     if batch.completions is not None:
         rollouts = encode_completions(batch, batch.completions, tokenizer, limit)
+    loss = "scored at its last token" if cfg.algo.trains is Trains.reward else "in the loss"
     for i in range(count):
         yield Line("")
         yield Line(f"Example {i + 1} of the first update ({batch.place(i)})", "bold")
@@ -178,30 +183,19 @@ def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width:
                 read = prompt
                 for own, places in groupby(range(len(kept)), sampled.__getitem__):
                     ids = [kept[place] for place in places]
-                    use = (name, ids, _in_loss(cfg) + cut) if own else ("message", ids, "not in the loss")
+                    use = (name, ids, loss + cut) if own else ("message", ids, "not in the loss")
                     yield from _text_lines(*use, tokenizer, width, "green" if own else "dim", read[-4:])
                     read = read + ids
-        yield Line(padding(batch, rollouts, i))
+        text = f"  padding    {int((~batch.prompt_mask[i]).sum())} PAD on the left of the prompt"
+        if rollouts is not None:
+            right = (~rollouts.real[i]).sum(-1).tolist()
+            text += f", {' and '.join(map(str, right))} on the right; masked"
+        yield Line(text)
 
 
 def names(samples: int) -> tuple[str, ...]:
     """Return the names of the stored responses of a prompt."""
     return ("response",) if samples == 1 else ("chosen", "rejected")
-
-
-def _in_loss(cfg: Config) -> str:
-    """Return how the loss uses a stored response."""
-    return "scored at its last token" if cfg.algo.trains is Trains.reward else "in the loss"
-
-
-def padding(batch: Prompts, rollouts: Rollouts | None, i: int) -> str:
-    """Return the line about the padding of an example."""
-    left = int((~batch.prompt_mask[i]).sum())
-    text = f"  padding    {left} PAD on the left of the prompt"
-    if rollouts is not None:
-        right = (~rollouts.real[i]).sum(-1).tolist()
-        text += f", {' and '.join(map(str, right))} on the right; masked"
-    return text
 
 
 def _text_lines(

@@ -11,8 +11,7 @@ from rlhf.assembly.tokenizer import say_ends
 from rlhf.config.identity import model_label
 from rlhf.core.console import say, say_row
 from rlhf.core.formatting import short_path
-from rlhf.stages.environment_trial import report_environment
-from rlhf.stages.reward_trial import report_rewards
+from rlhf.stages.rehearsal import rehearse
 from rlhf.stages.summary import describe, doubts
 from rlhf.tasks.summary import summarize
 
@@ -62,8 +61,7 @@ def print_opening(
     _log_all(doubts(cfg, len(task)))
     if not cfg.task.embedded:
         _print_data(cfg, task)
-        ranks.from_first(lambda: report_rewards(cfg, task))
-        ranks.from_first(lambda: report_environment(cfg, task))
+        ranks.from_first(lambda: rehearse(cfg, task))
         ranks.from_first(lambda: _log_all(check_formats(cfg, task, tokenizer)))
 
 

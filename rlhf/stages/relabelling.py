@@ -48,6 +48,7 @@ from rlhf.core.files import (
 )
 from rlhf.core.launched import is_first_rank
 from rlhf.core.progress import progress
+from rlhf.core.score import in_float32
 from rlhf.memory import relabelling as memory
 from rlhf.memory.advice import rows_of
 from rlhf.processes.signals import interruptible
@@ -375,7 +376,7 @@ def score(
         rollouts = encode_completions(prompts, prompts.completions, tokenizer, response_length=None)
         judged = gold.compare(*gold.scored(rollouts))
         rows = zip(prompts.index.tolist(), judged.tolist(), strict=True)
-        new = [{"index": index, "scores": pair} for index, pair in rows]
+        new = [{"index": index, "scores": [*map(in_float32, pair)]} for index, pair in rows]
         scores |= {row["index"]: row["scores"] for row in new}
         if ranks.first:
             append(file, new)

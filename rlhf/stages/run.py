@@ -46,12 +46,11 @@ from rlhf.runs.resuming import refuse_another_run, saved_length
 from rlhf.runs.transcript import run_log, setup_logging
 from rlhf.runs.writable import deleted_folder, unusable_file
 from rlhf.stages.closing import print_closing
-from rlhf.stages.environment_trial import report_environment
 from rlhf.stages.model_card import model_card
 from rlhf.stages.opening import print_opening
 from rlhf.stages.prerequisites import complete, names
 from rlhf.stages.quiet import quieten
-from rlhf.stages.reward_trial import report_rewards
+from rlhf.stages.rehearsal import rehearse
 from rlhf.stages.shortage import full_gpu
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import Parts, train
@@ -130,8 +129,7 @@ def carry_out(
     part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks)
     stages = Stages([*names(cfg), f"{cfg.algo.name} {cfg.task.name}"])
     if cfg.task.embedded:  # before the stages that make its models
-        ranks.from_first(lambda: report_rewards(cfg))
-        ranks.from_first(lambda: report_environment(cfg))
+        ranks.from_first(lambda: rehearse(cfg))
     typed, cfg = cfg, ranks.from_first(lambda: complete(cfg, run, stages=stages))
     started = time.monotonic()
     interruption.check()  # a signal may have come while a stage wrote its model

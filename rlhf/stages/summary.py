@@ -73,7 +73,7 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
         *rows,
         ("optimizer steps", f"{steps:,} = {parts}"),
         ("sequences per forward", forward),
-        *_generator(cfg),
+        *([("generator", cfg.generator.name)] if cfg.generator.packages else []),
         *_cores(cfg),
         ("evaluations", _at_updates([0, *evaluated] if evaluated else [])),
         ("checkpoints", _at_updates([u for u in _due_updates(schedule.save_every, updates) if u < updates])),
@@ -112,12 +112,6 @@ def _scores(cfg: Config) -> Iterator[tuple[str, str]]:
         yield "reward", f"score of {cfg.scorer.described}, which training maximizes"
     if cfg.algo.trains is not Trains.reward and cfg.gold.name != "none":
         yield "judge", f"score of {cfg.gold.described}, used only by evaluations"
-
-
-def _generator(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield the (name, value) row of the generator, if a library of its own samples."""
-    if cfg.generator.packages:
-        yield "generator", cfg.generator.name
 
 
 def _cores(cfg: Config) -> Iterator[tuple[str, str]]:

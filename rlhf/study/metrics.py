@@ -36,7 +36,7 @@ annotator: restarts
 _LINES = (line.split(": ") for line in _NAMES.strip().splitlines())
 KNOWN = [f"{family}/{name}" for family, names in _LINES for name in names.split()]
 # Figures of environments, scorers and tasks with names of the user, and bounds of intervals.
-_OPEN = re.compile(r"environment/\w+|objective/scores/.+|(eval/)?part/.+|eval/\w+_(low|high)")
+_OPEN = re.compile(r"(eval/)?environment/\w+|objective/scores/.+|(eval/)?part/.+|eval/\w+_(low|high)")
 _JUDGED = re.compile(r"eval/(win_rate|tie_rate|gold_score|norm_reward)(_low|_high)?")
 _SCORED = re.compile(r"eval/(win_rate_vs_initial|score)(_low|_high)?")
 

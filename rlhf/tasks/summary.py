@@ -101,7 +101,7 @@ class Summary:
                 f"the {train.kept:,} training examples are fewer than schedule.prompts_per_update="
                 f"{self.prompts_per_update:,}, so each update uses an example "
                 f"{self.prompts_per_update / train.kept:.3g} times on average; for at most once, set "
-                f"schedule.prompts_per_update={_power_of_two(train.kept)}"
+                f"schedule.prompts_per_update={1 << (train.kept.bit_length() - 1)}"
             )
 
 
@@ -195,8 +195,3 @@ def shortened(prompt: str, response: str) -> str:
     room = WIDTH - len(before)
     after = after if len(after) <= room else after[: room - 3] + "..."
     return f"{before} -> {after}" if response else before
-
-
-def _power_of_two(count: int) -> int:
-    """Return the largest power of 2 that is at most `count`, which is at least 1."""
-    return 1 << (count.bit_length() - 1)

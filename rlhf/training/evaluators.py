@@ -15,8 +15,9 @@ from rlhf.core.confidence import mean_bounds, rate, with_bounds
 from rlhf.core.encoding import encode_completions
 from rlhf.core.metrics import Evaluation
 from rlhf.core.phases import Phases
+from rlhf.core.score import in_float32
 from rlhf.core.state import TrainState
-from rlhf.environments.transcript import transcripts
+from rlhf.environments.transcript import limits, transcripts
 from rlhf.models.modules import RewardModel
 from rlhf.scorers.scorer import response_texts
 from rlhf.tasks.mixture import means_of_parts
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Rollouts, Sampling
     from rlhf.core.metrics import Row
     from rlhf.engines.engine import Engine
-    from rlhf.environments.turns import Turns
+    from rlhf.environments.environment import EnvironmentFactory
     from rlhf.generators.generator import Generator
     from rlhf.objectives.dpo import OnlineDPO
     from rlhf.scorers.scorer import Scored, Scorer
@@ -62,7 +63,7 @@ class PolicyEvaluator:
         pairs: metrics of the policy on held-out pairs; None: the policy is not trained on stored pairs.
         parts: names of the parts of a mixture of tasks, for metrics of each part.
         phases: the phases of the run, for its progress display.
-        turns: the messages of an environment, for the dialogues of the completions; None: no environment.
+        environment: the factory of environments, for the dialogues of the completions; None: no environment.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class PolicyEvaluator:
         pairs: HeldOutPairs | None = None,
         parts: tuple[str, ...] = (),
         phases: Phases | None = None,
-        turns: Turns | None = None,
+        environment: EnvironmentFactory | None = None,
     ) -> None:
         self.prompts = prompts
         self.generator = generator
@@ -92,7 +93,7 @@ class PolicyEvaluator:
         self.pairs = pairs
         self.parts = parts
         self.phases = phases or Phases()
-        self.turns = turns
+        self.environment = environment
         self.judged_references: Scored | None = None
 
     def __call__(self, state: TrainState) -> Evaluation:
@@ -103,9 +104,12 @@ class PolicyEvaluator:
             "response": [group[0] for group in response_texts(rollouts, self.tokenizer)],
             "reference": rollouts.references,
         }
-        if self.turns is not None:
-            columns["messages"] = transcripts(rollouts, self.turns)
         figures: Row = {}
+        if self.environment is not None and rollouts.episode is not None:
+            columns["messages"] = transcripts(rollouts, self.environment.turns)
+            columns["limit"] = limits(rollouts, self.environment)
+            means = {name: values.double().mean().item() for name, values in rollouts.episode.items()}
+            figures |= {f"eval/environment/{name}": means[name] for name in means if name != "seconds"}
         if self.scorer is not None:
             with self.phases("scoring"):
                 scores = self.scorer(rollouts).scores[:, 0].double()
@@ -139,6 +143,7 @@ class PolicyEvaluator:
             figures |= self.pairs.measure()
         if self.prompts.part is not None:
             figures |= means_of_parts(self.parts, self.prompts.part, _values_of(columns, rollouts))
+        columns |= {name: [*map(in_float32, columns[name])] for name in columns if "score" in name}
         rows = zip(*columns.values(), strict=True)
         samples = [dict(zip(columns, row, strict=True)) for row in rows]
         return Evaluation(

@@ -182,11 +182,12 @@ class VirtualStream(RuledStream):
     def _rollouts(self, groups: Sequence[_Group]) -> Rollouts:
         """Return groups whose sequences have ended as rollouts."""
 
-        def padded(name: str, fill: float) -> Tensor:
+        def padded(name: str, fill: float, dtype: torch.dtype | None = None) -> Tensor:
             """Return one value per token of each sequence, [N, K, T]."""
             length = self.sampling.response_length
             rows = [[getattr(each, name) for each in own] for own in groups]
-            return torch.tensor([[row + [fill] * (length - len(row)) for row in own] for own in rows])
+            full = [[row + [fill] * (length - len(row)) for row in own] for own in rows]
+            return torch.tensor(full, dtype=dtype)
 
         if cut := [each for own in groups for each in own if each.cut and each.figures]:
             pieces = self._sampled([each.key for each in cut], [0] * len(cut), cut)
@@ -200,7 +201,7 @@ class VirtualStream(RuledStream):
             names = dict.fromkeys(name for own in groups for each in own for name in each.figures)
             episodes = {
                 "environment_mask": versions == MESSAGE,
-                "rewards": padded("rewards", 0.0),
+                "rewards": padded("rewards", 0.0, torch.float64),
                 "episode": {
                     name: torch.tensor([[each.figures.get(name, 0.0) for each in own] for own in groups])
                     for name in names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -187,3 +188,37 @@ def test_an_embedded_task_is_shown_without_its_models(inspect):
 def test_a_model_that_cannot_be_downloaded_is_reported(inspect):
     code, _, err = inspect("algo=sft", "model.base=nobody/nothing", "task.path=rows", *LOCAL)
     assert code == 2 and "HF_HUB_OFFLINE=1 is set" in err
+
+
+GAME = """
+class Game:
+    def __init__(self, scale=1):
+        self.scale = scale
+    def reset(self, example):
+        self.answer = example.record["key"]
+    def step(self, reply):
+        return " no", 0.0, False
+
+class Fine(Game):
+    def reset(self, example):
+        pass
+
+class Hook:
+    pass
+"""
+WRONG_CODE = {
+    "environment.path=game.py:Game": "KeyError: 'key'",
+    "environment.path=game.py:Fine +environment.arguments={scala: 3}": "environment.arguments must be",
+    "environment.path=game.py:Fine hooks=[game.py:Hook]": "hooks must name subclasses",
+}
+
+
+@pytest.mark.parametrize("words", [*WRONG_CODE, "environment.path=game.py:Fine"])
+def test_an_environment_and_hooks_that_would_fail_in_the_run_are_problems(inspect, folder, words):
+    (folder / "game.py").write_text(GAME)
+    words = re.split(r" (?=\S+=)", words)
+    own = ["algo=grpo", "model.policy=policy", "task.path=rows", "environment=python", *LOCAL]
+    code, out, err = inspect(*own, "model.chat_template=plain", "task.max_prompt_tokens=64", *words)
+    said = WRONG_CODE.get(" ".join(words))
+    assert code == (2 if said else 0), err
+    assert said in err if said else "Environment\n  python, at most 8 replies" in out

@@ -1,12 +1,12 @@
 """The group `environment`: what is refused before a run folder exists, and the names of runs without one."""
 
 import importlib.util
-import re
 
 import pytest
 
 from rlhf.checks.check import problems, warnings
-from rlhf.config.compose import compose
+from rlhf.checks.composing import composed
+from rlhf.config.compose import compose, compose_node
 from rlhf.config.environment import GymnasiumConfig, PythonEnvironmentConfig
 from rlhf.config.identity import run_name, what_counts
 
@@ -24,41 +24,6 @@ class Counter:
 class Half:
     def reset(self, example):
         pass
-
-class Narrow(Counter):
-    def step(self):
-        return "", 1.0, True
-
-class Yields(Counter):
-    def reset(self, example):
-        yield "prompt"
-
-class Waits(Counter):
-    async def step(self, reply):
-        yield "", 1.0, True
-
-class Closes(Counter):
-    def close(self, how):
-        pass
-
-import abc, functools
-
-class Abstract(Counter, abc.ABC):
-    @abc.abstractmethod
-    def rules(self): ...
-
-def given(method):
-    @functools.wraps(method)
-    def call(self, text):
-        return method(self, text, 5)
-    return call
-
-class Wrapped(Counter):
-    @given
-    def reset(self, example, more): ...
-    @staticmethod
-    def step(reply): ...
-    async def close(self, *further): ...
 """
 
 
@@ -76,22 +41,6 @@ def own(file, name="Counter", *words):
 def test_a_class_with_reset_and_step_has_no_problem(file):
     cfg = own(file, "Counter", "+environment.arguments={most: 2}")
     assert problems(cfg) == [] and list(cfg.environment.job_problems("environment")) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("Narrow", r"a method step\(self, reply\) that returns \(too many .*line 15\); correct step"),
-        ("Yields", r"a method reset\(self, example\) that returns \(it yields.*, line 19\); correct reset"),
-        ("Waits", r"step.* \(it yields, and a call runs nothing\), got Waits \(.*own_game.py, line 23\)"),
-        ("Closes", r"a method close\(self\) that returns .*'how'.*line 27\); correct close"),
-        ("Abstract", "with all methods, got .* without rules"),
-    ],
-)
-def test_a_method_that_cannot_be_called_is_named_with_its_line(file, name, said):
-    (problem,) = own(file, name).environment.job_problems("environment")
-    assert re.match(f"environment.path must name a class .*{said}", problem)
-    assert list(own(file, "Wrapped").environment.job_problems("environment")) == []
 
 
 @pytest.mark.parametrize(
@@ -135,11 +84,60 @@ def test_what_does_not_fit_an_environment_is_refused(words, said):
     assert any(problem.startswith(said) for problem in problems(compose(words)))
 
 
-def test_too_few_tokens_for_every_turn_are_doubtful():
-    cfg = compose([*GYM, GUESS, "environment.reply_tokens=8"])
-    assert any("set generator.response_length=1568" in text for text in warnings(cfg))
-    cfg = cfg.with_({"generator.response_length": 1568})
-    assert not any("has no room" in text for text in warnings(cfg))
+ROOM = [
+    ({"reply_tokens": 8}, "environment.message_tokens=74"),  # 4 * 8 + 3 * 74 <= 256
+    ({"reply_tokens": 60}, "environment.message_tokens=64 environment.max_turns=2"),
+    ({"reply_tokens": 100_000, "max_turns": 8}, "environment.message_tokens=64 environment.max_turns=1"),
+    ({"reply_tokens": 60, "max_turns": 8, "message_tokens": 2}, None),
+]
+
+
+@pytest.mark.parametrize(("settings", "remedy"), ROOM)
+def test_too_few_tokens_for_every_turn_are_doubtful(settings, remedy):
+    words = [f"environment.{name}={value}" for name, value in settings.items()]
+    cfg = compose([*GYM, GUESS, "generator.response_length=256", *words])
+    found = [text for text in warnings(cfg) if "no room" in text]
+    if remedy is None:
+        cfg = cfg.with_({"generator.response_length": 8 * 60 + 7 * 2})
+        assert not [text for text in warnings(cfg) if "no room" in text]
+        return
+    (text,) = found
+    assert f"set {remedy}" in text and text.index("message_tokens") < text.index("response_length")
+    if "max_turns=1" not in remedy:
+        values = dict(word.split("=") for word in remedy.split())
+        cfg = cfg.with_({key: int(value) for key, value in values.items()})
+        assert not [text for text in warnings(cfg) if "no room" in text], "the remedy works"
+
+
+OWN = ("task=local", "task.path=q.jsonl", "algo=grpo", "model.policy=m")
+PYTHON = ("environment=python", "environment.path=own.py:Game")
+
+
+def test_the_rewards_of_an_environment_are_the_scores_of_own_data_without_a_reward_model():
+    for words in (PYTHON, ("environment=gymnasium", "environment.id=X-v1"), ("environment=openenv",)):
+        cfg = compose([*OWN, *words])
+        assert cfg.scorer.name == "environment"
+        assert run_name(cfg) == run_name(compose([*OWN, *words, "scorer=environment"]))
+        assert run_name(compose_node([*OWN, *words])) == run_name(cfg), "before and after the run starts"
+    cfg = compose([*OWN, *PYTHON, "scorer.missing_eos_penalty=1"])
+    assert cfg.scorer.name == "environment" and cfg.scorer.missing_eos_penalty == 1
+    assert composed([*OWN, *PYTHON]) == compose([*OWN, *PYTHON])
+
+
+def test_a_chosen_scorer_and_that_of_a_task_stay():
+    tools = ("environment=tools", "environment.functions=[own.py:f]")
+    chosen = {
+        (*OWN, *PYTHON, "model.reward=r"): "reward_model",
+        (*OWN, *PYTHON, "scorer.path=r"): "reward_model",
+        (*OWN, *PYTHON, "scorer=answer"): "answer",
+        (*OWN, *tools): "reward_model",
+        OWN: "reward_model",
+        ("task=gsm8k", "task.path=q", "model.policy=m", "algo=grpo", *PYTHON): "answer",
+    }
+    for words, name in chosen.items():
+        assert compose([*words]).scorer.name == name, words
+    typed = composed([*OWN, *PYTHON, "scorer=reward_model"])
+    assert any(problem.startswith("model.reward must name") for problem in problems(typed))
 
 
 def test_a_run_without_an_environment_has_the_name_of_earlier_versions(file):

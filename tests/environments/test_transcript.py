@@ -1,22 +1,29 @@
 """Episodes as dialogues for readers, and in the files of saved rollouts."""
 
+import time
 from dataclasses import replace
 
+import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 
+from rlhf.assembly.parts import make
+from rlhf.config.algo import DPOConfig
 from rlhf.config.environment import EnvironmentScorerConfig
 from rlhf.config.scorer import FunctionScorerConfig
 from rlhf.core.batch import Batch
 from rlhf.core.errors import RunError
-from rlhf.environments.transcript import transcripts
+from rlhf.environments.episodes import Episodes
+from rlhf.environments.transcript import limits, transcripts
 from rlhf.environments.turns import Turns
 from rlhf.generators import stored
 from rlhf.loggers.display import dialogue_lines
 from rlhf.scorers.function import build
 from rlhf.scorers.saved import write
-from rlhf.scorers.scorer import EnvironmentScorer
-from tests.environments.test_episodes import SAMPLING, sampled, tokenizer
+from rlhf.scorers.scorer import EnvironmentScorer, merge_ties
+from rlhf.scorers.weighted import WeightedScorer
+from tests.environments.test_episodes import SAMPLING, Judge, prompts, sampled, settings, tokenizer
 from tests.tiny_models import scorer_context
 
 
@@ -79,6 +86,75 @@ def test_the_score_is_the_sum_of_the_rewards_also_of_identical_episodes(rollouts
     assert torch.equal(scorer.score_once(same), scorer.score_once(rollouts))
 
 
+class Paid:
+    """Gives the rewards of the sample, turn by turn."""
+
+    def __init__(self, rewards):
+        self.rewards = rewards
+
+    def reset(self, example):
+        self.left = list(self.rewards[example.sample])
+
+    def step(self, reply):
+        return " yes", self.left.pop(0), not self.left
+
+
+EQUAL_SUMS = [
+    [[0.1, 0.6], [0.7, 0.0], [0.7], [0.6, 0.1]],
+    [[0.1, 0.2], [0.3], [0.2, 0.1], [0.1, 0.1, 0.1]],
+    [[0.3, -0.1, -0.2], [0.0], [-0.2, -0.1, 0.3], [-0.1, 0.1]],  # almost 0
+    [[100.1, 100.2, -200.3], [0.0], [100.1, -100.1], [-200.3, 100.1, 100.2]],
+    [[np.float32(0.1), np.float32(0.6)], [np.float32(0.7)], [0.7], [torch.tensor(0.1), 0.6]],
+]
+
+
+@pytest.mark.parametrize("rewards", EQUAL_SUMS)
+def test_equal_sums_of_rewards_are_ties_also_after_they_were_saved(rewards, tmp_path):
+    found = replace(SAMPLING, samples=4)
+    factory = settings().environment
+    factory = replace(factory, address=f"{__name__}:Paid", arguments={"rewards": rewards})
+    with Episodes(prompts(2), found, factory, [0], 7) as played:
+        while running := played.running():
+            for i in running:
+                played.reply(i, [7, 0], [-1.0, -1.0])
+        rollouts = played.rollouts(1)
+    scorer = EnvironmentScorer(EnvironmentScorerConfig(), scorer_context(tokenizer()))
+    batch = scorer(rollouts)
+    assert batch.scores.dtype == torch.float32 and (batch.scores == batch.scores[:, :1]).all()
+    scored = scorer.scored(rollouts)
+    compared = scorer.compare(scored[0], scored[1])
+    assert torch.equal(compared[:, 0], compared[:, 1])
+    assert not make(DPOConfig(samples_per_prompt=4)).credit(noted(batch)).signal.any()
+    sums = WeightedScorer.__new__(WeightedScorer)
+    sums.parts = {"a": scorer, "b": scorer}
+    weighted = merge_ties(sums.score(rollouts), 0.0)
+    assert (weighted == weighted[:, :1]).all()
+    write(batch, 1, tmp_path, tokenizer(), SAMPLING, "vocabulary")
+    again = scorer(stored.read(tmp_path / "000001.parquet", pad_id=1)).scores
+    assert torch.equal(again, batch.scores)
+
+
+def noted(batch):
+    """Return a batch with log-probs for the objective."""
+    zeros = torch.zeros(batch.response_ids.shape)
+    return replace(batch, ref_logprobs=zeros, behaviour_logprobs=zeros)
+
+
+def test_scores_are_saved_and_shown_as_the_shortest_decimals_of_their_float32(rollouts, tmp_path):
+    N, K, _ = rollouts.response_ids.shape
+    scores = torch.linspace(-0.05, 3, N * K).view(N, K)
+    batch = rollouts.extend(Batch, scores=scores, parts={"a": scores / 3})
+    write(batch, 1, tmp_path, tokenizer(), SAMPLING, "vocabulary")
+    rows = pyarrow.parquet.read_table(tmp_path / "000001.parquet").to_pydict()
+    assert rows["score"][0] == -0.05 and max(len(str(x)) for x in rows["score/a"]) <= 13
+    assert torch.equal(stored.read(tmp_path / "000001.parquet", pad_id=1).labels, scores)
+    assert torch.equal(torch.tensor(rows["score/a"]), (scores / 3).flatten())
+    paid = replace(rollouts, rewards=rollouts.rewards * (0.1 + 0.2))
+    rewards = [turn["reward"] for each in transcripts(paid, Turns(tokenizer(), "tool", 16)) for turn in each
+               if "reward" in turn]  # fmt: skip
+    assert 0.3 in rewards and rewards == [float(str(np.float32(x))) for x in rewards]
+
+
 def test_saved_episodes_are_read_as_they_were_sampled(rollouts, tmp_path):
     batch = rollouts.extend(Batch, scores=rollouts.rewards.sum(-1))
     write(batch, 1, tmp_path, tokenizer(), SAMPLING, "vocabulary")
@@ -88,3 +164,56 @@ def test_saved_episodes_are_read_as_they_were_sampled(rollouts, tmp_path):
     assert torch.equal(found.response_ids[found.real], rollouts.response_ids[rollouts.real])
     assert found.episode.keys() == rollouts.episode.keys()
     assert all(torch.equal(found.episode[name], value) for name, value in rollouts.episode.items())
+
+
+class Slow(Judge):
+    """Fails in the way of the sample: not, too late, or with an error."""
+
+    def reset(self, example):
+        super().reset(example)
+        self.sample = example.sample
+
+    def step(self, reply):
+        if self.sample == 1:
+            time.sleep(0.3)
+        if self.sample == 2:
+            raise KeyError
+        return super().step(reply)
+
+
+LIMITS = [  # replies as token ids, further settings, the key of the limit, whether the last reply is cut
+    ([[7, 7, 7, 7]], {"reply_tokens": 4}, "environment.reply_tokens", True),
+    ([[7, 0], [7, 7, 7, 7]], {"reply_tokens": 4}, "environment.reply_tokens", True),
+    ([[7] * 48], {}, "generator.response_length", True),
+    ([[7] * 48], {"reply_tokens": 48}, "generator.response_length", True),
+    ([[7] * 46 + [0]], {}, "generator.response_length", False),  # no room for the message
+    ([[7, 0], [7, 0]], {"max_turns": 2}, "environment.max_turns", False),
+    ([[10, 0]], {}, None, False),  # the reply "stop"
+    ([[7, 3]], {}, "another end token", True),
+]
+
+
+@pytest.mark.parametrize(("replies", "settings_", "limit", "cut"), LIMITS)
+def test_the_limit_that_ended_an_episode_is_named_and_a_cut_reply_is_marked(replies, settings_, limit, cut):
+    factory = settings(**settings_).environment
+    with Episodes(prompts(1), replace(SAMPLING, samples=1), factory, [0, 3], 7) as played:
+        for ids in replies:
+            assert played.running() == [0]
+            played.reply(0, ids, [-1.0] * len(ids))
+        assert played.running() == []
+        found = played.rollouts(1)
+    assert limits(found, factory) == [limit]
+    (dialogue,) = transcripts(found, factory.turns)
+    assert [turn.get("cut", False) for turn in dialogue] == [False] * (len(dialogue) - 1) + [cut]
+    assert ("[cut]" in dialogue_lines(dialogue, 60)[-1]) == cut
+
+
+def test_an_episode_whose_step_fails_or_takes_too_long_names_the_limit():
+    factory = settings(step_limit_s=0.1, on_error="end").environment
+    factory = replace(factory, address=f"{__name__}:Slow")
+    with Episodes(prompts(1), SAMPLING, factory, [0], 7) as played:
+        for i in range(3):
+            played.reply(i, [7, 7, 0] if i else [10, 0], [-1.0] * (3 if i else 2))
+        found = played.rollouts(1)
+    assert limits(found, factory) == [None, "environment.step_limit_s", "environment.on_error"]
+    assert found.episode["timed_out"].tolist() == [[0, 1, 0]]

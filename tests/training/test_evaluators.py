@@ -14,10 +14,14 @@ from rlhf.core.confidence import mean_bounds, wilson
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.phases import Phases
 from rlhf.core.state import TrainState
+from rlhf.generators.generator import finished
 from rlhf.models.modules import RewardModel
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.scorers.scorer import Scorer
 from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvaluator
+from tests.environments.test_episodes import SAMPLING as EPISODES
+from tests.environments.test_episodes import prompts, sampled, settings
+from tests.environments.test_episodes import tokenizer as chat_tokenizer
 from tests.tiny_models import tiny_classifier, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -112,6 +116,38 @@ def test_a_time_limit_of_the_generator_is_an_error_of_the_evaluation():
     evaluator.generator = SimpleNamespace(submit=lambda prompts, sampling: answer)
     with pytest.raises(TimeoutError, match="request_limit_s"):
         evaluator(STATE)
+
+
+def test_scores_of_completions_are_the_shortest_decimals_of_their_float32():
+    gold, references = [-0.05, 1 / 3, 2.0], [0.1, 0.7, 1e-9]
+    evaluation, *_ = evaluated(Judge(gold, references))
+    shown = [row["gold_score"] for row in evaluation.samples]
+    assert shown == [-0.05, 0.33333334, 2.0] and torch.tensor(shown).equal(torch.tensor(gold))
+    assert [row["reference_gold_score"] for row in evaluation.samples] == references
+    exact = torch.tensor(gold).double().mean().item()
+    assert evaluation.figures["eval/gold_score"] == exact, "metrics are not rounded"
+
+
+def test_an_evaluation_with_an_environment_has_its_figures_and_the_limit_of_each_episode():
+    played = sampled(prompts(12), replace(EPISODES, samples=1), reply_tokens=12, max_turns=1)
+    factory = settings(reply_tokens=12).environment
+    generator = SimpleNamespace(submit=lambda prompts, sampling: finished(played))
+    asked = Sampling(samples=1, temperature=0.01, response_length=48, purpose="eval")
+    engine = Engine(policy=Model(2.0), reference=Model(3.0))
+    evaluator = PolicyEvaluator(
+        prompts(12), generator, None, None, engine, chat_tokenizer(), asked, 0.7, environment=factory
+    )
+    evaluation = evaluator(STATE)
+    assert {row["limit"] for row in evaluation.samples} == {
+        "environment.max_turns",
+        "environment.reply_tokens",
+    }
+    cut = [row["messages"][-1].get("cut", False) for row in evaluation.samples]
+    assert cut == [row["limit"] == "environment.reply_tokens" for row in evaluation.samples]
+    found = evaluation.figures
+    assert found["eval/environment/cut"] == pytest.approx(sum(cut) / len(cut)) and 0 < sum(cut) < len(cut)
+    assert found["eval/environment/words"] == played.episode["words"].double().mean().item()
+    assert found["eval/environment/turns"] == 1 and "eval/environment/seconds" not in found
 
 
 def test_scores_within_the_tie_tolerance_tie():

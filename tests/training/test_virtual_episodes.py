@@ -200,7 +200,9 @@ def test_an_episode_that_is_sampled_in_parts_is_that_sampled_at_once(part):
             place = divmod(running[row], K)
             for name, own in zip(names, found[running[row]], strict=True):
                 expected = getattr(whole, name)[place][whole.real[place]]
-                torch.testing.assert_close(torch.tensor(own), expected, rtol=0, atol=1e-5)
+                torch.testing.assert_close(
+                    torch.tensor(own, dtype=expected.dtype), expected, rtol=0, atol=1e-5
+                )
             assert new.ended[row, 0] == whole.ended[place]
             for name in whole.episode.keys() - {"seconds"}:
                 assert new.episode[name][row, 0] == whole.episode[name][place], name

@@ -1,8 +1,9 @@
-"""Trial of the reward functions of a run: each scores a few examples of the data before a model is loaded.
+"""Trials of the user's code in a run: reward functions and the environment, before a model is loaded.
 
-The response of an example is its stored reference response, or else a short text. The short text and an empty
-response are tried, too, because a policy samples other responses than the references. Services and reward
-models are not called.
+A reward function scores a few examples of the data. The response of an example is its stored reference
+response, or else a short text. The short text and an empty response are tried, too, because a policy
+samples other responses than the references. An environment plays the first turn of a few episodes with an
+empty reply. Services and reward models are not called.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Timer
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,16 @@ import numpy as np
 import torch
 
 from rlhf.assembly.data import build_task, part_of, reward_functions
+from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import TEXT
-from rlhf.assembly.tokenizer import build_tokenizer
+from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer
 from rlhf.config.algo import Data
+from rlhf.core.batch import Sampling
 from rlhf.core.console import say, say_row
 from rlhf.core.encoding import encode_completions
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import shortened
+from rlhf.environments.episodes import Episodes
 from rlhf.processes.ranks import ALONE
 from rlhf.scorers.function import FunctionScorer
 from rlhf.scorers.scorer import ScorerContext, distinct_texts
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.config.scorer import FunctionScorerConfig
     from rlhf.core.batch import Prompts
+    from rlhf.environments.environment import EnvironmentFactory
     from rlhf.tasks.task import Task
 
 log = logging.getLogger(__name__)
@@ -70,17 +75,17 @@ class Trial:
             yield f"{len(self.scores)} tried, because this took {self.seconds:.1f} s"
 
 
-def report_rewards(cfg: Config, task: Task | None = None) -> None:
-    """Try the reward functions of a run, print their scores, and log warnings.
+def rehearse(cfg: Config, task: Task | None = None) -> None:
+    """Try the reward functions and the environment of a run, print what they did, and log warnings.
 
     Args:
         cfg: the config of the run.
         task: the data of the run; None: they are built.
 
     Raises:
-        UserError: a function fails, or returns something that is not a score.
+        UserError: a function or the environment fails, or a function returns something that is not a score.
     """
-    if not any(reward_functions(cfg)):
+    if not (any(reward_functions(cfg)) or cfg.environment.answers):
         return
     tokenizer = build_tokenizer(cfg)
     task = task or build_task(cfg, tokenizer, Data.prompts, cfg.schedule.prompts_per_update)
@@ -91,9 +96,45 @@ def report_rewards(cfg: Config, task: Task | None = None) -> None:
         say_row(
             "reward tried", f"{each.path.rpartition(':')[2]}: {scores} for {len(each.scores)} examples{slow}"
         )
-    for each in trials:
-        if each.warning is not None:
-            log.warning("%s", each.warning)
+    warnings = [each.warning for each in trials if each.warning is not None]
+    if cfg.environment.answers:
+        described, more = tried_environment(cfg, task, tokenizer)
+        say_row("environment", described)
+        warnings += more
+    for warning in warnings:
+        log.warning("%s", warning)
+
+
+def tried_environment(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[str]]:
+    """Play the first turn of three training examples with an empty reply; return a description and warnings.
+
+    Raises:
+        UserError: the class fails as it would in the run, or the chat template has no fixed form of messages.
+    """
+    factory: EnvironmentFactory = make(cfg.environment, tokenizer)
+    warnings = [*factory.turns.warnings()]
+    prompts = task.batch([*range(min(_EXAMPLES, len(task.examples("train"))))])
+    length = cfg.generator.response_length
+    sampling = Sampling(samples=1, temperature=1.0, response_length=length, purpose="trial")
+    stop_ids, stopping = build_stop_ids(cfg, tokenizer), replace(factory, on_error="stop")
+    try:
+        with Episodes(prompts, sampling, stopping, stop_ids, cfg.seed) as played:
+            for i in played.running():
+                played.reply(i, [tokenizer.eos_token_id], [0.0])
+            played.running()
+    except RunError as error:
+        if factory.on_error == "stop":
+            raise UserError(str(error)) from error
+        warnings.append(str(error).rpartition("; ")[0])
+    else:
+        if played.unread:
+            warnings.append(
+                f"{factory.address} returns {played.unread!r:.60} from reset, which the model does not read "
+                f"with task={cfg.task.name}, whose rows are the prompts; set task=environment, or put the "
+                "text into the prompts"
+            )
+    limits = f"at most {factory.max_turns} replies; role of messages: {factory.turns.role}"
+    return f"{cfg.environment.name}, {limits}", warnings
 
 
 def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[Trial]:
