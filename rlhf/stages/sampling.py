@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from rlhf.config.algo import Trains
 from rlhf.config.model import LoRAConfig
 from rlhf.core.batch import Sampling
 from rlhf.core.chat_format import render, set_format
+from rlhf.core.control import control_tokens, quoted
 from rlhf.core.encoding import encode_prompts
 from rlhf.core.errors import UserError
 from rlhf.runs.folder import RunFolder
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from rlhf.config.root import Config
+    from rlhf.core.batch import Prompts
 
+log = logging.getLogger(__name__)
 Prompt = str | Sequence[Mapping[str, str]]
 
 
@@ -78,6 +82,8 @@ class Sampler:
                 continue
             texts = [text_of(prompts[i], self.tokenizer) for i in places]
             batch = encode_prompts(torch.tensor(places), texts, [""] * len(texts), self.tokenizer, formatted)
+            texts = batch.texts
+            self.warn_of_unknown(batch)
             asked = Sampling(
                 samples=samples,
                 temperature=temperature,
@@ -97,6 +103,18 @@ class Sampler:
         return sorted(rows, key=lambda row: row["prompt"])
 
 
+    def warn_of_unknown(self, batch: Prompts) -> None:
+        """Log a warning for each prompt with characters that the tokenizer does not know."""
+        unknown, token = self.tokenizer.unk_token_id, self.tokenizer.unk_token
+        for text, ids in zip(batch.texts, batch.unpadded(), strict=True):
+            if unknown is not None and (count := ids.count(unknown) - text.count(token)) > 0:
+                log.warning(
+                    "%d tokens of a prompt are unknown to the tokenizer; the model reads %r",
+                    count,
+                    self.tokenizer.decode(ids),
+                )
+
+
 def text_of(prompt: Prompt, tokenizer: PreTrainedTokenizerFast) -> str:
     """Return a prompt as text; the chat template formats a conversation.
 
@@ -110,4 +128,5 @@ def text_of(prompt: Prompt, tokenizer: PreTrainedTokenizerFast) -> str:
             "prompts must be texts (the tokenizer of this model has no chat template), got a conversation; "
             "pass texts in the format of the training prompts"
         )
-    return render(tokenizer, [dict(message) for message in prompt], "the conversation")
+    messages = quoted([dict(message) for message in prompt], control_tokens(tokenizer))
+    return render(tokenizer, messages, "the conversation")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import cached_property, lru_cache, partial
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.config.algo import Data
 from rlhf.core.batch import Prompts
 from rlhf.core.chat_format import Messages, Tools
+from rlhf.core.control import START, control_tokens, unquoted
 from rlhf.core.dialogues import Dialogues, said
 from rlhf.core.encoding import end_tokens, pad_prompts, prompt_tokens
 from rlhf.core.errors import UserError
@@ -213,6 +215,8 @@ class Task:
         responses += [name for name in ("rejected",) if name in stored.column_names]
         empty: list[bool] = []
         equal: list[bool] = []
+        control: list[tuple[bool, bool]] = []  # whether prompt and answers have control tokens in their text
+        found = control_tokens(self.tokenizer).search if dialogues is None else re.compile(START).search
 
         def encode(columns: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
             texts = columns[column]
@@ -246,6 +250,8 @@ class Task:
                 made["part"] = columns["part"]
             if RECORD in columns:
                 made[RECORD] = columns[RECORD]
+            whole = zip(texts if dialogues is None else (head for head, _ in written), answers, strict=True)
+            control.extend((bool(found(text)), any(map(found, row))) for text, row in whole)
             if dialogues is None:
                 answers = [[self._completion(each) for each in row] for row in stored_rows]
             if pairs:
@@ -266,7 +272,18 @@ class Task:
             remove_columns=stored.column_names,
             desc=f"tokenize {split}",
         )
-        counts, kept = count(examples, self.max_prompt_tokens, empty, equal, pairs or data is Data.references)
+        in_prompt, in_answer = np.array(control).reshape(-1, 2).T
+        if dialogues is None and in_prompt.all():  # all prompts have the marks of a format: they are meant
+            in_prompt = ~in_prompt
+        counts, kept = count(
+            examples,
+            self.max_prompt_tokens,
+            empty,
+            equal,
+            pairs or data is Data.references,
+            in_prompt | in_answer,
+            dialogues is not None,
+        )
         self._counts[split, data] = counts
         for warning in counts.warnings(split, lambda i: examples["place"][i]):
             log.warning("%s", warning)
@@ -320,7 +337,7 @@ class Task:
         prompt_ids, prompt_mask = pad_prompts(rows["ids"], self.tokenizer.pad_token_id)
         return Prompts(
             index=torch.tensor(rows["index"], dtype=torch.int64),
-            texts=list(rows["text"]),
+            texts=list(map(unquoted, rows["text"])),
             references=list(rows["reference"]),
             prompt_ids=prompt_ids,
             prompt_mask=prompt_mask,
