@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 START, END = "\ufdd0", "\ufdd1"  # behind the first letter of a quoted token, and behind its last letter
 QUOTED = re.compile(f"(.{START}[^{END}]*{END})", re.DOTALL)
 ROLE_MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")  # the form of marks of turns, such as <|user|> or [INST]
+_END_TAG = re.compile(r"</(\w\w+)>")  # of a part of a message, such as </think>; </s> is none
 _EMPTY = re.compile(r"<([^<>/\s]+)>\s*</\1>")  # tags without content, such as thoughts of a plain answer
 
 
@@ -35,17 +36,13 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     with suppress(UserError):  # there is no template, or it refuses an answer
         text = formatted(tokenizer, turns, "a question with its answer")
     marks = {*ROLE_MARK.findall(_EMPTY.sub("", text)), *map(str, tokenizer.special_tokens_map.values())}
+    tags = {f"<{slash}{tag[1]}>" for tag in map(_END_TAG.fullmatch, added) if tag for slash in ("", "/")}
     found = {
         token
         for token, special in added.items()
-        if token.strip() and (token in marks or (special and not _is_tag(token, added)))
+        if token.strip() and (token in marks or (special and token not in tags))
     }
     return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))) or "(?!)")
-
-
-def _is_tag(token: str, tokens: dict[str, bool]) -> bool:
-    """Return whether a token is `<name>` or `</name>`, and both are among the tokens."""
-    return token[:1] == "<" and {token.replace("</", "<", 1), f"</{token[1:].lstrip('/')}"} <= tokens.keys()
 
 
 def quoted(value: Any, control: re.Pattern[str], meant: re.Pattern[str] | None = None) -> Any:

@@ -13,6 +13,7 @@ from rlhf.models.headers import (
     DamagedFile,
     contradiction,
     embeddings,
+    has_two_heads,
     missing_tensors,
     read_object,
     weight_headers,
@@ -20,6 +21,7 @@ from rlhf.models.headers import (
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # context length in config.json
+_TWO_HEADS = "config.json has tie_word_embeddings=true, but the output head has other values"
 ADAPTER = "adapter_config.json"  # the file that marks a folder of PEFT
 CARD = "README.md"  # the model card
 
@@ -97,7 +99,8 @@ def folder_problem(key: str, path: str) -> str | None:
     elif (folder / ADAPTER).is_file():
         return adapter_problem(key, path)
     elif defect := damage(folder):
-        missing, remedy = f"{path!r}: {defect}", repair(key, path)
+        missing = f"{path!r}: {defect}"
+        remedy = _untie(Path(path) / "config.json") if defect == _TWO_HEADS else repair(key, path)
     else:
         return None
     return (
@@ -120,7 +123,19 @@ def damage(folder: Path) -> str | None:
         return f"the weights are integers ({found.dtype}); only float weights can be trained"
     if missing := missing_tensors(config, tensors):
         return f"the weights lack {', '.join(missing[:3])}"
+    if has_two_heads(config, tensors):
+        return _TWO_HEADS
     return contradiction(config, tensors)
+
+
+def _untie(config: Path) -> str:
+    """Return the remedy for a config.json that ties a head to other embeddings: the head is used."""
+    code = (
+        f"import json; c = json.load(open({literal(config)})); "
+        '[each.update(tie_word_embeddings=False) for each in (c, c.get("text_config")) if each]; '
+        f'json.dump(c, open({literal(config)}, "w"), indent=2)'
+    )
+    return f"to use the head of the weights, run: {python_command(code)}"
 
 
 def repair(key: str, path: str) -> str:
