@@ -21,7 +21,8 @@ from rlhf.models.headers import (
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # context length in config.json
-_TWO_HEADS = "config.json has tie_word_embeddings=true, but the output head has other values"
+_TWO_HEADS = "config.json ties the output head to the embeddings, but it has values of its own"
+_UNTIE = 'to use the head of the weights, write "tie_word_embeddings": false'
 ADAPTER = "adapter_config.json"  # the file that marks a folder of PEFT
 CARD = "README.md"  # the model card
 
@@ -100,7 +101,7 @@ def folder_problem(key: str, path: str) -> str | None:
         return adapter_problem(key, path)
     elif defect := damage(folder):
         missing = f"{path!r}: {defect}"
-        remedy = _untie(Path(path) / "config.json") if defect == _TWO_HEADS else repair(key, path)
+        remedy = f"{_UNTIE} in {Path(path) / 'config.json'}" if defect == _TWO_HEADS else repair(key, path)
     else:
         return None
     return (
@@ -126,16 +127,6 @@ def damage(folder: Path) -> str | None:
     if has_two_heads(config, tensors):
         return _TWO_HEADS
     return contradiction(config, tensors)
-
-
-def _untie(config: Path) -> str:
-    """Return the remedy for a config.json that ties a head to other embeddings: the head is used."""
-    code = (
-        f"import json; c = json.load(open({literal(config)})); "
-        '[each.update(tie_word_embeddings=False) for each in (c, c.get("text_config")) if each]; '
-        f'json.dump(c, open({literal(config)}, "w"), indent=2)'
-    )
-    return f"to use the head of the weights, run: {python_command(code)}"
 
 
 def repair(key: str, path: str) -> str:

@@ -13,8 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 _LARGEST_HEADER = 10**8  # bytes; the limit of the safetensors format
-_PIECE = 1 << 24  # bytes of weights that are compared at once
 _Place = tuple[Path, int, int]  # file, first byte, number of bytes
 _LFS_POINTER = "version https://git-lfs"  # begin of a file that stands for a large file in a Git repository
 INDEX = "model.safetensors.index.json"  # tensor -> file, for weights in several files
@@ -187,12 +188,11 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
                 raise DamagedFile(f"{file.name} is truncated: {size:,} bytes, shorter than its header")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        tensors = {}
-        for name, entry in header.items():
-            first, end = entry["data_offsets"]
-            tensors[name] = TensorHeader(
-                tuple(entry["shape"]), entry["dtype"], (file, 8 + length + first, end - first)
-            )
+        tensors = {
+            name: TensorHeader(tuple(entry["shape"]), entry["dtype"], (file, 8 + length + first, end - first))
+            for name, entry in header.items()
+            for first, end in [entry["data_offsets"]]
+        }
         needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except DamagedFile:
         raise
@@ -290,7 +290,7 @@ def missing_tensors(config: dict[str, Any], tensors: dict[str, TensorHeader]) ->
         tensors: result of `weight_headers`.
     """
     layers = config.get("num_hidden_layers", config.get("n_layer"))
-    own_head = ties(config) is False and is_causal(config) and embeddings(tensors) is not None
+    own_head = _ties(config) is False and is_causal(config) and embeddings(tensors) is not None
     missing = [HEADS["embed_in" in "".join(tensors)]] if own_head and not _head(tensors) else []
     if config.get("model_type") not in _UNIFORM or not isinstance(layers, int):
         return missing
@@ -331,13 +331,9 @@ def contradiction(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> s
     return None
 
 
-def ties(config: dict[str, Any]) -> bool | None:
+def _ties(config: dict[str, Any]) -> Any:
     """Return whether config.json states that the output head is the input embeddings; None: it does not."""
-    nested = config.get("text_config")
-    for part in (config, nested if isinstance(nested, dict) else {}):
-        if isinstance(stated := part.get("tie_word_embeddings"), bool):
-            return stated
-    return None
+    return {**(config.get("text_config") or {}), **config}.get("tie_word_embeddings")
 
 
 def _head(tensors: dict[str, TensorHeader]) -> TensorHeader | None:
@@ -350,7 +346,7 @@ def has_two_heads(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> b
     transformers then uses the head of the weights, and vLLM the embeddings.
     """
     head, tied = _head(tensors), embeddings(tensors)
-    if not ties(config) or head is None or tied is None:
+    if not _ties(config) or head is None or tied is None:
         return False
     return head != tied or _differ(head.place, tied.place, versions([head.place[0], tied.place[0]]))
 
@@ -358,11 +354,8 @@ def has_two_heads(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> b
 @lru_cache(maxsize=8)  # several rules read the same folder
 def _differ(one: _Place, other: _Place, version: tuple[tuple[int, int], ...]) -> bool:
     """Return whether two tensors of one shape and dtype have different values."""
-    with one[0].open("rb") as a, other[0].open("rb") as b:
-        a.seek(one[1])
-        b.seek(other[1])
-        sizes = (min(_PIECE, left) for left in range(one[2], 0, -_PIECE))
-        return any(a.read(size) != b.read(size) for size in sizes)
+    a, b = (np.memmap(file, np.uint16, "r", first, (size // 2,)) for file, first, size in (one, other))
+    return not np.array_equal(a, b)
 
 
 def is_causal(config: dict[str, Any]) -> bool:

@@ -81,9 +81,8 @@ class RewardModelScorer(Scorer):
             ]
             texts, responses = [prompt for prompt, _ in written], [row for _, row in written]
         else:
-            control, meant = control_tokens(own), control_tokens(self.tokenizer)
-            texts = [quoted(text, control, meant) for text in texts]
-            responses = quoted(responses, control)
+            texts = quoted(texts, control_tokens(own, besides=self.tokenizer))
+            responses = quoted(responses, control_tokens(own))
         prompts = encode_prompts(rollouts.index, texts, rollouts.references, own, dialogues is not None)
         return encode_completions(prompts, responses, own, response_length=None, ended=rollouts.ended)
 

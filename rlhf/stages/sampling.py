@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from rlhf.config.root import Config
-    from rlhf.core.batch import Prompts
 
 log = logging.getLogger(__name__)
 Prompt = str | Sequence[Mapping[str, str]]
@@ -82,8 +81,11 @@ class Sampler:
                 continue
             texts = [text_of(prompts[i], self.tokenizer) for i in places]
             batch = encode_prompts(torch.tensor(places), texts, [""] * len(texts), self.tokenizer, formatted)
-            texts = batch.texts
-            self.warn_of_unknown(batch)
+            unknown = self.tokenizer.unk_token
+            for text, ids in zip(texts := batch.texts, batch.unpadded(), strict=True):
+                if unknown and ids.count(self.tokenizer.unk_token_id) > text.count(unknown):
+                    read = self.tokenizer.decode(ids)
+                    log.warning("the tokenizer does not know all characters of a prompt, and reads %r", read)
             asked = Sampling(
                 samples=samples,
                 temperature=temperature,
@@ -101,18 +103,6 @@ class Sampler:
                 ]
         self.requests += 1
         return sorted(rows, key=lambda row: row["prompt"])
-
-
-    def warn_of_unknown(self, batch: Prompts) -> None:
-        """Log a warning for each prompt with characters that the tokenizer does not know."""
-        unknown, token = self.tokenizer.unk_token_id, self.tokenizer.unk_token
-        for text, ids in zip(batch.texts, batch.unpadded(), strict=True):
-            if unknown is not None and (count := ids.count(unknown) - text.count(token)) > 0:
-                log.warning(
-                    "%d tokens of a prompt are unknown to the tokenizer; the model reads %r",
-                    count,
-                    self.tokenizer.decode(ids),
-                )
 
 
 def text_of(prompt: Prompt, tokenizer: PreTrainedTokenizerFast) -> str:

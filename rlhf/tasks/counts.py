@@ -54,8 +54,6 @@ class Counts:
         prompt_tokens: lengths of all prompts.
         no_response: rows with an empty stored response, if the data have responses.
         no_difference: pairs with equal responses.
-        quoted: dialogues whose contents have control tokens, as ordinary text.
-        raw: texts that have control tokens; of prompts, only if other prompts have none.
     """
 
     rows: int
@@ -64,8 +62,6 @@ class Counts:
     prompt_tokens: Lengths
     no_response: Some
     no_difference: Some
-    quoted: Some
-    raw: Some
 
     @property
     def kept(self) -> int:
@@ -83,8 +79,6 @@ class Counts:
             (self.no_prompt, "an empty prompt; they are skipped"),
             (self.no_response, "an empty response; they are kept"),
             (self.no_difference, "equal chosen and rejected responses, which teach nothing; they are kept"),
-            (self.quoted, "control tokens of the tokenizer in their messages, which are read as plain text"),
-            (self.raw, "control tokens of the tokenizer in their texts, which are read as such tokens"),
         )
         for some, what in found:
             if some.first is not None:
@@ -95,13 +89,7 @@ class Counts:
 
 
 def count(
-    examples: Dataset,
-    limit: int,
-    empty: Sequence[bool],
-    equal: Sequence[bool],
-    has_responses: bool,
-    control: np.ndarray,
-    dialogues: bool,
+    examples: Dataset, limit: int, empty: Sequence[bool], equal: Sequence[bool], has_responses: bool
 ) -> tuple[Counts, np.ndarray]:
     """Return the counts of a tokenized split, and a bool mask of the rows that are not skipped.
 
@@ -111,8 +99,6 @@ def count(
         empty: whether a row has an empty response, for each row.
         equal: whether both responses of a pair are equal, for each row.
         has_responses: whether the rows must have responses; otherwise the data may be prompts only.
-        control: whether a row has control tokens in its texts, for each row.
-        dialogues: whether the rows are dialogues.
     """
     table = examples.data
     lengths = pc.list_value_length(table.column("ids")).to_numpy()
@@ -126,8 +112,6 @@ def count(
         prompt_tokens=Lengths.of(lengths),
         no_response=Some.where(no_response),
         no_difference=Some.where(np.asarray(equal)),
-        quoted=Some.where(control & dialogues),
-        raw=Some.where(control & ~np.bool_(dialogues)),
     )
     return counts, ~no_prompt & (lengths <= limit)
 

@@ -215,11 +215,11 @@ class Task:
         responses += [name for name in ("rejected",) if name in stored.column_names]
         empty: list[bool] = []
         equal: list[bool] = []
-        control: list[tuple[bool, bool]] = []  # whether prompt and answers have control tokens in their text
+        control: list[bool] = []  # whether a row has control tokens in its texts
         found = control_tokens(self.tokenizer).search if dialogues is None else re.compile(START).search
 
         def encode(columns: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
-            texts = columns[column]
+            before = texts = columns[column]
             answers: list[list[Any]]
             stored_rows = [list(row) for row in zip(*(columns[name] for name in responses), strict=True)]
             answers = [[self._bare(each) for each in row] for row in stored_rows]
@@ -234,7 +234,8 @@ class Task:
                 shown = columns.get("demonstration") if data is Data.references else None
                 write = partial(dialogues.write, prompt_only=only) if shown is None else dialogues.continued
                 written = [write(*row) for row in zip(texts, answers, places, tools, strict=True)]
-                heads, answers = [head for head, _ in written], [each for _, each in written]
+                before = heads = [head for head, _ in written]
+                answers = [each for _, each in written]
                 if shown is not None:
                     turns = [self._turns(messages) for messages in shown]
                     texts = list(map(before_replies, texts, turns))
@@ -250,8 +251,9 @@ class Task:
                 made["part"] = columns["part"]
             if RECORD in columns:
                 made[RECORD] = columns[RECORD]
-            whole = zip(texts if dialogues is None else (head for head, _ in written), answers, strict=True)
-            control.extend((bool(found(text)), any(map(found, row))) for text, row in whole)
+            meant = dialogues is None and all(map(found, texts))  # all prompts have the marks of a format
+            rows_of_texts = [[*row, "" if meant else text] for row, text in zip(answers, before, strict=True)]
+            control.extend(any(map(found, row)) for row in rows_of_texts)
             if dialogues is None:
                 answers = [[self._completion(each) for each in row] for row in stored_rows]
             if pairs:
@@ -272,21 +274,16 @@ class Task:
             remove_columns=stored.column_names,
             desc=f"tokenize {split}",
         )
-        in_prompt, in_answer = np.array(control).reshape(-1, 2).T
-        if dialogues is None and in_prompt.all():  # all prompts have the marks of a format: they are meant
-            in_prompt = ~in_prompt
-        counts, kept = count(
-            examples,
-            self.max_prompt_tokens,
-            empty,
-            equal,
-            pairs or data is Data.references,
-            in_prompt | in_answer,
-            dialogues is not None,
-        )
+        counts, kept = count(examples, self.max_prompt_tokens, empty, equal, pairs or data is Data.references)
         self._counts[split, data] = counts
         for warning in counts.warnings(split, lambda i: examples["place"][i]):
             log.warning("%s", warning)
+        if any(control):
+            log.warning(
+                "%d of %d rows of the split %s have control tokens in their texts, read as %s (first: %s)",
+                sum(control), counts.rows, split, "such tokens" if dialogues is None else "plain text",
+                examples["place"][control.index(True)],
+            )  # fmt: skip
         if pairs and split == "train" and counts.no_difference.count == counts.rows:
             raise UserError(no_differences(counts, split))
         for warning in [] if dialogues is None else dialogues.warnings(data is Data.prompts):
