@@ -64,28 +64,21 @@ class Pieces:
     def apart(self, texts: list[str]) -> tuple[list[str], list[_Ids]]:
         """Return each text up to its first quoted control token, and the tokens of the rest of the text."""
         heads, rests = list(texts), [_Ids() for _ in texts]
+        behind = self._plain if self.bare is None else self._bare
         for row, text in enumerate(texts):
             if START in text:
                 heads[row], *parts = QUOTED.split(text)
                 for number, part in enumerate(parts):
-                    rests[row] += self._behind(part) if number % 2 else self._letters(unquoted(part))
+                    rests[row] += behind([part])[0] if number % 2 else self._letters(unquoted(part))
         return heads, rests
 
-    def _behind(self, text: str) -> _Ids:
-        return (self._plain if self.bare is None else self._bare)([text])[0]
-
     def _letters(self, token: str) -> _Ids:
-        """Return tokens that read as the letters of a control token; none of them is a special token."""
+        """Return the tokens of each letter of a control token, which no vocabulary joins."""
         core = self.bare or self.tokenizer.backend_tokenizer
-        ids = []
-        for texts in ([token], token):  # the model of a vocabulary may find the control token itself
-            parts = [core.normalizer.normalize_str(text) if core.normalizer else text for text in texts]
-            if core.pre_tokenizer:
-                parts = [part for text in parts for part, _ in core.pre_tokenizer.pre_tokenize_str(text)]
-            ids = [each.id for part in parts for each in core.model.tokenize(part)]
-            if self.tokenizer.convert_tokens_to_ids(token) not in ids:
-                break
-        return ids
+        parts = [core.normalizer.normalize_str(letter) if core.normalizer else letter for letter in token]
+        if core.pre_tokenizer is not None:
+            parts = [part for each in parts for part, _ in core.pre_tokenizer.pre_tokenize_str(each)]
+        return [each.id for part in parts for each in core.model.tokenize(part)]
 
     def decode(self, ids: list[_Ids]) -> list[str]:
         """Return the text that each list of tokens adds to a text before it, without special tokens."""

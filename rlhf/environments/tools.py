@@ -107,7 +107,7 @@ class Tools:
         return self._answer(results) if results else Answer(done=True)
 
     def _read(self, reply: str) -> dict[str, Any]:
-        """Return the parts of a reply. A call ends where its JSON ends, although an argument has the end mark.
+        """Return the parts of a reply. A call ends where its JSON ends, also if an argument has the end mark.
 
         Raises:
             ValueError, TypeError: a call cannot be read.
@@ -116,17 +116,14 @@ class Tools:
             parse_response, response_template=self._template, prefix=self._start, tools=[*self._schemas]
         )
         close, end = self._template.fields["tool_calls"].close_re, 0
-        try:
+        with suppress(Exception):  # as in `step`
             return read(reply)
-        except Exception:  # as in `step`
-            if close is None:
-                raise
-        while (found := close.search(reply, end)) and found[0]:
+        while close and (found := close.search(reply, end)) and found[0]:
             end = found.end()
-            with suppress(Exception):
+            try:
                 read(reply[:end])
-                continue
-            reply = f"{reply[: found.start() + 1]}{START}{reply[found.start() + 1 :]}"  # no mark
+            except Exception:  # as in `step`; the mark is inside of the JSON
+                reply = f"{reply[: found.start() + 1]}{START}{reply[found.start() + 1 :]}"
         whole: dict[str, Any] = json.loads(json.dumps(read(reply), ensure_ascii=False).replace(START, ""))
         return whole
 

@@ -186,7 +186,9 @@ def chat_format(task: Task) -> str | None:
     """Return the format of the dialogues of a task as text; None: its prompts are texts."""
     if "messages" not in task.examples("train").column_names:
         return None
-    return f"chat template; responses end with {task.tokenizer.eos_token}"
+    of_texts = isinstance(task.source, LocalSource) and task.source.config.chat
+    note = " for each prompt (task.chat=false turns it off)" if of_texts else ""
+    return f"chat template{note}; responses end with {task.tokenizer.eos_token}"
 
 
 def shortened(prompt: str, response: str) -> str:
