@@ -12,6 +12,7 @@ from rlhf.assembly.models import loaded
 from rlhf.assembly.parts import build_source, make, part
 from rlhf.config.algo import Trains
 from rlhf.config.scorer import scorers
+from rlhf.core.control import unquoted
 from rlhf.core.dialogues import Dialogues
 from rlhf.core.errors import UserError
 from rlhf.scorers.reward_model import read_own, reads_tokens_of
@@ -102,7 +103,7 @@ def check_formats(
             for messages, reference, place, tools in zip(
                 some["messages"], some["reference"], some["place"], some[TOOLS], strict=True
             ):
-                answer = [{"role": "assistant", "content": reference or TEXT}]
+                answer = [{"role": "assistant", "content": unquoted(reference) or TEXT}]
                 format.write(messages, [answer], place, tools, prompt_only=True)
         except UserError as error:
             problem = error.problems[0].rpartition("; ")[0]  # its remedy concerns the template of the policy

@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.model_folders import tokenizer_in, tokenizer_of
 from rlhf.checks.rules import DOUBTS, doubt, doubtful, is_set, rule
 from rlhf.config.algo import Trains
 from rlhf.config.root import Config
 from rlhf.config.task import PREFERENCE_COLUMNS, Need, TaskConfig
+from rlhf.core import hub
 from rlhf.core.chat_format import no_template
+from rlhf.core.control import ROLE_MARK
 from rlhf.core.errors import UserError
 from rlhf.core.pasting import setting
+from rlhf.models.folders import is_local
 from rlhf.tasks.dialogues import different_forms, has_dialogues
 from rlhf.tasks.folders import folder_problems
 from rlhf.tasks.local_files import HUB_NAME, LocalFiles
+
+
+def chat_by_default(cfg: DictConfig) -> bool:
+    """Return the default of `task.chat` for own files (conf/task/local.yaml).
+
+    Prompts that are texts are messages of the user if the model has a chat template, unless the first prompt
+    begins with a mark of the template: it is formatted then.
+    """
+    base = OmegaConf.get_type(cfg.algo).trains is Trains.base  # type: ignore[union-attr]
+    name = cfg.model.tokenizer or (cfg.model.base if base else cfg.model.policy) or cfg.gold.get("path")
+    prompt: str | None = None
+    with suppress(UserError):  # the checks of the data report it
+        columns: Any = OmegaConf.to_object(cfg.task.columns)
+        prompt = cfg.task.path and LocalFiles(cfg.task.path, columns).first_prompt
+    if prompt is None or name is None:
+        return False
+    tokenizer = tokenizer_in(name if is_local(name) else str(hub.tokenizer_folder(name)))
+    template = cfg.model.chat_template or (tokenizer and tokenizer.template)
+    mark = ROLE_MARK.match(prompt.lstrip())
+    formatted = mark and (mark[0] in str(template) or (tokenizer and mark[0] in tokenizer.ids))
+    return bool(template and not formatted)
 
 
 def _needs(cfg: Config) -> Iterator[Need]:

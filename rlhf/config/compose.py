@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -17,6 +18,14 @@ from rlhf.core.pasting import override
 
 OmegaConf.register_new_resolver("length_of", length_of, replace=True)  # conf/config.yaml
 OmegaConf.register_new_resolver("tuned_of", tuned_of, replace=True)
+
+
+def _chat_by_default(*, _root_: DictConfig) -> bool:
+    """Return the default of `task.chat`; the module that reads files and models is above this one."""
+    return bool(import_module("rlhf.checks.tasks").chat_by_default(_root_))
+
+
+OmegaConf.register_new_resolver("chat_by_default", _chat_by_default, replace=True)  # conf/task/local.yaml
 
 
 def compose(overrides: list[str]) -> Config:

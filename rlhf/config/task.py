@@ -76,8 +76,8 @@ class TaskConfig(Section):
         return False
 
     @property
-    def own_files(self) -> tuple[str, ColumnsConfig] | None:
-        """The path of the user's own files, and the names of their columns; None: the task reads none."""
+    def own_files(self) -> tuple[str, ColumnsConfig, bool] | None:
+        """The arguments of `LocalFiles` for the user's own files; None: the task reads none."""
         return None
 
     def own_rows(self, data: Data, evaluates: bool) -> Data | None:
@@ -400,6 +400,12 @@ class LocalConfig(TaskConfig):
     validation_fraction: float = number(
         0.1, above=0, below=1, means="share of the rows for validation, if there is no validation file"
     )
+    chat: bool = entry(
+        False,
+        means="texts are messages of a dialogue; default: true if the model has a chat template and the "
+        "texts do not begin with its marks",
+        added=True,
+    )
     all_replies: bool = entry(
         False, means="SFT trains on all replies of a dialogue; false: on the last", added=True
     )
@@ -410,9 +416,9 @@ class LocalConfig(TaskConfig):
         return None
 
     @property
-    def own_files(self) -> tuple[str, ColumnsConfig] | None:
-        """The path of the files, and the names of their columns."""
-        return None if self.path is None else (self.path, self.columns)
+    def own_files(self) -> tuple[str, ColumnsConfig, bool] | None:
+        """The path of the files, the names of their columns, and whether texts are messages of the user."""
+        return None if self.path is None else (self.path, self.columns, self.chat)
 
     def own_rows(self, data: Data, evaluates: bool) -> Data | None:
         """Return `data`; if pairs are read from another folder, what an evaluation reads."""

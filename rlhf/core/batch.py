@@ -50,10 +50,10 @@ class Prompts:
 
     index: Annotated[Tensor, "N"]  # int64, row of the example in the task's data set
     texts: Annotated[list[str], "N"]
-    references: Annotated[list[str], "N"]  # reference responses; "" if the data set has none
+    references: Annotated[list[str], "N"]  # reference responses; "" if none; control tokens are quoted
     prompt_ids: Annotated[Tensor, "N P"]  # int64, padded on the left
     prompt_mask: Annotated[Tensor, "N P"]  # bool
-    completions: Annotated[list[list[Completion]] | None, "N S"] = None  # stored responses
+    completions: Annotated[list[list[Completion]] | None, "N S"] = None  # stored; quoted as references
     labels: Annotated[Tensor | None, "N S"] = None  # float32, stored scores of the stored responses
     # Lists of messages (role, content and further keys) that `texts` were formatted from, and the tools of
     # each dialogue; None: the data are texts

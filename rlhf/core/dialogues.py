@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.chat_format import CALLS, MARK, Messages, Tools, after_reply, ending, formatted, render
+from rlhf.core.control import control_tokens, quoted
 from rlhf.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Dialogues:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.end, self.rest = ending(tokenizer)
+        self.control = control_tokens(tokenizer)
         added = tokenizer.added_tokens_decoder.values()
         unfit = {tokenizer.unk_token, tokenizer.pad_token, tokenizer.bos_token} - {tokenizer.eos_token}
         self.others = tuple({str(token) for token in added if token.special} - unfit)
@@ -65,7 +67,8 @@ class Dialogues:
 
         The answer is the text behind the part that the whole dialogue shares with the prompt, up to the end
         of the turn, without the end token of the tokenizer. If the template does not begin an answer as it
-        begins a reply, for example with a block of reasoning, the prompt ends earlier.
+        begins a reply, for example with a block of reasoning, the prompt ends earlier. Control tokens in the
+        contents are quoted (`rlhf.core.control`).
 
         Args:
             messages: the turns before the answers.
@@ -79,6 +82,7 @@ class Dialogues:
             UserError: the template refuses the messages, does not write an answer, or writes the messages
                 before an answer in another way than without it.
         """
+        messages, answers, tools = self.quoted(messages, answers, tools)
         prompt, shared, wholes = self._wholes(messages, answers, where, tools)
         texts = self._texts(shared, wholes, answers)
         if shared != prompt:
@@ -126,6 +130,7 @@ class Dialogues:
         Raises:
             UserError: as in `write`; or the template does not end each reply with the end token.
         """
+        messages, turns, tools = self.quoted(messages, turns, tools)
         whole, start, parts = [*messages, *turns], "", list[str]()
         replies = [i for i in range(len(messages), len(whole)) if whole[i]["role"] == "assistant"]
         replies = replies or [len(whole)]  # the last reply is missing
@@ -149,8 +154,13 @@ class Dialogues:
         self, messages: Messages, answers: Sequence[Messages], where: str, tools: Tools = None
     ) -> tuple[str, list[str]]:
         """Return what `write` returns, for sampled answers: nothing is counted, and no answer is refused."""
+        messages, answers, tools = self.quoted(messages, answers, tools)
         _, shared, wholes = self._wholes(messages, answers, where, tools)
         return shared, self._texts(shared, wholes, answers)
+
+    def quoted(self, *values: Any) -> list[Any]:
+        """Return messages and tools with marks at what would become control tokens; see `control`."""
+        return [quoted(value, self.control) for value in values]
 
     def _wholes(
         self, messages: Messages, answers: Sequence[Messages], where: str, tools: Tools

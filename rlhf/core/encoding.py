@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.core.batch import Completion, Prompts, Rollouts
+from rlhf.core.control import unquoted
 from rlhf.core.pieces import pieces
 
 
@@ -40,14 +41,12 @@ def prompt_tokens(
         tokenizer: the tokenizer.
         formatted: the texts come from a chat template, which writes all special tokens; nothing is added.
     """
-    if formatted:
-        ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return ids
-    encoded = tokenizer(texts, return_special_tokens_mask=True)
-    return [
-        _open_prompt(ids, added)
-        for ids, added in zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
-    ]
+    heads, rests = pieces(tokenizer).apart(texts)
+    encoded = tokenizer(heads, add_special_tokens=not formatted, return_special_tokens_mask=not formatted)
+    found: list[list[int]] = encoded["input_ids"]
+    if not formatted:
+        found = list(map(_open_prompt, found, encoded["special_tokens_mask"]))
+    return [ids + rest for ids, rest in zip(found, rests, strict=True)]
 
 
 def _open_prompt(ids: list[int], added: list[int]) -> list[int]:
@@ -68,6 +67,7 @@ def encode_prompts(
 ) -> Prompts:
     """Encode N prompt texts as `prompt_tokens` does."""
     prompt_ids, prompt_mask = pad_prompts(prompt_tokens(texts, tokenizer, formatted), tokenizer.pad_token_id)
+    texts = list(map(unquoted, texts))
     return Prompts(
         index=index, texts=texts, references=references, prompt_ids=prompt_ids, prompt_mask=prompt_mask
     )
@@ -143,9 +143,10 @@ def encode_completions(
 
 def message_tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     """Return the tokens of texts that follow the end token of a reply."""
-    behind = [f"{tokenizer.eos_token}{text}" for text in texts]  # some tokenizers begin a text with a space
+    heads, rests = pieces(tokenizer).apart(texts)
+    behind = [f"{tokenizer.eos_token}{text}" for text in heads]  # some tokenizers begin a text with a space
     ids = tokenizer(behind, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-    return [row[1:] for row in ids]
+    return [row[1:] + rest for row, rest in zip(ids, rests, strict=True)]
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from threading import Thread
 
@@ -14,6 +16,16 @@ def cached_folder(name: str) -> Path | None:
 
     config = try_to_load_from_cache(name, "config.json")
     return Path(config).parent if isinstance(config, str) else None
+
+
+@cache
+def tokenizer_folder(name: str) -> Path | None:
+    """Return the folder with the tokenizer of the model `name`, downloaded if possible; None: none found."""
+    from huggingface_hub import snapshot_download
+
+    with suppress(Exception):  # several kinds; the run reports them when it loads the tokenizer
+        return Path(snapshot_download(name, allow_patterns=["token*", "chat*", "special*", "config.json"]))
+    return None
 
 
 def unreachable() -> str | None:

@@ -5,6 +5,8 @@ the BERT kind take the first letters for the start of a word. A response is not 
 tokens are chosen so that
 
     decode(prompt tokens + response tokens) == decode(prompt tokens) + response
+
+Control tokens that are quoted in a text (`rlhf.core.control`) are encoded as ordinary text.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
+
+from rlhf.core.control import QUOTED, START, unquoted
 
 _Ids = list[int]
 
@@ -48,15 +52,33 @@ class Pieces:
 
     def encode(self, texts: list[str], before: list[str]) -> list[_Ids]:
         """Return the tokens of each text behind the text of `before` at the same place."""
-        found = self._plain(texts)
-        if self.simple:
-            return found
-        for row, (text, prompt) in enumerate(zip(texts, before, strict=True)):
-            if text:
+        heads, rests = self.apart(texts)
+        found = self._plain(heads)
+        for row, (text, prompt) in enumerate(zip(heads, before, strict=True)):
+            if text and not self.simple:
                 found[row] = (
                     self._exact(text, found[row]) if self.exact else self._best(text, prompt, found[row])
                 )
-        return found
+        return [ids + rest for ids, rest in zip(found, rests, strict=True)]
+
+    def apart(self, texts: list[str]) -> tuple[list[str], list[_Ids]]:
+        """Return each text up to its first quoted control token, and the tokens of the rest of the text."""
+        heads, rests = list(texts), [_Ids() for _ in texts]
+        behind = self._plain if self.bare is None else self._bare
+        for row, text in enumerate(texts):
+            if START in text:
+                heads[row], *parts = QUOTED.split(text)
+                for number, part in enumerate(parts):
+                    rests[row] += behind([part])[0] if number % 2 else self._letters(unquoted(part))
+        return heads, rests
+
+    def _letters(self, token: str) -> _Ids:
+        """Return the tokens of each letter of a control token, which no vocabulary joins."""
+        core = self.bare or self.tokenizer.backend_tokenizer
+        parts = [core.normalizer.normalize_str(letter) if core.normalizer else letter for letter in token]
+        if core.pre_tokenizer is not None:
+            parts = [part for each in parts for part, _ in core.pre_tokenizer.pre_tokenize_str(each)]
+        return [each.id for part in parts for each in core.model.tokenize(part)]
 
     def decode(self, ids: list[_Ids]) -> list[str]:
         """Return the text that each list of tokens adds to a text before it, without special tokens."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlhf.core.batch import Begun, Rollouts
+from rlhf.core.control import unquoted
 from rlhf.core.errors import RunError
 from rlhf.core.seeding import derive
 from rlhf.environments.calls import Calls, too_many_hang
@@ -127,7 +128,7 @@ class Episodes:
             _Episode(
                 Example(
                     prompt=prompts.texts[n],
-                    reference=prompts.references[n],
+                    reference=unquoted(prompts.references[n]),
                     record=deepcopy(records[n]),  # the class may change it
                     seed=records[n]["seed"] if FIRST_MESSAGE in records[n] else derive(*own, request, row),
                     sample=k,

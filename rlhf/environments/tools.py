@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -19,6 +20,7 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 
 from rlhf.config.address import load_function
 from rlhf.core.chat_format import QUESTION, render, template_name
+from rlhf.core.control import START
 from rlhf.core.errors import UserError, one_line
 from rlhf.environments.environment import Answer, EnvironmentFactory, Example, factory
 from rlhf.environments.turns import Turns
@@ -95,7 +97,7 @@ class Tools:
         self._results = results = []
         parsed: dict[str, Any] = {}
         try:
-            parsed = parse_response(reply, self._template, prefix=self._start, tools=[*self._schemas])
+            parsed = self._read(reply)
         except Exception as error:  # the parsers raise whatever a reply leads to
             results.append(_error(f"the call cannot be read: {str(error).partition(chr(10))[0]}"))
         for call in parsed.get("tool_calls") or []:
@@ -103,6 +105,27 @@ class Tools:
             if self._results is not results:  # the reply was given up
                 break
         return self._answer(results) if results else Answer(done=True)
+
+    def _read(self, reply: str) -> dict[str, Any]:
+        """Return the parts of a reply. A call ends where its JSON ends, also if an argument has the end mark.
+
+        Raises:
+            ValueError, TypeError: a call cannot be read.
+        """
+        read = partial(
+            parse_response, response_template=self._template, prefix=self._start, tools=[*self._schemas]
+        )
+        close, end = self._template.fields["tool_calls"].close_re, 0
+        with suppress(Exception):  # as in `step`
+            return read(reply)
+        while close and (found := close.search(reply, end)) and found[0]:
+            end = found.end()
+            try:
+                read(reply[:end])
+            except Exception:  # as in `step`; the mark is inside of the JSON
+                reply = f"{reply[: found.start() + 1]}{START}{reply[found.start() + 1 :]}"
+        whole: dict[str, Any] = json.loads(json.dumps(read(reply), ensure_ascii=False).replace(START, ""))
+        return whole
 
     def timed_out(self, limit_s: float) -> Answer:
         """Return the answer to a reply with a call that takes too long; the calls behind it are not made."""

@@ -22,6 +22,7 @@ from rlhf.core.chat_format import (
     render,
     template_name,
 )
+from rlhf.core.control import ROLE_MARK
 from rlhf.core.encoding import message_tokens
 from rlhf.core.errors import UserError
 
@@ -33,7 +34,6 @@ _MESSAGE, _EARLIER_MESSAGE = "message-of-an-environment", "earlier-words"
 _PROBES = (_MESSAGE, "", "12", f" {_MESSAGE} 1\n", f"{{'a': [1]}}\n\n{_MESSAGE}")
 _THOUGHT = "thought-of-an-assistant"
 _LEFT_OUT = "\n[... left out ...]\n"  # in place of the middle of a long message
-_MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")  # role marks, which are no tokens in some vocabularies
 _CHARACTERS = 8  # characters of a message that are read at most, for each token of the limit
 
 
@@ -69,7 +69,7 @@ class Turns:
         self._control -= {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # unknown characters may stay
         self._own = sum(id in self._control for id in self._message("", role)[1])
         self._before, _, self._after = self._message(_MESSAGE, role)[0].partition(_MESSAGE)
-        marks = _MARK.findall(self._before + self._after)
+        marks = ROLE_MARK.findall(self._before + self._after)
         self._marks = re.compile("|".join(map(re.escape, marks)) or "(?!)")
         if (least := len(self._message(_LEFT_OUT, role)[1])) > limit:
             raise UserError(

@@ -13,6 +13,7 @@ from rlhf.models.headers import (
     DamagedFile,
     contradiction,
     embeddings,
+    has_two_heads,
     missing_tensors,
     read_object,
     weight_headers,
@@ -20,6 +21,8 @@ from rlhf.models.headers import (
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # context length in config.json
+_TWO_HEADS = "config.json ties the output head to the embeddings, but it has values of its own"
+_UNTIE = 'to use the head of the weights, write "tie_word_embeddings": false'
 ADAPTER = "adapter_config.json"  # the file that marks a folder of PEFT
 CARD = "README.md"  # the model card
 
@@ -97,7 +100,8 @@ def folder_problem(key: str, path: str) -> str | None:
     elif (folder / ADAPTER).is_file():
         return adapter_problem(key, path)
     elif defect := damage(folder):
-        missing, remedy = f"{path!r}: {defect}", repair(key, path)
+        missing = f"{path!r}: {defect}"
+        remedy = f"{_UNTIE} in {Path(path) / 'config.json'}" if defect == _TWO_HEADS else repair(key, path)
     else:
         return None
     return (
@@ -120,6 +124,8 @@ def damage(folder: Path) -> str | None:
         return f"the weights are integers ({found.dtype}); only float weights can be trained"
     if missing := missing_tensors(config, tensors):
         return f"the weights lack {', '.join(missing[:3])}"
+    if has_two_heads(config, tensors):
+        return _TWO_HEADS
     return contradiction(config, tensors)
 
 

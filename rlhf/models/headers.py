@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 _LARGEST_HEADER = 10**8  # bytes; the limit of the safetensors format
+_Place = tuple[Path, int, int]  # file, first byte, number of bytes
 _LFS_POINTER = "version https://git-lfs"  # begin of a file that stands for a large file in a Git repository
 INDEX = "model.safetensors.index.json"  # tensor -> file, for weights in several files
 # Files from which transformers builds a tokenizer, most common first.
@@ -54,6 +57,7 @@ class TensorHeader:
 
     shape: tuple[int, ...]
     dtype: str  # as in the file, for example "F32" or "BF16"
+    place: _Place = field(default=(Path(), 0, 0), compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +189,9 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         tensors = {
-            name: TensorHeader(tuple(entry["shape"]), entry["dtype"]) for name, entry in header.items()
+            name: TensorHeader(tuple(entry["shape"]), entry["dtype"], (file, 8 + length + first, end - first))
+            for name, entry in header.items()
+            for first, end in [entry["data_offsets"]]
         }
         needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except DamagedFile:
@@ -276,19 +282,21 @@ def _has_defaults(folder: Path, settings: dict[str, Any]) -> bool:
 def missing_tensors(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> list[str]:
     """Return the names of tensors that the weights of a model lack, as far as names alone show it.
 
-    A tensor of one block is expected in all blocks. Only model types whose blocks are alike are checked; for
-    other types the result is empty.
+    A tensor of one block is expected in all blocks. Only model types whose blocks are alike are checked. A
+    causal model of any type needs an output head, if config.json states that no other weight is its head.
 
     Args:
         config: content of config.json.
         tensors: result of `weight_headers`.
     """
     layers = config.get("num_hidden_layers", config.get("n_layer"))
+    own_head = _ties(config) is False and is_causal(config) and embeddings(tensors) is not None
+    missing = [HEADS["embed_in" in "".join(tensors)]] if own_head and not _head(tensors) else []
     if config.get("model_type") not in _UNIFORM or not isinstance(layers, int):
-        return []
+        return missing
     found = set(_in_blocks(tensors))
     kinds = sorted({(prefix, rest) for prefix, _, rest in found})
-    missing = [
+    missing += [
         f"{prefix}.{layer}.{rest}"
         for layer in range(layers)
         for prefix, rest in kinds
@@ -296,9 +304,6 @@ def missing_tensors(config: dict[str, Any], tensors: dict[str, TensorHeader]) ->
     ]
     if embeddings(tensors) is None:
         missing.append("the input embeddings")
-    own_head = config.get("tie_word_embeddings") is False and is_causal(config)
-    if own_head and not any(name in tensors for name in HEADS):
-        missing.append(HEADS[config["model_type"] == "gpt_neox"])
     return missing
 
 
@@ -324,6 +329,33 @@ def contradiction(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> s
         if isinstance(config.get(key), int) and config[key] != size:
             return f"config.json states {key}={config[key]}, and the weights have {size} {unit}"
     return None
+
+
+def _ties(config: dict[str, Any]) -> Any:
+    """Return whether config.json states that the output head is the input embeddings; None: it does not."""
+    return {**(config.get("text_config") or {}), **config}.get("tie_word_embeddings")
+
+
+def _head(tensors: dict[str, TensorHeader]) -> TensorHeader | None:
+    return next((tensor for name, tensor in tensors.items() if name.endswith(HEADS)), None)
+
+
+def has_two_heads(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> bool:
+    """Return whether config.json ties the output head to embeddings that have other values than the head.
+
+    transformers then uses the head of the weights, and vLLM the embeddings.
+    """
+    head, tied = _head(tensors), embeddings(tensors)
+    if not _ties(config) or head is None or tied is None:
+        return False
+    return head != tied or _differ(head.place, tied.place, versions([head.place[0], tied.place[0]]))
+
+
+@lru_cache(maxsize=8)  # several rules read the same folder
+def _differ(one: _Place, other: _Place, version: tuple[tuple[int, int], ...]) -> bool:
+    """Return whether two tensors of one shape and dtype have different values."""
+    a, b = (np.memmap(file, np.uint16, "r", first, (size // 2,)) for file, first, size in (one, other))
+    return not np.array_equal(a, b)
 
 
 def is_causal(config: dict[str, Any]) -> bool:

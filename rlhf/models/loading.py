@@ -161,6 +161,12 @@ def load(
             f"got {path!r} without {', '.join(missing[:3]) or 'matching shapes'}; set "
             f"{key}=<hub name or folder>"
         )
+    head, tied = model.get_output_embeddings(), model.config.get_text_config().tie_word_embeddings
+    if head is not None and tied and head.weight is not model.get_input_embeddings().weight:
+        raise UserError(
+            f"{key} must name a model whose config.json describes its weights (vLLM would use another head), "
+            f"got {path!r} with tie_word_embeddings=true and another head; write false in its config.json"
+        )
     if auto is AutoModelForSequenceClassification and model.config.num_labels != 1:
         raise UserError(
             f"{key} must name a reward model with one label (a reward is one number), got {path!r} with "

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlhf.config.scorer import choice
 from rlhf.core.batch import Budget
 from rlhf.core.chat_format import end_responses_with_turns, set_clock
+from rlhf.core.control import control_tokens, quoted
 from rlhf.core.dialogues import Dialogues
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import UserError
@@ -66,7 +67,8 @@ class RewardModelScorer(Scorer):
     def retokenize(self, rollouts: Rollouts, own: PreTrainedTokenizerBase) -> Rollouts:
         """Return `rollouts` in tokens of the tokenizer `own`; only responses that had ended get an EOS.
 
-        The chat template of `own`, if it has one, writes the whole dialogue with the response.
+        The chat template of `own`, if it has one, writes the whole dialogue with the response. A response
+        contributes no control token of `own`, and a prompt only those that are control tokens of the policy.
         """
         responses = response_texts(rollouts, self.tokenizer)
         texts, dialogues = rollouts.texts, rollouts.dialogues if own.chat_template else None
@@ -78,6 +80,9 @@ class RewardModelScorer(Scorer):
                 for i, (messages, row, each) in enumerate(zip(dialogues, answers, tools, strict=True))
             ]
             texts, responses = [prompt for prompt, _ in written], [row for _, row in written]
+        else:
+            texts = quoted(texts, control_tokens(own, besides=self.tokenizer))
+            responses = quoted(responses, control_tokens(own))
         prompts = encode_prompts(rollouts.index, texts, rollouts.references, own, dialogues is not None)
         return encode_completions(prompts, responses, own, response_length=None, ended=rollouts.ended)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.core.batch import Batch
+from rlhf.core.control import unquoted
 from rlhf.core.pieces import pieces
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ def flat_texts(
     groups = response_texts(rollouts, tokenizer)
     K = rollouts.response_ids.shape[1]
     prompts = [text for text in rollouts.texts for _ in range(K)]
-    references = [text for text in rollouts.references for _ in range(K)]
+    references = [text for text in map(unquoted, rollouts.references) for _ in range(K)]
     return prompts, [text for group in groups for text in group], references
 
 

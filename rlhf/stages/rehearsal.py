@@ -26,6 +26,7 @@ from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer
 from rlhf.config.algo import Data
 from rlhf.core.batch import Sampling
 from rlhf.core.console import say, say_row
+from rlhf.core.control import unquoted
 from rlhf.core.encoding import encode_completions
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import shortened
@@ -205,7 +206,7 @@ def trial(section: FunctionScorerConfig, context: ScorerContext, prompts: Prompt
                 warning = f"a policy may sample an empty response: {error}"
     return Trial(
         path=str(section.path),
-        responses=texts[: len(scores)],
+        responses=list(map(unquoted, texts[: len(scores)])),
         scores=scores,
         seconds=seconds,
         warning=warning,

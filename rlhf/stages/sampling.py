@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from rlhf.config.algo import Trains
 from rlhf.config.model import LoRAConfig
 from rlhf.core.batch import Sampling
 from rlhf.core.chat_format import render, set_format
+from rlhf.core.control import control_tokens, quoted
 from rlhf.core.encoding import encode_prompts
 from rlhf.core.errors import UserError
 from rlhf.runs.folder import RunFolder
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from rlhf.config.root import Config
 
+log = logging.getLogger(__name__)
 Prompt = str | Sequence[Mapping[str, str]]
 
 
@@ -78,6 +81,11 @@ class Sampler:
                 continue
             texts = [text_of(prompts[i], self.tokenizer) for i in places]
             batch = encode_prompts(torch.tensor(places), texts, [""] * len(texts), self.tokenizer, formatted)
+            unknown = self.tokenizer.unk_token
+            for text, ids in zip(texts := batch.texts, batch.unpadded(), strict=True):
+                if unknown and ids.count(self.tokenizer.unk_token_id) > text.count(unknown):
+                    read = self.tokenizer.decode(ids)
+                    log.warning("the tokenizer does not know all characters of a prompt, and reads %r", read)
             asked = Sampling(
                 samples=samples,
                 temperature=temperature,
@@ -110,4 +118,5 @@ def text_of(prompt: Prompt, tokenizer: PreTrainedTokenizerFast) -> str:
             "prompts must be texts (the tokenizer of this model has no chat template), got a conversation; "
             "pass texts in the format of the training prompts"
         )
-    return render(tokenizer, [dict(message) for message in prompt], "the conversation")
+    messages = quoted([dict(message) for message in prompt], control_tokens(tokenizer))
+    return render(tokenizer, messages, "the conversation")

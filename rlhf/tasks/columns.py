@@ -62,11 +62,12 @@ class Layout:
     rejected: str | None = None
     messages: str | None = None  # whole dialogues
     tools: str | None = None  # beside messages
+    chat: bool = False  # prompts that are texts become messages of the user
 
     @property
     def names(self) -> list[str]:
         """The names of the columns that are read."""
-        return [name for each in fields(self) if (name := getattr(self, each.name)) is not None]
+        return [name for each in fields(self) if isinstance(name := getattr(self, each.name), str)]
 
     @property
     def has_references(self) -> bool:
@@ -78,7 +79,7 @@ class Layout:
         named = {each.name: getattr(self, each.name) for each in fields(self)}
         if self.context is not None:
             named["prompt"] = f"{self.prompt} + {named.pop('context')}"
-        found = {role: name for role, name in named.items() if name is not None}
+        found = {role: name for role, name in named.items() if isinstance(name, str)}
         return ", ".join(name if name == role else f"{name} as {role}" for role, name in found.items())
 
     def example(self, row: Row) -> Row:
@@ -171,7 +172,8 @@ class Layout:
             return conversation(row, self.prompt)
         prompt = text(row, self.prompt)
         context = row.get(self.context) if self.context is not None else None
-        return f"{prompt}\n\n{text(row, str(self.context))}" if context else prompt
+        prompt = f"{prompt}\n\n{text(row, str(self.context))}" if context else prompt
+        return [{"role": "user", "content": prompt}] if self.chat else prompt
 
 
 def _not_text(value: Any) -> str:

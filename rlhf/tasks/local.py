@@ -17,8 +17,8 @@ from rlhf.core.errors import UserError
 from rlhf.tasks.columns import converted, with_all_replies
 from rlhf.tasks.local_files import KEY, LocalFiles
 from rlhf.tasks.records import NOTHING, Wanted
-from rlhf.tasks.source import load_pairs, pairs_of, saved_split, selected
-from rlhf.tasks.storage import from_rows, numbered
+from rlhf.tasks.source import as_messages, load_pairs, pairs_of, saved_split, selected
+from rlhf.tasks.storage import from_rows, is_text, numbered
 
 if TYPE_CHECKING:
     from rlhf.config.task import LocalConfig
@@ -41,7 +41,7 @@ class LocalSource:
     def __init__(self, config: LocalConfig) -> None:
         self.config = config
         assert config.path is not None, "checked by the section"
-        self.files = LocalFiles(config.path, config.columns)
+        self.files = LocalFiles(config.path, config.columns, config.chat)
         self._stored = lru_cache(maxsize=4)(self._load)  # splits share a file
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
@@ -59,7 +59,8 @@ class LocalSource:
             UserError: the data have no such split or no pairs, or a row has another content.
         """
         if self.config.preferences_path is not None:
-            return load_pairs(pairs_of(self.config), split, "local", "it names none", wanted)
+            pairs = load_pairs(pairs_of(self.config), split, "local", "it names none", wanted)
+            return as_messages(pairs) if self.config.chat and is_text(pairs, "prompt") else pairs
         return self._split(split, Data.preferences, wanted)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,13 +29,14 @@ class LocalFiles(Splits):
     Args:
         path: `task.path`.
         columns: names of columns that are not recognised.
+        chat: whether prompts that are texts are messages of the user.
 
     Raises:
         UserError: there is no such file or folder, or it has no training rows.
     """
 
-    def __init__(self, path: str, columns: ColumnsConfig) -> None:
-        self.named_columns = columns
+    def __init__(self, path: str, columns: ColumnsConfig, chat: bool = False) -> None:
+        self.named_columns, self.chat = columns, chat
         place = Path(path).expanduser()
         if not (place.is_file() or place.is_dir()):
             raise UserError(_missing(path, place))
@@ -56,7 +58,8 @@ class LocalFiles(Splits):
         name = self.stored(split)
         assert name is not None
         place = f"{self.path} (split {name})" if self.saved else str(self.files[name][0])
-        return recognise(self.columns(name), self.named_columns, data, KEY, place)
+        found = recognise(self.columns(name), self.named_columns, data, KEY, place)
+        return replace(found, chat=self.chat)
 
     @property
     def conversational(self) -> bool | None:
@@ -70,6 +73,20 @@ class LocalFiles(Splits):
         layout, name = self.layout("train", Data.prompts), self.stored("train") or "train"
         _, first = next(converted(self.rows(name, layout.names), layout.example, KEY))
         return "messages" in first
+
+    @property
+    def first_prompt(self) -> str | None:
+        """The first prompt if it is a text that the response does not repeat; "" in a saved data set.
+
+        Raises:
+            UserError: the first row cannot be used.
+        """
+        layout, name = self.layout("train", Data.prompts), self.stored("train") or "train"
+        if layout.prompt is None or self.saved:
+            return layout.prompt and ""
+        _, first = next(converted(self.rows(name, layout.names), layout.example, KEY))
+        prompt: str | None = first.get("query")
+        return None if prompt and str(first["reference_response"]).startswith(prompt) else prompt
 
     def problems(self, data: Data) -> Iterator[str]:
         """Yield an error message for each stored split whose columns or rows a run cannot use.

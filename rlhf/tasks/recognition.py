@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from typing import Any
 
 from rlhf.config.algo import Data
 from rlhf.config.task import ColumnsConfig
@@ -50,7 +51,7 @@ def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str,
     Raises:
         UserError: a named column does not exist, or the columns lack what an example needs or are ambiguous.
     """
-    found = {role: _column(role, names, config, key, place) for role in NAMES}
+    found: dict[str, Any] = {role: _column(role, names, config, key, place) for role in NAMES}
     context = _context(found["prompt"], names, config)
     beside = next((name for name in names if name.lower() == TOOLS), None)
     if data is Data.preferences:

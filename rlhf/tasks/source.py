@@ -238,20 +238,22 @@ def prompts_of_pairs(pairs: Dataset) -> Dataset:
 
 
 def as_messages(rows: Dataset) -> Dataset:
-    """Return the texts of `query` and `reference_response` as messages of the user and the assistant."""
+    """Return rows whose prompts and responses are messages of the user and the assistant, not texts."""
+    rows = rows.rename_column("query", "messages") if "query" in rows.column_names else rows
+    named = ("messages", "prompt", "reference_response", "chosen", "rejected")
+    roles = {name: "user" if name in named[:2] else "assistant" for name in named if name in rows.features}
 
     def converted(columns: dict[str, list[str]]) -> dict[str, list]:
-        prompts, answers = columns["query"], columns["reference_response"]
         return {
-            "messages": [[{"role": "user", "content": prompt}] for prompt in prompts],
-            "reference_response": [
-                [{"role": "assistant", "content": answer}] if answer else [] for answer in answers
-            ],
+            name: [
+                [{"role": role, "content": text}] if text or name != named[2] else []
+                for text in columns[name]
+            ]
+            for name, role in roles.items()
         }
 
-    kept = {name: kind for name, kind in rows.features.items() if name != "query"}
-    features = Features(kept | {"messages": Json(), "reference_response": Json()})
-    return mapped(rows, converted, features=features, batched=True, remove_columns=["query"])
+    features = Features({**rows.features, **{name: Json() for name in roles}})
+    return mapped(rows, converted, features=features, batched=True)
 
 
 class DialogueSource:

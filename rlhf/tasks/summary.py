@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlhf.core.control import unquoted
 from rlhf.core.pieces import pieces
 from rlhf.tasks.counts import Counts, Lengths
 from rlhf.tasks.local import LocalSource
@@ -138,7 +139,7 @@ def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train"
         measured=len(some["text"]),
         cut=float((lengths > response_length).mean()) if stored else 0.0,
         response_length=response_length,
-        examples=list(zip(some["text"], firsts, strict=True))[:_EXAMPLES],
+        examples=list(zip(map(unquoted, some["text"]), map(unquoted, firsts), strict=True))[:_EXAMPLES],
         altered=altered(task.tokenizer, some, "messages" in some, texts, tokens),
     )
 
@@ -167,9 +168,10 @@ def altered(
         return re.sub(r"\s", "", special.sub("", text)) if formatted else special.sub("", text).lstrip()
 
     read = tokenizer.batch_decode(prompts["ids"], clean_up_tokenization_spaces=False)
-    found = [each for each in zip(prompts["text"], read, strict=True) if plain(each[0]) != plain(each[1])]
-    own = pieces(tokenizer)
-    found += [each for each in zip(texts, map(own.read, tokens), strict=True) if each[0] != each[1]]
+    pairs = zip(map(unquoted, prompts["text"]), read, strict=True)
+    found = [each for each in pairs if plain(each[0]) != plain(each[1])]
+    pairs = zip(map(unquoted, texts), map(pieces(tokenizer).read, tokens), strict=True)
+    found += [each for each in pairs if each[0] != each[1]]
     if not found:
         return None
     start = max(0, len(os.path.commonprefix(found[0])) - _PROMPT_WIDTH // 2)
@@ -184,7 +186,9 @@ def chat_format(task: Task) -> str | None:
     """Return the format of the dialogues of a task as text; None: its prompts are texts."""
     if "messages" not in task.examples("train").column_names:
         return None
-    return f"chat template; responses end with {task.tokenizer.eos_token}"
+    of_texts = isinstance(task.source, LocalSource) and task.source.config.chat
+    note = " for each prompt (task.chat=false turns it off)" if of_texts else ""
+    return f"chat template{note}; responses end with {task.tokenizer.eos_token}"
 
 
 def shortened(prompt: str, response: str) -> str:

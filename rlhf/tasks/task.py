@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import cached_property, lru_cache, partial
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.config.algo import Data
 from rlhf.core.batch import Prompts
 from rlhf.core.chat_format import Messages, Tools
+from rlhf.core.control import START, control_tokens, unquoted
 from rlhf.core.dialogues import Dialogues, said
 from rlhf.core.encoding import end_tokens, pad_prompts, prompt_tokens
 from rlhf.core.errors import UserError
@@ -214,9 +216,11 @@ class Task:
         responses += [name for name in ("rejected",) if name in stored.column_names]
         empty: list[bool] = []
         equal: list[bool] = []
+        control: list[bool] = []  # whether a row has control tokens in its texts
+        found = control_tokens(self.tokenizer).search if dialogues is None else re.compile(START).search
 
         def encode(columns: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
-            texts = columns[column]
+            before = texts = columns[column]
             answers: list[list[Any]]
             stored_rows = [list(row) for row in zip(*(columns[name] for name in responses), strict=True)]
             answers = [[self._bare(each) for each in row] for row in stored_rows]
@@ -231,7 +235,8 @@ class Task:
                 shown = columns.get("demonstration") if data is Data.references else None
                 write = partial(dialogues.write, prompt_only=only) if shown is None else dialogues.continued
                 written = [write(*row) for row in zip(texts, answers, places, tools, strict=True)]
-                heads, answers = [head for head, _ in written], [each for _, each in written]
+                before = heads = [head for head, _ in written]
+                answers = [each for _, each in written]
                 if shown is not None:
                     turns = [self._turns(messages) for messages in shown]
                     texts = list(map(before_replies, texts, turns))
@@ -247,6 +252,9 @@ class Task:
                 made["part"] = columns["part"]
             if RECORD in columns:
                 made[RECORD] = columns[RECORD]
+            meant = dialogues is None and all(map(found, texts))  # all prompts have the marks of a format
+            rows_of_texts = [[*row, "" if meant else text] for row, text in zip(answers, before, strict=True)]
+            control.extend(any(map(found, row)) for row in rows_of_texts)
             if dialogues is None:
                 answers = [[self._completion(each) for each in row] for row in stored_rows]
             if pairs:
@@ -271,6 +279,12 @@ class Task:
         self._counts[split, data] = counts
         for warning in counts.warnings(split, lambda i: examples["place"][i]):
             log.warning("%s", warning)
+        if any(control):
+            log.warning(
+                "%d of %d rows of the split %s have control tokens in their texts, read as %s (first: %s)",
+                sum(control), counts.rows, split, "such tokens" if dialogues is None else "plain text",
+                examples["place"][control.index(True)],
+            )  # fmt: skip
         if pairs and split == "train" and counts.no_difference.count == counts.rows:
             raise UserError(no_differences(counts, split))
         for warning in [] if dialogues is None else dialogues.warnings(data is Data.prompts):
@@ -321,7 +335,7 @@ class Task:
         prompt_ids, prompt_mask = pad_prompts(rows["ids"], self.tokenizer.pad_token_id)
         return Prompts(
             index=torch.tensor(rows["index"], dtype=torch.int64),
-            texts=list(rows["text"]),
+            texts=list(map(unquoted, rows["text"])),
             references=list(rows["reference"]),
             prompt_ids=prompt_ids,
             prompt_mask=prompt_mask,

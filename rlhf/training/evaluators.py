@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.core.confidence import mean_bounds, rate, with_bounds
+from rlhf.core.control import unquoted
 from rlhf.core.encoding import encode_completions
 from rlhf.core.metrics import Evaluation
 from rlhf.core.phases import Phases
@@ -102,7 +103,7 @@ class PolicyEvaluator:
         columns: dict[str, list[Any]] = {
             "prompt": rollouts.texts,
             "response": [group[0] for group in response_texts(rollouts, self.tokenizer)],
-            "reference": rollouts.references,
+            "reference": list(map(unquoted, rollouts.references)),
         }
         figures: Row = {}
         if self.environment is not None and rollouts.episode is not None:
