@@ -100,13 +100,17 @@ class Turns:
         """Return the text of a message from its token ids, without the marks of the template around it."""
         return str(self.tokenizer.decode(ids)).removeprefix(self._before).removesuffix(self._after)
 
+    @property
+    def describes_tools(self) -> bool:
+        """Whether the template writes the descriptions of tools into a prompt."""
+        plain = render(self.tokenizer, [{"role": "user", "content": QUESTION}])
+        return self._write([("user", QUESTION)]) != plain
+
     def warnings(self) -> Iterator[str]:
         """Yield a sentence for each way in which the template formats a dialogue other than as an episode."""
         if _THOUGHT not in self._dialogue(f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}", self.role, _MESSAGE):
             yield "the chat template leaves out the thoughts of earlier replies; an episode keeps them"
-        if self.options.get("tools") and render(self.tokenizer, [{"role": "user", "content": QUESTION}]) == (
-            self._write([("user", QUESTION)])
-        ):
+        if self.options.get("tools") and not self.describes_tools:
             yield "the chat template does not write the descriptions of tools; the prompts must have them"
         start, whole = self._write([("user", QUESTION)]), self._dialogue(_ANSWER, self.role, _MESSAGE)
         if not (before := whole.rpartition(_ANSWER)[0]).startswith(start):
