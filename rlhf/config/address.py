@@ -172,7 +172,11 @@ def takes_lists(path: str) -> bool | None:
     place, _, name = path.rpartition(":")
     source = _readable(place)
     definition = source.definition(name) if source is not None else None
-    return function_source.takes_lists(definition.args) if isinstance(definition, ast.FunctionDef) else None
+    return (
+        function_source.takes_lists(definition.args)
+        if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef)
+        else None
+    )
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -86,17 +86,17 @@ def one_line(error: BaseException) -> str:
     return f"{kind}: {text}" if text else kind
 
 
-def place_in_code(error: BaseException, caller: str) -> str:
+def place_in_code(error: BaseException, *callers: str) -> str:
     """Return, for a message, the innermost line of the user's file in the traceback of an error.
 
     Args:
         error: an exception of the user's code.
-        caller: the file that called the code.
+        callers: the files that called the code.
     """
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != caller and not frame.filename.startswith("<frozen")
+        if frame.filename not in callers and not frame.filename.startswith("<frozen")
     ]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""

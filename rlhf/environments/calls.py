@@ -213,6 +213,11 @@ class Calls:
         self._threads = []
 
 
+def asynchronous(function: object) -> bool:
+    """Return whether the results of a function, or of a callable object, must be awaited."""
+    return any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+
+
 def too_many_hang() -> bool:
     """Return whether three abandoned threads of this process still run."""
     _abandoned[:] = [thread for thread in _abandoned if thread.is_alive()]

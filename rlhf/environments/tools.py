@@ -36,6 +36,7 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 from rlhf.config.address import load_function
 from rlhf.core.chat_format import QUESTION, render, template_name
 from rlhf.core.errors import UserError, one_line
+from rlhf.environments.calls import asynchronous
 from rlhf.environments.environment import Answer, EnvironmentFactory, Example, checked, factory
 from rlhf.environments.turns import Turns
 
@@ -87,8 +88,8 @@ def build(config: ToolsConfig, tokenizer: PreTrainedTokenizerBase) -> Environmen
         "start": prompt.rpartition(QUESTION)[2],
     }
     called = [getattr(tool.kind, name, None) for tool in tools for name in ("reset", "close")]
-    waits = any(map(_asynchronous, [*called, *(tool.function for tool in tools)]))
-    return factory(config, turns, f"{__name__}:{'AsyncTools' if waits else 'Tools'}", arguments)
+    kind = AsyncTools if any(map(asynchronous, [*called, *(tool.function for tool in tools)])) else Tools
+    return factory(config, turns, f"{__name__}:{kind.__name__}", arguments)
 
 
 def schemas(functions: Sequence[str]) -> list[dict[str, Any]]:
@@ -115,7 +116,7 @@ class AsyncTools:
 
     def __init__(self, functions: Sequence[str], template: ResponseTemplate, start: str) -> None:
         self._tools, self._schemas = _tools(tuple(functions)), schemas(functions)
-        self._waiting = [name for name, tool in self._tools.items() if _asynchronous(tool.function)]
+        self._waiting = [name for name, tool in self._tools.items() if asynchronous(tool.function)]
         self._template, self._start = template, start
         self._results: list[Answer] = []  # of calls
         self._made = {kind: kind() for kind in {tool.kind: 0 for tool in self._tools.values()} if kind}
@@ -213,7 +214,7 @@ class Tools(AsyncTools):
 
     def step(self, reply: str) -> Answer:  # type: ignore[override]
         """Return the answer to a reply, as `AsyncTools.step`."""
-        return _at_once(super().step(reply))  # type: ignore[no-any-return]
+        return _at_once(super().step(reply))
 
     def close(self) -> None:  # type: ignore[override]
         """End the episode, as `AsyncTools.close`."""
@@ -236,11 +237,6 @@ def _joined(results: Sequence[Answer]) -> Answer:
     message, error = "\n".join(each.message for each in results), any(each.error for each in results)
     done = not results or any(each.done for each in results)
     return Answer(message, sum(each.reward for each in results), done, error, figures)
-
-
-def _asynchronous(function: object) -> bool:
-    """Return whether the results of a function, or of a callable object, are awaited."""
-    return any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
 
 
 @cache
@@ -275,9 +271,10 @@ def _callable(named: Any) -> dict[str, tuple[Callable[..., Any], type | None]]:
     inspect.signature(named).bind()
     names = dict.fromkeys(name for each in reversed(named.__mro__) for name in vars(each) if name[0] != "_")
     members = {name: getattr(named, name) for name in names if name not in ("reset", "close")}
-    if not (found := {name: (each, named) for name, each in members.items() if inspect.isroutine(each)}):
+    methods = [name for name, each in members.items() if inspect.isroutine(each)]
+    if not methods:
         raise ValueError(f"{named.__name__} has no public method")
-    return found
+    return {name: (members[name], named) for name in methods}
 
 
 def _tool(name: str, function: Callable[..., Any], kind: type | None) -> _Tool:
@@ -328,7 +325,7 @@ def _in_json(hint: Any) -> Any:
         return Literal[tuple(texts)]
     if not inner or origin is Literal:
         return hint
-    return (Union if origin is UnionType else origin)[tuple(map(_in_json, inner))]  # type: ignore[index]
+    return (Union if origin is UnionType else origin)[tuple(map(_in_json, inner))]
 
 
 def _meant(value: Any, types: Sequence[Any]) -> Any:

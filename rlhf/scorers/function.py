@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set, Sized
+import asyncio
+import contextlib
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Set, Sized
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 from torch import Tensor
@@ -16,7 +20,9 @@ from rlhf.core.errors import RunError, one_line, place_in_code
 from rlhf.core.formatting import shortened
 from rlhf.core.protection import protected
 from rlhf.core.score import as_score, not_a_score
+from rlhf.environments import calls
 from rlhf.environments.transcript import transcripts
+from rlhf.processes.signals import end_wait
 from rlhf.scorers.scorer import Scorer, distinct_texts
 from rlhf.scorers.weighted import WeightedScorer
 
@@ -24,6 +30,8 @@ if TYPE_CHECKING:
     from rlhf.config.scorer import FunctionScorerConfig
     from rlhf.core.batch import Rollouts
     from rlhf.scorers.scorer import DistinctTexts, ScorerContext
+
+_POLL_S = 0.2  # between two checks for a signal
 
 
 def build(config: FunctionScorerConfig, context: ScorerContext) -> Scorer:
@@ -34,8 +42,20 @@ def build(config: FunctionScorerConfig, context: ScorerContext) -> Scorer:
     return WeightedScorer(config.as_sum(), replace(context, build=build_one))
 
 
+class Begun(NamedTuple):
+    """The calls of a function for the responses of rollouts."""
+
+    texts: DistinctTexts
+    examples: list[str]  # for messages, of each response
+    of_calls: list[str]  # for messages, of each call
+    results: list[Any]
+    waiting: calls.Calls | None  # what awaits results
+
+
 class FunctionScorer(Scorer):
     """A scorer that calls a function for each distinct response; once with lists if `config.batched`.
+
+    The calls of an asynchronous function run concurrently, in an event loop of another thread.
 
     `rlhf.config.parameters` describes what the function receives. Rank 0 calls the function for all ranks. A
     function may draw random numbers and change global settings: both have no effect outside of the call.
@@ -57,6 +77,8 @@ class FunctionScorer(Scorer):
         self.parameters = parameters_of(signature_of(self.function))
         self.name = f"{self.at}.path={config.path}"
         self.turns = context.turns
+        self.waits = calls.asynchronous(self.function)
+        self.begun: Begun | None = None
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the scores [N, K] that the function returns.
@@ -66,35 +88,75 @@ class FunctionScorer(Scorer):
         """
         return self.ranks.from_first(lambda: self.given(rollouts))
 
+    def begin(self, rollouts: Rollouts) -> None:
+        """Begin the calls of the function."""
+        if self.ranks.first:
+            self.begun = self.called(rollouts)
+
+    def called(self, rollouts: Rollouts) -> Begun:
+        """Call the function for the distinct responses; an event loop begins to wait for awaitable results.
+
+        Raises:
+            RunError: the function raised an exception.
+        """
+        texts = distinct_texts(rollouts, self.tokenizer)
+        received = self.received(rollouts, texts)
+        examples = of_calls = [
+            f"{rollouts.place(example)}, response {shortened(repr(response), 200)}"
+            for example, response in zip(texts.examples, texts.responses, strict=True)
+        ]
+        if self.config.batched:
+            received = [{name: [each.get(name) for each in received] for name in names_of(received)}]
+            of_calls = [f"{len(examples)} responses, the first of {examples[0]}"]
+        results = [self.call(*each) for each in zip(received, of_calls, strict=True)]
+        waiting = calls.Calls(1, math.inf, in_loop=True) if any(map(inspect.isawaitable, results)) else None
+        for i, result in enumerate(results):
+            if waiting and inspect.isawaitable(result):
+                waiting.ask(i, lambda result=result: result)
+        return Begun(texts, examples, of_calls, results, waiting)
+
+    def ended(self, begun: Begun) -> list[Any]:
+        """Return the results of the calls after waiting for them; an error or a signal cancels them.
+
+        Raises:
+            RunError: the function raised an exception.
+        """
+        try:
+            while begun.waiting and begun.waiting.open:
+                end_wait()
+                for call in begun.waiting.ended(_POLL_S):
+                    begun.results[call.key] = call.result
+                    if call.error is not None:
+                        with self.blamed(begun.of_calls[call.key]):
+                            raise call.error
+        finally:
+            if begun.waiting:
+                begun.waiting.close(0.0, ())
+        return begun.results
+
     def given(self, rollouts: Rollouts) -> Tensor:
         """Call the function in this process for the distinct responses, and return the scores [N, K].
 
         Raises:
             RunError: the function raised an exception, or returned something that is not a score.
         """
-        texts = distinct_texts(rollouts, self.tokenizer)
-        received = self.received(rollouts, texts)
-        count = len(texts.responses)
-        examples = [
-            f"{rollouts.place(example)}, response {shortened(repr(response), 200)}"
-            for example, response in zip(texts.examples, texts.responses, strict=True)
-        ]
         with protected(xxhash.xxh3_64_intdigest(rollouts.response_ids.cpu().numpy().tobytes())):
+            begun, self.begun = self.begun or self.called(rollouts), None
+            given = self.ended(begun)
             if self.config.batched:
-                lists = {name: [each.get(name) for each in received] for name in names_of(received)}
-                given = self.call(lists, f"{count} responses, the first of {examples[0]}")
-                given = self.listed(given, count, examples[0])
-            else:
-                given = [self.call(*each) for each in zip(received, examples, strict=True)]
+                with self.blamed(begun.of_calls[0]):
+                    given = items(given[0])
+                given = self.listed(given, len(begun.examples), begun.examples[0])
         scores = []
-        for value, example in zip(given, examples, strict=True):
-            if (score := as_score(value)) is None:
+        for value, example in zip(given, begun.examples, strict=True):
+            score = math.nan if value is None and not self.alone else as_score(value)
+            if score is None:
                 raise RunError(
                     f"{self.name} returned {shortened(repr(value), 80)} for {example}; a score must be a "
                     f"finite number{not_a_score(value)}: correct the function{self.hint(value)}"
                 )
             scores.append(score)
-        return texts.spread(scores)
+        return begun.texts.spread(scores)
 
     def received(self, rollouts: Rollouts, texts: DistinctTexts) -> list[dict[str, Any]]:
         """Return what the function receives for each text, by the name of its parameter.
@@ -155,25 +217,34 @@ class FunctionScorer(Scorer):
         return [every[places.index(m)] for m in range(len(texts.responses))]
 
     def call(self, received: dict[str, Any], example: str) -> Any:
-        """Return the result of the function for what it receives; of a batched function, a list of items.
+        """Return the result of the function for what it receives.
+
+        Raises:
+            RunError: see `blamed`.
+        """
+        by_position = [received[name] for name in self.parameters.position]
+        by_name = {name: received[name] for name in received if name not in self.parameters.position}
+        with self.blamed(example):
+            return self.function(*by_position, **by_name)
+
+    @contextlib.contextmanager
+    def blamed(self, example: str) -> Iterator[None]:
+        """Raise RunError for an error of the function in the block.
 
         Raises:
             RunError: the function raised an exception, whose traceback is that of `__cause__`, or called
                 `sys.exit`; `example` describes the responses in the message.
         """
         try:
-            by_position = [received[name] for name in self.parameters.position]
-            by_name = {name: received[name] for name in received if name not in self.parameters.position}
-            given = self.function(*by_position, **by_name)
-            return items(given) if self.config.batched else given
-        except (Exception, SystemExit) as error:
+            yield
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             did = (
                 f"called sys.exit({error.code!r})"
                 if isinstance(error, SystemExit)
                 else f"raised {one_line(error)}"
             )
             takes = " (it receives lists)" if self.config.batched else ""
-            where = place_in_code(error, __file__)
+            where = place_in_code(error, __file__, str(calls.__file__), str(contextlib.__file__))
             raise RunError(f"{self.name} {did}{where} for {example}; correct the function{takes}") from error
 
     def listed(self, given: Any, count: int, example: str) -> list[Any]:

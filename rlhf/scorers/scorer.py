@@ -90,6 +90,8 @@ class Scorer(ABC):
     """
 
     config: ScorerConfig
+    alone = True  # False: a part of a weighted sum; the score is NaN where only other parts judge a response
+    waits = False  # True: `begin` starts what `score` waits for
 
     def __init__(self, config: ScorerConfig, context: ScorerContext) -> None:
         self.config = config
@@ -104,6 +106,9 @@ class Scorer(ABC):
 
         A subclass implements this method; callers use `score_once`.
         """
+
+    def begin(self, rollouts: Rollouts) -> None:  # noqa: B027
+        """Begin to score; `score` of the same rollouts follows."""
 
     def score_once(self, rollouts: Rollouts) -> Tensor:
         """Return `score` in float64, but identical responses to a prompt get the score of the first of them.
@@ -150,7 +155,7 @@ class Scorer(ABC):
         """Return the scores [N, K] after the missing-EOS settings; `ended` [N, K] is False without EOS."""
         replacement, penalty = self.config.missing_eos_score, self.config.missing_eos_penalty
         if replacement is not None:
-            return torch.where(ended, scores, replacement)
+            return torch.where(ended | scores.isnan(), scores, replacement)
         return scores if penalty is None else torch.where(ended, scores, scores - penalty)
 
 

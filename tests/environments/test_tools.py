@@ -617,7 +617,7 @@ def test_a_class_whose_reset_fails_or_returns_a_text_is_an_error(tmp_path):
         '    def look(self) -> str:\n        """Look."""\n        return "a"\n'
     )
     own = [f"{tmp_path / 'own_db.py'}:Db"]
-    for records, reason in (([{}], "missing 1 required .*'level'"), ([{"level": "Hi"}], "must return None")):
+    for records, reason in (([{}], "missing 1 required .*'level'"), ([{"level": "Hi"}], "return None")):
         with pytest.raises(RunError, match=reason):
             episodes(functions=own, records=records)
     episodes(functions=own, records=[{"level": None}]).close()
