@@ -5,9 +5,16 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
 from signal import Signals
+from types import FunctionType
+from typing import ParamSpec, TypeVar
 
 from rlhf.core.formatting import printable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
 
 
 class UserError(ValueError):
@@ -56,6 +63,31 @@ class Interrupted(BaseException):
     def __init__(self, text: str, received: Signals | None = None) -> None:
         super().__init__(text)
         self.received = received
+
+
+def unchained(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function of the Python API that raises UserError without the errors that led to it."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except UserError as error:
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+def api(made: C) -> C:
+    """Return a class of the Python API whose public methods and properties are `unchained`."""
+    for name, each in [*vars(made).items()]:
+        if isinstance(each, FunctionType) and (name[0] != "_" or name == "__init__"):
+            setattr(made, name, unchained(each))
+        elif isinstance(each, classmethod):
+            setattr(made, name, classmethod(unchained(each.__func__)))
+        elif isinstance(each, property) and each.fget:
+            setattr(made, name, property(unchained(each.fget)))
+    return made
 
 
 @contextmanager

@@ -70,6 +70,7 @@ class _Tool(NamedTuple):
     function: Callable[..., Any]  # of a class: without an instance
     kind: type | None  # the class
     types: dict[str, list[Any]]  # of the arguments
+    returns: Any  # type of the result
     schema: dict[Any, Any]
 
 
@@ -99,6 +100,11 @@ def schemas(functions: Sequence[str]) -> list[dict[str, Any]]:
         UserError: a function has no type hints or no docstring, or two have one name.
     """
     return [tool.schema for tool in _tools(tuple(functions)).values()]
+
+
+def gives_rewards(functions: Sequence[str]) -> bool:
+    """Return whether the type hint of a function says that it returns an answer, which may have a reward."""
+    return any(tool.returns is Answer for tool in _tools(tuple(functions)).values())
 
 
 class AsyncTools:
@@ -302,7 +308,7 @@ def _tool(name: str, function: Callable[..., Any], kind: type | None) -> _Tool:
     described.__signature__ = inspect.Signature(parameters)
     shown = [*types, *(["return"] if all(each in _HINTS for each in _plain(hints.get("return"))) else [])]
     described.__annotations__ = {key: _in_json(hint) for key, hint in hints.items() if key in shown}
-    return _Tool(function, kind, types, get_json_schema(described))
+    return _Tool(function, kind, types, hints.get("return"), get_json_schema(described))
 
 
 def _plain(hint: Any) -> list[Any]:

@@ -9,10 +9,12 @@ from rlhf.assembly.data import build_task
 from rlhf.assembly.parts import make
 from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer
 from rlhf.config.algo import Data
+from rlhf.config.scorer import scorers
 from rlhf.core.batch import Sampling
 from rlhf.core.console import say_row
 from rlhf.core.errors import RunError, UserError
 from rlhf.environments.episodes import Episodes
+from rlhf.environments.tools import gives_rewards
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -38,6 +40,12 @@ def report_environment(cfg: Config, task: Task | None = None) -> None:
     factory: EnvironmentFactory = make(cfg.environment, tokenizer)
     for warning in factory.turns.warnings():
         log.warning("%s", warning)
+    reads = any(each.reads_rewards for at, each in scorers(cfg) if not at.startswith("gold"))
+    if cfg.environment.tools and not reads and gives_rewards(cfg.environment.tools):
+        log.warning(
+            "no scorer reads the rewards of the tools; set scorer=environment, or add it to a weighted scorer: "
+            "+scorer@scorer.parts.tools=environment"
+        )
     task = task or build_task(cfg, tokenizer, Data.prompts, 1)
     sampling = Sampling(samples=1, temperature=1.0, response_length=1, purpose="trial")
     stop_ids = build_stop_ids(cfg, tokenizer)
