@@ -43,8 +43,8 @@ def report_environment(cfg: Config, task: Task | None = None) -> None:
     reads = any(each.reads_rewards for at, each in scorers(cfg) if not at.startswith("gold"))
     if cfg.environment.tools and not reads and gives_rewards(cfg.environment.tools):
         log.warning(
-            "no scorer reads the rewards of the tools; set scorer=environment, or add it to a weighted scorer: "
-            "+scorer@scorer.parts.tools=environment"
+            "no scorer reads the rewards of the tools; set scorer=environment, or add a part to "
+            "scorer=weighted: +scorer@scorer.parts.tools=environment"
         )
     task = task or build_task(cfg, tokenizer, Data.prompts, 1)
     sampling = Sampling(samples=1, temperature=1.0, response_length=1, purpose="trial")
