@@ -34,7 +34,7 @@ from rlhf.config.given_functions import Function, GivenFunctions
 from rlhf.config.run import Resume
 from rlhf.config.saved import load_config
 from rlhf.core.console import say_loading
-from rlhf.core.errors import UserError, api
+from rlhf.core.errors import UserError
 from rlhf.core.files import read_lines
 from rlhf.core.launched import is_first_rank
 from rlhf.runs.folder import RunFolder
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from rlhf.loggers.hooks import Hook
 
 
-@api
 class Experiment:
     """A run: its config, its folder, and its results.
 

@@ -21,14 +21,13 @@ from rlhf.config.arguments import listed, readable
 from rlhf.config.best_generator import selecting
 from rlhf.config.compose import initialized
 from rlhf.config.mistakes import explained
-from rlhf.core.errors import RunError, UserError, unchained
+from rlhf.core.errors import RunError, UserError
 from rlhf.experiment import Experiment
 from rlhf.launch.hydra_internals import multirun_config, uses_basic_sweeper
 from rlhf.launch.jobs import experiment_of
 from rlhf.launch.preflight import generator_of_jobs, sweep_jobs
 
 
-@unchained
 def sweep(*overrides: str | Sequence[str], config_dir: str | Path | None = None) -> list[Experiment]:
     """Run every combination of the swept overrides, and return the runs in the order of the jobs.
 

@@ -98,7 +98,7 @@ def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
             raise UserError(*found)
         return to_config(config)
     except OmegaConfBaseException as error:
-        raise UserError(explain(error, overrides)) from error
+        raise UserError(explain(error, overrides)) from None
 
 
 def overrides_of(overrides: Any) -> list[str]:

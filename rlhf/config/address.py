@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 from rlhf.config import function_source
@@ -33,20 +33,18 @@ LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 _FORM = re.compile(rf"(?P<place>.+\.py|{NAME}(\.{NAME})*):(?P<name>{NAME})")
 _LAST_NAME = re.compile(rf"(?P<place>.+?)(?:::|[:./#\\])(?P<name>{NAME})")  # after the last separator
 _METHOD = re.compile(rf"(.+:{NAME})\.({NAME})")
-_LISTS = ("hooks", "environment.functions")  # keys of lists of addresses
+_CLASSES = ("environment.functions",)  # keys of functions that may be classes
+_LISTS = ("hooks", *_CLASSES)  # keys of lists of addresses
 _CLASS = "a class"
 
 
-def function_problem(
-    key: str, path: object, arguments: tuple[str, ...] | None, classes: bool = False
-) -> str | None:
+def function_problem(key: str, path: object, arguments: tuple[str, ...] | None) -> str | None:
     """Return the error message for the address of a function; None if nothing is wrong with it.
 
     Args:
         key: the config key of the address.
         path: the address; None if the key is not set.
         arguments: names of the arguments that the function may receive by position; None: any.
-        classes: a class is accepted, too.
     """
     several = addresses(path)
     match = _FORM.fullmatch(path) if isinstance(path, str) else None
@@ -57,10 +55,8 @@ def function_problem(
         if method := _METHOD.fullmatch(str(path)):
             whole, name = method.groups()
             place, _, owner = whole.rpartition(":")
-            remedy = f"set {_assigned(key, whole)}, whose methods are tools"
-            if not classes:
-                below = f"{name} = {owner}().{name} below the class"
-                remedy = f"write {below} and set {_assigned(key, f'{place}:{name}')}"
+            remedy = f"write {name} = {owner}().{name} below the class and set {key}={place}:{name}"
+            remedy = f"set {_assigned(key, whole)} (methods are tools)" if key in _CLASSES else remedy
         elif several:
             remedy = f"for several functions set {setting(key, several)}"
         elif close := _suggestion(str(path or "")):
@@ -84,13 +80,13 @@ def function_problem(
     if found := source.missing_import():
         return at.missing_import(*found)
     if source.lacks(at.name):
-        return at.absent([*source.functions, *(source.classes if classes else ())])
+        return at.absent([*source.functions, *(source.classes if key in _CLASSES else ())])
     definition = source.definition(at.name)
     if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         if arguments is None:
             return None
         return at.arguments_problem(function_source.signature(definition.args), arguments)
-    kind = _CLASS if isinstance(definition, ast.ClassDef) and not classes else None
+    kind = _CLASS if isinstance(definition, ast.ClassDef) and key not in _CLASSES else None
     if isinstance(definition, ast.Constant):
         kind = f"of type {type(definition.value).__name__}"
     return at.no_function(kind, source.functions) if kind else None
@@ -115,16 +111,13 @@ def class_problem(key: str, path: str) -> str | None:
     return at.absent(source.classes) if source.lacks(at.name) else None
 
 
-def load_function(
-    key: str, path: str, arguments: tuple[str, ...] | None, classes: bool = False
-) -> Callable[..., Any]:
+def load_function(key: str, path: str, arguments: tuple[str, ...] | None) -> Callable[..., Any]:
     """Import and return the function at an address of valid form.
 
     Args:
         key: the config key of the address.
         path: the address.
         arguments: names of the arguments that the function may receive by position; None: any.
-        classes: a class is accepted, too.
 
     Raises:
         UserError: the module cannot be imported, or has no such function, or the function does not accept the
@@ -133,10 +126,10 @@ def load_function(
     at = _Address(key, path)
     module = at.load()
     function = getattr(module, at.name, None)
-    functions = at.own(module, inspect.isfunction)
+    functions = at.own(module, *[FunctionType, *([type] if key in _CLASSES else [])])
     if function is None:
-        raise UserError(at.absent([*functions, *(at.own(module, inspect.isclass) if classes else ())]))
-    kind = _CLASS if inspect.isclass(function) and not classes else None
+        raise UserError(at.absent(functions))
+    kind = _CLASS if inspect.isclass(function) and key not in _CLASSES else None
     if not callable(function):
         kind = f"of type {type(function).__name__}"
     if kind is not None:
@@ -160,7 +153,7 @@ def load_class(key: str, path: str) -> type:
     module = at.load()
     found = getattr(module, at.name, None)
     if not isinstance(found, type):
-        raise UserError(at.absent(at.own(module, inspect.isclass)))
+        raise UserError(at.absent(at.own(module, type)))
     return found
 
 
@@ -226,13 +219,10 @@ class _Address:
     def message(self, rule: str, reason: object, remedy: str) -> str:
         return f"{self.key} must {rule} ({reason}), got {self.path!r}; {remedy}"
 
-    def own(self, module: ModuleType, kind: Callable[[object], bool]) -> list[str]:
-        """Return the public names of a kind that a module defines, and does not import."""
-        return [
-            name
-            for name, value in vars(module).items()
-            if kind(value) and value.__module__ == module.__name__ and name[0] != "_"
-        ]
+    def own(self, module: ModuleType, *kinds: type) -> list[str]:
+        """Return the public names of objects of some kinds that a module defines, and does not import."""
+        found = [(name, value) for name, value in vars(module).items() if isinstance(value, kinds)]
+        return [name for name, value in found if value.__module__ == module.__name__ and name[0] != "_"]
 
     def source(self) -> function_source.Source | str | None:
         """Return the source of the module, or why it cannot be read; None: it is not a Python file."""
@@ -264,12 +254,12 @@ class _Address:
                     return _load_file(Path(self.place).expanduser())
                 return importlib.import_module(self.place)
         except SyntaxError as error:
-            raise UserError(self.not_importable(error, error.filename, error.lineno)) from error
+            raise UserError(self.not_importable(error, error.filename, error.lineno)) from None
         except (Exception, SystemExit) as error:  # the user's code may raise any exception
             where = _innermost(error, self.place)
             if "attempted relative import" in str(error) and self.place.endswith(".py"):
-                raise UserError(self.relative_import(where.lineno)) from error
-            raise UserError(self.not_importable(error, where.filename, where.lineno)) from error
+                raise UserError(self.relative_import(where.lineno)) from None
+            raise UserError(self.not_importable(error, where.filename, where.lineno)) from None
 
     def not_importable(self, error: BaseException, file: str | None, line: int | None) -> str:
         """Return the message for a module whose import raises `error` at a line of a file."""

@@ -146,7 +146,7 @@ class ToolsConfig(TurnsConfig):
             key = f"{at}.functions"
             yield f"{key} must name at least one function, got []; set '{key}=[<file>.py:<function>]'"
         for address in self.functions:
-            if problem := function_problem(f"{at}.functions", address, None, classes=True):
+            if problem := function_problem(f"{at}.functions", address, None):
                 yield problem
 
 

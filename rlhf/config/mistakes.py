@@ -64,7 +64,7 @@ def explained(overrides: Sequence[str], sweep: bool = False) -> Iterator[None]:
     except UserError:
         raise
     except CONFIG_ERRORS as error:
-        raise UserError(explain(error, overrides, sweep)) from error
+        raise UserError(explain(error, overrides, sweep)) from None
 
 
 def explain(error: Exception, overrides: Sequence[str], sweep: bool = False) -> str:

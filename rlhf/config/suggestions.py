@@ -123,10 +123,10 @@ def translated(
     row, name, project = found
     if row.key == WITHOUT:
         return f"{name} of {project} has no key here: {row.note}"
-    return f"set {assigned(row, value, known, words)} ({name} in {project}{row.note and '; ' + row.note})"
+    return f"set {assigned(row, value, words)} ({name} in {project}{row.note and '; ' + row.note})"
 
 
-def assigned(row: Foreign, value: str, known: Collection[str] = (), words: Iterable[str] = ()) -> str:
+def assigned(row: Foreign, value: str, words: Iterable[str] = ()) -> str:
     """Return the arguments here for a setting of another project and its value there.
 
     They select the option that has the key, unless the arguments `words` of the command, or the default, do.
@@ -140,10 +140,10 @@ def assigned(row: Foreign, value: str, known: Collection[str] = (), words: Itera
     if value and value[0] != "[" and f"{value}: " not in row.note and takes_list(row.key):
         value = f"[{value}]"
     typed = setting(row.key, value) if row.key == "task.path" and value else row.setting(value)
-    return f"{_chosen(row.key, known, words)}{typed}"
+    return f"{_chosen(row.key, words)}{typed}"
 
 
-def _chosen(key: str, known: Collection[str], words: Iterable[str]) -> str:
+def _chosen(key: str, words: Iterable[str]) -> str:
     """Return the choice of an option that has a key, with a blank; empty if the config has the key."""
     group, _, inside = key.partition(".")
     leaf = inside.partition(".")[0]
@@ -151,12 +151,11 @@ def _chosen(key: str, known: Collection[str], words: Iterable[str]) -> str:
         name.rpartition("/")[2]: cls for name, cls in SCHEMAS.items() if name.startswith(f"schema/{group}/")
     }
     having = [name for name, cls in own.items() if leaf in {each.name for each in fields(cls)}]
-    chosen = next((word.partition("=")[2] for word in words if word.startswith(f"{group}=")), None)
+    default = {"algo": "dpo"}.get(group, "")
+    chosen = next((word.partition("=")[2] for word in words if word.startswith(f"{group}=")), default)
     if group == "logger":
-        return "" if not inside or leaf in str(chosen) else f"logger={leaf} "
-    if group == "algo" and key in known or len(having) in (0, len(own)):
-        return ""
-    if chosen in having or (chosen is not None and chosen not in own):
+        return "" if not inside or leaf in chosen else f"logger={leaf} "
+    if len(having) in (0, len(own)) or chosen in having or (chosen and chosen not in own):
         return ""
     return f"{group}={next((name for name in _USUAL if name in having), having[0])} "
 

@@ -5,23 +5,16 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import wraps
 from signal import Signals
-from types import FunctionType
-from typing import ParamSpec, TypeVar
 
 from rlhf.core.formatting import printable
-
-P = ParamSpec("P")
-T = TypeVar("T")
-C = TypeVar("C", bound=type)
 
 
 class UserError(ValueError):
     """Invalid input or configuration. The message gives key, rule, reason, value and remedy.
 
     Wherever a run raises this error, the command ends with `error: ...`, exit code 2 and no traceback.
-    `problems` has one message for each problem.
+    `problems` has one message for each problem. The error that led to it is not shown (`from None`).
     """
 
     everywhere = False  # True: all ranks raise this error, so only the first rank prints it
@@ -65,31 +58,6 @@ class Interrupted(BaseException):
         self.received = received
 
 
-def unchained(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function of the Python API that raises UserError without the errors that led to it."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except UserError as error:
-            raise error.with_traceback(None) from None
-
-    return call
-
-
-def api(made: C) -> C:
-    """Return a class of the Python API whose public methods and properties are `unchained`."""
-    for name, each in [*vars(made).items()]:
-        if isinstance(each, FunctionType) and (name[0] != "_" or name == "__init__"):
-            setattr(made, name, unchained(each))
-        elif isinstance(each, classmethod):
-            setattr(made, name, classmethod(unchained(each.__func__)))
-        elif isinstance(each, property) and each.fget:
-            setattr(made, name, property(unchained(each.fget)))
-    return made
-
-
 @contextmanager
 def explained(*explanations: Callable[[Exception], Exception | None]) -> Iterator[None]:
     """Raise the explanation of an error of the block instead of the error.
@@ -103,7 +71,7 @@ def explained(*explanations: Callable[[Exception], Exception | None]) -> Iterato
     except Exception as error:
         for explain in explanations:
             if (explanation := explain(error)) is not None:
-                raise explanation from error
+                raise explanation from (None if isinstance(explanation, UserError) else error)
         raise
 
 

@@ -70,7 +70,6 @@ class _Tool(NamedTuple):
     function: Callable[..., Any]  # of a class: without an instance
     kind: type | None  # the class
     types: dict[str, list[Any]]  # of the arguments
-    returns: Any  # type of the result
     schema: dict[Any, Any]
 
 
@@ -104,7 +103,8 @@ def schemas(functions: Sequence[str]) -> list[dict[str, Any]]:
 
 def gives_rewards(functions: Sequence[str]) -> bool:
     """Return whether the type hint of a function says that it returns an answer, which may have a reward."""
-    return any(tool.returns is Answer for tool in _tools(tuple(functions)).values())
+    found = _tools(tuple(functions)).values()
+    return any(get_type_hints(tool.function).get("return") is Answer for tool in found)
 
 
 class AsyncTools:
@@ -209,30 +209,24 @@ class AsyncTools:
         return result
 
 
+def _at_once(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
+    """Return a method that returns the result of an asynchronous one, which waits for nothing."""
+
+    def call(*given: Any) -> Any:
+        try:
+            method(*given).send(None)
+        except StopIteration as ended:
+            return ended.value
+
+    return call
+
+
 class Tools(AsyncTools):
     """Functions of which none is asynchronous: their calls are made in a thread, one after another."""
 
     in_loop: ClassVar[bool] = False
 
-    def reset(self, example: Example) -> None:  # type: ignore[override]
-        """Begin the episode, as `AsyncTools.reset`."""
-        _at_once(super().reset(example))
-
-    def step(self, reply: str) -> Answer:  # type: ignore[override]
-        """Return the answer to a reply, as `AsyncTools.step`."""
-        return _at_once(super().step(reply))
-
-    def close(self) -> None:  # type: ignore[override]
-        """End the episode, as `AsyncTools.close`."""
-        _at_once(super().close())
-
-
-def _at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine that waits for nothing, outside of an event loop."""
-    try:
-        coroutine.send(None)
-    except StopIteration as ended:
-        return ended.value
+    reset, step, close = map(_at_once, (AsyncTools.reset, AsyncTools.step, AsyncTools.close))  # type: ignore[arg-type]
 
 
 def _joined(results: Sequence[Answer]) -> Answer:
@@ -250,7 +244,7 @@ def _tools(functions: tuple[str, ...]) -> dict[str, _Tool]:
     """Return functions, and the public methods of classes, by their names."""
     found: dict[str, _Tool] = {}
     for address in functions:
-        named = load_function("environment.functions", address, None, classes=True)
+        named = load_function("environment.functions", address, None)
         try:
             tools = {name: _tool(name, *each) for name, each in _callable(named).items()}
         except Exception as error:  # of several kinds
@@ -258,7 +252,7 @@ def _tools(functions: tuple[str, ...]) -> dict[str, _Tool]:
             raise UserError(
                 "environment.functions must name functions, or classes of methods, with type hints, and a "
                 f"docstring with a line for each argument below Args: ({reason}), got {address}; write them"
-            ) from error
+            ) from None
         for name in tools.keys() & found.keys():
             raise UserError(f"environment.functions must have different names, got {name} twice; rename one")
         found |= tools
@@ -308,7 +302,7 @@ def _tool(name: str, function: Callable[..., Any], kind: type | None) -> _Tool:
     described.__signature__ = inspect.Signature(parameters)
     shown = [*types, *(["return"] if all(each in _HINTS for each in _plain(hints.get("return"))) else [])]
     described.__annotations__ = {key: _in_json(hint) for key, hint in hints.items() if key in shown}
-    return _Tool(function, kind, types, hints.get("return"), get_json_schema(described))
+    return _Tool(function, kind, types, get_json_schema(described))
 
 
 def _plain(hint: Any) -> list[Any]:
@@ -377,7 +371,7 @@ def _response_template(
             "environment.response_template must be a JSON file with a response template of transformers that "
             f"reads the calls of tools ({error}), got {file or 'null'} with {what}; set "
             "environment.response_template=<file>.json"
-        ) from error
+        ) from None
     return template
 
 

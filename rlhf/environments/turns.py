@@ -132,7 +132,7 @@ class Turns:
                     if whole[-len(ids) - 1 :] != [self.tokenizer.eos_token_id, *ids]:
                         return "its tokens depend on earlier messages"
         except ValueError as error:  # an error of the template is the cause of a `UserError`
-            return str(error.__cause__ or error)
+            return str(error.__context__ or error)
         return None
 
     def _write(self, turns: list[tuple[str, str]]) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import math
 from collections.abc import Iterator, Mapping, Set, Sized
 from copy import deepcopy
 from dataclasses import replace
+from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
@@ -38,24 +38,25 @@ def build(config: FunctionScorerConfig, context: ScorerContext) -> Scorer:
     """Return the scorer of a function; of a list of functions, the weighted sum of their scores."""
     if not isinstance(config.path, list):
         return FunctionScorer(config, context)
-    build_one = lambda section, _: FunctionScorer(section, context)  # noqa: E731
+    together: list[FunctionScorer] = []
+    build_one = lambda section, _: FunctionScorer(section, context, together)  # noqa: E731
     return WeightedScorer(config.as_sum(), replace(context, build=build_one))
 
 
-class Begun(NamedTuple):
+class Made(NamedTuple):
     """The calls of a function for the responses of rollouts."""
 
+    rollouts: Rollouts
     texts: DistinctTexts
     examples: list[str]  # for messages, of each response
     of_calls: list[str]  # for messages, of each call
     results: list[Any]
-    waiting: calls.Calls | None  # what awaits results
 
 
 class FunctionScorer(Scorer):
     """A scorer that calls a function for each distinct response; once with lists if `config.batched`.
 
-    The calls of an asynchronous function run concurrently, in an event loop of another thread.
+    The calls of an asynchronous function, and of others of its list, run concurrently in an event loop.
 
     `rlhf.config.parameters` describes what the function receives. Rank 0 calls the function for all ranks. A
     function may draw random numbers and change global settings: both have no effect outside of the call.
@@ -63,6 +64,7 @@ class FunctionScorer(Scorer):
     Args:
         config: config section of the scorer.
         context: the objects of the run that a scorer needs.
+        together: the scorers of a list of functions, to which this one is added.
 
     Raises:
         UserError: the module cannot be imported, or has no function that accepts these arguments.
@@ -70,15 +72,21 @@ class FunctionScorer(Scorer):
 
     config: FunctionScorerConfig
 
-    def __init__(self, config: FunctionScorerConfig, context: ScorerContext) -> None:
+    def __init__(
+        self,
+        config: FunctionScorerConfig,
+        context: ScorerContext,
+        together: list[FunctionScorer] | None = None,
+    ) -> None:
         super().__init__(config, context)
         assert config.path is not None, "validated: a function is named"
         self.function = load_function(f"{self.at}.path", config.path, config.arguments)
         self.parameters = parameters_of(signature_of(self.function))
         self.name = f"{self.at}.path={config.path}"
         self.turns = context.turns
-        self.waits = calls.asynchronous(self.function)
-        self.begun: Begun | None = None
+        self.together = [] if together is None else together
+        self.together.append(self)
+        self.made: Made | None = None
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the scores [N, K] that the function returns.
@@ -88,13 +96,66 @@ class FunctionScorer(Scorer):
         """
         return self.ranks.from_first(lambda: self.given(rollouts))
 
-    def begin(self, rollouts: Rollouts) -> None:
-        """Begin the calls of the function."""
-        if self.ranks.first:
-            self.begun = self.called(rollouts)
+    def given(self, rollouts: Rollouts) -> Tensor:
+        """Call the function in this process for the distinct responses, and return the scores [N, K].
 
-    def called(self, rollouts: Rollouts) -> Begun:
-        """Call the function for the distinct responses; an event loop begins to wait for awaitable results.
+        Raises:
+            RunError: the function raised an exception, or returned something that is not a score.
+        """
+        with protected(xxhash.xxh3_64_intdigest(rollouts.response_ids.cpu().numpy().tobytes())):
+            if self.made is None or self.made.rollouts is not rollouts:
+                self.call_all(rollouts)
+            assert self.made is not None
+            made, self.made = self.made, None
+            given = made.results
+            if self.config.batched:
+                with self.blamed(made.of_calls[0]):
+                    given = items(given[0])
+                given = self.listed(given, len(made.examples), made.examples[0])
+        scores = []
+        for value, example in zip(given, made.examples, strict=True):
+            score = math.nan if value is None and not self.alone else as_score(value)
+            if score is None:
+                raise RunError(
+                    f"{self.name} returned {shortened(repr(value), 80)} for {example}; a score must be a "
+                    f"finite number{not_a_score(value)}: correct the function{self.hint(value)}"
+                )
+            scores.append(score)
+        return made.texts.spread(scores)
+
+    def call_all(self, rollouts: Rollouts) -> None:
+        """Call the function; if it is asynchronous, also the others of its list, and wait for all results.
+
+        An error or a signal cancels calls that have not ended.
+        """
+        asynchronous = [each for each in self.together if calls.asynchronous(each.function)]
+        several = asynchronous if self in asynchronous else [self]
+        made = {each: each.calls_for(rollouts) for each in several}
+        keys = [
+            (each, i)
+            for each in several
+            for i, result in enumerate(made[each].results)
+            if isawaitable(result)
+        ]
+        waiting = calls.Calls(bool(keys), math.inf, in_loop=bool(keys))
+        try:
+            for each, i in keys:
+                waiting.ask((each, i), lambda result=made[each].results[i]: result)
+            while waiting.open:
+                end_wait()
+                for call in waiting.ended(_POLL_S):
+                    each, i = call.key
+                    made[each].results[i] = call.result
+                    with each.blamed(made[each].of_calls[i]):
+                        if call.error is not None:
+                            raise call.error
+        finally:
+            waiting.close(0.0, ())
+        for each in several:
+            each.made = made[each]
+
+    def calls_for(self, rollouts: Rollouts) -> Made:
+        """Call the function for the distinct responses; the results of an asynchronous one are awaitable.
 
         Raises:
             RunError: the function raised an exception.
@@ -109,54 +170,7 @@ class FunctionScorer(Scorer):
             received = [{name: [each.get(name) for each in received] for name in names_of(received)}]
             of_calls = [f"{len(examples)} responses, the first of {examples[0]}"]
         results = [self.call(*each) for each in zip(received, of_calls, strict=True)]
-        waiting = calls.Calls(1, math.inf, in_loop=True) if any(map(inspect.isawaitable, results)) else None
-        for i, result in enumerate(results):
-            if waiting and inspect.isawaitable(result):
-                waiting.ask(i, lambda result=result: result)
-        return Begun(texts, examples, of_calls, results, waiting)
-
-    def ended(self, begun: Begun) -> list[Any]:
-        """Return the results of the calls after waiting for them; an error or a signal cancels them.
-
-        Raises:
-            RunError: the function raised an exception.
-        """
-        try:
-            while begun.waiting and begun.waiting.open:
-                end_wait()
-                for call in begun.waiting.ended(_POLL_S):
-                    begun.results[call.key] = call.result
-                    if call.error is not None:
-                        with self.blamed(begun.of_calls[call.key]):
-                            raise call.error
-        finally:
-            if begun.waiting:
-                begun.waiting.close(0.0, ())
-        return begun.results
-
-    def given(self, rollouts: Rollouts) -> Tensor:
-        """Call the function in this process for the distinct responses, and return the scores [N, K].
-
-        Raises:
-            RunError: the function raised an exception, or returned something that is not a score.
-        """
-        with protected(xxhash.xxh3_64_intdigest(rollouts.response_ids.cpu().numpy().tobytes())):
-            begun, self.begun = self.begun or self.called(rollouts), None
-            given = self.ended(begun)
-            if self.config.batched:
-                with self.blamed(begun.of_calls[0]):
-                    given = items(given[0])
-                given = self.listed(given, len(begun.examples), begun.examples[0])
-        scores = []
-        for value, example in zip(given, begun.examples, strict=True):
-            score = math.nan if value is None and not self.alone else as_score(value)
-            if score is None:
-                raise RunError(
-                    f"{self.name} returned {shortened(repr(value), 80)} for {example}; a score must be a "
-                    f"finite number{not_a_score(value)}: correct the function{self.hint(value)}"
-                )
-            scores.append(score)
-        return begun.texts.spread(scores)
+        return Made(rollouts, texts, examples, of_calls, results)
 
     def received(self, rollouts: Rollouts, texts: DistinctTexts) -> list[dict[str, Any]]:
         """Return what the function receives for each text, by the name of its parameter.

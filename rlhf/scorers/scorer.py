@@ -91,7 +91,6 @@ class Scorer(ABC):
 
     config: ScorerConfig
     alone = True  # False: a part of a weighted sum; the score is NaN where only other parts judge a response
-    waits = False  # True: `begin` starts what `score` waits for
 
     def __init__(self, config: ScorerConfig, context: ScorerContext) -> None:
         self.config = config
@@ -106,9 +105,6 @@ class Scorer(ABC):
 
         A subclass implements this method; callers use `score_once`.
         """
-
-    def begin(self, rollouts: Rollouts) -> None:  # noqa: B027
-        """Begin to score; `score` of the same rollouts follows."""
 
     def score_once(self, rollouts: Rollouts) -> Tensor:
         """Return `score` in float64, but identical responses to a prompt get the score of the first of them.

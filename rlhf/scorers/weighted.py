@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rlhf.core.errors import RunError
-from rlhf.core.protection import protected
 from rlhf.scorers.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -40,23 +37,15 @@ class WeightedScorer(Scorer):
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the weighted sum [N, K] of the scores, before the missing-EOS settings are applied."""
-        return self.total(self.of_parts(rollouts, lambda part: part.score_once(rollouts)), rollouts)
+        return self.total({name: part.score_once(rollouts) for name, part in self.parts.items()}, rollouts)
 
     def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted sum [N, K], and the scores [N, K] of each part by the name of the part.
 
         The missing-EOS settings of a part apply to its score, the settings of this section to the sum.
         """
-        parts = self.of_parts(rollouts, lambda part: part.training_scores(rollouts)[0])
+        parts = {name: part.training_scores(rollouts)[0] for name, part in self.parts.items()}
         return self.at_end(self.total(parts, rollouts), rollouts.ended), parts
-
-    def of_parts(self, rollouts: Rollouts, scores: Callable[[Scorer], Tensor]) -> dict[str, Tensor]:
-        """Return the scores [N, K] of each part; asynchronous functions are called at the same time."""
-        waiting = [part for part in self.parts.values() if part.waits]
-        with protected() if waiting else nullcontext():
-            for part in waiting:
-                part.begin(rollouts)
-            return {name: scores(part) for name, part in self.parts.items()}
 
     def total(self, parts: dict[str, Tensor], rollouts: Rollouts) -> Tensor:
         """Return the weighted sum [N, K] of the scores [N, K] in `parts`; NaN: the part does not judge it.

@@ -52,6 +52,6 @@ def report_environment(cfg: Config, task: Task | None = None) -> None:
     try:
         Episodes(task.held_out(1, data=Data.prompts), sampling, factory, stop_ids, cfg.seed).close()
     except RunError as error:
-        raise UserError(str(error)) from error
+        raise UserError(str(error)) from None
     limits = f"at most {factory.max_turns} replies; role of messages: {factory.turns.role}"
     say_row("environment", f"{cfg.environment.name}, {limits}")

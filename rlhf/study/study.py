@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.config.suggestions import suggestion
 from rlhf.core import files
-from rlhf.core.errors import RunError, UserError, api
+from rlhf.core.errors import RunError, UserError
 from rlhf.processes.signals import interruptible
 from rlhf.study import attempt, pricing
 from rlhf.study.claims import Judged, judged
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     import pandas
 
 
-@api
 class Study:
     """A study that a file declares.
 

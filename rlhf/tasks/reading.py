@@ -65,7 +65,7 @@ def rows(file: Path, key: str, columns: Sequence[str] | None = None) -> Iterator
         raise UserError(
             f"{key} must name files that can be read, got {file} ({error.strerror or error}); check its "
             "permissions"
-        ) from error
+        ) from None
     if not found:
         raise UserError(
             f"{key} must contain rows, got {file}, which is empty (no rows); write the file again"
@@ -93,17 +93,17 @@ def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
             f"{key} must contain text in UTF-8, got line {number} of {file} with the byte 0x{byte:02x}; save "
             f"the file as UTF-8 (it is probably {likely}: iconv -f {likely} -t utf-8 "
             f"{shlex.quote(str(file))} > <new file>)"
-        ) from error
+        ) from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         if number == 0 and "Not a gzipped file" in str(error):
             raise UserError(
                 f"{key} must contain gzip files under names with .gz, got {file}, which is not compressed; "
                 f"rename it to {file.with_suffix('').name}"
-            ) from error
+            ) from None
         raise UserError(
             f"{key} must contain complete gzip files, got {file}, which is damaged after line {number} "
             f"({error}); compress or copy the file again"
-        ) from error
+        ) from None
 
 
 def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
@@ -130,7 +130,7 @@ def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
                 remedy += "; if the file is CSV, change its suffix to .csv"
             raise UserError(
                 f"{key} must contain one JSON object per line, got {place} ({reason}); {remedy}"
-            ) from error
+            ) from None
         if first and (table := rows_of_table(row)):
             yield from _numbered(table, file, key)
             return
@@ -158,7 +158,7 @@ def _array(text: str, file: Path, key: str) -> Iterator[tuple[str, Row]]:
         raise UserError(
             f"{key} must contain an array of JSON objects, got line {line} of {file} ({_reason(error)}); "
             "correct the file"
-        ) from error
+        ) from None
     yield from _numbered(objects, file, key)
 
 
@@ -208,7 +208,7 @@ def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
             raise UserError(
                 f"{key} must contain CSV with commas and double quotes, got {place} ({error}); correct the "
                 "line"
-            ) from error
+            ) from None
         if not header:
             header = [name.strip() for name in cells]
             if len(header) == 1 and re.search(r"[;\t|]", header[0]):
@@ -244,7 +244,7 @@ def _parquet_rows(file: Path, key: str, columns: Sequence[str] | None) -> Iterat
         raise UserError(
             f"{key} must contain readable Parquet files, got {file} ({str(error).splitlines()[0]}); write or "
             "copy the file again"
-        ) from error
+        ) from None
 
 
 def without_nulls(value: Any) -> Any:

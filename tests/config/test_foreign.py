@@ -49,7 +49,7 @@ def remedies() -> list[list[str]]:
     names = [name for row in (*TABLE, *ELSEWHERE) for name, _ in row.named()]
     for row in dict.fromkeys(meant[0] for name in names if (meant := meaning(name, known))):
         value = VALUES.get(row.key, "3")
-        words = [shlex.split(assigned(row, value, known).replace("<value>", value))]
+        words = [shlex.split(assigned(row, value).replace("<value>", value))]
         if row.key == WITHOUT:
             words = [[word] for word in re.findall(r"\b[\w.]+=[^\s,;]+", row.note)]
         found += words

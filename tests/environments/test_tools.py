@@ -632,9 +632,9 @@ def test_an_address_of_nothing_lists_the_names_of_the_file_and_one_of_a_method_n
     key = "environment.functions"
     with pytest.raises(UserError, match=r"only find, Db\).* set 'environment.functions=\[.*mine.py:find\]'$"):
         schemas([f"{file}:absent"])
-    found = function_problem(key, f"{file}:Db.look", None, classes=True)
+    found = function_problem(key, f"{file}:Db.look", None)
     assert found is not None and f"set 'environment.functions=[{file}:Db]'" in found
-    assert function_problem(key, f"{file}:Db", None, classes=True) is None
+    assert function_problem(key, f"{file}:Db", None) is None
     found = function_problem("scorer.path", f"{file}:Db.look", None)
     assert found is not None and f"look = Db().look below the class and set scorer.path={file}:look" in found
 
