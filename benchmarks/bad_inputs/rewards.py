@@ -78,7 +78,7 @@ ROWS = (
     runs("with_default", "my_rewards:with_default"),
     runs("lambda", "my_rewards:anonymous"),
     function("generator_function", "my_rewards:yields", code=None, keeps=True),
-    function("async", "my_rewards:waits", "async", code=None, keeps=True),
+    runs("async", "my_rewards:waits"),
     function("pair", "my_rewards:pair", "(0.5, 1.0)"),
     function("complex", "my_rewards:complex_number", "1j"),
     function("big_tensor", "my_rewards:big_tensor", "tensor"),

@@ -110,5 +110,5 @@ def check_formats(
             raise UserError(
                 f"the chat template of the reward model at {at} must format the dialogues ({problem}); name "
                 "another reward model, or correct its chat template"
-            ) from error
+            ) from None
         yield from (f"{'='.join(named)}: {warning}" for warning in format.warnings())

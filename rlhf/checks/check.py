@@ -99,7 +99,7 @@ def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
             raise UserError(*found)
         return to_config(config if "scorer=reward_model" in overrides else default_scorer(config))
     except OmegaConfBaseException as error:
-        raise UserError(explain(error, overrides)) from error
+        raise UserError(explain(error, overrides)) from None
 
 
 def overrides_of(overrides: Any) -> list[str]:

@@ -47,7 +47,7 @@ def _rewards_have_an_environment(cfg: Config) -> Iterator[str]:
                 f"{key} must not be environment (a judge compares with references, which are no episodes), "
                 f"got environment; set scorer@gold=none"
             )
-        elif each.reads_rewards and not cfg.environment.rewards:
+        elif each.reads_rewards and not cfg.environment.answers:
             yield (
                 f"{key} must not be environment with environment={chosen(cfg, 'environment')} (it gives no "
                 f"rewards), got environment; set {key}=answer"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 from rlhf.config import function_source
@@ -32,8 +32,10 @@ ONLY_HERE = "only_in_this_process"  # stands for the module of functions that we
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # folders
 _FORM = re.compile(rf"(?P<place>.+\.py|{NAME}(\.{NAME})*):(?P<name>{NAME})")
 _LAST_NAME = re.compile(rf"(?P<place>.+?)(?:::|[:./#\\])(?P<name>{NAME})")  # after the last separator
+_METHOD = re.compile(rf"(.+:{NAME})\.({NAME})")
+_CLASSES = ("environment.functions",)  # keys of functions that may be classes
+_LISTS = ("hooks", *_CLASSES)  # keys of lists of addresses
 _CLASS = "a class"
-_ASYNC = "an async function, whose result must be awaited"
 
 
 def function_problem(key: str, path: object, arguments: tuple[str, ...] | None) -> str | None:
@@ -49,11 +51,16 @@ def function_problem(key: str, path: object, arguments: tuple[str, ...] | None) 
     if match is not None and several and not Path(match["place"]).expanduser().is_file():
         match = None
     if not isinstance(path, str) or match is None:
-        remedy = f"set {key}=my_module:my_function"
-        if several:
+        remedy = f"set {_assigned(key, 'my_module:my_function')}"
+        if method := _METHOD.fullmatch(str(path)):
+            whole, name = method.groups()
+            place, _, owner = whole.rpartition(":")
+            remedy = f"write {name} = {owner}().{name} below the class and set {key}={place}:{name}"
+            remedy = f"set {_assigned(key, whole)} (methods are tools)" if key in _CLASSES else remedy
+        elif several:
             remedy = f"for several functions set {setting(key, several)}"
         elif close := _suggestion(str(path or "")):
-            remedy = f"did you mean {setting(key, close)}?"
+            remedy = f"did you mean {_assigned(key, close)}?"
         return (
             f"{key} must be <module>:<function> or <file>.py:<function> (it names a Python function), got "
             f"{'null' if path is None else repr(path)}; {remedy}"
@@ -73,13 +80,13 @@ def function_problem(key: str, path: object, arguments: tuple[str, ...] | None) 
     if found := source.missing_import():
         return at.missing_import(*found)
     if source.lacks(at.name):
-        return at.absent(source.functions)
+        return at.absent([*source.functions, *(source.classes if key in _CLASSES else ())])
     definition = source.definition(at.name)
-    if isinstance(definition, ast.FunctionDef | ast.Lambda):
+    if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         if arguments is None:
             return None
         return at.arguments_problem(function_source.signature(definition.args), arguments)
-    kind = {ast.ClassDef: _CLASS, ast.AsyncFunctionDef: _ASYNC}.get(type(definition))
+    kind = _CLASS if isinstance(definition, ast.ClassDef) and key not in _CLASSES else None
     if isinstance(definition, ast.Constant):
         kind = f"of type {type(definition.value).__name__}"
     return at.no_function(kind, source.functions) if kind else None
@@ -95,7 +102,7 @@ def class_problem(key: str, path: str) -> str | None:
     if _FORM.fullmatch(path) is None:
         return (
             f"{key} must be <module>:<Class> or <file>.py:<Class> (it names a Python class), got {path!r}; "
-            f"set {key}={'[my_module:MyClass]' if key == 'hooks' else 'my_module:MyClass'}"
+            f"set {_assigned(key, 'my_module:MyClass')}"
         )
     at = _Address(key, path, "class")
     source = at.source()
@@ -119,10 +126,10 @@ def load_function(key: str, path: str, arguments: tuple[str, ...] | None) -> Cal
     at = _Address(key, path)
     module = at.load()
     function = getattr(module, at.name, None)
-    functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+    functions = at.own(module, *[FunctionType, *([type] if key in _CLASSES else [])])
     if function is None:
         raise UserError(at.absent(functions))
-    kind = _CLASS if inspect.isclass(function) else _ASYNC if inspect.iscoroutinefunction(function) else None
+    kind = _CLASS if inspect.isclass(function) and key not in _CLASSES else None
     if not callable(function):
         kind = f"of type {type(function).__name__}"
     if kind is not None:
@@ -146,7 +153,7 @@ def load_class(key: str, path: str) -> type:
     module = at.load()
     found = getattr(module, at.name, None)
     if not isinstance(found, type):
-        raise UserError(at.absent([name for name, value in vars(module).items() if isinstance(value, type)]))
+        raise UserError(at.absent(at.own(module, type)))
     return found
 
 
@@ -158,7 +165,11 @@ def takes_lists(path: str) -> bool | None:
     place, _, name = path.rpartition(":")
     source = _readable(place)
     definition = source.definition(name) if source is not None else None
-    return function_source.takes_lists(definition.args) if isinstance(definition, ast.FunctionDef) else None
+    return (
+        function_source.takes_lists(definition.args)
+        if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef)
+        else None
+    )
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -167,6 +178,11 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(function)
     except ValueError:
         return None
+
+
+def _assigned(key: str, address: str) -> str:
+    """Return the setting of an address, as it is typed in a shell."""
+    return setting(key, [address] if key in _LISTS else address)
 
 
 def addresses(value: object) -> list[str]:
@@ -203,9 +219,10 @@ class _Address:
     def message(self, rule: str, reason: object, remedy: str) -> str:
         return f"{self.key} must {rule} ({reason}), got {self.path!r}; {remedy}"
 
-    def setting(self, address: str) -> str:
-        """Return the setting of another address, as it is typed in a shell."""
-        return f"{self.key}=[{address}]" if self.key == "hooks" else setting(self.key, address)
+    def own(self, module: ModuleType, *kinds: type) -> list[str]:
+        """Return the public names of objects of some kinds that a module defines, and does not import."""
+        found = [(name, value) for name, value in vars(module).items() if isinstance(value, kinds)]
+        return [name for name, value in found if value.__module__ == module.__name__ and name[0] != "_"]
 
     def source(self) -> function_source.Source | str | None:
         """Return the source of the module, or why it cannot be read; None: it is not a Python file."""
@@ -213,10 +230,10 @@ class _Address:
             return _read(self.place)
         except ModuleNotFoundError as error:
             other = f"<path of the file>.py:{self.name}"
-            other = f"[{other}]" if self.key == "hooks" else other
+            other = f"[{other}]" if self.key in _LISTS else other
             remedy = f"run the command in the folder that contains it, or set {self.key}={other}"
             if self.kind == "function" and (close := _similar(self.place)):
-                remedy = f"did you mean {self.setting(f'{close}:{self.name}')}?"
+                remedy = f"did you mean {_assigned(self.key, f'{close}:{self.name}')}?"
             return self.message(f"name a {self.kind} in an existing module or file", error, remedy)
         except OSError as error:
             remedy = f"check {_file_of(self.place)}"
@@ -237,12 +254,12 @@ class _Address:
                     return _load_file(Path(self.place).expanduser())
                 return importlib.import_module(self.place)
         except SyntaxError as error:
-            raise UserError(self.not_importable(error, error.filename, error.lineno)) from error
+            raise UserError(self.not_importable(error, error.filename, error.lineno)) from None
         except (Exception, SystemExit) as error:  # the user's code may raise any exception
             where = _innermost(error, self.place)
             if "attempted relative import" in str(error) and self.place.endswith(".py"):
-                raise UserError(self.relative_import(where.lineno)) from error
-            raise UserError(self.not_importable(error, where.filename, where.lineno)) from error
+                raise UserError(self.relative_import(where.lineno)) from None
+            raise UserError(self.not_importable(error, where.filename, where.lineno)) from None
 
     def not_importable(self, error: BaseException, file: str | None, line: int | None) -> str:
         """Return the message for a module whose import raises `error` at a line of a file."""
@@ -262,7 +279,7 @@ class _Address:
         return self.message(
             "be <package>.<module>:<function> for a file with relative imports",
             f"{f'line {line} of {file}' if line else file} has one",
-            f"set {setting(self.key, f'{module}:{self.name}')}{where}",
+            f"set {_assigned(self.key, f'{module}:{self.name}')}{where}",
         )
 
     def missing_import(self, line: int, module: str) -> str:
@@ -279,7 +296,7 @@ class _Address:
     def absent(self, names: list[str]) -> str:
         """Return the message for a module that has these functions or classes, but nothing of this name."""
         wanted = f"class {self.name}" if self.kind == "class" else self.name
-        has = f"there is no {wanted} in it" + (f", only {', '.join(names[:5])}" if names else "")
+        has = f"there is no {wanted} in it" + (f", only {', '.join(names[:20])}" if names else "")
         return self.message(f"name a {self.kind} of {self.place}", has, self.other(names))
 
     def no_function(self, kind: str, functions: list[str]) -> str:
@@ -292,7 +309,7 @@ class _Address:
         if not names:
             return f"write the {self.kind} in {self.place}"
         close = get_close_matches(self.name, names, n=1)
-        other = self.setting(f"{self.place}:{(close or names)[0]}")
+        other = _assigned(self.key, f"{self.place}:{(close or names)[0]}")
         return f"did you mean {other}?" if close or self.kind == "class" else f"set {other}"
 
     def arguments_problem(

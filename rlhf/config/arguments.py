@@ -213,7 +213,7 @@ def _as_settings(arguments: Sequence[str], place: int, own: Collection[str]) -> 
         if found and (exact is None or found[2] != OTHERS):
             row = found[0]
             if row.key != WITHOUT:
-                word = assigned(row, value or _switched(row.key, name))
+                word = assigned(row, value or _switched(row.key, name), arguments)
                 words[row.key] = word if "<value>" not in word else words.get(row.key, word)
             note = f"{name}: {row.note}" if row.key != WITHOUT else f"leave {name} out ({row.note})"
             notes += [note] if row.note else []
@@ -221,11 +221,8 @@ def _as_settings(arguments: Sequence[str], place: int, own: Collection[str]) -> 
             words[meant] = as_typed(meant, value or _switched(meant, name) or "<value>")
         elif (name, value) == flags[0]:
             return None
-    if "algo.kl_coef" in words and not any(
-        each.startswith("algo=") for each in [*arguments, *words.values()]
-    ):
-        words = {"algo": "algo=grpo", **words}
-    return "; ".join([*([f"write {' '.join(words.values())}"] if words else []), *dict.fromkeys(notes)])
+    once = " ".join(dict.fromkeys(" ".join(words.values()).split(" ")))  # a choice of several settings
+    return "; ".join([*([f"write {once}"] if words else []), *dict.fromkeys(notes)])
 
 
 def _switched(key: str, flag: str) -> str:

@@ -173,5 +173,6 @@ def declarations(key: str) -> list[tuple[type, Any]]:
 
 def takes_list(key: str) -> bool:
     """Return whether a key, such as `optim.betas` or `model.lora.targets`, has a list as its value."""
-    hints = [hint for _, hint in declarations(key)]
+    exact = {each.section for each in declared_keys() if each.key == key}
+    hints = [hint for section, hint in declarations(key) if section in exact or not exact]
     return any(get_origin(each) in (tuple, list) for hint in hints for each in (hint, *get_args(hint)))

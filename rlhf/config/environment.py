@@ -106,7 +106,7 @@ class GuessNumberConfig(ClassConfig):
 @option("environment", "tools", part="rlhf.environments.tools:build")
 @dataclass(kw_only=True, slots=True)
 class ToolsConfig(TurnsConfig):
-    """Python functions that a reply may call. A reply without a call ends the episode; a scorer judges it."""
+    """Functions, or methods of a class, that a reply may call; a scorer judges the last reply."""
 
     rewards: ClassVar[bool] = False
 
@@ -114,7 +114,8 @@ class ToolsConfig(TurnsConfig):
     role: str = "tool"
     functions: list[str] = entry(
         factory=list,
-        means="<file>.py:<function> or <module>:<function>, with type hints and a docstring that has Args:",
+        means="<file>.py:<function> or <module>:<function>, with type hints and a docstring that has Args:; "
+        "or a class of such methods",
     )
     response_template: str | None = entry(
         None, means="JSON file with a response template of transformers, which reads calls; null: the model's"
@@ -130,7 +131,7 @@ class ToolsConfig(TurnsConfig):
         yield from TurnsConfig.problems(self, at)
         if not self.functions:
             key = f"{at}.functions"
-            yield f"{key} must name at least one function, got []; set {key}=[<file>.py:<function>]"
+            yield f"{key} must name at least one function, got []; set '{key}=[<file>.py:<function>]'"
         for address in self.functions:
             if problem := function_problem(f"{at}.functions", address, None):
                 yield problem

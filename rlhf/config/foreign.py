@@ -62,7 +62,7 @@ model.dtype | fp16 |  |  | float16
 model.lora.rank | lora_r r | ds.lora.rank lora_rank | model.lora_rank
 model.lora.alpha | lora_alpha | ds.lora.alpha lora_alpha | model.lora_alpha
 model.lora.targets | lora_target_modules target_modules | ds.lora.target_modules target_modules |
-    model.target_modules |  | a list; null: all linear layers
+    model.target_modules |  | a list; all-linear: null
 model.lora.rank | use_peft |  |  | 16
 model.lora.modules_to_save | lora_modules_to_save
 - | load_in_4bit load_in_8bit use_bnb_nested_quant | ds.load_in_4bit load_in_4bit |  |  | base weights are
@@ -92,7 +92,15 @@ generator.response_length | max_completion_length max_new_tokens | rollout.max_n
 generator.temperature | temperature | rollout.temperature | rollout.temperature
 eval.temperature |  | eval.temperature | rollout.val_kwargs.temperature
 generator | use_vllm | vllm.num_engines vllm_num_engines | rollout.name | vllm
-generator | vllm_mode | train.colocate_all |  | vllm_colocated
+generator | vllm_mode |  |  | vllm_colocated | server: vllm_server; colocate: vllm_colocated
+generator |  | train.colocate_all |  | vllm_colocated
+generator.urls | vllm_server_base_url |  |  |  | a list
+generator.urls | vllm_server_host vllm_server_port |  |  | [http://127.0.0.1:8000] | host and port of each
+    server
+environment.functions | tools environment_factory |  |  |  | <file>.py:<function>, or <file>.py:<Class>
+    whose public methods are tools
+environment.path | rollout_func |  |  | <file>.py:<Class> | a class with reset(example) and step(reply)
+environment.max_turns | max_tool_calling_iterations
 generator.memory | vllm_gpu_memory_utilization | vllm.gpu_memory_utilization |
     rollout.gpu_memory_utilization
 generator.tensor_parallel_size | vllm_tensor_parallel_size | vllm.tensor_parallel_size |
@@ -139,7 +147,8 @@ optim.schedule | lr_scheduler_type | actor.lr_scheduler lr_scheduler | actor.opt
 optim.warmup | warmup_steps warmup_ratio | actor.lr_warmup_ratio lr_warmup_ratio |
     actor.optim.lr_warmup_steps actor.optim.lr_warmup_steps_ratio
 optim.weight_decay | weight_decay | actor.adam.weight_decay l2 | actor.optim.weight_decay
-optim.betas | adam_beta1 adam_beta2 | actor.adam.betas adam_betas | actor.optim.betas |  | [0.9,0.999]
+optim.betas | adam_beta1 adam_beta2 |  |  | [0.9,0.999] | both in a list
+optim.betas |  | actor.adam.betas adam_betas | actor.optim.betas |  | a list
 optim.eps | adam_epsilon | actor.adam.eps
 optim.max_grad_norm | max_grad_norm | actor.max_norm max_norm | actor.grad_clip actor.optim.clip_grad
 optim.optimizer | optim | actor.optim | actor.optim.optimizer
@@ -259,7 +268,8 @@ def meaning(word: str, known: Collection[str] = ()) -> tuple[Foreign, str, str] 
                 found[True].append((each, name, project))
             elif plain(name).rpartition(".")[2] == wanted.rpartition(".")[2]:
                 found[False].append((each, name, project))
-    matches = found[True] or found[False]
+    longest = max((len(name) for _, name, _ in found[True]), default=0)  # with the most sections
+    matches = [match for match in found[True] if len(match[1]) == longest] or found[False]
     return next((match for match in matches if match[0].key in known), matches[0] if matches else None)
 
 

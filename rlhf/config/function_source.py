@@ -71,7 +71,8 @@ class Source:
 
     def relative_import(self) -> int | None:
         """Return the line of the first relative import that runs with the file, or None."""
-        functions = (node for node in self.tree.body if isinstance(node, ast.FunctionDef))
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        functions = (node for node in self.tree.body if isinstance(node, kinds))
         nodes = (*self.tree.body, *(inner for function in functions for inner in ast.walk(function)))
         found = (node.lineno for node in nodes if isinstance(node, ast.ImportFrom) and node.level)
         return next(found, None)

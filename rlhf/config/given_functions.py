@@ -30,6 +30,7 @@ from rlhf.core.files import digest, write_atomically
 from rlhf.core.formatting import shortened
 
 Function = Callable[..., Any]
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 _HEADER = (
     '"""A reward function that was given as an object in Python."""\n\nfrom __future__ import annotations\n\n'
@@ -284,7 +285,7 @@ class _Reader:
                     self.imports.add(f"import {inner}")
 
 
-def _definition(function: FunctionType) -> ast.FunctionDef | ast.Lambda:
+def _definition(function: FunctionType) -> _Definition:
     """Return the syntax tree of a function.
 
     Raises:
@@ -292,7 +293,7 @@ def _definition(function: FunctionType) -> ast.FunctionDef | ast.Lambda:
             imported), or has a decorator.
     """
     code = function.__code__
-    kind = ast.Lambda if code.co_name == "<lambda>" else ast.FunctionDef
+    kind = ast.Lambda if code.co_name == "<lambda>" else (ast.FunctionDef, ast.AsyncFunctionDef)
     try:
         text = "".join(inspect.findsource(code)[0])
         tree, made = ast.parse(text), compile(text, "<source>", "exec", dont_inherit=True)
@@ -306,7 +307,7 @@ def _definition(function: FunctionType) -> ast.FunctionDef | ast.Lambda:
     return nodes[0]
 
 
-def _begins(node: ast.FunctionDef | ast.Lambda, code: CodeType) -> bool:
+def _begins(node: _Definition, code: CodeType) -> bool:
     """Return whether a definition is at the place of a code object."""
     if isinstance(node, ast.Lambda):  # a line may have several
         body = node.body
@@ -350,17 +351,17 @@ def _variables_around(function: FunctionType) -> dict[str, Any]:
         raise _NoSource("it reads a variable that is not set") from error
 
 
-def _as_def(node: ast.FunctionDef | ast.Lambda, name: str, function: FunctionType) -> ast.FunctionDef:
+def _as_def(node: _Definition, name: str, function: FunctionType) -> ast.stmt:
     """Return a definition under another name, with the values of its defaults.
 
     Raises:
         _NoSource: a default is an object without a source.
     """
-    (made,) = ast.parse(f"def {name}(): pass").body
-    assert isinstance(made, ast.FunctionDef)
+    (made,) = ast.parse(f"{'async ' * isinstance(node, ast.AsyncFunctionDef)}def {name}(): pass").body
+    assert isinstance(made, ast.FunctionDef | ast.AsyncFunctionDef)
     made.args = node.args
     made.body = [ast.Return(node.body)] if isinstance(node, ast.Lambda) else node.body
-    if isinstance(node, ast.FunctionDef):
+    if not isinstance(node, ast.Lambda):
         made.returns = node.returns
     by_name: Mapping[str, Any] = function.__kwdefaults__ or {}
     made.args.defaults = [_as_literal(value) for value in function.__defaults__ or ()]

@@ -64,7 +64,7 @@ def explained(overrides: Sequence[str], sweep: bool = False) -> Iterator[None]:
     except UserError:
         raise
     except CONFIG_ERRORS as error:
-        raise UserError(explain(error, overrides, sweep)) from error
+        raise UserError(explain(error, overrides, sweep)) from None
 
 
 def explain(error: Exception, overrides: Sequence[str], sweep: bool = False) -> str:
@@ -217,7 +217,7 @@ def _unknown_key(key: str, section: type, overrides: Sequence[Override], where: 
         )
     if not parent:
         known = sorted({*known, *groups()})
-        guess = _top_level(typed, value, known, keys_of_run(each.text for each in overrides))
+        guess = _top_level(typed, value, known, [each.text for each in overrides])
         rule = f"{typed} must be a setting or a group{place} (there is no {leaf})"
         return f"{rule}, got {got}; {guess or 'see --help'}"
     option = option_name(section)
@@ -228,14 +228,14 @@ def _unknown_key(key: str, section: type, overrides: Sequence[Override], where: 
     elsewhere = [other for other in _owners(parent, leaf) if other != option]
     found = meaning(key, own)
     if found and (found[0].key in own or value in options(found[0].key) or not _same_leaf(leaf)):
-        guess = translated(key, value, own)
+        guess = translated(key, value, own, [each.text for each in overrides])
     elif value in options(group_of(parent)):
         guess = f"set {chosen_by(parent)}={value}"
     elif elsewhere:
         belongs = ", ".join(f"{chosen_by(parent)}={other}" for other in elsewhere)
         guess = f"it belongs to {belongs}: choose that option, or leave it out"
     elif found and found[2] == OTHERS:
-        guess = translated(key, value, own)
+        guess = translated(key, value, own, [each.text for each in overrides])
     else:
         guess = _similar_key(parent, (leaf, typed.rpartition(".")[2]), known)
     return (
@@ -244,9 +244,9 @@ def _unknown_key(key: str, section: type, overrides: Sequence[Override], where: 
     )
 
 
-def _top_level(typed: str, value: str, known: Sequence[str], keys: Sequence[str]) -> str | None:
+def _top_level(typed: str, value: str, known: Sequence[str], words: Sequence[str]) -> str | None:
     """Return the remedy for a name that no setting or group has, or None."""
-    leaf = simple(typed.rpartition(".")[2])
+    leaf, keys = simple(typed.rpartition(".")[2]), keys_of_run(words)
     found = meaning(typed, keys)
     if same := [key for key in keys if simple(key) == simple(typed)]:
         return f"did you mean {same[0]}?"
@@ -257,7 +257,7 @@ def _top_level(typed: str, value: str, known: Sequence[str], keys: Sequence[str]
         if same or (named := option_named(typed)):
             return f"did you mean {' or '.join(same[:2]) or named}?"
     return (
-        translated(typed, value, keys)
+        translated(typed, value, keys, words)
         or suggestion(typed, all_keys() if "." in typed else known, "did you mean {}?")
         or suggestion(leaf, known, "did you mean {}?")
         or suggestion(leaf, all_keys(), "did you mean {}?")

@@ -33,4 +33,4 @@ def load() -> None:
             raise UserError(
                 f"{point.value} must import (the package {package} names it in its entry points), got "
                 f"{type(error).__name__}: {error}; fix or uninstall {package}"
-            ) from error
+            ) from None

@@ -29,7 +29,7 @@ def load_config(file: Path) -> Config:
     try:
         return to_config(node)
     except OmegaConfBaseException as error:
-        raise damaged(file, error) from error
+        raise damaged(file, error) from None
 
 
 def _load_node(file: Path) -> DictConfig:
@@ -52,7 +52,7 @@ def _load_node(file: Path) -> DictConfig:
     except UserError:
         raise
     except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
-        raise damaged(file, error) from error
+        raise damaged(file, error) from None
     assert isinstance(merged, DictConfig)
     return merged
 

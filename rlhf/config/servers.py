@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,6 +12,7 @@ from rlhf.config.generator import Transfer, VLLMConfig
 from rlhf.config.schema import Affects, entry, number, option
 from rlhf.config.services import service_problems, token_problems, url_problems
 from rlhf.core.network import STATUS, is_loopback
+from rlhf.core.pasting import setting
 
 INTERFACE = "NCCL_SOCKET_IFNAME"  # environment variable with the network interface of NCCL
 
@@ -82,15 +84,20 @@ class VLLMServerConfig(VLLMConfig):
             )
         if not self.urls:
             return
-        for url in self.urls:
-            yield from url_problems(
-                f"{at}.urls", url, f"{at}.key_variable", "a server", "http://127.0.0.1:8000"
-            )
+        whole = [
+            url if re.match("https?://", url) else f"http://{url.rpartition('://')[2]}" for url in self.urls
+        ]
+        example, key = "http://127.0.0.1:8000", f"{at}.key_variable"
+        wrong = [
+            text for url in self.urls for text in url_problems(f"{at}.urls", url, key, "a server", example)
+        ]
+        remedy = f"set {setting(f'{at}.urls', whole)}"
+        yield from (text.replace(f"set {at}.urls={example}", remedy) for text in wrong)
         if len({*self.urls}) < len(self.urls):
             yield f"{at}.urls must name each server once, got {self.urls}; remove the second of both"
         if self.key_variable is not None:
             yield from token_problems(f"{at}.key_variable", self.key_variable)
-        elif not all(map(is_loopback, self.urls)):
+        elif not wrong and not all(map(is_loopback, self.urls)):
             yield (
                 f"{at}.key_variable must name an environment variable with the key of the servers (they are "
                 f"on other hosts, where everybody could use them), got null; set {at}.key_variable=RLHF_KEY"

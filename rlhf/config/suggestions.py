@@ -8,13 +8,14 @@ from dataclasses import fields
 from difflib import get_close_matches
 
 from rlhf.config.algo import AlgoConfig
-from rlhf.config.catalogue import all_keys, groups, options
+from rlhf.config.catalogue import all_keys, groups, options, takes_list
 from rlhf.config.foreign import WITHOUT, Foreign, meaning
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.pasting import as_typed, setting
 
 _MANY = 20  # with more options, a message refers to --help instead of listing them
 
+_USUAL = ("grpo", "vllm", "local", "tldr", "function", "tools")  # options that a remedy prefers
 _ALIASES = {  # values of other programs -> values of this project
     **{"fp16": "float16", "half": "float16", "f16": "float16"},
     **{"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"},
@@ -106,36 +107,57 @@ def simple_key(word: str, known: Iterable[str] | None = None) -> str | None:
     return same[0] if same else None
 
 
-def translated(word: str, value: str = "", known: Collection[str] = ()) -> str | None:
+def translated(
+    word: str, value: str = "", known: Collection[str] = (), words: Iterable[str] = ()
+) -> str | None:
     """Return the remedy for a name of TRL, OpenRLHF or verl; None: no such project has the name.
 
     Args:
         word: the key as typed.
         value: the value as typed.
         known: the keys that the config has, for a name with several meanings; empty: any.
+        words: the arguments of the command.
     """
     if (found := meaning(word, known)) is None:
         return None
     row, name, project = found
     if row.key == WITHOUT:
         return f"{name} of {project} has no key here: {row.note}"
-    return f"set {assigned(row, value)} ({name} in {project}{row.note and '; ' + row.note})"
+    return f"set {assigned(row, value, words)} ({name} in {project}{row.note and '; ' + row.note})"
 
 
-def assigned(row: Foreign, value: str) -> str:
+def assigned(row: Foreign, value: str, words: Iterable[str] = ()) -> str:
     """Return the arguments here for a setting of another project and its value there.
 
-    A path also selects the option that reads it: `task=local`, `scorer=function` or `scorer=http`.
+    They select the option that has the key, unless the arguments `words` of the command, or the default, do.
     """
     if value and value in options(row.key):
         return as_typed(row.key, value)
-    if row.key == "task.path" and value:
-        return f"task=local {setting(row.key, value)}"
     if row.key == "scorer.path" and re.match("https?://", value):
         return f"scorer=http {setting('scorer.url', value)}"
     if row.key == "scorer.path" and ":" in value:
-        return f"scorer=function {setting(row.key, value)}"
-    return row.setting(value)
+        return f"scorer=function {as_typed(row.key, value)}"
+    if value and value[0] != "[" and f"{value}: " not in row.note and takes_list(row.key):
+        value = f"[{value}]"
+    typed = setting(row.key, value) if row.key == "task.path" and value else row.setting(value)
+    return f"{_chosen(row.key, words)}{typed}"
+
+
+def _chosen(key: str, words: Iterable[str]) -> str:
+    """Return the choice of an option that has a key, with a blank; empty if the config has the key."""
+    group, _, inside = key.partition(".")
+    leaf = inside.partition(".")[0]
+    own = {
+        name.rpartition("/")[2]: cls for name, cls in SCHEMAS.items() if name.startswith(f"schema/{group}/")
+    }
+    having = [name for name, cls in own.items() if leaf in {each.name for each in fields(cls)}]
+    default = {"algo": "dpo"}.get(group, "")
+    chosen = next((word.partition("=")[2] for word in words if word.startswith(f"{group}=")), default)
+    if group == "logger":
+        return "" if not inside or leaf in chosen else f"logger={leaf} "
+    if len(having) in (0, len(own)) or chosen in having or (chosen and chosen not in own):
+        return ""
+    return f"{group}={next((name for name in _USUAL if name in having), having[0])} "
 
 
 def option_named(word: str) -> str | None:

@@ -93,7 +93,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
         raise UserError(
             f"model.chat_template must be a file with a Jinja template or {PLAIN} ({error}), got {chosen!r}; "
             f"set model.chat_template={PLAIN}"
-        ) from error
+        ) from None
     if not text.strip() or _is_json(text):
         raise UserError(
             f"model.chat_template must be a file with a Jinja template or {PLAIN}, got {chosen}, "
@@ -209,7 +209,7 @@ def formatted(
     except ImportError:  # of transformers or Jinja; the template is not at fault
         raise
     except Exception as error:  # a template is a program, and raises whatever its operations raise
-        raise UserError(_refused(tokenizer, error, messages, where, options)) from error
+        raise UserError(_refused(tokenizer, error, messages, where, options)) from None
     if not any(CALLS in turn and turn["content"] == "" for turn in messages):
         return text
     # Some templates write the calls of a message only if its content is null, others print a null as "None".

@@ -14,7 +14,7 @@ class UserError(ValueError):
     """Invalid input or configuration. The message gives key, rule, reason, value and remedy.
 
     Wherever a run raises this error, the command ends with `error: ...`, exit code 2 and no traceback.
-    `problems` has one message for each problem.
+    `problems` has one message for each problem. The error that led to it is not shown (`from None`).
     """
 
     everywhere = False  # True: all ranks raise this error, so only the first rank prints it
@@ -71,7 +71,7 @@ def explained(*explanations: Callable[[Exception], Exception | None]) -> Iterato
     except Exception as error:
         for explain in explanations:
             if (explanation := explain(error)) is not None:
-                raise explanation from error
+                raise explanation from (None if isinstance(explanation, UserError) else error)
         raise
 
 
@@ -86,17 +86,17 @@ def one_line(error: BaseException) -> str:
     return f"{kind}: {text}" if text else kind
 
 
-def place_in_code(error: BaseException, caller: str) -> str:
+def place_in_code(error: BaseException, *callers: str) -> str:
     """Return, for a message, the innermost line of the user's file in the traceback of an error.
 
     Args:
         error: an exception of the user's code.
-        caller: the file that called the code.
+        callers: the files that called the code.
     """
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != caller and not frame.filename.startswith("<frozen")
+        if frame.filename not in callers and not frame.filename.startswith("<frozen")
     ]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""

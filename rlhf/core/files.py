@@ -188,7 +188,7 @@ def read_lines(file: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]
         raise UserError(
             f"{file} must be a file that can be read, got: {error.strerror}; move it away: "
             f"mv {shlex.quote(str(file))} {shlex.quote(f'{file}.damaged')}"
-        ) from error
+        ) from None
     for number, line in damaged.items():
         keys = f" with {', '.join(required)}" if required else ""
         raise UserError(

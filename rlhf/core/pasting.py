@@ -15,6 +15,7 @@ from typing import Any
 
 WIDTH = 80  # a longer command is divided into lines
 PLAIN = re.compile(r"(?!\.\d)[A-Za-z_./][\w./@:+-]*", re.ASCII)  # texts that Hydra reads without quotes
+_TYPED = re.compile(r"[\w.+-]+|<value>", re.ASCII)  # what a user typed in place of a number, as it is
 _NOT_TEXT = re.compile(r"null|true|false|nan|inf", re.I)  # texts that Hydra reads as other values
 
 
@@ -24,8 +25,13 @@ def setting(key: str, value: Any) -> str:
 
 
 def as_typed(key: str, value: str) -> str:
-    """Return `key=value` for a value that a user typed: a number stays a number, unlike in `setting`."""
-    return f"{key}={value}" if re.fullmatch(r"[\w.+-]+|<value>", value, re.ASCII) else setting(key, value)
+    """Return `key=value` for a value that a user typed: numbers and lists stay what they are."""
+    if inside := re.fullmatch(r"\[(.*)\]", value):
+        items = [item.strip(" \"'") for item in inside[1].split(",")]
+        return shlex.quote(
+            f"{key}=[{','.join(each if _TYPED.fullmatch(each) else as_text(each) for each in items)}]"
+        )
+    return f"{key}={value}" if _TYPED.fullmatch(value) else setting(key, value)
 
 
 def override(key: str, value: Any) -> str:

@@ -344,7 +344,7 @@ def prepare(config: ZeroConfig, dtype: Dtype, ranks: Ranks) -> None:
         raise UserError(
             f"backend.deepspeed must be settings that DeepSpeed accepts ({said}), got {config.deepspeed}; "
             "correct or leave out the setting that it names"
-        ) from error
+        ) from None
     if config.offload_optimizer:
         ranks.from_first(lambda: _build_cpu_adam(config.name))
 
@@ -400,7 +400,7 @@ def _build_cpu_adam(name: str) -> None:
             f"backend={name} needs DeepSpeed's CPU optimizer, which is compiled with a C++ compiler and "
             f"ninja ({reason}), got {name}; install them, or set "
             f"backend={name.removesuffix('_offload')}"
-        ) from error
+        ) from None
 
 
 def _load_tensors(path: str | Path, map_location: Any = None, mmap: bool = False) -> Any:

@@ -29,6 +29,7 @@ _GRACE_S = 1.0  # an event loop ends a call that takes too long itself, unless i
 _POLL_S = 0.5  # between two looks at the time limit
 _MOST_HANGING = 3
 _abandoned: list[Thread] = []  # threads of this process that did not return in time
+_idle: list[_Loop] = []  # event loops without calls: clients of the user's code belong to the loop they know
 
 
 @dataclass(eq=False, slots=True)
@@ -86,9 +87,11 @@ class _Worker(Thread):
 class _Loop(Thread):
     """A thread with an event loop, which makes all calls at the same time, until it gets None."""
 
-    def __init__(self, ended: SimpleQueue[Call], limit_s: float) -> None:
-        super().__init__(name="environment", daemon=True)
-        self.ended, self.limit_s = ended, limit_s
+    ended: SimpleQueue[Call]
+    limit_s: float
+
+    def __init__(self) -> None:
+        super().__init__(name="event loop", daemon=True)
         self.loop, self.stopped = asyncio.new_event_loop(), asyncio.Event()
         self.start()
 
@@ -100,11 +103,11 @@ class _Loop(Thread):
         if call is None:
             self.loop.call_soon_threadsafe(self.stopped.set)
         else:
-            call.thread, call.began = self, perf_counter()
-            asyncio.run_coroutine_threadsafe(self.make(call), self.loop)
+            call.thread = self
+            asyncio.run_coroutine_threadsafe(self.make(call, self.ended, self.limit_s), self.loop)
 
-    async def make(self, call: Call) -> None:
-        result, error, limit = None, None, asyncio.timeout(self.limit_s)
+    async def make(self, call: Call, ended: SimpleQueue[Call], limit_s: float) -> None:
+        call.began, result, error, limit = perf_counter(), None, None, asyncio.timeout(limit_s)
         try:
             async with limit:
                 result = call.function()
@@ -113,7 +116,7 @@ class _Loop(Thread):
             origin = raised.__cause__ or raised.__context__  # before Python 3.11.4, a timeout has no cause
             error = origin if limit.expired() and origin else raised
         if call.end(result, error, limit.expired()):
-            self.ended.put(call)
+            ended.put(call)
 
 
 class Calls:
@@ -133,7 +136,12 @@ class Calls:
         self._threads = [self._thread() for _ in range(1 if in_loop else threads)]
 
     def _thread(self) -> _Worker | _Loop:
-        return _Loop(self._ended, self.limit_s) if self.in_loop else _Worker(self._asked, self._ended)
+        if not self.in_loop:
+            return _Worker(self._asked, self._ended)
+        _idle[:] = [loop for loop in _idle if loop.is_alive()]  # a process that was forked has none
+        loop = _idle.pop() if _idle else _Loop()
+        loop.ended, loop.limit_s = self._ended, self.limit_s
+        return loop
 
     def ask(self, key: Any, function: Callable[..., Any], *arguments: Any) -> None:
         """Make a call as soon as a thread is free."""
@@ -194,12 +202,20 @@ class Calls:
                 self.ended(left)
             self._give_up()
             self._settings.close()
+        workers = [thread for thread in self._threads if isinstance(thread, _Worker)]
+        _idle.extend(thread for thread in self._threads if isinstance(thread, _Loop))
         for thread in self._threads:
             note_children(thread.native_id or 0)
-            thread.ask(None)
-        for thread in self._threads:
-            thread.join(_GRACE_S)
+        for worker in workers:
+            worker.ask(None)
+        for worker in workers:
+            worker.join(_GRACE_S)
         self._threads = []
+
+
+def asynchronous(function: object) -> bool:
+    """Return whether the results of a function, or of a callable object, must be awaited."""
+    return any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
 
 
 def too_many_hang() -> bool:

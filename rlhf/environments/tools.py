@@ -2,17 +2,33 @@
 
 A function is described to the model by its type hints and its docstring (Google style). The chat template
 writes the descriptions into the prompt, and a response template of transformers reads the calls of a reply.
+Of a class, each episode has an instance of its own, whose public methods are tools.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from enum import Enum
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing import parse_response
@@ -22,7 +38,8 @@ from rlhf.config.address import load_function
 from rlhf.core.chat_format import QUESTION, render, template_name
 from rlhf.core.control import START
 from rlhf.core.errors import UserError, one_line
-from rlhf.environments.environment import Answer, EnvironmentFactory, Example, factory
+from rlhf.environments.calls import asynchronous
+from rlhf.environments.environment import Answer, EnvironmentFactory, Example, checked, factory
 from rlhf.environments.turns import Turns
 
 if TYPE_CHECKING:
@@ -49,21 +66,32 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 
 
+class _Tool(NamedTuple):
+    """A function, or a method of a class, as a model sees it."""
+
+    function: Callable[..., Any]  # of a class: without an instance
+    kind: type | None  # the class
+    types: dict[str, list[Any]]  # of the arguments
+    schema: dict[Any, Any]
+
+
 def build(config: ToolsConfig, tokenizer: PreTrainedTokenizerBase) -> EnvironmentFactory:
     """Return the factory of the environments of a run.
 
     Raises:
         UserError: a function, the response template or the chat template cannot be used.
     """
-    described = schemas(config.functions)
+    tools, described = _tools(tuple(config.functions)).values(), schemas(config.functions)
     turns = Turns(tokenizer, config.role, config.message_tokens, tools=described)
     prompt = render(tokenizer, [{"role": "user", "content": QUESTION}], tools=described)
     arguments = {
         "functions": tuple(config.functions),
-        "template": _response_template(tokenizer, config.response_template),
+        "template": _response_template(tokenizer, config.response_template, turns),
         "start": prompt.rpartition(QUESTION)[2],
     }
-    return factory(config, turns, f"{__name__}:Tools", arguments)
+    called = [getattr(tool.kind, name, None) for tool in tools for name in ("reset", "close")]
+    kind = AsyncTools if any(map(asynchronous, [*called, *(tool.function for tool in tools)])) else Tools
+    return factory(config, turns, f"{__name__}:{kind.__name__}", arguments)
 
 
 def schemas(functions: Sequence[str]) -> list[dict[str, Any]]:
@@ -72,39 +100,78 @@ def schemas(functions: Sequence[str]) -> list[dict[str, Any]]:
     Raises:
         UserError: a function has no type hints or no docstring, or two have one name.
     """
-    return [schema for _, schema in _tools(tuple(functions)).values()]
+    return [tool.schema for tool in _tools(tuple(functions)).values()]
 
 
-class Tools:
-    """Functions that a reply may call. A reply without a call ends the episode, without a reward.
+def gives_rewards(functions: Sequence[str]) -> bool:
+    """Return whether the type hint of a function says that it returns an answer, which may have a reward."""
+    found = _tools(tuple(functions)).values()
+    return any(get_type_hints(tool.function).get("return") is Answer for tool in found)
+
+
+class AsyncTools:
+    """Functions that a reply may call. A reply without a call ends the episode.
+
+    Consecutive calls of asynchronous functions run concurrently.
 
     Args:
-        functions: addresses of the functions.
+        functions: addresses of the functions and classes.
         template: a response template of transformers.
         start: what the chat template writes between a message and a reply, such as a mark of thoughts.
     """
 
+    in_loop: ClassVar[bool] = True  # an event loop runs the methods
+
     def __init__(self, functions: Sequence[str], template: ResponseTemplate, start: str) -> None:
         self._tools, self._schemas = _tools(tuple(functions)), schemas(functions)
+        self._waiting = [name for name, tool in self._tools.items() if asynchronous(tool.function)]
         self._template, self._start = template, start
-        self._results: list[tuple[str, bool]] = []  # of calls: the text, and whether it is an error
+        self._results: list[Answer] = []  # of calls
+        self._made = {kind: kind() for kind in {tool.kind: 0 for tool in self._tools.values()} if kind}
+        if not any(hasattr(kind, "close") for kind in self._made):
+            self.close = None  # type: ignore[method-assign, assignment]
 
-    def reset(self, example: Example) -> None:
-        """Begin the episode."""
+    async def reset(self, example: Example) -> None:
+        """Begin the episode: call the method `reset` of each class with the columns of the row."""
+        for made in self._made.values():
+            if reset := getattr(made, "reset", None):
+                known = {"example": example, "prompt": example.prompt, **example.record}
+                named = inspect.signature(reset).parameters
+                rest = any(each.kind is each.VAR_KEYWORD for each in named.values())
+                given = {name: known[name] for name in known if name in named or (rest and name != "example")}
+                if (text := await self._awaited(reset(**given))) is not None:
+                    raise TypeError(
+                        f"its text belongs in the prompt of the row; return None, not {text!r:.80}"
+                    )
 
-    def step(self, reply: str) -> Answer:
-        """Make all calls of a reply, in their order."""
-        self._results = results = []
+    async def step(self, reply: str) -> Answer:
+        """Make all calls of a reply, in their order, and return the answer."""
+        results = self._results = []
         parsed: dict[str, Any] = {}
         try:
             parsed = self._read(reply)
         except Exception as error:  # the parsers raise whatever a reply leads to
             results.append(_error(f"the call cannot be read: {str(error).partition(chr(10))[0]}"))
-        for call in parsed.get("tool_calls") or []:
-            results.append(self._result(call))
-            if self._results is not results:  # the reply was given up
-                break
-        return self._answer(results) if results else Answer(done=True)
+        found = parsed.get("tool_calls") or []
+        calls = [call.get("function") if isinstance(call, dict) else None for call in found]
+
+        def waits(call: Any) -> bool:
+            return isinstance(call, dict) and call.get("name") in self._waiting
+
+        for concurrent, some in groupby(calls, waits):
+            if concurrent:
+                results += await asyncio.gather(*map(self._result, some))
+            for call in () if concurrent else some:
+                results.append(await self._result(call))
+                if self._results is not results:  # the reply was given up
+                    return Answer()
+        return _joined(results)
+
+    async def close(self) -> None:
+        """End the episode: call the methods `close` of the classes."""
+        for made in self._made.values():
+            if close := getattr(made, "close", None):
+                await self._awaited(close())
 
     def _read(self, reply: str) -> dict[str, Any]:
         """Return the parts of a reply. A call ends where its JSON ends, also if an argument has the end mark.
@@ -130,67 +197,135 @@ class Tools:
     def timed_out(self, limit_s: float) -> Answer:
         """Return the answer to a reply with a call that takes too long; the calls behind it are not made."""
         results, self._results = self._results, []
-        return self._answer([*results, _error(f"timed out after {limit_s:g} s")])
+        return _joined([*results, _error(f"timed out after {limit_s:g} s")])
 
-    def _answer(self, results: list[tuple[str, bool]]) -> Answer:
-        return Answer("\n".join(text for text, _ in results), error=any(wrong for _, wrong in results))
-
-    def _result(self, call: Any) -> tuple[str, bool]:
-        """Make a call; return the text of its result, and whether it is an error."""
-        call = call.get("function") if isinstance(call, dict) else None
+    async def _result(self, call: Any) -> Answer:
+        """Make a call, and return its result."""
         name, given = (call.get("name"), call.get("arguments")) if isinstance(call, dict) else (None, None)
         if not isinstance(name, str) or not isinstance(given, dict):
             return _error("a call must be an object with a name and an object of arguments")
         if name not in self._tools:
             return _error(f"there is no tool {name}, only {', '.join(self._tools)}")
-        function, schema = self._tools[name]
+        tool = self._tools[name]
+        function = getattr(self._made[tool.kind], name) if tool.kind else tool.function
         try:
             inspect.signature(function).bind(**given)
         except TypeError as error:
             return _error(f"{name}: {error}")
-        for key, described in schema["function"]["parameters"]["properties"].items():
+        for key, described in tool.schema["function"]["parameters"]["properties"].items():
             if key in given and not _fits(given[key], described):
-                return _error(
-                    f"{name}: {key} must be {json.dumps(described.get('type'))}, got {given[key]!r}"
-                )
+                must = json.dumps(described.get("enum", described.get("type")))
+                return _error(f"{name}: {key} must be {must}, got {given[key]!r}")
         try:
-            return _text(name, function(**given)), False
+            given = {key: _meant(value, tool.types.get(key, [])) for key, value in given.items()}
+            result = await self._awaited(function(**given))
+            return checked(result) if isinstance(result, Answer) else Answer(_text(name, result))
+        except asyncio.CancelledError:
+            raise
         except BaseException as error:  # a tool may raise anything; the model chose the arguments
             return _error(one_line(error))
 
+    async def _awaited(self, result: Any) -> Any:
+        """Return a result; wait for it if that is necessary."""
+        if inspect.isawaitable(result):
+            return await result if self.in_loop else asyncio.run(asyncio.wait_for(result, None))
+        return result
+
+
+def _at_once(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
+    """Return a method that returns the result of an asynchronous one, which waits for nothing."""
+
+    def call(*given: Any) -> Any:
+        try:
+            method(*given).send(None)
+        except StopIteration as ended:
+            return ended.value
+
+    return call
+
+
+class Tools(AsyncTools):
+    """Functions of which none is asynchronous: their calls are made in a thread, one after another."""
+
+    in_loop: ClassVar[bool] = False
+
+    reset, step, close = map(_at_once, (AsyncTools.reset, AsyncTools.step, AsyncTools.close))  # type: ignore[arg-type]
+
+
+def _joined(results: Sequence[Answer]) -> Answer:
+    """Return the answer to a reply from the results of its calls; the episode is done if there are none."""
+    figures = Counter[str]()
+    for each in results:
+        figures.update(each.figures)
+    message, error = "\n".join(each.message for each in results), any(each.error for each in results)
+    done = not results or any(each.done for each in results)
+    return Answer(message, sum(each.reward for each in results), done, error, figures)
+
 
 @cache
-def _tools(functions: tuple[str, ...]) -> dict[str, tuple[Callable[..., Any], dict[Any, Any]]]:
-    """Return functions and their JSON schemas by the names of the functions."""
-    found: dict[str, tuple[Callable[..., Any], dict[Any, Any]]] = {}
+def _tools(functions: tuple[str, ...]) -> dict[str, _Tool]:
+    """Return functions, and the public methods of classes, by their names."""
+    found: dict[str, _Tool] = {}
     for address in functions:
-        function = load_function("environment.functions", address, None)
+        named = load_function("environment.functions", address, None)
         try:
-            _check_hints(function)
-            schema = get_json_schema(function)
+            tools = {name: _tool(name, *each) for name, each in _callable(named).items()}
         except Exception as error:  # of several kinds
             reason = " ".join(map(str, error.args))
             raise UserError(
-                "environment.functions must name functions with type hints, and a docstring with a line for "
-                f"each argument below Args: ({reason}), got {address}; write them"
-            ) from error
-        name = schema["function"]["name"]
-        if name in found:
+                "environment.functions must name functions, or classes of methods, with type hints, and a "
+                f"docstring with a line for each argument below Args: ({reason}), got {address}; write them"
+            ) from None
+        for name in tools.keys() & found.keys():
             raise UserError(f"environment.functions must have different names, got {name} twice; rename one")
-        found[name] = function, schema
+        found |= tools
     return found
 
 
-def _check_hints(function: Callable[..., Any]) -> None:
-    """Raise ValueError for an argument that no call in JSON can give, and for a function that yields."""
+def _callable(named: Any) -> dict[str, tuple[Callable[..., Any], type | None]]:
+    """Return a function by its name; of a class that needs no arguments, the public methods.
+
+    Raises:
+        ValueError: there are none.
+        TypeError: the class needs arguments.
+    """
+    if not isinstance(named, type):
+        return {named.__name__: (named, None)}
+    inspect.signature(named).bind()
+    names = dict.fromkeys(name for each in reversed(named.__mro__) for name in vars(each) if name[0] != "_")
+    members = {name: getattr(named, name) for name in names if name not in ("reset", "close")}
+    methods = [name for name, each in members.items() if inspect.isroutine(each)]
+    if not methods:
+        raise ValueError(f"{named.__name__} has no public method")
+    return {name: (members[name], named) for name in methods}
+
+
+def _tool(name: str, function: Callable[..., Any], kind: type | None) -> _Tool:
+    """Return a function as a model sees it.
+
+    Raises:
+        ValueError: no call in JSON can give an argument, or the function yields.
+    """
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ValueError(f"{function.__name__} must return its result, and not yield it")
-    hints = get_type_hints(function)
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(f"{name} of {function.__name__} must be given by its name")
-        if other := [each for each in _plain(hints.get(name, Any)) if each not in _HINTS]:
-            raise ValueError(f"{name} of {function.__name__} must be of a type of JSON, not {other[0]}")
+        raise ValueError(f"{name} must return its result, and not yield it")
+    hints, parameters = get_type_hints(function), [*inspect.signature(function).parameters.values()]
+    if kind is not None and inspect.isfunction(inspect.getattr_static(kind, name)):
+        del parameters[0]  # self
+    types = {each.name: _plain(hints.get(each.name, Any)) for each in parameters}
+    for each in parameters:
+        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            raise ValueError(f"{each.name} of {name} must be given by its name")
+        if other := [found for found in types[each.name] if found not in _HINTS and not _texts(found)]:
+            raise ValueError(
+                f"{each.name} of {name} must be of a type of JSON or an Enum of texts, and dict in place of "
+                f"a dataclass, not {other[0]}"
+            )
+    described: Any = lambda: None  # noqa: E731
+    described.__name__, described.__doc__ = name, inspect.getdoc(function)
+    described.__signature__ = inspect.Signature(parameters)
+    shown = [*types, *(["return"] if all(each in _HINTS for each in _plain(hints.get("return"))) else [])]
+    described.__annotations__ = {key: _in_json(hint) for key, hint in hints.items() if key in shown}
+    return _Tool(function, kind, types, get_json_schema(described))
 
 
 def _plain(hint: Any) -> list[Any]:
@@ -200,12 +335,53 @@ def _plain(hint: Any) -> list[Any]:
     return [each for inner in get_args(hint) for each in _plain(inner)] if get_args(hint) else [hint]
 
 
-def _response_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> ResponseTemplate:
+def _texts(kind: Any) -> dict[str, Enum]:
+    """Return the members of an Enum of texts by their values; {}: another type."""
+    members = {each.value: each for each in kind} if isinstance(kind, type) and issubclass(kind, Enum) else {}
+    return members if all(isinstance(value, str) for value in members) else {}
+
+
+def _in_json(hint: Any) -> Any:
+    """Return a type hint with the values of each Enum in its place."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if texts := _texts(hint):
+        return Literal[tuple(texts)]
+    if not inner or origin is Literal:
+        return hint
+    return (Union if origin is UnionType else origin)[tuple(map(_in_json, inner))]
+
+
+def _meant(value: Any, types: Sequence[Any]) -> Any:
+    """Return an argument with members of the Enums among its types in place of their values.
+
+    Raises:
+        KeyError: only an Enum is allowed, and has no such value.
+    """
+    if isinstance(value, list):
+        return [_meant(each, types) for each in value]
+    if isinstance(value, dict):
+        return {key: _meant(each, types) for key, each in value.items()}
+    members = {text: member for kind in types for text, member in _texts(kind).items()}
+    if not members or not isinstance(value, str) or (str in types and value not in members):
+        return value
+    return members[value]
+
+
+def _response_template(
+    tokenizer: PreTrainedTokenizerBase, file: str | None, turns: Turns
+) -> ResponseTemplate:
     """Return the response template in a file, of a tokenizer, or for a known form of calls."""
     found: Any = getattr(tokenizer, "response_template", None)
     chat = str(tokenizer.chat_template)
     if found is None and "<tool_call>" in chat and "<function=" not in chat:
         found = _HERMES
+    if found is file is None and not turns.describes_tools:
+        raise UserError(
+            "model.policy must name a model whose chat template describes tools (the model learns of them by "
+            f"the prompt), got {template_name(tokenizer)}; set model.policy=Qwen/Qwen3-0.6B, or "
+            "model.chat_template=<file with a Jinja template that does so>, or environment=python "
+            "environment.path=<file>.py:<Class>"
+        )
     try:
         if file is not None:
             found = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
@@ -218,7 +394,7 @@ def _response_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> 
             "environment.response_template must be a JSON file with a response template of transformers that "
             f"reads the calls of tools ({error}), got {file or 'null'} with {what}; set "
             "environment.response_template=<file>.json"
-        ) from error
+        ) from None
     return template
 
 
@@ -249,5 +425,5 @@ def _text(name: str, result: Any) -> str:
         raise TypeError(f"{name} must return text, numbers, lists, dicts or None ({error})") from error
 
 
-def _error(text: str) -> tuple[str, bool]:
-    return f"error: {text}"[:_MOST_CHARACTERS], True
+def _error(text: str) -> Answer:
+    return Answer(f"error: {text}"[:_MOST_CHARACTERS], error=True)

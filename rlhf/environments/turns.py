@@ -100,13 +100,17 @@ class Turns:
         """Return the text of a message from its token ids, without the marks of the template around it."""
         return str(self.tokenizer.decode(ids)).removeprefix(self._before).removesuffix(self._after)
 
+    @property
+    def describes_tools(self) -> bool:
+        """Whether the template writes the descriptions of tools into a prompt."""
+        plain = render(self.tokenizer, [{"role": "user", "content": QUESTION}])
+        return self._write([("user", QUESTION)]) != plain
+
     def warnings(self) -> Iterator[str]:
         """Yield a sentence for each way in which the template formats a dialogue other than as an episode."""
         if _THOUGHT not in self._dialogue(f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}", self.role, _MESSAGE):
             yield "the chat template leaves out the thoughts of earlier replies; an episode keeps them"
-        if self.options.get("tools") and render(self.tokenizer, [{"role": "user", "content": QUESTION}]) == (
-            self._write([("user", QUESTION)])
-        ):
+        if self.options.get("tools") and not self.describes_tools:
             yield "the chat template does not write the descriptions of tools; the prompts must have them"
         start, whole = self._write([("user", QUESTION)]), self._dialogue(_ANSWER, self.role, _MESSAGE)
         if not (before := whole.rpartition(_ANSWER)[0]).startswith(start):
@@ -128,7 +132,7 @@ class Turns:
                     if whole[-len(ids) - 1 :] != [self.tokenizer.eos_token_id, *ids]:
                         return "its tokens depend on earlier messages"
         except ValueError as error:  # an error of the template is the cause of a `UserError`
-            return str(error.__cause__ or error)
+            return str(error.__context__ or error)
         return None
 
     def _write(self, turns: list[tuple[str, str]]) -> str:

@@ -123,7 +123,7 @@ def distribution(override: Override) -> BaseDistribution:
         raise UserError(
             f"{override.key_or_group} must have valid bounds ({error}), got {override.input_line}; "
             "correct the bounds"
-        ) from error
+        ) from None
     return CategoricalDistribution(list(override.sweep_string_iterator()))
 
 

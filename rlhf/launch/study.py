@@ -96,7 +96,7 @@ def open_study(settings: SearchConfig, file: Path, name: str, definition: dict[s
             "hydra.sweeper.storage must be a file or the URL of a database that Optuna can use "
             f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}), got "
             f"{settings.storage or file}; set hydra.sweeper.storage=<another file>"
-        ) from error
+        ) from None
     other = [key for key, value in definition.items() if study.user_attrs["definition"].get(key) != value]
     if other:
         raise UserError(

@@ -263,7 +263,7 @@ def _settings_over_environment(settings: dict[str, Any]) -> Iterator[None]:
         raise UserError(
             f"hydra.launcher must be what SLURM accepts, got: {why}; change hydra.launcher.<key> or "
             "launchers/site.sh"
-        ) from error
+        ) from None
     finally:
         os.environ.update(hidden)
 

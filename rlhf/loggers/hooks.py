@@ -166,4 +166,4 @@ def _build(path: str) -> Hook:
         raise UserError(
             f"hooks must name classes that can be built without arguments ({one_line(error)}), "
             f"got {path!r}; correct {cls.__name__}.__init__"
-        ) from error
+        ) from None

@@ -76,7 +76,7 @@ class MlflowLogger(ContinuedLogger):
             raise UserError(
                 f"logger=mlflow needs a store that accepts the run, got: {reason}; correct logger.mlflow.uri "
                 "or the variable MLFLOW_TRACKING_URI, or leave logger=mlflow out"
-            ) from error
+            ) from None
         self.send_missing()
 
     def experiment(self, name: str, artifacts: str | None) -> str:

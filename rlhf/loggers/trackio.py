@@ -57,7 +57,7 @@ class TrackioLogger(ContinuedLogger):
                 raise UserError(
                     f"logger.trackio.project must be a name that trackio accepts ({error}), got "
                     f"{config.project}; set logger.trackio.project=rlhf"
-                ) from error
+                ) from None
         last: dict[str, int] = {}
         for row in self.trackio.SQLiteStorage.get_logs(config.project, name):
             last |= {metric: max(row["step"], last.get(metric, -1)) for metric in row}

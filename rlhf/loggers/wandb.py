@@ -60,7 +60,7 @@ class WandbLogger(Logger):
                 f"logger=wandb needs Weights & Biases to accept the run, got: {error}; log in with "
                 "`wandb login`, set logger.wandb.mode=offline and send it later with `wandb sync`, or leave "
                 "logger=wandb out"
-            ) from error
+            ) from None
 
     def log(self, row: Row, state: TrainState) -> None:
         """Send the row, with the update as its step."""

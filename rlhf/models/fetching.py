@@ -44,14 +44,14 @@ def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
             folder = Path(path).is_dir()
             reason = f"{path!r} could not be read: {cause(error)}" if folder else f"no folder {path!r}"
             remedy = "correct or copy its files, or set {}=<hub name or another folder>" if folder else None
-            raise UserError(_not_loaded(key, path, reason, remedy)) from error
+            raise UserError(_not_loaded(key, path, reason, remedy)) from None
     if (offline := hub.unreachable()) is not None:
         raise UserError(offline_problem(key, path, offline))
     try:
         return auto.from_pretrained(path, **settings)
     except _INVALID as error:
         reason = f"no folder {path!r}, and not found on the hub or hub not reachable: {cause(error)}"
-        raise UserError(_not_loaded(key, path, reason)) from error
+        raise UserError(_not_loaded(key, path, reason)) from None
 
 
 def _not_loaded(key: str, path: str, reason: str, remedy: str | None = None) -> str:

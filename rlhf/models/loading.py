@@ -153,7 +153,7 @@ def load(
         raise UserError(
             f"model.attention must be eager for {key}={path} (transformers has no attention={attention} for "
             f"{config.model_type} models), got {attention}; set model.attention=eager"
-        ) from error
+        ) from None
     missing = sorted(set(report["missing_keys"]) - {new_parameter})
     if missing or report["mismatched_keys"]:
         raise UserError(

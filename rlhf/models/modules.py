@@ -311,7 +311,7 @@ def logit_scale(model: PreTrainedModel) -> float:
         raise UserError(
             "model.policy must name a model that computes logits from token ids alone, got "
             f"{model.config.model_type}, whose forward fails ({described(error)}); choose another model"
-        ) from error
+        ) from None
     model.train(training)
     named = [float(v) for v in (getattr(model.config, name, None) for name in _LOGIT_SCALES) if v]
     tolerance = 1e-4 if model.dtype == torch.float32 else 0.05

@@ -41,7 +41,7 @@ def read_tokenizer(
             f"{key} must come with a tokenizer that can be read ({type(error).__name__}: "
             f"{first_line(error)}), got {path!r}; copy tokenizer.json and tokenizer_config.json again, or "
             "set model.tokenizer=<hub name or folder>"
-        ) from error
+        ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(
             f"{key} must come with a fast tokenizer (tokenizer.json), got {path!r}; choose another model"

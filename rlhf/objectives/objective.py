@@ -76,7 +76,7 @@ class Objective(ABC):
             "objective/response_tokens": mean(batch.response_mask.sum(-1).float()),
         }
         for name, part in (batch.parts or {}).items():
-            figures[f"objective/scores/{name}"] = mean(part)
+            figures[f"objective/scores/{name}"] = mean(part, ~part.isnan())
         if batch.environment_mask is not None:
             figures["environment/token_share"] = mean(
                 batch.environment_mask.sum(-1) / batch.real.sum(-1).clamp(min=1)

@@ -108,7 +108,7 @@ def report(folders: Sequence[str], out: Path, count: int, markdown: bool = False
         raise UserError(
             f"--out must be a folder that can be written (the page and its figures), got {out}: "
             f"{error.strerror}; set --out <another folder>"
-        ) from error
+        ) from None
     for note in notes:
         console.print(*lines(note, width), sep="\n", markup=False, style="yellow")
     console.print(f"page: {out / 'index.html'} ({len(page.charts)} figures as PNG beside it)", markup=False)

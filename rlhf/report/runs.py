@@ -311,7 +311,7 @@ def read_run(folder: Path) -> Run:
     try:
         return load(folder)
     except ValueError as error:
-        raise UserError(unreadable(folder, error, "leave the folder out")) from error
+        raise UserError(unreadable(folder, error, "leave the folder out")) from None
 
 
 def unreadable(folder: Path, reason: object, remedy: str) -> str:

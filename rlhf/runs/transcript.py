@@ -87,7 +87,7 @@ def run_log() -> Iterator[None]:
     try:
         yield
     except (UserError, RunError) as error:
-        transcript.error(str(error).removeprefix("error: "), exc_info=error.__cause__)
+        transcript.error(str(error).removeprefix("error: "), exc_info=error.__context__)
         raise
     except KeyboardInterrupt:
         transcript.error("interrupted by Ctrl-C; the same command resumes the run from its last checkpoint")

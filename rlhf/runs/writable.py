@@ -62,10 +62,10 @@ def creating(folder: Path, key: str = "output_dir") -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
+    except OSError:
         if (reason := unwritable(folder)) is None:
             raise
-        raise UserError(cannot_write(key, folder, reason)) from error
+        raise UserError(cannot_write(key, folder, reason)) from None
 
 
 def cannot_write(key: str, folder: Path, reason: str) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set, Sized
+import asyncio
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Set, Sized
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from inspect import isawaitable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 from torch import Tensor
@@ -16,7 +20,9 @@ from rlhf.core.errors import RunError, one_line, place_in_code
 from rlhf.core.formatting import shortened
 from rlhf.core.protection import protected
 from rlhf.core.score import as_score, not_a_score
+from rlhf.environments import calls
 from rlhf.environments.transcript import transcripts
+from rlhf.processes.signals import end_wait
 from rlhf.scorers.scorer import Scorer, distinct_texts
 from rlhf.scorers.weighted import WeightedScorer
 
@@ -25,17 +31,32 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Rollouts
     from rlhf.scorers.scorer import DistinctTexts, ScorerContext
 
+_POLL_S = 0.2  # between two checks for a signal
+
 
 def build(config: FunctionScorerConfig, context: ScorerContext) -> Scorer:
     """Return the scorer of a function; of a list of functions, the weighted sum of their scores."""
     if not isinstance(config.path, list):
         return FunctionScorer(config, context)
-    build_one = lambda section, _: FunctionScorer(section, context)  # noqa: E731
+    together: list[FunctionScorer] = []
+    build_one = lambda section, _: FunctionScorer(section, context, together)  # noqa: E731
     return WeightedScorer(config.as_sum(), replace(context, build=build_one))
+
+
+class Made(NamedTuple):
+    """The calls of a function for the responses of rollouts."""
+
+    rollouts: Rollouts
+    texts: DistinctTexts
+    examples: list[str]  # for messages, of each response
+    of_calls: list[str]  # for messages, of each call
+    results: list[Any]
 
 
 class FunctionScorer(Scorer):
     """A scorer that calls a function for each distinct response; once with lists if `config.batched`.
+
+    The calls of an asynchronous function, and of others of its list, run concurrently in an event loop.
 
     `rlhf.config.parameters` describes what the function receives. Rank 0 calls the function for all ranks. A
     function may draw random numbers and change global settings: both have no effect outside of the call.
@@ -43,6 +64,7 @@ class FunctionScorer(Scorer):
     Args:
         config: config section of the scorer.
         context: the objects of the run that a scorer needs.
+        together: the scorers of a list of functions, to which this one is added.
 
     Raises:
         UserError: the module cannot be imported, or has no function that accepts these arguments.
@@ -50,13 +72,21 @@ class FunctionScorer(Scorer):
 
     config: FunctionScorerConfig
 
-    def __init__(self, config: FunctionScorerConfig, context: ScorerContext) -> None:
+    def __init__(
+        self,
+        config: FunctionScorerConfig,
+        context: ScorerContext,
+        together: list[FunctionScorer] | None = None,
+    ) -> None:
         super().__init__(config, context)
         assert config.path is not None, "validated: a function is named"
         self.function = load_function(f"{self.at}.path", config.path, config.arguments)
         self.parameters = parameters_of(signature_of(self.function))
         self.name = f"{self.at}.path={config.path}"
         self.turns = context.turns
+        self.together = [] if together is None else together
+        self.together.append(self)
+        self.made: Made | None = None
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the scores [N, K] that the function returns.
@@ -72,29 +102,75 @@ class FunctionScorer(Scorer):
         Raises:
             RunError: the function raised an exception, or returned something that is not a score.
         """
-        texts = distinct_texts(rollouts, self.tokenizer)
-        received = self.received(rollouts, texts)
-        count = len(texts.responses)
-        examples = [
-            f"{rollouts.place(example)}, response {shortened(repr(response), 200)}"
-            for example, response in zip(texts.examples, texts.responses, strict=True)
-        ]
         with protected(xxhash.xxh3_64_intdigest(rollouts.response_ids.cpu().numpy().tobytes())):
+            if self.made is None or self.made.rollouts is not rollouts:
+                self.call_all(rollouts)
+            assert self.made is not None
+            made, self.made = self.made, None
+            given = made.results
             if self.config.batched:
-                lists = {name: [each.get(name) for each in received] for name in names_of(received)}
-                given = self.call(lists, f"{count} responses, the first of {examples[0]}")
-                given = self.listed(given, count, examples[0])
-            else:
-                given = [self.call(*each) for each in zip(received, examples, strict=True)]
+                with self.blamed(made.of_calls[0]):
+                    given = items(given[0])
+                given = self.listed(given, len(made.examples), made.examples[0])
         scores = []
-        for value, example in zip(given, examples, strict=True):
-            if (score := as_score(value)) is None:
+        for value, example in zip(given, made.examples, strict=True):
+            score = math.nan if value is None and not self.alone else as_score(value)
+            if score is None:
                 raise RunError(
                     f"{self.name} returned {shortened(repr(value), 80)} for {example}; a score must be a "
                     f"finite number{not_a_score(value)}: correct the function{self.hint(value)}"
                 )
             scores.append(score)
-        return texts.spread(scores)
+        return made.texts.spread(scores)
+
+    def call_all(self, rollouts: Rollouts) -> None:
+        """Call the function; if it is asynchronous, also the others of its list, and wait for all results.
+
+        An error or a signal cancels calls that have not ended.
+        """
+        asynchronous = [each for each in self.together if calls.asynchronous(each.function)]
+        several = asynchronous if self in asynchronous else [self]
+        made = {each: each.calls_for(rollouts) for each in several}
+        keys = [
+            (each, i)
+            for each in several
+            for i, result in enumerate(made[each].results)
+            if isawaitable(result)
+        ]
+        waiting = calls.Calls(bool(keys), math.inf, in_loop=bool(keys))
+        try:
+            for each, i in keys:
+                waiting.ask((each, i), lambda result=made[each].results[i]: result)
+            while waiting.open:
+                end_wait()
+                for call in waiting.ended(_POLL_S):
+                    each, i = call.key
+                    made[each].results[i] = call.result
+                    with each.blamed(made[each].of_calls[i]):
+                        if call.error is not None:
+                            raise call.error
+        finally:
+            waiting.close(0.0, ())
+        for each in several:
+            each.made = made[each]
+
+    def calls_for(self, rollouts: Rollouts) -> Made:
+        """Call the function for the distinct responses; the results of an asynchronous one are awaitable.
+
+        Raises:
+            RunError: the function raised an exception.
+        """
+        texts = distinct_texts(rollouts, self.tokenizer)
+        received = self.received(rollouts, texts)
+        examples = of_calls = [
+            f"{rollouts.place(example)}, response {shortened(repr(response), 200)}"
+            for example, response in zip(texts.examples, texts.responses, strict=True)
+        ]
+        if self.config.batched:
+            received = [{name: [each.get(name) for each in received] for name in names_of(received)}]
+            of_calls = [f"{len(examples)} responses, the first of {examples[0]}"]
+        results = [self.call(*each) for each in zip(received, of_calls, strict=True)]
+        return Made(rollouts, texts, examples, of_calls, results)
 
     def received(self, rollouts: Rollouts, texts: DistinctTexts) -> list[dict[str, Any]]:
         """Return what the function receives for each text, by the name of its parameter.
@@ -155,25 +231,34 @@ class FunctionScorer(Scorer):
         return [every[places.index(m)] for m in range(len(texts.responses))]
 
     def call(self, received: dict[str, Any], example: str) -> Any:
-        """Return the result of the function for what it receives; of a batched function, a list of items.
+        """Return the result of the function for what it receives.
+
+        Raises:
+            RunError: see `blamed`.
+        """
+        by_position = [received[name] for name in self.parameters.position]
+        by_name = {name: received[name] for name in received if name not in self.parameters.position}
+        with self.blamed(example):
+            return self.function(*by_position, **by_name)
+
+    @contextlib.contextmanager
+    def blamed(self, example: str) -> Iterator[None]:
+        """Raise RunError for an error of the function in the block.
 
         Raises:
             RunError: the function raised an exception, whose traceback is that of `__cause__`, or called
                 `sys.exit`; `example` describes the responses in the message.
         """
         try:
-            by_position = [received[name] for name in self.parameters.position]
-            by_name = {name: received[name] for name in received if name not in self.parameters.position}
-            given = self.function(*by_position, **by_name)
-            return items(given) if self.config.batched else given
-        except (Exception, SystemExit) as error:
+            yield
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             did = (
                 f"called sys.exit({error.code!r})"
                 if isinstance(error, SystemExit)
                 else f"raised {one_line(error)}"
             )
             takes = " (it receives lists)" if self.config.batched else ""
-            where = place_in_code(error, __file__)
+            where = place_in_code(error, __file__, str(calls.__file__), str(contextlib.__file__))
             raise RunError(f"{self.name} {did}{where} for {example}; correct the function{takes}") from error
 
     def listed(self, given: Any, count: int, example: str) -> list[Any]:

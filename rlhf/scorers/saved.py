@@ -102,7 +102,10 @@ def write(
         "response": responses,
         "reference": references,
         "score": batch.scores.flatten().tolist(),
-        **{f"score/{part}": scores.flatten().tolist() for part, scores in (batch.parts or {}).items()},
+        **{
+            f"score/{part}": pyarrow.array(scores.flatten().tolist(), from_pandas=True)  # NaN: not judged
+            for part, scores in (batch.parts or {}).items()
+        },
         **{f"episode/{name}": values.flatten().tolist() for name, values in (batch.episode or {}).items()},
         "ended": batch.ended.flatten().tolist(),
         "prompt_ids": each(cut(batch.prompt_ids, batch.prompt_mask)),

@@ -95,6 +95,7 @@ class Scorer(ABC):
     """
 
     config: ScorerConfig
+    alone = True  # False: a part of a weighted sum; the score is NaN where only other parts judge a response
 
     def __init__(self, config: ScorerConfig, context: ScorerContext) -> None:
         self.config = config
@@ -155,7 +156,7 @@ class Scorer(ABC):
         """Return the scores [N, K] after the missing-EOS settings; `ended` [N, K] is False without EOS."""
         replacement, penalty = self.config.missing_eos_score, self.config.missing_eos_penalty
         if replacement is not None:
-            return torch.where(ended, scores, replacement)
+            return torch.where(ended | scores.isnan(), scores, replacement)
         return scores if penalty is None else torch.where(ended, scores, scores - penalty)
 
 

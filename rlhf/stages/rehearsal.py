@@ -9,6 +9,7 @@ empty reply. Services and reward models are not called.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import TEXT
 from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer
 from rlhf.config.algo import Data
+from rlhf.config.scorer import scorers
 from rlhf.core.batch import Sampling
 from rlhf.core.console import say, say_row
 from rlhf.core.control import unquoted
@@ -31,6 +33,7 @@ from rlhf.core.encoding import encode_completions
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import shortened
 from rlhf.environments.episodes import Episodes
+from rlhf.environments.tools import gives_rewards
 from rlhf.processes.ranks import ALONE
 from rlhf.scorers.function import FunctionScorer
 from rlhf.scorers.scorer import ScorerContext, distinct_texts
@@ -71,7 +74,7 @@ class Trial:
     def lines(self) -> Iterator[str]:
         """Yield a line for each response, and one if the calls took so long that examples were left out."""
         for response, score in zip(self.responses, self.scores, strict=True):
-            yield f"{score:8.4g} for {shortened(repr(response), 48)}"
+            yield f"{_text(score):>8} for {shortened(repr(response), 48)}"
         if len(self.scores) < _EXAMPLES and self.seconds > BUDGET_S:
             yield f"{len(self.scores)} tried, because this took {self.seconds:.1f} s"
 
@@ -92,7 +95,7 @@ def rehearse(cfg: Config, task: Task | None = None) -> None:
     task = task or build_task(cfg, tokenizer, Data.prompts, cfg.schedule.prompts_per_update)
     trials = tried(cfg, task, tokenizer)
     for each in trials:
-        scores = ", ".join(f"{score:.4g}" for score in each.scores)
+        scores = ", ".join(map(_text, each.scores))
         slow = f" ({each.seconds:.1f} s)" if each.seconds > 1 else ""
         say_row(
             "reward tried", f"{each.path.rpartition(':')[2]}: {scores} for {len(each.scores)} examples{slow}"
@@ -114,6 +117,12 @@ def tried_environment(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFas
     """
     factory: EnvironmentFactory = make(cfg.environment, tokenizer)
     warnings = [*factory.turns.warnings()]
+    reads = any(each.reads_rewards for at, each in scorers(cfg) if not at.startswith("gold"))
+    if cfg.environment.tools and not reads and gives_rewards(cfg.environment.tools):
+        warnings.append(
+            "no scorer reads the rewards of the tools; set scorer=environment, or add a part to "
+            "scorer=weighted: +scorer@scorer.parts.tools=environment"
+        )
     prompts = task.batch([*range(min(_EXAMPLES, len(task.examples("train"))))])
     length = cfg.generator.response_length
     sampling = Sampling(samples=1, temperature=1.0, response_length=length, purpose="trial")
@@ -125,7 +134,7 @@ def tried_environment(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFas
             played.running()
     except RunError as error:
         if factory.on_error == "stop":
-            raise UserError(str(error)) from error
+            raise UserError(str(error)) from None
         warnings.append(str(error).rpartition("; ")[0])
     else:
         if played.unread:
@@ -149,8 +158,10 @@ def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[T
     Raises:
         UserError: a function fails, or returns something that is not a score.
     """
-    found, problems = [], []
+    found, problems, known = [], [], dict(scorers(cfg))
     for at, section in reward_functions(cfg):
+        whole, paths = known.get(at.rpartition(".parts.")[0]), getattr(known[at], "path", None)
+        alone = len(paths) == 1 if isinstance(paths, list) else whole is None or whole.of_mixture
         context = ScorerContext(
             at=at,
             tokenizer=tokenizer,
@@ -160,7 +171,7 @@ def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[T
             build=lambda section, key: None,
         )
         try:
-            found.append(trial(section, context, examples(cfg, task, at)))
+            found.append(trial(section, context, examples(cfg, task, at), alone))
         except RunError as error:
             problems.append(str(error))
     if problems:
@@ -177,13 +188,16 @@ def examples(cfg: Config, task: Task, at: str) -> Prompts:
     return task.batch(list(places[:_EXAMPLES]))
 
 
-def trial(section: FunctionScorerConfig, context: ScorerContext, prompts: Prompts) -> Trial:
-    """Return the trial of one function on the examples `prompts`.
+def trial(
+    section: FunctionScorerConfig, context: ScorerContext, prompts: Prompts, alone: bool = True
+) -> Trial:
+    """Return the trial of one function on the examples `prompts`; `alone`: no other function judges them.
 
     Raises:
         RunError: the function fails, or returns something that is not a score.
     """
     scorer = FunctionScorer(section, context)
+    scorer.alone = alone
     texts = [text or TEXT for text in prompts.references]
     rollouts = encode_completions(prompts, [[text] for text in texts], scorer.tokenizer, None)
     size = len(prompts) if section.batched else 1
@@ -211,6 +225,10 @@ def trial(section: FunctionScorerConfig, context: ScorerContext, prompts: Prompt
         seconds=seconds,
         warning=warning,
     )
+
+
+def _text(score: float) -> str:
+    return "None" if math.isnan(score) else f"{score:.4g}"
 
 
 @contextmanager

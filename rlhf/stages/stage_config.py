@@ -58,7 +58,7 @@ def stage(cfg: Config, algo: str) -> Config:
     try:
         made = compose(overrides)
     except CONFIG_ERRORS as error:
-        raise _in_stage(algo, [explain(error, overrides)]) from error
+        raise _in_stage(algo, [explain(error, overrides)]) from None
     changes = {name: getattr(cfg, name) for name in ("task", "model", "stages", *_PLACES)}
     shared = [name for name in made.backend.for_stages if name in own.for_stages]
     changes |= {f"backend.{name}": getattr(own, name) for name in shared}

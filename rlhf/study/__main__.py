@@ -88,7 +88,7 @@ def page(study: Study, options: Namespace) -> None:
         written = write_page(Results.read(spec), final=options.final, latex=options.latex)
     except OSError as error:
         got = f"{error.filename or spec.folder} ({error.strerror})"
-        raise UserError(f"page must write files in {spec.folder}, got {got}; make it writable") from error
+        raise UserError(f"page must write files in {spec.folder}, got {got}; make it writable") from None
     say(f"page: {spec.page} ({len(written) - 1} tables and figures: {spec.folder})")
 
 

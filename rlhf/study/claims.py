@@ -125,7 +125,7 @@ def call_own(key: str, address: str, rows: Sequence[Row]) -> Any:
         return (run_path(place) if place.endswith(".py") else vars(import_module(place)))[name](rows)
     except (Exception, SystemExit) as error:
         got = f"{one_line(error)}{place_in_code(error, __file__)}"
-        raise UserError(f"{key} must be a function of rows, got {got}; correct {address}") from error
+        raise UserError(f"{key} must be a function of rows, got {got}; correct {address}") from None
 
 
 def _own_differences(key: str, address: str, rows: Sequence[Row]) -> dict[str, Contrast]:

@@ -50,13 +50,13 @@ class Document:
             if isinstance(node, yaml.MappingNode):
                 self._plain(node, "")
         except OSError as error:
-            raise UserError(f"{file} must be a study file, got: {error.strerror}; fix the path") from error
+            raise UserError(f"{file} must be a study file, got: {error.strerror}; fix the path") from None
         except (yaml.YAMLError, UnicodeError, RecursionError) as error:
             mark, got = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
             got = "an alias inside of what it names" if isinstance(error, RecursionError) else got
             at = f"{file}, line {mark.line + 1}:" if mark else f"{file}"
             remedy = "indent by spaces, close each bracket, quote texts with ': ' or '#'"
-            raise UserError(f"{at} must be YAML, got: {' '.join(got.split())}; {remedy}") from error
+            raise UserError(f"{at} must be YAML, got: {' '.join(got.split())}; {remedy}") from None
         if not isinstance(node, yaml.MappingNode):
             raise UserError(f"{file} must be a mapping of keys, as study: <name>; write at least methods:")
 

@@ -212,7 +212,7 @@ class Plan:
         except UserError as error:  # the first of perhaps many
             tried = [*self.examples, *examples(spec)]
             found = list(self.configs.problems(tried)) or error.problems
-            raise UserError(*found, *_of_claims(spec)) from error
+            raise UserError(*found, *_of_claims(spec)) from None
         used = {row.run for each in self.runs if (row := each.row or each.stale)}
         names = {_names(each.run.names())[:-1] for each in self.runs}
         self.unused = [r for r in self.rows.values() if r.run not in used and _names(vars(r))[:-1] in names]

@@ -151,7 +151,7 @@ def read_pilots(file: Path) -> dict[str, Pilot]:
     try:
         return {key: Pilot(**each) for key, each in tree.items()}
     except TypeError as error:
-        raise UserError(f"{file} must have pilots as studies write them, got: {error}; {remedy}") from error
+        raise UserError(f"{file} must have pilots as studies write them, got: {error}; {remedy}") from None
 
 
 class _Stopwatch(Hook):

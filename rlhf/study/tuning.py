@@ -167,7 +167,7 @@ def read_choices(file: Path) -> dict[tuple[str, str, str], Choice]:
             for point, choice in points.items()
         }
     except (TypeError, AttributeError) as error:
-        raise UserError(f"{file} must have choices as studies write them, got: {error}; {remedy}") from error
+        raise UserError(f"{file} must have choices as studies write them, got: {error}; {remedy}") from None
 
 
 def write_choices(file: Path, choices: Mapping[tuple[str, str, str], Choice]) -> None:

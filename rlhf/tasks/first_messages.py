@@ -41,7 +41,7 @@ class FirstMessages:
         try:
             texts = first_messages(self.factory, seeds)
         except RunError as error:
-            raise UserError(str(error)) from error
+            raise UserError(str(error)) from None
         if unfit := [text for text in texts if not isinstance(text, str) or not text.strip()]:
             raise UserError(
                 f"environment must return a text from reset for task=environment (it is the prompt), got "

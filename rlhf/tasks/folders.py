@@ -82,7 +82,7 @@ class Splits:
                 for split, folder in folders.items()
             }
         except (OSError, ValueError, KeyError) as error:
-            raise self.damaged(error) from error
+            raise self.damaged(error) from None
 
     def damaged(self, error: Exception) -> UserError:
         """Return the error for a saved data set that cannot be read because of `error`."""

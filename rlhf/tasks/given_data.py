@@ -127,13 +127,13 @@ def lines(split: str, rows: Iterable[Any]) -> Iterator[bytes]:
             )
         try:
             yield _as_json(dict(row)) + b"\n"
-        except _ERRORS as error:
+        except _ERRORS:
             name, reason = next((name, reason) for name in row if (reason := problem(row[name])))
             raise UserError(
                 "dataset must have texts, numbers, lists and dicts (its rows are stored as JSON), got "
                 f"{place} with {shortened(repr(row[name]), 60)} in the column {name} ({reason}); convert the "
                 "values, or remove the column"
-            ) from error
+            ) from None
 
 
 def _as_json(value: object) -> bytes:

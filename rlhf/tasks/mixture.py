@@ -129,7 +129,7 @@ class MixtureSource:
         try:
             yield
         except UserError as error:
-            raise UserError(*(self.config.own_key(name, text) for text in error.problems)) from error
+            raise UserError(*(self.config.own_key(name, text) for text in error.problems)) from None
 
 
 def _source_of(section: TaskConfig) -> Source:

@@ -70,7 +70,7 @@ def rows(file: Path, key: str, columns: Sequence[str] | None = None) -> Iterator
         raise UserError(
             f"{key} must name files that can be read, got {file} ({error.strerror or error}); check its "
             "permissions"
-        ) from error
+        ) from None
     if not found:
         raise UserError(
             f"{key} must contain rows, got {file}, which is empty (no rows); write the file again"
@@ -91,17 +91,17 @@ def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
             f"{key} must contain text in UTF-8, got line {number} of {file} with the byte 0x{byte:02x}; save "
             f"the file as UTF-8 (it is probably {likely}: iconv -f {likely} -t utf-8 "
             f"{shlex.quote(str(file))} > <new file>)"
-        ) from error
+        ) from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         if number == 0 and "Not a gzipped file" in str(error):
             raise UserError(
                 f"{key} must contain gzip files under names with .gz, got {file}, which is not compressed; "
                 f"rename it to {file.with_suffix('').name}"
-            ) from error
+            ) from None
         raise UserError(
             f"{key} must contain complete gzip files, got {file}, which is damaged after line {number} "
             f"({error}); compress or copy the file again"
-        ) from error
+        ) from None
 
 
 def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
@@ -129,7 +129,7 @@ def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
             elif start and start[0] != "{":
                 reason = repr(start[:40])
                 remedy += "; if the file is CSV, change its suffix to .csv"
-            raise UserError(f"{key} must contain {rule}, got {place} ({reason}); {remedy}") from error
+            raise UserError(f"{key} must contain {rule}, got {place} ({reason}); {remedy}") from None
         if table is not None:
             for number, each in enumerate(table, 1):
                 yield (place := f"row {number} of {file}"), _object(each, place, key)
@@ -192,7 +192,7 @@ def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
             raise UserError(
                 f"{key} must contain CSV with commas and double quotes, got {place} ({error}); correct the "
                 'line ("" is a double quote inside a text; no blank follows a closing one)'
-            ) from error
+            ) from None
         written = "," + "".join(record)
         record.clear()
         if quoted := [each for each in cells if re.match(r'\s+"', each) and f",{each}" in written]:
@@ -231,7 +231,7 @@ def _parquet_rows(file: Path, key: str, columns: Sequence[str] | None) -> Iterat
         raise UserError(
             f"{key} must contain readable Parquet files, got {file} ({str(error).splitlines()[0]}); write or "
             "copy the file again"
-        ) from error
+        ) from None
 
 
 def rows_of_arrow(table: pyarrow.RecordBatch | pyarrow.Table) -> Iterator[Row]:

@@ -98,7 +98,7 @@ class ReasoningGymSource(EmbeddedSource):
             raise UserError(
                 f"task.arguments must be arguments with which {self.config.dataset} makes {size} problems "
                 f"({reason}), got {self.config.arguments}; correct them"
-            ) from error
+            ) from None
 
 
 def _generated(version: str, arguments: dict[str, Any]) -> Iterator[dict[str, str]]:

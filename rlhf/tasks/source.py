@@ -131,13 +131,13 @@ class Stored:
             raise UserError(
                 f"{self.key} must have the split {split}, got {self.place}: {error}; "
                 f"set task.path=<folder with {split}.jsonl>"
-            ) from error
+            ) from None
         except OSError as error:  # not found, or no network
             reason = f"{offline}, and it is not in the cache of this machine" if offline else str(error)
             raise UserError(
                 f"{self.key} must name a data set that can be loaded ({reason}), got {self.place}; check "
                 "the name and the network, or set task.path=<local folder>"
-            ) from error
+            ) from None
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def saved_split(data: Splits, name: str) -> Dataset:
         saved = load_from_disk(str(data.path))
         return saved[name] if isinstance(saved, DatasetDict) else saved
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        raise data.damaged(error) from error
+        raise data.damaged(error) from None
 
 
 def _check_columns(dataset: Dataset, columns: Collection[str], key: str, place: str) -> None:

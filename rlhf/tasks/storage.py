@@ -105,7 +105,7 @@ def _in_file(tables: Iterator[pyarrow.Table], schema: pyarrow.Schema) -> Dataset
         raise UserError(
             "TMPDIR must be a folder with room for rows that are not stored in memory "
             f"({error.strerror or error}), got {gettempdir()}; run: export TMPDIR=<folder on a disk>"
-        ) from error
+        ) from None
     return Dataset.from_file(str(file))
 
 

@@ -109,7 +109,7 @@ def sharing_fault(module: RolloutModule, batch: Rollouts) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise UserError(_unusable(module.model, f"the forward fails ({described(error)})")) from error
+        raise UserError(_unusable(module.model, f"the forward fails ({described(error)})")) from None
 
     def pairs(shared: bool) -> Iterator[tuple[Tensor, Tensor]]:
         found = _output(module, batch, shared)

@@ -94,7 +94,7 @@ def here(tmp_path, monkeypatch) -> Path:
     "path",
     [
         *[f"own_rewards:{name}" for name in ("brief", "default", "anything", "decorated")],
-        *[f"own_rewards:{name}" for name in ("instance", "partial", "redefined", "one_of_two")],
+        *[f"own_rewards:{name}" for name in ("instance", "partial", "redefined", "one_of_two", "waits")],
         *[f"own_rewards:{name}" for name in ("four", "keyword_only", "brief_and_right")],
         "own_rewards.py:brief",
         "below/own_rewards.py:brief",
@@ -116,7 +116,6 @@ PROBLEMS = {  # address: rule, reason and remedy
     "own_rewards:short": "(short takes (p, r): too many",
     "own_rewards:Cls": "must name a function (Cls is a class) | set scorer.path=own_rewards:brief",
     "own_rewards:NUMBER": "must name a function (NUMBER is of type int)",
-    "own_rewards:waits": "(waits is an async function",
     "own_rewards.brief": "must be <module>:<function> | did you mean scorer.path=own_rewards:brief?",
     "own_rewards.py": "must be <module>:<function> | did you mean scorer.path=own_rewards.py:brief?",
     "own_rewards": "must be <module>:<function> | did you mean scorer.path=own_rewards:brief?",
@@ -217,7 +216,6 @@ def test_batched_must_agree_with_the_annotations(here, annotation, batched, righ
         ("import json\njson.loads('{')\nbrief = print\n", "in {file}, line 2"),
         ("brief = [print][0:0]\n", "(brief is of type list)"),
         ("brief = [int][0]\n", "(brief is a class)"),
-        ("async def f(p, r, a): ...\nbrief = [f][0]\n", "(brief is an async function"),
         ("from os import *\n", "there is no brief in it"),
     ],
 )

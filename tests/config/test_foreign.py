@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+from collections import defaultdict
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 
-from rlhf.config.catalogue import all_keys, groups
+from rlhf.checks.check import problems
+from rlhf.checks.composing import composed
+from rlhf.checks.rules import RULES, TRAINING_RULES, Row
+from rlhf.config.catalogue import all_keys, groups, options
 from rlhf.config.foreign import ELSEWHERE, PROJECTS, TABLE, WITHOUT, meaning
 from rlhf.config.root import Config
+from rlhf.config.suggestions import assigned, keys_of_run
+from rlhf.core.errors import UserError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
 
@@ -24,6 +32,88 @@ def exists(key: str) -> bool:
             return key in all_keys() or key.rpartition(".")[0] in all_keys()
         section = hints[part]
     return True
+
+
+VALUES = {  # elsewhere, for keys that take no number
+    "model.lora.targets": "[q_proj, v_proj]", "model.dtype": "float16", "task.path": "data/train",
+    "scorer.path": "own.py:reward", "generator": "server", "generator.urls": "http://127.0.0.1:8000",
+    "environment.functions": "[own.py:look]", "algo": "ppo", "algo.kl_estimator": "k1", "algo.scale": "batch",
+    "algo.correction.kind": "mask", "algo.loss_type": "ipo", "optim.schedule": "cosine",
+    "optim.betas": "[0.9,0.95]", "optim.optimizer": "adamw",
+}  # fmt: skip
+
+
+def remedies() -> list[list[str]]:
+    """Return the remedies of all names of the tables, as a shell divides them into arguments."""
+    known, found = keys_of_run([]), []
+    names = [name for row in (*TABLE, *ELSEWHERE) for name, _ in row.named()]
+    for row in dict.fromkeys(meant[0] for name in names if (meant := meaning(name, known))):
+        value = VALUES.get(row.key, "3")
+        words = [shlex.split(assigned(row, value).replace("<value>", value))]
+        if row.key == WITHOUT:
+            words = [[word] for word in re.findall(r"\b[\w.]+=[^\s,;]+", row.note)]
+        found += words
+    return found
+
+
+def test_the_remedy_of_every_name_is_accepted():
+    runs: dict[str, list[dict[str, str]]] = defaultdict(lambda: [{}])  # by the options that they choose
+    for *chosen, last in remedies():
+        key, _, value = last.partition("=")
+        settings = runs[" ".join([*chosen, last] if key in groups() else chosen)]
+        for each in settings if key not in groups() else ():
+            if each.setdefault(key, value) == value:
+                break
+        else:
+            settings += [{key: value}] if key not in groups() else []
+    for chosen, settings in runs.items():
+        for each in settings:
+            composed([*chosen.split(), *(f"{key}={value}" for key, value in each.items())])
+
+
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [
+        ("vllm_mode=server", "generator=vllm_server"),
+        ("vllm_mode=colocate", "generator=vllm_colocated"),
+        (
+            "vllm_server_base_url=http://127.0.0.1:8000",
+            "generator=vllm_server 'generator.urls=[http://127.0.0.1:8000]'",
+        ),
+        ("model.lora.target_modules=[q_proj]", "'model.lora.targets=[q_proj]'"),
+        ("target_modules=all-linear", "model.lora.targets=null"),
+        ("max_tool_calling_iterations=4", "environment=tools environment.max_turns=4"),
+        ("rollout_func=own.py:f", "environment=python 'environment.path=\"<file>.py:<Class>\"'"),
+        ("environment_factory=own.py:Db", "environment=tools 'environment.functions=[own.py:Db]'"),
+        ("tools=[own.py:f, own.py:g]", "environment=tools 'environment.functions=[own.py:f,own.py:g]'"),
+        ("epsilon=0.2", "algo=grpo algo.clip_low=0.2"),
+        ("algo=ppo epsilon=0.2", "algo.clip_low=0.2"),
+        ("vllm_gpu_memory_utilization=0.5", "generator=vllm generator.memory=0.5"),
+        ("generator=vllm_colocated generator.vllm_gpu_memory_utilization=0.5", "generator.memory=0.5"),
+        ("reward.model_name_or_path=rm", "model.reward=rm"),
+        ("algo=ppo critic.adam.lr=1e-5", "algo.value_lr=1e-5"),
+    ],
+)
+def test_a_message_has_the_remedy_of_a_name_and_it_is_accepted(typed, remedy):
+    *before, wrong = re.split(r" (?=\S+=)", typed)
+    with pytest.raises(UserError, match=rf"; set {re.escape(remedy)} \("):
+        composed([*before, wrong])
+    composed([*before, *shlex.split(remedy)])
+
+
+def test_addresses_without_http_are_reported_with_all_of_them():
+    given = ["generator=vllm_server", "generator.urls=[127.0.0.1:8000,http://127.0.0.1:8001]"]
+    (found,) = [text for text in problems(composed(given)) if "urls" in text or "key_variable" in text]
+    again = composed([given[0], *shlex.split(found.partition("; set ")[2])])
+    assert again.generator.urls == ["http://127.0.0.1:8000", "http://127.0.0.1:8001"]
+    assert not [text for text in problems(again) if "urls" in text or "key_variable" in text]
+
+
+def test_the_remedies_of_the_rules_name_options_and_keys_that_exist():
+    rows = [each for each in (*RULES, *TRAINING_RULES) if isinstance(each, Row)]
+    for key, value in (word for row in rows for word in re.findall(r"([\w.@]+)=([^\s,;<]+)", row.fix)):
+        group = key.partition("@")[0]
+        assert (value in options(group) or "{" in value) if group in groups() else exists(key), (key, value)
 
 
 def test_every_key_of_the_table_exists():

@@ -6,13 +6,14 @@ import json
 import re
 import shutil
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
 
 import rlhf.train
-from rlhf import Experiment, Hook, RunError, StopRun, UserError, sweep
+from rlhf import Experiment, Hook, RunError, StopRun, Study, UserError, sweep
 from rlhf.runs.folder import RunFolder
 from tests.docs.notebook import NOTEBOOK, executed
 from tests.end_to_end.conftest import assert_same_end
@@ -60,6 +61,25 @@ def test_all_problems_of_a_config_are_reported_together(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match=r"did you mean optim\.lr\?"):
         Experiment("algo=dpo", "optim.lrr=1")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda folder: Experiment("progress=none"),
+        lambda folder: Experiment("optim.lr=[1"),
+        lambda folder: Experiment("epsilon=0.2"),
+        lambda folder: Experiment("algo=sft", f"output_dir={folder}").model,
+        lambda folder: Experiment.open(folder),
+        lambda folder: Study(folder / "absent.yaml"),
+        lambda folder: sweep("progress=none"),
+    ],
+)
+def test_a_mistake_in_python_is_one_error_without_the_errors_that_led_to_it(tmp_path, call):
+    with pytest.raises(UserError) as refused:
+        call(tmp_path)
+    text = "".join(traceback.format_exception(refused.value))
+    assert text.count("Traceback") == 1 and "hydra" not in text and len(text.splitlines()) < 15
 
 
 def test_overrides_are_texts_or_lists_of_texts(tmp_path):

@@ -1,10 +1,11 @@
 """Functions as tools: their calls in replies, what goes wrong, and episodes with them."""
 
+import asyncio
 import json
 import pickle
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 from transformers.utils import get_json_schema
 
+from rlhf.config.address import function_problem
 from rlhf.config.environment import ToolsConfig
 from rlhf.core.errors import RunError, UserError
+from rlhf.environments.environment import Answer
 from rlhf.environments.episodes import Episodes
 from rlhf.environments.tools import Tools, build, schemas
 from rlhf.environments.turns import Turns
@@ -125,11 +128,100 @@ def without(a: int):
 
 
 async def later(a: int):
-    """Wait.
+    """Wait until two calls wait.
 
     Args:
         a: what.
     """
+    CALLED.append(f"later {a}")
+    for _ in range(1000):
+        if len([each for each in CALLED if each.startswith("later")]) > 1:
+            break
+        await asyncio.sleep(0.01)
+    CALLED.append(f"end {a}")
+    return a
+
+
+async def forever(a: int):
+    """Wait for ever.
+
+    Args:
+        a: what.
+    """
+    try:
+        await asyncio.sleep(60)
+    finally:
+        CALLED.append(f"cancelled {a}")
+
+
+class Words(Enum):
+    RED, BLUE = "red", "blue"
+
+
+def paint(colour: Words, others: list[Words] | None = None, last: Words | str = Words.BLUE) -> str:
+    """Paint.
+
+    Args:
+        colour: the first colour.
+        others: the other ones.
+        last: the last one.
+    """
+    return " ".join(map(str, (colour, *(others or []), last)))
+
+
+def award(points: float, done: bool = False) -> Answer:
+    """Award points.
+
+    Args:
+        points: how many.
+        done: whether this was the last.
+    """
+    return Answer(f"{points} points", points, done, figures={"awards": 1.0})
+
+
+class Db:
+    """A store; each episode has its own."""
+
+    made = 0
+
+    def __init__(self):
+        self.rows, self.closed = {}, False
+        Db.made += 1
+
+    def reset(self, start, **columns):
+        self.rows = {"start": start, "columns": sorted(columns)}
+
+    def put(self, key: str, value: int) -> None:
+        """Store a value.
+
+        Args:
+            key: its name.
+            value: the value.
+        """
+        self.rows[key] = value
+
+    async def look(self, key: str) -> str:
+        """Look a value up.
+
+        Args:
+            key: its name.
+        """
+        await asyncio.sleep(0)
+        return str(self.rows[key])
+
+    @staticmethod
+    def count(words: list[str]) -> int:
+        """Count words.
+
+        Args:
+            words: the words.
+        """
+        return len(words)
+
+    async def close(self):
+        CALLED.append("closed")
+
+    def _hidden(self): ...
 
 
 ALL = [f"{HERE}:{name}" for name in ("add", "find", "fail")]
@@ -192,7 +284,7 @@ WRONG = {
     call("add", a=True): """error: add: a must be "integer", got True""",
     call("add", a=None): """error: add: a must be "integer", got None""",
     call("find", words="a"): """error: find: words must be "array", got 'a'""",
-    call("find", words=[], kind="some"): """error: find: kind must be "string", got 'some'""",
+    call("find", words=[], kind="some"): """error: find: kind must be ["any", "all"], got 'some'""",
     call("fail", how="raise"): "error: KeyError: 'secret",
     call("fail", how="exit"): "error: SystemExit: 2",
 }
@@ -313,6 +405,30 @@ def coloured(colour: Colour | None) -> str:
     """
 
 
+@dataclass
+class Case:
+    a: int
+
+
+def stored(case: Case) -> str:
+    """Store.
+
+    Args:
+        case: the case.
+    """
+
+
+class Empty:
+    def reset(self): ...
+
+
+class Needy:
+    def __init__(self, path): ...
+
+    def look(self) -> str:
+        """Look."""
+
+
 def variadic(*words: str) -> str:
     """Join.
 
@@ -327,10 +443,12 @@ def variadic(*words: str) -> str:
         (["untyped"], "Argument a is missing a type hint in function untyped"),
         (["undescribed"], "undescribed because the docstring has no description for the argument 'b'"),
         (["without"], "without because it has no docstring"),
-        (["later"], "async function"),
         (["absent"], "there is no absent in it"),
         (["add", "add"], "add twice"),
-        (["coloured"], "colour of coloured must be of a type of JSON, not .*Colour"),
+        (["coloured"], "colour of coloured must be of a type of JSON .*Colour"),
+        (["stored"], "case of stored must be .*dict in place of a dataclass.*Case"),
+        (["Empty"], "Empty has no public method"),
+        (["Needy"], "missing a required argument: 'path'"),
         (["yields"], "yields must return its result, and not yield it"),
         (["variadic"], "words of variadic must be given by its name"),
     ],
@@ -361,11 +479,13 @@ def test_a_template_that_does_not_write_the_tools_has_a_warning():
 # -- episodes --------------------------------------------------------------------------------------
 
 
-def episodes(count=1, **limits) -> Episodes:
+def episodes(count=1, functions=ALL, records=None, **limits) -> Episodes:
     tokenizer = family("chatml", TEMPLATE)
-    factory = replace(build(ToolsConfig(functions=ALL, message_tokens=200), tokenizer), **limits)
+    factory = replace(build(ToolsConfig(functions=functions, message_tokens=200), tokenizer), **limits)
     sampling = replace(SAMPLING, samples=1, response_length=2000)
-    return Episodes(prompts(count), sampling, factory, [tokenizer.eos_token_id], 7)
+    given = prompts(count)
+    given.records = records or given.records
+    return Episodes(given, sampling, factory, [tokenizer.eos_token_id], 7)
 
 
 def said(played: Episodes, i: int, reply: str) -> str:
@@ -407,3 +527,118 @@ def test_a_call_that_hangs_is_a_message_and_the_third_one_stops_the_run():
     said(played, 1, call("fail", how="hang"))
     with pytest.raises(RunError, match=r"test_tools.py, line \d+\), got no answer in .* for the third time"):
         said(played, 2, call("fail", how="hang"))
+
+
+def ask(played: Episodes, i: int, reply: str) -> None:
+    """Give a reply to an episode, and do not wait for the answer."""
+    ids = [*played.turns.tokenizer(reply, add_special_tokens=False)["input_ids"]]
+    ids.append(played.turns.tokenizer.eos_token_id)
+    played.reply(i, ids, [-1.0] * len(ids))
+
+
+def test_asynchronous_calls_of_a_reply_and_of_episodes_run_concurrently():
+    both = [f"{HERE}:later", f"{HERE}:add"]
+    played = episodes(functions=both)
+    assert said(played, 0, call("later", a=1) + call("later", a=2) + call("add", a=1)) == "1\n2\n2"
+    assert CALLED[:2] == ["later 1", "later 2"] and CALLED[-1] == "add 1 1"
+    played.close()
+    CALLED.clear()
+    played = episodes(2, functions=both)
+    ask(played, 0, call("later", a=3))
+    ask(played, 1, call("later", a=4))
+    played.running()
+    assert CALLED[:2] == ["later 3", "later 4"]
+    played.close()
+
+
+def test_an_asynchronous_call_that_takes_too_long_is_cancelled_and_a_message():
+    played = episodes(2, functions=[f"{HERE}:forever", ALL[0]], step_limit_s=0.2)
+    both = call("add", a=1) + call("forever", a=2)
+    assert said(played, 0, both) == "2\nerror: timed out after 0.2 s" and CALLED[-1] == "cancelled 2"
+    assert [said(played, 1, both) for _ in range(3)][-1].endswith("timed out after 0.2 s"), "no thread hangs"
+    played.close()
+
+
+def test_one_event_loop_runs_all_asynchronous_calls_of_a_run():
+    loops = []
+    for _ in range(2):
+        played = episodes(functions=[f"{HERE}:forever"])
+        loops.append(played._calls._threads[0])
+        played.close()
+    assert loops[0] is loops[1]
+
+
+def test_an_enum_of_texts_is_described_by_its_values_and_given_as_its_members():
+    (schema,) = schemas([f"{HERE}:paint"])
+    described = schema["function"]["parameters"]["properties"]
+    assert described["colour"]["enum"] == ["red", "blue"] and described["others"]["items"]["enum"]
+    made = Tools(**(arguments_of(family("chatml", TEMPLATE)) | {"functions": (f"{HERE}:paint",)}))
+    found = made.step(call("paint", colour="red", others=["blue", "red"], last="green"))
+    assert found.message == "Words.RED Words.BLUE Words.RED green"
+    assert made.step(call("paint", colour="blue", last="red")).message == "Words.BLUE Words.RED"
+    wrong = made.step(call("paint", colour="green") + call("paint", colour="red", others=["green"]))
+    assert wrong.error and wrong.message.count("error") == 2
+
+
+def test_the_rewards_of_tools_are_the_rewards_of_the_reply():
+    played = episodes(functions=[f"{HERE}:award", ALL[0]])
+    assert said(played, 0, call("award", points=0.5) + call("add", a=1) + call("award", points=1)) == (
+        "0.5 points\n2\n1 points"
+    )
+    wrong = said(played, 0, call("award", points=float("inf")))
+    assert wrong.startswith("error: ")
+    assert said(played, 0, call("award", points=2, done=True)) == ""
+    found = played.rollouts(0)
+    assert found.rewards.sum() == 3.5 and found.ended.all() and found.episode["awards"] == 3
+    assert found.rewards[found.rewards != 0].tolist() == [1.5, 2.0]
+
+
+def test_the_methods_of_a_class_share_the_state_of_their_episode_only():
+    names = [each["function"]["name"] for each in schemas([f"{HERE}:Db"])]
+    assert names == ["put", "look", "count"]
+    records = [{"start": 3, "level": "x"}, {"start": 4}]
+    before = Db.made
+    played = episodes(2, functions=[f"{HERE}:Db"], records=records)
+    assert said(played, 0, call("look", key="start") + call("look", key="columns")) == (
+        "3\n['level', 'prompt']"
+    )
+    assert said(played, 0, call("put", key="a", value=1) + call("look", key="a")) == "null\n1"
+    assert said(played, 1, call("look", key="a")) == "error: KeyError: 'a'"
+    assert said(played, 1, call("look", key="start") + call("count", words=["a", "b"])) == "4\n2"
+    assert said(played, 1, call("reset", start=1)).startswith("error: there is no tool reset")
+    assert said(played, 0, "done") == "" and CALLED == ["closed"]
+    played.close()
+    assert Db.made == before + 2 and CALLED == ["closed"] * 2
+
+
+def test_a_class_whose_reset_fails_or_returns_a_text_is_an_error(tmp_path):
+    (tmp_path / "own_db.py").write_text(
+        "class Db:\n    def reset(self, level): return level\n"
+        '    def look(self) -> str:\n        """Look."""\n        return "a"\n'
+    )
+    own = [f"{tmp_path / 'own_db.py'}:Db"]
+    for records, reason in (([{}], "missing 1 required .*'level'"), ([{"level": "Hi"}], "return None")):
+        with pytest.raises(RunError, match=reason):
+            episodes(functions=own, records=records)
+    episodes(functions=own, records=[{"level": None}]).close()
+
+
+def test_an_address_of_nothing_lists_the_names_of_the_file_and_one_of_a_method_names_its_class(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from json import dumps\nfrom pathlib import Path\n"
+        "class Db:\n    def look(self): ...\ndef find(): ...\nglobals()['other'] = 1\n"
+    )
+    key = "environment.functions"
+    with pytest.raises(UserError, match=r"only find, Db\).* set 'environment.functions=\[.*mine.py:find\]'$"):
+        schemas([f"{file}:absent"])
+    found = function_problem(key, f"{file}:Db.look", None)
+    assert found is not None and f"set 'environment.functions=[{file}:Db]'" in found
+    assert function_problem(key, f"{file}:Db", None) is None
+    found = function_problem("scorer.path", f"{file}:Db.look", None)
+    assert found is not None and f"look = Db().look below the class and set scorer.path={file}:look" in found
+
+
+def test_a_template_that_describes_no_tools_is_refused_with_other_ways():
+    with pytest.raises(UserError, match="model.policy=.*model.chat_template=.*environment=python"):
+        arguments_of(family("chatml", CHATML))

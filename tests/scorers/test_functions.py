@@ -1,7 +1,9 @@
 """Reward functions: parameters by name, lists of functions, the signature of TRL, processes of their own."""
 
+import asyncio
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ from rlhf.checks.composing import composed
 from rlhf.config.address import load_function
 from rlhf.config.algo import DPOConfig
 from rlhf.config.compose import compose
+from rlhf.config.given_functions import GivenFunctions
 from rlhf.config.identity import digest
 from rlhf.config.parameters import parameters_of
 from rlhf.config.scorer import FunctionScorerConfig
-from rlhf.core.errors import UserError
+from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.objectives.dpo import OnlineDPO
+from rlhf.processes import signals
 from rlhf.scorers.function import build
 from tests.scorers.test_scorers import TOKENIZER, rollouts
 from tests.tiny_models import scorer_context
@@ -246,3 +250,127 @@ def test_a_function_may_use_a_pool_of_processes_that_call_functions_of_its_file(
 def test_no_file_is_written_beside_a_reward_file(here):
     load_function("scorer.path", "two.py:words", ())
     assert not (here / "__pycache__").exists()
+
+
+# -- asynchronous functions, and functions that leave responses out ---------------------------------
+
+ASYNC = """
+import asyncio, functools, threading
+import rlhf
+running = most = 0
+async def score(response):
+    return await scaled(response, 1)
+async def scaled(response, scale):
+    global running, most
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(0.02)
+    running -= 1
+    if scale == 0:
+        raise KeyError("gone")
+    return scale * len(response.split())
+def plain(response):
+    return score(response)
+async def lists(responses):
+    return [await score(each) for each in responses]
+async def few(responses):
+    return [len(each.split()) if len(each.split()) < 2 else None for each in responses]
+class Object:
+    async def __call__(self, response):
+        return await score(response)
+made = Object()
+double = functools.partial(scaled, scale=2)
+fails = functools.partial(scaled, scale=0)
+def nothing(response):
+    return None
+def odd(response):
+    return None if len(response.split()) % 2 == 0 else 1
+def even(response):
+    return 1 if len(response.split()) % 2 == 0 else None
+def nan(response):
+    return float("nan")
+"""
+WORDS = [[1, 2], [3, 1], [2, 1]]
+
+
+@pytest.fixture
+def later(here):
+    (here / "later.py").write_text(ASYNC)
+    sys.modules.pop("later", None)
+    return here
+
+
+@pytest.mark.parametrize("name", ["score", "plain", "made"])
+def test_asynchronous_functions_are_awaited_concurrently(later, name):
+    assert batch_of(FunctionScorerConfig(path=f"later.py:{name}")).scores.tolist() == WORDS
+    assert sys.modules["later"].most == 6
+
+
+def test_asynchronous_functions_of_a_sum_run_concurrently_also_inside_of_an_event_loop(later):
+    config = FunctionScorerConfig(path=["later.py:lists", "later.py:few"], batched=True, weights=[1.0, 10.0])
+    expected = [[11, 2], [3, 11], [2, 11]]
+
+    async def inside():
+        return batch_of(config).scores.tolist()
+
+    assert asyncio.run(inside()) == expected
+    both, batch = FunctionScorerConfig(path=["later.py:score", "later.py:double"]), rollouts()
+    batch.records = [{}] * 3  # the second one has a parameter with a default, which may be a column
+    assert batch_of(both, batch).scores.tolist() == [[3 * each for each in row] for row in WORDS]
+    assert sys.modules["later"].most == 12
+
+
+def test_an_error_of_an_asynchronous_function_names_its_line(later):
+    with pytest.raises(RunError, match=r"later.py:fails raised KeyError: 'gone' \(.*later.py, line 14\)"):
+        batch = rollouts()
+        batch.records = [{}] * 3
+        batch_of(FunctionScorerConfig(path="later.py:fails"), batch)
+
+
+def test_a_signal_ends_the_wait_for_an_asynchronous_function(later, monkeypatch):
+    def check():
+        raise Interrupted("stopped")
+
+    monkeypatch.setattr(signals, "active", SimpleNamespace(check=check))
+    with pytest.raises(Interrupted):
+        batch_of(FunctionScorerConfig(path="later.py:score"))
+
+
+def test_a_function_of_a_sum_that_returns_none_does_not_judge_the_response(later):
+    config = FunctionScorerConfig(path=["later.py:odd", "one.py:words"], weights=[0.1, 0.2])
+    batch = batch_of(config)
+    assert torch.equal(batch.scores.double(), torch.tensor([[0.3, 0.4], [0.7, 0.3], [0.4, 0.3]]).double())
+    figures = OnlineDPO(DPOConfig()).describe(batch)
+    assert figures["objective/scores/odd"].value() == 1 and figures["objective/scores/odd"].count == 4
+    assert figures["objective/scores/words"].count == 6
+    other = FunctionScorerConfig(path=["later.py:odd", "later.py:even"], missing_eos_score=-5)
+    assert batch_of(other).scores.tolist() == [[1, -5], [-5, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("path", "weights", "said"),
+    [
+        ("later.py:nothing", None, "returned None"),
+        (["later.py:nothing"], None, "return a number from one of nothing"),
+        (["later.py:odd", "later.py:nothing"], None, "return a number from one of odd, nothing"),
+        (["later.py:odd", "one.py:words"], [1.0, 0.0], "return a number from one of odd, words"),
+        (["later.py:nan", "one.py:words"], None, "returned nan"),
+    ],
+)
+def test_a_response_that_no_function_judges_is_an_error(later, path, weights, said):
+    with pytest.raises(RunError, match=said):
+        batch_of(FunctionScorerConfig(path=path, weights=weights))
+
+
+def test_an_asynchronous_function_that_is_given_as_an_object_is_stored(tmp_path):
+    async def given(response: str) -> float:
+        await asyncio.sleep(0)
+        return float(len(response))
+
+    (path,) = GivenFunctions(given, tmp_path).paths
+    assert str(tmp_path) in path and batch_of(FunctionScorerConfig(path=path)).scores[0].tolist() == [2, 5]
+
+
+def test_the_parameters_of_an_asynchronous_function_show_that_it_takes_lists(later):
+    (found,) = FunctionScorerConfig(path="later.py:lists").problems("scorer")
+    assert found.endswith("set scorer.batched=true")

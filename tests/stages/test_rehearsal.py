@@ -1,5 +1,6 @@
 """The trials of reward functions and environments on examples of the data, before a model is loaded."""
 
+import math
 import random
 import re
 
@@ -68,14 +69,25 @@ def test_the_examples_have_reference_responses_or_else_a_short_text(tmp_path):
 
 def test_every_function_of_a_list_and_the_judge_are_tried_and_all_problems_are_reported(tmp_path):
     (tmp_path / "two.py").write_text(
-        "def a(p, r, ref): return 1\ndef b(p, r, ref): ...\ndef c(p, r, ref): 1/0\n"
+        "def a(p, r, ref): return 1\ndef b(p, r, ref): return 'x'\ndef c(p, r, ref): 1/0\n"
     )
     words = [f"scorer.path=[{tmp_path}/two.py:a,{tmp_path}/two.py:b]", "scorer@gold=function"]
     with pytest.raises(UserError) as refused:
         trials(tmp_path, "", *words, f"gold.path={tmp_path}/two.py:c")
     first, second = refused.value.problems
-    assert re.match("scorer.path=.*two.py:b returned None", first)
+    assert re.match("scorer.path=.*two.py:b returned 'x'", first)
     assert re.match("gold.path=.*two.py:c raised ZeroDivisionError", second)
+
+
+def test_one_of_several_functions_may_leave_examples_to_the_others(tmp_path):
+    (tmp_path / "two.py").write_text(
+        "async def a(response, tests): return 1 if tests[0] else None\ndef b(response): return 2\n"
+    )
+    first, second = trials(tmp_path, "", f"scorer.path=[{tmp_path}/two.py:a,{tmp_path}/two.py:b]")
+    assert any(math.isnan(score) for score in first.scores) and second.scores == [2, 2, 2]
+    assert any(line.split()[0] == "None" for line in first.lines())
+    with pytest.raises(UserError, match="two.py:a returned None"):
+        trials(tmp_path, "", f"scorer.path=[{tmp_path}/two.py:a]")
 
 
 def test_a_function_that_fails_for_an_empty_response_is_a_warning(tmp_path):

@@ -55,7 +55,7 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
         except NoBlocks as fault:
             raise UserError(
                 f"generator.compile must be false ({fault}), got true; set generator.compile=false"
-            ) from fault
+            ) from None
     settings = HFSettings(
         stop_ids=list(context.stop_ids),
         pad_id=context.tokenizer.pad_token_id,
