@@ -243,7 +243,7 @@ def conversation(row: Row, column: str) -> list[Message]:
             messages.append({"role": text(message, "role"), "content": content, **others})
         except BadRow as error:
             parts = isinstance(message.get("content"), list)
-            fix = ["write the text of its parts as one text (images are not read)"] if parts else []
+            fix = ["write the text of its parts as one text"] if parts else []
             raise BadRow(rule, f"{error.got} in place of a text", *fix) from None
         if (meant := _ROLES.get(messages[-1]["role"])) is not None:
             raise BadRow(
