@@ -55,6 +55,6 @@ class HttpScorerConfig(ScorerConfig):
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error if the service accepts no connections, or the token of an empty request."""
-        key, nothing = f"{at}.token_variable", {"prompts": [], "responses": [], "references": []}
-        about = self.url or "", "start the service", key, self.token_variable
+        about = self.url or "", "start the service", f"{at}.token_variable", self.token_variable
+        nothing = dict.fromkeys(("prompts", "responses", "references"), ())
         yield from service_problems(f"{at}.url", *about, body=nothing)

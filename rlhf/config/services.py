@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf.core.network import refusal, refused_key
@@ -66,7 +67,7 @@ def token_problems(key: str, variable: str) -> Iterator[str]:
 
 
 def service_problems(
-    key: str, url: str, start: str, token_key: str, variable: str | None, route: str = "", body: object = None
+    key: str, url: str, start: str, token_key: str, variable: str | None, route: str = "", body: Any = None
 ) -> Iterator[str]:
     """Yield an error if a service accepts no connections, or refuses the key that the run would send.
 

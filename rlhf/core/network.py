@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
+from typing import Any
 from urllib.parse import urlsplit
 
 _CONNECT_S = 3.0  # seconds after which a connection counts as slow, not as refused
@@ -45,7 +46,7 @@ def refusal(url: str) -> str | None:
     return None
 
 
-def refused_key(url: str, key: str | None, body: object = None) -> int | None:
+def refused_key(url: str, key: str | None, body: Any = None) -> int | None:
     """Return the HTTP status with which a service refuses a key, 401 or 403; None: any other answer.
 
     The result is None as well without an answer within `_CONNECT_S`, and if a proxy is used.

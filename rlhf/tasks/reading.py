@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -62,8 +62,9 @@ def rows(file: Path, key: str, columns: Sequence[str] | None = None) -> Iterator
                 f"{key} must contain rows, got {file}, which is empty (0 bytes); write the file again"
             )
         found = False
+        parsers: dict[str | None, Callable[[Path, str], Iterator[tuple[str, Row]]]]
         parsers = {".csv": _csv_rows, ".parquet": partial(_parquet_rows, columns=columns)}
-        for place, row in parsers.get(suffix_of(file) or "", _json_rows)(file, key):
+        for place, row in parsers.get(suffix_of(file), _json_rows)(file, key):
             found = True
             yield place, row
     except OSError as error:  # no permission, or a disk error
