@@ -226,9 +226,14 @@ def _measured(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, Any
     """
     evaluations = run.evaluations
     last = evaluations[-1] if evaluations else {}
-    kept = [name for name in dict.fromkeys(("update", *_KEPT, metric, *names)) if name in last]
+    kept = [
+        name
+        for name in dict.fromkeys(("update", *_KEPT, metric, *names))
+        if any(name in row for row in evaluations)
+    ]
     quarter = run.trained[-max(1, len(run.trained) // 4) :]
-    averages = {name: [row[name] for row in quarter if name in row] for name in quarter[-1] if quarter}
+    known = dict.fromkeys(name for row in reversed(quarter) for name in row)  # the last row may lack a name
+    averages = {name: [row[name] for row in quarter if name in row] for name in known}
     loads = {row["update"]: row["rollouts/time_s"] for row in run.trained if "rollouts/time_s" in row}
     times = {"rollouts/time_s": [loads.get(row["update"], 0.0) for row in evaluations]} if loads else {}
     completions = [row for row in run.completions() if row["update"] == last.get("update")]

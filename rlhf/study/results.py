@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -73,10 +74,16 @@ class Contrast:
             return float(self.values.std(ddof=1))
         return math.hypot(*(w * x.std(ddof=1) for w, x in zip(self.weights, self.apart, strict=True)))
 
-    def p(self, limit: float = 0.0, side: statistics.Side = "two-sided", family: int = 1) -> float:
+    def p(
+        self,
+        limit: float = 0.0,
+        side: statistics.Side = "two-sided",
+        family: int = 1,
+        level: float = statistics.LEVEL,
+    ) -> float:
         """Return the p-value against a limit (see `statistics.p_value`)."""
         if self.paired:
-            return statistics.p_value(self.values, limit, side, family)
+            return statistics.p_value(self.values, limit, side, family, level)
         return statistics.unpaired(self.apart, self.weights, limit, side)[1]
 
     def unsure(self, side: statistics.Side, family: int, level: float) -> bool:
@@ -105,6 +112,7 @@ class Results:
     Attributes:
         cells: the rows of tables by cell and seed; runs that failed are not among them.
         failed: the rows of runs that failed.
+        level: the probability of a false statement at one of the looks of the study.
         expected: number of runs of the own grids.
         missing: how many of these have no row.
     """
@@ -113,6 +121,8 @@ class Results:
         self.spec = spec
         self.cells: dict[Cell, dict[int, Row]] = {}
         self.failed: list[Row] = []
+        self.level = statistics.LEVEL / spec.looks
+        self.lacking: Counter[Cell] = Counter()  # how many runs of a cell failed
         self.seeds: dict[Cell, int] = {}  # how many seeds a complete cell has
         own = cells(spec)
         self.expected = len(own) * len(spec.seeds)
@@ -145,6 +155,7 @@ class Results:
                 continue
             if row.status == FAILED:
                 self.failed.append(row)
+                self.lacking[own[cell]] += 1
             else:
                 self.cells.setdefault(own[cell], {}).setdefault(row.seed, row)
 

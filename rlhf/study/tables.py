@@ -15,14 +15,18 @@ import numpy as np
 from rlhf.core import statistics
 from rlhf.core.statistics import LEVEL, Estimate
 from rlhf.study.cells import Cell, cell_of
-from rlhf.study.claims import UNDECIDED, shown
+from rlhf.study.claims import HOLDS, NOT, UNDECIDED, Judged, shown
+from rlhf.study.formula import read_formula
 from rlhf.study.results import FEWEST, START, Contrast, Results, Term
 from rlhf.study.rows import unpacked
-from rlhf.study.spec import AT_KL, AT_TIME, COLLAPSED, LOSS, VALUE, Axis, Table
+from rlhf.study.spec import AT_KL, AT_TIME, COLLAPSED, LOSS, VALUE, Axis, Spec, Table
+from rlhf.study.tuning import read_choices
 
 SUPPORTED, SUGGESTED = "supported", "suggested"
+EDGE = " (chosen on an edge)"
 _AGAINST = "methods against their bases"
 _MARGIN = 0.02  # difference for which seeds are counted, if the study has no margin
+_BARELY = 0.9  # share of the level from which on a p-value is shown
 _ENOUGH = 20  # values from which on an interquartile mean is shown
 _WIDTH = 80  # columns of the terminal
 _UNKNOWN = re.compile("[^\0-\xff]|[\xd0\xde\xf0\xfe]")  # characters that pdflatex lacks without a package
@@ -91,7 +95,8 @@ def _entry(results: Results, table: Table, cell: Cell) -> Entry:
     """Return a cell of a table; the text is empty if the cell belongs to no grid."""
     found = results.contrast(results.terms(table.quantity, cell, table.axis))
     percentile = results.spec.interval == "percentile"
-    runs, fallen = len(results.cells.get(cell, {})), results.collapsed(cell)
+    runs = len(results.cells.get(cell, {})) + results.lacking[cell]
+    fallen = results.collapsed(cell)
     estimate, having = found.estimate, found.seeds
     if table.quantity == COLLAPSED:
         text = f"{fallen}/{runs}"
@@ -104,7 +109,8 @@ def _entry(results: Results, table: Table, cell: Cell) -> Entry:
         text += f" [{having}/{runs}]" if having < runs else ""
         text += " \\*" if fallen and not percentile else ""
     else:
-        text = f"{estimate.centre:.2f}" if having else ""
+        text = f"{estimate.centre:.2f}" if having else "-"
+        text += f" [{having}/{runs}]" if having < runs else ""
     return Entry(text if runs else "", estimate, having, runs, fallen)
 
 
@@ -150,6 +156,7 @@ class Finding:
     p: float  # of the t test, or of the sign-flip test if that is larger and could reach the level
     holm: float  # the same, corrected for all differences of the family
     verdict: str  # `SUPPORTED`, `SUGGESTED`, `UNDECIDED`, or that these seeds cannot decide
+    small: str  # the same about the statement that the difference is below the margin
 
     @property
     def name(self) -> str:
@@ -190,52 +197,112 @@ def families(results: Results) -> Iterator[Family]:
                 n: c for n, c in made.items() if c.seeds >= FEWEST and (what != _AGAINST or any(c.values))
             }
             if made:
-                yield Family(task, f"{axis} {at[axis]}" if at else "all", what, tested(made))
+                margin = None if what == _AGAINST else spec.margin
+                found = tested(made, results.level, margin)
+                yield Family(task, f"{axis} {at[axis]}" if at else "all", what, found)
 
 
-def tested(contrasts: Mapping[str, Contrast]) -> list[Finding]:
+def tested(
+    contrasts: Mapping[str, Contrast], level: float = LEVEL, margin: float | None = None
+) -> list[Finding]:
     """Return the tests of a family of differences, the largest difference first; equal ones count once."""
     names = statistics.distinct({name: each.samples for name, each in contrasts.items()})
-    p = [contrasts[name].p(family=len(names)) for name in names]
+    each_of, n = [contrasts[name] for name in names], len(names)
+    p = [each.p(family=n, level=level) for each in each_of]
+    below = [1.0 if margin is None else each.p(margin, "less", n, level) for each in each_of]
     found = []
-    for (name, same), raw, corrected in zip(names.items(), p, statistics.holm(p), strict=True):
-        each = contrasts[name]
-        verdict = SUPPORTED if corrected < LEVEL else SUGGESTED if raw < LEVEL else UNDECIDED
-        if each.unsure("greater" if each.estimate.centre > 0 else "less", len(names), LEVEL):
+    for same, each, raw, corrected, low, lower in zip(
+        names.values(), each_of, p, statistics.holm(p), below, statistics.holm(below), strict=True
+    ):
+        verdict = SUPPORTED if corrected < level else SUGGESTED if raw < level else UNDECIDED
+        if each.unsure("greater" if each.estimate.centre > 0 else "less", n, level):
             verdict = f"cannot be decided with {each.seeds} seeds"
-        found.append(Finding(same, each, raw, corrected, verdict))
+        small = SUPPORTED if lower < level / 2 else SUGGESTED if low < level / 2 else UNDECIDED
+        small = UNDECIDED if each.unsure("less", n, level) else small
+        found.append(Finding(same, each, raw, corrected, verdict, small))
     return sorted(found, key=lambda finding: -finding.contrast.estimate.centre)
+
+
+def weaker_finding(spec: Spec, claim: Judged, found: Sequence[Family]) -> str | None:
+    """Return the verdict of a finding that does not support what a decided claim says; None: there is none.
+
+    A claim says that a difference is not 0, or that a loss is below the margin, and findings are about both.
+    """
+    formula, holds = read_formula(claim.formula), claim.verdict.startswith(HOLDS)
+    if formula is None or formula.sign not in ("<", ">") or not (holds or claim.verdict == NOT):
+        return None
+    limit, above = formula.number if formula.right is None else 0.0, (formula.sign == ">") == holds
+    differs = limit >= 0 if above else limit <= 0
+    if not differs and (above or limit != spec.margin):
+        return None
+    tests = [each for family in found for each in family.findings if differs or family.what != _AGAINST]
+    known = []
+    for c in claim.contrasts.values():
+        same = [each for each in tests if _same(c, each.contrast)]
+        known += [(each.verdict if differs else each.small) for each in same[:1]] or [SUPPORTED]
+    weak = [verdict for verdict in known if verdict != SUPPORTED]
+    return weak[0] if weak and (holds or len(weak) == len(known)) else None
+
+
+def _same(one: Contrast, other: Contrast) -> bool:
+    """Return whether two contrasts are the same difference, apart from its sign."""
+    sizes = [np.abs(each.values) for each in (one, other)]
+    return sizes[0].shape == sizes[1].shape and bool(sizes[0].any()) and np.allclose(*sizes, atol=1e-12)
 
 
 def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
     """Yield what is supported, only suggested, and undecided, as sentences; none while runs are missing."""
     if results.missing:
         return
-    margin = results.spec.margin
+    margin, level = results.spec.margin, results.level
     for task, column, what, family in found:
         parts = []
         for verdict in dict.fromkeys((SUPPORTED, SUGGESTED, *(each.verdict for each in family))):
             same = (each for each in family if each.verdict == verdict)
-            said = ", ".join(f"{each.name} {shown(each.contrast.estimate)}" for each in same)
+            said = ", ".join(
+                f"{each.name} {shown(each.contrast.estimate)}"
+                + (f" (barely: p = {each.holm:.4f})" if _BARELY * level < each.holm < level else "")
+                for each in same
+            )
             if verdict == SUPPORTED:
                 parts.append(f"**{SUPPORTED}**: {said or 'none'}")
             elif said and verdict != UNDECIDED:
                 parts.append(f"{verdict}: {said}")
         parts.append(f"{UNDECIDED}: {sum(each.verdict == UNDECIDED for each in family)} of {len(family)}")
+        seeds = min(each.contrast.seeds for each in family)
+        unable = statistics.smallest_p(seeds) * len(family) > level
+        if unable and any(each.verdict == SUPPORTED for each in family):
+            parts.append(f"by t test alone: {seeds} seeds cannot confirm one of {len(family)} exactly")
         yield f"`{task}`, {column}, {what}: {'; '.join(parts)}."
         if margin is not None and what != _AGAINST:
-            p = [each.contrast.p(margin, "less", len(family)) for each in family]
-            small: dict[bool, list[str]] = {True: [], False: []}
-            for each, raw, corrected in zip(family, p, statistics.holm(p), strict=True):
-                if raw < LEVEL / 2 and not each.contrast.unsure("less", len(family), LEVEL):
-                    small[corrected < LEVEL / 2].append(each.name)
-            more = f" ({SUGGESTED}: {', '.join(small[False])})" if small[False] else ""
-            sure = ", ".join(small[True]) or "no method"
+            small = {
+                verdict: ", ".join(each.name for each in family if each.small == verdict)
+                for verdict in (SUPPORTED, SUGGESTED)
+            }
+            more = f" ({SUGGESTED}: {small[SUGGESTED]})" if small[SUGGESTED] else ""
+            sure = small[SUPPORTED] or "no method"
             yield f"`{task}`, {column}: a loss of at most {margin:g} is {SUPPORTED} for {sure}{more}."
     if tests := [each for family in found for each in family.findings]:
-        low = sum(each.p < LEVEL for each in tests)
-        said = f"Of {len(tests)} two-sided tests, {low} have p < {LEVEL:g} before the correction"
-        yield f"{said}; about {LEVEL * len(tests):.0f} would have it if no method differed."
+        low = sum(each.p < level for each in tests)
+        said = f"Of {len(tests)} two-sided tests, {low} have p < {level:g} before the correction"
+        yield f"{said}; about {level * len(tests):.0f} would have it if no method differed."
+
+
+def tuned(spec: Spec) -> list[list[str]]:
+    """Return the tuned values of methods by task and point, with headings; `EDGE` marks those on an edge."""
+    assert spec.tune is not None
+    folders = [spec.folder, *([spec.tune.source.folder] if spec.tune.source else [])]
+    choices = next(filter(None, (read_choices(folder / "rates.json") for folder in folders)), {})
+    places = [
+        place for place in product(spec.tasks, spec.tune.at) if any(key[::2] == place for key in choices)
+    ]
+    keys = ", ".join(f"`{key}`" for key in spec.tune.values)
+    lines = [[keys, *(" ".join(filter(None, (f"`{task}`", point))) for task, point in places)]]
+    for method in spec.methods:
+        found = [choices.get((task, method, point)) for task, point in places]
+        texts = ["" if each is None else ", ".join(each.chosen.values()) + EDGE * each.edge for each in found]
+        lines.append([f"`{method}`", *texts])
+    return lines
 
 
 # -- what the seeds can show -------------------------------------------------------------------------------
