@@ -15,10 +15,12 @@ from rlhf.checks.rules import (
     must,
     training_rule,
 )
+from rlhf.config.metric_names import KNOWN, remedy, unknown
 from rlhf.config.packages import missing_package
 from rlhf.config.root import Config
 from rlhf.config.schedule import MOST_EPISODES, ESSScaling, Optimizer
 from rlhf.config.schema import plain
+from rlhf.config.suggestions import closest
 from rlhf.core.launched import world_size
 
 _NO_SAMPLES = When("with generator={generator}", lambda cfg: not cfg.generator.samples)
@@ -76,6 +78,18 @@ DOUBTS += [
         lambda cfg: cfg.optim.ess_scaling is ESSScaling.none and cfg.optim.ess_on_policy != 1,
     ),
 ]
+
+
+@training_rule
+def _objective_metric(cfg: Config) -> Iterator[str]:
+    if (name := cfg.objective_metric) is not None:
+        guess = closest(name, KNOWN) if unknown(name, cfg) else None
+        if unknown(name, cfg) or remedy(cfg, name):
+            fix = "null" if guess in (None, name) or remedy(cfg, str(guess)) else guess
+            yield (
+                "objective_metric must name a metric of the run (see docs/reference/metrics.md), got "
+                f"{name}; set objective_metric={fix}"
+            )
 
 
 @training_rule

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from itertools import product
 from runpy import run_path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlhf.config.address import load_function
 from rlhf.core import statistics
 from rlhf.core.errors import UserError, one_line, place_in_code
 from rlhf.core.formatting import shortened
@@ -21,7 +21,7 @@ from rlhf.study.cells import cell_of
 from rlhf.study.formula import BEST, SAME, SLOPE, Formula, Side, read_formula
 from rlhf.study.results import FEWEST, Contrast, Results, Term
 from rlhf.study.rows import Row
-from rlhf.study.spec import VALUE
+from rlhf.study.spec import VALUE, Spec
 
 _ELSEWHERE = "no grid of the task has such a cell"
 HOLDS, NOT, UNDECIDED = "holds", "does not hold", "undecided"
@@ -46,7 +46,7 @@ def judged(results: Results) -> Iterator[Judged]:
         assert formula is not None
         together = formula.pooled or formula.left is None
         for tasks in [[*results.spec.tasks]] if together else [[task] for task in results.spec.tasks]:
-            verdict, *found = _verdict(results, formula, tasks, results.spec.at(f"claims.{said}"))
+            verdict, *found = _verdict(results, formula, tasks, f"claims.{said}")
             if verdict != _ELSEWHERE:
                 yield Judged(said, text, None if together else tasks[0], verdict, *found)
 
@@ -122,11 +122,12 @@ def shown(estimate: Estimate, decimals: int = 3, zero: str = "z") -> str:
     return centre if estimate.seeds < 2 else f"{centre} ({low}, {high})"
 
 
-def call_own(key: str, address: str, rows: Sequence[Row]) -> Any:
+def call_own(spec: Spec, key: str, address: str, rows: Sequence[Row]) -> Any:
     """Return what a function of the user, <file>.py:<function> or <module>:<function>, returns for rows.
 
     Args:
-        key: file, line and key of the address, for messages.
+        spec: the study; the path of a file is relative to the folder of its file.
+        key: the key of the address.
         address: the function.
         rows: the rows of a study.
 
@@ -135,21 +136,23 @@ def call_own(key: str, address: str, rows: Sequence[Row]) -> Any:
     """
     place, _, name = address.rpartition(":")
     try:
-        return (run_path(place) if place.endswith(".py") else vars(import_module(place)))[name](rows)
+        if place.endswith(".py"):
+            return run_path(str(spec.file.parent / place))[name](rows)
+        return load_function(key, address, None)(rows)
     except (Exception, SystemExit) as error:
         got = f"{one_line(error)}{place_in_code(error, __file__)}"
-        raise UserError(f"{key} must be a function of rows, got {got}; correct {address}") from error
+        raise UserError(f"{spec.at(key)} must be a function of rows, got {got}; correct {address}") from error
 
 
-def _own_differences(key: str, address: str, rows: Sequence[Row]) -> dict[str, Contrast]:
+def _own_differences(spec: Spec, key: str, address: str, rows: Sequence[Row]) -> dict[str, Contrast]:
     """Return the differences that a function of the user makes of rows."""
-    found = call_own(key, address, rows)
+    found = call_own(spec, key, address, rows)
     try:
         samples = {str(name): np.array([values], float) for name, values in found.items()}
     except (AttributeError, TypeError, ValueError):
         samples = {}
     if not samples or not all(x.ndim == 2 and np.isfinite(x).all() for x in samples.values()):
-        rule = f"{key} must return differences by name, one number for each seed"
+        rule = f"{spec.at(key)} must return differences by name, one number for each seed"
         raise UserError(f'{rule}, got {shortened(repr(found), 60)}; return {{"a - b": [0.1, -0.2, 0.3]}}')
     return {name: Contrast(x, [1.0], True, 0) for name, x in samples.items()}
 
@@ -157,7 +160,7 @@ def _own_differences(key: str, address: str, rows: Sequence[Row]) -> dict[str, C
 def _verdict(
     results: Results, formula: Formula, tasks: Sequence[str], key: str
 ) -> tuple[str, str, Mapping[str, Contrast]]:
-    """Return verdict, numbers and differences of a claim about tasks; `key`: where it is, for messages."""
+    """Return verdict, numbers and differences of a claim about tasks; `key`: that of the study file."""
     chosen, left, terms = "", formula.left, {}  # type: str, Side | None, dict[str, list[Term]]
     if left is not None:
         if BEST in left.methods:
@@ -169,7 +172,7 @@ def _verdict(
         return "runs are missing", "", {}
     contrasts = {name: results.contrast(each) for name, each in terms.items()}
     if left is None:
-        contrasts = _own_differences(key, formula.text, results.rows)
+        contrasts = _own_differences(results.spec, key, formula.text, results.rows)
     if not contrasts or not all(map(results.complete, terms.values())):
         return f"{UNDECIDED}: a run failed, or does not have the value", "", {}
     contrasts = {name: contrasts[name] for name in distinct({n: c.samples for n, c in contrasts.items()})}

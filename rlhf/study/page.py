@@ -147,7 +147,7 @@ def _as_markdown(results: Results, shown: str, found: Sequence[Family], images: 
         parts += ["## Tuned values", said, as_table(lines)]
     parts += [shown] if shown else []
     if spec.analysis:
-        parts.append(str(call_own(spec.at("analysis"), spec.analysis, results.rows)))
+        parts.append(str(call_own(spec, "analysis", spec.analysis, results.rows)))
     return "\n\n".join(parts)
 
 
