@@ -164,7 +164,7 @@ def wait_for(process: ForkProcess, meanwhile: Callable[[], None] = lambda: None)
 
 
 def announce(folder: Path, run: object, seen: set[str]) -> None:
-    """Print the stages before a run that the run has begun to make, unless they are in `seen`, by its output."""
+    """Print the stages that a run has begun to make, by its output, unless they are in `seen`."""
     file = folder / OUTPUT
     for name, stage in _STAGE.findall(file.read_text("utf-8", "replace") if file.exists() else ""):
         if stage not in seen:

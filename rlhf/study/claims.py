@@ -46,9 +46,9 @@ def judged(results: Results) -> Iterator[Judged]:
         assert formula is not None
         together = formula.pooled or formula.left is None
         for tasks in [[*results.spec.tasks]] if together else [[task] for task in results.spec.tasks]:
-            verdict, *found = _verdict(results, formula, tasks, f"claims.{said}")
+            verdict, numbers, about = _verdict(results, formula, tasks, f"claims.{said}")
             if verdict != _ELSEWHERE:
-                yield Judged(said, text, None if together else tasks[0], verdict, *found)
+                yield Judged(said, text, None if together else tasks[0], verdict, numbers, about)
 
 
 def decided(

@@ -36,18 +36,18 @@ _NOTES = (
 )
 _LOOKS = " The level of each of {} looks is their share of 0.05."
 _TRAINING = (
-    " {} are means over the last quarter of the updates, of those that have the metric; the mean of a largest "
-    "or oldest one is the mean of the largest or oldest of each update."
+    " Metrics of training ({}) are means over those updates of the last quarter that have the metric. A "
+    "maximum, such as the oldest group, is the mean of the maxima of these updates."
 )
 _CLAIMS = (
     "{verdicts} verdicts on {claims} claims, look {look} of {looks}: each at p < {level:g}, not corrected for "
-    "their number. A finding is corrected for all differences of its column. A claim is not, if it was made "
-    "before the runs: its numbers then name a weaker finding about the same difference, and the claim alone "
-    "is no stronger evidence. A claim without a record of that time is not stronger than the finding."
+    "their number. A finding is corrected for all differences of its column. A claim that was recorded before "
+    "the runs is one test that the data did not choose, so it is not corrected for the column; if the finding "
+    "about its difference is weaker, the numbers say so. No other claim is stronger than this finding."
 )
 _EDGES = (
-    "{} of {} values lie on an edge of those that were compared: a better value may lie beyond. Each was "
-    "chosen by {} seeds that no table uses."
+    "{} of {} values are on an edge of those that were compared, so a better one may lie beyond it. Values "
+    "were compared with {} seeds that no table uses."
 )
 _OVER_TASKS = (
     "Interquartile means over all tasks and seeds with 95 % bootstrap intervals, stratified by task. In each "
@@ -130,7 +130,7 @@ def _as_markdown(results: Results, shown: str, found: Sequence[Family], images: 
     notes += _LOOKS.format(spec.looks) if spec.looks > 1 else ""
     trained = [each for each in spec.tables if "/" in each.quantity and not each.quantity.startswith("eval/")]
     if names := ", ".join(dict.fromkeys(each.title or each.quantity for each in trained)):
-        notes += _TRAINING.format(names.capitalize())
+        notes += _TRAINING.format(names)
     parts = [*state(results), *images, notes]
     if lines := list(tables.findings(results, found)):
         parts += ["## Findings", "\n".join(f"- {line}" for line in lines)]
@@ -140,11 +140,11 @@ def _as_markdown(results: Results, shown: str, found: Sequence[Family], images: 
         parts += ["## What the seeds can show", as_table(rows)]
     if shares := [as_table(each) for each in tables.over_tasks(results)]:
         parts += ["## All tasks", _OVER_TASKS, *shares]
-    if spec.tune and len(lines := tables.tuned(spec)) > 1:
-        texts = [text for line in lines[1:] for text in line[1:] if text]
+    if spec.tune and any((chosen := tables.tuned(spec))[0][1:]):
+        texts = [text for line in chosen[1:] for text in line[1:] if text]
         edges = sum(tables.EDGE in text for text in texts)
         said = _EDGES.format(edges, len(texts), len(spec.tune.seeds))
-        parts += ["## Tuned values", said, as_table(lines)]
+        parts += ["## Tuned values", said, as_table(chosen)]
     parts += [shown] if shown else []
     if spec.analysis:
         parts.append(str(call_own(spec, "analysis", spec.analysis, results.rows)))
@@ -154,10 +154,11 @@ def _as_markdown(results: Results, shown: str, found: Sequence[Family], images: 
 def state(results: Results) -> Iterator[str]:
     """Yield what exists, what it took and what it is conditional on, as paragraphs."""
     spec, rows = results.spec, results.rows
-    done, hours = results.expected - results.missing, sum(row.cpu_s for row in rows) / 3600
+    done, used_s = results.expected - results.missing, sum(row.cpu_s for row in rows)
+    took = f"{used_s / 3600:.1f} CPU-hours" if used_s >= 360 else f"{used_s / 60:.1f} CPU-minutes"
     others = len(rows) + len(results.failed) - done
     included = f"; {others} of included studies" if others else ""
-    yield f"{done} of {results.expected} runs{included}; {hours:.1f} CPU-hours."
+    yield f"{done} of {results.expected} runs{included}; {took}."
     if results.missing:
         yield "**The study is not complete**: there are no findings and no verdicts yet."
     if results.failed:

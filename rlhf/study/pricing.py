@@ -146,8 +146,11 @@ def measured_price(plan: Plan) -> Price:
         RunError: a pilot failed.
     """
     known = read_pilots(file := plan.spec.folder / _PRICES)
-    due = {cost: run for run in reversed(plan.missing) if (cost := plan.configs.cost(run)) not in known}
-    for number, (cost, run) in enumerate(reversed(due.items()), 1):
+    due: dict[str, Run] = {}
+    for run in plan.missing:
+        if (cost := plan.configs.cost(run)) not in known:
+            due.setdefault(cost, run)
+    for number, (cost, run) in enumerate(due.items(), 1):
         show(f"[{number}/{len(due)}] pilot of {UPDATES} updates: {run}")
         known[cost] = _pilot(plan, run, f"{plan.spec.name}  {bar(number - 1, len(due))} pilots")
         files.write_json(file, {each: asdict(pilot) for each, pilot in known.items()})

@@ -246,8 +246,8 @@ def weaker_finding(spec: Spec, claim: Judged, found: Sequence[Family]) -> str | 
 
 def _same(one: Contrast, other: Contrast) -> bool:
     """Return whether two contrasts are the same difference, apart from its sign."""
-    sizes = [np.abs(each.values) for each in (one, other)]
-    return sizes[0].shape == sizes[1].shape and bool(sizes[0].any()) and np.allclose(*sizes, atol=1e-12)
+    a, b = np.abs(one.values), np.abs(other.values)
+    return a.shape == b.shape and bool(a.any()) and np.allclose(a, b, rtol=0, atol=1e-12)
 
 
 def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
@@ -256,12 +256,17 @@ def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
         return
     margin, level = results.spec.margin, results.level
     for task, column, what, family in found:
-        parts = []
+        parts, seeds = [], min(each.contrast.seeds for each in family)
+        floor = statistics.smallest_p(seeds)  # of the sign-flip test: not a sign of doubt
         for verdict in dict.fromkeys((SUPPORTED, SUGGESTED, *(each.verdict for each in family))):
             same = (each for each in family if each.verdict == verdict)
             said = ", ".join(
                 f"{each.name} {shown(each.contrast.estimate)}"
-                + (f" (barely: p = {each.holm:.4f})" if _BARELY * level < each.holm < level else "")
+                + (
+                    f" (barely: p = {each.holm:.4f})"
+                    if _BARELY * level < each.holm < level and each.p > floor
+                    else ""
+                )
                 for each in same
             )
             if verdict == SUPPORTED:
@@ -269,9 +274,7 @@ def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
             elif said and verdict != UNDECIDED:
                 parts.append(f"{verdict}: {said}")
         parts.append(f"{UNDECIDED}: {sum(each.verdict == UNDECIDED for each in family)} of {len(family)}")
-        seeds = min(each.contrast.seeds for each in family)
-        unable = statistics.smallest_p(seeds) * len(family) > level
-        if unable and any(each.verdict == SUPPORTED for each in family):
+        if floor * len(family) > level and any(each.verdict == SUPPORTED for each in family):
             parts.append(f"by t test alone: {seeds} seeds cannot confirm one of {len(family)} exactly")
         yield f"`{task}`, {column}, {what}: {'; '.join(parts)}."
         if margin is not None and what != _AGAINST:
