@@ -15,7 +15,7 @@ from rlhf.checks.rules import (
     must,
     training_rule,
 )
-from rlhf.config.metric_names import KNOWN, remedy, unknown
+from rlhf.config.metric_names import KNOWN, lacking
 from rlhf.config.packages import missing_package
 from rlhf.config.root import Config
 from rlhf.config.schedule import MOST_EPISODES, ESSScaling, Optimizer
@@ -82,14 +82,11 @@ DOUBTS += [
 
 @training_rule
 def _objective_metric(cfg: Config) -> Iterator[str]:
-    if (name := cfg.objective_metric) is not None:
-        guess = closest(name, KNOWN) if unknown(name, cfg) else None
-        if unknown(name, cfg) or remedy(cfg, name):
-            fix = "null" if guess in (None, name) or remedy(cfg, str(guess)) else guess
-            yield (
-                "objective_metric must name a metric of the run (see docs/reference/metrics.md), got "
-                f"{name}; set objective_metric={fix}"
-            )
+    name = cfg.objective_metric
+    if name is not None and (found := lacking(name, cfg)):
+        guess = closest(name, KNOWN) or name
+        fix = "null" if lacking(guess, cfg) else guess
+        yield f"objective_metric must {found[0]}, got {name}; set objective_metric={fix}"
 
 
 @training_rule

@@ -51,12 +51,11 @@ def _of_scale(groups: Sequence[Group], main: Metric, label: str) -> str:
     spread = f" ({seeds}{cell.spread})" if cell.spread else ""
     text = f"{capital(main.title)} {change}{spread}"
     if len(groups) > 1:
-        rivals = [group for group in groups if group.finished or not best.finished]
-        texts = [main.text(group.value(main) or 0.0) for group in rivals]
-        tied = [group.label for group, each in zip(rivals, texts, strict=True) if each == texts[0]]
+        fair = [group for group in groups if group.finished or not best.finished]
+        rivals = [(group.label, group.value(main) or 0.0) for group in fair]
+        tied = [label for label, value in rivals if main.text(value) == main.text(rivals[0][1])]
         first = f"Best of {len(groups)} settings: {best.label}"
-        if len(tied) > 1:
-            first = f"{len(tied)} of {len(groups)} settings tie: {some(tied)}"
+        first = first if len(tied) == 1 else f"{len(tied)} of {len(groups)} settings tie: {some(tied)}"
         text = f"{first}, {main.title} {change}{spread}"
     kl = metric_cell(best.measured, METRICS["eval/kl"])
     parts = [text] + ([f"KL {kl.final}"] if kl is not None and main.evaluated else [])
@@ -66,9 +65,9 @@ def _of_scale(groups: Sequence[Group], main: Metric, label: str) -> str:
     if not best.finished:
         parts.append("unfinished")
     if len(groups) > 1:
-        values = [group.value(main) or 0.0 for group in rivals]
+        values = [value for _, value in rivals]
         worst = main.text(min(values) if main.better >= 0 else max(values))
-        parts += [f"worst setting {worst}"] if worst != texts[0] else []
+        parts += [f"worst setting {worst}"] if len(tied) < len(values) else []
     return (f"{label}: " if label else "") + ", ".join(parts) + "."
 
 

@@ -244,11 +244,8 @@ def _measured(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, Any
     """
     evaluations = run.evaluations
     last = evaluations[-1] if evaluations else {}
-    kept = [
-        name
-        for name in dict.fromkeys(("update", *_KEPT, metric, *names))
-        if any(name in row for row in evaluations)
-    ]
+    wanted = dict.fromkeys(("update", *_KEPT, metric, *names))
+    kept = [name for name in wanted if any(name in row for row in evaluations)]
     quarter = run.trained[-max(1, len(run.trained) // 4) :]
     known = dict.fromkeys(name for row in reversed(quarter) for name in row)  # the last row may lack a name
     averages = {name: [row[name] for row in quarter if name in row] for name in known}

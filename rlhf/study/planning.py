@@ -17,7 +17,7 @@ from rlhf.checks.composing import composed, composed_node
 from rlhf.config import catalogue
 from rlhf.config.best_generator import candidates
 from rlhf.config.identity import run_name, what_counts
-from rlhf.config.metric_names import is_own, remedy, unknown
+from rlhf.config.metric_names import is_own, lacking
 from rlhf.config.mistakes import explained
 from rlhf.config.overrides import Override, read_overrides
 from rlhf.config.root import Config
@@ -322,15 +322,11 @@ def _of_metrics(configs: Configs, runs: Sequence[Run]) -> Iterator[str]:
     for key, name in named(configs.spec):
         group, _, rest = key.partition(".")
         own = [run for run in runs if group != "tasks" or run.cell.task == rest.removesuffix(".metric")]
-        found = [remedy(configs.config(run), name) for run in own]
+        code = [any(file.endswith(".py") for file in configs.planned(run).inputs) for run in own]
+        found = [lacking(name, configs.config(run), each) for run, each in zip(own, code, strict=True)]
         said = next(filter(None, found), None)
         if said and (all(found) or group == "tasks"):
-            yield f"{configs.spec.at(key)} must be a metric that the runs have, got {name}; {said}"
-        code = [any(file.endswith(".py") for file in configs.planned(run).inputs) for run in own]
-        wrong = [unknown(name, configs.config(run), each) for run, each in zip(own, code, strict=True)]
-        if wrong and all(wrong):
-            rule = "must name a metric that rows keep (see docs/reference/metrics.md)"
-            yield f"{configs.spec.at(key)} {rule}, got {name}; {wrong[0]}"
+            yield f"{configs.spec.at(key)} must {said[0]}, got {name}; {said[1]}"
 
 
 def _of_claims(spec: Spec) -> Iterator[str]:

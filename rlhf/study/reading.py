@@ -62,6 +62,7 @@ class _Reading:
             remedy = f"write grids: [{{{name}: all}}]"
             doc.wrong(f"axes.{name}", "must be used by a grid", "none", remedy)
         resources = doc.mapping("resources", ("threads", "gpus", "minutes"))
+        folder = folder_of(doc.file, self.name)
         if "config_dir" in top and not (config_dir := doc.path("config_dir")).is_dir():
             got = f"{config_dir} (relative to the study file)"
             doc.wrong("config_dir", "must be a folder laid out like conf/", got, "fix the path")
@@ -87,9 +88,7 @@ class _Reading:
             },
             include=included,
             config_dir=doc.path("config_dir") if "config_dir" in top else None,
-            page=doc.path("page", "", r".+\.md", "<file>.md")
-            if "page" in top
-            else folder_of(doc.file, self.name) / "page.md",
+            page=doc.path("page", "page.md", r".+\.md", "<file>.md") if "page" in top else folder / "page.md",
             interval=doc.one_of("interval", ("t", "percentile"), "an interval", top.get("interval", "t")),
             margin=doc.number("margin", None),
             analysis=doc.address("analysis") if "analysis" in top else None,

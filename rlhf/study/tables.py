@@ -26,7 +26,6 @@ SUPPORTED, SUGGESTED = "supported", "suggested"
 EDGE = " (chosen on an edge)"
 _AGAINST = "methods against their bases"
 _MARGIN = 0.02  # difference for which seeds are counted, if the study has no margin
-_BARELY = 0.9  # share of the level from which on a p-value is shown
 _ENOUGH = 20  # values from which on an interquartile mean is shown
 _WIDTH = 80  # columns of the terminal
 _UNKNOWN = re.compile("[^\0-\xff]|[\xd0\xde\xf0\xfe]")  # characters that pdflatex lacks without a package
@@ -207,13 +206,12 @@ def tested(
 ) -> list[Finding]:
     """Return the tests of a family of differences, the largest difference first; equal ones count once."""
     names = statistics.distinct({name: each.samples for name, each in contrasts.items()})
-    each_of, n = [contrasts[name] for name in names], len(names)
-    p = [each.p(family=n, level=level) for each in each_of]
-    below = [1.0 if margin is None else each.p(margin, "less", n, level) for each in each_of]
+    cases, n = [contrasts[name] for name in names], len(names)
+    p = [each.p(family=n, level=level) for each in cases]
+    below = [each.p(margin or 0.0, "less", n, level) for each in cases]
+    tests = zip(names.values(), cases, p, statistics.holm(p), below, statistics.holm(below), strict=True)
     found = []
-    for same, each, raw, corrected, low, lower in zip(
-        names.values(), each_of, p, statistics.holm(p), below, statistics.holm(below), strict=True
-    ):
+    for same, each, raw, corrected, low, lower in tests:
         verdict = SUPPORTED if corrected < level else SUGGESTED if raw < level else UNDECIDED
         if each.unsure("greater" if each.estimate.centre > 0 else "less", n, level):
             verdict = f"cannot be decided with {each.seeds} seeds"
@@ -231,15 +229,16 @@ def weaker_finding(spec: Spec, claim: Judged, found: Sequence[Family]) -> str | 
     formula, holds = read_formula(claim.formula), claim.verdict.startswith(HOLDS)
     if formula is None or formula.sign not in ("<", ">") or not (holds or claim.verdict == NOT):
         return None
-    limit, above = formula.number if formula.right is None else 0.0, (formula.sign == ">") == holds
-    differs = limit >= 0 if above else limit <= 0
-    if not differs and (above or limit != spec.margin):
+    sign = 1 if (formula.sign == ">") == holds else -1
+    limit = 0.0 if formula.right else formula.number
+    if sign * limit < 0 and (sign > 0 or limit != spec.margin):
         return None
+    differs = sign * limit >= 0
     tests = [each for family in found for each in family.findings if differs or family.what != _AGAINST]
     known = []
     for c in claim.contrasts.values():
-        same = [each for each in tests if _same(c, each.contrast)]
-        known += [(each.verdict if differs else each.small) for each in same[:1]] or [SUPPORTED]
+        same = [each.verdict if differs else each.small for each in tests if _same(c, each.contrast)]
+        known.append(same[0] if same else SUPPORTED)
     weak = [verdict for verdict in known if verdict != SUPPORTED]
     return weak[0] if weak and (holds or len(weak) == len(known)) else None
 
@@ -257,34 +256,25 @@ def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
     margin, level = results.spec.margin, results.level
     for task, column, what, family in found:
         parts, seeds = [], min(each.contrast.seeds for each in family)
-        floor = statistics.smallest_p(seeds)  # of the sign-flip test: not a sign of doubt
         for verdict in dict.fromkeys((SUPPORTED, SUGGESTED, *(each.verdict for each in family))):
             same = (each for each in family if each.verdict == verdict)
-            said = ", ".join(
-                f"{each.name} {shown(each.contrast.estimate)}"
-                + (
-                    f" (barely: p = {each.holm:.4f})"
-                    if _BARELY * level < each.holm < level and each.p > floor
-                    else ""
-                )
-                for each in same
-            )
+            said = ", ".join(f"{each.name} {shown(each.contrast.estimate)}" for each in same)
             if verdict == SUPPORTED:
                 parts.append(f"**{SUPPORTED}**: {said or 'none'}")
             elif said and verdict != UNDECIDED:
                 parts.append(f"{verdict}: {said}")
         parts.append(f"{UNDECIDED}: {sum(each.verdict == UNDECIDED for each in family)} of {len(family)}")
-        if floor * len(family) > level and any(each.verdict == SUPPORTED for each in family):
+        unable = statistics.smallest_p(seeds) * len(family) > level
+        if unable and any(each.verdict == SUPPORTED for each in family):
             parts.append(f"by t test alone: {seeds} seeds cannot confirm one of {len(family)} exactly")
         yield f"`{task}`, {column}, {what}: {'; '.join(parts)}."
         if margin is not None and what != _AGAINST:
-            small = {
-                verdict: ", ".join(each.name for each in family if each.small == verdict)
+            sure, more = (
+                ", ".join(each.name for each in family if each.small == verdict)
                 for verdict in (SUPPORTED, SUGGESTED)
-            }
-            more = f" ({SUGGESTED}: {small[SUGGESTED]})" if small[SUGGESTED] else ""
-            sure = small[SUPPORTED] or "no method"
-            yield f"`{task}`, {column}: a loss of at most {margin:g} is {SUPPORTED} for {sure}{more}."
+            )
+            said = f"{sure or 'no method'}{more and f' ({SUGGESTED}: {more})'}"
+            yield f"`{task}`, {column}: a loss of at most {margin:g} is {SUPPORTED} for {said}."
     if tests := [each for family in found for each in family.findings]:
         low = sum(each.p < level for each in tests)
         said = f"Of {len(tests)} two-sided tests, {low} have p < {level:g} before the correction"
@@ -292,20 +282,17 @@ def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
 
 
 def tuned(spec: Spec) -> list[list[str]]:
-    """Return the tuned values of methods by task and point, with headings; `EDGE` marks those on an edge."""
-    assert spec.tune is not None
-    folders = [spec.folder, *([spec.tune.source.folder] if spec.tune.source else [])]
-    choices = next(filter(None, (read_choices(folder / "rates.json") for folder in folders)), {})
-    places = [
-        place for place in product(spec.tasks, spec.tune.at) if any(key[::2] == place for key in choices)
-    ]
-    keys = ", ".join(f"`{key}`" for key in spec.tune.values)
-    lines = [[keys, *(" ".join(filter(None, (f"`{task}`", point))) for task, point in places)]]
-    for method in spec.methods:
-        found = [choices.get((task, method, point)) for task, point in places]
-        texts = ["" if each is None else ", ".join(each.chosen.values()) + EDGE * each.edge for each in found]
-        lines.append([f"`{method}`", *texts])
-    return lines
+    """Return the tuned values by task, method and point, with headings; no lines without choices."""
+    sources = [each for each in (spec, spec.tune and spec.tune.source) if each]
+    choices = next(filter(None, (read_choices(each.folder / "rates.json") for each in sources)), {})
+    known = {key: each for key, each in choices.items() if key[0] in spec.tasks and key[1] in spec.methods}
+    heads = ["task", "method", *dict.fromkeys(point or "value" for *_, point in known)]
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for (task, method, point), each in known.items():
+        text = ", ".join(f"{key}={value}" for key, value in each.chosen.items()) + EDGE * each.edge
+        lines.setdefault((task, method), {})[point or "value"] = text
+    rows = [[f"`{x}`" for x in name] + [each.get(x, "") for x in heads[2:]] for name, each in lines.items()]
+    return [heads, *rows] if lines else []
 
 
 # -- what the seeds can show -------------------------------------------------------------------------------
