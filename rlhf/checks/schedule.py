@@ -15,10 +15,12 @@ from rlhf.checks.rules import (
     must,
     training_rule,
 )
+from rlhf.config.metric_names import KNOWN, lacking
 from rlhf.config.packages import missing_package
 from rlhf.config.root import Config
 from rlhf.config.schedule import MOST_EPISODES, ESSScaling, Optimizer
 from rlhf.config.schema import plain
+from rlhf.config.suggestions import closest
 from rlhf.core.launched import world_size
 
 _NO_SAMPLES = When("with generator={generator}", lambda cfg: not cfg.generator.samples)
@@ -76,6 +78,15 @@ DOUBTS += [
         lambda cfg: cfg.optim.ess_scaling is ESSScaling.none and cfg.optim.ess_on_policy != 1,
     ),
 ]
+
+
+@training_rule
+def _objective_metric(cfg: Config) -> Iterator[str]:
+    name = cfg.objective_metric
+    if name is not None and (found := lacking(name, cfg)):
+        guess = closest(name, KNOWN) or name
+        fix = "null" if lacking(guess, cfg) else guess
+        yield f"objective_metric must {found[0]}, got {name}; set objective_metric={fix}"
 
 
 @training_rule

@@ -134,17 +134,20 @@ def smallest_p(seeds: int) -> float:
     return 2.0 / 2**seeds
 
 
-def p_value(values: Sample, limit: float = 0.0, side: Side = "two-sided", family: int = 1) -> float:
-    """Return the p-value of the t test, or of the sign-flip test if that is larger and could reach `LEVEL`.
+def p_value(
+    values: Sample, limit: float = 0.0, side: Side = "two-sided", family: int = 1, level: float = LEVEL
+) -> float:
+    """Return the p-value of the t test, or of the sign-flip test if that is larger and could reach `level`.
 
     Args:
         values: one value, or difference, per seed.
         limit: the mean that the values are tested against.
         side: the alternative.
         family: number of comparisons that are corrected together.
+        level: probability of a false finding.
     """
     p = p_t(values, limit, side)
-    if smallest_p(len(values)) * family > LEVEL:
+    if smallest_p(len(values)) * family > level:
         return p
     return max(p, p_sign_flip(values, limit, side))
 

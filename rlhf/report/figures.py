@@ -37,8 +37,10 @@ from rlhf.report.timeline import asynchrony
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from rlhf.core.metrics import Row
     from rlhf.report.curves import Read
     from rlhf.report.groups import Group, Section
+    from rlhf.report.runs import Run
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +106,7 @@ def _against_kl(section: Section) -> _Made:
     if not metrics:
         return None, []
     x, unit = figure("eval/kl"), METRICS["eval/kl"].title
+    made = [panels_of(groups, metric, x, unit, points=True) for metric in metrics]
     chart = Chart(
         "win_rate_against_kl",
         f"{topic(metrics[0])} vs. KL",
@@ -111,10 +114,10 @@ def _against_kl(section: Section) -> _Made:
         "is the last evaluation, and its bars are the range over seeds, or the 95 % confidence interval of a "
         "single seed. The KL is estimated on samples at the training temperature (eval/kl). A higher value "
         "at the same KL is better. " + _meanings(groups),
-        [panel for metric in metrics for panel in panels_of(groups, metric, x, unit, points=True)[0]],
+        [panel for panels, _ in made for panel in panels],
         legend(groups),
     )
-    return chart, []
+    return chart if chart.panels else None, []
 
 
 def _learning_curves(section: Section) -> _Made:
@@ -301,6 +304,12 @@ def panels_of(
         if all(quiet(group, metric) for group in members):
             remarks.append(f"{metric.name} of {label} (always {metric.expected:g})")
             continue
+        drawn = [points for group in members for points, _ in lines(group, x, partial(_read, metric))]
+        if max(map(len, drawn), default=0) < 2:
+            known = ((group.label, group.value(metric)) for group in members)
+            values = ", ".join(f"{name} {metric.text(value)}" for name, value in known if value is not None)
+            remarks += [f"{metric.name} (a single value: {values})"] if values else []
+            continue
         title = f"{metric.title}\n{label}" if label else metric.title
         panels.append(Panel(partial(_draw_metric, members, metric, x, unit, title, points)))
     return panels, remarks
@@ -310,11 +319,7 @@ def _draw_metric(
     groups: Sequence[Group], metric: Metric, x: Read, unit: str, title: str, points: bool, axes: Axes
 ) -> None:
     """Draw the panel of a metric on `axes`; the other arguments are those of `panels_of`."""
-
-    def y(run: Any, row: Any) -> float | None:
-        return row.get(metric.name) if metric.evaluated or "lr" in row else None
-
-    interval = partial(bounds, name=metric.name)
+    y, interval = partial(_read, metric), partial(bounds, name=metric.name)
     if points:
         for group in groups:
             for curve, finished in lines(group, x, y, interval):
@@ -335,6 +340,11 @@ def _draw_metric(
         whole_numbers(axes.xaxis)
     plain_labels(axes.xaxis)
     plain_labels(axes.yaxis)
+
+
+def _read(metric: Metric, run: Run, row: Row) -> float | None:
+    """Return a metric of a row; a metric of training only of a row that an update wrote."""
+    return row.get(metric.name) if metric.evaluated or "lr" in row else None
 
 
 def has(group: Group, name: str) -> bool:

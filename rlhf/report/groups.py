@@ -178,6 +178,7 @@ def ordered(groups: Sequence[Group], main: Metric | None) -> tuple[list[Group], 
         return not group.finished, value is None, -better * (value or 0.0)
 
     scales = [sorted(members, key=worth) for _, members in comparable(groups, main.scale if main else "")]
+    scales.sort(key=lambda members: not members[0].finished)
     ranked = sorted((rank, place) for place, members in enumerate(scales) for rank in range(len(members)))
     chosen: list[Group] = []
     lines = 0

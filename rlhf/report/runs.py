@@ -119,10 +119,15 @@ class Run:
         return [row for row in self.rows if "lr" in row]
 
     def first(self, metric: str) -> float | None:
-        """Return the value of `metric` before training; for a metric of training rows, the first value."""
+        """Return the value of `metric` before training; for a metric of training rows, the first value.
+
+        The result is None if there is no such value, or if it is the last one, too.
+        """
         if metric.startswith("eval/"):
-            return next((row.get(metric) for row in self.evaluations if row["update"] == 0), None)
-        return next((row[metric] for row in self.trained if metric in row), None)
+            before = self.evaluations[:-1]
+            return next((row.get(metric) for row in before if row["update"] == 0), None)
+        values = [row[metric] for row in self.trained if metric in row]
+        return values[0] if len(values) > 1 else None
 
     def last(self, metric: str) -> float | None:
         """Return the value of `metric` at the last evaluation; for a metric of training rows, the last value.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING
 
 from rlhf.report.groups import comparable
@@ -43,12 +44,19 @@ def _of_scale(groups: Sequence[Group], main: Metric, label: str) -> str:
     best = groups[0]
     cell = metric_cell(best.measured, main)
     assert cell is not None  # the group has the metric
-    change = cell.final if cell.initial is None else f"from {cell.initial} to {cell.final}"
-    seeds = f"{len(best.measured)} seeds: " if len(best.measured) > 1 else ""
+    alone = cell.initial is None or (cell.initial == cell.final and not best.finished)
+    change = cell.final if alone else f"from {cell.initial} to {cell.final}"
+    count = sum(run.last(main.name) is not None for run in best.measured)
+    seeds = f"{count} seeds: " if count > 1 else ""
     spread = f" ({seeds}{cell.spread})" if cell.spread else ""
     text = f"{capital(main.title)} {change}{spread}"
     if len(groups) > 1:
-        text = f"Best of {len(groups)} settings: {best.label}, {main.title} {change}{spread}"
+        fair = [group for group in groups if group.finished or not best.finished]
+        rivals = [(group.label, group.value(main) or 0.0) for group in fair]
+        tied = [label for label, value in rivals if main.text(value) == main.text(rivals[0][1])]
+        first = f"Best of {len(groups)} settings: {best.label}"
+        first = first if len(tied) == 1 else f"{len(tied)} of {len(groups)} settings tie: {some(tied)}"
+        text = f"{first}, {main.title} {change}{spread}"
     kl = metric_cell(best.measured, METRICS["eval/kl"])
     parts = [text] + ([f"KL {kl.final}"] if kl is not None and main.evaluated else [])
     seconds = [run.seconds() for run in best.measured if run.seconds()]
@@ -57,8 +65,9 @@ def _of_scale(groups: Sequence[Group], main: Metric, label: str) -> str:
     if not best.finished:
         parts.append("unfinished")
     if len(groups) > 1:
-        values = [group.value(main) or 0.0 for group in groups if group.finished or not best.finished]
-        parts.append(f"worst setting {main.text(min(values) if main.better >= 0 else max(values))}")
+        values = [value for _, value in rivals]
+        worst = main.text(min(values) if main.better >= 0 else max(values))
+        parts += [f"worst setting {worst}"] if len(tied) < len(values) else []
     return (f"{label}: " if label else "") + ", ".join(parts) + "."
 
 
@@ -76,6 +85,12 @@ def remarks(sections: Sequence[Section], found: FoundRuns) -> list[str]:
         notes.append(
             f"Several folders have the same settings and seed, and each counts as a run: {some(repeated)}."
         )
+    counts = {
+        (name, group.label, len(group.measured)): sum(run.last(name) is not None for run in group.measured)
+        for group, name in product(groups, METRICS)
+    }
+    if few := [f"{n} ({of} of {all_} of {at})" for (n, at, all_), of in counts.items() if 0 < of < all_]:
+        notes.append(f"Means over fewer runs than all, those that have the metric: {some(few)}.")
     if len({run.commit for run in runs}) > 1:
         notes.append("The runs were made with different commits of the code (see Runs).")
     if len({run.hardware for run in runs}) > 1:

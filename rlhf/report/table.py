@@ -169,10 +169,12 @@ def metric_cell(runs: Sequence[Run], metric: Metric) -> Cell | None:
     known = [value for run in runs if (value := run.last(metric.name)) is not None]
     if not known:
         return None
-    start = [value for run in runs if (value := run.first(metric.name)) is not None]
+    start = [run.first(metric.name) for run in runs if run.last(metric.name) is not None]
+    before = [value for value in start if value is not None]
     alone = len(runs) == 1 and runs[0].evaluations
     interval = bounds(alone[-1], metric.name) if alone else None
-    return Cell(mean(start) if start else None, mean(known), (min(known), max(known)), interval, metric.text)
+    change = mean(before) if len(before) == len(known) else None  # both means are of the same runs
+    return Cell(change, mean(known), (min(known), max(known)), interval, metric.text)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def plan(study: Study, options: Namespace) -> None:
 
     found = study.plan(_only(options))
     found.check()
-    for line in [*found.lines(), *price(found).lines(1)]:
+    for line in [*found.lines(), *price(found).lines(1), f"results: {study.spec.folder}"]:
         say(line)
 
 

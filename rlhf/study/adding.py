@@ -6,6 +6,7 @@ Anchor runs repeat a few committed rows first, which shows whether old and new r
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -62,8 +63,14 @@ def write_study(base: Spec, mine: Path) -> Path:
     file = beside.parent / name / "study.yaml" if base.file.name == "study.yaml" else beside / f"{name}.yaml"
     if file.resolve() == mine.resolve():
         raise UserError(f"study must name another file than {mine}, got {name}; set study: {name}_beside")
+    claims = own.mapping("claims")
     known = beside.name if base.file.name == "study.yaml" else base.file.stem  # by which the file is found
     grids = given.get("grids") or [grid for grid in other.get("grids", [{}]) if "method" not in grid]
+    paths = [(given, "config_dir"), (given, "page"), *((claims, said) for said in claims)]
+    for values, key in paths:  # paths of the new file are relative to its own folder
+        if isinstance(text := values.get(key), str) and (values is given or ".py:" in text):
+            values[key] = os.path.relpath(mine.parent / text, file.parent)
+    given |= {"claims": claims} if claims else {}
     tree = {
         "study": name,
         "title": f"{', '.join(methods)} beside {base.title}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import threading
@@ -24,6 +25,7 @@ from rlhf.checks.job import check_job
 from rlhf.config.cores import set_environment
 from rlhf.config.root import Config
 from rlhf.core import files
+from rlhf.core.console import show
 from rlhf.core.errors import Interrupted, RunError
 from rlhf.core.version import RESULTS
 from rlhf.processes.signals import interruptible
@@ -47,6 +49,8 @@ OUTPUT = "output.log"  # of a run folder: the terminal output of the run
 USED = "used.jsonl"  # of a run folder: seconds of attempts that a signal stopped
 _POLL_S = 0.5  # seconds between checks whether the parent process has ended
 _WAIT_S = 0.1
+# In the output of a run: the name and the folder of a stage that begins.
+_STAGE = re.compile(r"^(?:\[.+?\] )?(SFT model|preference pairs|reward model): (\S+/\S+)$", re.MULTILINE)
 _IDENTITY = "identity.json"  # of a run folder: what its files were made of
 _PORTABLE = "every x86 processor"  # in a machine class: with `backend.portable`
 _KEPT = ("eval/kl", "eval/gold_score", "eval/score", "eval/win_rate", "eval/accuracy")  # of all evaluations
@@ -138,8 +142,12 @@ def forked(work: Callable[[], None], output: Path | None = None) -> ForkProcess:
     return process
 
 
-def wait_for(process: ForkProcess) -> int:
+def wait_for(process: ForkProcess, meanwhile: Callable[[], None] = lambda: None) -> int:
     """Wait for a process that `forked` started; if an exception comes, let it write its checkpoint first.
+
+    Args:
+        process: the process.
+        meanwhile: called again and again until the process has ended.
 
     Returns:
         The exit code, or minus the signal that killed the process.
@@ -147,11 +155,21 @@ def wait_for(process: ForkProcess) -> int:
     try:
         while (code := process.exitcode) is None:
             time.sleep(_WAIT_S)
+            meanwhile()
         return code
     except BaseException:
         process.terminate()
         process.join()
         raise
+
+
+def announce(folder: Path, run: object, seen: set[str]) -> None:
+    """Print the stages that a run has begun to make, by its output, unless they are in `seen`."""
+    file = folder / OUTPUT
+    for name, stage in _STAGE.findall(file.read_text("utf-8", "replace") if file.exists() else ""):
+        if stage not in seen:
+            seen.add(stage)
+            show(f"{name}, for {run} and others: {stage}")
 
 
 def carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
@@ -226,9 +244,11 @@ def _measured(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, Any
     """
     evaluations = run.evaluations
     last = evaluations[-1] if evaluations else {}
-    kept = [name for name in dict.fromkeys(("update", *_KEPT, metric, *names)) if name in last]
+    wanted = dict.fromkeys(("update", *_KEPT, metric, *names))
+    kept = [name for name in wanted if any(name in row for row in evaluations)]
     quarter = run.trained[-max(1, len(run.trained) // 4) :]
-    averages = {name: [row[name] for row in quarter if name in row] for name in quarter[-1] if quarter}
+    known = dict.fromkeys(name for row in reversed(quarter) for name in row)  # the last row may lack a name
+    averages = {name: [row[name] for row in quarter if name in row] for name in known}
     loads = {row["update"]: row["rollouts/time_s"] for row in run.trained if "rollouts/time_s" in row}
     times = {"rollouts/time_s": [loads.get(row["update"], 0.0) for row in evaluations]} if loads else {}
     completions = [row for row in run.completions() if row["update"] == last.get("update")]

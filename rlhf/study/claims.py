@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
+from functools import partial
 from itertools import product
 from runpy import run_path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlhf.config.address import load_function
 from rlhf.core import statistics
 from rlhf.core.errors import UserError, one_line, place_in_code
 from rlhf.core.formatting import shortened
-from rlhf.core.statistics import LEVEL, Estimate, distinct, holm
+from rlhf.core.statistics import Estimate, distinct, holm
 from rlhf.study.cells import cell_of
 from rlhf.study.formula import BEST, SAME, SLOPE, Formula, Side, read_formula
 from rlhf.study.results import FEWEST, Contrast, Results, Term
 from rlhf.study.rows import Row
-from rlhf.study.spec import VALUE
+from rlhf.study.spec import VALUE, Spec
 
 _ELSEWHERE = "no grid of the task has such a cell"
 HOLDS, NOT, UNDECIDED = "holds", "does not hold", "undecided"
@@ -34,6 +36,7 @@ class Judged(NamedTuple):
     task: str | None
     verdict: str
     numbers: str
+    contrasts: Mapping[str, Contrast] = {}  # the differences that it is about, of all seeds
 
 
 def judged(results: Results) -> Iterator[Judged]:
@@ -43,9 +46,9 @@ def judged(results: Results) -> Iterator[Judged]:
         assert formula is not None
         together = formula.pooled or formula.left is None
         for tasks in [[*results.spec.tasks]] if together else [[task] for task in results.spec.tasks]:
-            verdict, numbers = _verdict(results, formula, tasks, results.spec.at(f"claims.{said}"))
+            verdict, numbers, about = _verdict(results, formula, tasks, f"claims.{said}")
             if verdict != _ELSEWHERE:
-                yield Judged(said, text, None if together else tasks[0], verdict, numbers)
+                yield Judged(said, text, None if together else tasks[0], verdict, numbers, about)
 
 
 def decided(
@@ -65,15 +68,22 @@ def decided(
             the same seeds have chosen the method.
         within: whether the claim is instead that every contrast is between -limit and limit.
     """
-    n, family = min(each.seeds for each in contrasts.values()), len(contrasts)
+    n, family, p = (
+        min(each.seeds for each in contrasts.values()),
+        len(contrasts),
+        partial(Contrast.p, level=level),
+    )
     if n < FEWEST:
         return f"{UNDECIDED}: {n} seeds, at least {FEWEST} are needed"
     if within:
-        above = [max(c.p(-limit, "greater"), c.p(limit, "less")) for c in contrasts.values()]
-        below = [min(c.p(-limit, "less", family), c.p(limit, "greater", family)) for c in contrasts.values()]
+        above = [max(p(c, -limit, "greater"), p(c, limit, "less")) for c in contrasts.values()]
+        below = [
+            min(p(c, -limit, "less", family), p(c, limit, "greater", family)) for c in contrasts.values()
+        ]
     else:
-        above = [c.p(limit, "greater", family if chosen else 1) for c in contrasts.values()]
-        below = [c.p(limit, "less", 1 if chosen else family) for c in contrasts.values()]
+        one, all_of = (family, 1) if chosen else (1, family)
+        above = [p(c, limit, "greater", one) for c in contrasts.values()]
+        below = [p(c, limit, "less", all_of) for c in contrasts.values()]
     if chosen:
         place = list(contrasts).index(chosen)
         above, below, contrasts = [holm(above)[place]], [below[place]], {chosen: contrasts[chosen]}
@@ -90,9 +100,12 @@ def decided(
         return f"cannot be decided with {n} seeds"
     _, worst = max(zip(above, contrasts.values(), strict=True), key=lambda pair: pair[0])
     distance = abs(worst.estimate.centre - limit)
-    if worst.sd == 0 or distance == 0:
-        return UNDECIDED
     level /= family if chosen else 1
+    if distance == 0:
+        return f"{UNDECIDED} (the mean is the limit)"
+    if worst.sd == 0:
+        enough = math.floor(-math.log2(level / 2)) + 1
+        return f"{UNDECIDED} (equal values: {n} seeds cannot reach p < {level / 2:.4g}, {enough} can)"
     sds = worst.sd, statistics.sd_limit(worst.sd, n)
     needed, most = (statistics.seeds_needed(distance, sd, level) for sd in sds)
     seeds = f"about {needed}" if needed <= _MANY else f"more than {_MANY}"
@@ -109,11 +122,12 @@ def shown(estimate: Estimate, decimals: int = 3, zero: str = "z") -> str:
     return centre if estimate.seeds < 2 else f"{centre} ({low}, {high})"
 
 
-def call_own(key: str, address: str, rows: Sequence[Row]) -> Any:
+def call_own(spec: Spec, key: str, address: str, rows: Sequence[Row]) -> Any:
     """Return what a function of the user, <file>.py:<function> or <module>:<function>, returns for rows.
 
     Args:
-        key: file, line and key of the address, for messages.
+        spec: the study; the path of a file is relative to the folder of its file.
+        key: the key of the address.
         address: the function.
         rows: the rows of a study.
 
@@ -122,43 +136,48 @@ def call_own(key: str, address: str, rows: Sequence[Row]) -> Any:
     """
     place, _, name = address.rpartition(":")
     try:
-        return (run_path(place) if place.endswith(".py") else vars(import_module(place)))[name](rows)
+        if place.endswith(".py"):
+            return run_path(str(spec.file.parent / place))[name](rows)
+        return load_function(key, address, None)(rows)
     except (Exception, SystemExit) as error:
         got = f"{one_line(error)}{place_in_code(error, __file__)}"
-        raise UserError(f"{key} must be a function of rows, got {got}; correct {address}") from None
+        raise UserError(f"{spec.at(key)} must be a function of rows, got {got}; correct {address}") from None
 
 
-def _own_differences(key: str, address: str, rows: Sequence[Row]) -> dict[str, Contrast]:
+def _own_differences(spec: Spec, key: str, address: str, rows: Sequence[Row]) -> dict[str, Contrast]:
     """Return the differences that a function of the user makes of rows."""
-    found = call_own(key, address, rows)
+    found = call_own(spec, key, address, rows)
     try:
         samples = {str(name): np.array([values], float) for name, values in found.items()}
     except (AttributeError, TypeError, ValueError):
         samples = {}
     if not samples or not all(x.ndim == 2 and np.isfinite(x).all() for x in samples.values()):
-        rule = f"{key} must return differences by name, one number for each seed"
+        rule = f"{spec.at(key)} must return differences by name, one number for each seed"
         raise UserError(f'{rule}, got {shortened(repr(found), 60)}; return {{"a - b": [0.1, -0.2, 0.3]}}')
     return {name: Contrast(x, [1.0], True, 0) for name, x in samples.items()}
 
 
-def _verdict(results: Results, formula: Formula, tasks: Sequence[str], key: str) -> tuple[str, str]:
-    """Return the verdict on a claim about tasks, and its numbers; `key`: where it is, for messages."""
+def _verdict(
+    results: Results, formula: Formula, tasks: Sequence[str], key: str
+) -> tuple[str, str, Mapping[str, Contrast]]:
+    """Return verdict, numbers and differences of a claim about tasks; `key`: that of the study file."""
     chosen, left, terms = "", formula.left, {}  # type: str, Side | None, dict[str, list[Term]]
     if left is not None:
         if BEST in left.methods:
             left = replace(left, methods=tuple(results.spec.methods))
         terms = _differences(results, formula, left, tasks)
         if any(term.cell not in results.seeds for several in terms.values() for term in several):
-            return _ELSEWHERE, ""
+            return _ELSEWHERE, "", {}
     if results.missing:
-        return "runs are missing", ""
+        return "runs are missing", "", {}
     contrasts = {name: results.contrast(each) for name, each in terms.items()}
     if left is None:
-        contrasts = _own_differences(key, formula.text, results.rows)
+        contrasts = _own_differences(results.spec, key, formula.text, results.rows)
     if not contrasts or not all(map(results.complete, terms.values())):
-        return f"{UNDECIDED}: a run failed, or does not have the value", ""
+        return f"{UNDECIDED}: a run failed, or does not have the value", "", {}
     contrasts = {name: contrasts[name] for name in distinct({n: c.samples for n, c in contrasts.items()})}
-    told, remark = contrasts, ""
+    told = about = contrasts
+    remark = ""
     if left is not formula.left and left is not None:
         side, signs = Side(VALUE, (), left.levels), {n: task.sign for n, task in results.spec.tasks.items()}
         n = min(each.seeds for each in contrasts.values())
@@ -170,6 +189,7 @@ def _verdict(results: Results, formula: Formula, tasks: Sequence[str], key: str)
             values[name] = results.contrast(scores).values[: half or None].mean()
         chosen = max(values, key=values.__getitem__)
         told, remark = {chosen: contrasts[chosen]}, f", chosen afterwards among {len(contrasts)}"
+        about = told
         if half:
             contrasts = told = {chosen: replace(told[chosen], samples=told[chosen].samples[:, half:])}
             chosen, remark = "", f", chosen by {half} seeds and judged by {n - half}"
@@ -180,7 +200,7 @@ def _verdict(results: Results, formula: Formula, tasks: Sequence[str], key: str)
     limit, within = formula.number, formula.sign == "within"
     if formula.sign == "<":
         contrasts, limit = {name: -each for name, each in contrasts.items()}, -limit
-    return decided(contrasts, limit, LEVEL / results.spec.looks, chosen=chosen, within=within), numbers
+    return decided(contrasts, limit, results.level, chosen=chosen, within=within), numbers, about
 
 
 def _differences(

@@ -141,9 +141,14 @@ class Document:
                 self.wrong(_below(key, name), rule, name, "rename it")
         return tree
 
+    def path(self, key: str, *form: str) -> Path:
+        """Return a path, which is relative to the folder of the file; `form`: as of `text`."""
+        return self.file.parent / self.text(key, *form)
+
     def address(self, key: str) -> str:
-        """Return the address of a function, <file>.py:<function> or <module>:<function>."""
-        if problem := function_problem(key, text := self.text(key), None):
+        """Return the address of a function, <module>:<function> or <file>.py:<function> with a `path`."""
+        at = str(self.path(key)) if ".py:" in (text := self.text(key)) else text
+        if problem := function_problem(key, at, None):
             self.add(key, problem)
         return text
 

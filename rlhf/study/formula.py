@@ -20,6 +20,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from rlhf.config.metric_names import KNOWN
 from rlhf.config.suggestions import suggestion
 from rlhf.study.spec import LOSS, QUANTITIES, Axis, Table, Task
 
@@ -110,7 +111,6 @@ def problems(
 ) -> list[str]:
     """Return what is wrong with the names of a claim: a rule for each problem."""
     known, found = [*methods, SAME, BEST], []
-    names = ", ".join(axes) or "there are none"
     sides = [side for side in (formula.left, formula.right) if side is not None]
     if any(BEST in side.methods for side in sides) and (
         len(sides[0].methods) > 1 or sides[0].every or sides[1:]
@@ -122,13 +122,15 @@ def problems(
         found.append(f"compare different methods, or {SAME} at other values")
     for side in sides:
         named = [*side.levels, *side.every, *filter(None, [side.over])]
-        found += [f"name methods ({', '.join(known)}), not {m}" for m in side.methods if m not in known]
-        found += [f"name axes ({names}), not {axis}" for axis in named if axis not in axes]
-        for axis, value in side.levels.items():
-            if axis in axes and value not in axes[axis].values:
-                found.append(f"name a value of {axis} ({', '.join(axes[axis].values)}), not {value}")
+        said = [("methods", m, known) for m in side.methods] + [("axes", axis, [*axes]) for axis in named]
+        said += [(f"a value of {a}", v, [*axes[a].values]) for a, v in side.levels.items() if a in axes]
+        for what, name, names in said:
+            if name not in names:
+                guess = suggestion(name, names, " (did you mean {}?)")
+                found.append(f"name {what} ({', '.join(names) or 'there are none'}), not {name}{guess}")
         if side.quantity not in (*quantities, SLOPE) and "/" not in side.quantity:
-            why = f" (add tasks.<name>.{side.quantity})" if side.quantity in QUANTITIES else ""
+            why = suggestion(side.quantity, [*quantities, SLOPE, *KNOWN], " (did you mean {}?)")
+            why = f" (add tasks.<name>.{side.quantity})" if side.quantity in QUANTITIES else why
             found.append(f"be about {', '.join(quantities)}, {SLOPE} or a metric, not {side.quantity}{why}")
         if (side.quantity == SLOPE) != bool(side.over):
             found.append(f"have 'over <axis>' after {SLOPE}, and nowhere else")
@@ -160,7 +162,8 @@ def read_table(text: str, known: Collection[str], axes: Collection[str]) -> Tabl
     quantity, over, axis = said.partition(" over ")
     quantity = quantity.removeprefix("value ").strip()
     if quantity not in known and "/" not in quantity:
-        remedy = f"add tasks.<name>.{quantity}" if quantity in QUANTITIES else "write value over <axis>"
+        guess = suggestion(quantity, [*known, *KNOWN], "did you mean {}?") or "write value over <axis>"
+        remedy = f"add tasks.<name>.{quantity}" if quantity in QUANTITIES else guess
         return f"must be <quantity> over <axis> ({', '.join(known)}, or a metric)", text, remedy
     if quantity == LOSS and not over:
         return "must be over an axis", text, f"write {LOSS} over <axis>"

@@ -17,6 +17,7 @@ from rlhf.checks.composing import composed, composed_node
 from rlhf.config import catalogue
 from rlhf.config.best_generator import candidates
 from rlhf.config.identity import run_name, what_counts
+from rlhf.config.metric_names import is_own, lacking
 from rlhf.config.mistakes import explained
 from rlhf.config.overrides import Override, read_overrides
 from rlhf.config.root import Config
@@ -29,7 +30,7 @@ from rlhf.core.statistics import detectable
 from rlhf.study.cells import Cell, cells, origin, overrides, set_twice
 from rlhf.study.claims import judged
 from rlhf.study.identity import inputs, run_digest, stale
-from rlhf.study.metrics import KNOWN, named, remedy, unknown
+from rlhf.study.metrics import named
 from rlhf.study.results import Results
 from rlhf.study.rows import TABLE, TUNE, Row
 from rlhf.study.spec import Spec
@@ -254,8 +255,8 @@ class Plan:
         )
         rows: list[tuple[str, ...]] = [("grid", "task", DONE, STALE, MISSING)]
         for number, grid in enumerate([{}, *spec.grids], -1):
-            named = (f"{k}={'all' if len(v) > 3 else '/'.join(v)}" for k, v in grid.items())
-            name = "tune" if number < 0 else ", ".join(named) or "bases"
+            words = (f"{k}={'all' if len(v) > 3 else '/'.join(v)}" for k, v in grid.items())
+            name = "tune" if number < 0 else ", ".join(words) or "bases"
             for task in spec.tasks:
                 found = [counts[number, task, state] for state in (DONE, STALE, MISSING)]
                 if any(found):
@@ -270,7 +271,9 @@ class Plan:
         for key, several in set_twice(spec).items():
             yield f"set twice: {key} ({', '.join(several)}; the last one counts)"
         yield from (
-            f"{key}: your code must return {name}, no run has it otherwise" for key, name in unknown(spec)
+            f"{key}: your code must return {name}, no run has it otherwise"
+            for key, name in named(spec)
+            if is_own(name)
         )
         yield from (f"tuning: {text}" for text in self.tuning.problems())
         if len(spec.seeds) > 1:
@@ -319,17 +322,11 @@ def _of_metrics(configs: Configs, runs: Sequence[Run]) -> Iterator[str]:
     for key, name in named(configs.spec):
         group, _, rest = key.partition(".")
         own = [run for run in runs if group != "tasks" or run.cell.task == rest.removesuffix(".metric")]
-        found = [remedy(configs.config(run), name) for run in own]
+        code = [any(file.endswith(".py") for file in configs.planned(run).inputs) for run in own]
+        found = [lacking(name, configs.config(run), each) for run, each in zip(own, code, strict=True)]
         said = next(filter(None, found), None)
         if said and (all(found) or group == "tasks"):
-            yield f"{configs.spec.at(key)} must be a metric that the runs have, got {name}; {said}"
-    if (strange := [*unknown(configs.spec)]) and not any(
-        name.endswith(".py") for run in runs for name in configs.planned(run).inputs
-    ):
-        for key, name in strange:
-            guess = suggestion(name, KNOWN, "did you mean {}?") or "choose another one"
-            rule = "must name a metric that rows keep (see docs/reference/metrics.md)"
-            yield f"{configs.spec.at(key)} {rule}, got {name}; {guess}"
+            yield f"{configs.spec.at(key)} must {said[0]}, got {name}; {said[1]}"
 
 
 def _of_claims(spec: Spec) -> Iterator[str]:

@@ -15,9 +15,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.live import Live
+from rich.text import Text
+
 from rlhf.checks.job import check_job
 from rlhf.config.root import Config
 from rlhf.core import files
+from rlhf.core.console import console, show
 from rlhf.core.errors import RunError, UserError
 from rlhf.loggers.hooks import Hook, StopRun
 from rlhf.processes.signals import interruptible
@@ -30,6 +34,7 @@ from rlhf.study.tuning import Run
 
 UPDATES = 8  # of a pilot; the first two are slower, and are not counted
 _PRICES = "price.json"
+_BAR = 20  # characters of a bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +70,25 @@ class Price:
 
     def lines(self, workers: int) -> Iterator[str]:
         """Yield the price as text, for a number of runs in parallel."""
-        stages = f" ({self.stages_s / 3600:.1f} for stages)" if self.stages_s else ""
-        yield f"CPU-hours: {self.done_s / 3600:.1f} done, {self.left_s / 3600:.1f} left{stages}"
+        stages = f" ({duration(self.stages_s)} for stages)" if self.stages_s else ""
+        yield f"CPU time: {duration(self.done_s)} done, {duration(self.left_s)} left{stages}"
         if self.left_s:
             ends = datetime.now() + timedelta(seconds=self.left_s / workers)
             yield f"workers: {workers}, until {ends:%Y-%m-%d %H:%M}; memory {self.memory_gb:.1f} GB each"
         yield f"disk: {self.disk / 1e9:.2f} GB"
         if self.unknown:
             yield f"{self.unknown} runs have no price yet; run: rlhf study price <file>"
+
+
+def duration(seconds: float) -> str:
+    """Return CPU time in hours, below 0.1 hours in minutes."""
+    return f"{seconds / 3600:.1f} h" if seconds >= 360 else f"{seconds / 60:.1f} min"
+
+
+def bar(done: int, of: int) -> str:
+    """Return how many of all are done as a bar and as numbers."""
+    filled = round(_BAR * done / max(1, of))
+    return f"{'#' * filled}{'.' * (_BAR - filled)} {done} of {of}"
 
 
 def price(plan: Plan) -> Price:
@@ -130,10 +146,14 @@ def measured_price(plan: Plan) -> Price:
         RunError: a pilot failed.
     """
     known = read_pilots(file := plan.spec.folder / _PRICES)
+    due: dict[str, Run] = {}
     for run in plan.missing:
         if (cost := plan.configs.cost(run)) not in known:
-            known[cost] = _pilot(plan, run)
-            files.write_json(file, {each: asdict(pilot) for each, pilot in known.items()})
+            due.setdefault(cost, run)
+    for number, (cost, run) in enumerate(due.items(), 1):
+        show(f"[{number}/{len(due)}] pilot of {UPDATES} updates: {run}")
+        known[cost] = _pilot(plan, run, f"{plan.spec.name}  {bar(number - 1, len(due))} pilots")
+        files.write_json(file, {each: asdict(pilot) for each, pilot in known.items()})
     found = price(plan)
     limit, hours = plan.spec.budget.get("cpu_hours"), (found.done_s + found.left_s) / 3600
     if limit is not None and hours > limit:
@@ -174,13 +194,15 @@ class _Stopwatch(Hook):
             raise StopRun("pilot")
 
 
-def _pilot(plan: Plan, run: Run) -> Pilot:
-    """Carry out a pilot in a process of its own."""
+def _pilot(plan: Plan, run: Run, progress: str) -> Pilot:
+    """Carry out a pilot in a process of its own; `progress`: what a terminal shows meanwhile."""
     folder = plan.spec.folder / "pilots" / plan.configs.planned(run).folder.name
     files.discard(folder)
     folder.mkdir(parents=True)
     cfg, output = plan.configs.config(run), folder / attempt.OUTPUT
-    attempt.wait_for(attempt.forked(lambda: _measure(cfg, folder), output))
+    process, seen = attempt.forked(lambda: _measure(cfg, folder), output), set[str]()
+    with Live(Text(progress), console=console, transient=True, auto_refresh=False):
+        attempt.wait_for(process, lambda: attempt.announce(folder, run, seen))
     result = folder / "pilot.json"
     if not result.exists():
         raise RunError(f"the pilot of {run} failed; its output: {output}")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from rlhf.config.suggestions import suggestion
 from rlhf.core.errors import UserError
 from rlhf.study.document import Document
 from rlhf.study.formula import problems, quantities, read_formula, read_table
@@ -62,7 +63,9 @@ class _Reading:
             doc.wrong(f"axes.{name}", "must be used by a grid", "none", remedy)
         resources = doc.mapping("resources", ("threads", "gpus", "minutes"))
         folder = folder_of(doc.file, self.name)
-        root = folder.parent.parent  # paths of the file are relative to the folder of studies/
+        if "config_dir" in top and not (config_dir := doc.path("config_dir")).is_dir():
+            got = f"{config_dir} (relative to the study file)"
+            doc.wrong("config_dir", "must be a folder laid out like conf/", got, "fix the path")
         spec = Spec(
             file=doc.file,
             name=self.name,
@@ -84,8 +87,8 @@ class _Reading:
                 each: str(doc.number(f"resources.{each}", 1, int, int(each != "gpus"))) for each in resources
             },
             include=included,
-            config_dir=root / doc.text("config_dir") if "config_dir" in top else None,
-            page=(root if "page" in top else folder) / doc.text("page", "page.md", r".+\.md", "<file>.md"),
+            config_dir=doc.path("config_dir") if "config_dir" in top else None,
+            page=doc.path("page", "page.md", r".+\.md", "<file>.md") if "page" in top else folder / "page.md",
             interval=doc.one_of("interval", ("t", "percentile"), "an interval", top.get("interval", "t")),
             margin=doc.number("margin", None),
             analysis=doc.address("analysis") if "analysis" in top else None,
@@ -102,7 +105,11 @@ class _Reading:
         files = (beside / f"{name}.yaml", root / f"{name}.yaml", root / f"{name}/study.yaml")
         found = [file for file in files if file.is_file()]
         if not found or found[0].resolve() in self.around:
-            self.doc.wrong(key, "must name another study", name, f"choose one in {root}")
+            known = {file.stem for folder in (beside, root) for file in folder.glob("*.yaml")} - {
+                self.doc.file.stem
+            }
+            guess = suggestion(str(name), known, "did you mean {}?") or f"choose one in {root}"
+            self.doc.wrong(key, "must name another study", name, guess)
             return None
         try:
             return _Reading(found[0], self.around).spec()

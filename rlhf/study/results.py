@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhf.core import statistics
-from rlhf.core.statistics import Estimate
+from rlhf.core.statistics import LEVEL, Estimate, Side
 from rlhf.study.cells import Cell, cell_of, cells
 from rlhf.study.formula import SLOPE
 from rlhf.study.rows import DIVERGED, FAILED, TABLE, Row, read_rows
@@ -19,7 +20,7 @@ from rlhf.study.spec import AT_KL, AT_TIME, COLLAPSED, LOSS, VALUE, Spec, Task
 
 START = "start"  # the value before training, as a quantity
 FEWEST = 3  # seeds without which nothing is stated
-_OTHER: Mapping[statistics.Side, statistics.Side] = {"greater": "less", "less": "greater"}
+_OTHER: Mapping[Side, Side] = {"greater": "less", "less": "greater"}
 
 
 class Term(NamedTuple):
@@ -38,7 +39,7 @@ class Contrast:
     weights: Sequence[float]
     paired: bool  # whether the seeds of the cells share models and machine; else means are compared
     collapsed: int = 0  # number of collapsed runs in the cells
-    doubtful: Collection[statistics.Side] = ()  # sides on which a collapsed cell would be called better
+    doubtful: Collection[Side] = ()  # sides on which a collapsed cell would be called better
 
     @cached_property
     def values(self) -> np.ndarray:
@@ -73,13 +74,13 @@ class Contrast:
             return float(self.values.std(ddof=1))
         return math.hypot(*(w * x.std(ddof=1) for w, x in zip(self.weights, self.apart, strict=True)))
 
-    def p(self, limit: float = 0.0, side: statistics.Side = "two-sided", family: int = 1) -> float:
+    def p(self, limit: float = 0.0, side: Side = "two-sided", family: int = 1, level: float = LEVEL) -> float:
         """Return the p-value against a limit (see `statistics.p_value`)."""
         if self.paired:
-            return statistics.p_value(self.values, limit, side, family)
+            return statistics.p_value(self.values, limit, side, family, level)
         return statistics.unpaired(self.apart, self.weights, limit, side)[1]
 
-    def unsure(self, side: statistics.Side, family: int, level: float) -> bool:
+    def unsure(self, side: Side, family: int, level: float) -> bool:
         """Return whether a t test cannot decide for a side, and the sign-flip test cannot either.
 
         A t test is wrong too often if it calls a cell better in which runs collapse now and then. If it calls
@@ -105,6 +106,7 @@ class Results:
     Attributes:
         cells: the rows of tables by cell and seed; runs that failed are not among them.
         failed: the rows of runs that failed.
+        level: the probability of a false statement at one of the looks of the study.
         expected: number of runs of the own grids.
         missing: how many of these have no row.
     """
@@ -113,6 +115,8 @@ class Results:
         self.spec = spec
         self.cells: dict[Cell, dict[int, Row]] = {}
         self.failed: list[Row] = []
+        self.level = LEVEL / spec.looks
+        self.lacking: Counter[Cell] = Counter()  # how many runs of a cell failed
         self.seeds: dict[Cell, int] = {}  # how many seeds a complete cell has
         own = cells(spec)
         self.expected = len(own) * len(spec.seeds)
@@ -145,6 +149,7 @@ class Results:
                 continue
             if row.status == FAILED:
                 self.failed.append(row)
+                self.lacking[own[cell]] += 1
             else:
                 self.cells.setdefault(own[cell], {}).setdefault(row.seed, row)
 
@@ -189,7 +194,7 @@ class Results:
             for seed in set.intersection(*map(set, found))
         )
         fallen = {term.cell: self.collapsed(term.cell) for term in terms}
-        doubtful: set[statistics.Side] = set()
+        doubtful: set[Side] = set()
         for weight, cell, quantity in (term for term in terms if fallen[term.cell]):
             known = quantity in (VALUE, AT_KL, AT_TIME)  # in which direction the quantity is better
             up = weight * self.spec.tasks[cell.task].sign > 0

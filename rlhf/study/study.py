@@ -22,16 +22,16 @@ from rlhf.core import files
 from rlhf.core.errors import RunError, UserError
 from rlhf.processes.signals import interruptible
 from rlhf.study import attempt, pricing
-from rlhf.study.claims import Judged, judged
+from rlhf.study.claims import Judged
 from rlhf.study.collection import ROW, Collection
 from rlhf.study.formula import quantities, read_table
-from rlhf.study.page import write_page
+from rlhf.study.page import verdicts, write_page
 from rlhf.study.planning import Configs, Only, Plan
 from rlhf.study.reading import read_spec
 from rlhf.study.results import Results
 from rlhf.study.rows import TABLE, Row, read_rows
 from rlhf.study.spec import Spec, Table
-from rlhf.study.tables import tables
+from rlhf.study.tables import families, tables
 from rlhf.study.workers import run
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ class Study:
 
     def claims(self) -> list[Judged]:
         """Return the verdict on each claim, as far as the study is complete."""
-        return list(judged(Results.read(self.spec)))
+        results = Results.read(self.spec)
+        return list(verdicts(results, list(families(results))))
 
     def page(self, final: bool = False, latex: bool = False) -> Path:
         """Write the page, tables and figures (see `rlhf.study.page`), and return the path of the page."""

@@ -15,12 +15,15 @@ import numpy as np
 from rlhf.core import statistics
 from rlhf.core.statistics import LEVEL, Estimate
 from rlhf.study.cells import Cell, cell_of
-from rlhf.study.claims import UNDECIDED, shown
+from rlhf.study.claims import HOLDS, NOT, UNDECIDED, Judged, shown
+from rlhf.study.formula import read_formula
 from rlhf.study.results import FEWEST, START, Contrast, Results, Term
 from rlhf.study.rows import unpacked
-from rlhf.study.spec import AT_KL, AT_TIME, COLLAPSED, LOSS, VALUE, Axis, Table
+from rlhf.study.spec import AT_KL, AT_TIME, COLLAPSED, LOSS, VALUE, Axis, Spec, Table
+from rlhf.study.tuning import read_choices
 
 SUPPORTED, SUGGESTED = "supported", "suggested"
+EDGE = " (chosen on an edge)"
 _AGAINST = "methods against their bases"
 _MARGIN = 0.02  # difference for which seeds are counted, if the study has no margin
 _ENOUGH = 20  # values from which on an interquartile mean is shown
@@ -91,7 +94,8 @@ def _entry(results: Results, table: Table, cell: Cell) -> Entry:
     """Return a cell of a table; the text is empty if the cell belongs to no grid."""
     found = results.contrast(results.terms(table.quantity, cell, table.axis))
     percentile = results.spec.interval == "percentile"
-    runs, fallen = len(results.cells.get(cell, {})), results.collapsed(cell)
+    runs = len(results.cells.get(cell, {})) + results.lacking[cell]
+    fallen = results.collapsed(cell)
     estimate, having = found.estimate, found.seeds
     if table.quantity == COLLAPSED:
         text = f"{fallen}/{runs}"
@@ -104,7 +108,8 @@ def _entry(results: Results, table: Table, cell: Cell) -> Entry:
         text += f" [{having}/{runs}]" if having < runs else ""
         text += " \\*" if fallen and not percentile else ""
     else:
-        text = f"{estimate.centre:.2f}" if having else ""
+        text = f"{estimate.centre:.2f}" if having else "-"
+        text += f" [{having}/{runs}]" if having < runs else ""
     return Entry(text if runs else "", estimate, having, runs, fallen)
 
 
@@ -150,6 +155,7 @@ class Finding:
     p: float  # of the t test, or of the sign-flip test if that is larger and could reach the level
     holm: float  # the same, corrected for all differences of the family
     verdict: str  # `SUPPORTED`, `SUGGESTED`, `UNDECIDED`, or that these seeds cannot decide
+    small: str  # the same about the statement that the difference is below the margin
 
     @property
     def name(self) -> str:
@@ -190,30 +196,66 @@ def families(results: Results) -> Iterator[Family]:
                 n: c for n, c in made.items() if c.seeds >= FEWEST and (what != _AGAINST or any(c.values))
             }
             if made:
-                yield Family(task, f"{axis} {at[axis]}" if at else "all", what, tested(made))
+                margin = None if what == _AGAINST else spec.margin
+                found = tested(made, results.level, margin)
+                yield Family(task, f"{axis} {at[axis]}" if at else "all", what, found)
 
 
-def tested(contrasts: Mapping[str, Contrast]) -> list[Finding]:
+def tested(
+    contrasts: Mapping[str, Contrast], level: float = LEVEL, margin: float | None = None
+) -> list[Finding]:
     """Return the tests of a family of differences, the largest difference first; equal ones count once."""
     names = statistics.distinct({name: each.samples for name, each in contrasts.items()})
-    p = [contrasts[name].p(family=len(names)) for name in names]
+    cases, n = [contrasts[name] for name in names], len(names)
+    p = [each.p(family=n, level=level) for each in cases]
+    below = [each.p(margin or 0.0, "less", n, level) for each in cases]
+    tests = zip(names.values(), cases, p, statistics.holm(p), below, statistics.holm(below), strict=True)
     found = []
-    for (name, same), raw, corrected in zip(names.items(), p, statistics.holm(p), strict=True):
-        each = contrasts[name]
-        verdict = SUPPORTED if corrected < LEVEL else SUGGESTED if raw < LEVEL else UNDECIDED
-        if each.unsure("greater" if each.estimate.centre > 0 else "less", len(names), LEVEL):
+    for same, each, raw, corrected, low, lower in tests:
+        verdict = SUPPORTED if corrected < level else SUGGESTED if raw < level else UNDECIDED
+        if each.unsure("greater" if each.estimate.centre > 0 else "less", n, level):
             verdict = f"cannot be decided with {each.seeds} seeds"
-        found.append(Finding(same, each, raw, corrected, verdict))
+        small = SUPPORTED if lower < level / 2 else SUGGESTED if low < level / 2 else UNDECIDED
+        small = UNDECIDED if each.unsure("less", n, level) else small
+        found.append(Finding(same, each, raw, corrected, verdict, small))
     return sorted(found, key=lambda finding: -finding.contrast.estimate.centre)
+
+
+def weaker_finding(spec: Spec, claim: Judged, found: Sequence[Family]) -> str | None:
+    """Return the verdict of a finding that does not support what a decided claim says; None: there is none.
+
+    A claim says that a difference is not 0, or that a loss is below the margin, and findings are about both.
+    """
+    formula, holds = read_formula(claim.formula), claim.verdict.startswith(HOLDS)
+    if formula is None or formula.sign not in ("<", ">") or not (holds or claim.verdict == NOT):
+        return None
+    sign = 1 if (formula.sign == ">") == holds else -1
+    limit = 0.0 if formula.right else formula.number
+    if sign * limit < 0 and (sign > 0 or limit != spec.margin):
+        return None
+    differs = sign * limit >= 0
+    tests = [each for family in found for each in family.findings if differs or family.what != _AGAINST]
+    known = []
+    for c in claim.contrasts.values():
+        same = [each.verdict if differs else each.small for each in tests if _same(c, each.contrast)]
+        known.append(same[0] if same else SUPPORTED)
+    weak = [verdict for verdict in known if verdict != SUPPORTED]
+    return weak[0] if weak and (holds or len(weak) == len(known)) else None
+
+
+def _same(one: Contrast, other: Contrast) -> bool:
+    """Return whether two contrasts are the same difference, apart from its sign."""
+    a, b = np.abs(one.values), np.abs(other.values)
+    return a.shape == b.shape and bool(a.any()) and np.allclose(a, b, rtol=0, atol=1e-12)
 
 
 def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
     """Yield what is supported, only suggested, and undecided, as sentences; none while runs are missing."""
     if results.missing:
         return
-    margin = results.spec.margin
+    margin, level = results.spec.margin, results.level
     for task, column, what, family in found:
-        parts = []
+        parts, seeds = [], min(each.contrast.seeds for each in family)
         for verdict in dict.fromkeys((SUPPORTED, SUGGESTED, *(each.verdict for each in family))):
             same = (each for each in family if each.verdict == verdict)
             said = ", ".join(f"{each.name} {shown(each.contrast.estimate)}" for each in same)
@@ -222,20 +264,35 @@ def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
             elif said and verdict != UNDECIDED:
                 parts.append(f"{verdict}: {said}")
         parts.append(f"{UNDECIDED}: {sum(each.verdict == UNDECIDED for each in family)} of {len(family)}")
+        unable = statistics.smallest_p(seeds) * len(family) > level
+        if unable and any(each.verdict == SUPPORTED for each in family):
+            parts.append(f"by t test alone: {seeds} seeds cannot confirm one of {len(family)} exactly")
         yield f"`{task}`, {column}, {what}: {'; '.join(parts)}."
         if margin is not None and what != _AGAINST:
-            p = [each.contrast.p(margin, "less", len(family)) for each in family]
-            small: dict[bool, list[str]] = {True: [], False: []}
-            for each, raw, corrected in zip(family, p, statistics.holm(p), strict=True):
-                if raw < LEVEL / 2 and not each.contrast.unsure("less", len(family), LEVEL):
-                    small[corrected < LEVEL / 2].append(each.name)
-            more = f" ({SUGGESTED}: {', '.join(small[False])})" if small[False] else ""
-            sure = ", ".join(small[True]) or "no method"
-            yield f"`{task}`, {column}: a loss of at most {margin:g} is {SUPPORTED} for {sure}{more}."
+            sure, more = (
+                ", ".join(each.name for each in family if each.small == verdict)
+                for verdict in (SUPPORTED, SUGGESTED)
+            )
+            said = f"{sure or 'no method'}{more and f' ({SUGGESTED}: {more})'}"
+            yield f"`{task}`, {column}: a loss of at most {margin:g} is {SUPPORTED} for {said}."
     if tests := [each for family in found for each in family.findings]:
-        low = sum(each.p < LEVEL for each in tests)
-        said = f"Of {len(tests)} two-sided tests, {low} have p < {LEVEL:g} before the correction"
-        yield f"{said}; about {LEVEL * len(tests):.0f} would have it if no method differed."
+        low = sum(each.p < level for each in tests)
+        said = f"Of {len(tests)} two-sided tests, {low} have p < {level:g} before the correction"
+        yield f"{said}; about {level * len(tests):.0f} would have it if no method differed."
+
+
+def tuned(spec: Spec) -> list[list[str]]:
+    """Return the tuned values by task, method and point, with headings; no lines without choices."""
+    sources = [each for each in (spec, spec.tune and spec.tune.source) if each]
+    choices = next(filter(None, (read_choices(each.folder / "rates.json") for each in sources)), {})
+    known = {key: each for key, each in choices.items() if key[0] in spec.tasks and key[1] in spec.methods}
+    heads = ["task", "method", *dict.fromkeys(point or "value" for *_, point in known)]
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for (task, method, point), each in known.items():
+        text = ", ".join(f"{key}={value}" for key, value in each.chosen.items()) + EDGE * each.edge
+        lines.setdefault((task, method), {})[point or "value"] = text
+    rows = [[f"`{x}`" for x in name] + [each.get(x, "") for x in heads[2:]] for name, each in lines.items()]
+    return [heads, *rows] if lines else []
 
 
 # -- what the seeds can show -------------------------------------------------------------------------------

@@ -262,15 +262,21 @@ class Watch:
         self.plan, self.count, self.collection = plan, count, Collection(plan.spec)
         self.known = self.collection.rows()
         self.done = {each.digest for each in plan.runs if each.row}
+        self.seen: set[str] = set()  # runs and stages that have begun
 
     def look(self) -> None:
-        """Print the runs that have finished since the last look, and collect their rows."""
+        """Print what has begun or finished since the last look, and collect the rows of finished runs."""
         if (rows := self.collection.rows()) != self.known:
             self.known, self.plan = rows, self.plan.after(rows)
+        of = len(self.plan.runs) + len(self.plan.undecided)
         for each in self.plan.runs:
+            if not each.row and (each.folder / LOCK).exists():
+                if each.digest not in self.seen:
+                    self.seen.add(each.digest)
+                    show(f"starts: {each.run}")
+                attempt.announce(each.folder, each.run, self.seen)
             if each.row and each.digest not in self.done:
                 self.done.add(each.digest)
-                of = len(self.plan.runs) + len(self.plan.undecided)
                 line = f"[{len(self.done)}/{of}] {_outcome(self.plan, each)}"
                 show(line)
                 self.collection.collect(self.plan.configs)
@@ -283,11 +289,10 @@ def block(plan: Plan, count: int) -> list[str]:
     price, missing = pricing.price(plan), plan.missing
     statuses = [each.row.status for each in plan.runs if each.row]
     states = "".join(f", {statuses.count(name)} {name}" for name in (DIVERGED, FAILED) if name in statuses)
-    hours = f"{price.done_s / 3600:.1f} of {(price.done_s + price.left_s) / 3600:.1f} CPU-h"
+    of, total = len(statuses) + len(missing), price.done_s + price.left_s
+    hours = f"{pricing.duration(price.done_s)} of {pricing.duration(total)} CPU time"
     left = "" if price.unknown else f", {clock(price.left_s / count)} left"
-    lines = [
-        f"{plan.spec.name}  {len(statuses)} of {len(statuses) + len(missing)} runs{states}   {hours}{left}"
-    ]
+    lines = [f"{plan.spec.name}  {pricing.bar(len(statuses), of)} runs{states}   {hours}{left}"]
     for each in plan.runs:
         if not each.row and (each.folder / LOCK).exists():
             try:
