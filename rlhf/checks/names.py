@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf.checks.rules import rule
 from rlhf.config.catalogue import all_keys, option_files, options
-from rlhf.config.function_source import top_level_module
 from rlhf.config.mistakes import chosen_by, group_of, option_name
 from rlhf.config.overrides import read_overrides
 from rlhf.config.root import Config
@@ -104,5 +104,5 @@ def _libraries_are_not_hidden(cfg: Config) -> Iterator[str]:
 
 def _imports(name: str, file: Path) -> bool:
     """Return whether `import <name>` would read `file`."""
-    found = top_level_module(name)
+    found = find_spec(name)
     return found is not None and found.origin is not None and file.samefile(found.origin)

@@ -1,12 +1,11 @@
 """Functions and classes named in a config: `<module>:<name>` or `<file>.py:<name>`.
 
-`function_problem` and `class_problem` read the file, and execute nothing. Problems that only its execution
-shows are found by `load_function` and `load_class`. This module imports no torch.
+The check before a run imports them, and reports what is wrong with them. This module imports no torch.
 """
 
 from __future__ import annotations
 
-import ast
+import importlib
 import importlib.util
 import inspect
 import re
@@ -17,12 +16,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, Literal
+from typing import Any
 
-from rlhf.config import function_source
-from rlhf.config.parameters import parameters_of
+from rlhf.config.parameters import PLURAL, VALUES, parameters_of
 from rlhf.core.errors import UserError, one_line
 from rlhf.core.pasting import setting
 from rlhf.core.protection import protected
@@ -35,141 +34,98 @@ _LAST_NAME = re.compile(rf"(?P<place>.+?)(?:::|[:./#\\])(?P<name>{NAME})")  # af
 _METHOD = re.compile(rf"(.+:{NAME})\.({NAME})")
 _CLASSES = ("environment.functions",)  # keys of functions that may be classes
 _LISTS = ("hooks", *_CLASSES)  # keys of lists of addresses
-_CLASS = "a class"
+_SEVERAL = ("list", "List", "Sequence", "Iterable", "Collection", "tuple", "Tuple")  # annotations
 
 
 def function_problem(key: str, path: object, arguments: tuple[str, ...] | None) -> str | None:
-    """Return the error message for the address of a function; None if nothing is wrong with it.
+    """Return the error message of `load_function` for an address; None if nothing is wrong with it."""
+    return _problem(load_function, key, path, arguments)
+
+
+def class_problem(key: str, path: object) -> str | None:
+    """Return the error message of `load_class` for an address; None if nothing is wrong with it."""
+    return _problem(load_class, key, path)
+
+
+def _problem(load: Callable[..., object], key: str, path: object, *asked: object) -> str | None:
+    """Return the error message of a call of `load`, or None; a new module with an error is forgotten."""
+    before = set(sys.modules)
+    try:
+        load(key, path, *asked)
+    except UserError as error:
+        place = str(path).rpartition(":")[0]
+        file = str(Path(place).expanduser().absolute())
+        for name in sys.modules.keys() - before:
+            if name == place or getattr(sys.modules[name], "__file__", None) == file:
+                del sys.modules[name]
+        return error.problems[0]
+    return None
+
+
+def load_function(key: str, path: object, arguments: tuple[str, ...] | None) -> Callable[..., Any]:
+    """Import and return the function at an address.
 
     Args:
         key: the config key of the address.
         path: the address; None if the key is not set.
         arguments: names of the arguments that the function may receive by position; None: any.
-    """
-    several = addresses(path)
-    match = _FORM.fullmatch(path) if isinstance(path, str) else None
-    if match is not None and several and not Path(match["place"]).expanduser().is_file():
-        match = None
-    if not isinstance(path, str) or match is None:
-        remedy = f"set {_assigned(key, 'my_module:my_function')}"
-        if method := _METHOD.fullmatch(str(path)):
-            whole, name = method.groups()
-            place, _, owner = whole.rpartition(":")
-            remedy = f"write {name} = {owner}().{name} below the class and set {key}={place}:{name}"
-            remedy = f"set {_assigned(key, whole)} (methods are tools)" if key in _CLASSES else remedy
-        elif several:
-            remedy = f"for several functions set {setting(key, several)}"
-        elif close := _suggestion(str(path or "")):
-            remedy = f"did you mean {_assigned(key, close)}?"
-        return (
-            f"{key} must be <module>:<function> or <file>.py:<function> (it names a Python function), got "
-            f"{'null' if path is None else repr(path)}; {remedy}"
-        )
-    at = _Address(key, path)
-    if at.place == ONLY_HERE and getattr(sys.modules.get(at.place), at.name, None) is None:
-        return at.message(
-            "name a function that this process has",
-            "the Python process that started the run had it as an object",
-            f"make the call Experiment(..., reward=<function>) again, or set {key}=<file>.py:<function>",
-        )
-    source = at.source()
-    if source is None or isinstance(source, str):
-        return source
-    if at.place.endswith(".py") and (line := source.relative_import()):
-        return at.relative_import(line)
-    if found := source.missing_import():
-        return at.missing_import(*found)
-    if source.lacks(at.name):
-        return at.absent([*source.functions, *(source.classes if key in _CLASSES else ())])
-    definition = source.definition(at.name)
-    if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        if arguments is None:
-            return None
-        return at.arguments_problem(function_source.signature(definition.args), arguments)
-    kind = _CLASS if isinstance(definition, ast.ClassDef) and key not in _CLASSES else None
-    if isinstance(definition, ast.Constant):
-        kind = f"of type {type(definition.value).__name__}"
-    return at.no_function(kind, source.functions) if kind else None
-
-
-def class_problem(key: str, path: str) -> str | None:
-    """Return the error message for the address of a class; None if nothing is wrong with it.
-
-    Args:
-        key: the config key of the address.
-        path: the address.
-    """
-    if _FORM.fullmatch(path) is None:
-        return (
-            f"{key} must be <module>:<Class> or <file>.py:<Class> (it names a Python class), got {path!r}; "
-            f"set {_assigned(key, 'my_module:MyClass')}"
-        )
-    at = _Address(key, path, "class")
-    source = at.source()
-    if source is None or isinstance(source, str):
-        return source
-    return at.absent(source.classes) if source.lacks(at.name) else None
-
-
-def load_function(key: str, path: str, arguments: tuple[str, ...] | None) -> Callable[..., Any]:
-    """Import and return the function at an address of valid form.
-
-    Args:
-        key: the config key of the address.
-        path: the address.
-        arguments: names of the arguments that the function may receive by position; None: any.
 
     Raises:
-        UserError: the module cannot be imported, or has no such function, or the function does not accept the
-            arguments.
+        UserError: the address has another form, the module cannot be imported or has no such function, or the
+            function does not accept the arguments.
     """
-    at = _Address(key, path)
-    module = at.load()
-    function = getattr(module, at.name, None)
-    functions = at.own(module, *[FunctionType, *([type] if key in _CLASSES else [])])
-    if function is None:
-        raise UserError(at.absent(functions))
-    kind = _CLASS if inspect.isclass(function) and key not in _CLASSES else None
-    if not callable(function):
-        kind = f"of type {type(function).__name__}"
+    at = _Address.read(key, path, "function")
+    found = at.load()
+    kind = "a class" if inspect.isclass(found) and key not in _CLASSES else None
+    if not callable(found):
+        kind = f"of type {type(found).__name__}"
     if kind is not None:
-        raise UserError(at.no_function(kind, functions))
-    if arguments is not None and (problem := at.arguments_problem(signature_of(function), arguments)):
-        raise UserError(problem)
-    return function
-
-
-def load_class(key: str, path: str) -> type:
-    """Import and return the class at an address of valid form.
-
-    Args:
-        key: the config key of the list of addresses.
-        path: the address.
-
-    Raises:
-        UserError: the module cannot be imported, or has no such class.
-    """
-    at = _Address(key, path, "class")
-    module = at.load()
-    found = getattr(module, at.name, None)
-    if not isinstance(found, type):
-        raise UserError(at.absent(at.own(module, type)))
+        raise at.error("name a function", f"{at.name} is {kind}", at.other())
+    signature = signature_of(found)
+    try:
+        if arguments is not None:
+            parameters_of(signature)
+    except TypeError as error:
+        assert signature is not None and arguments is not None
+        plain = signature.replace(
+            parameters=[each.replace(annotation=each.empty) for each in signature.parameters.values()],
+            return_annotation=signature.empty,
+        )
+        raise at.error(
+            f"name a function with a parameter {arguments[1]}, and others with the names {arguments[0]}, "
+            f"{arguments[2]}, messages or of columns of the data",
+            f"{at.name} takes {plain}: {error}",
+            f"write def {at.name}({', '.join(arguments)})",
+        ) from None
     return found
 
 
-def takes_lists(path: str) -> bool | None:
-    """Return whether the parameters of the function at `path` show that it takes lists, or text (False).
+def load_class(key: str, path: object) -> type:
+    """Import and return the class at an address; the errors are those of `load_function`."""
+    at = _Address.read(key, path, "class")
+    if not isinstance(found := at.load(), type):
+        raise at.error("name a class", f"{at.name} is of type {type(found).__name__}", at.other())
+    return found
 
-    The result is None if neither a name nor an annotation shows it, or if there is no such function.
+
+def takes_lists(key: str, path: str) -> bool | None:
+    """Return whether the response of the function at an address is a list, or text (False).
+
+    Its annotation counts, otherwise its name (`responses` or `completions`). Without a parameter of such a
+    name, the response is the second argument. The result is None if neither shows it.
     """
-    place, _, name = path.rpartition(":")
-    source = _readable(place)
-    definition = source.definition(name) if source is not None else None
-    return (
-        function_source.takes_lists(definition.args)
-        if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef)
-        else None
-    )
+    signature = signature_of(load_function(key, path, None))
+    every = list(signature.parameters.values()) if signature is not None else []
+    named = [each for each in every if VALUES.get(each.name) == "response"]
+    second = [each for each in every if each.kind < each.VAR_POSITIONAL][1:2]
+    for response in (named or second)[:1]:
+        hint = response.annotation
+        text = hint.__name__ if type(hint) is type else str(hint)  # list[str] has another type
+        name = text.strip("'\"").partition("[")[0].rpartition(".")[2].strip()
+        if name in (*_SEVERAL, "str"):
+            return name != "str"
+        return True if response.name in PLURAL else None
+    return None
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -194,146 +150,127 @@ def addresses(value: object) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """An address of valid form, and the error messages about what it names.
+    """An address, `<place>:<name>`, of valid form, and the error messages about what it names.
 
     Args:
         key: the config key of the address.
-        path: the address.
-        kind: what the address names.
+        place: the module, or the file.
+        name: the name of the function or class.
+        kind: what the address names, `function` or `class`.
     """
 
     key: str
-    path: str
-    kind: Literal["function", "class"] = "function"
+    place: str
+    name: str
+    kind: str
 
-    @property
-    def place(self) -> str:
-        """The module, or the file."""
-        return self.path.rpartition(":")[0]
-
-    @property
-    def name(self) -> str:
-        """The name of the function or class."""
-        return self.path.rpartition(":")[2]
-
-    def message(self, rule: str, reason: object, remedy: str) -> str:
-        return f"{self.key} must {rule} ({reason}), got {self.path!r}; {remedy}"
-
-    def own(self, module: ModuleType, *kinds: type) -> list[str]:
-        """Return the public names of objects of some kinds that a module defines, and does not import."""
-        found = [(name, value) for name, value in vars(module).items() if isinstance(value, kinds)]
-        return [name for name, value in found if value.__module__ == module.__name__ and name[0] != "_"]
-
-    def source(self) -> function_source.Source | str | None:
-        """Return the source of the module, or why it cannot be read; None: it is not a Python file."""
-        try:
-            return _read(self.place)
-        except ModuleNotFoundError as error:
-            other = f"<path of the file>.py:{self.name}"
-            other = f"[{other}]" if self.key in _LISTS else other
-            remedy = f"run the command in the folder that contains it, or set {self.key}={other}"
-            if self.kind == "function" and (close := _similar(self.place)):
-                remedy = f"did you mean {_assigned(self.key, f'{close}:{self.name}')}?"
-            return self.message(f"name a {self.kind} in an existing module or file", error, remedy)
-        except OSError as error:
-            remedy = f"check {_file_of(self.place)}"
-            return self.message("name a file that can be read", error.strerror, remedy)
-        except SyntaxError as error:
-            return self.not_importable(error, str(_file_of(self.place)), error.lineno)
-
-    def load(self) -> ModuleType:
-        """Import and return the module or the file.
+    @classmethod
+    def read(cls, key: str, path: object, kind: str) -> _Address:
+        """Return the address in a value of the config.
 
         Raises:
-            UserError: it cannot be imported.
+            UserError: the value has another form.
         """
-        try:
-            with protected():
-                _working_directory_first()
-                if self.place.endswith(".py"):
-                    return _load_file(Path(self.place).expanduser())
-                return importlib.import_module(self.place)
-        except SyntaxError as error:
-            raise UserError(self.not_importable(error, error.filename, error.lineno)) from None
-        except (Exception, SystemExit) as error:  # the user's code may raise any exception
-            where = _innermost(error, self.place)
-            if "attempted relative import" in str(error) and self.place.endswith(".py"):
-                raise UserError(self.relative_import(where.lineno)) from None
-            raise UserError(self.not_importable(error, where.filename, where.lineno)) from None
-
-    def not_importable(self, error: BaseException, file: str | None, line: int | None) -> str:
-        """Return the message for a module whose import raises `error` at a line of a file."""
-        raised = one_line(error)
-        if isinstance(error, SyntaxError):  # its text repeats the place
-            raised = f"{type(error).__name__}: {error.msg}"
-        reason = f"importing it raised {raised}, in {file}, line {line}"
-        return self.message("name a module that can be imported", reason, f"correct {file}")
-
-    def relative_import(self, line: int | None) -> str:
-        """Return the message for a file with a relative import, which only a module of a package can have."""
-        file = Path(self.place).expanduser()
-        parts, here = file.resolve().with_suffix("").parts, Path.cwd().parts
-        inside = parts[: len(here)] == here and len(parts) > len(here) + 1
-        module = ".".join(parts[len(here) :] if inside else parts[-2:])
-        where = "" if inside else f" in {Path(*parts[:-2])}, and run the command there"
-        return self.message(
-            "be <package>.<module>:<function> for a file with relative imports",
-            f"{f'line {line} of {file}' if line else file} has one",
-            f"set {_assigned(self.key, f'{module}:{self.name}')}{where}",
+        text = path if isinstance(path, str) else ""
+        several, match = addresses(path), _FORM.fullmatch(text)
+        if match is not None and (not several or Path(match["place"]).expanduser().is_file()):
+            return cls(key, match["place"], match["name"], kind)
+        remedy = f"set {_assigned(key, 'my_module:MyClass' if kind == 'class' else 'my_module:my_function')}"
+        if method := _METHOD.fullmatch(text):
+            whole, name = method.groups()
+            place, _, owner = whole.rpartition(":")
+            remedy = f"write {name} = {owner}().{name} below the class and set {key}={place}:{name}"
+            remedy = f"set {_assigned(key, whole)} (methods are tools)" if key in _CLASSES else remedy
+        elif several:
+            remedy = f"for several functions set {setting(key, several)}"
+        elif close := _suggestion(text):
+            remedy = f"did you mean {_assigned(key, close)}?"
+        form = kind.capitalize() if kind == "class" else kind
+        raise UserError(
+            f"{key} must be <module>:<{form}> or <file>.py:<{form}> (it names a Python {kind}), got "
+            f"{'null' if path is None else repr(path)}; {remedy}"
         )
 
-    def missing_import(self, line: int, module: str) -> str:
-        """Return the message for a file that imports, at a line, a module that is not on the import path."""
-        file, root = _file_of(self.place), module.partition(".")[0]
-        assert file is not None, "its source was read"
-        why, remedy = "is not installed", f"install {root}, or correct {file}"
-        if (file.parent / f"{root}.py").is_file() or (file.parent / root).is_dir():
-            why = "is beside it, but not on the import path"
-            remedy = f"start the command with PYTHONPATH={shlex.quote(str(file.parent))}"
-        reason = f"line {line} of {file} imports {module!r}, which {why}"
-        return self.message("name a module that can be imported", reason, remedy)
+    def error(self, rule: str, reason: object, remedy: str) -> UserError:
+        return UserError(f"{self.key} must {rule} ({reason}), got {f'{self.place}:{self.name}'!r}; {remedy}")
 
-    def absent(self, names: list[str]) -> str:
-        """Return the message for a module that has these functions or classes, but nothing of this name."""
+    def load(self) -> Any:
+        """Import the module or the file, and return what it has under the name.
+
+        Raises:
+            UserError: it cannot be imported, or has nothing of this name.
+        """
+        if self.place == ONLY_HERE and getattr(sys.modules.get(self.place), self.name, None) is None:
+            raise self.error(
+                "name a function that this process has",
+                "the Python process that started the run had it as an object",
+                "make the call Experiment(..., reward=<function>) again, or set "
+                f"{self.key}=<file>.py:<function>",
+            )
+        try:
+            module = _imported(self.place)
+        except (Exception, SystemExit) as error:  # the user's code may raise any exception
+            raise self.not_importable(error) from None
+        if (found := getattr(module, self.name, None)) is not None:
+            return found
+        names = self.own(module)
         wanted = f"class {self.name}" if self.kind == "class" else self.name
         has = f"there is no {wanted} in it" + (f", only {', '.join(names[:20])}" if names else "")
-        return self.message(f"name a {self.kind} of {self.place}", has, self.other(names))
+        raise self.error(f"name a {self.kind} of {self.place}", has, self.other())
 
-    def no_function(self, kind: str, functions: list[str]) -> str:
-        """Return the message for a name that is of another kind than a function."""
-        functions = [name for name in functions if name != self.name]
-        return self.message("name a function", f"{self.name} is {kind}", self.other(functions))
+    def own(self, module: ModuleType) -> list[str]:
+        """Return the public names of functions or classes that a module defines, and does not import."""
+        kinds = {"class": (type,)}.get(self.kind, (FunctionType, *((type,) if self.key in _CLASSES else ())))
+        found = [(name, value) for name, value in vars(module).items() if isinstance(value, kinds)]
+        found.sort(key=lambda each: isinstance(each[1], type))  # functions first
+        return [name for name, value in found if value.__module__ == module.__name__ and name[0] != "_"]
 
-    def other(self, names: list[str]) -> str:
+    def other(self) -> str:
         """Return the remedy for an address that must name another function or class of the module."""
+        names = [name for name in self.own(_imported(self.place)) if name != self.name]
         if not names:
             return f"write the {self.kind} in {self.place}"
         close = get_close_matches(self.name, names, n=1)
         other = _assigned(self.key, f"{self.place}:{(close or names)[0]}")
         return f"did you mean {other}?" if close or self.kind == "class" else f"set {other}"
 
-    def arguments_problem(
-        self, signature: inspect.Signature | None, arguments: tuple[str, ...]
-    ) -> str | None:
-        """Return the message for a function that cannot be called by name or by position; None: it can be."""
-        try:
-            parameters_of(signature)
-        except TypeError as error:
-            assert signature is not None
-            plain = signature.replace(
-                parameters=[each.replace(annotation=each.empty) for each in signature.parameters.values()],
-                return_annotation=signature.empty,
-            )
-            return self.message(
-                f"name a function with a parameter {arguments[1]}, and others with the names {arguments[0]}, "
-                f"{arguments[2]}, messages or of columns of the data",
-                f"{self.name} takes {plain}: {error}",
-                f"write def {self.name}({', '.join(arguments)})",
-            )
-        return None
+    def not_importable(self, error: BaseException) -> UserError:
+        """Return the error for a module whose import raised `error`."""
+        missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+        if missing and (self.place == missing or self.place.startswith(f"{missing}.")):
+            other = f"<path of the file>.py:{self.name}"
+            other = f"[{other}]" if self.key in _LISTS else other
+            remedy = f"run the command in the folder that contains it, or set {self.key}={other}"
+            if close := _similar(self.place):
+                remedy = f"did you mean {_assigned(self.key, f'{close}:{self.name}')}?"
+            said = f"no module {missing!r}" if str(error).startswith("No module") else error
+            return self.error(f"name a {self.kind} in an existing module or file", said, remedy)
+        where = _innermost(error, self.place)
+        file, line, raised = where.filename, where.lineno, one_line(error)
+        if "attempted relative import" in str(error) and self.place.endswith(".py"):
+            return self.relative_import(line)
+        if isinstance(error, SyntaxError):  # its text repeats the place
+            file, line, raised = error.filename or file, error.lineno, f"{type(error).__name__}: {error.msg}"
+        remedy, root = f"correct {file}", missing.partition(".")[0]
+        if root and ((beside := Path(file).with_name(root)).is_dir() or beside.with_suffix(".py").is_file()):
+            remedy = f"start the command with PYTHONPATH={shlex.quote(str(beside.parent))}"
+        elif root:
+            remedy = f"install {root}, or {remedy}"
+        reason = f"importing it raised {raised}, in {file}, line {line}"
+        return self.error("name a module that can be imported", reason, remedy)
 
-
-# -- files -----------------------------------------------------------------------------------------
+    def relative_import(self, line: int | None) -> UserError:
+        """Return the error for a file with a relative import, which only a module of a package can have."""
+        file = Path(self.place).expanduser()
+        parts, here = file.resolve().with_suffix("").parts, Path.cwd().parts
+        inside = parts[: len(here)] == here and len(parts) > len(here) + 1
+        module = ".".join(parts[len(here) :] if inside else parts[-2:])
+        where = "" if inside else f" in {Path(*parts[:-2])}, and run the command there"
+        return self.error(
+            "be <package>.<module>:<function> for a file with relative imports",
+            f"line {line} of {file} has one",
+            f"set {_assigned(self.key, f'{module}:{self.name}')}{where}",
+        )
 
 
 def _suggestion(path: str) -> str | None:
@@ -343,61 +280,26 @@ def _suggestion(path: str) -> str | None:
     if match := _LAST_NAME.fullmatch(bare):
         guesses = [(match["place"], match["name"]), (f"{match['place']}.py", match["name"]), *guesses]
     for place, name in guesses:
-        source = _readable(place) if _FORM.fullmatch(f"{place}:f") else None
-        if source is not None and name is not None and not source.lacks(name):
-            return f"{place}:{name}"
-        if source is not None and name is None and source.functions:
-            return f"{place}:{source.functions[0]}"
+        try:
+            module = _imported(place) if _FORM.fullmatch(f"{place}:f") else None
+        except (Exception, SystemExit):  # noqa: S112 (the user's code may raise any exception)
+            continue
+        names = (
+            [name] if name is not None else _Address("", place, "", "function").own(module) if module else []
+        )
+        if names and hasattr(module, names[0]):
+            return f"{place}:{names[0]}"
     return None
 
 
 def _similar(place: str) -> str | None:
     """Return the file or module beside `place` with the most similar name, in the same form; or None."""
-    if place.endswith(".py"):
-        file = Path(place)
-        folder = file.parent.expanduser()
-        names = [each.name for each in folder.glob("*.py")] if folder.is_dir() else []
-        close = get_close_matches(file.name, names, n=1)
-        return str(file.with_name(close[0])) if close else None
-    close = get_close_matches(place, [file.stem for file in Path.cwd().glob("*.py")], n=1)
-    return close[0] if close else None
-
-
-def _readable(place: str) -> function_source.Source | None:
-    """Return the source of a module or file; None: it is not a Python file that can be read."""
-    try:
-        return _read(place)
-    except (ModuleNotFoundError, OSError, SyntaxError):
+    file = Path(place if place.endswith(".py") else f"{place}.py")
+    folder = file.parent.expanduser()
+    names = [each.name for each in folder.glob("*.py")] if folder.is_dir() else []
+    if not (close := get_close_matches(file.name, names, n=1)):
         return None
-
-
-def _read(place: str) -> function_source.Source | None:
-    """Return the source of a module or file; None: the module is not a Python file.
-
-    Raises:
-        ModuleNotFoundError: there is no such module or file.
-        OSError: the file cannot be read.
-        SyntaxError: Python cannot compile the file.
-    """
-    _working_directory_first()
-    file = _file_of(place)
-    return None if file is None else function_source.read(file)
-
-
-def _file_of(place: str) -> Path | None:
-    """Return the source file of a module or file; None: the module is not a Python file.
-
-    Raises:
-        ModuleNotFoundError: there is no such module or file.
-    """
-    if place.endswith(".py"):
-        if not Path(place).expanduser().is_file():
-            raise ModuleNotFoundError(f"no file {place!r} here")
-        return Path(place).expanduser()
-    spec = function_source.find_module(place)
-    if spec.origin is None and not spec.has_location:
-        raise ModuleNotFoundError(f"{place!r} is a folder")
-    return Path(spec.origin).expanduser() if spec.origin and spec.origin.endswith(".py") else None
+    return str(file.with_name(close[0])) if place.endswith(".py") else close[0].removesuffix(".py")
 
 
 # -- imports ---------------------------------------------------------------------------------------
@@ -417,6 +319,21 @@ def _innermost(error: BaseException, place: str) -> traceback.FrameSummary:
     return ([frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames or [start])[-1]
 
 
+def _imported(place: str) -> ModuleType:
+    """Import and return a module or a file; imports search the working directory, as with `python -m`."""
+    with protected():
+        if (here := str(Path.cwd())) not in sys.path:  # a console script does not have it
+            sys.path.insert(0, here)
+        if place.endswith(".py"):
+            if not (file := Path(place).expanduser()).is_file():
+                raise ModuleNotFoundError(f"no file {place!r} here", name=place)
+            return _load_file(file)
+        module = importlib.import_module(place)
+        if hasattr(module, "__path__") and getattr(module, "__file__", None) is None:
+            raise ModuleNotFoundError(f"{place!r} is a folder", name=place)
+        return module
+
+
 def _load_file(file: Path) -> ModuleType:
     """Import a Python file as a module that has the name of the file, or a unique name if that is taken.
 
@@ -427,7 +344,7 @@ def _load_file(file: Path) -> ModuleType:
     if folder not in sys.path:
         sys.path.append(folder)
         importlib.invalidate_caches()
-    found = function_source.top_level_module(name) if name.isidentifier() else None
+    found = sys.modules[name].__spec__ if name in sys.modules else PathFinder.find_spec(name)
     if found is None or found.origin is None or Path(found.origin).resolve() != file.resolve():
         name = f"rlhf_scorer:{file.resolve()}".replace(".", "_")  # a name without a package
     if name in sys.modules:
@@ -445,13 +362,3 @@ def _load_file(file: Path) -> ModuleType:
     finally:
         sys.dont_write_bytecode = writes
     return module
-
-
-def _working_directory_first() -> None:
-    """Put the working directory first on the import path, if it is not on the path.
-
-    `python -m` does so, but a console script does not.
-    """
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)

@@ -127,7 +127,7 @@ class ToolsConfig(TurnsConfig):
         return self.functions
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if there is no function, or the source of one shows that it cannot be called."""
+        """Yield an error if there is no function, or one cannot be imported."""
         yield from TurnsConfig.problems(self, at)
         if not self.functions:
             key = f"{at}.functions"
@@ -158,7 +158,7 @@ class PythonEnvironmentConfig(ClassConfig):
         return self.arguments
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if the source of the class shows that it cannot be used; nothing is executed."""
+        """Yield an error if the class cannot be imported."""
         yield from TurnsConfig.problems(self, at)
         if self.path is None:
             yield f"{at}.path must name a class, got null; set {at}.path=<file>.py:<Class>"

@@ -14,11 +14,10 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.address import ONLY_HERE, function_problem, load_function, takes_lists
+from rlhf.config.address import ONLY_HERE, function_problem, takes_lists
 from rlhf.config.model import Dtype
 from rlhf.config.schema import Section, entry, number, option, sections
 from rlhf.config.task import TaskConfig
-from rlhf.core.errors import UserError
 from rlhf.core.pasting import setting
 
 # Relative difference of the scores of a reward model for one response at different places of a batch.
@@ -396,12 +395,12 @@ class FunctionScorerConfig(ScorerConfig):
         return self.name, tuple(self.paths)
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if the source of a function shows that calls must fail; nothing is executed."""
+        """Yield an error for each function that cannot be imported or called."""
         yield from ScorerConfig.problems(self, at)
         for path in self.paths:
             if problem := function_problem(f"{at}.path", path, self.arguments):
                 yield problem
-            elif (lists := takes_lists(path)) is not None and lists != self.batched:
+            elif (lists := takes_lists(f"{at}.path", path)) is not None and lists != self.batched:
                 takes = "lists" if lists else "the text of one response"
                 right, wrong = ("true", "false") if lists else ("false", "true")
                 yield (
@@ -411,12 +410,9 @@ class FunctionScorerConfig(ScorerConfig):
         yield from self.problems_of_list(at)
 
     def job_problems(self, at: str) -> Iterator[str]:
-        """Yield an error for each function that cannot be imported or called."""
-        for path in self.paths:
-            try:
-                load_function(f"{at}.path", path, self.arguments)
-            except UserError as error:
-                yield from error.problems
+        """Yield an error for each function that this process cannot import or call."""
+        found = (function_problem(f"{at}.path", path, self.arguments) for path in self.paths)
+        yield from filter(None, found)
 
     def problems_of_list(self, at: str) -> Iterator[str]:
         """Yield an error if the list of functions is empty or repeats one, or has other weights."""

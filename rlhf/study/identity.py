@@ -8,11 +8,11 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rlhf.config.address import ONLY_HERE
-from rlhf.config.function_source import find_module
 from rlhf.config.identity import what_counts
 from rlhf.config.root import Config
 from rlhf.config.schema import PARTS, SCHEMAS, dotted, sections
@@ -118,19 +118,26 @@ def _module_files(module: str) -> dict[str, Path]:
     found: dict[str, Path] = {}
     waiting, top = [module], module.partition(".")[0]
     for name in waiting:  # the list grows
-        try:
-            origin = find_module(name).origin
-        except ModuleNotFoundError:  # the name is that of an object of a module
+        file = _file_of(*name.split("."))
+        if file is None:  # the name is that of an object of a module, or the module is not a Python file
             continue
-        if origin is None or not origin.endswith(".py"):
-            continue
-        file = Path(origin)
         is_package = file.name == "__init__.py"
         found[name.replace(".", "/") + ("/__init__.py" if is_package else ".py")] = file
         for other in _imported(file, name if is_package else name.rpartition(".")[0]):
             if other.partition(".")[0] == top and other not in waiting:
                 waiting.append(other)
     return found
+
+
+def _file_of(root: str, *below: str) -> Path | None:
+    """Return the Python file of a module, without importing it or the packages that contain it, or None."""
+    spec = find_spec(root)
+    if spec is None or (below and not spec.submodule_search_locations):
+        return None
+    folders = [Path(each, *below) for each in spec.submodule_search_locations or ()] if below else []
+    files = [file for each in folders for file in (each / "__init__.py", each.with_suffix(".py"))]
+    files = files or [Path(spec.origin or "")]
+    return next((file for file in files if file.suffix == ".py" and file.is_file()), None)
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:

@@ -41,11 +41,12 @@ def here(tmp_path, monkeypatch):
         ("own_hooks", "must be <module>:<Class>"),
         ("nowhere:Good", "no module 'nowhere'"),
         ("nowhere.py:Good", "no file 'nowhere.py' here"),
-        ("own_hooks.py:Goood", "did you mean hooks=[own_hooks.py:Good]?"),
+        ("own_hooks.py:Goood", "hooks=[own_hooks.py:Good]"),
         ("broken_hooks.py:Half", "SyntaxError"),
+        ("raising_hooks.py:Any", "ValueError: no"),
     ],
 )
-def test_a_hook_that_is_not_found_is_refused_without_an_import(here, path, said):
+def test_a_hook_that_cannot_be_imported_is_refused(here, path, said):
     (problem,) = hooks_exist(compose([f"hooks=['{path}']"]))
     assert said in problem and repr(path) in problem
 
@@ -56,7 +57,6 @@ def test_a_hook_that_is_not_found_is_refused_without_an_import(here, path, said)
         ("own_hooks.py:Misspelled", "rename it after_update"),
         ("own_hooks.py:NoHook", "class NoHook(rlhf.Hook)"),
         ("own_hooks.py:Takes", "can be built without arguments"),
-        ("raising_hooks.py:Any", "ValueError: no"),
     ],
 )
 def test_a_class_that_is_no_hook_is_refused(here, path, said):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -136,22 +135,18 @@ def test_shipped_weighted_scorer_is_valid_when_its_parts_fit_the_task():
     assert not check.problems(swapped)
 
 
-def test_reward_function_is_found_without_running_its_module(tmp_path, monkeypatch):
-    source = "raise SystemExit('it was run')\ndef f(prompt, response, reference): ...\n"
-    (tmp_path / "runs_nothing.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])  # no '', as in a console script
-    assert not check.problems(compose(["scorer=function", "scorer.path=runs_nothing:f"]))
-
-
-def test_reward_function_in_a_package_is_found_without_running_the_package(tmp_path, monkeypatch):
-    (tmp_path / "broken_package").mkdir()
-    (tmp_path / "broken_package" / "__init__.py").write_text("1 / 0\n")
-    (tmp_path / "broken_package" / "inside.py").write_text("def f(prompt, response, reference): ...\n")
+def test_reward_function_in_a_package_is_imported_with_the_package(tmp_path, monkeypatch):
+    package = tmp_path / "package_of_rewards"
+    package.mkdir()
+    (package / "__init__.py").write_text("1 / 0\n")
+    (package / "inside.py").write_text("def f(prompt, response, reference): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert not check.problems(compose(["scorer=function", "scorer.path=broken_package.inside:f"]))
-    (found,) = check.problems(compose(["scorer=function", "scorer.path=broken_package.beside:f"]))
-    assert "(no module 'broken_package.beside'), got" in found
+    (found,) = check.problems(compose(["scorer=function", f"scorer.path={package.name}.inside:f"]))
+    assert f"ZeroDivisionError: division by zero, in {package / '__init__.py'}, line 1" in found
+    (package / "__init__.py").write_text("# corrected\n")
+    assert not check.problems(compose(["scorer=function", f"scorer.path={package.name}.inside:f"]))
+    (found,) = check.problems(compose(["scorer=function", f"scorer.path={package.name}.beside:f"]))
+    assert f"(no module '{package.name}.beside'), got" in found
 
 
 def test_url_with_a_password_is_rejected_and_the_password_is_not_shown():
@@ -183,7 +178,10 @@ def test_connection_settings_of_a_service_do_not_change_the_run_name(key):
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        ("scorer=function scorer@gold=function scorer.path=math:fsum gold.path=math:fsum", "scorer"),
+        (
+            "scorer=function scorer@gold=function scorer.path=heapq:merge gold.path=heapq:merge",
+            "scorer",
+        ),
         ("scorer=http scorer@gold=http scorer.url=http://h/x gold.url=http://h/x", "scorer"),
         (f"{MIX}=facts", "scorer@scorer.parts.x"),
         (
@@ -201,7 +199,7 @@ def test_training_with_the_judge_as_scorer_gives_a_warning(overrides, key):
 @pytest.mark.parametrize(
     "overrides",
     [
-        "scorer=function scorer@gold=function scorer.path=math:fsum gold.path=math:hypot",
+        "scorer=function scorer@gold=function scorer.path=difflib:ndiff gold.path=heapq:merge",
         "scorer=http scorer@gold=http scorer.url=http://h/x gold.url=http://h/y",
         f"{MIX}=reward_model scorer@gold=weighted +scorer@gold.parts.x=facts",
         f"{MIX}=reward_model",

@@ -1,4 +1,4 @@
-"""Tests of addresses of Python functions: problems in the source, and problems that the import shows."""
+"""Tests of addresses of Python functions: problems that the import shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ SOURCE = """
 import functools
 
 NUMBER = 3
-raise SystemExit("executed")
 
 
 def brief(prompt: str, response: str, reference: str) -> float:
@@ -93,15 +92,14 @@ def here(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize(
     "path",
     [
-        *[f"own_rewards:{name}" for name in ("brief", "default", "anything", "decorated")],
-        *[f"own_rewards:{name}" for name in ("instance", "partial", "redefined", "one_of_two", "waits")],
+        *[f"own_rewards:{name}" for name in ("brief", "default", "anything")],
+        *[f"own_rewards:{name}" for name in ("instance", "partial", "redefined", "waits")],
         *[f"own_rewards:{name}" for name in ("four", "keyword_only", "brief_and_right")],
         "own_rewards.py:brief",
         "below/own_rewards.py:brief",
-        "math:fsum",  # not a Python file
     ],
 )
-def test_a_function_that_may_accept_the_arguments_has_no_problem_and_is_not_executed(here, path):
+def test_a_function_that_may_accept_the_arguments_has_no_problem(here, path):
     assert function_problem("scorer.path", path, ARGUMENTS) is None
 
 
@@ -132,7 +130,7 @@ PROBLEMS = {  # address: rule, reason and remedy
 
 
 @pytest.mark.parametrize("path", PROBLEMS)
-def test_a_wrong_address_is_reported_with_reason_and_remedy_before_the_file_is_executed(here, path):
+def test_a_wrong_address_is_reported_with_reason_and_remedy(here, path):
     problem = function_problem("scorer.path", path, ARGUMENTS)
     assert problem is not None and f", got {path!r}; " in problem
     assert all(text in problem for text in PROBLEMS[path].split(" | ")), problem
@@ -144,10 +142,7 @@ def test_a_wrong_address_is_reported_with_reason_and_remedy_before_the_file_is_e
         ("\n\ndef brief(:\n", "SyntaxError: invalid syntax, in {file}, line 3"),
         ("def brief():\npass\n", "IndentationError: expected an indented block"),
         ("return 1\n", "'return' outside function, in {file}, line 1"),
-        (
-            "import os\nimport no_such_library.part\n",
-            "line 2 of {file} imports 'no_such_library.part', which is not",
-        ),
+        ("import os\nimport no_such_library.part\n", "No module named 'no_such_library', in {file}, line 2"),
         ("from no_such_library import x\n", "; install no_such_library, or correct {file}"),
         ("x = '\udcff'\n", "in {file}, line 1"),  # not UTF-8
         ("", "there is no brief in it"),
@@ -163,30 +158,25 @@ def test_a_file_that_cannot_be_imported_is_reported_with_its_line(here, source, 
         )
 
 
-def test_an_import_of_a_file_beside_it_is_not_a_library_to_install(here):
-    (here / "below" / "helpers.py").touch()
-    (here / "below" / "faulty.py").write_text("import helpers\ndef brief(p, r, a): ...\n")
-    problem = function_problem("scorer.path", "below/faulty.py:brief", ARGUMENTS)
-    assert problem is not None and "which is beside it" in problem and "install" not in problem
-    assert problem.endswith("start the command with PYTHONPATH=below")
+def test_a_file_may_import_a_file_beside_it_and_a_module_needs_the_path(here):
+    (here / "below" / "beside_it.py").touch()
+    (here / "below" / "faulty.py").write_text("import beside_it\ndef brief(p, r, a): ...\n")
+    problem = function_problem("scorer.path", "below.faulty:brief", ARGUMENTS)
+    assert problem is not None and problem.endswith(f"start the command with PYTHONPATH={here / 'below'}")
+    assert function_problem("scorer.path", "below/faulty.py:brief", ARGUMENTS) is None
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from os.path import *\n",
-        "globals()['brief'] = print\n",
-        "def __getattr__(name): ...\n",
-        "import sys\nsys.path.insert(0, 'lib')\nimport no_such_library\ndef brief(p, r, a): ...\n",
-        "try:\n    import no_such_library\nexcept ImportError:\n    pass\ndef brief(p, r, a): ...\n",
-        "if True:\n    brief = print\n",
-        "for brief in (print,):\n    pass\n",
-        "def set_up():\n    global brief\n    brief = print\nset_up()\n",
-    ],
-)
-def test_names_and_imports_that_only_running_the_file_shows_are_not_reported(here, source):
-    (here / "dynamic.py").write_text(source)
-    assert function_problem("scorer.path", "dynamic:brief", ARGUMENTS) is None
+def test_a_module_is_imported_once_and_a_file_that_failed_again(here):
+    (here / "counted.py").write_text("open('seen', 'a').write('x')\ndef brief(p, r, a): ...\n")
+    for _ in range(3):
+        assert function_problem("scorer.path", "counted.py:brief", ARGUMENTS) is None
+    assert (here / "seen").read_text() == "x"
+    (here / "corrected.py").write_text("1 / 0\n")
+    assert function_problem("scorer.path", "corrected.py:brief", ARGUMENTS)
+    (here / "corrected.py").write_text("def breif(p, r, a): ...\n")
+    assert function_problem("scorer.path", "corrected.py:brief", ARGUMENTS)
+    (here / "corrected.py").write_text("def brief(prompt, r, a): ...  # corrected\n")
+    assert function_problem("scorer.path", "corrected.py:brief", ARGUMENTS) is None
 
 
 @pytest.mark.parametrize(
@@ -198,7 +188,8 @@ def test_names_and_imports_that_only_running_the_file_shows_are_not_reported(her
         ("str", True, "false"),
     ],
 )
-def test_batched_must_agree_with_the_annotations(here, annotation, batched, right):
+def test_batched_must_agree_with_the_annotations(here, monkeypatch, annotation, batched, right):
+    monkeypatch.delitem(sys.modules, "typed", raising=False)
     (here / "typed.py").write_text(f"import typing\ndef f(p, responses: {annotation}, r): ...\n")
     found = list(FunctionScorerConfig(path="typed:f", batched=batched).problems("scorer"))
     assert len(found) == 1 and found[0].endswith(f"; set scorer.batched={right}")
@@ -223,12 +214,11 @@ def test_what_only_the_import_shows_is_a_user_error(here, source, said):
     file = here / "imported.py"
     file.write_text(source)
     path = f"{file}:brief"
-    assert function_problem("scorer.path", path, ARGUMENTS) is None
     with pytest.raises(UserError) as refused:
         load_function("scorer.path", path, ARGUMENTS)
     assert said.format(file=file) in str(refused.value)
 
 
-def test_an_error_before_the_first_line_of_a_file_names_the_file():
-    with pytest.raises(UserError, match=r"FileNotFoundError: .*, in gone.py, line 1.*; correct gone.py"):
+def test_a_file_that_does_not_exist_is_named():
+    with pytest.raises(UserError, match="no file 'gone.py' here"):
         load_class("environment.path", "gone.py:Game")
