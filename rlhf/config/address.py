@@ -182,7 +182,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
 
 def _assigned(key: str, address: str) -> str:
     """Return the setting of an address, as it is typed in a shell."""
-    return setting(key, [address] if key in _LISTS else address)
+    return f"hooks=[{address}]" if key == "hooks" else setting(key, [address] if key in _LISTS else address)
 
 
 def addresses(value: object) -> list[str]:
