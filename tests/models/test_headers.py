@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, GPT2Config
 
+from rlhf.core.errors import UserError
 from rlhf.models.folders import context_problem, folder_problem, is_local
 from rlhf.models.headers import (
     INDEX,
@@ -16,6 +18,7 @@ from rlhf.models.headers import (
     tokenizer_header,
     weight_headers,
 )
+from rlhf.models.loading import load_causal_lm
 from tests.model_folders import (
     HEAD,
     LLAMA,
@@ -302,3 +305,15 @@ def test_a_missing_tokenizer_is_reported(folder):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(DamagedFile, match="no tokenizer.json"):
         tokenizer_header(folder)
+
+
+def test_a_head_that_the_class_of_a_model_ties_by_default_is_refused_when_it_is_loaded(tmp_path):
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 16, "vocab_size": 16}
+    model = AutoModelForCausalLM.from_config(GPT2Config(**sizes, tie_word_embeddings=False))
+    model.save_pretrained(tmp_path)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    assert stated.pop("tie_word_embeddings") is False
+    load_causal_lm(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(UserError, match="tie_word_embeddings=true and another head"):
+        load_causal_lm(str(tmp_path))

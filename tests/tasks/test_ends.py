@@ -166,7 +166,8 @@ def test_the_ends_of_stored_texts_are_those_that_the_model_declares(tmp_path):
     (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
     data = tmp_path / "texts.jsonl"
     data.write_text('{"prompt": "Why?"}\n')
-    cfg = compose([f"model.policy={model}", "task=local", f"task.path={data}", "algo=rloo"])
+    words = [f"model.policy={model}", "task=local", f"task.path={data}", "task.chat=false", "algo=rloo"]
+    cfg = compose(words)
     tokenizer = build_tokenizer(cfg)
     assert "<|end|>" in declared_tokens(cfg, tokenizer)
     tokenizer.name_or_path = "judge"
