@@ -106,7 +106,7 @@ def test_the_readme_names_every_option_of_its_groups_and_no_other():
         assert sorted(named) == sorted(catalogue.options(group)), group
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs"])
+@pytest.mark.parametrize("page", ["README.md", "AGENTS.md", "CONTRIBUTING.md", "docs"])
 def test_links_point_to_existing_files(page):
     for file in sorted((ROOT / page).rglob("*.md")) if page == "docs" else [ROOT / page]:
         for target in re.findall(r"\]\((?!http)([^)#\s]+)", file.read_text()):
