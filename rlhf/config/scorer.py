@@ -331,6 +331,11 @@ class MixtureScorerConfig(PartsScorerConfig):
         """Return a reason for a task without parts."""
         return None if task.name == "mixture" else "only task=mixture has parts"
 
+    @property
+    def verifies(self) -> bool:  # type: ignore[override]
+        """Whether the score is 1 for a correct response, else 0: each part verifies, with the weight 1."""
+        return bool(self.parts) and all(part.verifies and part.weight == 1 for part in self.parts.values())
+
     def rounding(self, dtype: Dtype) -> float:
         """Return the largest rounding error of the parts."""
         return max((part.rounding(dtype) for part in self.parts.values()), default=0.0)

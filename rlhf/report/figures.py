@@ -66,6 +66,8 @@ _OVER_KL = {
     "response strictly higher than the reference response (eval/win_rate). ",
     "eval/win_rate_vs_initial": "Win rate vs. initial policy: share of held-out prompts whose reward is "
     "higher than before training (eval/win_rate_vs_initial). ",
+    "eval/accuracy": "Accuracy: share of held-out prompts with a correct answer, or of held-out pairs with "
+    "the higher reward for the chosen response (eval/accuracy). ",
     "eval/score": "Reward: mean of the training scorer (eval/score on held-out prompts, objective/scores "
     "on training samples). ",
     "eval/gold_score": "Judge score: mean score by the judge, which training does not use "
