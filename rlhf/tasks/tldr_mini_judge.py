@@ -7,23 +7,10 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING
 
-from rlhf.tasks.tldr_mini import BACKBONE, BY_NAME, SLOT_OF, SLOTS, fill, relevant_slots, write
+from rlhf.tasks.tldr_mini import BACKBONE, BY_NAME, SLOT_OF, SLOTS, fill, relevant_slots
 
 if TYPE_CHECKING:
     from rlhf.tasks.tldr_mini import Slot
-
-
-def ideal_summary(query: str) -> str:
-    """Return the summary that states every relevant fact of a post and nothing else."""
-    facts = read_facts(query)
-    weights = fact_weights(query, list(facts))
-    phrases = {
-        name: fill(BY_NAME[name].phrase, value) if weights[name] else BY_NAME[name].vague
-        for name, value in facts.items()
-        if weights[name] or name in BACKBONE
-    }
-    return " " + " ".join(write(phrases))
-
 
 POINTS = 10.0  # points of all relevant facts together
 _VAGUE = 0.15  # credit of a vague phrase, as a fraction of the points of its fact

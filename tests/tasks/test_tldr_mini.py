@@ -7,12 +7,21 @@ import pytest
 
 from rlhf.assembly.parts import make
 from rlhf.config.task import Difficulty, TLDRMiniConfig
-from rlhf.tasks.tldr_mini import BY_NAME, FILLER, LEVELS, SLOTS, fill, make_post, make_reference
+from rlhf.tasks.tldr_mini import (
+    BACKBONE,
+    BY_NAME,
+    FILLER,
+    LEVELS,
+    SLOTS,
+    fill,
+    make_post,
+    make_reference,
+    write,
+)
 from rlhf.tasks.tldr_mini_judge import (
     POINTS,
     fact_weights,
     gold_score,
-    ideal_summary,
     read_facts,
     split_words,
     title_slot,
@@ -28,6 +37,18 @@ QUERY = (
     "I should sue them.\n\nTL;DR:"
 )
 CLEAN = " Someone just sold my guitar last monday. Maybe I should sue them."
+
+
+def ideal_summary(query: str) -> str:
+    """Return the summary that states every relevant fact of a post and nothing else."""
+    facts = read_facts(query)
+    weights = fact_weights(query, list(facts))
+    phrases = {
+        name: fill(BY_NAME[name].phrase, value) if weights[name] else BY_NAME[name].vague
+        for name, value in facts.items()
+        if weights[name] or name in BACKBONE
+    }
+    return " " + " ".join(write(phrases))
 
 
 def posts(count: int, difficulty: Difficulty = Difficulty.medium) -> list[tuple[str, str]]:
