@@ -34,8 +34,7 @@ from rlhf.stages.evaluation_config import alone, changed, check_sampling
 _NEW = "/new"  # the line that starts a new dialogue
 COMMAND = Command(
     name="rlhf.sample",
-    usage="run=<folder> [show=4] [temperature=0.7] [response_length=256] [chat=false] [seed=0] "
-    "[key=value ...]",
+    usage="run=<folder> [show=4] [temperature=0.7] [response_length=256] [chat=false] [key=value ...]",
     does=(
         "Reads prompts from the terminal or from standard input, one per line, and\n"
         "prints the responses of the final model of a run, or of the model of model=.\n"
@@ -71,9 +70,8 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
         UserError: the run or the model does not exist, or an argument is invalid.
     """
     if "show" in own:
-        folder = Experiment.open(COMMAND.required(own, "run", overrides)).files
-        show(folder, int(number(own, "show", 4)))
-        return
+        experiment = Experiment.open(COMMAND.required(own, "run", overrides))
+        return show(experiment.files, int(number(own, "show", 4)))
     if "model" in own:
         name = own["model"]
         if "run" in own:
@@ -123,14 +121,14 @@ def show(folder: RunFolder, count: int) -> None:
     """
     if not (rows := read_lines(folder.completions, ["update", "prompt", "response"])):
         raise UserError(
-            f"run= must have evaluated responses (show= prints them), got none in {folder.completions}; "
-            "train with schedule.eval_every=1000000, which evaluates before and after training"
+            f"run= must have responses of an evaluation (show= prints them), got {folder.path}; evaluate the "
+            "policy during training: set schedule.eval_every=1000000"
         )
     rows = [row for row in rows if row["update"] == rows[-1]["update"]]
     measured = [row for row in read_lines(folder.metrics) if "eval/eos_rate" in row]
     shares = [f"share that ended {figure(row['eval/eos_rate'])}" for row in measured[-1:]]
     say_items(f"evaluation at update {rows[0]['update']}: {len(rows)} responses", shares)
-    for place, row in enumerate(rows[:count], 1):
+    for place, row in enumerate(rows[: max(count, 0)], 1):
         items = [f"{short} {figure(row[name])}" for name, short in SCORES.items() if name in row]
         fate = (f"cut: {row['limit']}" if row["limit"] else "ended") if "limit" in row else ""
         console.print(GAP.join([f"[{place}]", *items, fate]), markup=False)
