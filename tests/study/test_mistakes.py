@@ -77,7 +77,7 @@ def test_the_study_without_mistakes_is_valid(tmp_path):
         ("seeds: 2", "claims: {a: value(dpoo) < 1}", "not dpoo (did you mean dpo?)"),
         ("seeds: 2", "claims: {a: value(dpo) < 1 at lga=4}", "not lga (did you mean lag?)"),
         ("seeds: 2", "claims: {a: value(dpo) < 1 at lag=44}", "not 44 (did you mean 4?)"),
-        ("seeds: 2", "config_dir: none", "config_dir must be a folder laid out like conf/, got"),
+        ("seeds: 2", "config_dir: none", "config_dir must be a folder laid out like conf/ (relative to"),
         ("seeds: 2", "claims: {a: at_kl(dpo) < 1}", "a metric, not at_kl (add tasks.<name>.at_kl)"),
         ("seeds: 2", "claims: {a: value(same) > value(dpo)}", "claims.a must have same on the right only"),
         ("seeds: 2", "claims: {a: value(dpo) > value(dpo)}", "claims.a must compare different methods"),
