@@ -32,10 +32,9 @@ ONLY_HERE = "only_in_this_process"  # stands for the module of functions that we
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # folders
 _FORM = re.compile(rf"(?P<place>.+\.py|{NAME}(\.{NAME})*):(?P<name>{NAME})")
 _LAST_NAME = re.compile(rf"(?P<place>.+?)(?:::|[:./#\\])(?P<name>{NAME})")  # after the last separator
-_METHOD = re.compile(rf"(.+:{NAME})\.({NAME})")
-_CLASSES = ("environment.functions",)  # keys of functions that may be classes
-_LISTS = ("hooks", *_CLASSES)  # keys of lists of addresses
-_CLASS = "a class"
+_METHOD = re.compile(rf"(.+):({NAME})\.({NAME})")
+_DEF = (ast.FunctionDef, ast.AsyncFunctionDef)
+_TOOLS = "environment.functions"  # a list of functions and classes
 
 
 def function_problem(key: str, path: object, arguments: tuple[str, ...] | None) -> str | None:
@@ -53,10 +52,10 @@ def function_problem(key: str, path: object, arguments: tuple[str, ...] | None) 
     if not isinstance(path, str) or match is None:
         remedy = f"set {_assigned(key, 'my_module:my_function')}"
         if method := _METHOD.fullmatch(str(path)):
-            whole, name = method.groups()
-            place, _, owner = whole.rpartition(":")
+            place, owner, name = method.groups()
             remedy = f"write {name} = {owner}().{name} below the class and set {key}={place}:{name}"
-            remedy = f"set {_assigned(key, whole)} (methods are tools)" if key in _CLASSES else remedy
+            if key == _TOOLS:
+                remedy = f"set {_assigned(key, f'{place}:{owner}')} (its methods are tools)"
         elif several:
             remedy = f"for several functions set {setting(key, several)}"
         elif close := _suggestion(str(path or "")):
@@ -80,13 +79,11 @@ def function_problem(key: str, path: object, arguments: tuple[str, ...] | None) 
     if found := source.missing_import():
         return at.missing_import(*found)
     if source.lacks(at.name):
-        return at.absent([*source.functions, *(source.classes if key in _CLASSES else ())])
+        return at.absent([*source.functions, *(source.classes if key == _TOOLS else ())])
     definition = source.definition(at.name)
-    if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        if arguments is None:
-            return None
+    if isinstance(definition, (*_DEF, ast.Lambda)):
         return at.arguments_problem(function_source.signature(definition.args), arguments)
-    kind = _CLASS if isinstance(definition, ast.ClassDef) and key not in _CLASSES else None
+    kind = "a class" if isinstance(definition, ast.ClassDef) and key != _TOOLS else None
     if isinstance(definition, ast.Constant):
         kind = f"of type {type(definition.value).__name__}"
     return at.no_function(kind, source.functions) if kind else None
@@ -126,15 +123,15 @@ def load_function(key: str, path: str, arguments: tuple[str, ...] | None) -> Cal
     at = _Address(key, path)
     module = at.load()
     function = getattr(module, at.name, None)
-    functions = at.own(module, *[FunctionType, *([type] if key in _CLASSES else [])])
+    functions = at.own(module, *[FunctionType, *([type] if key == _TOOLS else [])])
     if function is None:
         raise UserError(at.absent(functions))
-    kind = _CLASS if inspect.isclass(function) and key not in _CLASSES else None
+    kind = "a class" if inspect.isclass(function) and key != _TOOLS else None
     if not callable(function):
         kind = f"of type {type(function).__name__}"
     if kind is not None:
         raise UserError(at.no_function(kind, functions))
-    if arguments is not None and (problem := at.arguments_problem(signature_of(function), arguments)):
+    if problem := at.arguments_problem(signature_of(function), arguments):
         raise UserError(problem)
     return function
 
@@ -165,11 +162,7 @@ def takes_lists(path: str) -> bool | None:
     place, _, name = path.rpartition(":")
     source = _readable(place)
     definition = source.definition(name) if source is not None else None
-    return (
-        function_source.takes_lists(definition.args)
-        if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef)
-        else None
-    )
+    return function_source.takes_lists(definition.args) if isinstance(definition, _DEF) else None
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -182,7 +175,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
 
 def _assigned(key: str, address: str) -> str:
     """Return the setting of an address, as it is typed in a shell."""
-    return f"hooks=[{address}]" if key == "hooks" else setting(key, [address] if key in _LISTS else address)
+    return f"hooks=[{address}]" if key == "hooks" else setting(key, [address] if key == _TOOLS else address)
 
 
 def addresses(value: object) -> list[str]:
@@ -230,8 +223,8 @@ class _Address:
             return _read(self.place)
         except ModuleNotFoundError as error:
             other = f"<path of the file>.py:{self.name}"
-            other = f"[{other}]" if self.key in _LISTS else other
-            remedy = f"run the command in the folder that contains it, or set {self.key}={other}"
+            other = f"{self.key}={f'[{other}]' if self.key in ('hooks', _TOOLS) else other}"
+            remedy = f"run the command in the folder that contains it, or set {other}"
             if self.kind == "function" and (close := _similar(self.place)):
                 remedy = f"did you mean {_assigned(self.key, f'{close}:{self.name}')}?"
             return self.message(f"name a {self.kind} in an existing module or file", error, remedy)
@@ -313,13 +306,13 @@ class _Address:
         return f"did you mean {other}?" if close or self.kind == "class" else f"set {other}"
 
     def arguments_problem(
-        self, signature: inspect.Signature | None, arguments: tuple[str, ...]
+        self, signature: inspect.Signature | None, arguments: tuple[str, ...] | None
     ) -> str | None:
         """Return the message for a function that cannot be called by name or by position; None: it can be."""
         try:
-            parameters_of(signature)
+            parameters_of(signature if arguments else None)
         except TypeError as error:
-            assert signature is not None
+            assert signature is not None and arguments is not None
             plain = signature.replace(
                 parameters=[each.replace(annotation=each.empty) for each in signature.parameters.values()],
                 return_annotation=signature.empty,
