@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from rlhf.config import games as games  # registers its options
+from rlhf.config import games as games  # registers its optionss
 from rlhf.config import http_scorer as http_scorer  # registers its option
 from rlhf.config import mixture_task as mixture_task  # registers its option
 from rlhf.config import off_policy as off_policy  # registers its options
