@@ -336,7 +336,7 @@ class FunctionScorerConfig(ScorerConfig):
 
     @property
     def only_here(self) -> list[str]:
-        """The addresses of functions that were given as objects, and whose source is not stored."""
+        """The addresses of functions that exist only in this process, as objects."""
         return [path for path in map(str, self.paths) if path.startswith(f"{ONLY_HERE}:")]
 
     @property

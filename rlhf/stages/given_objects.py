@@ -16,7 +16,7 @@ from rlhf.tasks.given_data import written
 def with_objects(
     overrides: Sequence[str], dataset: object, reward: Function | Sequence[Function] | None
 ) -> tuple[list[str], GivenFunctions | None]:
-    """Store a data set and reward functions in `cache_dir`, and return the overrides with their addresses.
+    """Store a data set in `cache_dir`, and return the overrides with its address and those of functions.
 
     Args:
         overrides: the other overrides.
@@ -51,7 +51,7 @@ def with_objects(
         if dataset is not None:
             words.append(override("task.path", written(dataset, cache / "given_data")))
         if reward is not None:
-            functions = GivenFunctions(reward, cache / "given_rewards")
+            functions = GivenFunctions(reward)
             paths = functions.paths
             words.append(override("scorer.path", paths[0] if len(paths) == 1 else paths))
     return words, functions

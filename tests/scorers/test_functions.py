@@ -10,7 +10,7 @@ import torch
 
 from rlhf.checks.check import problems
 from rlhf.checks.composing import composed
-from rlhf.config.address import load_function
+from rlhf.config.address import ONLY_HERE, load_function
 from rlhf.config.algo import DPOConfig
 from rlhf.config.compose import compose
 from rlhf.config.given_functions import GivenFunctions
@@ -362,13 +362,15 @@ def test_a_response_that_no_function_judges_is_an_error(later, path, weights, sa
         batch_of(FunctionScorerConfig(path=path, weights=weights))
 
 
-def test_an_asynchronous_function_that_is_given_as_an_object_is_stored(tmp_path):
+def test_an_asynchronous_function_that_is_given_as_an_object_scores(monkeypatch):
     async def given(response: str) -> float:
         await asyncio.sleep(0)
         return float(len(response))
 
-    (path,) = GivenFunctions(given, tmp_path).paths
-    assert str(tmp_path) in path and batch_of(FunctionScorerConfig(path=path)).scores[0].tolist() == [2, 5]
+    functions = GivenFunctions(given)
+    monkeypatch.setitem(sys.modules, ONLY_HERE, None)
+    functions.provide()
+    assert batch_of(FunctionScorerConfig(path=functions.paths[0])).scores[0].tolist() == [2, 5]
 
 
 def test_the_parameters_of_an_asynchronous_function_show_that_it_takes_lists(later):
