@@ -25,7 +25,7 @@ COMMANDS = {  # command, a module of this package -> description
     "pipeline": "Train SFT model, reward model and policy, and evaluate the policy.",
     "evaluate": "Evaluate the checkpoints of a run, and other models.",
     "extend": "Train a run longer.",
-    "sample": "Talk to a model, or sample responses to the lines of a file.",
+    "sample": "Talk to a model, or show the last responses of a run.",
     "serve": "Start a server of vLLM that samples for runs on other machines.",
     "relabel": "Label the preference pairs of a task by a judge.",
     "study": "Evaluate a study of methods, axes and seeds: tables and claims.",

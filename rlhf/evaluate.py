@@ -80,7 +80,7 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
         folder = RunFolder(Path(cfg.output_dir) / "evaluations" / name)
         rows = evaluate(cfg, folder, split, models=models, of_run=False)
     if is_first_rank():
-        console.print(table(rows, console.width))
+        console.print(table(rows, console.width), markup=False, soft_wrap=True)
         say(f"rows: {folder.evaluations}")
 
 

@@ -43,3 +43,13 @@ def test_the_workflow_runs_the_script_of_continuous_integration():
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     steps = [step.get("run") for step in workflow["jobs"]["tests"]["steps"]]
     assert ".ci/run" in steps
+
+
+def test_a_weekly_job_and_no_other_job_runs_with_the_newest_versions():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    _, weekly = (each["cron"] for each in workflow[True]["schedule"])  # YAML reads the key `on` as true
+    assert weekly.split()[2:4] == ["*", "*"] and weekly.split()[4].isdigit()
+    for name, job in workflow["jobs"].items():
+        newest = "make test-newest" in [step.get("run") for step in job["steps"]]
+        assert newest == (name == "newest")
+        assert job["if"] == f"github.event.schedule {'==' if newest else '!='} '{weekly}'"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "system.sh"
-WANTED = ("SLURM", "browser")
+WANTED = ("SLURM", "browser", "compiler")
 TOOLS = ("bash", "env", "dirname", "timeout", "sleep")
 
 
@@ -54,6 +54,7 @@ def test_a_program_that_cannot_be_installed_is_reported_and_the_exit_code_is_0(t
 
 
 def test_an_installed_program_is_not_installed_again(tmp_path):
-    there = dict.fromkeys(("slurmctld", "slurmd", "sbatch", "munged", "chromium"), "exit 1")
+    names = ("slurmctld", "slurmd", "sbatch", "munged", "chromium", "c++", "g++")
+    there = dict.fromkeys(names, "exit 1")
     done = system(tmp_path, id="echo 0", apt_get="echo called", **there)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -113,7 +113,7 @@ def _training_sees_its_judge(cfg: Config) -> Iterator[str]:
     judging = {scorer.source(reward): choice(at) for at, scorer in scorers(cfg) if at.startswith("gold")}
     for at, scorer in scorers(cfg):
         judge = judging.get(scorer.source(reward))
-        if at.startswith("scorer") and judge is not None:
+        if at.startswith("scorer") and judge is not None and not scorer.verifies:
             yield (
                 f"{choice(at)} and {judge} are the same ({scorer.name}): training sees its judge, so "
                 "eval/win_rate says nothing about over-optimisation"

@@ -221,8 +221,9 @@ def _as_settings(arguments: Sequence[str], place: int, own: Collection[str]) -> 
             words[meant] = as_typed(meant, value or _switched(meant, name) or "<value>")
         elif (name, value) == flags[0]:
             return None
-    once = " ".join(dict.fromkeys(" ".join(words.values()).split(" ")))  # a choice of several settings
-    return "; ".join([*([f"write {once}"] if words else []), *dict.fromkeys(notes)])
+    once = dict.fromkeys(" ".join(words.values()).split(" "))  # several settings may need the same option
+    ordered = " ".join(sorted(once, key=lambda word: word.partition("=")[0] not in groups()))
+    return "; ".join([*([f"write {ordered}"] if words else []), *dict.fromkeys(notes)])
 
 
 def _switched(key: str, flag: str) -> str:

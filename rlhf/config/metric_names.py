@@ -25,11 +25,12 @@ objective: response_tokens; policy: covariance_limited; rewards: chosen rejected
 mismatch: kl max_ratio ess token_ess step_ess token_lag; correction: truncated masked weight rejected
 rollouts: time_s update_s generators_busy trainer_busy lag lag_p90 oldest queue length_ratio wasted dropped
 rollouts: cut refilled refilled_share no_signal; generator: restarts requeued; annotator: restarts
-environment: turns token_share tool_errors step_errors out_of_turns cut no_room
 weighting: mean truncated ess; prompts: solved; replay: age; oapl: advantage; warning: collapse
 """
 _FAMILIES = (each.split(": ") for each in re.split("; |\n", _NAMES.strip()))
 KNOWN = [f"{family}/{name}" for family, names in _FAMILIES for name in names.split()]
+_EPISODES = "turns token_share tool_errors step_errors out_of_turns cut no_room"
+_OF_EPISODES = [f"environment/{name}" for name in _EPISODES.split()]
 # Figures of environments, scorers and tasks with names of the user.
 _OPEN = re.compile(
     r"(eval/)?environment/\w+|objective/scores/.+|part/[^/]+/(prompts|scores|response_tokens|eos_rate)"
@@ -63,9 +64,10 @@ def lacking(name: str, cfg: Config, code: bool = False) -> tuple[str, str] | Non
         may = plugged or (code and not any(known.startswith(f"{family}/") for known in KNOWN))
     elif kind == "part":
         may = name.split("/")[-2] in cfg.task.shares
-    alike = [known for known in KNOWN if known.count("/") == name.count("/")]
-    if not may or (name not in KNOWN and get_close_matches(name, alike, cutoff=_NEAR)):
-        guess = "" if name in KNOWN else suggestion(name, KNOWN, "did you mean {}?")
+    every = [*KNOWN, *_OF_EPISODES]
+    alike = [known for known in every if known.count("/") == name.count("/")]
+    if not may or (name not in every and get_close_matches(name, alike, cutoff=_NEAR)):
+        guess = "" if name in every else suggestion(name, every, "did you mean {}?")
         return "name a metric that rows keep (see docs/reference/metrics.md)", guess or "choose another one"
     rewards, remedy = cfg.algo.trains is Trains.reward, ""
     if name in ("eval/win_rate", "eval/tie_rate", "eval/gold_score", "eval/norm_reward"):

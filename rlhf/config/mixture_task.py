@@ -1,4 +1,4 @@
-"""Section of the task that consists of other tasks (`task=mixture`)."""
+"""Sections of the task that consists of other tasks (`task=mixture`), and of its scorer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+from rlhf.config.model import Dtype
 from rlhf.config.schema import entry, option
+from rlhf.config.scorer import PartsScorerConfig
 from rlhf.config.task import Need, TaskConfig
 
 _PART = re.compile(r"[a-z0-9_]+")  # name of a part of a mixture, which is in the names of its metrics
@@ -95,3 +97,31 @@ class MixtureConfig(TaskConfig):
                     f"{at}.parts.{name}.max_prompt_tokens has no effect ({at}.max_prompt_tokens applies to "
                     f"all parts), got {part.max_prompt_tokens}; leave it out"
                 )
+
+
+@option("scorer", "mixture", part="rlhf.scorers.mixture:MixtureScorer")
+@dataclass(kw_only=True, slots=True)
+class MixtureScorerConfig(PartsScorerConfig):
+    """A scorer for each part of `task=mixture`, under the name of the part.
+
+    Add a scorer with `+scorer@scorer.parts.<name>=<option>`. Each score is multiplied by its `weight`.
+    The missing-EOS settings of a part apply to its score, those of this section to the weighted scores.
+    """
+
+    reason: ClassVar[str] = "each part has one"
+    of_mixture: ClassVar[bool] = True
+
+    name: str = "mixture"
+
+    def cannot_score(self, task: TaskConfig) -> str | None:
+        """Return a reason for a task without parts."""
+        return None if task.name == "mixture" else "only task=mixture has parts"
+
+    @property
+    def verifies(self) -> bool:  # type: ignore[override]
+        """Whether the score is 1 for a correct response, else 0: each part verifies, with the weight 1."""
+        return bool(self.parts) and all(part.verifies and part.weight == 1 for part in self.parts.values())
+
+    def rounding(self, dtype: Dtype) -> float:
+        """Return the largest rounding error of the parts."""
+        return max((part.rounding(dtype) for part in self.parts.values()), default=0.0)

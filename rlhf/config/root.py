@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from rlhf.config import games as games  # registers its options
+from rlhf.config import games as games  # registers its optionss
 from rlhf.config import http_scorer as http_scorer  # registers its option
 from rlhf.config import mixture_task as mixture_task  # registers its option
 from rlhf.config import off_policy as off_policy  # registers its options
@@ -74,8 +74,8 @@ class Config(Section):
     )
     objective_metric: str | None = entry(
         None,
-        means="metric that a sweeper optimises; null: eval/win_rate; without a judge eval/score; otherwise "
-        "eval/accuracy on pairs or, for SFT, eval/loss",
+        means="metric that a sweeper optimises; null: eval/win_rate; if answers are checked eval/accuracy; "
+        "without a judge eval/score; otherwise eval/accuracy on pairs or, for SFT, eval/loss",
         affects=Affects.nothing,
     )
     output_dir: str = entry(
@@ -151,12 +151,13 @@ class Config(Section):
     def metric(self) -> str:
         """The metric that a sweeper optimises; its best value is stored in `TrainState.best`.
 
-        The default is the win rate if there is a judge, otherwise the score, the accuracy on held-out pairs,
-        or the held-out loss, whichever the run measures first in this order.
+        The default is the accuracy if answers are checked, the win rate if there is another judge, otherwise
+        the score, the accuracy on held-out pairs, or the held-out loss, whichever the run measures first in
+        this order.
         """
         if self.objective_metric is not None:
             return self.objective_metric
-        if self.algo.trains is Trains.reward:
+        if self.algo.trains is Trains.reward or self.checks_answers:
             return "eval/accuracy"
         if self.gold.name != "none":
             return "eval/win_rate"
@@ -174,6 +175,12 @@ class Config(Section):
         """Whether the training scorer can score new completions. Stored labels cannot."""
         stored = isinstance(self.scorer, LabelsScorerConfig | NoScorerConfig)
         return not self.algo.supervised and not stored
+
+    @property
+    def checks_answers(self) -> bool:
+        """Whether `eval/accuracy` is that of answers: the judge, or else the scorer, verifies."""
+        scores = self.scores_completions and self.gold.name == "none"
+        return self.algo.trains is not Trains.reward and (self.scorer if scores else self.gold).verifies
 
     def tie_tolerance(self, scorer: ScorerConfig) -> float:
         """Return the relative difference up to which two scores of `scorer` tie: set, or its default."""

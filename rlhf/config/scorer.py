@@ -312,29 +312,6 @@ class WeightedScorerConfig(PartsScorerConfig):
             )
 
 
-@option("scorer", "mixture", part="rlhf.scorers.mixture:MixtureScorer")
-@dataclass(kw_only=True, slots=True)
-class MixtureScorerConfig(PartsScorerConfig):
-    """A scorer for each part of `task=mixture`, under the name of the part.
-
-    Add a scorer with `+scorer@scorer.parts.<name>=<option>`. Each score is multiplied by its `weight`.
-    The missing-EOS settings of a part apply to its score, those of this section to the weighted scores.
-    """
-
-    reason: ClassVar[str] = "each part has one"
-    of_mixture: ClassVar[bool] = True
-
-    name: str = "mixture"
-
-    def cannot_score(self, task: TaskConfig) -> str | None:
-        """Return a reason for a task without parts."""
-        return None if task.name == "mixture" else "only task=mixture has parts"
-
-    def rounding(self, dtype: Dtype) -> float:
-        """Return the largest rounding error of the parts."""
-        return max((part.rounding(dtype) for part in self.parts.values()), default=0.0)
-
-
 @option("scorer", "function", part="rlhf.scorers.function:build")
 @dataclass(kw_only=True, slots=True)
 class FunctionScorerConfig(ScorerConfig):

@@ -155,7 +155,8 @@ def _chosen(key: str, words: Iterable[str]) -> str:
     chosen = next((word.partition("=")[2] for word in words if word.startswith(f"{group}=")), default)
     if group == "logger":
         return "" if not inside or leaf in chosen else f"logger={leaf} "
-    if len(having) in (0, len(own)) or chosen in having or (chosen and chosen not in own):
+    everywhere = len(having) in (0, len(own)) and key != "task.path"  # embedded tasks have data of their own
+    if everywhere or chosen in having or (chosen and chosen not in own):
         return ""
     return f"{group}={next((name for name in _USUAL if name in having), having[0])} "
 

@@ -91,7 +91,7 @@ class _Loop(Thread):
     limit_s: float
 
     def __init__(self) -> None:
-        super().__init__(name="event loop", daemon=True)
+        super().__init__(daemon=True)
         self.loop, self.stopped = asyncio.new_event_loop(), asyncio.Event()
         self.start()
 
@@ -140,7 +140,7 @@ class Calls:
             return _Worker(self._asked, self._ended)
         _idle[:] = [loop for loop in _idle if loop.is_alive()]  # a process that was forked has none
         loop = _idle.pop() if _idle else _Loop()
-        loop.ended, loop.limit_s = self._ended, self.limit_s
+        loop.name, loop.ended, loop.limit_s = "environment", self._ended, self.limit_s
         return loop
 
     def ask(self, key: Any, function: Callable[..., Any], *arguments: Any) -> None:
@@ -203,9 +203,11 @@ class Calls:
             self._give_up()
             self._settings.close()
         workers = [thread for thread in self._threads if isinstance(thread, _Worker)]
-        _idle.extend(thread for thread in self._threads if isinstance(thread, _Loop))
         for thread in self._threads:
             note_children(thread.native_id or 0)
+            if isinstance(thread, _Loop):
+                thread.name = "idle event loop"
+                _idle.append(thread)
         for worker in workers:
             worker.ask(None)
         for worker in workers:

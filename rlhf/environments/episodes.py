@@ -281,7 +281,7 @@ class Episodes:
                 if call.late and timed_out and not too_many_hang():
                     call.result, call.error = timed_out(self.factory.step_limit_s), None
                 answer = checked(call.result) if call.error is None else None
-            elif method == "reset" and not isinstance(call.result, str | None):
+            elif method == "reset" and call.error is None and not isinstance(call.result, str | None):
                 raise TypeError(f"reset must return None or a text, got {call.result!r:.100}")
         except Exception as error:  # the class of the user may return anything
             call.error = error
@@ -290,10 +290,10 @@ class Episodes:
                 raise failure
             episode.figures["step_errors"] += 1
         if method == "reset":
-            if FIRST_MESSAGE not in episode.example.record:
+            first = episode.example.record.get(FIRST_MESSAGE)
+            if call.error is None and first is None:
                 self.unread = self.unread or call.result or ""
-            first = episode.example.record.get(FIRST_MESSAGE, call.result)
-            if call.error is None and call.result != first:
+            elif call.error is None and call.result != first:
                 raise RunError(
                     f"{self.factory.address} must return the same text from reset for the same seed (it is "
                     f"the prompt), got {call.result!r:.80} and {first!r:.80}; use only example.seed"

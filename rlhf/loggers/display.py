@@ -29,7 +29,9 @@ EVALUATION_METRICS = {  # metrics of an evaluation in the terminal, and their sh
     "eval/loss": "loss",
     "eval/response_tokens": "tokens",
 }
+SCORES = {"score": "reward", "gold_score": "judge", "reference_gold_score": "judge of reference"}
 _DIALOGUE_LINES = 8  # of an episode in the terminal
+_OF_REFERENCES = ("eval/win_rate", "eval/norm_reward")  # and names that begin with these
 _RESULTS = ("eval/win_rate", "eval/win_rate_vs_initial", "eval/accuracy")  # the first is in the progress line
 
 
@@ -86,9 +88,10 @@ class Display(Logger):
         """Print the metrics of an evaluation and some completions."""
         if state.update == self.progress.first:
             self.progress.begin()
-        result = next((name for name in _RESULTS if name in evaluation.figures), None)
+        figures = shown(evaluation.figures)
+        result = next((name for name in _RESULTS if name in figures), None)
         if result is not None:
-            value = figure(evaluation.figures[result])
+            value = figure(figures[result])
             self.evaluated = [f"{EVALUATION_METRICS[result]} {value} at update {state.update}"]
         if self.mode is Progress.off:
             return
@@ -105,8 +108,22 @@ class Display(Logger):
         self.progress.close()
 
 
+def shown(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of an evaluation without win rates if they contain the accuracy of answers.
+
+    No response is better than a reference whose answer is correct, so `eval/win_rate` is always 0, and the
+    win rate against the initial policy follows from the accuracies. `eval/accuracy` is the accuracy of pairs
+    if there is `eval/margin`, unless it equals the score of the judge.
+    """
+    accuracy = figures.get("eval/accuracy")
+    if accuracy is None or ("eval/margin" in figures and accuracy != figures.get("eval/gold_score")):
+        return dict(figures)
+    return {name: value for name, value in figures.items() if not name.startswith(_OF_REFERENCES)}
+
+
 def metric_texts(figures: Mapping[str, Any]) -> list[str]:
     """Return the metrics of an evaluation as texts, with their 95 % intervals if known."""
+    figures = shown(figures)
     return [
         f"{short} {confidence.text(figures, name)}"
         for name, short in EVALUATION_METRICS.items()
@@ -137,8 +154,7 @@ def sample_lines(sample: dict[str, Any], width: int) -> list[str]:
         lines.append(f"  response  {shortened(sample['response'], room) or '(empty)'}")
     if sample.get("reference"):
         lines.append(f"  reference {shortened(sample['reference'], room)}")
-    names = {"score": "reward", "gold_score": "judge", "reference_gold_score": "judge of reference"}
-    scores = [f"{short} {figure(sample[name])}" for name, short in names.items() if name in sample]
+    scores = [f"{short} {figure(sample[name])}" for name, short in SCORES.items() if name in sample]
     if scores:
         lines.append(f"  scores    {fitting(scores, room)}")
     return lines

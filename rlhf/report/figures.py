@@ -11,23 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.confidence import bounds
+from rlhf.report import drawing
 from rlhf.report.curves import POINTS, figure, seconds
-from rlhf.report.drawing import (
-    INK,
-    Chart,
-    Key,
-    Panel,
-    bar,
-    crosshair,
-    draw_all,
-    legend,
-    lines,
-    plain_labels,
-    trace,
-    whole_numbers,
-    widen,
-    within_a_rate,
-)
+from rlhf.report.drawing import INK, Chart, Key, Panel, lines
 from rlhf.report.groups import by_scale, sections
 from rlhf.report.metrics import LEARNING, METRICS, OFF_POLICY, OPTIMIZATION, Kind, Metric
 from rlhf.report.runs import load
@@ -66,6 +52,8 @@ _OVER_KL = {
     "response strictly higher than the reference response (eval/win_rate). ",
     "eval/win_rate_vs_initial": "Win rate vs. initial policy: share of held-out prompts whose reward is "
     "higher than before training (eval/win_rate_vs_initial). ",
+    "eval/accuracy": "Accuracy: share of held-out prompts with a correct answer, or of held-out pairs with "
+    "the higher reward for the chosen response (eval/accuracy). ",
     "eval/score": "Reward: mean of the training scorer (eval/score on held-out prompts, objective/scores "
     "on training samples). ",
     "eval/gold_score": "Judge score: mean score by the judge, which training does not use "
@@ -115,7 +103,7 @@ def _against_kl(section: Section) -> _Made:
         "single seed. The KL is estimated on samples at the training temperature (eval/kl). A higher value "
         "at the same KL is better. " + _meanings(groups),
         [panel for panels, _ in made for panel in panels],
-        legend(groups),
+        drawing.legend(groups),
     )
     return chart if chart.panels else None, []
 
@@ -165,7 +153,7 @@ def _curves(
     made = [panels_of(groups, metric, figure(x), _PROGRESS[x]) for metric in metrics]
     panels = [panel for shown, _ in made for panel in shown]
     remarks = [remark for _, skipped in made for remark in skipped]
-    chart = Chart(name, title, caption + _averaging_note(groups), panels, legend(groups))
+    chart = Chart(name, title, caption + _averaging_note(groups), panels, drawing.legend(groups))
     return chart if panels else None, remarks
 
 
@@ -199,7 +187,7 @@ def _against_time(section: Section) -> _Made:
         f"checkpoints. {MEANS}{_INTERVALS}Times are comparable only on the same hardware without other load"
         + (", virtual times (rollouts/time_s) on all machines." if virtual else "."),
         panels,
-        legend(timed),
+        drawing.legend(timed),
     )
     return chart, []
 
@@ -217,20 +205,20 @@ def time_per_phase(section: Section) -> _Made:
         for row, (group, (thick, thin)) in enumerate(zip(groups, times, strict=True)):
             left = 0.0
             for phase, took in thick.items():
-                left += bar(axes, row, 0.34, left, took, used[phase][1])
+                left += drawing.bar(axes, row, 0.34, left, took, used[phase][1])
             axes.annotate(
                 f"{left:.3g} s", (left, row), (4, 0), textcoords="offset points", verticalalignment="center"
             )
             beside = 0.0
             for phase, took in thin.items():
-                beside += bar(axes, row + 0.27, 0.12, beside, took, used[phase][1])
+                beside += drawing.bar(axes, row + 0.27, 0.12, beside, took, used[phase][1])
             if len(groups) > 1:
                 axes.annotate(
                     group.label, (0, row - 0.2), (0, 2), textcoords="offset points", color=INK, fontsize=8.5
                 )
         axes.set(xlabel="seconds per update (mean)", ylim=(len(groups) - 0.5, -0.6))
         axes.margins(x=0.14)
-        plain_labels(axes.xaxis)
+        drawing.plain_labels(axes.xaxis)
         axes.set_yticks([])
         axes.grid(axis="y", visible=False)
 
@@ -323,23 +311,23 @@ def _draw_metric(
     if points:
         for group in groups:
             for curve, finished in lines(group, x, y, interval):
-                trace(axes, group, curve, finished, band=False)
+                drawing.trace(axes, group, curve, finished, band=False)
                 if finished:
-                    crosshair(axes, group, curve[-1])
+                    drawing.crosshair(axes, group, curve[-1])
     else:
-        draw_all(axes, groups, x, y, interval)
+        drawing.draw_all(axes, groups, x, y, interval)
     axes.set(xlabel=unit, title=title)
     low, high = axes.dataLim.intervaly
     if metric.logarithmic and low > 0 and high > _WIDE * low:
         axes.set_yscale("log")
     else:
-        widen(axes, 10.0**-metric.decimals)
+        drawing.widen(axes, 10.0**-metric.decimals)
     if metric.rate:
-        within_a_rate(axes)
+        drawing.within_a_rate(axes)
     if unit in _PROGRESS.values():
-        whole_numbers(axes.xaxis)
-    plain_labels(axes.xaxis)
-    plain_labels(axes.yaxis)
+        drawing.whole_numbers(axes.xaxis)
+    drawing.plain_labels(axes.xaxis)
+    drawing.plain_labels(axes.yaxis)
 
 
 def _read(metric: Metric, run: Run, row: Row) -> float | None:

@@ -17,28 +17,12 @@ LONGEST_VALUE, LONGEST_LABEL = 28, 60  # characters
 _CANDIDATES = 24  # number of keys whose combinations are tried
 
 # Keys that labels and tables prefer; other keys follow in the order of the config.
-_FIRST = (
-    "algo.name",
-    "model.name",
-    "model.base",
-    "model.policy",
-    "algo.loss_type",
-    "algo.beta",
-    "algo.kl_coef",
-    "optim.lr",
-    "scorer.name",
-    "scorer.path",
-    "generator.name",
-    "schedule.max_lag",
-    "schedule.update",
-    "schedule.replay",
-    "schedule.solved_at",
-    "backend.name",
-    "schedule.total_episodes",
-    "schedule.total_epochs",
-    "schedule.prompts_per_update",
-    "algo.samples_per_prompt",
-)
+_FIRST = """
+algo.name model.name model.base model.policy algo.loss_type algo.beta algo.kl_coef optim.lr scorer.name
+scorer.path generator.name schedule.max_lag schedule.update schedule.replay schedule.solved_at
+backend.name schedule.total_episodes schedule.total_epochs schedule.prompts_per_update
+algo.samples_per_prompt
+"""
 
 _UNCLEAR = ("path", "url", "kind", "level", "weight", "rank")  # ends of keys that need their section
 
@@ -53,7 +37,7 @@ def differing(configs: Sequence[Config]) -> list[str]:
     hidden, last = {"seed", *affecting(Affects.nothing)}, set(not_in_name())
     kept = [key for key in every if key not in hidden and not key.startswith("logger.")]
     found = [key for key in kept if len({identity(config, [key]) for config in configs}) > 1]
-    first = {key: place for place, key in enumerate(_FIRST)}
+    first = {key: place for place, key in enumerate(_FIRST.split())}
     return sorted(found, key=lambda key: (key in last, first.get(key, len(first))))
 
 

@@ -89,9 +89,9 @@ _sample_size = partial(_share, expected=1.0, noise=_NOISE)
 LEARNING = (
     _share("eval/win_rate", "win rate vs. reference responses", "win rate", scale="gold"),
     _share("eval/win_rate_vs_initial", "win rate vs. initial policy", "win rate vs. initial", scale="scorer"),
+    _share("eval/accuracy", "accuracy on held-out data", "accuracy"),
     Metric("eval/score", "reward on held-out prompts", "reward", 2, 1, "scorer"),
     Metric("eval/gold_score", "judge score", "judge score", 2, 1, "gold"),
-    _share("eval/accuracy", "accuracy on held-out data", "accuracy"),
     Metric("eval/loss", "held-out loss (nats)", "held-out loss", 3, -1, "algo"),
     Metric("eval/margin", "reward margin on held-out pairs", "margin", 3, 0, "algo", noise=_NOISE),
     Metric("objective/scores", "training reward", "training reward", 2, 1, "scorer"),
@@ -137,6 +137,7 @@ METRICS = {each.name: each for each in (*LEARNING, *OPTIMIZATION, *OFF_POLICY, _
 _RESULTS = {
     Kind.rl: (
         "eval/win_rate",
+        "eval/accuracy",
         "eval/win_rate_vs_initial",
         "eval/score",
         "eval/gold_score",

@@ -24,6 +24,7 @@ from rlhf.config.schema import SCHEMAS
 from rlhf.config.yaml_file import flat
 from rlhf.core.errors import UserError
 from rlhf.core.files import complete_lines, delete_command
+from rlhf.loggers.display import shown
 from rlhf.runs.environment import record_problem
 from rlhf.runs.folder import RunFolder, counters_problem
 from rlhf.runs.resuming import ASIDE
@@ -308,13 +309,13 @@ def run_folders(folder: Path) -> list[Path]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read one run folder.
+    """Read one run folder, with all metrics.
 
     Raises:
         UserError: a file is missing or damaged, or does not have the keys that a run writes.
     """
     try:
-        return load(folder)
+        return load(folder, hide=dict)
     except ValueError as error:
         raise UserError(unreadable(folder, error, "leave the folder out")) from None
 
@@ -328,18 +329,23 @@ def unreadable(folder: Path, reason: object, remedy: str) -> str:
     )
 
 
-def load(folder: Path) -> Run:
+def load(folder: Path, hide: Callable[[Row], Row] = shown) -> Run:
     """Read one run folder.
+
+    Args:
+        folder: the run folder.
+        hide: returns a row of metrics.jsonl without the metrics that are not shown.
 
     Raises:
         ValueError: a file is missing or damaged; the message contains the file and the reason.
     """
     files = RunFolder(folder)
     try:
+        rows = [hide(_numbers(row)) for row in _read_rows(files.metrics, ["update"])]
         run = Run(
             folder=folder,
             config=_read_config(files),
-            rows=sorted(map(_numbers, _read_rows(files.metrics, ["update"])), key=lambda row: row["update"]),
+            rows=sorted(rows, key=lambda row: row["update"]),
             state=_read_json(files.state, counters_problem) if os.path.lexists(files.state) else {},
             environment=_read_json(files.environment, record_problem),
         )

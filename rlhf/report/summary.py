@@ -85,11 +85,13 @@ def remarks(sections: Sequence[Section], found: FoundRuns) -> list[str]:
         notes.append(
             f"Several folders have the same settings and seed, and each counts as a run: {some(repeated)}."
         )
-    counts = {
-        (name, group.label, len(group.measured)): sum(run.last(name) is not None for run in group.measured)
-        for group, name in product(groups, METRICS)
-    }
-    if few := [f"{n} ({of} of {all_} of {at})" for (n, at, all_), of in counts.items() if 0 < of < all_]:
+    few = []
+    for group, name in product(groups, METRICS):
+        count = sum(run.last(name) is not None for run in group.measured)
+        few += [f"{name} ({count} of {len(group.measured)} of {group.label})"] * (
+            0 < count < len(group.measured)
+        )
+    if few:
         notes.append(f"Means over fewer runs than all, those that have the metric: {some(few)}.")
     if len({run.commit for run in runs}) > 1:
         notes.append("The runs were made with different commits of the code (see Runs).")

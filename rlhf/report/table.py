@@ -35,37 +35,14 @@ _COLUMNS = (
 _DETAILS = _COLUMNS[6:]  # metrics whose columns follow the time
 
 # Settings that a reader looks for even if all runs have the same value.
-_SETTINGS = (
-    "algo.name",
-    "model.name",
-    "model.base",
-    "model.policy",
-    "model.lora.rank",
-    "scorer.name",
-    "scorer.path",
-    "gold.name",
-    "optim.lr",
-    "algo.beta",
-    "algo.kl_coef",
-    "schedule.total_episodes",
-    "schedule.total_epochs",
-    "schedule.prompts_per_update",
-    "algo.samples_per_prompt",
-    "schedule.minibatches",
-    "schedule.max_lag",
-    "schedule.order",
-    "schedule.update",
-    "schedule.max_age",
-    "schedule.replay",
-    "schedule.solved_at",
-    "generator.name",
-    "generator.temperature",
-    "generator.response_length",
-    "backend.name",
-    "clock.name",
-    "clock.slots",
-    "clock.spread",
-)
+_KEYS = """
+algo.name model.name model.base model.policy model.lora.rank scorer.name scorer.path gold.name optim.lr
+algo.beta algo.kl_coef schedule.total_episodes schedule.total_epochs schedule.prompts_per_update
+algo.samples_per_prompt schedule.minibatches schedule.max_lag schedule.order schedule.update
+schedule.max_age schedule.replay schedule.solved_at generator.name generator.temperature
+generator.response_length backend.name clock.name clock.slots clock.spread
+"""
+_SETTINGS = _KEYS.split()
 
 TERMINAL_ROWS = 20  # largest number of rows in the terminal
 TERMINAL_LABEL, TERMINAL_COLUMN = 26, 3  # largest width of a label; space between two columns

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Set, Sized
+from collections.abc import Mapping, Set, Sized
 from copy import deepcopy
 from dataclasses import replace
 from inspect import isawaitable
@@ -109,9 +107,7 @@ class FunctionScorer(Scorer):
             made, self.made = self.made, None
             given = made.results
             if self.config.batched:
-                with self.blamed(made.of_calls[0]):
-                    given = items(given[0])
-                given = self.listed(given, len(made.examples), made.examples[0])
+                given = self.listed(given[0], len(made.examples), made.examples[0])
         scores = []
         for value, example in zip(given, made.examples, strict=True):
             score = math.nan if value is None and not self.alone else as_score(value)
@@ -145,10 +141,9 @@ class FunctionScorer(Scorer):
                 end_wait()
                 for call in waiting.ended(_POLL_S):
                     each, i = call.key
-                    made[each].results[i] = call.result
-                    with each.blamed(made[each].of_calls[i]):
-                        if call.error is not None:
-                            raise call.error
+                    made[each].results[i] = items(call.result) if each.config.batched else call.result
+                    if call.error is not None:
+                        raise each.blamed(call.error, made[each].of_calls[i]) from call.error
         finally:
             waiting.close(0.0, ())
         for each in several:
@@ -231,35 +226,27 @@ class FunctionScorer(Scorer):
         return [every[places.index(m)] for m in range(len(texts.responses))]
 
     def call(self, received: dict[str, Any], example: str) -> Any:
-        """Return the result of the function for what it receives.
-
-        Raises:
-            RunError: see `blamed`.
-        """
-        by_position = [received[name] for name in self.parameters.position]
-        by_name = {name: received[name] for name in received if name not in self.parameters.position}
-        with self.blamed(example):
-            return self.function(*by_position, **by_name)
-
-    @contextlib.contextmanager
-    def blamed(self, example: str) -> Iterator[None]:
-        """Raise RunError for an error of the function in the block.
+        """Return the result of the function for what it receives; of a batched function, a list of items.
 
         Raises:
             RunError: the function raised an exception, whose traceback is that of `__cause__`, or called
                 `sys.exit`; `example` describes the responses in the message.
         """
         try:
-            yield
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
-            did = (
-                f"called sys.exit({error.code!r})"
-                if isinstance(error, SystemExit)
-                else f"raised {one_line(error)}"
-            )
-            takes = " (it receives lists)" if self.config.batched else ""
-            where = place_in_code(error, __file__, str(calls.__file__), str(contextlib.__file__))
-            raise RunError(f"{self.name} {did}{where} for {example}; correct the function{takes}") from error
+            by_position = [received[name] for name in self.parameters.position]
+            by_name = {name: received[name] for name in received if name not in self.parameters.position}
+            given = self.function(*by_position, **by_name)
+            return items(given) if self.config.batched and not isawaitable(given) else given
+        except (Exception, SystemExit) as error:
+            raise self.blamed(error, example) from error
+
+    def blamed(self, error: BaseException, example: str) -> RunError:
+        """Return the error for an exception of the function; `example` describes the responses."""
+        raised = f"raised {one_line(error)}"
+        did = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else raised
+        takes = " (it receives lists)" if self.config.batched else ""
+        where = place_in_code(error, __file__, str(calls.__file__))
+        return RunError(f"{self.name} {did}{where} for {example}; correct the function{takes}")
 
     def listed(self, given: Any, count: int, example: str) -> list[Any]:
         """Return the result `given` of a batched function, which must be a list of `count` scores.

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf.scorers.scorer import Scorer
 
 if TYPE_CHECKING:
-    from rlhf.config.scorer import MixtureScorerConfig
+    from rlhf.config.mixture_task import MixtureScorerConfig
     from rlhf.core.batch import Rollouts
     from rlhf.scorers.scorer import ScorerContext
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf.core import confidence
 from rlhf.core.files import whole
-from rlhf.loggers.display import EVALUATION_METRICS
+from rlhf.loggers.display import EVALUATION_METRICS, shown
 from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.runs.lock import made_by_one
 from rlhf.stages.final_model import final_model
@@ -54,7 +54,7 @@ def trained(name: str, folder: RunFolder, make: Callable[[], object]) -> Artefac
 
 def result_text(figures: dict[str, Any]) -> str:
     """Return the main metrics of an evaluation as text."""
-    present = [name for name in _FIGURES if name in figures]
+    present = [name for name in _FIGURES if name in shown(figures)]
     return ", ".join(f"{EVALUATION_METRICS[name]} {confidence.text(figures, name)}" for name in present)
 
 

@@ -174,7 +174,7 @@ def evaluation(folder: RunFolder, split: str) -> Artefact:
 
     def make() -> None:
         rows = evaluating.evaluate(changed(folder), folder, split)
-        console.print(table(rows))
+        console.print(table(rows), markup=False, soft_wrap=True)
 
     def figures() -> str:
         rows = evaluating.known(changed(folder), folder, split)

@@ -12,8 +12,9 @@ from rlhf.core import confidence, stages
 from rlhf.core.console import console, transcript
 from rlhf.core.formatting import clock, short_path
 from rlhf.core.launched import local_world_size
-from rlhf.core.pasting import lines, literal, python_command, setting
+from rlhf.core.pasting import lines, setting
 from rlhf.core.state import SupervisedState
+from rlhf.loggers.display import shown
 from rlhf.stages.next_stage import next_stage
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def trained(state: TrainState) -> str:
 
 def _changes(cfg: Config, recorder: Recorder) -> Iterator[str]:
     """Yield the lines of a table: metrics of the first and of the last evaluation, with 95 % intervals."""
-    first, last = recorder.first, recorder.evaluated
+    first, last = recorder.first, shown(recorder.evaluated)
     if not last:
         yield "  not evaluated (schedule.eval_every=0; 1000000: before and after training)"
         return
@@ -93,10 +94,10 @@ def titles(cfg: Config) -> dict[str, str]:
     """Return the names and the titles of the metrics of an evaluation that a run reports at its end."""
     return {
         "eval/win_rate": f"win rate vs. references ({cfg.gold.name})",
+        "eval/accuracy": "accuracy of answers" if cfg.checks_answers else "accuracy on held-out pairs",
         "eval/gold_score": f"judge ({cfg.gold.name})",
         "eval/score": f"reward ({cfg.scorer.name})",
         "eval/win_rate_vs_initial": "win rate vs. initial policy",
-        "eval/accuracy": "accuracy of answers" if cfg.gold.verifies else "accuracy on held-out pairs",
         "eval/loss": "held-out loss",
         "eval/kl": "KL to the reference",
     }
@@ -124,7 +125,6 @@ def _next_steps(cfg: Config, typed: Config, folder: RunFolder) -> Iterator[str]:
         folder: the run folder.
     """
     rewards = cfg.algo.trains is Trains.reward
-    auto = "AutoModelForSequenceClassification" if rewards else "AutoModelForCausalLM"
     run = short_path(folder.path)
     evaluate = ["python -m rlhf.evaluate", setting("run", run)]
     if cfg.start is not None and not rewards:
@@ -136,7 +136,7 @@ def _next_steps(cfg: Config, typed: Config, folder: RunFolder) -> Iterator[str]:
         yield from lines(f"{launcher} -m rlhf.train", *(setting(key, value) for key, value in stage.items()))
     yield from lines("python -m rlhf.report", shlex.quote(run))
     yield from lines(*evaluate)
-    # A line of Python can end within parentheses, whatever the indentation of the next line.
-    load = ["import transformers as t; print(", f"    t.{auto}.from_pretrained("]
-    code = "\n".join([*load, f"    {literal(short_path(folder.model))}))"])
-    yield from f"  {python_command(code)}".split("\n")
+    if folder.completions.is_file() and folder.completions.stat().st_size:
+        yield from lines("python -m rlhf.sample", setting("run", run), "show=4")
+    if not rewards:
+        yield from lines("python -m rlhf.sample", setting("run", run))

@@ -28,6 +28,7 @@ from rlhf.config.reproduction import settings
 from rlhf.core import confidence
 from rlhf.core.hub import cached_folder
 from rlhf.core.pasting import setting
+from rlhf.loggers.display import shown
 from rlhf.models.folders import CARD, HUB_NAME, is_local
 from rlhf.runs.environment import DISTRIBUTION, git_commit, versions
 from rlhf.stages.closing import held_out, titles, trained
@@ -77,7 +78,7 @@ def model_card(
     """
     name, start = folder.absolute().name, origin(cfg.start)
     found = settings(typed)
-    shown = None if found is None else {key: public_value(value) for key, value in found.items()}
+    public = None if found is None else {key: public_value(value) for key, value in found.items()}
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     template = files("rlhf.stages").joinpath("model_card.jinja").read_text(encoding="utf-8")
     return environment.from_string(template).render(
@@ -94,10 +95,10 @@ def model_card(
         held_out=held_out(cfg, recorder),
         judge=_judge(cfg),
         first=recorder.first,
-        last=recorder.evaluated,
+        last=shown(recorder.evaluated),
         titles=titles(cfg),
-        settings=None if shown is None else [setting(key, value) for key, value in shown.items()],
-        hidden=shown != found,
+        settings=None if public is None else [setting(key, value) for key, value in public.items()],
+        hidden=public != found,
         packages=list(packages(cfg)),
         row=row,
         value=confidence.text,
@@ -115,6 +116,7 @@ def metadata(cfg: Config, name: str, start: Origin, recorder: Recorder) -> Model
     rewards = cfg.algo.trains is Trains.reward
     task = "text-classification" if rewards else "text-generation"
     _, datasets = data(cfg)
+    last = shown(recorder.evaluated)
     results = [
         EvalResult(
             task_type=task,
@@ -122,10 +124,10 @@ def metadata(cfg: Config, name: str, start: Origin, recorder: Recorder) -> Model
             dataset_name=cfg.task.name,
             metric_type=metric.removeprefix("eval/"),
             metric_name=title,
-            metric_value=recorder.evaluated[metric],
+            metric_value=last[metric],
         )
         for metric, title in titles(cfg).items()
-        if math.isfinite(recorder.evaluated.get(metric, math.nan))
+        if math.isfinite(last.get(metric, math.nan))
     ]
     return ModelCardData(
         license=start.license,

@@ -22,6 +22,7 @@ from rlhf.core.errors import UserError
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.scorer import response_texts
 from rlhf.stages.quiet import quieten_libraries
+from rlhf.tasks.summary import altered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -81,11 +82,10 @@ class Sampler:
                 continue
             texts = [text_of(prompts[i], self.tokenizer) for i in places]
             batch = encode_prompts(torch.tensor(places), texts, [""] * len(texts), self.tokenizer, formatted)
-            unknown = self.tokenizer.unk_token
-            for text, ids in zip(texts := batch.texts, batch.unpadded(), strict=True):
-                if unknown and ids.count(self.tokenizer.unk_token_id) > text.count(unknown):
-                    read = self.tokenizer.decode(ids)
-                    log.warning("the tokenizer does not know all characters of a prompt, and reads %r", read)
+            texts = batch.texts
+            shown: dict[str, list[Any]] = {"text": texts, "ids": batch.unpadded()}
+            if changed := altered(self.tokenizer, shown, formatted, [], []):
+                log.warning("%s", changed)
             asked = Sampling(
                 samples=samples,
                 temperature=temperature,

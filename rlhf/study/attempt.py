@@ -207,7 +207,7 @@ def carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
     names = [each.quantity for each in (*spec.tables, *spec.figures)]
     row = row_of(
         replace(planned, inputs=inputs(cfg)),
-        **_measured(run, task.metric or cfg.metric, names),
+        **row_of_files(run, task.metric or cfg.metric, names),
         error=error,
         cpu_s=round(used_s + sum(each["cpu_s"] for each in earlier), 2),
         gpu_s=round(taken_s + sum(each["taken_s"] for each in earlier), 2)
@@ -234,7 +234,7 @@ def row_of(planned: Planned, **fields: Any) -> Row:
     return Row(**{**known, **empty, "machine": "", "versions": "", **fields})
 
 
-def _measured(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, Any]:
+def row_of_files(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, Any]:
     """Return the measured fields of the row of a run that finished or diverged.
 
     Args:

@@ -68,11 +68,8 @@ def decided(
             the same seeds have chosen the method.
         within: whether the claim is instead that every contrast is between -limit and limit.
     """
-    n, family, p = (
-        min(each.seeds for each in contrasts.values()),
-        len(contrasts),
-        partial(Contrast.p, level=level),
-    )
+    n, family = min(each.seeds for each in contrasts.values()), len(contrasts)
+    p = partial(Contrast.p, level=level)
     if n < FEWEST:
         return f"{UNDECIDED}: {n} seeds, at least {FEWEST} are needed"
     if within:

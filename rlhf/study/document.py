@@ -6,6 +6,7 @@ parsed by whoever knows its type; for an override this is the config. This modul
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -143,7 +144,7 @@ class Document:
 
     def path(self, key: str, *form: str) -> Path:
         """Return a path, which is relative to the folder of the file; `form`: as of `text`."""
-        return self.file.parent / self.text(key, *form)
+        return Path(os.path.normpath(self.file.parent / self.text(key, *form)))
 
     def address(self, key: str) -> str:
         """Return the address of a function, <module>:<function> or <file>.py:<function> with a `path`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rlhf.config.metric_names import KNOWN as KNOWN
 from rlhf.study.formula import read_formula
 from rlhf.study.spec import Spec
 

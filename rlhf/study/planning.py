@@ -152,6 +152,9 @@ class Configs:
         return self._compose(self.overrides(other)) != changed
 
     def _compose(self, words: Sequence[str]) -> Config:
+        if (folder := self.spec.config_dir) is not None and not folder.is_dir():
+            rule = f"config_dir must be a folder laid out like conf/ (relative to {self.spec.file})"
+            raise UserError(f"{rule}, got {folder}; fix the path")
         with catalogue.also(self.spec.config_dir):
             if len(candidates()) > 1:  # generator=auto depends on all overrides
                 return composed(list(words))

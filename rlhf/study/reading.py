@@ -63,9 +63,6 @@ class _Reading:
             doc.wrong(f"axes.{name}", "must be used by a grid", "none", remedy)
         resources = doc.mapping("resources", ("threads", "gpus", "minutes"))
         folder = folder_of(doc.file, self.name)
-        if "config_dir" in top and not (config_dir := doc.path("config_dir")).is_dir():
-            got = f"{config_dir} (relative to the study file)"
-            doc.wrong("config_dir", "must be a folder laid out like conf/", got, "fix the path")
         spec = Spec(
             file=doc.file,
             name=self.name,
@@ -105,10 +102,10 @@ class _Reading:
         files = (beside / f"{name}.yaml", root / f"{name}.yaml", root / f"{name}/study.yaml")
         found = [file for file in files if file.is_file()]
         if not found or found[0].resolve() in self.around:
-            known = {file.stem for folder in (beside, root) for file in folder.glob("*.yaml")} - {
-                self.doc.file.stem
-            }
-            guess = suggestion(str(name), known, "did you mean {}?") or f"choose one in {root}"
+            known = [file.stem for file in (*beside.glob("*.yaml"), *root.glob("*.yaml"))]
+            guess = (
+                suggestion(str(name), {*known} - {self.name}, "did you mean {}?") or f"choose one in {root}"
+            )
             self.doc.wrong(key, "must name another study", name, guess)
             return None
         try:

@@ -147,9 +147,15 @@ class Study:
 
 
 def differing(one: Row, other: Row) -> list[str]:
-    """Return the fields that must be equal when a run is repeated, and are not."""
+    """Return the fields that must be equal when a run is repeated, and are not.
+
+    The first row may be of an earlier version, which left out metrics that the last row of a run lacks.
+    """
     fields = ("status", "metrics", "evaluations", "bits", "means", "models", "machine")
-    return [name for name in fields if getattr(one, name) != getattr(other, name)]
+    new = dict(vars(other))
+    for name in ("evaluations", "means"):
+        new[name] = {key: new[name].get(key) for key in getattr(one, name)}
+    return [name for name in fields if getattr(one, name) != new[name]]
 
 
 def difference(row: Row, new: Row) -> str | None:

@@ -17,7 +17,7 @@ from rlhf.core.errors import UserError
 from rlhf.tasks.columns import converted, with_all_replies
 from rlhf.tasks.local_files import KEY, LocalFiles
 from rlhf.tasks.records import NOTHING, Wanted
-from rlhf.tasks.source import as_messages, load_pairs, pairs_of, saved_split, selected
+from rlhf.tasks.source import as_messages, load_pairs, pairs_of, saved_split
 from rlhf.tasks.storage import from_rows, is_text, numbered
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class LocalSource:
         convert = wanted.recording(layout.pair if data is Data.preferences else layout.example)
         if self.files.saved:
             dataset = saved_split(self.files, name)
-            rows = numbered(selected(dataset, columns), f"the split {name} of {self.files.path}")
+            rows = numbered(dataset, f"the split {name} of {self.files.path}", columns)
         else:
             rows = self.files.rows(name, columns)
         if self.config.all_replies and data is not Data.preferences:

@@ -12,8 +12,7 @@ import re
 import shlex
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,9 +61,8 @@ def rows(file: Path, key: str, columns: Sequence[str] | None = None) -> Iterator
                 f"{key} must contain rows, got {file}, which is empty (0 bytes); write the file again"
             )
         found = False
-        parsers: dict[str | None, Callable[[Path, str], Iterator[tuple[str, Row]]]]
-        parsers = {".csv": _csv_rows, ".parquet": partial(_parquet_rows, columns=columns)}
-        for place, row in parsers.get(suffix_of(file), _json_rows)(file, key):
+        parse = {".csv": _csv_rows, ".parquet": _parquet_rows}.get(suffix_of(file) or "", _json_rows)
+        for place, row in parse(file, key, columns):
             found = True
             yield place, row
     except OSError as error:  # no permission, or a disk error
@@ -105,7 +103,7 @@ def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
         ) from None
 
 
-def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
+def _json_rows(file: Path, key: str, _: object) -> Iterator[tuple[str, Row]]:
     lines = _lines(file, key)
     first = True
     for number, line in lines:
@@ -169,7 +167,7 @@ def _object(row: Any, place: str, key: str) -> Row:
     return row
 
 
-def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
+def _csv_rows(file: Path, key: str, _: object) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(sys.maxsize)
     record: list[str] = []  # the lines of the current row
     lines = (record.append(line) or line for _, line in _lines(file, key))  # type: ignore[func-returns-value]

@@ -113,7 +113,7 @@ class Stored:
             plain = all(is_text(dataset, each) and not has_lists(dataset, each) for each in columns)
             if plain and not wanted.asks:
                 return dataset.select_columns(list(columns))  # a large data set is not copied into memory
-            rows = numbered(selected(dataset, kept), f"the split {split} of {self.place}")
+            rows = numbered(dataset, f"the split {split} of {self.place}", kept)
         convert = wanted.recording(convert or conversion(columns))
         return from_rows(islice(converted(rows, convert, self.key), limit))
 
@@ -169,13 +169,6 @@ def _check_columns(dataset: Dataset, columns: Collection[str], key: str, place: 
             f"{key} must have the columns {', '.join(columns)}, got {place} with "
             f"{', '.join(dataset.column_names)}; rename or add {', '.join(missing)}"
         )
-
-
-def selected(dataset: Dataset, columns: Sequence[str] | None) -> Dataset:
-    """Return the columns of a data set that it has among `columns`; None: all columns."""
-    if columns is None:
-        return dataset
-    return dataset.select_columns([name for name in dataset.column_names if name in columns])
 
 
 def prompts_of(config: TaskConfig, hub_name: str, subset: str | None = None) -> Stored:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from itertools import chain, islice
 from pathlib import Path
@@ -67,9 +67,18 @@ def tables(rows: Iterator[tuple[str, Row]], schema: pyarrow.Schema) -> Iterator[
         yield pyarrow.Table.from_arrays(columns, schema=schema)
 
 
-def numbered(dataset: Dataset, name: str) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a data set, each with its place, such as "row 3 of the split train of a/b"."""
-    batches = dataset.with_format("arrow").iter(1000)
+def numbered(
+    dataset: Dataset, name: str, columns: Collection[str] | None = None
+) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of a data set, each with its place, such as "row 3 of the split train of a/b".
+
+    Args:
+        dataset: the data set.
+        name: its name in the places.
+        columns: the columns to read, if the data set has them; None: all columns.
+    """
+    kept = [each for each in dataset.column_names if columns is None or each in columns]
+    batches = dataset.select_columns(kept).with_format("arrow").iter(1000)
     for number, row in enumerate(chain.from_iterable(map(rows_of_arrow, batches)), 1):
         yield f"row {number} of {name}", row
 

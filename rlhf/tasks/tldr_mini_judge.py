@@ -12,7 +12,6 @@ from rlhf.tasks.tldr_mini import BACKBONE, BY_NAME, SLOT_OF, SLOTS, fill, releva
 if TYPE_CHECKING:
     from rlhf.tasks.tldr_mini import Slot
 
-
 POINTS = 10.0  # points of all relevant facts together
 _VAGUE = 0.15  # credit of a vague phrase, as a fraction of the points of its fact
 _BARE = 0.4  # credit of the correct value outside its phrase, as a fraction of the points of its fact

@@ -89,9 +89,7 @@ class Clock:
         self.usage = Usage()
         self._news = True  # whether the idle trainer may find a batch that it did not find before
         self._ahead: dict[Start, Piece] = {}  # sampled by the current weights, not started
-        self._ends: list[
-            tuple[float, Start]
-        ] = []  # heap of rounded last steps; those of earlier plans are void
+        self._ends: list[tuple[float, Start]] = []  # heap of rounded last steps; earlier plans are void
 
     def next_batch(self) -> list[list[Sequence]]:
         """Run until the load of an update, and return the sequences of the groups that it trained on.
@@ -334,20 +332,18 @@ class Clock:
 
     def _cut(self, group: Group) -> None:
         """End the running sequences of a group with the tokens that they have, at least one."""
-        sequences = self.sequences[group.number]
-        for sequence in sequences:
+        for sequence in self.sequences[group.number]:
             if sequence.end == inf:
                 sequence.keep(max(1, sequence.done(self.step)))
                 sequence.cut = not sequence.stopped
                 sequence.stopped = True
                 self._leave(sequence)
-        self.usage.cut += any(sequence.cut for sequence in sequences)
+        self.usage.cut += any(each.cut for each in self.sequences[group.number])
         self._completed(group)
 
     def _discard(self, group: Group) -> None:
         """Forget a group that the rules gave up."""
         self.usage.dropped += 1
-        self._ahead.clear()  # groups that have not started may get the prompt of this one
         self.scoring = deque(each for each in self.scoring if each[1] is not group)
         self.sampler.discarded(self._give_up(group))
 

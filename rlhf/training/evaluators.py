@@ -46,6 +46,8 @@ class PolicyEvaluator:
     than the reference response. A tie (`algo.tie_tolerance`) is not a win; `eval/tie_rate` is the fraction of
     ties. If the prompts have no reference responses, only the mean score of the judge is reported.
 
+    If the judge checks answers, or without a judge the scorer, `eval/accuracy` is the share of scores of 1.
+
     With a reference model, `eval/kl` is estimated on separate samples at the training temperature, and
     `eval/ppl` is the perplexity of the near-greedy completions under the reference model, at temperature 1.
     Without a reference model, the evaluator reports `eval/loss` instead of these two metrics.
@@ -122,8 +124,6 @@ class PolicyEvaluator:
             gold = judged.scores
             columns["gold_score"] = gold.tolist()
             figures |= _average("eval/gold_score", gold.double())
-            if self.gold.config.verifies:
-                figures |= rate("eval/accuracy", (gold == 1).double().mean().item(), len(rollouts))
             if self.has_references:
                 references = self.judge_references(self.gold)
                 difference = (gold - references.scores).double().mean().item()
@@ -135,13 +135,17 @@ class PolicyEvaluator:
                     "eval/tie_rate": (gold == reference).double().mean().item(),
                     "eval/norm_reward": difference,
                 }
+        checks, checked = (self.scorer, "score") if self.gold is None else (self.gold, "gold_score")
+        if checks is not None and checks.config.verifies:
+            correct = sum(score == 1 for score in columns[checked])
+            figures |= rate("eval/accuracy", correct / len(rollouts), len(rollouts))
         figures["eval/response_tokens"] = rollouts.response_mask.sum(-1).double().mean().item()
         figures["eval/eos_rate"] = rollouts.ended.double().mean().item()
         figures |= (
             self.against_reference(rollouts) if self.engine.reference is not None else self.likelihood()
         )
         if self.pairs is not None:
-            figures |= self.pairs.measure()
+            figures = self.pairs.measure() | figures  # the accuracy of answers, if a judge checks answers
         if self.prompts.part is not None:
             figures |= means_of_parts(self.parts, self.prompts.part, _values_of(columns, rollouts))
         columns |= {name: [*map(in_float32, columns[name])] for name in columns if "score" in name}

@@ -80,10 +80,9 @@ class RuledStream(RolloutStream):
 
         Before its start, a group has the prompt that it would get if all groups before it started now.
         """
-        if group in self.known:
-            return self.known[group]
-        if group < self.rules.started:
+        if group not in self.known and group < self.rules.started:
             self.known[group] = self.drawn(self.discards or self.next)
+        if group in self.known:
             return self.known[group]
         ahead = sum(each not in self.known for each in range(self.rules.started, group))
         while ahead >= len(self.discards) + len(self.next):

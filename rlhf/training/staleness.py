@@ -75,9 +75,8 @@ class Rules:
         A group that is discarded makes room for another, so with `drop` more groups start than are trained.
         """
         if self.drops:
-            if self.trains and not self.max_lag:
-                return 0
-            return self.batch * (self.max_lag + 1) - len(self.running) - len(self.ready)
+            most = 0 if self.trains and not self.max_lag else self.batch * (self.max_lag + 1)
+            return most - len(self.running) - len(self.ready)
         most = self.batch * (self.version + self.max_lag + 1)
         return (most if self.total is None else min(most, self.total)) - self.started
 

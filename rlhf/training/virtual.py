@@ -74,9 +74,9 @@ class VirtualStream(RuledStream):
         with recorder.timer("wait"), self.context.phases("waiting for rollouts"):
             if self.taken > self.rules.version:  # the loop has loaded the weights of the last update
                 made.loaded()
-            rules = self.rules
-            while len(self.next) < rules.room() + rules.batch * rules.drops - len(self.discards):
-                self.draw(self.next)  # for all groups that may start until the load
+            soon = self.rules.room() + self.rules.batch * self.rules.drops - len(self.discards)
+            while len(self.next) < soon:  # the groups that may start until the load
+                self.draw(self.next)
             groups = made.next_batch()
         recorder.add(self.figures(groups, made.now, made.slots, made.usage))
         if self.refill is None:

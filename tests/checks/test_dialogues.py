@@ -7,6 +7,9 @@ import pytest
 
 from rlhf.checks.check import problems, warnings
 from rlhf.config.compose import compose
+from rlhf.config.identity import run_name
+from rlhf.config.saved import load_config
+from rlhf.runs.folder import RunFolder
 from tests.model_folders import write_model, write_tokenizer
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -46,6 +49,70 @@ def test_dialogues_in_a_local_file_need_a_chat_template(base, tmp_path):
 def test_texts_need_no_chat_template(base, tmp_path):
     file = write_rows(tmp_path, {"prompt": "a", "response": "b"})
     assert found(base, "task=local", f"task.path={file}") == []
+
+
+TEXTS = {"prompt": "a", "response": "b"}
+PAIRS = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+def chat(base: Path, file: Path, *words: str) -> bool:
+    algo = ("algo=rloo", f"model.policy={base}")
+    return compose(["task=local", f"task.path={file}", *(words or algo)]).task.chat
+
+
+def test_texts_are_messages_if_the_model_has_a_chat_template(base, tmp_path):
+    for row in (TEXTS, PAIRS, {"question": "a"}):
+        assert not chat(base, write_rows(tmp_path, row))
+    write_tokenizer(base, chat_template="{{ '<a>' }}{{ messages }}")
+    for row in (TEXTS, PAIRS, {"question": "a"}):
+        file = write_rows(tmp_path, row)
+        assert chat(base, file) and not chat(
+            base, file, "algo=rloo", f"model.policy={base}", "task.chat=false"
+        )
+        assert chat(base, file, "algo=sft", f"model.base={base}")
+        assert not chat(base, file, "algo=rloo", f"model.base={base}")
+        assert chat(base, file, "scorer@gold=reward_model", f"gold.path={base}"), "rlhf.relabel has no policy"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": TURNS},
+        {"prompt": TURNS[:1], "response": TURNS[1:]},
+        {"prompt": "<a> formatted", "response": "b"},
+        {"prompt": "<eos>formatted"},
+        {"prompt": "a", "chosen": "a b", "rejected": "a c"},
+        {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
+    ],
+)
+def test_rows_with_a_format_of_their_own_stay_as_they_are(base, tmp_path, row):
+    write_tokenizer(base, chat_template="{{ '<a>' }}{{ messages }}")
+    assert not chat(base, write_rows(tmp_path, row))
+
+
+def test_a_template_that_the_run_names_makes_messages(base, tmp_path):
+    words = ("algo=rloo", f"model.policy={base}", "model.chat_template=plain")
+    assert chat(base, write_rows(tmp_path, TEXTS), *words)
+
+
+def test_the_name_of_a_run_with_texts_for_a_base_model_does_not_depend_on_the_key(base, tmp_path):
+    words = ["task=local", f"task.path={write_rows(tmp_path, TEXTS)}", "algo=rloo", f"model.policy={base}"]
+    assert run_name(compose(words)) == run_name(compose([*words, "task.chat=false"]))
+    write_tokenizer(base, chat_template="{{ messages }}")
+    assert run_name(compose(words)) == run_name(compose([*words, "task.chat=true"]))
+
+
+def test_a_stored_config_without_the_key_keeps_its_texts(base, tmp_path):
+    write_tokenizer(base, chat_template="{{ messages }}")
+    cfg = compose(
+        ["task=local", f"task.path={write_rows(tmp_path, TEXTS)}", "algo=rloo", f"model.policy={base}"]
+    )
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config(cfg)
+    assert load_config(folder.config).task.chat
+    text = folder.config.read_text()
+    folder.config.write_text(text.replace("  chat: true\n", ""))
+    assert not load_config(folder.config).task.chat and "chat: true" in text
 
 
 def test_task_chat_needs_a_chat_template_unless_turns_have_a_format(base):

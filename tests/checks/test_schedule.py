@@ -31,6 +31,24 @@ def test_training_metric_can_be_the_objective_without_evaluations():
 
 
 @pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("objective_metric=eval/gold_scor", "eval/gold_score"),
+        ("objective_metric=gold_score", "eval/gold_score"),
+        ("objective_metric=objective/scors", "objective/scores"),
+        ("objective_metric=nonsense", "null"),
+        ("objective_metric=environment/turns", "null"),
+        ("objective_metric=eval/win_rat scorer@gold=none", "null"),
+        ("objective_metric=eval/score algo=reward", "null"),
+    ],
+)
+def test_an_objective_metric_that_the_run_lacks_is_refused_with_a_remedy_that_works(words, fix):
+    (problem,) = check.problems(compose(words.split()))
+    assert problem.endswith(f"; set objective_metric={fix}")
+    assert check.problems(compose([*words.split(), f"objective_metric={fix}"])) == []
+
+
+@pytest.mark.parametrize(
     ("words", "because"),
     [
         ("algo=dpo generator=dataset", "generator=dataset (nothing is sampled)"),

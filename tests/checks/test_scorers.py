@@ -222,3 +222,10 @@ def test_every_scorer_and_its_settings_are_documented():
         own = {field.name for field in fields(SCHEMAS[f"schema/scorer/{name}"])} - common
         (row,) = re.findall(rf"^\| `{name}` \|.*$", DOCS, re.M)
         assert own <= set(re.findall(r"`(\w+)`", row.rpartition(" | ")[2]))
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "gsm8k", "reasoning_gym", "calculator", "tldr_mini"])
+def test_the_defaults_of_a_task_give_no_warning_about_the_judge(task):
+    assert not [
+        text for text in check.warnings(compose([f"task={task}", "algo=grpo"])) if "are the same" in text
+    ]

@@ -10,6 +10,7 @@ import pytest
 
 from rlhf import sample
 from rlhf.config.compose import compose
+from rlhf.core.files import append
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import sampling
 from tests.model_folders import write_model
@@ -107,3 +108,58 @@ def test_a_run_without_a_final_model_is_refused(call, run):
     (run / "trainer_state.json").unlink()
     code, _, err = call("Hi\n", "run={run}")
     assert code == 2 and "the run must be finished" in err
+
+
+EPISODE = {
+    "update": 2,
+    "prompt": "Guess",
+    "response": "7 high 3",
+    "reference": "3",
+    "messages": [
+        {"role": "assistant", "content": "7", "reward": -0.5},
+        {"role": "user", "content": "too\nhigh\x1b[31m"},
+        {"role": "assistant", "content": ""},
+    ],
+    "score": 0.25,
+}
+
+
+def test_show_prints_the_texts_rewards_and_fates_of_the_last_evaluation_without_a_model(call, run):
+    fates = [{}, {"limit": None}, {"limit": "environment.reply_tokens"}]
+    rows = [{**EPISODE, "update": 0}, *({**EPISODE, **fate} for fate in fates)]
+    append(run / "completions.jsonl", rows)
+    append(run / "metrics.jsonl", [{"update": 0, "eval/eos_rate": 1.0}, {"update": 2, "eval/eos_rate": 0.25}])
+    (run / "trainer_state.json").unlink()  # the run is not finished
+    code, out, _ = call("", "run={run}", "show=9")
+    assert code == 0 and not made
+    assert "update 2" in out[0] and "3 responses" in out[0] and "0.250" in out[0]
+    heads = [line for line in out if line.startswith("[")]
+    assert [head.split("reward 0.250")[1].strip() for head in heads[:2]] == ["", "ended"]
+    assert heads[2].endswith("cut: environment.reply_tokens")
+    texts = out[out.index(heads[0]) + 1 : out.index(heads[1])]
+    assert [line.split() for line in texts] == [
+        ["prompt", "Guess"],
+        ["+", "assistant", "(reward", "-0.500)", "7"],
+        ["user", "too"],
+        ["high\\x1b[31m"],
+        ["+", "assistant", "(empty)"],
+        ["reference", "3"],
+    ]
+
+
+def test_show_prints_a_response_of_one_turn_and_no_more_than_it_is_asked_for(call, run):
+    append(run / "completions.jsonl", [{"update": 1, "prompt": "a", "response": "b"}] * 3)
+    _, out, _ = call("", "run={run}", "show=2")
+    assert [line.split() for line in out[1:-1]] == [
+        ["[1]"],
+        ["prompt", "a"],
+        ["+", "response", "b"],
+        ["[2]"],
+        ["prompt", "a"],
+        ["+", "response", "b"],
+    ]
+
+
+def test_show_refuses_a_run_without_responses(call):
+    code, out, err = call("", "run={run}", "show=2")
+    assert (code, out) == (2, []) and "schedule.eval_every=" in err

@@ -187,6 +187,9 @@ def test_a_missing_package_is_reported_with_the_command_that_installs_it(monkeyp
     assert problem.endswith("run: pip install -e '.[gymnasium]'")
 
 
-def test_a_tool_must_be_a_function(file):
-    (problem, *_) = problems(compose([*GYM, "environment=tools", f"environment.functions=[{file}:Counter]"]))
+def test_a_tool_must_be_a_function_or_a_class(file):
+    words = [*GYM, "environment=tools", f"environment.functions=[{file}:Counter]"]
+    assert not problems(compose(words))
+    file.write_text(f"{file.read_text()}\nNUMBER = 3\n")
+    (problem,) = problems(compose([*words[:-1], f"environment.functions=[{file}:NUMBER]"]))
     assert problem.startswith("environment.functions must name a function")

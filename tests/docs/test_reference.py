@@ -21,9 +21,9 @@ COMPOSED = {  # metric names that `in_code` does not find: built from parts, or 
     *(f"part/<name>/{name}" for name in ("prompts", "scores", "response_tokens", "eos_rate")),
     *(f"eval/part/<name>/{name}" for name in ("score", "gold_score", "win_rate", "response_tokens")),
     *(f"time/{phase}_s" for phase in ("wait", "score", "annotate", "train", "sync")),
-    *(f"environment/{name}" for name in ("turns", "tool_errors", "step_errors", "<name>")),
+    *(f"environment/{name}" for name in ("turns", "tool_errors", "step_errors", "timed_out", "<name>")),
     *(f"environment/{name}" for name in ("token_share", "out_of_turns", "cut", "no_room")),
-    "time/environment_s",
+    *("time/environment_s", "eval/environment/<name>"),
     *("update", "version", "episode", "lag", "epoch", "examples", "lr"),
 }
 

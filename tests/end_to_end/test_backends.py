@@ -89,6 +89,11 @@ def ranks(size: int, *words: object, gpus: bool = False) -> None:
     assert not any(process.returncode for process in processes), "\n".join(said)
 
 
+def group_of(name: str) -> str:
+    """Return the group of a backend: one command runs its backends. The first of offloading also compiles."""
+    return "nightly" if name not in ALWAYS else "offload" if name in OFFLOADS else "always"
+
+
 class Steps(dict):
     """The results of backend_steps.py by (number of ranks, backend), computed when a test needs them."""
 
@@ -98,8 +103,8 @@ class Steps(dict):
 
     def __missing__(self, key: tuple[int | str, str]) -> dict:
         size, name = key
-        group = "always" if name in ALWAYS else "nightly"  # one command for the backends of a group
-        names = [each for each in BACKENDS + OFFLOADS * COMPILES if (each in ALWAYS) == (name in ALWAYS)]
+        group = group_of(name)
+        names = [each for each in BACKENDS + OFFLOADS * COMPILES if group_of(each) == group]
         folder = self.base / f"{group} {size}"
         folder.mkdir()
         if size == GPUS:

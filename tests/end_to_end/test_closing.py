@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rlhf import evaluate
+from rlhf import evaluate, sample
 from rlhf.checks.check import problems
 from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
@@ -51,15 +51,18 @@ def test_the_closing_lines_have_results_files_and_commands_in_80_columns(ended, 
         assert any(line.endswith(f" {path}") for line in lines)
     assert not [line for line in lines if len(line) > 80 and "/artefacts/" not in line]
     assert text == "\n".join(line.rstrip() for line in lines)
-    report, evaluation, load = map(
+    report, evaluation, show, talk = map(
         shlex.split, re.split("^  (?=python)", text.replace("\\\n", "").split("next:\n")[1], flags=re.M)[1:]
     )
-    assert report == ["python", "-m", "rlhf.report", "run"] and load[:2] == ["python", "-c"]
+    assert report == ["python", "-m", "rlhf.report", "run"]
+    assert show[2:] == ["rlhf.sample", "run=run", "show=4"] and talk[2:] == ["rlhf.sample", "run=run"]
     assert {line.partition(" ")[0] for line in rows_of_log(folder)} == {"finished:"}
     monkeypatch.setattr(sys, "argv", evaluation[2:])
     evaluate.main()
     assert "win rate" in capsys.readouterr().out
-    exec(load[2])  # noqa: S102
+    monkeypatch.setattr(sys, "argv", show[2:])
+    sample.main()
+    assert "[4]" in capsys.readouterr().out
 
 
 def rows_of_log(folder: RunFolder) -> list[str]:

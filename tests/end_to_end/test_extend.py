@@ -36,7 +36,6 @@ def short(finished, tmp_path) -> RunFolder:
     return RunFolder(shutil.copytree(finished(*CONSTANT).path, tmp_path / "run"))
 
 
-@pytest.mark.smoke
 def test_an_extended_run_equals_a_run_of_the_new_length(short, finished, capsys):
     extend(short, [LONGER, "progress=off"])
     assert_same_end(short, finished(*CONSTANT, LONGER))

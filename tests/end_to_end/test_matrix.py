@@ -21,12 +21,18 @@ from tests.end_to_end.test_algorithms import ONLINE, SCORED, assert_agreement
 pytestmark = pytest.mark.forks
 
 LAGS = {"hf": (0, 2), "vllm": (2,)}  # make test-all; the second update of a run at lag 2 has lag 1
+WITH_VLLM = (
+    "dpo",
+    "ppo",
+    "grpo",
+)  # pairs, values, groups: in make test-all the others are tested with hf only
 
 
 def cases():
     """Yield every algorithm with every generator at every lag."""
     for generator, algo, lag in product(LAGS, ONLINE, (0, 1, 2)):
-        marks = [] if lag in LAGS[generator] else [pytest.mark.nightly]
+        often = lag in LAGS[generator] and (generator == "hf" or algo in WITH_VLLM)
+        marks = [] if often else [pytest.mark.nightly]
         if (generator, lag) == ("hf", 0) and algo in ("ppo", "grpo"):
             marks.append(pytest.mark.smoke)
         yield pytest.param(generator, algo, lag, marks=marks)

@@ -139,7 +139,7 @@ def start(words):
     [
         ("hang", 0),
         ("drip", 1),
-        ("ask_to_wait", 0),
+        pytest.param("ask_to_wait", 0, marks=pytest.mark.nightly),
         pytest.param("hang", 1, marks=pytest.mark.nightly),
         pytest.param("drip", 0, marks=pytest.mark.nightly),
         pytest.param("ask_to_wait", 1, marks=pytest.mark.nightly),

@@ -43,7 +43,7 @@ def scored_by(*names: str) -> str:
     return "scorer.path=" + ",".join(rf"tests.end_to_end.sweep_scorers\:{name}" for name in names)
 
 
-@pytest.mark.parametrize("launcher", [JOBLIB, pytest.param("local", marks=pytest.mark.smoke)])
+@pytest.mark.parametrize("launcher", [JOBLIB, "local"])
 def test_failed_job_is_listed_and_other_results_are_kept(launcher, command, tmp_path):
     process = train([*command, *SCORER, scored_by("fails", "length"), *LAUNCHERS[launcher]])
     out, _ = process.communicate(timeout=500)

@@ -167,11 +167,12 @@ def greedy(model: PreTrainedModel, given: Prompts) -> torch.Tensor:
     return torch.nn.functional.pad(ids, (0, LENGTH - ids.shape[-1]), value=PAD)
 
 
-@pytest.fixture(scope="module", params=["gpt_neox", "llama"])
+@pytest.fixture(scope="module", params=[pytest.param("gpt_neox", marks=pytest.mark.nightly), "llama"])
 def process(request, tmp_path_factory):
     """Start vLLM once per type of model: GPT-NeoX, and Llama with tied embeddings.
 
-    vLLM runs GPT-NeoX with the model code of transformers and Llama with its own model code.
+    vLLM runs GPT-NeoX with the model code of transformers and Llama with its own model code. Runs of this
+    file sample from GPT-NeoX too.
     """
     tied = request.param == "llama"
     model = tiny_lm(request.param, **HEADS, tie_word_embeddings=tied, eos_token_id=OTHER_END)

@@ -266,6 +266,41 @@ def test_a_reply_without_a_call_ends_the_episode(reply):
     assert answer.done and answer.reward == 0 and not answer.error
 
 
+MISTRAL = {
+    "start_anchor_pattern": r"\A",
+    "fields": {
+        "tool_calls": {
+            "open": "[CALLS]", "close": "[END]", "content": "json", "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["a</tool_call>b"], ["</tool_call>", "é</tool_call></tool_call>"], ["<tool_call>{}</tool_call>"]],
+)
+def test_a_call_ends_where_its_json_ends(tmp_path, words):
+    file = tmp_path / "calls.json"
+    file.write_text(json.dumps(MISTRAL))
+    calls = f"I look.{call('find', words=words)}\n{call('add', a=2)}{call('find', words=words)}"
+    found = json.dumps(words, ensure_ascii=False)
+    answer = tools().step(calls)
+    assert answer.message.count(found) == 2 and answer.message.split("\n")[1] == "3" and not answer.error
+    other = Tools(**arguments_of(family("chatml", TEMPLATE), str(file)))
+    text = calls.replace("<tool_call>", "[CALLS]").replace("</tool_call>", "[END]")
+    marks = found.replace("<tool_call>", "[CALLS]").replace("</tool_call>", "[END]")
+    assert other.step(text).message == answer.message.replace(found, marks)
+
+
+def test_a_broken_call_before_or_behind_a_call_with_the_end_mark_is_an_error():
+    good = call("find", words=["a</tool_call>b"])
+    for reply in (f"<tool_call>{{oops}}</tool_call>{good}", f"{good}<tool_call>{{oops}}</tool_call>"):
+        assert tools().step(reply).error
+
+
 WRONG = {
     '<tool_call>{"name": "add", "argum': "error: the call cannot be read: json parser could not parse",
     "<tool_call>{oops}</tool_call>": "error: the call cannot be read",
@@ -630,7 +665,7 @@ def test_an_address_of_nothing_lists_the_names_of_the_file_and_one_of_a_method_n
         "class Db:\n    def look(self): ...\ndef find(): ...\nglobals()['other'] = 1\n"
     )
     key = "environment.functions"
-    with pytest.raises(UserError, match=r"only find, Db\).* set 'environment.functions=\[.*mine.py:find\]'$"):
+    with pytest.raises(UserError, match=r"only Db, find\).* set 'environment.functions=\[.*mine.py:Db\]'$"):
         schemas([f"{file}:absent"])
     found = function_problem(key, f"{file}:Db.look", None)
     assert found is not None and f"set 'environment.functions=[{file}:Db]'" in found

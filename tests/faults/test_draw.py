@@ -1,6 +1,8 @@
-"""Five faults of the catalogue, one of each kind: each ends as its entry states.
+"""Faults of the catalogue, one of each kind: each ends as its entry states.
 
-`make test-faults` tries the whole catalogue.
+`make test-faults` tries the whole catalogue. Entries are nightly if a test of tests/end_to_end states the
+fact: kills in a weight transfer and damaged checkpoints (test_survival.py), the same run twice
+(test_two_processes.py).
 """
 
 import pytest
@@ -13,10 +15,10 @@ from tests.faults.trial import Trial
 pytestmark = [pytest.mark.process, pytest.mark.forks]
 
 NAMES = (  # of runs that tests/faults/test_harness.py also needs
-    "kill.trainer.sync",
-    "remove.checkpoint.config.json",
+    pytest.param("kill.trainer.sync", marks=pytest.mark.nightly),
+    pytest.param("remove.checkpoint.config.json", marks=pytest.mark.nightly),
     "file_limit.end",
-    "twice.after_kill",
+    pytest.param("twice.after_kill", marks=pytest.mark.nightly),
     "clock.hour_forward",
 )
 

@@ -80,6 +80,7 @@ def test_the_service_fails_a_number_of_times_and_recovers():
 
 
 @pytest.mark.process
+@pytest.mark.nightly
 class TestTrials:
     """The command of a finished run, which ends quickly, with a fault of the test."""
 

@@ -74,6 +74,38 @@ def test_an_evaluation_in_the_middle_is_a_line_with_intervals(lines):
     assert len(lines) == 1
 
 
+ANSWERS = {
+    "win_rate": 0.0,
+    "norm_reward": -0.4,
+    "win_rate_vs_initial": 0.6,
+    "accuracy": 0.6,
+    "gold_score": 0.6,
+}
+
+
+def test_an_accuracy_of_answers_takes_the_place_of_all_win_rates(lines):
+    state = TrainState(num_updates=40, update=16)
+    shown = display_of(state, samples=0)
+    shown.evaluation({}, evaluation(**ANSWERS, score=0.5), state)
+    assert lines == [
+        "[2/2] dpo tldr_mini  evaluated at update 16:  held-out accuracy 0.600  reward 0.500  judge 0.600"
+    ]
+    assert shown.evaluated == ["held-out accuracy 0.600 at update 16"]
+    assert metric_texts(
+        {"eval/accuracy": 0.6, "eval/margin": 0.1, "eval/gold_score": 0.6, "eval/win_rate": 0.0}
+    ) == [
+        "held-out accuracy 0.600",
+        "judge 0.600",
+    ], "offline training on pairs, whose judge checks answers"
+
+
+def test_an_accuracy_of_pairs_follows_the_win_rate():
+    found = metric_texts(
+        {"eval/accuracy": 0.5, "eval/margin": 0.1, "eval/gold_score": 2.0, "eval/win_rate": 0.0}
+    )
+    assert found == ["win rate 0.000", "held-out accuracy 0.500", "judge 2.000"]
+
+
 def test_the_time_left_does_not_count_the_evaluation_before_the_first_update(lines, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])

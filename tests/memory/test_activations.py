@@ -58,7 +58,7 @@ CASES = {  # model, prompts of a micro-batch, samples, prompt and response token
     "llama, bfloat16": (LLAMA, 4, 2, 192, 40, {"dtype": Dtype.bfloat16}),
     "deep, checkpointed": (DEEP, 4, 2, 192, 40, {"checkpointing": True}),
 }
-NIGHTLY = ("14M, two samples", "14M, one sample", "llama, bfloat16", "deep, checkpointed")
+NIGHTLY = ("14M, two samples", "14M, one sample", "14M, bfloat16", "llama, bfloat16", "deep, checkpointed")
 
 
 def made(config, eager=False, checkpointing=False) -> PreTrainedModel:

@@ -33,7 +33,8 @@ def results(policy, batch):
 
 
 @pytest.mark.process  # the compiler tests the instructions of the processor in a process
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly  # a minute; every run compares its compiled blocks with plain ones (rlhf/trials)
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_blocks_give_the_same_log_probs_and_gradients_with_a_shared_prefix(checkpointing):
     policy, before = policy_of(checkpointing), graphs()
     for prompts, samples in ((4, 2), (3, 4)):

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, GPT2Config
 
+from rlhf.core.errors import UserError
 from rlhf.models.folders import context_problem, folder_problem, is_local
 from rlhf.models.headers import (
     INDEX,
@@ -16,6 +18,7 @@ from rlhf.models.headers import (
     tokenizer_header,
     weight_headers,
 )
+from rlhf.models.loading import load_causal_lm
 from tests.model_folders import (
     HEAD,
     LLAMA,
@@ -123,6 +126,57 @@ def test_tensors_are_compared_only_for_models_whose_blocks_are_alike(folder):
     assert (
         missing_tensors({**LLAMA, "num_hidden_layers": 3}, tensors)[0] == "model.layers.1.mlp.up_proj.weight"
     )
+
+
+def change_a_byte(file: Path, tensor: str, place: int) -> None:
+    """Change one byte of a tensor in a safetensors file."""
+    content = bytearray(file.read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    begin, end = json.loads(content[8 : 8 + length])[tensor]["data_offsets"]
+    content[8 + length + (begin + place) % end] ^= 1
+    file.write_bytes(content)
+
+
+TIED = {"top": {"tie_word_embeddings": True}, "nested": {"tie_word_embeddings": None, "text_config": {}}}
+TIED["nested"]["text_config"] = {"tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("stated", TIED)
+@pytest.mark.parametrize("place", [0, 127])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_head_with_other_values_than_the_embeddings_that_are_stated_as_its_own_is_refused(
+    tmp_path, stated, place, sharded
+):
+    folder = Path(write_model(tmp_path / "model", **TIED[stated]))
+    files = shard(folder) if sharded else [folder / "model.safetensors"]
+    assert folder_problem("model.policy", str(folder)) is None, "the values are equal"
+    (file,) = [each for each in files if b"lm_head" in each.read_bytes()]
+    change_a_byte(file, "lm_head.weight", place)
+    assert f'"tie_word_embeddings": false in {folder / "config.json"}' in problem(folder)
+    write_model(tmp_path / "other", tie_word_embeddings=False)
+    change_a_byte(tmp_path / "other" / "model.safetensors", "lm_head.weight", place)
+    assert folder_problem("model.policy", str(tmp_path / "other")) is None
+
+
+@pytest.mark.parametrize("key", ["model.base", "model.reference", "model.reward", "scorer.path"])
+def test_every_model_of_a_run_is_checked_for_two_heads(tmp_path, key):
+    folder = write_model(tmp_path / "model", tie_word_embeddings=True)
+    change_a_byte(tmp_path / "model" / "model.safetensors", "lm_head.weight", 0)
+    assert "config.json ties the output head" in str(folder_problem(key, folder))
+
+
+def test_a_model_of_any_type_lacks_a_head_that_config_json_states(tmp_path):
+    stated = {
+        "model_type": "other",
+        "tie_word_embeddings": None,
+        "text_config": {"tie_word_embeddings": False},
+    }
+    assert missing_tensors({**LLAMA, **stated}, weight_headers(Path(write_model(tmp_path / "a")))) == []
+    headers = weight_headers(Path(write_model(tmp_path / "b", tensors=TENSORS)))
+    del stated["tie_word_embeddings"]
+    config = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
+    assert missing_tensors({**config, **stated}, headers) == ["lm_head.weight"]
+    assert missing_tensors(config, headers) == [], "nothing is stated"
 
 
 def test_linear_layers_are_the_matrices_of_the_blocks(folder):
@@ -251,3 +305,15 @@ def test_a_missing_tokenizer_is_reported(folder):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(DamagedFile, match="no tokenizer.json"):
         tokenizer_header(folder)
+
+
+def test_a_head_that_the_class_of_a_model_ties_by_default_is_refused_when_it_is_loaded(tmp_path):
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 16, "vocab_size": 16}
+    model = AutoModelForCausalLM.from_config(GPT2Config(**sizes, tie_word_embeddings=False))
+    model.save_pretrained(tmp_path)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    assert stated.pop("tie_word_embeddings") is False
+    load_causal_lm(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(UserError, match="tie_word_embeddings=true and another head"):
+        load_causal_lm(str(tmp_path))

@@ -31,12 +31,12 @@ def token_logprobs(*args):
     return token_outputs(*args).logprobs
 
 
-def inputs(dtype=torch.float32, bias=True, grad=True):
-    draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(R, H, generator=draw, dtype=dtype).requires_grad_(grad)
-    weight = torch.randn(V, H, generator=draw, dtype=dtype).requires_grad_(grad)
-    offset = torch.randn(V, generator=draw, dtype=dtype).requires_grad_(grad) if bias else None
-    return hidden, weight, offset, torch.randint(0, V, (R,), generator=draw)
+def inputs(dtype=torch.float32, bias=True, grad=True, sizes=(R, H, V)):
+    draw, (rows, width, tokens) = torch.Generator().manual_seed(0), sizes
+    hidden = torch.randn(rows, width, generator=draw, dtype=dtype).requires_grad_(grad)
+    weight = torch.randn(tokens, width, generator=draw, dtype=dtype).requires_grad_(grad)
+    offset = torch.randn(tokens, generator=draw, dtype=dtype).requires_grad_(grad) if bias else None
+    return hidden, weight, offset, torch.randint(0, tokens, (rows,), generator=draw)
 
 
 def plain(hidden, weight, bias, targets, temperature):
@@ -71,7 +71,7 @@ def test_the_tile_size_does_not_change_the_result(tile):
 
 @pytest.mark.parametrize("tile", [None, (3, 10)])
 def test_gradients_pass_gradcheck_in_float64(tile):
-    hidden, weight, offset, targets = inputs(torch.float64)
+    hidden, weight, offset, targets = inputs(torch.float64, sizes=(4, 3, 13))
     assert torch.autograd.gradcheck(
         lambda h, w, b: token_logprobs(h, w, b, targets, 0.7, tile), (hidden, weight, offset)
     )
@@ -173,7 +173,7 @@ def test_entropy_and_sum_of_squares_equal_those_of_the_full_logits_in_float64(ti
 
 @pytest.mark.parametrize("tile", [None, (3, 10)])
 def test_gradients_of_log_prob_and_entropy_pass_gradcheck_in_float64(tile):
-    hidden, weight, offset, targets = inputs(torch.float64)
+    hidden, weight, offset, targets = inputs(torch.float64, sizes=(4, 3, 13))
     assert torch.autograd.gradcheck(
         lambda h, w, b: token_outputs(h, w, b, targets, 0.7, tile, EXTRAS)[:2], (hidden, weight, offset)
     )

@@ -47,11 +47,6 @@ MUTANTS = [
         CLOCK,
         "training/clock.py",
         ("self._ahead.clear()", ""),
-        (
-            "self._ahead.clear()  # groups that have not started may get the prompt of this one",
-            "",
-            "groups that were sampled ahead are forgotten at every load, where all groups are discarded",
-        ),
         ("continue  # the choice may have freed slots, or room for further groups", "pass"),
         ("if self.load_at <= first:", "if self.load_at < min(scored_at, ends_at):"),
         ("_DIGITS = 6", "_DIGITS = 300"),
@@ -73,7 +68,10 @@ MUTANTS = [
         CLOCK,
         "training/staleness.py",
         ("if not self.drops:", "if True:"),
-        ("if self.trains and not self.max_lag:", "if False:"),
+        (
+            "most = 0 if self.trains and not self.max_lag else self.batch * (self.max_lag + 1)",
+            "most = self.batch * (self.max_lag + 1)",
+        ),
         ("if self.max_age is None or self.stale is Stale.drop:", "if self.max_age is None:"),
         ("for j in range(self.max_age):", "for j in range(1):"),
         (
@@ -104,10 +102,7 @@ MUTANTS = [
         ("version=int(seen.min()),", "version=int(seen.max()),"),
         ("numbers.append(uniform[group][sample, len(ids) :])", "numbers.append(uniform[group][sample, :])"),
         ("self.known[by] = self.drawn(self.spare)", "self.known[by] = self.drawn(self.next)"),
-        (
-            "self.draw(self.next)",
-            "break",
-        ),
+        ("while len(self.next) < soon:", "while False:"),
         (
             "ready = max(each.end for each in own) + made.costs.score_s",
             "ready = max(each.end for each in own)",

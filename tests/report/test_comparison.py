@@ -8,7 +8,7 @@ import pytest
 
 from rlhf.core.statistics import holm, p_t
 from rlhf.report.__main__ import main
-from rlhf.report.comparison import differences
+from rlhf.report.comparison import differences, value_of
 from rlhf.report.summary import result
 from rlhf.report.table import results
 from tests.report.test_report import read, write_run
@@ -130,3 +130,22 @@ def test_the_terminal_markdown_and_the_page_state_the_differences(tmp_path, monk
     assert "beats" in (tmp_path / "out" / "index.html").read_text()
     main([str(tmp_path / "a"), str(tmp_path / "b"), "--markdown"])
     assert "\n- " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["score", "gold_score"])
+def test_accuracies_of_single_runs_are_paired_over_prompts(tmp_path, key):
+    for name, right in (("a", 30), ("b", 20)):
+        scores = [float(place < right) for place in range(40)]
+        rows = answers(scores, key=key)
+        write_run(
+            tmp_path / name,
+            completions=rows,
+            evaluation={"eval/accuracy": mean(scores)},
+            **{"optim.lr": right},
+        )
+    (found,) = only(tmp_path)
+    assert found.estimate.centre == pytest.approx(0.25) and found.pairs == "40 prompts of 1 seed"
+
+
+def test_the_completions_of_another_judge_do_not_determine_an_accuracy():
+    assert value_of({"gold_score": 1.0, "reference_gold_score": 0.3}, "eval/accuracy") is None

@@ -16,7 +16,7 @@ from rlhf.report.curves import POINTS, curve, figure, seconds
 from rlhf.report.groups import sections
 from rlhf.report.metrics import METRICS
 from rlhf.report.page import subtitle
-from rlhf.report.runs import find_runs
+from rlhf.report.runs import find_runs, read_run
 from rlhf.report.samples import samples
 from rlhf.report.table import for_markdown, results
 from rlhf.training.recorder import PHASES
@@ -165,6 +165,31 @@ def test_the_mean_of_a_group_is_over_the_runs_that_have_the_metric(tmp_path):
     found = results(section)
     cell = dict(zip(found.columns, found.rows[0][1], strict=True))["accuracy"]
     assert str(cell) == "0.625 → 0.625 (0.500 to 0.750)"
+
+
+ANSWERS = {
+    "eval/win_rate": 0.0,
+    "eval/win_rate_vs_initial": 0.7,
+    "eval/accuracy": 0.6,
+    "eval/gold_score": 0.6,
+}
+
+
+def test_the_accuracy_of_answers_is_the_result_of_a_run_and_no_win_rate_is_shown(tmp_path):
+    write_run(tmp_path / "a", evaluation={**ANSWERS, "eval/kl": 1.0})
+    (section,) = read(tmp_path)
+    assert section.main.name == "eval/accuracy" and results(section).columns[0] == "accuracy"
+    made, _ = figures.charts(section)
+    texts = " ".join(f"{chart.title} {chart.caption}" for chart in made).lower()
+    assert "accuracy vs. kl" in texts and "win rate" not in texts
+    assert read_run(tmp_path / "a").last("eval/win_rate") == 0, "studies keep all metrics"
+
+
+def test_the_win_rate_stays_the_result_of_offline_training_with_an_accuracy_of_pairs(tmp_path):
+    pairs = {**ANSWERS, "eval/gold_score": 3.0, "eval/margin": 0.1}
+    write_run(tmp_path / "a", evaluation=pairs, **{"generator.name": "dataset"})
+    (section,) = read(tmp_path)
+    assert section.main.name == "eval/win_rate"
 
 
 def test_a_long_curve_is_thinned_to_means_of_neighbours(tmp_path):

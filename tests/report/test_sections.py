@@ -16,7 +16,7 @@ from rlhf.report.groups import LINES
 from rlhf.report.labels import LONGEST_LABEL, differing, labels
 from rlhf.report.metrics import METRICS, duration, number
 from rlhf.report.runs import find_runs
-from rlhf.report.summary import not_drawn, result
+from rlhf.report.summary import not_drawn, remarks, result
 from rlhf.report.table import TERMINAL_ROWS, for_terminal, results, settings
 from tests.report.test_report import read, write_run
 
@@ -288,6 +288,41 @@ def test_a_lower_loss_is_better(tmp_path):
     assert [group.label for group in section.groups] == ["lr=2", "lr=1", "lr=3"]
     assert result(section).startswith("Best of 3 settings: lr=2, held-out loss (nats) from 1.000 to 1.000")
     assert result(section).endswith("worst setting 3.000.")
+
+
+def test_a_run_with_one_evaluation_has_no_change_and_no_curve(tmp_path):
+    write_run(tmp_path / "a", updates=1, finished=False, evaluation={"eval/score": -0.13, "eval/kl": 0.0})
+    (section,) = read(tmp_path)
+    assert result(section).startswith("Reward on held-out prompts -0.13, KL 0.00")
+    assert str(results(section).rows[0][1][0]) == "-0.13"
+    drawn, remarks = figures.charts(section)
+    assert not {"win_rate_against_kl", "win_rate_against_time", "learning_curves"} & {c.name for c in drawn}
+    assert any(text.startswith("eval/score (a single value: ") and "-0.13" in text for text in remarks)
+
+
+def test_equal_settings_tie_and_none_of_them_is_the_best(tmp_path):
+    for lr, score in ((1, 0.375), (2, 0.375), (3, 0.1)):
+        write_run(tmp_path / f"a{lr}", evaluation={"eval/score": score}, **{"optim.lr": lr})
+    (section,) = read(tmp_path / "a1", tmp_path / "a2")
+    assert result(section).startswith("2 of 2 settings tie: lr=1, lr=2, ") and "worst" not in result(section)
+    (section,) = read(tmp_path)
+    assert result(section).startswith("2 of 3 settings tie: lr=1, lr=2, ")
+    assert result(section).endswith("worst setting 0.10.")
+
+
+def test_finished_runs_come_before_unfinished_ones_of_another_length(tmp_path):
+    write_run(tmp_path / "a", finished=False, won=0.9, **{"schedule.total_episodes": 1, "optim.lr": 1})
+    write_run(tmp_path / "b", won=0.1, **{"schedule.total_episodes": 2, "optim.lr": 2})
+    (section,) = read(tmp_path)
+    assert [bool(group.finished) for group in section.groups] == [True, False]
+
+
+def test_means_over_fewer_runs_than_all_are_named(tmp_path):
+    for seed in (1, 2, 3):
+        evaluation = {"eval/score": 1.0 * seed} | ({"eval/accuracy": 0.5} if seed < 3 else {})
+        write_run(tmp_path / f"a{seed}", seed=seed, evaluation=evaluation)
+    (text,) = [note for note in remarks(read(tmp_path), find_runs([str(tmp_path)])) if "Means" in note]
+    assert "eval/accuracy (2 of 3 of algo=dpo)" in text and "score" not in text
 
 
 def test_each_scorer_has_its_own_result(tmp_path):

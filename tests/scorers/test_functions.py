@@ -281,6 +281,8 @@ def odd(response):
     return None if len(response.split()) % 2 == 0 else 1
 def even(response):
     return 1 if len(response.split()) % 2 == 0 else None
+def stops(response):
+    return next(iter(()))
 def nan(response):
     return float("nan")
 """
@@ -349,6 +351,7 @@ def test_a_function_of_a_sum_that_returns_none_does_not_judge_the_response(later
         (["later.py:odd", "later.py:nothing"], None, "return a number from one of odd, nothing"),
         (["later.py:odd", "one.py:words"], [1.0, 0.0], "return a number from one of odd, words"),
         (["later.py:nan", "one.py:words"], None, "returned nan"),
+        ("later.py:stops", None, "raised StopIteration"),
     ],
 )
 def test_a_response_that_no_function_judges_is_an_error(later, path, weights, said):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
-from rlhf.config.scorer import FunctionScorerConfig, MixtureScorerConfig
+from rlhf.config.mixture_task import MixtureScorerConfig
+from rlhf.config.scorer import FunctionScorerConfig
 from tests.tiny_models import scorer_context, tiny_rollouts, tiny_tokenizer
 
 

@@ -12,12 +12,12 @@ from rlhf.assembly.parts import make
 from rlhf.config.algo import BestOfKConfig, DPOConfig
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
+from rlhf.config.mixture_task import MixtureScorerConfig
 from rlhf.config.model import Dtype
 from rlhf.config.policy_gradient import RLOOConfig
 from rlhf.config.scorer import (
     FunctionScorerConfig,
     LabelsScorerConfig,
-    MixtureScorerConfig,
     ScorerConfig,
     WeightedScorerConfig,
 )

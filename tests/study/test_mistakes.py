@@ -4,6 +4,7 @@ import pytest
 
 from rlhf.core.errors import UserError
 from rlhf.study.__main__ import main
+from rlhf.study.claims import call_own
 from rlhf.study.planning import Plan
 from rlhf.study.reading import read_spec
 
@@ -65,6 +66,18 @@ def test_the_study_without_mistakes_is_valid(tmp_path):
         ("seeds: 2", "tables: [eval/nope]", ", line 3: tables.0 must name a metric that rows keep"),
         ("seeds: 2", "figures: [mismatch/es]", "got mismatch/es; did you mean mismatch/ess?"),
         ("seeds: 2", "claims: {a: eval/k(dpo) < 1}", "claims.a must name a metric that rows keep"),
+        ("seeds: 2", "tables: [vlaue over lag]", "got vlaue over lag; did you mean value?"),
+        ("seeds: 2", "tables: [gold_score over lag]", "gold_score over lag; did you mean eval/gold_score?"),
+        ("seeds: 2", "figures: [value over lga]", ", got lga; did you mean lag?"),
+        ("seeds: 2", "tables: [environment/turns]", "tables.0 must name a metric that rows keep"),
+        ("seeds: 2", "tables: [part/sums/scores]", "tables.0 must name a metric that rows keep"),
+        ("seeds: 2", "tables: [eval/gold_scor_low]", "did you mean eval/gold_score?"),
+        ("seeds: 2", "claims: {a: eval/gold_scor(dpo) < 1}", "did you mean eval/gold_score?"),
+        ("seeds: 2", "claims: {a: gold_score(dpo) < 1}", "not gold_score (did you mean eval/gold_score?)"),
+        ("seeds: 2", "claims: {a: value(dpoo) < 1}", "not dpoo (did you mean dpo?)"),
+        ("seeds: 2", "claims: {a: value(dpo) < 1 at lga=4}", "not lga (did you mean lag?)"),
+        ("seeds: 2", "claims: {a: value(dpo) < 1 at lag=44}", "not 44 (did you mean 4?)"),
+        ("seeds: 2", "config_dir: none", "config_dir must be a folder laid out like conf/ (relative to"),
         ("seeds: 2", "claims: {a: at_kl(dpo) < 1}", "a metric, not at_kl (add tasks.<name>.at_kl)"),
         ("seeds: 2", "claims: {a: value(same) > value(dpo)}", "claims.a must have same on the right only"),
         ("seeds: 2", "claims: {a: value(dpo) > value(dpo)}", "claims.a must compare different methods"),
@@ -128,6 +141,32 @@ def test_metrics_of_own_code_are_not_refused(tmp_path):
     plan = Plan(read_spec(tmp_path / "short.yaml"), [])
     plan.check()
     assert any("tables.0: your code must return own/nope" in line for line in plan.lines())
+
+
+@pytest.mark.parametrize("name", ["eval/gold_scor", "eval/nope", "objective/score", "loss/polic"])
+def test_own_code_excuses_no_misspelled_metric(tmp_path, name):
+    (tmp_path / "own.py").write_text("def length(prompt, response):\n    return len(response)\n")
+    own = f"debug=tiny, scorer=function, 'scorer.path={tmp_path}/own.py:length'"
+    (found,) = problems(tmp_path, STUDY.replace("debug=tiny", own) + f"tables: [{name}]\n")
+    assert f"got {name}; " in found
+
+
+@pytest.mark.parametrize("folder", ["", "studies", "lab/deep"])
+def test_paths_are_relative_to_the_study_file(tmp_path, monkeypatch, folder):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "own.py").write_text("def own(rows):\n    return {'a': [0.2, 0.3, 0.2]}\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    file = tmp_path / folder / "short.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    up = "../" * len(file.relative_to(tmp_path).parent.parts)
+    paths = f"config_dir: {up}conf\npage: {up}pages/p.md\nanalysis: {up}own.py:own\n"
+    file.write_text(f"{STUDY}{paths}claims: {{a: '{up}own.py:own'}}\n")
+    spec = read_spec(file)
+    assert spec.config_dir.resolve() == tmp_path / "conf"
+    assert spec.page.resolve() == tmp_path / "pages/p.md"
+    for key, address in (("analysis", spec.analysis), ("claims.a", spec.claims["a"])):
+        assert call_own(spec, key, address, []) == {"a": [0.2, 0.3, 0.2]}
 
 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path, capsys):

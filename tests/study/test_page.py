@@ -135,6 +135,89 @@ def test_rows_of_two_machine_classes_or_other_models_are_not_paired(spec, rows, 
     assert difference.p() == pytest.approx(stats.ttest_ind(first, second, equal_var=False).pvalue)
 
 
+def test_a_mean_over_fewer_runs_than_all_has_brackets_in_every_kind_of_column(spec, rows):
+    declared = [Table("mismatch/ess", "lag"), Table("value", "lag")]
+
+    def columns(rows):
+        made = tables.tables(Results(spec, rows), declared)
+        return [each.rows["dpo"][-1].text for each in made if each.task == "tldr_mini"]
+
+    where = [r for r in rows if (r.task, r.method, r.levels["lag"]) == ("tldr_mini", "dpo", "64")]
+    assert not any("[" in text for text in columns(rows))
+    others = [row for row in rows if row not in where]
+    lacking = [replace(row, means={}) if row.seed < 3 else row for row in where]
+    ess, value = columns([*others, *lacking])
+    assert ess.endswith(" [3/5]") and "[" not in value
+    failed = [replace(row, status=FAILED) if row.seed == 1 else row for row in where]
+    assert [text.split(" ")[-1] for text in columns([*others, *failed])] == ["[4/5]", "[4/5]"]
+    none = [replace(row, means={}) for row in where]
+    assert columns([*others, *none])[0] == "- [0/5]"
+
+
+def test_findings_have_the_level_of_the_looks(spec, rows, results):
+    twice = Results(replace(spec, looks=2), rows)
+    for one, two in zip(tables.families(results), tables.families(twice), strict=True):
+        for each, other in zip(one.findings, two.findings, strict=True):
+            assert each.holm == other.holm, "five seeds: by t test in both"
+            assert (other.verdict == "supported") == (other.holm < 0.025) or "decided" in other.verdict
+            assert (each.verdict == "supported") == (each.holm < 0.05) or "decided" in each.verdict
+    said = "\n".join(tables.findings(twice, list(tables.families(twice))))
+    assert "5 seeds cannot confirm one of 14 exactly" in said and "have p < 0.025 before" in said
+
+
+def test_the_sign_flip_test_takes_part_only_where_it_can_reach_the_level():
+    sure = Contrast(np.array([[0.31, 0.30, 0.32, 0.29, 0.30, 0.31, 0.30, 0.32, 0.29, 0.30]]), [1.0], True)
+    others = {str(n): replace(sure, samples=sure.samples + n) for n in range(13)}
+    (exact, *_), (t, *_) = (tables.tested({"a": sure, **others}, level) for level in (0.05, 0.025))
+    assert exact.p == 2 / 2**10 and t.p < 1e-9
+    assert exact.verdict == t.verdict == "supported"
+
+
+@pytest.mark.parametrize("recorded", ["before", "after", "never"])
+@pytest.mark.parametrize(
+    ("text", "finding"),
+    [
+        ("loss(rloo) > 0 at lag=64", "suggested"),
+        ("loss(rloo) < 0 at lag=64", "suggested"),
+        ("value(rloo) < value(same) at lag=0", "suggested"),
+        ("loss(ipo) < 0.02 at lag=64", "suggested"),
+        ("loss(bok) > 0.01 at lag=64", None),
+        ("loss(ipo) < 0.3 at lag=64", None),
+    ],
+)
+def test_a_claim_is_not_stronger_than_the_finding_unless_it_was_recorded_before_the_runs(
+    spec, rows, tmp_path, recorded, text, finding
+):
+    text = "value(rloo) at lag=64 < value(same) at lag=0" if "same" in text else text
+    spec = replace(spec, file=tmp_path / "study.yaml", claims={"a": text})
+    if recorded != "never":
+        history.record_claims(spec if recorded == "before" else replace(spec, claims={}))
+    results = Results(spec, rows)
+    found = list(tables.families(results))
+    alone, made = next(claims.judged(results)), next(page.verdicts(results, found))
+    assert alone.task == made.task == "tldr_mini" and alone.verdict.startswith(("holds", "does not"))
+    if finding is None:
+        assert made[:5] == alone[:5]
+    elif recorded == "before":
+        assert made.verdict == alone.verdict and made.numbers.endswith(f"; as a finding {finding}")
+    else:
+        assert made.verdict == finding and made.numbers.endswith(f"; alone it {alone.verdict}")
+
+
+def test_a_page_has_the_numbers_of_claims_verdicts_and_looks(spec, rows, tmp_path):
+    spec = replace(spec, file=tmp_path / "study.yaml", looks=3)
+    (text, _) = page.claims(Results(spec, rows), [])
+    assert text.startswith("15 verdicts on 9 claims, not corrected for their number, look 1 of 3.")
+    assert not [line for line in page.claims(Results(spec, [])) if "verdicts on" in line]
+
+
+def test_a_page_names_the_tuned_values_that_are_on_an_edge(spec):
+    lines = {(task, method): values for task, method, *values in tables.tuned(spec)}
+    assert lines["`tldr_mini`", "`ipo`"] == ["optim.lr=3e-4 (chosen on an edge)"] * 2
+    assert lines["`tldr_mini`", "`dpo`"] == ["optim.lr=1e-4"] * 2 and len(lines) == 1 + 28
+    assert tables.tuned(read_spec(ROOT / "studies/paper.yaml"))[0] == ["task", "method", "low", "high"]
+
+
 SMALL = """\
 tasks: {arithmetic: {set: [task=arithmetic], metric: eval/gold_score, name: accuracy}}
 methods: {grpo: [algo=grpo], oapl: [algo=oapl]}
@@ -320,6 +403,13 @@ def test_a_claim_holds_only_if_all_samples_are_above_the_limit_and_fails_if_one_
     assert verdict([0.1, 0.1001]) == "undecided: 2 seeds, at least 3 are needed"
     assert verdict(up, level=0.002) == "undecided"
     assert verdict([0.1] * 5) == "undecided" and verdict([0.1] * 6) == "holds", "signs of equal differences"
+
+
+def test_an_undecided_claim_about_equal_values_says_how_many_seeds_decide():
+    equal = {"a": Contrast(np.array([[1.0] * 6]), [1.0], True)}
+    assert "6 seeds cannot reach p < 0.0125, 7 can" in claims.decided(equal, 0.5, 0.025)
+    seven = {"a": Contrast(np.array([[1.0] * 7]), [1.0], True)}
+    assert claims.decided(seven, 0.5, 0.025) == "holds"
 
 
 def test_one_of_several_samples_below_the_limit_is_corrected_for_their_number():

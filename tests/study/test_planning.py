@@ -7,7 +7,7 @@ import pytest
 from rlhf.checks.composing import composed
 from rlhf.core.errors import UserError
 from rlhf.core.files import read_json, write_json
-from rlhf.study import tuning, workers
+from rlhf.study import pricing, tuning, workers
 from rlhf.study.__main__ import main
 from rlhf.study.attempt import row_of
 from rlhf.study.collection import Collection
@@ -50,6 +50,12 @@ def test_configs_are_those_of_the_command_line(study):
         typed = composed([*configs.overrides(planned.run), "backend.threads=1", "eval.samples=0"])
         assert cfg == typed.with_({name: getattr(cfg, name) for name in ("output_dir", "progress")})
     assert [each.run.seed for each in plan.runs] == [1] * 6 + [2] * 6  # seed by seed
+
+
+def test_cpu_time_below_a_tenth_of_an_hour_is_in_minutes():
+    assert [pricing.duration(seconds) for seconds in (0, 90, 350, 360, 7200)] == [
+        *("0.0 min", "1.5 min", "5.8 min", "0.1 h", "2.0 h"),
+    ]
 
 
 def test_a_price_is_of_runs_with_the_same_cost_and_otherwise_of_the_pilot_times_its_error(study):

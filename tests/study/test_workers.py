@@ -9,6 +9,7 @@ import pytest
 
 from rlhf.core.errors import RunError
 from rlhf.processes.signals import interruptible
+from rlhf.runs.lock import LOCK
 from rlhf.study import attempt, workers
 from rlhf.study.collection import Collection
 from rlhf.study.planning import DONE, Plan
@@ -63,6 +64,28 @@ def test_two_workers_carry_out_every_run_once_and_one_that_is_killed_is_replaced
     assert len(again) == 8 and again.total() <= 9  # the run of the worker that was killed
     workers.Worker(Plan(spec, [])).work()
     assert began() == again
+
+
+def test_a_watch_names_each_run_and_each_stage_once_as_it_begins(study, capsys):  # noqa: F811
+    watch = workers.Watch(plan := Plan(study(SHORT), []), 1)
+    watch.look()
+    assert not capsys.readouterr().out
+    first, second, *_ = plan.runs
+    for each in (first, second):
+        each.folder.mkdir(parents=True)
+        (each.folder / LOCK).touch()
+    (first.folder / attempt.OUTPUT).write_text(
+        "[1/3] SFT model: c/sft-1\n[1/3] sft of pythia\n[1/3] SFT model: 0:01 left; all 3 stages: 0:26\n"
+        "[1/3] SFT model: done in 0:10\n[2/3] reward model: finished, in c/reward-2\n"
+    )
+    (second.folder / attempt.OUTPUT).write_text("[1/3] SFT model: c/sft-1\nSFT model: c/sft-9\n")
+    watch.look()
+    watch.look()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" ")[-1] for line in lines if "SFT" in line] == ["c/sft-1", "c/sft-9"]
+    assert [line for line in lines if "SFT" not in line] == [
+        f"starts: {each.run}" for each in (first, second)
+    ]
 
 
 @pytest.mark.process

@@ -69,7 +69,7 @@ class Judge(Scorer):
 
     def __init__(self, *answers, tie_tolerance=0.0, verifies=False):
         self.answers = iter(answers)
-        self.config = SimpleNamespace(verifies=verifies)
+        self.config = SimpleNamespace(verifies=verifies, missing_eos_score=None, missing_eos_penalty=None)
         self.tie_tolerance = tie_tolerance
 
     def score_once(self, rollouts):
@@ -159,6 +159,21 @@ def test_the_accuracy_of_a_judge_that_verifies_is_the_share_of_scores_of_1():
     found = evaluated(Judge([1.0, 0.0, 0.5], [1.0, 1.0, 1.0], verifies=True))[0].figures
     assert found["eval/accuracy"] == pytest.approx(1 / 3)
     assert (found["eval/accuracy_low"], found["eval/accuracy_high"]) == wilson(1 / 3, 3)
+
+
+def test_without_a_judge_the_accuracy_is_that_of_a_scorer_that_verifies():
+    scorer = Judge([1.0, 0.0, -1.0], verifies=True)
+    found = evaluated(None, scorer)[0].figures
+    assert found["eval/accuracy"] == pytest.approx(1 / 3) and found["eval/score"] == pytest.approx(0)
+    judged = evaluated(Judge([5.0] * 3, [4.0] * 3), Judge([1.0] * 3, verifies=True))[0].figures
+    assert "eval/accuracy" not in judged, "another judge decides"
+
+
+def test_the_accuracy_of_answers_takes_precedence_over_that_of_pairs():
+    pairs = SimpleNamespace(measure=lambda: {"eval/accuracy": 0.5, "eval/margin": 0.1, "eval/loss": 0.7})
+    found = evaluated(Judge([1.0, 0.0, 0.0], [1.0] * 3, verifies=True), pairs=pairs)[0].figures
+    assert found["eval/accuracy"] == pytest.approx(1 / 3) and found["eval/margin"] == 0.1
+    assert evaluated(Judge([1.0] * 3, [1.0] * 3), pairs=pairs)[0].figures["eval/accuracy"] == 0.5
 
 
 def test_kl_is_on_samples_at_the_training_temperature_and_perplexity_on_near_greedy_ones_at_1():
