@@ -665,7 +665,9 @@ def test_an_address_of_nothing_lists_the_names_of_the_file_and_one_of_a_method_n
         "class Db:\n    def look(self): ...\ndef find(): ...\nglobals()['other'] = 1\n"
     )
     key = "environment.functions"
-    with pytest.raises(UserError, match=r"only (Db, find|find, Db)\).* set 'environment.functions=\[.*mine.py:(Db|find)\]'$"):
+    with pytest.raises(
+        UserError, match=r"only (Db, find|find, Db)\).* set 'environment.functions=\[.*mine.py:(Db|find)\]'$"
+    ):
         schemas([f"{file}:absent"])
     found = function_problem(key, f"{file}:Db.look", None)
     assert found is not None and f"set 'environment.functions=[{file}:Db]'" in found
