@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf.config.model import Dtype
-from rlhf.core.batch import Prompts, Rollouts, Sampling
+from rlhf.core.batch import Begun, Prompts, Rollouts, Sampling
 from rlhf.core.chat_format import set_template
 from rlhf.core.encoding import pad_prompts
 from rlhf.core.errors import RunError
@@ -55,6 +55,14 @@ class Noted(Judge):
     def reset(self, example):
         super().reset(example)
         SEEN.append(example)
+
+
+class Changing(Noted):
+    """Changes its record, and notes what was in it before."""
+
+    def reset(self, example):
+        SEEN.append(example.record["secret"])
+        example.record["secret"] = "changed"
 
 
 class Wrong:
@@ -277,6 +285,51 @@ def test_token_t_of_an_episode_has_the_random_number_t():
         token = int(found.response_ids[0, 0, t])
         below = float(place[token - 1]) if token else 0.0
         assert below - 1e-5 <= float(numbers[0, 0, t]) <= float(place[token]) + 1e-5
+
+
+def played(given, sampling, name="Judge"):
+    environment = EnvironmentFactory(turns=Turns(tokenizer(), "tool", 16), address=f"{HERE}:{name}")
+    return Episodes(given, sampling, environment, [0], seed=7)
+
+
+def test_a_class_that_changes_a_record_changes_neither_the_data_nor_other_samples():
+    SEEN.clear()
+    given = prompts(2)
+    played(given, replace(SAMPLING, samples=2), "Changing").close()
+    assert SEEN == [0, 0, 1, 1] and given.records == [{"secret": 0}, {"secret": 1}]
+
+
+def test_each_episode_follows_its_own_prompt():
+    given = prompts(3)
+    with played(given, replace(SAMPLING, samples=2)) as episodes:
+        assert [episodes.history(i) for i in range(6)] == [given.unpadded()[i // 2] for i in range(6)]
+
+
+def test_a_message_after_which_no_token_fits_is_left_out():
+    word, message = tokenizer().convert_tokens_to_ids(" a"), Turns(tokenizer(), "tool", 16).tokens(" no")
+    for room in (0, 1):
+        asked = replace(SAMPLING, samples=1, response_length=2 + len(message) + room)
+        with played(prompts(1), asked) as episodes:
+            episodes.reply(0, [word, 0], [0.0, 0.0])
+            found = episodes.rollouts(1)
+        assert found.episode["no_room"].item() == 1 - room
+        assert found.environment_mask.sum() == room * len(message)
+
+
+def test_a_reply_in_two_parts_is_one_turn_and_each_request_has_the_tokens_that_it_added():
+    word, message = tokenizer().convert_tokens_to_ids(" a"), Turns(tokenizer(), "tool", 16).tokens(" no")
+    one = replace(SAMPLING, samples=1, most=torch.tensor([[1]]))
+    added = []
+    for before, token in ([], word), ([word], 0):
+        begun = [Begun(SAMPLING.request, 0, before, [True] * len(before))]
+        with played(prompts(1), replace(one, begun=begun)) as episodes:
+            episodes.reply(0, [token], [0.0])
+            added.append(episodes.rollouts(1))
+    first, second = added
+    assert (first.response_mask.sum(), first.environment_mask.sum()) == (1, 0)
+    assert (second.response_mask.sum(), second.environment_mask.sum()) == (1, len(message))
+    assert second.response_ids[0, 0, : 1 + len(message)].tolist() == [0, *message]
+    assert second.episode["turns"].item() == first.episode["turns"].item() == 1
 
 
 def test_no_message_follows_a_reply_that_another_stop_token_than_the_end_token_ends():

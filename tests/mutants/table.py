@@ -30,7 +30,7 @@ CLOCK = "training/test_clock"
 MUTANTS = [
     # -- training ------------------------------------------------------------------------------------
     *_rows(
-        "training/test_replay training/test_refill training/test_completed",
+        "training/test_replay",
         "training/replay.py",
         (
             "return replace(batch, token_versions=batch.version * batch.response_mask.long())",
@@ -97,7 +97,7 @@ MUTANTS = [
         ("self.ended = self.stopped = False", "self.stopped = False"),
     ),
     *_rows(
-        "training/test_virtual training/test_refill",
+        "training/test_virtual",
         "training/virtual.py",
         ("version=int(seen.min()),", "version=int(seen.max()),"),
         ("numbers.append(uniform[group][sample, len(ids) :])", "numbers.append(uniform[group][sample, :])"),
@@ -109,7 +109,7 @@ MUTANTS = [
         ),
     ),
     *_rows(
-        "training/test_ruled training/test_virtual training/test_completed",
+        "training/test_ruled training/test_completed",
         "training/ruled.py",
         (
             '"rollouts/queue": Stat(usage.queue / span),',
@@ -179,7 +179,7 @@ MUTANTS = [
     ),
     # -- environments --------------------------------------------------------------------------------
     *_rows(
-        "environments/test_episodes environments/test_turns",
+        "environments/test_episodes",
         "environments/episodes.py",
         ("episode.rewards[-1] = answer.reward", "episode.rewards[0] = answer.reward"),
         ('episode.figures["turns"] += not episode.open', 'episode.figures["turns"] += 1'),
@@ -303,7 +303,7 @@ MUTANTS = [
         ),
     ),
     *_rows(
-        "study/test_planning study/test_page",
+        "study/test_planning",
         "study/tuning.py",
         (
             "means = {each: task.sign * fmean(found) for each, found in values.items()}",
