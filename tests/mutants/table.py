@@ -219,7 +219,10 @@ MUTANTS = [
             "return scores if penalty is None else torch.where(ended, scores, scores - penalty)",
             "return scores if penalty is None else torch.where(ended, scores, -penalty)",
         ),
-        ("return torch.where(ended, scores, replacement)", "return torch.where(ended, replacement, scores)"),
+        (
+            "return torch.where(ended | scores.isnan(), scores, replacement)",
+            "return torch.where(ended | scores.isnan(), replacement, scores)",
+        ),
         (
             "first.setdefault((row // K, end, ids.tobytes()), row % K)",
             "first.setdefault((row // K, True, ids.tobytes()), row % K)",
@@ -240,7 +243,10 @@ MUTANTS = [
     *_rows(
         "scorers/test_scorers scorers/test_ties",
         "scorers/weighted.py",
-        ("return self.at_end(self.total(parts), rollouts.ended), parts", "return self.total(parts), parts"),
+        (
+            "return self.at_end(self.total(parts, rollouts), rollouts.ended), parts",
+            "return self.total(parts, rollouts), parts",
+        ),
     ),
     *_rows(
         "scorers/test_tries",
@@ -293,9 +299,8 @@ MUTANTS = [
             "contrasts = {name: -each for name, each in contrasts.items()}",
         ),
         (
-            "return decided(contrasts, limit, LEVEL / results.spec.looks, "
-            "chosen=chosen, within=within), numbers",
-            "return decided(contrasts, limit, LEVEL, chosen=chosen, within=within), numbers",
+            "return decided(contrasts, limit, results.level, chosen=chosen, within=within), numbers, about",
+            "return decided(contrasts, limit, 0.05, chosen=chosen, within=within), numbers, about",
         ),
         (
             "term._replace(weight=weight / len(tasks) * term.weight)",
