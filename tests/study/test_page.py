@@ -165,6 +165,12 @@ def test_findings_have_the_level_of_the_looks(spec, rows, results):
     assert "5 seeds cannot confirm one of 14 exactly" in said and "have p < 0.025 before" in said
 
 
+def test_claims_have_the_level_of_the_looks(spec, rows, results):
+    often = Results(replace(spec, looks=500), rows)
+    assert "does not hold" in {each.verdict for each in claims.judged(results)}
+    assert all(each.verdict.startswith("undecided") for each in claims.judged(often))
+
+
 def test_the_sign_flip_test_takes_part_only_where_it_can_reach_the_level():
     sure = Contrast(np.array([[0.31, 0.30, 0.32, 0.29, 0.30, 0.31, 0.30, 0.32, 0.29, 0.30]]), [1.0], True)
     others = {str(n): replace(sure, samples=sure.samples + n) for n in range(13)}
