@@ -252,3 +252,14 @@ def test_close_removes_the_shared_memory(either):
     assert os.path.exists(manifest.path)
     either.close()
     assert not os.path.exists(manifest.path)
+
+
+def test_a_version_is_kept_until_each_of_three_users_has_released_it(shared):
+    manifest = shared.write([("a", torch.ones(3))], 1)
+    shared.hold(manifest)
+    shared.hold(manifest)
+    kept = []
+    for _ in range(3):
+        shared.release(manifest)
+        kept.append(shared.kept)
+    assert kept == [1, 1, 0]
