@@ -82,7 +82,8 @@ class Sampler:
                 continue
             texts = [text_of(prompts[i], self.tokenizer) for i in places]
             batch = encode_prompts(torch.tensor(places), texts, [""] * len(texts), self.tokenizer, formatted)
-            shown: dict[str, list[Any]] = {"text": (texts := batch.texts), "ids": batch.unpadded()}
+            texts = batch.texts
+            shown: dict[str, list[Any]] = {"text": texts, "ids": batch.unpadded()}
             if changed := altered(self.tokenizer, shown, formatted, [], []):
                 log.warning("%s", changed)
             asked = Sampling(
