@@ -6,6 +6,7 @@ of this folder. The check loads no models and no data, and this package imports 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -35,8 +36,10 @@ from rlhf.config.mistakes import explain, unknown_keys
 from rlhf.config.root import Config, to_config
 from rlhf.config.schema import sections
 from rlhf.core.errors import UserError, report
-from rlhf.core.launched import is_first_rank
+from rlhf.core.launched import is_first_rank, rank
 from rlhf.core.output import print_error
+
+_FIRST_RANK_S = 5.0  # seconds that the first rank has to report a problem, before another rank does
 
 
 def problems(cfg: Config, training: bool = True) -> list[str]:
@@ -119,11 +122,17 @@ def warn(doubts: Sequence[str]) -> None:
 
 
 def refuse(problems: Sequence[str]) -> NoReturn:
-    """Print problems to stderr on rank 0, and end the command.
+    """Print problems to stderr, and end the command.
+
+    Another rank than the first waits before it prints: the end of the first rank, if that has the same
+    problems, ends it before.
 
     Raises:
         SystemExit: always, with exit code 2.
     """
     if is_first_rank():
         print_error(report(list(problems)))
+    else:
+        time.sleep(_FIRST_RANK_S)
+        print_error(f"rank {rank()}: {report(list(problems))}")
     raise SystemExit(2)

@@ -45,9 +45,9 @@ def members(group: int) -> list[int]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Return whether a process is neither a zombie nor a resource tracker."""
+    """Return whether a process has memory, as a zombie has not, and is no resource tracker."""
     tracks = any(_TRACKER in argument for argument in process.cmdline())
-    return not tracks and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return not tracks and process.memory_info().vms > 0
 
 
 def note_children(thread: int) -> None:
