@@ -503,6 +503,26 @@ def test_slots_that_a_cut_frees_start_at_the_same_time():
     assert made.now == 34
 
 
+def test_a_due_group_is_cut_as_soon_as_its_last_sample_has_started():
+    """With one slot, the trainer is idle from 12, and the second sample of the second group starts at 28."""
+    settings = {"lag": 1, "batch": 1, "samples": 2, "slots": 1, "train_s": 4.0, "whole": False}
+    made = clock("cut", **settings, length=lambda start: 20 if start.group else 4)
+    assert updates(made, 1) == [12]
+    ((first, second),) = made.next_batch()
+    assert (first.start, first.end, second.start, second.end) == (8, 28, 28, 28)
+    assert (len(first.ids), len(second.ids), made.now) == (20, 1, 32)
+
+
+def test_the_most_groups_that_are_replaced_are_counted_from_load_to_load():
+    rules = clock(refill=1).rules
+    for number in range(3):
+        rules.start(), rules.start()
+        first, second = [*rules.running.values()][:2]
+        assert rules.replace(first).number == -1 - number
+        assert rules.replace(second) is None
+        rules.loaded()
+
+
 @pytest.mark.parametrize(("lag", "starts"), [(0, [0, 14, 30]), (1, [0, 0, 4])])
 def test_room_that_the_taken_batch_leaves_is_used_at_the_same_time(lag, starts):
     """With `drop`, two groups (one without a lag) may wait or run beside the batch that is trained."""

@@ -22,8 +22,8 @@ LENGTH, STEP_S = 8, 0.002
 class Singles(Generator):
     """Samples single responses in threads; response `sample` of row r takes `steps(r, sample)` steps."""
 
-    def __init__(self, slots, steps=lambda row, sample: LENGTH, between=False):
-        self.count, self.steps, self.between, self.version = slots, steps, between, 0
+    def __init__(self, slots, steps=lambda row, sample: LENGTH, between=False, ends=True):
+        self.count, self.steps, self.between, self.ends, self.version = slots, steps, between, ends, 0
         self.running, self.most, self.asked = set(), 0, []
         self.cuts: dict[Future, threading.Event] = {}
 
@@ -54,7 +54,7 @@ class Singles(Generator):
                 response_ids=torch.full((1, 1, LENGTH), 5 + versions[-1]),
                 response_mask=mask,
                 behaviour_logprobs=torch.zeros(1, 1, LENGTH),
-                ended=torch.tensor([[len(versions) == steps]]),
+                ended=torch.tensor([[self.ends and len(versions) == steps]]),
                 token_versions=None if self.between else versions[-1] * mask.long(),
                 version=versions[-1],
                 generate_s=0.1,
@@ -156,6 +156,11 @@ def test_a_group_that_is_due_is_cut_and_trained_with_the_tokens_that_it_has():
     assert not batch.ended[batch.index.tolist().index(0), 0]
 
 
+def test_a_response_that_reaches_the_limit_was_not_cut():
+    found = trained(stream_of(Singles(8, ends=False), updates=2))
+    assert {line["fate"] for _, lines in found for line in lines} == {"trained"}
+
+
 def test_a_group_that_is_too_old_is_dropped_and_its_prompt_starts_again():
     slow = iter([LENGTH * 40])
     generator = Singles(8, lambda row, sample: next(slow, LENGTH) if (row, sample) == (0, 0) else LENGTH)
@@ -176,6 +181,7 @@ def test_room_that_the_taken_batch_leaves_is_used_at_once(lag, rows):
     generator = Singles(4, lambda row, sample: LENGTH * (10 if row else 1))
     made = stream_of(generator, lag=lag, batch=1, samples=1, max_age=1, stale=Stale.drop)
     next(iter(made))
+    assert [row for row, *_ in generator.asked] == rows
     generator.tell()
     assert [row for row, *_ in generator.asked] == rows
 
