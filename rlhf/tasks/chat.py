@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
-from rlhf.tasks.columns import BadRow, dialogue
+from rlhf.tasks.columns import dialogue
+from rlhf.tasks.formats import BadRow
 from rlhf.tasks.records import NOTHING, Wanted
 from rlhf.tasks.source import load_pairs, pairs_of, prompts_of
 

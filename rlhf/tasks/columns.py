@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config.task import PREFERENCE_COLUMNS
 from rlhf.core.errors import UserError
-from rlhf.tasks.formats import TOOLS, number_as_text, parsed, without_prompt
+from rlhf.tasks.formats import TOOLS, BadRow, number_as_text, parsed, without_prompt
 from rlhf.tasks.reading import described
 
 if TYPE_CHECKING:
@@ -29,26 +29,6 @@ _ROLES = {  # roles in other formats -> those of chat templates
     **dict.fromkeys(("human", "Human", "USER", "User"), "user"),
     **dict.fromkeys(("gpt", "bot", "ai", "AI", "chatbot", "model", "ASSISTANT", "Assistant"), "assistant"),
 }
-
-
-class BadRow(Exception):
-    """A row without the required content; the caller adds the key and the place to the message.
-
-    Args:
-        rule: what the data must have, after "<key> must".
-        got: what the row has, after the place of the row.
-        remedy: what to do about such a row.
-    """
-
-    def __init__(self, rule: str, got: str, remedy: str = "correct or remove that row") -> None:
-        super().__init__(rule, got)
-        self.rule = rule
-        self.got = got
-        self.remedy = remedy
-
-    def problem(self, key: str, place: str) -> str:
-        """Return the error message for the row at `place` of the data that `key` names."""
-        return f"{key} must {self.rule}, got {place} {self.got}; {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,26 @@ TOOLS = "tools"  # column beside messages: the functions that the assistant may 
 ASSISTANT = "\n\nAssistant:"  # before each answer in dialogues that are one text, as in hh-rlhf
 
 
+class BadRow(Exception):
+    """A row without the required content; the caller adds the key and the place to the message.
+
+    Args:
+        rule: what the data must have, after "<key> must".
+        got: what the row has, after the place of the row.
+        remedy: what to do about such a row.
+    """
+
+    def __init__(self, rule: str, got: str, remedy: str = "correct or remove that row") -> None:
+        super().__init__(rule, got)
+        self.rule = rule
+        self.got = got
+        self.remedy = remedy
+
+    def problem(self, key: str, place: str) -> str:
+        """Return the error message for the row at `place` of the data that `key` names."""
+        return f"{key} must {self.rule}, got {place} {self.got}; {self.remedy}"
+
+
 class Written(float):
     """A number of a JSON file that has its digits, such as 1.50 or 1e3, as text."""
 

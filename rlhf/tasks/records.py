@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config.parameters import GIVEN
 from rlhf.core.errors import UserError
-from rlhf.tasks.columns import BadRow
+from rlhf.tasks.formats import BadRow
 
 if TYPE_CHECKING:
     from rlhf.tasks.reading import Row
