@@ -22,11 +22,9 @@ from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
 from rlhf.core.output import prepare_output
 from rlhf.core.version import __version__
-from rlhf.report.comparison import differences
 from rlhf.report.groups import sections
 from rlhf.report.runs import find_runs
-from rlhf.report.summary import remarks, result, some
-from rlhf.report.table import for_markdown, for_terminal, results
+from rlhf.report.tables import differences, for_markdown, for_terminal, remarks, result, results, some
 
 WIDTH = 80  # columns of the output if it is not a terminal
 NEEDS = ("matplotlib", "jinja2")  # packages of the extra `report`

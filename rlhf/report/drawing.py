@@ -1,22 +1,33 @@
-"""Drawing of figures with matplotlib: colours, curves, axes, legends, and output as PNG and SVG."""
+"""Drawing of figures with matplotlib: curves, axes, legends, the timeline."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from heapq import heappush, heapreplace
+from itertools import pairwise
+from math import inf
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf.report.curves import curve
+import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-    from rlhf.report.curves import Bounds, Point, Read
-    from rlhf.report.groups import Group
+    from rlhf.core.metrics import Row
+    from rlhf.report.groups import Group, Section
+    from rlhf.report.runs import Run
+
+
+# Drawing of figures with matplotlib: colours, curves, axes, legends, and output as PNG and SVG.
+
 
 # The colour-blind-safe palette of Okabe and Ito, with a grey and a wine red instead of black and yellow.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5c5f66", "#882255")
@@ -338,3 +349,241 @@ def bar(axes: Axes, at: float, height: float, left: float, width: float, colour:
     if width:
         axes.barh(at, width, height, left=left, color=colour)
     return width
+
+
+# Curves of a figure: the mean over the seeds of a group, with the range or the confidence interval.
+
+
+if TYPE_CHECKING:
+    # A function that returns a value of a row, or None if the row has no such value.
+    Read = Callable[[Run, Row], float | None]
+    Bounds = Callable[[Row], tuple[float, float] | None]  # reads the bounds of a confidence interval
+
+POINTS = 250  # largest number of points of a curve; longer curves are averaged over blocks of updates
+
+
+class Point(NamedTuple):
+    """A point of a curve: statistics over the runs of a group at one update, or averaged over a few updates.
+
+    Attributes:
+        x: mean of x over the runs.
+        y: mean of y over the runs.
+        low: smallest y of a run; for a single run with a confidence interval, the lower bound.
+        high: largest y of a run; for a single run with a confidence interval, the upper bound.
+        x_low: smallest x of a run.
+        x_high: largest x of a run.
+    """
+
+    x: float
+    y: float
+    low: float
+    high: float
+    x_low: float
+    x_high: float
+
+
+def figure(name: str) -> Read:
+    """Return a function that reads the metric `name` from a row of metrics.jsonl."""
+    return lambda run, row: row.get(name)
+
+
+def seconds(run: Run, row: Row) -> float | None:
+    """Return the seconds of training that `run` had spent until the update of `row`."""
+    return run.seconds_at(row["update"])
+
+
+def curve(runs: Sequence[Run], x: Read, y: Read, interval: Bounds | None = None) -> list[Point]:
+    """Return the curve of y over x, with at most `POINTS` points in the order of updates.
+
+    Rows of different runs are matched by their `update`. Updates at which a run has no x or no y are skipped.
+
+    Args:
+        runs: the runs of a group.
+        x: returns the x value of a row.
+        y: returns the y value of a row.
+        interval: returns the bounds of the confidence interval of y; used if there is a single run.
+    """
+    bounds = interval if len(runs) == 1 else None
+    by_run = [dict(_points(run, x, y, bounds)) for run in runs]
+    shared = sorted(set.intersection(*map(set, by_run))) if by_run else []
+    return _thin([_merged([points[update] for points in by_run]) for update in shared])
+
+
+def _points(run: Run, x: Read, y: Read, interval: Bounds | None) -> Iterator[tuple[float, Point]]:
+    """Yield update and point of each row of a run that has x and y."""
+    for row in run.rows:
+        if (y_value := y(run, row)) is not None and (x_value := x(run, row)) is not None:
+            low, high = (interval and interval(row)) or (y_value, y_value)
+            yield row["update"], Point(x_value, y_value, low, high, x_value, x_value)
+
+
+def _merged(points: Sequence[Point]) -> Point:
+    """Return the point of a group from those of its runs."""
+    xs, ys, low, high, *_ = zip(*points, strict=True)
+    return Point(fmean(xs), fmean(ys), min(low), max(high), min(xs), max(xs))
+
+
+def _thin(points: list[Point]) -> list[Point]:
+    """Return at most `POINTS` points, each the mean of a block of neighbouring points."""
+    size = -(-len(points) // POINTS)
+    if size <= 1:
+        return points
+    blocks = (points[i : i + size] for i in range(0, len(points), size))
+    return [Point(*map(fmean, zip(*block, strict=True))) for block in blocks]
+
+
+# The figure of groups.jsonl: slots and trainer over time, ages of groups, and which lengths are trained.
+
+
+_UPDATES = 6  # updates of a timeline: with those before the first and after the last, seven versions
+_SLOTS = 32  # largest number of slots of a timeline
+_TIMELINES = 4  # largest number of timelines
+_PITCH = 0.1  # inches from one slot to the next
+_GREY = 6  # index in SERIES; grey is the colour of discarded groups
+_COLOURS = SERIES[:_GREY] + SERIES[_GREY + 1 :]  # of versions
+
+_CAPTION = (
+    "Timeline: six updates in the middle of the run with the lowest seed. A row is a slot, which decodes "
+    "one response after another; gaps are idle time. At most 32 slots are shown, evenly chosen. The colour "
+    "is the version of the weights that sample; colours repeat after seven versions. The trainer is on top, "
+    "in the colour of the version that it makes; thin lines are loads of weights. Grey: responses of groups "
+    "that are discarded or replaced. Tick at the end: the response was cut. Age: updates between the first "
+    "token of a group and its training."
+)
+_DURATION = (
+    " Duration: mean time of the samples of a group in their slots, until they ended, were cut or discarded; "
+    "a decile is a tenth of all groups that were trained or discarded."
+)
+
+_Rows = list[dict[str, Any]]  # rows of groups.jsonl
+
+
+class Response(NamedTuple):
+    """A response in its slot: times of start and end, and whether it was not trained, or cut."""
+
+    start: float
+    end: float
+    dropped: bool
+    cut: bool
+
+
+def asynchrony(section: Section) -> tuple[Chart | None, list[str]]:
+    """Return the figure of the runs in virtual time, and a remark about each file that is damaged."""
+    found: dict[Group, list[tuple[Run, _Rows]]] = {}
+    remarks = []
+    for group in section.drawn:
+        for run in group.measured:
+            try:
+                rows = run.groups() if run.loads else []
+                if any("loaded" in row for row in rows):
+                    found.setdefault(group, []).append((run, rows))
+            except ValueError as error:
+                remarks.append(f"groups of {run.folder.name} ({error})")
+    every = {group: [row for _, rows in runs for row in rows] for group, runs in found.items()}
+    timelines = [
+        _timeline(*runs[0], group.label if len(section.groups) > 1 else "timeline")
+        for group, runs in list(found.items())[:_TIMELINES]
+    ]
+    panels, caption = [*timelines, Panel(partial(_draw_ages, every))], _CAPTION
+    if any(row["fate"] in ("cut", "dropped") for rows in every.values() for row in rows):
+        panels, caption = [*panels, Panel(partial(_draw_deciles, every))], caption + _DURATION
+    chart = Chart("asynchrony", "Asynchrony", caption, panels, legend(list(every)))
+    return chart if found else None, remarks
+
+
+def in_slots(responses: Iterable[Response], count: int) -> list[list[Response]]:
+    """Return the responses of each slot; a response gets the slot that has been free for the longest time.
+
+    Args:
+        responses: responses in any order.
+        count: number of slots; more are added if more responses overlap.
+    """
+    slots: list[list[Response]] = [[] for _ in range(count)]
+    free = [(-inf, slot) for slot in range(count)]  # heap: since when a slot is free, or from when on
+    for response in sorted(responses):
+        if not free or free[0][0] > response.start:
+            heappush(free, (-inf, len(slots)))
+            slots.append([])
+        _, slot = heapreplace(free, (response.end, free[0][1]))
+        slots[slot].append(response)
+    return slots
+
+
+def _timeline(run: Run, rows: _Rows, label: str) -> Panel:
+    """Return the panel of slots and trainer in the middle of a run."""
+    updates = sorted({(row["loaded"], row["taken"]) for row in rows if "loaded" in row})
+    loads = [loaded for loaded, _ in updates]
+    first = max(0, (len(loads) - _UPDATES) // 2)
+    begin, end = [0.0, *loads][first], loads[: first + _UPDATES][-1]
+    responses = [
+        Response(*times, "loaded" not in row, row["fate"] == "cut" and times[1] == max(row["ends"]))
+        for row in rows
+        for times in zip(row["starts"], row["ends"], strict=True)
+        if times[0] < end and times[1] > begin
+    ]
+    slots = in_slots(responses, run.config.get("clock.slots") or 0)
+    shown = slots[:: -(-len(slots) // _SLOTS)]
+    placed = [(y, response) for y, slot in enumerate(shown) for response in slot]
+    in_flight = run.config.get("schedule.update") == "in_flight"
+    bars = [(y, *piece) for y, response in placed for piece in _pieces(response, loads, in_flight)]
+    trainer = [
+        (-2.5, taken, loaded - run.config.get("clock.sync_s", 0.0), _colour(version))
+        for version, (loaded, taken) in enumerate(updates[first : first + _UPDATES], first + 1)
+    ]
+    work = sum(min(right, end) - max(left, begin) for _, left, right, _ in trainer)
+
+    def draw(axes: Axes) -> None:
+        axes.vlines(loads[max(0, first - 1) : first + _UPDATES], -3.5, len(shown), RULE, linewidth=0.8)
+        axes.hlines(*zip(*bars, *trainer, strict=True), linewidth=72 * _PITCH * 0.8)
+        ends = [
+            (each.end, y - 0.45, y + 0.45, INK if each.cut else PAPER, 1.6 if each.cut else 0.8)
+            for y, each in placed
+        ]
+        *at, widths = zip(*ends, strict=True)
+        axes.vlines(*at, linewidth=widths)
+        axes.set(xlim=(begin, end), ylim=(len(shown), -3.5), xlabel="virtual time (seconds)", title=title)
+        axes.set_yticks([-2.5, (len(shown) - 1) / 2], ["trainer", "slots"])
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False)
+        plain_labels(axes.xaxis)
+
+    title = f"{label}\ntrainer works {100 * work / (end - begin):.0f} % of this time"
+    return Panel(draw, 1.0 + _PITCH * (len(shown) + 4))
+
+
+def _pieces(response: Response, loads: list[float], in_flight: bool) -> Iterator[tuple[float, float, str]]:
+    """Yield begin, end and colour of the parts of a response that different versions sampled."""
+    version = bisect_right(loads, response.start)
+    later = loads[version : bisect_left(loads, response.end)] if in_flight else []
+    for begin, end in pairwise([response.start, *later, response.end]):
+        yield begin, end, FAINT if response.dropped else _colour(version)
+        version += 1
+
+
+def _colour(version: int) -> str:
+    return _COLOURS[version % len(_COLOURS)]
+
+
+def _draw_ages(rows: dict[Group, _Rows], axes: Axes) -> None:
+    """Draw the distribution of the ages of the trained groups."""
+    for group, own in rows.items():
+        ages = [row["update"] - 1 - row["version"] for row in own if "loaded" in row]
+        shares, edges = np.histogram(ages, np.arange(max(ages) + 2) - 0.5, density=True)
+        colour = look(group.place or 0)["color"]
+        axes.stairs(shares, edges, color=colour, fill=len(rows) == 1, linewidth=1.8, gid=mark(group))
+    axes.set(title="ages of trained groups", xlabel="age (updates)", ylabel="share")
+    whole_numbers(axes.xaxis)
+
+
+def _draw_deciles(rows: dict[Group, _Rows], axes: Axes) -> None:
+    """Draw the share of groups that are trained whole, by decile of the duration of all groups."""
+    for group, own in rows.items():
+        own = [row for row in own if row["fate"] != "replaced"]  # they were decoded whole
+        ordered = sorted(own, key=lambda row: (sum(row["ends"]) - sum(row["starts"])) / len(row["ends"]))
+        deciles = np.array_split([row["fate"] == "trained" for row in ordered], 10)
+        points = [(decile, whole.mean()) for decile, whole in enumerate(deciles, 1) if len(whole)]
+        axes.plot(*zip(*points, strict=True), gid=mark(group), **look(group.place or 0))
+    axes.set(
+        title="groups that are trained whole", xlabel="decile of duration", ylabel="share", ylim=(-0.04, 1.04)
+    )
+    axes.set_xticks(range(1, 11))

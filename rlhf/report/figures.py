@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.core.confidence import bounds
 from rlhf.report import drawing
-from rlhf.report.curves import POINTS, figure, seconds
-from rlhf.report.drawing import INK, Chart, Key, Panel, lines
+from rlhf.report.drawing import INK, POINTS, Chart, Key, Panel, asynchrony, figure, lines, seconds
 from rlhf.report.groups import by_scale, sections
-from rlhf.report.metrics import LEARNING, METRICS, OFF_POLICY, OPTIMIZATION, Kind, Metric
-from rlhf.report.runs import load
-from rlhf.report.summary import capital
-from rlhf.report.timeline import asynchrony
+from rlhf.report.runs import LEARNING, METRICS, OFF_POLICY, OPTIMIZATION, Kind, Metric, load
+from rlhf.report.tables import capital
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from rlhf.core.metrics import Row
-    from rlhf.report.curves import Read
+    from rlhf.report.drawing import Read
     from rlhf.report.groups import Group, Section
     from rlhf.report.runs import Run
 

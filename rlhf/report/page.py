@@ -12,19 +12,15 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from rlhf.report.comparison import differences
 from rlhf.report.drawing import GLYPHS, SERIES, Chart
 from rlhf.report.figures import charts, named
-from rlhf.report.metrics import duration, number
-from rlhf.report.samples import samples
-from rlhf.report.summary import not_drawn, remarks, result
-from rlhf.report.table import results, settings
+from rlhf.report.runs import duration, number
+from rlhf.report.tables import differences, not_drawn, remarks, result, results, samples, settings
 
 if TYPE_CHECKING:
     from rlhf.report.groups import Group, Section
     from rlhf.report.runs import FoundRuns, Run
-    from rlhf.report.samples import Sample
-    from rlhf.report.table import Results, Settings
+    from rlhf.report.tables import Results, Sample, Settings
 
 NAMES = 4  # largest number of algorithms in the title
 _FOLDED = 8  # longer lists of runs and of commands are folded

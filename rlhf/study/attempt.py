@@ -29,9 +29,9 @@ from rlhf.core.console import show
 from rlhf.core.errors import Interrupted, RunError
 from rlhf.core.version import RESULTS
 from rlhf.processes.signals import interruptible
-from rlhf.report.comparison import value_of
 from rlhf.report.runs import Run as RunFiles
 from rlhf.report.runs import Status, read_run
+from rlhf.report.tables import value_of
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import LOCK
 from rlhf.study.collection import FAILURES, ROW

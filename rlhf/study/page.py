@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.core.errors import UserError
 from rlhf.core.files import component, write_atomically
-from rlhf.report.curves import Point
-from rlhf.report.drawing import Chart, Panel, trace
+from rlhf.report.drawing import Chart, Panel, Point, trace
 from rlhf.report.groups import Group
 from rlhf.study import history, tables
 from rlhf.study.cells import Cell

@@ -16,8 +16,7 @@ from rlhf.core.errors import UserError
 from rlhf.launch.jobs import announce
 from rlhf.report.groups import sections
 from rlhf.report.runs import find_runs
-from rlhf.report.samples import samples
-from rlhf.report.summary import remarks
+from rlhf.report.tables import remarks, samples
 from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.runs.resuming import prepare
 from rlhf.stages import relabelling

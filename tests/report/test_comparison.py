@@ -8,9 +8,7 @@ import pytest
 
 from rlhf.core.statistics import holm, p_t
 from rlhf.report.__main__ import main
-from rlhf.report.comparison import differences, value_of
-from rlhf.report.summary import result
-from rlhf.report.table import results
+from rlhf.report.tables import differences, result, results, value_of
 from tests.report.test_report import read, write_run
 
 SFT = {"algo.name": "sft", "generator.name": "dataset"}

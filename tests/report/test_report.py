@@ -10,15 +10,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhf.core.errors import UserError
-from rlhf.report import drawing, figures, summary
+from rlhf.report import drawing, figures, tables
 from rlhf.report.__main__ import main
-from rlhf.report.curves import POINTS, curve, figure, seconds
+from rlhf.report.drawing import POINTS, curve, figure, seconds
 from rlhf.report.groups import sections
-from rlhf.report.metrics import METRICS
 from rlhf.report.page import subtitle
-from rlhf.report.runs import find_runs, read_run
-from rlhf.report.samples import samples
-from rlhf.report.table import for_markdown, results
+from rlhf.report.runs import METRICS, find_runs, read_run
+from rlhf.report.tables import for_markdown, results, samples
 from rlhf.training.recorder import PHASES
 
 PROMPT = "TITLE: one\n\nTL;DR:"
@@ -314,7 +312,7 @@ def test_a_damaged_run_is_listed_with_the_reason_and_other_runs_are_read(tmp_pat
         (damaged / name).write_text(content)
     found = find_runs([str(tmp_path)])
     assert [run.folder for run in found.runs] == [kept] and found.broken == {damaged: reason}
-    assert summary.remarks(sections(found.runs), found) == [f"Damaged run folders, not shown: b ({reason})."]
+    assert tables.remarks(sections(found.runs), found) == [f"Damaged run folders, not shown: b ({reason})."]
     with pytest.raises(
         UserError, match=r"b must contain undamaged files of a run .* got: " + re.escape(reason)
     ):
@@ -443,5 +441,5 @@ def test_lost_rows_are_named_in_a_remark(tmp_path):
         cut: "rows of metrics.jsonl after update 2 of 4",
         kept: None,
     }
-    (note,) = [note for note in summary.remarks(sections(found.runs), found) if "lost:" in note]
+    (note,) = [note for note in tables.remarks(sections(found.runs), found) if "lost:" in note]
     assert note.startswith("Rows are lost: cut (rows of metrics.jsonl after update 2 of 4), lost (rows of")

@@ -12,12 +12,9 @@ from rlhf.report import figures
 from rlhf.report.__main__ import main
 from rlhf.report.drawing import HEIGHT, SERIES, STYLE, WIDTH, Chart, Key, Panel, axes_at
 from rlhf.report.figures import charts, panels_of, times_of
-from rlhf.report.groups import LINES
-from rlhf.report.labels import LONGEST_LABEL, differing, labels
-from rlhf.report.metrics import METRICS, duration, number
-from rlhf.report.runs import find_runs
-from rlhf.report.summary import not_drawn, remarks, result
-from rlhf.report.table import TERMINAL_ROWS, for_terminal, results, settings
+from rlhf.report.groups import LINES, LONGEST_LABEL, differing, labels
+from rlhf.report.runs import METRICS, duration, find_runs, number
+from rlhf.report.tables import TERMINAL_ROWS, for_terminal, not_drawn, remarks, result, results, settings
 from tests.report.test_report import read, write_run
 
 SFT = {"algo.name": "sft", "generator.name": "dataset"}
