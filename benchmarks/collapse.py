@@ -23,9 +23,9 @@ import numpy as np
 
 from rlhf.core.statistics import wilson
 from rlhf.report.runs import read_run
-from rlhf.study.collection import ROW
+from rlhf.study.page import as_table
+from rlhf.study.plan import ROW
 from rlhf.study.rows import DIVERGED, Row, read_rows
-from rlhf.study.tables import as_table
 from rlhf.training.collapse import LIMITS, RISING, CollapseRule, Limits
 
 UPDATES = Path(__file__).parents[1] / "studies/collapse/updates.npz"

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 def plan(study: Study, options: Namespace) -> None:
     """Print what is done, stale and missing, and problems of the runs."""
-    from rlhf.study.pricing import price
+    from rlhf.study.work import price_of
 
     found = study.plan(_only(options))
     found.check()
-    for line in [*found.lines(), *price(found).lines(1), f"results: {study.spec.folder}"]:
+    for line in [*found.lines(), *price_of(found).lines(1), f"results: {study.spec.folder}"]:
         say(line)
 
 
@@ -55,7 +55,7 @@ def repeat(study: Study, options: Namespace) -> None:
 
 def add(study: Study, options: Namespace) -> None:
     """Write a study of further methods beside the rows of this one."""
-    from rlhf.study.adding import compare, write_study
+    from rlhf.study.study import compare, write_study
 
     added = type(study)(file := write_study(study.spec, options.methods))
     for line in compare(study, added.spec):
@@ -65,9 +65,8 @@ def add(study: Study, options: Namespace) -> None:
 
 def show(study: Study, options: Namespace) -> None:
     """Print the state and the tables so far."""
-    from rlhf.study.page import state
-    from rlhf.study.results import Results
-    from rlhf.study.tables import for_terminal, tables
+    from rlhf.study.page import for_terminal, state, tables
+    from rlhf.study.rows import Results
 
     results = Results.read(study.spec)
     for text in state(results):
@@ -79,7 +78,7 @@ def show(study: Study, options: Namespace) -> None:
 def page(study: Study, options: Namespace) -> None:
     """Write the page, tables and figures from rows.jsonl."""
     from rlhf.study.page import write_page
-    from rlhf.study.results import Results
+    from rlhf.study.rows import Results
 
     spec = study.spec
     if spec.figures and find_spec("matplotlib") is None:

@@ -1,16 +1,25 @@
-"""The declaration of a study: one YAML file with tasks, methods, axes, grids, seeds, tuning and claims.
-
-Values of axes and tuned values are texts, as in the file (`studies/*.yaml`). This module imports no torch.
-"""
+"""The declaration of a study: tasks, methods, axes, seeds, claims; its cells and its history."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from rlhf.config.metric_names import KNOWN
+from rlhf.config.overrides import read_overrides
+from rlhf.config.suggestions import suggestion
+from rlhf.core import files
 from rlhf.core.files import component
+
+# The declaration of a study: one YAML file with tasks, methods, axes, grids, seeds, tuning and claims.
+#
+# Values of axes and tuned values are texts, as in the file (`studies/*.yaml`). This module imports no torch.
+
 
 VALUE, LOSS, AT_KL, AT_TIME, COLLAPSED = "value", "loss", "at_kl", "at_time", "collapsed"
 QUANTITIES = (VALUE, LOSS, AT_KL, AT_TIME, COLLAPSED)  # of tables and figures, beside names of metrics
@@ -102,7 +111,7 @@ class Spec:
     tune: Tune | None  # None: no setting is tuned
     tables: Sequence[Table]
     figures: Sequence[Table]
-    claims: Mapping[str, str]  # sentence -> formula (see `rlhf.study.formula`)
+    claims: Mapping[str, str]  # sentence -> formula (see `rlhf.study.spec`)
     budget: Mapping[str, float]  # limits such as {"cpu_hours": 20}
     looks: int  # how often the claims are judged
     resources: Mapping[str, str]  # keys of the launcher
@@ -137,3 +146,332 @@ def folder_of(file: Path, name: str) -> Path:
     if file.name == "study.yaml":
         return file.parent
     return (file.parent if file.parent.name == "studies" else file.parent / "studies") / name
+
+
+# The grammar of claims, and that of tables.
+#
+#     quantity(methods) < | > number | [factor *] quantity(methods)
+#     quantity(methods) within margin [of quantity(methods)]
+#
+# After a side: `at axis=value ...`, `at every axis`, `over axis` (for slopes). At the end: `pooled` (the mean
+# over the tasks, in place of a verdict for each task). A side without such words has those of the other side.
+#
+# Quantities are value, loss (the base of the first named axis minus the cell), slope (per doubling of the
+# axis), at_kl, collapsed, and names of metrics. A claim holds if it holds for every method on the left and on
+# the right. `same` stands for the method on the left, and `best` for the method with the highest value.
+#
+# A claim that the grammar cannot express is a Python function, `<file>.py:<function>`. The function gets the
+# rows and returns {name: one difference per seed}. The claim holds if all means are above 0.
+
+
+SAME, BEST, SLOPE = "same", "best", "slope"
+_SIDE = re.compile(r"(?P<quantity>[\w/]+)\((?P<methods>[^()]*)\)(?P<words>[^<>()*]*)")
+_WORDS = re.compile(
+    r"(?<!\S)(?:over (?P<over>\S+)|at every (?P<every>\S+)|(?:at )?(?P<axis>[^\s=]+)=(?P<value>\S*))"
+)
+_NUMBER = re.compile(r"(-?\d+\.?\d*(?:e-?\d+)?)(?: (\*|of)(?= ))?")
+_POSITIVE = re.compile(r"(?!0*\.?0*$)\d+\.?\d*(e-?\d+)?")
+_FUNCTION = re.compile(r"\S+:\w+")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a claim: a quantity of methods in a cell."""
+
+    quantity: str
+    methods: tuple[str, ...]  # names of methods, `SAME` or `BEST`
+    levels: Mapping[str, str] = field(default_factory=dict)  # value of each named axis
+    every: tuple[str, ...] = ()  # axes for each of whose values the claim is made
+    over: str = ""  # the axis of a slope
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A claim: left < or > number + factor * right, or |left - right| < number."""
+
+    text: str  # as in the file
+    left: Side | None = None  # None: the claim is a function
+    sign: str = ""  # "<", ">" or "within"
+    number: float = 0.0  # or the margin of `within`
+    factor: float = 1.0
+    right: Side | None = None
+    pooled: bool = False  # whether the quantities are means over the tasks
+
+
+def read_formula(text: str) -> Formula | None:
+    """Return a claim; None if the text is not of the grammar."""
+    if _FUNCTION.fullmatch(text):
+        return Formula(text)
+    words, pooled = re.subn(r" pooled$", "", text)
+    first, sign, second = (re.split(r" (<|>|within) ", words, maxsplit=1) + ["", ""])[:3]
+    found = _NUMBER.match(second)
+    number, link = (float(found[1]), found[2]) if found else (0.0, "")
+    rest = second[found.end() :] if found else second
+    if link not in ((None, "of") if sign == "within" else (None, "", "*")):
+        return None
+    if link is None:  # a number alone: the words after it belong to the left side
+        left, right = _side(first + rest), None
+    else:
+        left, right = _side(first), _side(rest.strip())
+        if left is None or right is None:
+            return None
+        left, right = _placed(left, right), _placed(right, left)
+    if left is None:
+        return None
+    factor, number = (number, 0.0) if link == "*" else (1.0, number)
+    return Formula(text, left, sign, number, factor, right, bool(pooled))
+
+
+def _side(text: str) -> Side | None:
+    found = _SIDE.fullmatch(text)
+    if found is None or _WORDS.sub("", found["words"]).strip():
+        return None
+    methods = tuple(filter(None, re.split(r"[\s,]+", found["methods"])))
+    words = [*_WORDS.finditer(found["words"])]
+    levels = {each["axis"]: each["value"] for each in words if each["axis"]}
+    if len(levels) < sum(bool(each["axis"]) for each in words):  # an axis twice
+        return None
+    every = tuple(each["every"] for each in words if each["every"])
+    over = next((each["over"] for each in words if each["over"]), "")
+    return Side(found["quantity"], methods, levels, every, over) if methods else None
+
+
+def _placed(side: Side, other: Side) -> Side:
+    """Return a side with the axes of the other side, if the side names none."""
+    if side.levels or side.every or side.over:
+        return side
+    return replace(side, levels=other.levels, every=other.every, over=other.over)
+
+
+def problems(
+    formula: Formula,
+    methods: Iterable[str],
+    axes: Mapping[str, Axis],
+    quantities: Collection[str] = QUANTITIES,
+) -> list[str]:
+    """Return what is wrong with the names of a claim: a rule for each problem."""
+    known, found = [*methods, SAME, BEST], []
+    sides = [side for side in (formula.left, formula.right) if side is not None]
+    if any(BEST in side.methods for side in sides) and (
+        len(sides[0].methods) > 1 or sides[0].every or sides[1:]
+    ):
+        found.append(f"compare {BEST} with a number")
+    if sides and SAME in sides[0].methods:
+        found.append(f"have {SAME} on the right only")
+    if sides[1:] and sides[0].methods == sides[1].methods and len(sides[0].methods) == 1:
+        found.append(f"compare different methods, or {SAME} at other values")
+    for side in sides:
+        named = [*side.levels, *side.every, *filter(None, [side.over])]
+        said = [("methods", m, known) for m in side.methods] + [("axes", axis, [*axes]) for axis in named]
+        said += [(f"a value of {a}", v, [*axes[a].values]) for a, v in side.levels.items() if a in axes]
+        for what, name, names in said:
+            if name not in names:
+                guess = suggestion(name, names, " (did you mean {}?)")
+                found.append(f"name {what} ({', '.join(names) or 'there are none'}), not {name}{guess}")
+        if side.quantity not in (*quantities, SLOPE) and "/" not in side.quantity:
+            why = suggestion(side.quantity, [*quantities, SLOPE, *KNOWN], " (did you mean {}?)")
+            why = f" (add tasks.<name>.{side.quantity})" if side.quantity in QUANTITIES else why
+            found.append(f"be about {', '.join(quantities)}, {SLOPE} or a metric, not {side.quantity}{why}")
+        if (side.quantity == SLOPE) != bool(side.over):
+            found.append(f"have 'over <axis>' after {SLOPE}, and nowhere else")
+        if side.over in axes and not all(map(_POSITIVE.fullmatch, axes[side.over].values)):
+            found.append(f"have a slope over an axis of positive numbers, not {side.over}")
+        if side.quantity == LOSS and not side.levels and not side.every:
+            found.append("say at which value of an axis a loss is meant, as 'at lag=64'")
+        axis, value = next(iter(side.levels.items()), ("", ""))
+        if side.quantity == LOSS and axis in axes and {*axes[axis].bases.values()} == {value}:
+            found.append(f"be about a loss at another value than the base ({axis}={value})")
+    return found
+
+
+def quantities(tasks: Mapping[str, Task]) -> list[str]:
+    """Return the quantities that the runs of tasks have: at_kl and at_time need the key of a task."""
+    declared = tasks.values() or [Task(at_kl=1, at_time=1)]
+    return [each for each in QUANTITIES if any(getattr(task, each, 0) is not None for task in declared)]
+
+
+def read_table(text: str, known: Collection[str], axes: Collection[str]) -> Table | tuple[str, str, str]:
+    """Return the table of a text such as "loss over lag as the loss"; else rule, value and remedy.
+
+    Args:
+        text: the text.
+        known: the quantities that runs have, beside metrics.
+        axes: the axes.
+    """
+    said, _, title = text.partition(" as ")
+    quantity, over, axis = said.partition(" over ")
+    quantity = quantity.removeprefix("value ").strip()
+    if quantity not in known and "/" not in quantity:
+        guess = suggestion(quantity, [*known, *KNOWN], "did you mean {}?") or "write value over <axis>"
+        remedy = f"add tasks.<name>.{quantity}" if quantity in QUANTITIES else guess
+        return f"must be <quantity> over <axis> ({', '.join(known)}, or a metric)", text, remedy
+    if quantity == LOSS and not over:
+        return "must be over an axis", text, f"write {LOSS} over <axis>"
+    if over and axis not in axes:
+        guess = suggestion(axis, axes, "did you mean {}?") or "choose one of them"
+        return f"must be over an axis ({', '.join(axes) or 'there are none'})", axis, guess
+    return Table(quantity, axis, title)
+
+
+# The cells of a study, and the overrides of a run. This module imports no torch.
+
+
+class Cell(NamedTuple):
+    """Settings whose runs differ only in the seed: a task, a method, and a value of each axis.
+
+    `levels` has a pair (axis, value) for each axis of the study, in the order of the file.
+    """
+
+    task: str
+    method: str
+    levels: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([self.task, self.method, *(f"{axis}={value}" for axis, value in self.levels)])
+
+    def at(self, levels: Mapping[str, str], method: str | None = None) -> Cell:
+        """Return the cell with other values of some axes, or another method."""
+        changed = tuple((axis, levels.get(axis, value)) for axis, value in self.levels)
+        return Cell(self.task, method or self.method, changed)
+
+
+def cell_of(spec: Spec, task: str, method: str, levels: Mapping[str, str]) -> Cell:
+    """Return a cell; an axis without a value has the base of the task."""
+    bases = ((axis, declared.bases.get(task, "")) for axis, declared in spec.axes.items())
+    return Cell(task, method, tuple((axis, levels.get(axis, base)) for axis, base in bases))
+
+
+def cells(spec: Spec, grids: Sequence[Grid] | None = None) -> list[Cell]:
+    """Return the cells of grids (None: those of the study), each once, in the order of the grids."""
+    found: dict[Cell, None] = {}
+    for grid in spec.grids if grids is None else grids:
+        names = {"task": tuple(spec.tasks), "method": tuple(spec.methods), **grid}
+        for values in product(*names.values()):
+            levels = dict(zip(names, values, strict=True))
+            found[cell_of(spec, levels.pop("task"), levels.pop("method"), levels)] = None
+    return list(found)
+
+
+def _layers(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> dict[str, Sequence[str]]:
+    """Return the overrides of a run by the key of the study file that they come from; a later key wins."""
+    for_choice = spec.tune.overrides if spec.tune is not None and seed in spec.tune.seeds else ()
+    return {
+        "set": spec.overrides,
+        f"tasks.{cell.task}": spec.tasks[cell.task].overrides,
+        f"methods.{cell.method}": spec.methods[cell.method].overrides,
+        **{f"axes.{axis}": spec.axes[axis].values[value] for axis, value in cell.levels},
+        "tune.set": for_choice,
+        **{f"tune.{key}": [f"{key}={value}"] for key, value in tuned.items()},
+        "repeat": [f"{key}={seed}" for key in spec.repeat],
+    }
+
+
+def overrides(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> list[str]:
+    """Return the overrides of a run, each key once, without those of the machine, as paths.
+
+    Args:
+        spec: the study.
+        cell: the cell of the run.
+        seed: the value of all keys of `spec.repeat`.
+        tuned: the value of each tuned key.
+    """
+    texts = [text for layer in _layers(spec, cell, seed, tuned).values() for text in layer]
+    return list({each.key: each.text for each in read_overrides(texts)}.values())
+
+
+def origin(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str], key: str) -> str:
+    """Return the key of the study file from which a run has a config key, by default that of the method."""
+    layers = _layers(spec, cell, seed, tuned).items()
+    found = [name for name, texts in layers if any(each.key == key for each in read_overrides(texts))]
+    return key if key in spec.lines else found[-1] if found else f"methods.{cell.method}"
+
+
+def set_twice(spec: Spec) -> dict[str, list[str]]:
+    """Return the config keys that several keys of the study file set: config key -> keys of the file."""
+    found: dict[str, dict[str, None]] = {}
+    tuned = dict.fromkeys(spec.tune.values, "") if spec.tune else {}
+    for cell in cells(spec):
+        origins: dict[str, list[str]] = {}
+        for origin, texts in _layers(spec, cell, 0, tuned).items():
+            for each in read_overrides(texts):
+                origins.setdefault(each.key, []).append(origin)
+        for key, several in origins.items():
+            if len(several) > 1:
+                found.setdefault(key, {}).update(dict.fromkeys(several))
+    return {key: list(several) for key, several in found.items()}
+
+
+def tuning_point(spec: Spec, cell: Cell) -> str:
+    """Return the name of the point of `spec.tune.at` whose choice a cell uses: the last one that it reaches.
+
+    A cell reaches a point if one of its values is at least that of `reach`; numbers are compared as numbers,
+    and other values by their place in the file. The point `a+b` is for cells that reach `a` and `b`.
+    """
+    assert spec.tune is not None
+
+    def rank(axis: str, value: str) -> float:
+        try:
+            return float(value)
+        except ValueError:
+            return list(spec.axes[axis].values).index(value)
+
+    reached = [
+        point
+        for point, limits in spec.tune.reach.items()
+        if any(
+            axis in limits and rank(axis, value) >= rank(axis, limits[axis]) for axis, value in cell.levels
+        )
+    ]
+    both = "+".join(reached)
+    return both if both in spec.tune.at else [next(iter(spec.tune.at)), *reached][-1]
+
+
+def tuning_cell(spec: Spec, cell: Cell) -> Cell:
+    """Return the cell of the runs that choose the tuned values of a cell."""
+    assert spec.tune is not None
+    return cell_of(spec, cell.task, cell.method, spec.tune.at[tuning_point(spec, cell)])
+
+
+# history.jsonl of a study: looks at the claims, claims when the runs started, and other events.
+
+
+LOOK, CLAIMS = "look", "claims"  # kinds of events
+
+
+def events(spec: Spec, kind: str) -> list[dict[str, Any]]:
+    """Return the events of a kind, in the order of time."""
+    return [event for event in files.read_lines(_file(spec), ["kind", "time"]) if event["kind"] == kind]
+
+
+def record(spec: Spec, kind: str, **content: object) -> None:
+    """Append an event with its time (UTC)."""
+    spec.folder.mkdir(parents=True, exist_ok=True)
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    files.append(_file(spec), [{"kind": kind, "time": time, **content}])
+
+
+def record_claims(spec: Spec) -> None:
+    """Record the claims, unless an earlier call has done so; call this when the first table run starts."""
+    if not events(spec, CLAIMS):
+        record(spec, CLAIMS, claims=dict(spec.claims))
+
+
+def added_later(spec: Spec) -> set[str]:
+    """Return the sentences of claims that were added or changed after the runs started."""
+    first = next(iter(events(spec, CLAIMS)), None)
+    return (
+        set() if first is None else {s for s, text in spec.claims.items() if first["claims"].get(s) != text}
+    )
+
+
+def look(spec: Spec, rows: object) -> int:
+    """Record a look at the claims unless nothing changed since the last one; return the number of looks."""
+    seen, mark = events(spec, LOOK), files.digest([rows, dict(spec.claims)])
+    if seen and seen[-1]["rows"] == mark:
+        return len(seen)
+    record(spec, LOOK, rows=mark, seeds=len(spec.seeds))
+    return len(seen) + 1
+
+
+def _file(spec: Spec) -> Path:
+    return spec.folder / "history.jsonl"

@@ -9,9 +9,8 @@ import pytest
 
 from benchmarks import collapse
 from benchmarks.collapse import EARLY, GRID, MEMORIES, UPDATES, Case, cases, collapsed_at, crossings, measured
-from rlhf.study.reading import read_spec
-from rlhf.study.results import Results
-from rlhf.study.rows import DIVERGED, read_rows, write_rows
+from rlhf.study.file import read_spec
+from rlhf.study.rows import DIVERGED, Results, read_rows, write_rows
 from rlhf.training.collapse import LIMITS, Limits
 from tests.report.test_report import write_run
 

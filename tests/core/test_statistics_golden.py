@@ -9,8 +9,7 @@ import pytest
 from scipy import stats
 
 from rlhf.core import statistics
-from rlhf.study.claims import decided
-from rlhf.study.results import Contrast
+from rlhf.study.rows import Contrast, decided
 from tests import needs
 
 GOLDEN = Path(__file__).parents[3] / "shared/golden/statistics.json"

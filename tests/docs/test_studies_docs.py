@@ -13,7 +13,7 @@ FILES = dict(re.findall(r"^`([\w./]+)`[^`]*?\n\n```\w+\n(.*?)^```$", DOCS, re.M 
 PROGRAM = """\
 from pathlib import Path
 from rlhf import Study
-from rlhf.study.adding import write_study
+from rlhf.study.study import write_study
 
 base = Study("studies/stale.yaml")
 plan = base.plan()

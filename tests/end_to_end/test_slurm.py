@@ -20,7 +20,7 @@ from rlhf.config.identity import run_name
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.prerequisites import complete
 from rlhf.stages.run import run
-from rlhf.study.reading import read_spec
+from rlhf.study.file import read_spec
 from rlhf.study.rows import read_rows
 from rlhf.study.spec import Spec
 from tests import needs

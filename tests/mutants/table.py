@@ -260,7 +260,7 @@ MUTANTS = [
     # -- study ---------------------------------------------------------------------------------------
     *_rows(
         "study/test_page",
-        "study/results.py",
+        "study/rows.py",
         (
             "len({(each[seed].task, each[seed].machine, *sorted(each[seed].models.items())) "
             "for each in rows})",
@@ -288,7 +288,7 @@ MUTANTS = [
     ),
     *_rows(
         "study/test_page",
-        "study/claims.py",
+        "study/rows.py",
         ("below = holm(below)", "pass"),
         (
             "above, below, contrasts = [holm(above)[place]], [below[place]], {chosen: contrasts[chosen]}",
@@ -309,7 +309,7 @@ MUTANTS = [
     ),
     *_rows(
         "study/test_planning",
-        "study/tuning.py",
+        "study/plan.py",
         (
             "means = {each: task.sign * fmean(found) for each, found in values.items()}",
             "means = {each: fmean(found) for each, found in values.items()}",

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 from rlhf.core.errors import UserError
-from rlhf.study import adding
-from rlhf.study.history import events
-from rlhf.study.planning import Plan
-from rlhf.study.reading import read_spec
-from rlhf.study.results import Results
-from rlhf.study.rows import write_rows
+from rlhf.study import study as adding
+from rlhf.study.file import read_spec
+from rlhf.study.plan import Plan
+from rlhf.study.rows import Results, write_rows
+from rlhf.study.spec import events
 from rlhf.study.study import Study
 from tests.study.test_planning import STUDY, row, study  # noqa: F401
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlhf.report.runs import read_run
-from rlhf.study.attempt import row_of_files
+from rlhf.study.work import row_of_files
 from tests.report.test_report import write_run
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlhf.checks.composing import composed
-from rlhf.study import identity
+from rlhf.study import plan
 from rlhf.study.rows import Row
 
 ROW = {name: None for name in Row.__dataclass_fields__}
@@ -32,40 +32,40 @@ def config(*overrides, reward="reward.py:reward"):
     return composed([*OWN, "task.path=data.jsonl", f"scorer.path={reward}", *overrides])
 
 
-def reason(before, after, results=identity.RESULTS, accept=()):
+def reason(before, after, results=plan.RESULTS, accept=()):
     row = Row(**{**ROW, "inputs": before, "results": results})
-    return identity.stale(row, after, accept)
+    return plan.stale(row, after, accept)
 
 
 def test_order_and_spelling_of_overrides_and_the_place_of_a_checkout_are_not_in_the_digest(here):
-    one = identity.run_digest(config("seed=2", "optim.lr=1e-4"))
-    assert one == identity.run_digest(config("optim.lr=0.0001", "seed=2"))
-    assert one == identity.run_digest(config("seed=2", "optim.lr=1e-4", f"task.path={here}/data.jsonl"))
-    assert one != identity.run_digest(config("seed=3", "optim.lr=1e-4"))
+    one = plan.run_digest(config("seed=2", "optim.lr=1e-4"))
+    assert one == plan.run_digest(config("optim.lr=0.0001", "seed=2"))
+    assert one == plan.run_digest(config("seed=2", "optim.lr=1e-4", f"task.path={here}/data.jsonl"))
+    assert one != plan.run_digest(config("seed=3", "optim.lr=1e-4"))
 
 
 def test_changed_data_makes_rows_stale(here):
-    before = identity.inputs(config())
-    assert reason(before, identity.inputs(config("seed=5"))) is None
+    before = plan.inputs(config())
+    assert reason(before, plan.inputs(config("seed=5"))) is None
     (here / "data.jsonl").write_text(json.dumps({"prompt": "ab"}))
-    assert reason(before, identity.inputs(config())) == "task.path changed"
+    assert reason(before, plan.inputs(config())) == "task.path changed"
 
 
 def test_changed_source_makes_rows_stale_that_depend_on_it(here):
-    by_file = identity.inputs(config())
-    by_module = identity.inputs(config(reward="lab_of_identity.rewards:reward"))
+    by_file = plan.inputs(config())
+    by_module = plan.inputs(config(reward="lab_of_identity.rewards:reward"))
     assert by_module.keys() == {
         "task.path",
         *(f"lab_of_identity/{n}.py" for n in ("__init__", "rewards", "length")),
     }
     (here / "lab_of_identity/length.py").write_text("scale = 20")
     (here / "lab_of_identity/other.py").write_text("unused = 1")
-    assert reason(by_file, identity.inputs(config())) is None
-    after = identity.inputs(config(reward="lab_of_identity.rewards:reward"))
+    assert reason(by_file, plan.inputs(config())) is None
+    after = plan.inputs(config(reward="lab_of_identity.rewards:reward"))
     assert reason(by_module, after) == "lab_of_identity/length.py changed"
 
 
 def test_another_results_version_makes_rows_stale_unless_the_study_accepts_it():
     assert reason({}, {}) is None
-    assert reason({}, {}, results=identity.RESULTS - 1) == "results version 0, now 1"
-    assert reason({}, {}, results=identity.RESULTS - 1, accept=(0,)) is None
+    assert reason({}, {}, results=plan.RESULTS - 1) == "results version 0, now 1"
+    assert reason({}, {}, results=plan.RESULTS - 1, accept=(0,)) is None

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from rlhf.study.reading import read_spec
+from rlhf.study.file import read_spec
 from rlhf.study.rows import read_rows
 
 STUDY = """\

@@ -4,9 +4,9 @@ import pytest
 
 from rlhf.core.errors import UserError
 from rlhf.study.__main__ import main
-from rlhf.study.claims import call_own
-from rlhf.study.planning import Plan
-from rlhf.study.reading import read_spec
+from rlhf.study.file import read_spec
+from rlhf.study.plan import Plan
+from rlhf.study.rows import call_own
 
 STUDY = """\
 study: short

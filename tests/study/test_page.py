@@ -13,15 +13,14 @@ from scipy import stats
 
 from rlhf.core import statistics
 from rlhf.core.errors import UserError
-from rlhf.study import claims, history, page, tables
+from rlhf.study import page
+from rlhf.study import rows as claims
+from rlhf.study import spec as history
 from rlhf.study.__main__ import main
-from rlhf.study.cells import cell_of
-from rlhf.study.formula import problems, read_formula
+from rlhf.study.file import read_spec
 from rlhf.study.page import MARKS, write_page
-from rlhf.study.reading import read_spec
-from rlhf.study.results import Contrast, Results, Term
-from rlhf.study.rows import DIVERGED, FAILED, packed, read_rows, write_rows
-from rlhf.study.spec import Include, Table
+from rlhf.study.rows import DIVERGED, FAILED, Contrast, Results, Term, packed, read_rows, write_rows
+from rlhf.study.spec import Include, Table, cell_of, problems, read_formula
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/atlas_percentile.md"
@@ -45,13 +44,13 @@ def results(spec, rows):
 @pytest.mark.nightly
 def test_percentile_intervals_reproduce_the_tables_of_the_first_atlas(spec, rows):
     old = Results(replace(spec, interval="percentile"), rows)
-    found = ["| " + " | ".join(line) + " |" for each in tables.tables(old) for line in each.lines]
+    found = ["| " + " | ".join(line) + " |" for each in page.tables(old) for line in each.lines]
     assert found == GOLDEN.read_text().splitlines()
     assert len(spec.file.read_text().splitlines()) <= 60
 
 
 def test_statements_that_survive_the_correction(results):
-    found = list(tables.families(results))
+    found = list(page.families(results))
     supported = {
         (family.task, family.column): sorted(
             each.names[0] for each in family.findings if each.verdict == "supported"
@@ -69,7 +68,7 @@ def test_statements_that_survive_the_correction(results):
     }
     gains = [f for family in found if not family.what.startswith("loss") for f in family.findings]
     assert [each.names[0] for each in gains if each.verdict == "supported"] == ["m2po - grpo"] * 2
-    said = "\n".join(tables.findings(results, found))
+    said = "\n".join(page.findings(results, found))
     assert "`grpo` = `geometric` = `truncate` 0.213 (0.173, 0.253)" in said
     assert said.endswith("about 3 would have it if no method differed.")
     assert said.count("a loss of at most 0.02 is supported for no method") == 4
@@ -96,7 +95,7 @@ def test_an_incomplete_study_states_nothing(spec, rows):
     short = Results(spec, [row for row in rows if (row.method, row.seed) != ("topr", 5)])
     assert short.missing == 14 + 2
     assert {each.verdict for each in claims.judged(short)} == {"runs are missing"}
-    assert not list(tables.findings(short, list(tables.families(short))))
+    assert not list(page.findings(short, list(page.families(short))))
 
 
 def test_a_failed_run_takes_part_in_no_claim_and_a_diverged_one_counts_as_collapsed(spec, rows):
@@ -139,7 +138,7 @@ def test_a_mean_over_fewer_runs_than_all_has_brackets_in_every_kind_of_column(sp
     declared = [Table("mismatch/ess", "lag"), Table("value", "lag")]
 
     def columns(rows):
-        made = tables.tables(Results(spec, rows), declared)
+        made = page.tables(Results(spec, rows), declared)
         return [each.rows["dpo"][-1].text for each in made if each.task == "tldr_mini"]
 
     where = [r for r in rows if (r.task, r.method, r.levels["lag"]) == ("tldr_mini", "dpo", "64")]
@@ -156,12 +155,12 @@ def test_a_mean_over_fewer_runs_than_all_has_brackets_in_every_kind_of_column(sp
 
 def test_findings_have_the_level_of_the_looks(spec, rows, results):
     twice = Results(replace(spec, looks=2), rows)
-    for one, two in zip(tables.families(results), tables.families(twice), strict=True):
+    for one, two in zip(page.families(results), page.families(twice), strict=True):
         for each, other in zip(one.findings, two.findings, strict=True):
             assert each.holm == other.holm, "five seeds: by t test in both"
             assert (other.verdict == "supported") == (other.holm < 0.025) or "decided" in other.verdict
             assert (each.verdict == "supported") == (each.holm < 0.05) or "decided" in each.verdict
-    said = "\n".join(tables.findings(twice, list(tables.families(twice))))
+    said = "\n".join(page.findings(twice, list(page.families(twice))))
     assert "5 seeds cannot confirm one of 14 exactly" in said and "have p < 0.025 before" in said
 
 
@@ -174,7 +173,7 @@ def test_claims_have_the_level_of_the_looks(spec, rows, results):
 def test_the_sign_flip_test_takes_part_only_where_it_can_reach_the_level():
     sure = Contrast(np.array([[0.31, 0.30, 0.32, 0.29, 0.30, 0.31, 0.30, 0.32, 0.29, 0.30]]), [1.0], True)
     others = {str(n): replace(sure, samples=sure.samples + n) for n in range(13)}
-    (exact, *_), (t, *_) = (tables.tested({"a": sure, **others}, level) for level in (0.05, 0.025))
+    (exact, *_), (t, *_) = (page.tested({"a": sure, **others}, level) for level in (0.05, 0.025))
     assert exact.p == 2 / 2**10 and t.p < 1e-9
     assert exact.verdict == t.verdict == "supported"
 
@@ -199,7 +198,7 @@ def test_a_claim_is_not_stronger_than_the_finding_unless_it_was_recorded_before_
     if recorded != "never":
         history.record_claims(spec if recorded == "before" else replace(spec, claims={}))
     results = Results(spec, rows)
-    found = list(tables.families(results))
+    found = list(page.families(results))
     alone, made = next(claims.judged(results)), next(page.verdicts(results, found))
     assert alone.task == made.task == "tldr_mini" and alone.verdict.startswith(("holds", "does not"))
     if finding is None:
@@ -218,10 +217,10 @@ def test_a_page_has_the_numbers_of_claims_verdicts_and_looks(spec, rows, tmp_pat
 
 
 def test_a_page_names_the_tuned_values_that_are_on_an_edge(spec):
-    lines = {(task, method): values for task, method, *values in tables.tuned(spec)}
+    lines = {(task, method): values for task, method, *values in page.tuned(spec)}
     assert lines["`tldr_mini`", "`ipo`"] == ["optim.lr=3e-4 (chosen on an edge)"] * 2
     assert lines["`tldr_mini`", "`dpo`"] == ["optim.lr=1e-4"] * 2 and len(lines) == 1 + 28
-    assert tables.tuned(read_spec(ROOT / "studies/paper.yaml"))[0] == ["task", "method", "low", "high"]
+    assert page.tuned(read_spec(ROOT / "studies/paper.yaml"))[0] == ["task", "method", "low", "high"]
 
 
 SMALL = """\
@@ -339,9 +338,9 @@ def test_claims_that_are_added_after_the_runs_are_marked(rows, tmp_path):
 def test_tables_as_latex_need_booktabs_alone(results):
     """Each row has all columns, each environment and brace is closed, no character is special by mistake."""
     known = {"toprule", "midrule", "bottomrule", "texttt", "scriptsize", "begin", "end"}
-    for table in tables.tables(results):
+    for table in page.tables(results):
         table = replace(table, rows={f"[{name}]_{{~^2 & 5 % <|>": row for name, row in table.rows.items()})
-        comment, *lines = tables.as_latex(table).splitlines()
+        comment, *lines = page.as_latex(table).splitlines()
         assert comment == f"% {table.task}"
         assert lines[:2] == [f"\\begin{{tabular}}{{l{'r' * len(table.columns)}}}", "\\toprule"]
         assert lines[3] == "\\midrule" and lines[-2:] == ["\\bottomrule", "\\end{tabular}"]
@@ -351,27 +350,27 @@ def test_tables_as_latex_need_booktabs_alone(results):
             assert bare.count("{") == bare.count("}") and len(re.findall(r"(?<!\\)\$", line)) % 2 == 0
             assert not re.search(r"(?<!\\)[%#_`~]|(?<![\\$])[\^<>|]|^\[", line), line
         assert set(re.findall(r"\\([a-z]+)", " ".join(lines))) <= known
-    loss = next(each for each in tables.tables(results) if each.table.quantity == "loss")
-    assert r"\texttt{dpo} & 0.007 {\scriptsize [$-0.008$, $0.022$]}" in tables.as_latex(loss)
+    loss = next(each for each in page.tables(results) if each.table.quantity == "loss")
+    assert r"\texttt{dpo} & 0.007 {\scriptsize [$-0.008$, $0.022$]}" in page.as_latex(loss)
 
 
 def test_a_table_has_no_columns_without_runs(spec, rows):
     few = Results(spec, [row for row in rows if row.levels["lag"] in ("0", "64")])
-    found = [each.columns for each in tables.tables(few, [Table("value", "lag"), Table("loss", "lag")])]
+    found = [each.columns for each in page.tables(few, [Table("value", "lag"), Table("loss", "lag")])]
     assert found == [["lag 0", "lag 64"], ["lag 64"]] * len(spec.tasks)
 
 
 def test_tables_in_the_terminal_have_80_columns_and_tests_are_csv(results):
     parts = set()
-    for each in tables.tables(results):
-        _, *lines = tables.for_terminal(each)
+    for each in page.tables(results):
+        _, *lines = page.for_terminal(each)
         assert max(map(len, lines)) <= 80
         heads = [line for line in lines if line.startswith(" ")]
         assert re.findall(r"\S+ \S+", " ".join(heads)) == each.columns  # none is lost where lines divide
         assert len(lines) == len(heads) * (1 + len(each.rows))
         parts.add(len(heads))
     assert 1 in parts and max(parts) > 1
-    lines = list(csv.DictReader(tables.tests_csv(list(tables.families(results))).splitlines()))
+    lines = list(csv.DictReader(page.tests_csv(list(page.families(results))).splitlines()))
     assert len(lines) == 68 and float(lines[0]["mean"]) == pytest.approx(0.25, abs=1e-3)
 
 
@@ -431,8 +430,8 @@ def test_a_difference_is_within_a_margin_only_if_both_sides_are_excluded():
 def test_a_collapsed_run_never_gives_a_statement_that_its_cell_is_better_from_the_t_test_alone():
     sure = Contrast(np.array([[0.31, 0.30, 0.32, 0.29, 0.30]]), [1.0], True)
     fallen = replace(sure, doubtful=["greater"])
-    assert tables.tested({"a": sure, "b": sure})[0].verdict == "supported"
-    assert tables.tested({"a": fallen})[0].verdict == "cannot be decided with 5 seeds"
+    assert page.tested({"a": sure, "b": sure})[0].verdict == "supported"
+    assert page.tested({"a": fallen})[0].verdict == "cannot be decided with 5 seeds"
     assert claims.decided({"a": fallen}, 0.0, 0.05) == "cannot be decided with 5 seeds"
     assert claims.decided({"a": fallen}, 0.4, 0.05) == "does not hold", "called worse, it may be so by t"
     assert claims.decided({"a": -sure}, 0.0, 0.05) == "does not hold"
@@ -474,7 +473,7 @@ def test_values_are_compared_at_a_virtual_time(spec, rows):
     ]
     found = Results(replace(spec, tasks=tasks), timed)
     assert found.measured(cell, "at_time") == {1: pytest.approx(0.7)}
-    (shown,) = tables.tables(found, [Table("at_time", "")])
+    (shown,) = page.tables(found, [Table("at_time", "")])
     assert shown.title == "accuracy at 15 virtual s"
 
 
@@ -499,7 +498,7 @@ def test_metrics_of_which_lower_values_are_better_give_the_same_losses_and_verdi
     higher = Results(replace(spec, claims=texts), rows)
     assert [each.verdict for each in claims.judged(lower)] == [each.verdict for each in claims.judged(higher)]
     declared = [table for table in spec.tables if table.quantity in ("loss", "collapsed")]
-    for one, other in zip(tables.tables(lower, declared), tables.tables(higher, declared), strict=True):
+    for one, other in zip(page.tables(lower, declared), page.tables(higher, declared), strict=True):
         assert one.lines == other.lines
 
 
@@ -524,8 +523,8 @@ def test_the_best_method_is_chosen_by_half_of_the_seeds_and_judged_by_the_other_
 
 
 def test_several_tasks_are_pooled_as_interquartile_means_from_20_values_on(spec, rows, results):
-    assert not list(tables.over_tasks(results))
-    (lag, over_n) = tables.over_tasks(Results(*ten_seeds(spec, rows)))
+    assert not list(page.over_tasks(results))
+    (lag, over_n) = page.over_tasks(Results(*ten_seeds(spec, rows)))
     shares = {line[0]: line[1:] for line in lag[1:]}
     assert lag[0] == ["share of the best gain", "lag 0", "lag 1", "lag 4", "lag 16", "lag 64"]
     assert len(lag) == len(over_n) == 15 and len(over_n[0]) == 5
@@ -536,10 +535,8 @@ def test_evaluation_noise_is_estimated_from_the_bits_of_single_prompts(spec, row
     """Bits that are independent between seeds and prompts: the spread between seeds is all noise."""
     rng = np.random.default_rng(0)
     tossed = [replace(row, bits=packed(rng.random(256) < 0.5)) for row in rows]
-    found = tables.resolution(Results(spec, tossed))
-    assert (
-        found[0][-1] == "evaluation noise" and tables.resolution(Results(spec, rows))[0][-1] != found[0][-1]
-    )
+    found = page.resolution(Results(spec, tossed))
+    assert found[0][-1] == "evaluation noise" and page.resolution(Results(spec, rows))[0][-1] != found[0][-1]
     shares = [float(share) for line in found[1:] for share in line[-1].split(" / ")]
     assert len(shares) == 18 and np.median(shares) > 0.9
 

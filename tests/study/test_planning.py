@@ -7,15 +7,13 @@ import pytest
 from rlhf.checks.composing import composed
 from rlhf.core.errors import UserError
 from rlhf.core.files import read_json, write_json
-from rlhf.study import pricing, tuning, workers
+from rlhf.study import plan, work
 from rlhf.study.__main__ import main
-from rlhf.study.attempt import row_of
-from rlhf.study.collection import Collection
-from rlhf.study.history import events
-from rlhf.study.planning import DONE, MISSING, STALE, Configs, Plan
-from rlhf.study.pricing import price
-from rlhf.study.reading import read_spec
+from rlhf.study.file import read_spec
+from rlhf.study.plan import DONE, MISSING, STALE, Collection, Configs, Plan
 from rlhf.study.rows import DIVERGED, FINISHED, TABLE, TUNE, read_rows, write_rows
+from rlhf.study.spec import events
+from rlhf.study.work import price_of, row_of
 
 STUDY = """\
 study: short
@@ -53,7 +51,7 @@ def test_configs_are_those_of_the_command_line(study):
 
 
 def test_cpu_time_below_a_tenth_of_an_hour_is_in_minutes():
-    assert [pricing.duration(seconds) for seconds in (0, 90, 350, 360, 7200)] == [
+    assert [work.duration(seconds) for seconds in (0, 90, 350, 360, 7200)] == [
         *("0.0 min", "1.5 min", "5.8 min", "0.1 h", "2.0 h"),
     ]
 
@@ -63,7 +61,7 @@ def test_a_price_is_of_runs_with_the_same_cost_and_otherwise_of_the_pilot_times_
     spec = study(TUNED.replace("tune: {", "tune: {set: [eval.prompts=2], ").replace("seeds: 2", "seeds: 1"))
     first, *_ = (plan := Plan(spec, [])).runs
     rows = [replace(row(first), cpu_s=10.0)]
-    found = price(Plan(spec, rows))
+    found = price_of(Plan(spec, rows))
     tuned = sum(run.part == TUNE and run.cell.method == "dpo" for run in plan.missing)
     assert found.done_s == 10 and found.left_s == 10 * (tuned - 1)
     assert found.unknown == len(plan.missing) - tuned
@@ -74,14 +72,14 @@ def test_a_price_is_of_runs_with_the_same_cost_and_otherwise_of_the_pilot_times_
     spec.folder.mkdir(parents=True)
     write_json(spec.folder / "price.json", {cost: pilot | {"memory_gb": 1.0, "disk": 0} for cost in costs})
     others = len(plan.missing) - tuned
-    assert price(Plan(spec, rows)).left_s == 10 * (tuned - 1) + 5 * others
+    assert price_of(Plan(spec, rows)).left_s == 10 * (tuned - 1) + 5 * others
 
     table = study(STUDY.replace("seeds: 2", "seeds: 1").replace("short", "table"))
     first, *rest = (plan := Plan(table, [])).runs
     table.folder.mkdir(parents=True)
     write_json(table.folder / "price.json", read_json(spec.folder / "price.json", ""))
     same = sum(each.run.cell.method == "dpo" for each in rest)
-    found = price(Plan(table, [replace(row(first), cpu_s=15.0)]))
+    found = price_of(Plan(table, [replace(row(first), cpu_s=15.0)]))
     assert found.left_s == 15 * same + 5 * (len(rest) - same)  # runs of DPO take three times the pilot
 
 
@@ -91,7 +89,7 @@ def test_damaged_prices_and_choices_are_errors(study):
     for name, tree in {"price.json": {"x": {"start": 1}}, "rates.json": {"short": {"dpo": [3]}}}.items():
         write_json(spec.folder / name, tree)
         with pytest.raises(UserError, match=f"{name} must have .* as studies write them, got: .*rm -r"):
-            price(Plan(spec, []))
+            price_of(Plan(spec, []))
         (spec.folder / name).unlink()
 
 
@@ -134,7 +132,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_a_run(study):
     spec.folder.parent.mkdir()
     spec.folder.write_text("a file")
     with pytest.raises(UserError, match=r"the folder of a study .* is not a folder.*; copy short.yaml to"):
-        workers.run(spec)
+        work.run(spec)
 
 
 def test_all_problems_are_reported_with_their_lines(study):
@@ -205,7 +203,7 @@ def test_a_rate_is_chosen_from_the_tuning_runs_and_one_on_the_edge_extends_them(
 def test_rates_json_stands_for_rows_that_are_not_here(study):
     spec = study(TUNED)
     choices = tuned(spec, {3e-5: 0.2, 1e-4: 0.5, 3e-4: None}).tuning.choices
-    tuning.write_choices(spec.folder / "rates.json", choices)
+    plan.write_choices(spec.folder / "rates.json", choices)
     assert Plan(spec, []).tuning.choices == choices and len(Plan(spec, []).runs) == 12
     finer = study(TUNED.replace("[3e-5,", "[1e-5, 3e-5,"))
     assert len(Plan(finer, []).undecided) == 12
@@ -213,7 +211,7 @@ def test_rates_json_stands_for_rows_that_are_not_here(study):
 
 def test_rates_of_another_study_are_used_or_compared_with_their_neighbours(study, tmp_path):
     spec = study(TUNED)
-    tuning.write_choices(
+    plan.write_choices(
         spec.folder / "rates.json", tuned(spec, {3e-5: 0.2, 1e-4: 0.5, 3e-4: 0}).tuning.choices
     )
     text = STUDY.replace("study: short", "study: longer\ntasks: {from: short}") + "tune: {from: short}\n"

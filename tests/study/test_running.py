@@ -10,13 +10,12 @@ import pytest
 from rlhf.core.errors import UserError
 from rlhf.loggers.hooks import Hook
 from rlhf.report.runs import read_run
-from rlhf.study import attempt, workers
-from rlhf.study.attempt import machine_class
-from rlhf.study.history import events
-from rlhf.study.planning import DONE
-from rlhf.study.pricing import read_pilots
+from rlhf.study import work
+from rlhf.study.plan import DONE
 from rlhf.study.rows import read_rows, unpacked
+from rlhf.study.spec import events
 from rlhf.study.study import Study, difference, differing
+from rlhf.study.work import machine_class, read_pilots
 from tests.study.test_kills import TIMES
 
 STUDY = """\
@@ -104,7 +103,7 @@ def test_a_pilot_stands_for_all_runs_of_its_cost(study):
 
 def test_workers_of_an_array_write_the_same_rows(study, monkeypatch, tmp_path):
     pytest.importorskip("submitit")
-    monkeypatch.setattr(workers, "LAUNCHER", "local")  # processes of this machine in place of SLURM
+    monkeypatch.setattr(work, "LAUNCHER", "local")  # processes of this machine in place of SLURM
     text = STUDY.format(cache=study.spec.file.parent / "cache")
     (tmp_path / "tiny.yaml").write_text(text.partition("budget")[0] + "resources: {minutes: 9, threads: 1}\n")
     array = Study(tmp_path / "tiny.yaml")
@@ -126,13 +125,13 @@ def test_a_row_has_the_seconds_of_attempts_that_a_signal_stopped(study, monkeypa
             if not (stopped := tmp_path / "stopped").exists():
                 stopped.touch()
                 os.kill(os.getpid(), signal.SIGTERM)
-            for file in tmp_path.rglob(attempt.USED):
+            for file in tmp_path.rglob(work.USED):
                 assert json.loads(file.read_text())["cpu_s"] > 0
                 file.write_text('{"cpu_s": 1000.0, "taken_s": 1000.0}\n')
 
     (tmp_path / "tiny.yaml").write_text(STUDY.format(cache=study.spec.file.parent / "cache"))
     other = Study(tmp_path / "tiny.yaml")
-    monkeypatch.setattr(attempt, "check_job", lambda cfg: [Stop()])
+    monkeypatch.setattr(work, "check_job", lambda cfg: [Stop()])
     other.run(only={"method": ["dpo"]})
     (row,) = read_rows(other.spec.rows)
     (calm,) = (each for each in read_rows(study.spec.rows) if each.method == "dpo")

@@ -8,8 +8,8 @@ import pytest
 
 from rlhf.checks.composing import composed
 from rlhf.core.errors import UserError
-from rlhf.study import cells
-from rlhf.study.reading import read_spec
+from rlhf.study import spec as cells
+from rlhf.study.file import read_spec
 from rlhf.study.rows import Row, packed, read_rows, unpacked, write_rows
 
 STUDY = """\

