@@ -27,12 +27,12 @@ from rlhf.core.hub import cached_folder
 from rlhf.core.pasting import lines
 from rlhf.launch.command_line import Command
 from rlhf.loggers.hooks import load_hooks
-from rlhf.memory.loaded_models import models
+from rlhf.memory.sizes import models
 from rlhf.models.folders import context_of, is_local, read_config
 from rlhf.models.kinds import named
 
 if TYPE_CHECKING:
-    from rlhf.memory.loaded_models import Model
+    from rlhf.memory.sizes import Model
 
 COMMAND = Command(
     name="rlhf.inspect",

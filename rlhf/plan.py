@@ -20,8 +20,7 @@ from rlhf.checks.composing import composed
 from rlhf.checks.machine import check_memory
 from rlhf.core.console import console
 from rlhf.launch.command_line import Command
-from rlhf.memory.advice import savings, unknown_models
-from rlhf.memory.plan import plan
+from rlhf.memory.plan import plan, savings, unknown_models
 from rlhf.memory.uses import gib
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from rlhf.config.compose import compose_node
 from rlhf.config.mistakes import CONFIG_ERRORS, explained
 from rlhf.config.root import Config
 from rlhf.core.machine import this_machine
-from rlhf.memory import advice
+from rlhf.memory import plan
 
 Job = tuple[DictConfig, Sequence[str]]  # composed config and overrides of a run
 
@@ -78,4 +78,4 @@ def suits(cfg: Config) -> bool:
     tiny = cfg.start is None or cfg.stand_ins
     if tiny or cfg.backend.device is Device.cpu or problems(cfg):
         return False
-    return not this_machine().gpus or not [*expandable_segments(cfg), *advice.problems(cfg)]
+    return not this_machine().gpus or not [*expandable_segments(cfg), *plan.problems(cfg)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlhf.checks.rules import doubt, training_rule
 from rlhf.config.root import Config
 from rlhf.core.pasting import setting
-from rlhf.memory.loaded_models import models
+from rlhf.memory.sizes import models
 from rlhf.runs.disk import mib
 from rlhf.runs.writable import cannot_write, nearest, unwritable
 

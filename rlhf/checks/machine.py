@@ -15,8 +15,8 @@ from rlhf.core import hub
 from rlhf.core.errors import UserError
 from rlhf.core.launched import local_world_size, missing_variables, world_size
 from rlhf.core.machine import this_machine, torch_has_cuda
-from rlhf.memory import advice
-from rlhf.memory.loaded_models import models
+from rlhf.memory import plan
+from rlhf.memory.sizes import models
 from rlhf.models.folders import is_local, offline_problem
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ def check_memory(cfg: Config) -> None:
     Raises:
         UserError: a device certainly has too little memory.
     """
-    if found := advice.problems(cfg):
+    if found := plan.problems(cfg):
         raise UserError(*found)
-    warn(advice.warnings(cfg))
+    warn(plan.warnings(cfg))
 
 
 def problems(cfg: Config) -> Iterator[str]:

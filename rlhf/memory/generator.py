@@ -11,10 +11,21 @@ from rlhf.config.algo import Trains
 from rlhf.config.generator import Transfer
 from rlhf.generators.transfer.kept_versions import most_versions
 from rlhf.generators.vllm.gpu_share import working_memory
-from rlhf.memory import activations
-from rlhf.memory.activations import BFLOAT16, FLOAT32
-from rlhf.memory.communication import nccl
-from rlhf.memory.uses import CONTEXT, LIBRARIES, PROCESS, Part, Use, in_words, kept, parameters, times
+from rlhf.memory import uses
+from rlhf.memory.uses import (
+    BFLOAT16,
+    CONTEXT,
+    FLOAT32,
+    LIBRARIES,
+    PROCESS,
+    Part,
+    Use,
+    in_words,
+    kept,
+    nccl,
+    parameters,
+    times,
+)
 from rlhf.processes.gpus import worker_gpu
 
 if TYPE_CHECKING:
@@ -82,7 +93,7 @@ def parts_of_engine(reserved: Reserved, trainer: Trainer) -> Iterator[Part]:
     precision = FLOAT32 if dtype == "float32" else BFLOAT16
     yield Part(f"{engine}: weights", _weights(trainer) / reserved.gpus, dtype)
     tokens = replace(trainer.tokens(1, 1), prompts=1)
-    cache = activations.cache_bytes(trainer.policy, tokens.length, precision)
+    cache = uses.cache_bytes(trainer.policy, tokens.length, precision)
     made_of = f"{in_words(tokens)}; {engine} uses the rest of its share for more"
     yield Part(f"{engine}: keys and values", cache, made_of)
     if cfg.generator.shares_gpu:

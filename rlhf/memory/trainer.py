@@ -10,11 +10,21 @@ from typing import TYPE_CHECKING
 from rlhf.config.algo import Trains
 from rlhf.config.model import Dtype
 from rlhf.config.schedule import Optimizer
-from rlhf.memory import activations, communication
-from rlhf.memory.activations import AUTOCAST, BFLOAT16, FLOAT32, Tokens
-from rlhf.memory.model_size import adapter_parameters, linear_shapes, matrix_parameters
-from rlhf.memory.tokens import with_gradient
-from rlhf.memory.uses import LIBRARIES, PROCESS, UNRELEASED, Part, Phase, in_words, parameters
+from rlhf.memory import uses
+from rlhf.memory.sizes import adapter_parameters, linear_shapes, matrix_parameters, with_gradient
+from rlhf.memory.uses import (
+    AUTOCAST,
+    BFLOAT16,
+    FLOAT32,
+    LIBRARIES,
+    PROCESS,
+    UNRELEASED,
+    Part,
+    Phase,
+    Tokens,
+    in_words,
+    parameters,
+)
 from rlhf.models import sharing_rules
 
 if TYPE_CHECKING:
@@ -22,9 +32,8 @@ if TYPE_CHECKING:
 
     from rlhf.config.footprint import Footprint
     from rlhf.config.root import Config
-    from rlhf.memory.activations import Precision
-    from rlhf.memory.loaded_models import Model
-    from rlhf.memory.model_size import ModelSize
+    from rlhf.memory.sizes import Model, ModelSize
+    from rlhf.memory.uses import Precision
 
 
 _BLOCK = 256  # elements of a moment that have a common float32 scale
@@ -211,7 +220,7 @@ class Trainer:
                     each = stored.weights + gradients
                     yield Part(f"{model.role}: one layer", layer * each, "gathered from all ranks")
         trained = sum(model.trainable for model in self.models)
-        yield from communication.bucket(footprint, trained, self.ranks)
+        yield from uses.bucket(footprint, trained, self.ranks)
 
     def phases(self) -> Iterator[Phase]:
         """Yield the phases: training, optimizer step, log-probs and scores, sampling in this process."""
@@ -249,10 +258,10 @@ class Trainer:
             yield Phase("comparison of sampling", copy)
 
     def _activations(self, model: Model, tokens: Tokens, backward: bool) -> Part:
-        estimate: Callable[..., float] = activations.inference
+        estimate: Callable[..., float] = uses.inference
         if backward:
             checkpointing = self.cfg.model.gradient_checkpointing
-            estimate = partial(activations.training, checkpointing=checkpointing)
+            estimate = partial(uses.training, checkpointing=checkpointing)
         precision = self.precision(model.trained)
         sizes = (
             estimate(model.counted, each, precision, eager=self.eager, device=self.device)
@@ -303,7 +312,7 @@ class Trainer:
         parts = [
             Part(
                 "KV cache and logits",
-                activations.sampling(self.policy, tokens, precision, eager=self.eager, device=self.device),
+                uses.sampling(self.policy, tokens, precision, eager=self.eager, device=self.device),
                 in_words(tokens),
                 estimated=True,
             )

@@ -1,12 +1,20 @@
-"""The memory of a device as parts and phases, and how sizes are formatted."""
+"""The memory of a device as parts and phases: activations, messages between ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rlhf.models import sharing_rules
+
 if TYPE_CHECKING:
-    from rlhf.memory.activations import Tokens
+    from rlhf.config.footprint import Footprint
+    from rlhf.memory.sizes import ModelSize
+
+
+# The memory of a device as parts and phases, and how sizes are formatted.
+
 
 GIB = 2**30
 # Estimated activations may exceed real activations by this factor, because few sequences have full length.
@@ -126,3 +134,290 @@ def gib(amount: float) -> str:
     if amount < 0.1 * GIB:
         return f"{amount / 2**20:.0f} MiB"
     return f"{amount / GIB:,.0f} GiB" if amount >= 99.5 * GIB else f"{amount / GIB:.1f} GiB"
+
+
+# Peak memory, in bytes, of a training step, of a forward pass without gradients, and of sampling.
+#
+# The formulas count the bytes that autograd keeps per layer and token. h: hidden size; q: width of the
+# queries; m: width inside the MLP; r: bytes per number of the residual stream; a: bytes per number of an
+# operand of a matrix product. r and a are 4 and 4 in float32, 4 and 2 under bfloat16 autocast, 2 and 2 with
+# bfloat16 weights.
+#
+#     two layer norms     inputs 2 r h (r h if attention and MLP read the same state), outputs 2 a h two RMS
+#     norms       2 (2 r h + a h): the several operations of a norm also keep the normalised state attention
+#     2 a q: queries and output keys and values     2 a q per token that is attended to, repeated for every
+#     head and sequence mask                a per pair of tokens, if there is a mask. If prompts have a
+#     separate pass, all layers share the mask of the responses. Eager attention also keeps the probabilities
+#     of every head MLP                 2 a m (before and after the activation function), 4 a m with a gate
+#
+# If prompts are encoded in a separate pass (`rlhf.models.sharing_rules`), their tokens count once and without
+# a mask, and in the last layer only their keys and values count. Keys and values count once per row of
+# responses that share them, otherwise once per response. Without gradients, only one layer at a time repeats
+# keys and values (`rlhf.models.shared_prefix`). The output head needs tiles of logits
+# (`rlhf.models.logprobs`) and the gradient of its weight. With gradient checkpointing, every layer keeps its
+# input and the prompts' keys and values, and only the layer that is recomputed keeps all its activations.
+#
+# tests/memory/test_activations.py compares these formulas with the memory that torch allocates.
+
+
+TILE_BYTES = {"cpu": 2**21, "cuda": 2**29}  # bytes of a tile of logits, as in rlhf.models.logprobs
+PROMPT_TOKENS = {"cpu": 2**12, "cuda": 2**14}  # per forward pass, as in rlhf.generators.hf.decoding
+CHOICE_CHUNK = {"cpu": 2**20, "cuda": 2**24}  # probabilities in a chunk, as in rlhf.generators.hf.sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The bytes per number in a forward pass."""
+
+    residual: int  # for numbers of the residual stream
+    product: int  # for operands of matrix products
+    cache: int  # for cached keys and values, on average; under autocast, rotary positions make keys float32
+
+
+FLOAT32 = Precision(residual=4, product=4, cache=4)
+AUTOCAST = Precision(residual=4, product=2, cache=3)  # bfloat16 products over float32 weights
+BFLOAT16 = Precision(residual=2, product=2, cache=2)  # bfloat16 weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """The tokens of one forward pass; every sequence has the maximum length."""
+
+    prompts: int
+    samples: int  # per prompt
+    prompt: int  # tokens of a prompt
+    response: int  # tokens of a response
+    apart: bool = True  # prompts are encoded in a separate pass; responses read its keys and values
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences: prompts times samples."""
+        return self.prompts * self.samples
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of a sequence."""
+        return self.prompt + self.response
+
+    def a_row(self, eager: bool) -> int:
+        """Return the number of responses in a row of a forward pass."""
+        return 1 if eager else sharing_rules.in_forward(self.samples, self.prompt - 1, self.response)
+
+    def decoded_a_row(self, eager: bool) -> int:
+        """Return the number of responses in a row of the batch during sampling."""
+        return 1 if eager else sharing_rules.in_decoding(self.samples, self.prompt, self.response)
+
+    def passes(self, eager: bool) -> Iterator[tuple[int, int, int]]:
+        """Yield the passes of a forward: one, or two if prompts have a separate pass.
+
+        Yields:
+            For each pass, the number of rows, of tokens encoded per row, and of attended tokens per row.
+        """
+        if self.apart:
+            group = self.a_row(eager)
+            yield self.prompts, self.prompt, self.prompt
+            yield self.sequences // group, group * self.response, self.prompt + group * self.response
+        else:
+            yield self.sequences, self.length, self.length
+
+
+def training(
+    size: ModelSize,
+    tokens: Tokens,
+    precision: Precision,
+    *,
+    eager: bool = False,
+    device: str = "cpu",
+    checkpointing: bool = False,
+) -> float:
+    """Return the peak bytes of a forward and backward pass, besides weights and gradients.
+
+    Args:
+        size: the trained model.
+        tokens: the tokens of a micro-batch.
+        precision: bytes per number.
+        eager: whether attention computes and keeps a matrix of probabilities.
+        device: "cpu" or "cuda".
+        checkpointing: whether blocks store only their inputs and are recomputed in the backward pass.
+    """
+    encoded = sum(rows * queries for rows, queries, _ in tokens.passes(eager))
+    layer = [_kept_pass(size, tokens, precision, eager, *each) for each in tokens.passes(eager)]
+    prompts = cache_bytes(size, tokens.prompts * tokens.prompt, precision) if tokens.apart else 0
+    if checkpointing:
+        kept = size.layers * encoded * size.hidden * precision.residual + prompts + sum(layer)
+    else:
+        kept = size.layers * sum(layer) - (layer[0] if tokens.apart else 0)
+    normed = encoded - (tokens.prompts * tokens.prompt if tokens.apart else 0)  # tokens after the last layer
+    kept += _mask_bytes(tokens, precision, eager)
+    ends = (encoded + normed + 3 * tokens.sequences * tokens.response) * size.hidden * precision.residual
+    copied = size.kv_heads < size.heads or precision.product < precision.cache
+    on_top = max(
+        prompts if copied else 0,  # otherwise the cache consists of tensors that autograd keeps
+        _head_bytes(size, tokens, precision, device, backward=True),
+        encoded * size.intermediate * precision.product,  # the first gradients of the backward pass
+    )
+    return kept + ends + on_top + _autocast_copies(size, precision)
+
+
+def _kept_pass(
+    size: ModelSize, tokens: Tokens, precision: Precision, eager: bool, rows: int, queries: int, keys: int
+) -> float:
+    """Return the bytes that autograd keeps of one pass through one layer.
+
+    Args:
+        size: the model.
+        tokens: the tokens of the forward.
+        precision: bytes per number.
+        eager: whether attention keeps its probabilities.
+        rows: rows of the pass.
+        queries: tokens encoded per row.
+        keys: tokens attended to per row.
+    """
+    r, a, h = precision.residual, precision.product, size.hidden
+    norms = 2 * (2 * r + a) * h if size.rms else ((1 if size.parallel else 2) * r + 2 * a) * h
+    mlp = (4 if size.gated else 2) * a * size.intermediate
+    token = norms + mlp + 2 * a * size.query_width
+    if size.fused and not tokens.apart:
+        # The values are a view of the product of queries, keys and values, which is kept as a whole.
+        token += 2 * a * size.query_width
+    kept = rows * queries * token + rows * keys * 2 * a * size.query_width
+    if eager:
+        return kept + rows * queries * keys * size.heads * (4 + (a if a < 4 else 0))
+    return kept + (0 if tokens.apart else rows * queries * keys * a)
+
+
+def _mask_bytes(tokens: Tokens, precision: Precision, eager: bool) -> float:
+    """Return the bytes of the mask that all layers share; 0 unless prompts have a separate pass."""
+    if not tokens.apart or eager:
+        return 0
+    rows, queries, keys = list(tokens.passes(eager))[-1]
+    return rows * queries * keys * precision.product
+
+
+def inference(
+    size: ModelSize,
+    tokens: Tokens,
+    precision: Precision,
+    *,
+    eager: bool = False,
+    device: str = "cpu",
+) -> float:
+    """Return the peak bytes of a forward pass without gradients, besides the weights.
+
+    The arguments are those of `training`.
+    """
+    cache = cache_bytes(size, tokens.prompts * tokens.prompt, precision) if tokens.apart else 0
+    largest = 0.0
+    for rows, queries, keys in tokens.passes(eager):
+        copy = 2 * size.kv_width * rows * keys * precision.cache if keys > queries else 0
+        largest = max(largest, cache + copy + _one_layer(size, rows, queries, keys, precision, eager))
+    states = 2 * tokens.sequences * tokens.response * size.hidden * precision.residual
+    head = _head_bytes(size, tokens, precision, device, backward=False)
+    return max(largest, states + head) + _autocast_copies(size, precision)
+
+
+def sampling(
+    size: ModelSize,
+    tokens: Tokens,
+    precision: Precision,
+    *,
+    eager: bool = False,
+    device: str = "cpu",
+) -> float:
+    """Return the peak bytes of sampling all sequences of `tokens` in parallel, besides the weights.
+
+    The arguments are those of `training`. The formula follows `rlhf.generators.hf.sampling`.
+    """
+    rows = tokens.sequences // tokens.decoded_a_row(eager)
+    cached = replace(precision, cache=precision.product)
+    cache = cache_bytes(size, rows * tokens.prompt + tokens.sequences * tokens.response, cached)
+    prompts = min(tokens.prompts, max(1, PROMPT_TOKENS[device] // tokens.prompt))
+    prefill = _one_layer(size, prompts, tokens.prompt, tokens.prompt, precision, eager)
+    logits = tokens.sequences * size.vocabulary
+    chunk = min(logits, max(CHOICE_CHUNK[device], size.vocabulary))
+    choice = 4 * (logits + tokens.prompts * size.vocabulary + 2 * chunk)
+    # A CUDA graph has a memory pool of its own: it cannot reuse the memory that the prefill has freed.
+    most = prefill + choice if device == "cuda" else max(prefill, choice)
+    return cache + most + _autocast_copies(size, precision)
+
+
+def _one_layer(
+    size: ModelSize, rows: int, queries: int, keys: int, precision: Precision, eager: bool
+) -> float:
+    """Return the peak bytes of one layer without gradients: the larger value of its MLP and its attention.
+
+    Args:
+        size: the model.
+        rows: rows of the pass.
+        queries: tokens encoded per row.
+        keys: tokens attended to per row.
+        precision: bytes per number.
+        eager: whether attention computes a matrix of probabilities.
+    """
+    r, a, h = precision.residual, precision.product, size.hidden
+    mlp = rows * queries * (2 * r * h + a * h + (3 if size.gated else 2) * a * size.intermediate)
+    cast = r if a < r and size.kv_heads < size.heads else 0  # keys are repeated before the cast
+    attended = (2 * a + cast) * size.query_width * rows * keys
+    pairs = rows * queries * keys * (2 * 4 * size.heads if eager else 1 + a)
+    attention = rows * queries * (r * h + a * h + 3 * a * size.query_width) + attended + pairs
+    return max(mlp, attention)
+
+
+def cache_bytes(size: ModelSize, tokens: int, precision: Precision) -> float:
+    """Return the bytes of the keys and values of `tokens` tokens in all layers."""
+    return size.layers * 2 * size.kv_width * tokens * precision.cache
+
+
+def _head_bytes(size: ModelSize, tokens: Tokens, precision: Precision, device: str, backward: bool) -> float:
+    """Return the bytes of the output head: two tiles of float32 logits; if `backward`, the weight's gradient.
+
+    With 16-bit matrix products, there is also a 16-bit copy of a tile. A compiled head, on a GPU, needs three
+    16-bit tiles and a copy of the weight instead.
+    """
+    weight = size.vocabulary * size.hidden
+    logits = tokens.sequences * tokens.response * size.vocabulary * 4
+    tile = min(logits, TILE_BYTES[device])
+    low = precision.product < 4
+    most = (2.5 if low else 2) * tile
+    if low and device == "cuda":
+        most = max(most, 1.5 * tile + 2 * weight)
+    return most + (4 * weight if backward else 0)
+
+
+def _autocast_copies(size: ModelSize, precision: Precision) -> float:
+    """Return the bytes of the copies of the layers' weights in the product dtype, which autocast caches."""
+    if precision.product == precision.residual:
+        return 0
+    return precision.product * max(0, size.parameters - 2 * size.vocabulary * size.hidden)
+
+
+# Memory of messages between ranks: buffers of NCCL, and the bucket of gradients that is summed at once.
+
+
+_MIB = 2**20
+_CHANNELS = 32  # largest number of NCCL's channels; fewer on GPUs without NVLink
+_CONNECTION = (
+    10 * _MIB
+)  # buffers of one connection: 4 MiB (NCCL_BUFFSIZE), and those of the two fast protocols
+GROUP = _CHANNELS * 2 * _CONNECTION  # a ring has two connections per channel; 0.5 to 0.7 GiB were reported
+
+
+def nccl(groups: int) -> Iterator[Part]:
+    """Yield the buffers of NCCL on one GPU that is in `groups` groups of processes."""
+    if groups:
+        made_of = f"{_CHANNELS} channels x 2 connections x {_CONNECTION // _MIB} MiB"
+        yield times(Part("NCCL", GROUP, made_of, estimated=True), groups)
+
+
+def bucket(footprint: Footprint, trained: int, ranks: int) -> Iterator[Part]:
+    """Yield the copies of gradients that one message between the ranks contains.
+
+    Args:
+        footprint: footprint of the backend.
+        trained: number of trained parameters.
+        ranks: number of ranks.
+    """
+    if ranks > 1 and trained:
+        count = min(footprint.bucket, trained)
+        size = 4 * footprint.copies * count
+        yield Part("gradient bucket", size, parameters(count, size), estimated=True)

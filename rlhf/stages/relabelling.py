@@ -49,8 +49,8 @@ from rlhf.core.files import (
 from rlhf.core.launched import is_first_rank
 from rlhf.core.progress import progress
 from rlhf.core.score import in_float32
-from rlhf.memory import relabelling as memory
-from rlhf.memory.advice import rows_of
+from rlhf.memory import plan as memory
+from rlhf.memory.plan import rows_of
 from rlhf.processes.signals import interruptible
 from rlhf.runs.lock import written_by_one
 from rlhf.stages import tiny_stand_ins
@@ -266,12 +266,12 @@ def check_memory(cfg: Config) -> None:
     Raises:
         UserError: a device certainly has too little memory.
     """
-    if found := memory.problems(cfg):
+    if found := memory.relabelling_problems(cfg):
         raise UserError(*found)
     if is_first_rank():
-        for name, value in rows_of(memory.plan(cfg)):
+        for name, value in rows_of(memory.relabelling_plan(cfg)):
             say_row(name, value)
-    warn(memory.warnings(cfg))
+    warn(memory.relabelling_warnings(cfg))
 
 
 def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:

@@ -10,7 +10,7 @@ import torch
 from rlhf.assembly.budgets import training_budget
 from rlhf.config.identity import not_in_name
 from rlhf.core.errors import OutOfMemory, RunError
-from rlhf.memory.advice import adjustable, smaller_settings
+from rlhf.memory.plan import adjustable, smaller_settings
 from rlhf.models.fetching import first_line
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from rlhf.config.cores import threads
 from rlhf.config.schema import plain
 from rlhf.core.launched import world_size
 from rlhf.core.state import TrainState
-from rlhf.memory import advice
+from rlhf.memory import plan
 from rlhf.memory.plan import fills_memory
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
         cfg: the config of the run.
         examples: the size of the training data; None: not known yet.
     """
-    return [*counts(cfg, examples), *_scores(cfg), *advice.rows(cfg)]
+    return [*counts(cfg, examples), *_scores(cfg), *plan.rows(cfg)]
 
 
 def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from rlhf.config.model import Dtype
 from rlhf.core.batch import Rollouts
 from rlhf.core.files import digest, write_json
-from rlhf.memory.tokens import longest
+from rlhf.memory.sizes import longest
 from rlhf.models.headers import DamagedFile, read_object
 from rlhf.models.modules import backbone, described, token_ids
 from rlhf.models.precision import autocast

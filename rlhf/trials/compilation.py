@@ -19,7 +19,7 @@ from rlhf.core.batch import Batch
 from rlhf.core.console import say_row
 from rlhf.engines.optimizers import trained
 from rlhf.memory.plan import with_token_limit
-from rlhf.memory.tokens import with_gradient
+from rlhf.memory.sizes import with_gradient
 from rlhf.models.compilation import raise_errors
 from rlhf.models.modules import RolloutModule, described
 from rlhf.models.precision import autocast, shared_copies

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf.config.model import Dtype
 from rlhf.core.console import say_row
 from rlhf.memory.plan import with_token_limit
-from rlhf.memory.tokens import with_gradient
+from rlhf.memory.sizes import with_gradient
 from rlhf.models.fused_head import fused_logprobs
 from rlhf.models.logprobs import token_outputs
 from rlhf.models.modules import LogprobHead, described

@@ -8,8 +8,8 @@ from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
 from rlhf.core.errors import UserError
 from rlhf.core.machine import Machine
-from rlhf.memory import loaded_models, plan
-from rlhf.memory.model_size import config_size
+from rlhf.memory import plan, sizes
+from rlhf.memory.sizes import config_size
 from rlhf.stages.summary import describe
 from tests.memory.test_plan import PYTHIA_2_8B
 
@@ -62,7 +62,7 @@ def test_auto_selects_a_generator_with_which_the_config_is_valid(gpus, overrides
 
 
 def test_auto_selects_hf_if_vllm_does_not_fit_on_the_gpu_of_the_trainer(monkeypatch):
-    monkeypatch.setattr(loaded_models, "named_size", lambda name: config_size(PYTHIA_2_8B))
+    monkeypatch.setattr(sizes, "named_size", lambda name: config_size(PYTHIA_2_8B))
     chosen = []
     for memory in (80, 141):
         on_gpus(1, monkeypatch, memory * 2**30)

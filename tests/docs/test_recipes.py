@@ -15,8 +15,8 @@ from rlhf.checks import check, machine
 from rlhf.checks.check import as_objects, checked
 from rlhf.config.root import Config
 from rlhf.core.machine import Machine
-from rlhf.memory import activations, loaded_models, model_size
 from rlhf.memory import plan as memory
+from rlhf.memory import sizes, uses
 from rlhf.memory.uses import CONTEXT, GIB
 from rlhf.stages import relabelling
 from tests.docs import snapshots
@@ -133,9 +133,9 @@ PUBLISHED = {  # config.json of the models, only the keys that determine the mod
 }
 
 
-def published_size(name: str) -> model_size.ModelSize | None:
+def published_size(name: str) -> sizes.ModelSize | None:
     return next(
-        model_size.config_size(config) for pattern, config in PUBLISHED.items() if re.search(pattern, name)
+        sizes.config_size(config) for pattern, config in PUBLISHED.items() if re.search(pattern, name)
     )
 
 
@@ -143,8 +143,8 @@ def judging(cfg: Config) -> float:
     """Return the bytes on a GPU that scores pairs: the judge's weights and a full-length forward."""
     size = published_size(cfg.gold.path).scoring()
     batch = cfg.gold.batch_size
-    tokens = activations.Tokens(prompts=batch, samples=1, prompt=512, response=128, apart=False)
-    forward = activations.inference(size, tokens, activations.BFLOAT16, eager=False, device="cuda")
+    tokens = uses.Tokens(prompts=batch, samples=1, prompt=512, response=128, apart=False)
+    forward = uses.inference(size, tokens, uses.BFLOAT16, eager=False, device="cuda")
     return CONTEXT + 2 * size.parameters + forward
 
 
@@ -153,7 +153,7 @@ def test_memory_in_the_recipe_header_is_that_of_the_plan(name, pairs, monkeypatc
     cfg = objects(*words(name, pairs))
     for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(variable, str(cfg.backend.ranks))
-    monkeypatch.setattr(loaded_models, "named_size", published_size)
+    monkeypatch.setattr(sizes, "named_size", published_size)
     if name in RELABELS:
         needed = judging(cfg) / GIB
     else:

@@ -19,7 +19,7 @@ from rlhf.generators.hf import cuda_graph, decoding, sampling
 from rlhf.generators.hf.decoding import GROUPED, grouped_attention
 from rlhf.generators.hf.generator import HFGenerator, HFSettings, build, respond
 from rlhf.generators.hf.sampling import choose, sample, uniforms
-from rlhf.memory.activations import Tokens
+from rlhf.memory.uses import Tokens
 from rlhf.models import sharing_rules
 from rlhf.models.compilation import NoBlocks
 from rlhf.models.modules import Policy

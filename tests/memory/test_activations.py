@@ -19,10 +19,9 @@ from rlhf.engines.engine import EngineSettings
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.generators.hf import decoding, sampling
 from rlhf.generators.hf.sampling import sample, uniforms
-from rlhf.memory import activations
-from rlhf.memory.activations import AUTOCAST, FLOAT32, Tokens
-from rlhf.memory.model_size import ModelSize, config_size
-from rlhf.memory.uses import HEAP
+from rlhf.memory import uses
+from rlhf.memory.sizes import ModelSize, config_size
+from rlhf.memory.uses import AUTOCAST, FLOAT32, HEAP, Tokens
 from rlhf.models import logprobs
 from rlhf.models.modules import Policy
 from rlhf.models.shared_prefix import checkpoint_blocks
@@ -145,13 +144,11 @@ def test_estimates_are_close_to_the_memory_that_torch_allocates(case):
     engine.step(rows, objective)  # creates the optimizer states
     gradients = 4 * size.parameters
     trained = allocated(lambda: engine.step(rows, objective))
-    estimate = gradients + activations.training(
-        size, tokens, precision, eager=eager, checkpointing=checkpointing
-    )
+    estimate = gradients + uses.training(size, tokens, precision, eager=eager, checkpointing=checkpointing)
     assert estimate == pytest.approx(trained, rel=0.15)
 
     read = allocated(lambda: engine.infer(engine.policy, rows, "logprobs"))
-    assert activations.inference(size, tokens, precision, eager=eager) == pytest.approx(read, rel=0.3)
+    assert uses.inference(size, tokens, precision, eager=eager) == pytest.approx(read, rel=0.3)
 
     def decode() -> None:
         numbers = uniforms(0, 0, rows.index, samples, response)
@@ -159,7 +156,7 @@ def test_estimates_are_close_to_the_memory_that_torch_allocates(case):
             sample(borrowed, rows.prompt_ids, rows.prompt_mask, samples, response, 1.0, numbers, [1], 0)
 
     both = replace(tokens, prompts=2 * prompts)
-    estimate = activations.sampling(size, both, precision, eager=eager)
+    estimate = uses.sampling(size, both, precision, eager=eager)
     assert estimate == pytest.approx(allocated(decode), rel=0.3)
 
 
@@ -168,11 +165,11 @@ def test_memory_grows_with_tokens_and_shrinks_with_gradient_checkpointing():
     tokens = Tokens(prompts=8, samples=2, prompt=512, response=128)
 
     def needed(**changes) -> float:
-        return activations.training(size, replace(tokens, **changes), FLOAT32)
+        return uses.training(size, replace(tokens, **changes), FLOAT32)
 
     assert needed() > 1.4 * needed(prompts=4)
     assert needed(apart=False) > needed() > needed(prompt=256) > needed(prompt=256, response=64)
-    small = activations.training(size, tokens, FLOAT32, checkpointing=True)
+    small = uses.training(size, tokens, FLOAT32, checkpointing=True)
     assert small < 0.6 * needed()
 
 
@@ -208,11 +205,11 @@ def test_peak_memory_of_a_training_process_grows_by_the_estimate():
     size = size_of(NANO)
     states = 16 * size.parameters  # weights, gradients and two moments
     tokens = Tokens(prompts=64, samples=2, prompt=192, response=40)
-    needed = states + HEAP * activations.training(size, tokens, FLOAT32)
+    needed = states + HEAP * uses.training(size, tokens, FLOAT32)
     assert after - before == pytest.approx(needed, rel=0.3)
 
 
 def test_tile_and_chunk_sizes_match_the_constants_of_the_models_and_generators():
-    assert activations.TILE_BYTES == {"cpu": logprobs.CPU_TILE_BYTES, "cuda": logprobs.GPU_TILE_BYTES}
-    assert activations.CHOICE_CHUNK == {"cpu": sampling.CPU_CHUNK, "cuda": sampling.GPU_CHUNK}
-    assert activations.PROMPT_TOKENS == decoding.TOKENS
+    assert uses.TILE_BYTES == {"cpu": logprobs.CPU_TILE_BYTES, "cuda": logprobs.GPU_TILE_BYTES}
+    assert uses.CHOICE_CHUNK == {"cpu": sampling.CPU_CHUNK, "cuda": sampling.GPU_CHUNK}
+    assert uses.PROMPT_TOKENS == decoding.TOKENS

@@ -5,8 +5,7 @@ import pytest
 from rlhf.config.compose import compose
 from rlhf.core.machine import Machine
 from rlhf.memory import plan as memory
-from rlhf.memory.communication import GROUP
-from rlhf.memory.uses import GIB
+from rlhf.memory.uses import GIB, GROUP
 from rlhf.processes.ranks import BUCKET
 from tests.memory.test_plan import COUNT_2_8B, TWO_GPUS, parts, phases, pythia
 

@@ -11,13 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rlhf.assembly.parts import make
 from rlhf.config.compose import compose
 from rlhf.config.model import LoRAConfig
-from rlhf.memory import published
-from rlhf.memory.loaded_models import models
-from rlhf.memory.model_size import (
+from rlhf.memory import sizes
+from rlhf.memory.sizes import (
     ModelSize,
     adapter_parameters,
     config_size,
     folder_size,
+    models,
     module_parameters,
     named_size,
 )
@@ -113,15 +113,15 @@ def test_a_published_model_that_is_not_on_this_machine_has_its_published_number_
 
 
 def test_every_published_shape_is_compared_with_a_published_number_of_parameters():
-    shapes = {name for shapes in published.SHAPES.values() for name in shapes}
-    known = {published.VARIANT.sub("", name.partition("/")[2].lower()) for name in PARAMETERS}
+    shapes = {name for shapes in sizes.SHAPES.values() for name in shapes}
+    known = {sizes.VARIANT.sub("", name.partition("/")[2].lower()) for name in PARAMETERS}
     twins = {"meta-llama-3-70b": "llama-3.3-70b", "llama-3.1-70b": "llama-3.3-70b"}
     assert {twins.get(name, name) for name in shapes} - known <= {"mistral-7b-v0.1"}
 
 
 @pytest.mark.parametrize("name", ["google/gemma-2-2b", "google/gemma-3-270m", "Qwen/Qwen3-0.6B"])
 def test_a_published_shape_has_the_parameters_that_transformers_makes(name):
-    assert named_size(name).parameters == counted(published.published_config(name))
+    assert named_size(name).parameters == counted(sizes.published_config(name))
 
 
 @pytest.mark.parametrize("name", SHAPES)

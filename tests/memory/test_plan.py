@@ -17,8 +17,9 @@ from rlhf.config.compose import compose
 from rlhf.config.footprint import Footprint, zero
 from rlhf.core.machine import Machine
 from rlhf.engines.deepspeed_engine import DeepSpeedEngine, hollow
-from rlhf.memory import advice, loaded_models
+from rlhf.memory import plan as advice
 from rlhf.memory import plan as memory
+from rlhf.memory import sizes
 from rlhf.memory.uses import CONTEXT, GIB, PROCESS, Part, Phase, Use
 from rlhf.models import sharing_rules
 from rlhf.models.lora import whole_weights
@@ -101,7 +102,7 @@ def test_ppo_trains_a_second_model():
 
 def test_each_kind_of_run_names_the_models_that_it_loads(tmp_path):
     def roles(*words: str) -> list[str]:
-        return [model.role for model in loaded_models.models(compose(list(words)))]
+        return [model.role for model in sizes.models(compose(list(words)))]
 
     assert roles() == ["policy", "reference", "reward model"]
     assert roles("algo=ppo") == ["policy", "value model", "reference", "reward model"]
@@ -445,7 +446,7 @@ def test_ranks_that_get_placeholders_load_no_models(monkeypatch, pythia, words, 
 
 
 def test_the_plan_is_unknown_if_models_are_not_downloaded(monkeypatch):
-    monkeypatch.setattr(loaded_models, "named_size", lambda name: None)
+    monkeypatch.setattr(sizes, "named_size", lambda name: None)
     cfg = compose(["model=pythia_410m", "task=tldr"])
     made = memory.plan(cfg)
     assert not made.uses and made.unknown["model.policy"] == "mnoukhov/pythia410m-sft-tldr"

@@ -7,7 +7,7 @@ import pytest
 from rlhf.config.compose import compose
 from rlhf.config.generator import Reserved, WorkerConfig
 from rlhf.core.machine import Machine
-from rlhf.memory import advice
+from rlhf.memory import plan
 from rlhf.memory import plan as memory
 from rlhf.memory.uses import CONTEXT, GIB
 from tests.memory.test_plan import PYTHIA_2_8B, local_model
@@ -69,8 +69,8 @@ def test_a_gpu_with_too_little_memory_for_the_annotator_is_refused_with_a_remedy
     monkeypatch.setattr(memory, "this_machine", lambda: machine)
     folder = local_model(tmp_path / "pythia", PYTHIA_2_8B)
     words = ["backend.device=cuda", LAG, f"model.policy={folder}", f"model.reward={folder}"]
-    assert advice.problems(compose(words)) == []
-    (problem,) = advice.problems(compose([*words, ANNOTATE]))
+    assert plan.problems(compose(words)) == []
+    (problem,) = plan.problems(compose([*words, ANNOTATE]))
     assert "GPU 1" in problem and "generator.annotate=false" in problem
 
 

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlhf.config.model import LoRAConfig
 from rlhf.core.batch import trim
 from rlhf.core.errors import UserError
-from rlhf.memory.activations import Tokens
+from rlhf.memory.uses import Tokens
 from rlhf.models import shared_prefix as forward
 from rlhf.models import sharing_rules
 from rlhf.models.lora import adapt

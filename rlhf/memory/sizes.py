@@ -1,23 +1,36 @@
-"""The size of a model, from its config.json, the headers of its safetensors files, or its config section.
-
-If the weights are on this machine, parameters are counted exactly: the header of a safetensors file lists the
-shapes of its tensors. Otherwise a formula computes the number of parameters from config.json, or from the
-table of published models if config.json is not on this machine either. The formula is exact for GPT-NeoX
-(Pythia), Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3. This module imports no torch.
-"""
+"""Sizes of models, before anything is loaded."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import yaml
+
+from rlhf.config.algo import Trains
+from rlhf.config.backend import WITHOUT_GRADIENT
+from rlhf.config.policy_gradient import ValueFrom
+from rlhf.config.scorer import scorers
 from rlhf.core.hub import cached_folder
-from rlhf.memory.published import published_config
 from rlhf.models.folders import is_local, read_config
 from rlhf.models.headers import DamagedFile, weight_headers
+
+if TYPE_CHECKING:
+    from rlhf.config.root import Config
+
+
+# The size of a model, from its config.json, the headers of its safetensors files, or its config section.
+#
+# If the weights are on this machine, parameters are counted exactly: the header of a safetensors file lists
+# the shapes of its tensors. Otherwise a formula computes the number of parameters from config.json, or from
+# the table of published models if config.json is not on this machine either. The formula is exact for
+# GPT-NeoX (Pythia), Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3. This module imports no torch.
+
 
 HEADS = ("lm_head.", "embed_out.", "score.")  # prefixes of the names of tensors of an output head
 _EMBEDDINGS = ("embed_in", "embed_tokens", "wte")  # last parts of the names of input embeddings
@@ -238,3 +251,165 @@ def _neox_parameters(size: ModelSize, config: dict[str, Any]) -> int:
 def _first_number(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
     """Return the first value of `config` at a key of `names` that is a whole number, or None."""
     return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+
+
+# The models that the trainer process of a run loads, and their sizes.
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model in the trainer process."""
+
+    role: str  # name in tables, for example "policy" or "reference"
+    key: str  # config key that names the model
+    name: str | None  # hub name or folder; None: an earlier stage makes the model
+    size: ModelSize | None  # None: unknown
+    trained: bool = False
+    batch_size: int = 0  # sequences per forward pass without gradients
+    adapters: int | None = None  # parameters trained beside frozen weights; None: the model has no adapters
+
+    @property
+    def counted(self) -> ModelSize:
+        """The size of the model; may be read only if `size` is not None."""
+        assert self.size is not None
+        return self.size
+
+    @property
+    def trainable(self) -> int:
+        """The number of parameters that have gradients and optimizer states."""
+        if not self.trained:
+            return 0
+        return self.counted.parameters if self.adapters is None else self.adapters
+
+
+def models(cfg: Config) -> Iterator[Model]:
+    """Yield the models that the trainer process of the run `cfg` loads, trained models first."""
+    model, algo, batch = cfg.model, cfg.algo, without_gradient(cfg)
+    start = cfg.start
+    policy = _size(cfg, start)
+    key = "model.base" if algo.trains is Trains.base else "model.policy"
+    if algo.trains is Trains.reward:
+        yield _adapted(cfg, Model("reward model", key, start, policy and policy.scoring(), True, batch))
+        return
+    yield _adapted(cfg, Model("policy", key, start, policy, True, batch))
+    if cfg.value_starts_as is not None:
+        value = start
+        if cfg.value_starts_as is ValueFrom.reward:
+            key, value = "model.reward", cfg.value_reward
+        size = _size(cfg, value)
+        yield _adapted(cfg, Model("value model", key, value, size and size.scoring(), True, batch))
+    if algo.trains is Trains.policy and not (model.lora.rank and model.starts_as_reference):
+        name = model.reference or model.policy
+        key = "model.reference" if model.reference else "model.policy"
+        yield Model("reference", key, name, _size(cfg, name), False, batch)
+    yield from _scoring_models(cfg)
+
+
+def judges(cfg: Config) -> Iterator[Model]:
+    """Yield the models of the judge, the only models that `rlhf.relabel` loads."""
+    return (model for model in _scoring_models(cfg) if model.role == "judge")
+
+
+def _scoring_models(cfg: Config) -> Iterator[Model]:
+    """Yield the models of the training scorer and of the judge."""
+    for at, scorer in scorers(cfg):
+        if scorer.sequences:
+            key, name = scorer.reward_model(at, cfg.model.reward) or ("model.reward", None)
+            role = "judge" if at.startswith("gold") else "reward model"
+            size = _size(cfg, name)
+            yield Model(role, key, name, size and size.scoring(), False, scorer.sequences)
+
+
+def _adapted(cfg: Config, model: Model) -> Model:
+    """Return a trained model with the number of parameters that are trained beside the frozen weights.
+
+    These are the adapters, a trained copy of the modules in `model.lora.modules_to_save`, and the head of a
+    model with one output.
+    """
+    lora = cfg.model.lora
+    if not lora.rank or model.size is None:
+        return model
+    whole = list(lora.modules_to_save)
+    count = adapter_parameters(model.size, lora.rank, lora.targets)
+    if model.size.vocabulary == 1:
+        count += model.size.head
+        whole = [name for name in whole if name != "score"]
+    original = _size(cfg, model.name)
+    assert original is not None, "the size of the model is known"
+    return replace(model, adapters=count + module_parameters(model.name, original, whole))
+
+
+def _size(cfg: Config, name: str | None) -> ModelSize | None:
+    """Return the size of a model, or None if it is unknown.
+
+    Args:
+        cfg: the config of the run.
+        name: hub name or folder; None: the model that is made for an embedded task.
+    """
+    if name is not None:
+        return named_size(name)
+    made = cfg.model.architecture(cfg.task.vocabulary_size)
+    if not made or not cfg.task.embedded:
+        return None
+    return named_size(cfg.model.base) if cfg.model.base else config_size(made)
+
+
+# The number of the longest sequences in a forward pass, given `backend.micro_batch` and `backend.tokens`.
+
+
+def longest(cfg: Config) -> int:
+    """Return the tokens of the longest possible sequence: prompt and response."""
+    return cfg.task.max_prompt_tokens + cfg.generator.response_length
+
+
+def with_gradient(cfg: Config) -> int:
+    """Return the largest number of the longest sequences in a forward pass with gradients."""
+    backend = cfg.backend
+    if not backend.tokens:
+        return backend.micro_batch
+    return max(1, min(backend.micro_batch, backend.tokens // longest(cfg)))
+
+
+def without_gradient(cfg: Config) -> int:
+    """Return the largest number of the longest sequences in a forward pass without gradients."""
+    backend = cfg.backend
+    if not backend.tokens:
+        return backend.micro_batch
+    most = WITHOUT_GRADIENT * backend.tokens // longest(cfg)
+    return max(1, min(WITHOUT_GRADIENT * backend.micro_batch, most))
+
+
+# Shapes of published models, by name, for memory plans before a model is downloaded. No torch.
+
+
+# Parts of names that do not change the shape, such as -Instruct, -it, -deduped and -2407.
+VARIANT = re.compile(r"-(instruct|thinking|chat|base|pt|it|deduped|\d{4})(?=-|$)")
+_MEANINGS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+SHAPES: dict[str, dict[str, list[int]]] = yaml.safe_load(
+    (files("rlhf.memory") / "published.yaml").read_text(encoding="utf-8")
+)
+
+
+def published_config(name: str) -> dict[str, Any] | None:
+    """Return the sizes in the config.json of a published model; None if the model is not in `SHAPES`.
+
+    The owner of the repository and the parts of the name in `VARIANT` are ignored, so that chat models and
+    copies have the sizes of their base model.
+    """
+    model = VARIANT.sub("", name.rpartition("/")[2].lower())
+    for kind, shapes in SHAPES.items():
+        if model in shapes:
+            sizes = dict(zip(_MEANINGS, shapes[model], strict=True))
+            if kind == "gpt_neox":  # the number of key and value heads marks a gated MLP
+                del sizes["num_key_value_heads"]
+            return {"model_type": kind, **sizes}
+    return None
