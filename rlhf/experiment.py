@@ -22,11 +22,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.checks.check import as_objects, problems, warn, warnings
-from rlhf.checks.composing import composed
-from rlhf.checks.job import check_job
-from rlhf.checks.machine import check_machine, check_push
-from rlhf.checks.names import recipes_of_other_commands
+from rlhf.checks.algorithms import recipes_of_other_commands
+from rlhf.checks.check import as_objects, check_job, problems, warn, warnings
+from rlhf.checks.machine import check_machine, check_push, composed
 from rlhf.config import catalogue
 from rlhf.config.arguments import listed, readable, repeated
 from rlhf.config.cores import set_environment

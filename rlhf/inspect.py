@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlhf.checks.check import checked, warn, warnings
-from rlhf.checks.composing import composed
-from rlhf.checks.machine import downloads
+from rlhf.checks.machine import composed, downloads
 from rlhf.config import own_files
 from rlhf.config.catalogue import config_dir_words
 from rlhf.core.console import console, say_loading

@@ -16,8 +16,7 @@ from rich import box
 from rich.table import Table
 
 from rlhf.checks.check import checked
-from rlhf.checks.composing import composed
-from rlhf.checks.machine import check_memory
+from rlhf.checks.machine import check_memory, composed
 from rlhf.core.console import console
 from rlhf.launch.command_line import Command
 from rlhf.memory.plan import plan, savings, unknown_models

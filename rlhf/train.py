@@ -29,7 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from rlhf.checks.check import overrides_of, refuse
-from rlhf.checks.composing import generator_of
+from rlhf.checks.machine import generator_of
 from rlhf.config import catalogue, plugins
 from rlhf.config.best_generator import selecting
 from rlhf.config.help import help_text

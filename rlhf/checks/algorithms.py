@@ -1,9 +1,47 @@
-"""Rules between the algorithm and the generator, the scorer and the schedule."""
+"""Rules for algorithms, schedules, scorers and names."""
 
 from __future__ import annotations
 
-from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES, Allowed, When, doubtful, must, one_of, other_than
+import re
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from rlhf.checks.rules import (
+    ALWAYS,
+    DOUBTS,
+    RULES,
+    TRAINING_RULES,
+    Allowed,
+    When,
+    chosen,
+    doubt,
+    doubtful,
+    must,
+    one_of,
+    other_than,
+    rule,
+    training_rule,
+)
 from rlhf.config.algo import Trains
+from rlhf.config.catalogue import all_keys, option_files, options
+from rlhf.config.metric_names import KNOWN, lacking
+from rlhf.config.mistakes import chosen_by, group_of, option_name
+from rlhf.config.overrides import read_overrides
+from rlhf.config.packages import missing_package
+from rlhf.config.root import Config
+from rlhf.config.schedule import MOST_EPISODES, ESSScaling, Optimizer
+from rlhf.config.schema import plain, sections
+from rlhf.config.scorer import choice, scorers
+from rlhf.config.suggestions import closest
+from rlhf.config.task import TaskConfig
+from rlhf.core.launched import world_size
+from rlhf.core.machine import this_machine
+from rlhf.memory.generator import annotates
+from rlhf.memory.plan import device
+
+# Rules between the algorithm and the generator, the scorer and the schedule.
+
 
 SUPERVISED = When("for algo={algo}", lambda cfg: cfg.algo.supervised)
 _NEW_SAMPLES = When(
@@ -53,3 +91,365 @@ DOUBTS += [
         lambda cfg: cfg.algo.trains is not Trains.policy and cfg.model.reference is not None,
     ),
 ]
+
+
+# Rules for the length of a run, for equal parts of batches, for replay, and for the optimizer.
+
+
+_NO_SAMPLES = When("with generator={generator}", lambda cfg: not cfg.generator.samples)
+
+_LOG_PROBS = "the effective sample size is computed from the sampler's log-probs"
+
+TRAINING_RULES += [
+    must(
+        "schedule.total_epochs",
+        None,
+        When("with generator.path", lambda cfg: cfg.generator.saved_rollouts is not None),
+        "saved rollouts count as episodes",
+        fix="schedule.total_epochs=null schedule.total_episodes=12800",
+    ),
+    must(
+        "schedule.eval_every",
+        Allowed("be > 0", lambda value: value != 0),
+        When(
+            "with objective_metric={objective_metric}",
+            lambda cfg: (cfg.objective_metric or "").startswith("eval/"),
+        ),
+        "only an evaluation measures that metric",
+        fix="schedule.eval_every=0.2",
+    ),
+    must("schedule.replay", 1, _NO_SAMPLES, "nothing is sampled, and epochs repeat stored responses"),
+    must("schedule.solved_at", None, _NO_SAMPLES, "its scores are those of stored responses"),
+    must(
+        "optim.optimizer",
+        "adamw",
+        When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer),
+        "its engine has no other optimizer",
+        fix="optim.optimizer=adamw or backend=torch",
+    ),
+    must("optim.ess_scaling", "none", When("with algo={algo}", lambda cfg: cfg.algo.supervised), _LOG_PROBS),
+    must(
+        "optim.ess_scaling",
+        "none",
+        When(
+            "with generator={generator} without a path",
+            lambda cfg: not cfg.generator.rollouts and not cfg.algo.supervised,
+        ),
+        _LOG_PROBS,
+    ),
+]
+
+DOUBTS += [
+    doubtful(
+        "schedule.solved_at={schedule.solved_at} is compared with scores of a reward model, which are not "
+        "pass rates",
+        lambda cfg: cfg.schedule.solved_at is not None and chosen(cfg, "scorer") == "reward_model",
+    ),
+    doubtful(
+        "optim.ess_on_policy={optim.ess_on_policy} has no effect with optim.ess_scaling=none; set "
+        "optim.ess_scaling=sqrt",
+        lambda cfg: cfg.optim.ess_scaling is ESSScaling.none and cfg.optim.ess_on_policy != 1,
+    ),
+]
+
+
+@training_rule
+def _objective_metric(cfg: Config) -> Iterator[str]:
+    name = cfg.objective_metric
+    if name is not None and (found := lacking(name, cfg)):
+        guess = closest(name, KNOWN) or name
+        fix = "null" if lacking(guess, cfg) else guess
+        yield f"objective_metric must {found[0]}, got {name}; set objective_metric={fix}"
+
+
+@training_rule
+def _length(cfg: Config) -> Iterator[str]:
+    episodes, epochs = cfg.schedule.total_episodes, cfg.schedule.total_epochs
+    if cfg.epochs is None and episodes is None:
+        yield (
+            "schedule.total_episodes or schedule.total_epochs must be set (it is the length of the run), got "
+            "null; set schedule.total_episodes=12800"
+        )
+    elif episodes is not None and epochs is not None:
+        yield (
+            "schedule.total_episodes and schedule.total_epochs must not both be set (each is the length of "
+            f"the run), got {episodes} and {plain(epochs)}; set schedule.total_epochs=null or "
+            "schedule.total_episodes=null"
+        )
+    per_update = cfg.episodes_per_update
+    if episodes is None or not 1 <= episodes <= MOST_EPISODES or per_update < 1:
+        return
+    if episodes % per_update:
+        yield (
+            "schedule.total_episodes must be divisible by the episodes of an update "
+            f"(schedule.prompts_per_update x algo.samples_per_prompt = {cfg.schedule.prompts_per_update} x "
+            f"{cfg.algo.samples_per_prompt} = {per_update}), got {episodes}; "
+            f"set schedule.total_episodes={_nearest_multiple(episodes, per_update)}"
+        )
+
+
+@training_rule
+def _division(cfg: Config) -> Iterator[str]:
+    prompts, parts = cfg.schedule.prompts_per_update, cfg.schedule.minibatches
+    yield from _divisible(
+        "schedule.prompts_per_update",
+        prompts,
+        "schedule.minibatches (minibatches are equal parts of the prompts)",
+        parts,
+    )
+    yield from _divisible(
+        "backend.micro_batch",
+        cfg.backend.micro_batch,
+        "algo.samples_per_prompt (the samples of one prompt are never split)",
+        cfg.algo.samples_per_prompt,
+    )
+    ranks = world_size()
+    for key, count, meaning in (
+        (
+            "schedule.prompts_per_update",
+            prompts // max(parts, 1),
+            "each minibatch is divided among the ranks",
+        ),
+        ("eval.prompts", cfg.eval.prompts, "the held-out prompts are divided among the ranks"),
+    ):
+        if 1 <= count < ranks:
+            yield (
+                f"{key} must give each of the {ranks} ranks a prompt ({meaning}), got {count}; start fewer "
+                f"ranks, or set {key}={ranks * (parts if key.startswith('schedule') else 1)}"
+            )
+
+
+@training_rule
+def _bitsandbytes_is_installed(cfg: Config) -> Iterator[str]:
+    eight_bits = cfg.optim.optimizer is Optimizer.adamw_8bit and cfg.backend.any_optimizer
+    if eight_bits:
+        option, otherwise = "optim.optimizer=adamw_8bit", "set optim.optimizer=adamw"
+        yield from missing_package(option, "bitsandbytes", "bnb", otherwise=otherwise)
+
+
+@doubt
+def _never_reached(cfg: Config) -> Iterator[str]:
+    schedule = cfg.schedule
+    if schedule.total_episodes is None or cfg.episodes_per_update < 1:
+        return
+    updates = cfg.num_updates()
+    steps = updates * schedule.minibatches * schedule.epochs
+    if schedule.max_lag >= updates > 0:
+        yield f"schedule.max_lag={schedule.max_lag} is never reached in a run of {updates} updates"
+    if schedule.replay > updates > 0:
+        yield f"schedule.replay={schedule.replay} batches are never reached in a run of {updates} updates"
+    if cfg.optim.warmup >= max(1, steps):
+        yield (
+            f"optim.warmup={plain(cfg.optim.warmup)} lasts the whole run of {steps} optimizer steps, so "
+            "the learning rate never reaches optim.lr"
+        )
+
+
+def _divisible(key: str, whole: int, by: str, part: int) -> Iterator[str]:
+    if whole >= 1 and part >= 1 and whole % part:
+        yield (
+            f"{key} must be divisible by {by}, got {whole} and {part}; "
+            f"set {key}={_nearest_multiple(whole, part)}"
+        )
+
+
+def _nearest_multiple(value: int, of: int) -> int:
+    """Return the multiple of `of` that is closest to `value`, at least `of` itself."""
+    return max(1, round(value / of)) * of
+
+
+# Rules for scorers: which scorer can score which task, and whether training sees its judge.
+
+
+_SAVED_ROLLOUTS = When("with saved rollouts", lambda cfg: cfg.generator.saved_rollouts is not None)
+
+RULES += [
+    must(
+        "scorer@gold",
+        other_than("labels"),
+        ALWAYS,
+        "evaluation samples responses, which have no labels",
+        fix="scorer@gold=reward_model gold.path=<hub name or folder>",
+    ),
+    must(
+        "scorer",
+        other_than("mixture"),
+        _SAVED_ROLLOUTS,
+        "they do not name the part of a prompt",
+        fix="scorer=labels",
+    ),
+]
+
+TRAINING_RULES += [
+    must("scorer", other_than("none"), ALWAYS, "training needs scores", fix="scorer=reward_model")
+]
+
+
+@rule
+def _scorers_of_saved_rollouts(cfg: Config) -> Iterator[str]:
+    for at, scorer in scorers(cfg) if cfg.generator.saved_rollouts is not None else ():
+        if scorer.columns and not at.startswith("gold"):
+            yield (
+                f"{choice(at)} must not be {scorer.name} with saved rollouts (they lack the columns "
+                f"{', '.join(sorted(scorer.columns))}), got {scorer.name}; set scorer=labels"
+            )
+
+
+@rule
+def _scorers_of_tasks(cfg: Config) -> Iterator[str]:
+    for at, scorer in scorers(cfg):
+        key, task = choice(at), _scored_task(cfg, at)
+        if reason := scorer.cannot_score(task):
+            yield (
+                f"{key} must not be {scorer.name} for task={task.name} ({reason}), got {scorer.name}; "
+                f"set {key}=reward_model"
+            )
+
+
+def _scored_task(cfg: Config, at: str) -> TaskConfig:
+    """Return the task whose responses the scorer at the key `at` scores: `cfg.task`, or a part of it."""
+    whole, _, name = at.partition(".parts.")
+    scorer = cfg.gold if whole == "gold" else cfg.scorer
+    return cfg.task.parts.get(name.partition(".")[0], cfg.task) if scorer.of_mixture else cfg.task
+
+
+@rule
+def _parts_of_a_mixture_have_scorers(cfg: Config) -> Iterator[str]:
+    tasks = cfg.task.parts
+    for at, scorer in (("scorer", cfg.scorer), ("gold", cfg.gold)):
+        if not scorer.of_mixture or scorer.cannot_score(cfg.task):
+            continue
+        for name in (name for name in tasks if name not in scorer.parts):
+            yield (
+                f"{at}.parts must have a scorer for each part of the task ({', '.join(tasks)}), got "
+                f"{', '.join(scorer.parts) or 'none'}; set +scorer@{at}.parts.{name}=<scorer>"
+            )
+        for name in (name for name in scorer.parts if name not in tasks):
+            yield (
+                f"{at}.parts must be named like the parts of the task ({', '.join(tasks)}), got {name}; "
+                "leave it out"
+            )
+
+
+@training_rule
+def _functions_reach_the_annotator(cfg: Config) -> Iterator[str]:
+    for at, scorer in scorers(cfg):
+        here = [] if at.startswith("gold") else scorer.only_here
+        if here and annotates(cfg, world_size(), device(cfg, this_machine()) == "cuda"):
+            yield (
+                f"{at}.path must name a function of a module or a file for this run (another process scores "
+                f"the responses, see generator.annotate, and does not have the object), got {here[0]}; set "
+                "generator.annotate=false, or write the function in a module"
+            )
+
+
+@doubt
+def _training_sees_its_judge(cfg: Config) -> Iterator[str]:
+    if not cfg.generator.samples:
+        return
+    reward = cfg.model.reward
+    judging = {scorer.source(reward): choice(at) for at, scorer in scorers(cfg) if at.startswith("gold")}
+    for at, scorer in scorers(cfg):
+        judge = judging.get(scorer.source(reward))
+        if at.startswith("scorer") and judge is not None and not scorer.verifies:
+            yield (
+                f"{choice(at)} and {judge} are the same ({scorer.name}): training sees its judge, so "
+                "eval/win_rate says nothing about over-optimisation"
+            )
+
+
+# Rules for names: of sections, of `tuned` settings, of recipes, and of the user's files.
+
+
+COMMAND = re.compile(r"^# Command:\s*(python -m rlhf\.(\w+) .*)$", re.M)  # in the head of a recipe
+# Imported by each run, directly or by transformers, with names that a file of the user may have.
+LIBRARIES = (
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "mlflow",
+    "peft",
+    "tokenizers",
+    "torch",
+    "trackio",
+    "transformers",
+    "vllm",
+    "wandb",
+)
+_NAMED = ("algo", "model", "task", "generator", "backend", "scorer", "gold")
+
+
+@rule
+def _names(cfg: Config) -> Iterator[str]:
+    for key, section in sections(cfg):
+        name, option = getattr(section, "name", None), option_name(type(section))
+        if name is None or option is None:
+            continue
+        known = options("model") if key == "model" else [option]
+        if name not in known:
+            yield _wrong_name(key, name)
+
+
+def typed_names(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each override that sets the name of a section, such as `algo.name=ppo`."""
+    for each in read_overrides(overrides):
+        at, dot, leaf = each.key.rpartition(".")
+        if dot and leaf == "name" and (at in _NAMED or ".parts." in at):
+            yield _wrong_name(at, each.value)
+
+
+def removed(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each override that removes what every run has, such as `~seed`."""
+    needed = [key for key in all_keys() if not key.startswith("logger.")]
+    for each in read_overrides(overrides):
+        if each.sign == "~" and any(key == each.key or key.startswith(f"{each.key}.") for key in needed):
+            yield f"{each.key} must not be removed (every run has it), got {each.text}; leave {each.text} out"
+
+
+def _wrong_name(at: str, name: str) -> str:
+    """Return the message for a section `at` whose key `name` was set."""
+    exists = name in options(group_of(at))
+    remedy = f"set {chosen_by(at)}={name}" if exists else f"choose an option with {chosen_by(at)}=<option>"
+    return f"{at}.name must not be set (the option of {chosen_by(at)} sets it), got {name}; {remedy}"
+
+
+def unknown_tuning(overrides: Sequence[str]) -> list[str]:
+    """Return an error for each `tuned=` that names no file.
+
+    Hydra accepts an unknown `tuned=`, because the defaults list marks the group as optional.
+    """
+    names = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("tuned=")]
+    return [
+        f"tuned must be one of {', '.join(options('tuned'))}, got {name!r}; write ~tuned for none"
+        for name in names
+        if name not in options("tuned")
+    ]
+
+
+def recipes_of_other_commands(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each `experiment=` of the overrides whose recipe is for `rlhf.relabel`."""
+    for each in read_overrides(overrides):
+        file = option_files("experiment").get(each.value) if each.key == "experiment" else None
+        found = COMMAND.search(file.read_text(encoding="utf-8")) if file is not None else None
+        if found is not None and found[2] == "relabel":
+            yield (
+                f"experiment must be a recipe that trains ({each.value} only labels pairs), got "
+                f"{each.value}; run: {found[1]}"
+            )
+
+
+@rule
+def _libraries_are_not_hidden(cfg: Config) -> Iterator[str]:
+    for name in LIBRARIES:
+        for file in (Path(f"{name}.py"), Path(name, "__init__.py")):
+            if file.is_file() and _imports(name, file):
+                yield (
+                    f"{file} must not have the name of a library (Python imports it instead of {name}), got "
+                    f"{file.absolute()}; rename it"
+                )
+
+
+def _imports(name: str, file: Path) -> bool:
+    """Return whether `import <name>` would read `file`."""
+    found = find_spec(name)
+    return found is not None and found.origin is not None and file.samefile(found.origin)

@@ -1,36 +1,24 @@
-"""Check of a config before a run starts: find every problem of the run, and report all problems together.
-
-Each section checks its own fields (`Section.problems`); rules over several sections are in the other modules
-of this folder. The check loads no models and no data, and this package imports no torch.
-"""
+"""Check of a config before a run starts, and in the process of a job: all problems are reported together."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-# Importing a module of rules registers its rules.
-from rlhf.checks import (  # noqa: F401
-    algorithms,
-    asynchrony,
-    environments,
-    folders,
-    generators,
-    job,
-    judges,
-    model_folders,
-    models,
-    names,
-    schedule,
-    secrets,
-    tasks,
+from rlhf.checks import (
+    algorithms,  # noqa: F401
+    data,  # noqa: F401
+    generators,  # noqa: F401
+    models,  # noqa: F401
+    rules,  # noqa: F401
 )
-from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES
+from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES, training_rule
 from rlhf.config import own_files
+from rlhf.config.address import class_problem
 from rlhf.config.environment import default_scorer
 from rlhf.config.mistakes import explain, unknown_keys
 from rlhf.config.root import Config, to_config
@@ -38,6 +26,15 @@ from rlhf.config.schema import sections
 from rlhf.core.errors import UserError, report
 from rlhf.core.launched import is_first_rank, rank
 from rlhf.core.output import print_error
+from rlhf.loggers.hooks import Hook, load_hooks
+
+# Check of a config before a run starts: find every problem of the run, and report all problems together.
+#
+# Each section checks its own fields (`Section.problems`); rules over several sections are in the other
+# modules of this folder. The check loads no models and no data, and this package imports no torch.
+
+
+# Importing a module of rules registers its rules.
 
 _FIRST_RANK_S = 5.0  # seconds that the first rank has to report a problem, before another rank does
 
@@ -90,9 +87,9 @@ def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
             del config["hydra"]
     found = unknown_keys(config, overrides)
     found += [
-        *names.unknown_tuning(overrides),
-        *names.typed_names(overrides),
-        *names.removed(overrides),
+        *algorithms.unknown_tuning(overrides),
+        *algorithms.typed_names(overrides),
+        *algorithms.removed(overrides),
         *own_files.hidden(),
     ]
     try:
@@ -136,3 +133,28 @@ def refuse(problems: Sequence[str]) -> NoReturn:
         time.sleep(_FIRST_RANK_S)
         print_error(f"rank {rank()}: {report(list(problems))}")
     raise SystemExit(2)
+
+
+# Checks in the process of a job, which may run on another machine than the command.
+#
+# This module imports no torch; the user's reward functions and hooks may.
+
+
+@training_rule
+def hooks_exist(cfg: Config) -> Iterator[str]:
+    """Yield an error for each hook whose class is not found."""
+    for path in cfg.hooks:
+        if problem := class_problem("hooks", path):
+            yield problem
+
+
+def check_job(cfg: Config) -> list[Hook]:
+    """Import the user's code, connect to services and trackers, and return the hooks of this rank.
+
+    Raises:
+        UserError: the code cannot be imported or called, or a service refuses connections.
+    """
+    found = [problem for key, section in sections(cfg) for problem in section.job_problems(key)]
+    if found:
+        raise UserError(*found)
+    return load_hooks(cfg.hooks) if is_first_rank() else []

@@ -1,16 +1,22 @@
-"""Check of what this machine has: processes, GPUs, memory, downloaded models, a token. No torch."""
+"""Check of what this machine has, and the generator that it selects. No torch."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from rlhf.checks.check import warn
+from omegaconf import DictConfig
+
+from rlhf.checks.check import as_objects, warn
+from rlhf.checks.check import problems as problems_composing
 from rlhf.checks.rules import chosen
 from rlhf.config.backend import Device
+from rlhf.config.best_generator import SELECTED, best_generator, candidates, selecting
+from rlhf.config.compose import compose_node
 from rlhf.config.generator import Transfer
+from rlhf.config.mistakes import CONFIG_ERRORS, explained
+from rlhf.config.root import Config
 from rlhf.core import hub
 from rlhf.core.errors import UserError
 from rlhf.core.launched import local_world_size, missing_variables, world_size
@@ -19,8 +25,8 @@ from rlhf.memory import plan
 from rlhf.memory.sizes import models
 from rlhf.models.folders import is_local, offline_problem
 
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
+# Check of what this machine has: processes, GPUs, memory, downloaded models, a token. No torch.
+
 
 TOKEN = "HF_TOKEN"  # the environment variable with the token of the Hugging Face hub
 
@@ -165,3 +171,69 @@ def push_problems(repository: str | None) -> Iterator[str]:
             "HF_HUB_OFFLINE TRANSFORMERS_OFFLINE, or leave push_to out and upload later: the same command "
             "with push_to uploads the model of a finished run"
         )
+
+
+# Composition of a config with the generator that `generator=auto` selects for it.
+#
+# The selected generator is the first of `vllm`, `vllm_colocated` and `hf` that this machine can run and with
+# which the config is valid. For example, `vllm_colocated` allows no lag, and the key `generator.batch_size`
+# belongs to `hf` alone.
+
+
+Job = tuple[DictConfig, Sequence[str]]  # composed config and overrides of a run
+
+
+def composed(overrides: list[str]) -> Config:
+    """Return the config of `python -m rlhf.train <overrides>`, without checks of the values.
+
+    Raises:
+        UserError: an override is invalid, a key is unknown or not set, or has a value of the wrong type.
+    """
+    return as_objects(composed_node(overrides), overrides)
+
+
+def composed_node(overrides: list[str]) -> DictConfig:
+    """Return the config of `python -m rlhf.train <overrides>` as an OmegaConf node (see `compose_node`).
+
+    Raises:
+        UserError: an override is invalid.
+    """
+    with selecting(generator_of(overrides)), explained(overrides):
+        return compose_node(overrides)
+
+
+def generator_of(overrides: list[str]) -> str:
+    """Return the generator that `generator=auto` selects for a run, or that the sweep of a job selected."""
+    if SELECTED in os.environ:
+        return best_generator()
+    return selected(candidates(), lambda: [(compose_node(overrides), overrides)])
+
+
+def selected(names: Sequence[str], jobs: Callable[[], Iterable[Job]]) -> str:
+    """Return the first of the generators `names` with which all jobs are valid; if there is none, the last.
+
+    Args:
+        names: options of the group `generator`.
+        jobs: a function that composes the runs that must have the same generator.
+    """
+    *others, last = names
+    for name in others:
+        with selecting(name):
+            try:
+                if all(suits(as_objects(node, overrides)) for node, overrides in jobs()):
+                    return name
+            except CONFIG_ERRORS:  # for example a key that this generator does not have
+                continue
+    return last
+
+
+def suits(cfg: Config) -> bool:
+    """Return whether vLLM suits a run: a valid config, and a model of some size on a GPU with enough memory.
+
+    The models of embedded tasks and stand-ins have few parameters; on a CPU, `hf` samples the embedded
+    model faster. On a machine without GPUs, which submits jobs to others, the memory is not checked.
+    """
+    tiny = cfg.start is None or cfg.stand_ins
+    if tiny or cfg.backend.device is Device.cpu or problems_composing(cfg):
+        return False
+    return not this_machine().gpus or not [*expandable_segments(cfg), *plan.problems(cfg)]

@@ -1,6 +1,6 @@
 """The generator that `generator=auto` stands for, which is the default. This module imports no torch.
 
-`candidates` returns the generators that this machine can run, and `rlhf.checks.composing` selects the first
+`candidates` returns the generators that this machine can run, and `rlhf.checks.machine` selects the first
 with which the config is valid. While a config is composed, conf/generator/auto.yaml reads the selected
 generator from an environment variable, so the processes of a sweep read it too.
 """

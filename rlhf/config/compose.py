@@ -22,7 +22,7 @@ OmegaConf.register_new_resolver("tuned_of", tuned_of, replace=True)
 
 def _chat_by_default(*, _root_: DictConfig) -> bool:
     """Return the default of `task.chat`; the module that reads files and models is above this one."""
-    return bool(import_module("rlhf.checks.tasks").chat_by_default(_root_))
+    return bool(import_module("rlhf.checks.data").chat_by_default(_root_))
 
 
 OmegaConf.register_new_resolver("chat_by_default", _chat_by_default, replace=True)  # conf/task/local.yaml

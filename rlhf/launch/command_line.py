@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
-from rlhf.checks.secrets import check_arguments
+from rlhf.checks.rules import check_arguments
 from rlhf.config import plugins
 from rlhf.config.arguments import flag_problem, readable, texts
 from rlhf.config.catalogue import conf_dir

@@ -18,7 +18,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import overrides_of, refuse, warn, warnings
-from rlhf.checks.composing import Job, selected
+from rlhf.checks.machine import Job, selected
 from rlhf.config.best_generator import SELECTED, candidates
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import is_first_rank

@@ -28,10 +28,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich import box
 from rich.table import Table
 
+from rlhf.checks.algorithms import recipes_of_other_commands
 from rlhf.checks.check import problems, warn, warnings
-from rlhf.checks.composing import composed
-from rlhf.checks.machine import check_memory
-from rlhf.checks.names import recipes_of_other_commands
+from rlhf.checks.machine import check_memory, composed
 from rlhf.config.algo import Trains
 from rlhf.config.run import Resume
 from rlhf.core.console import console, say_loading

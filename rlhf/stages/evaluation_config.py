@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import checked
-from rlhf.checks.composing import composed, composed_node
+from rlhf.checks.machine import composed, composed_node
 from rlhf.config.algo import Trains
 from rlhf.config.catalogue import options
 from rlhf.config.mistakes import one_of

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.checks.check import checked, warn, warnings
-from rlhf.checks.job import check_job
+from rlhf.checks.check import check_job, checked, warn, warnings
 from rlhf.checks.machine import check_machine
 from rlhf.config.algo import Trains
 from rlhf.config.identity import not_in_name

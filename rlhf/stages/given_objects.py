@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf.checks.composing import composed
+from rlhf.checks.machine import composed
 from rlhf.config.given_functions import Function, GivenFunctions
 from rlhf.core.errors import UserError
 from rlhf.core.pasting import override

@@ -26,7 +26,7 @@ from rich import box
 from rich.table import Table
 
 from rlhf.checks.check import checked, warn, warnings
-from rlhf.checks.composing import composed
+from rlhf.checks.machine import composed
 from rlhf.config.algo import Data
 from rlhf.config.identity import what_counts
 from rlhf.config.scorer import choice

@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import as_objects, problems
-from rlhf.checks.composing import composed, composed_node
+from rlhf.checks.machine import composed, composed_node
 from rlhf.config import catalogue
 from rlhf.config.address import ONLY_HERE
 from rlhf.config.best_generator import candidates

@@ -24,8 +24,7 @@ from hydra.utils import instantiate
 from rich.live import Live
 from rich.text import Text
 
-from rlhf.checks.check import checked
-from rlhf.checks.job import check_job
+from rlhf.checks.check import check_job, checked
 from rlhf.config.compose import initialized
 from rlhf.config.cores import set_environment
 from rlhf.config.mistakes import explained

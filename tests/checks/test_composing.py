@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.checks import composing, machine
+from rlhf.checks import machine
 from rlhf.config import best_generator
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
@@ -19,13 +19,13 @@ MODEL = ["model=pythia_410m", "task=tldr"]
 def on_gpus(count, monkeypatch, memory=2**36):
     """Let this machine have `count` GPUs with `memory` bytes."""
     monkeypatch.delenv(best_generator.SELECTED, raising=False)
-    for module in (best_generator, composing, machine, plan):
+    for module in (best_generator, machine, machine, plan):
         monkeypatch.setattr(module, "this_machine", lambda: Machine(2**38, (memory,) * count))
 
 
 def config(overrides):
     """Return the config of a run."""
-    return composing.composed(overrides)
+    return machine.composed(overrides)
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0, "hf"), (1, "vllm_colocated"), (2, "vllm")])

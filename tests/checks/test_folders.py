@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from rlhf.checks import check, folders
+from rlhf.checks import check, data
 from rlhf.config.compose import compose
 
 
@@ -27,6 +27,6 @@ def test_an_evaluation_does_not_check_the_folders_of_the_run(tmp_path):
     [(2**16, "neither can be saved"), (2**21, "checkpoints may not be saved"), (2**40, None)],
 )
 def test_a_disk_without_room_for_model_or_checkpoint_gives_a_warning(tmp_path, monkeypatch, free, said):
-    monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free))
+    monkeypatch.setattr(data.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free))
     found = check.warnings(compose([f"output_dir={tmp_path}/new"]))
     assert [said in text for text in found] == ([True] if said else [])

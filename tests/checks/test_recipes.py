@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.checks.names import recipes_of_other_commands
+from rlhf.checks.algorithms import recipes_of_other_commands
 from rlhf.config.catalogue import options
 from rlhf.core.errors import UserError
 from rlhf.stages.chain import config_of

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from rlhf.checks.job import check_job
+from rlhf.checks.check import check_job
 from rlhf.config.compose import compose
 from rlhf.core import network
 from rlhf.core.errors import UserError

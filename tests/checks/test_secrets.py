@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.checks.secrets import check_arguments
+from rlhf.checks.rules import check_arguments
 from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from rlhf.checks.job import check_job
+from rlhf.checks.check import check_job
 from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from rlhf.checks.check import problems, warnings
-from rlhf.checks.composing import composed
+from rlhf.checks.machine import composed
 from rlhf.config.compose import compose, compose_node
 from rlhf.config.environment import GymnasiumConfig, PythonEnvironmentConfig
 from rlhf.config.identity import run_name, what_counts

@@ -12,7 +12,7 @@ from typing import get_type_hints
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.checks.composing import composed
+from rlhf.checks.machine import composed
 from rlhf.checks.rules import RULES, TRAINING_RULES, Row
 from rlhf.config.catalogue import all_keys, groups, options
 from rlhf.config.foreign import ELSEWHERE, PROJECTS, TABLE, WITHOUT, meaning

@@ -75,7 +75,7 @@ def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=None))
     # the warning about a small disk depends on the machine of the test
-    monkeypatch.setattr("rlhf.checks.folders.shutil.disk_usage", lambda folder: SimpleNamespace(free=2**50))
+    monkeypatch.setattr("rlhf.checks.data.shutil.disk_usage", lambda folder: SimpleNamespace(free=2**50))
 
 
 @pytest.mark.parametrize("name", RECIPES)

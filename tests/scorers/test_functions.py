@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf.checks.check import problems
-from rlhf.checks.composing import composed
+from rlhf.checks.machine import composed
 from rlhf.config.address import ONLY_HERE, load_function
 from rlhf.config.algo import DPOConfig
 from rlhf.config.compose import compose

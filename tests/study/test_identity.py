@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf.checks.composing import composed
+from rlhf.checks.machine import composed
 from rlhf.study import plan
 from rlhf.study.rows import Row
 

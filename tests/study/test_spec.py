@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rlhf.checks.composing import composed
+from rlhf.checks.machine import composed
 from rlhf.core.errors import UserError
 from rlhf.study import spec as cells
 from rlhf.study.file import read_spec

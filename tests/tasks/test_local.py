@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict
 
 from rlhf.assembly.parts import make
 from rlhf.checks.check import problems
-from rlhf.checks.tasks import data_folders, data_of_tasks
+from rlhf.checks.data import data_folders, data_of_tasks
 from rlhf.config.algo import Data, Trains
 from rlhf.config.compose import compose
 from rlhf.config.task import ColumnsConfig, LocalConfig, PreferencesConfig

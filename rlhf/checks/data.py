@@ -1,7 +1,8 @@
-"""Rules between the task and the rest of the config: data, preference pairs and dialogues."""
+"""Rules for tasks, environments and folders."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
@@ -10,20 +11,39 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.checks.model_folders import tokenizer_in, tokenizer_of
-from rlhf.checks.rules import DOUBTS, doubt, doubtful, is_set, rule
+from rlhf.checks.models import tokenizer_in, tokenizer_of
+from rlhf.checks.rules import (
+    DOUBTS,
+    RULES,
+    Allowed,
+    When,
+    chosen,
+    doubt,
+    doubtful,
+    is_set,
+    must,
+    rule,
+    training_rule,
+)
 from rlhf.config.algo import Trains
+from rlhf.config.environment import TurnsConfig
 from rlhf.config.root import Config
+from rlhf.config.scorer import choice, scorers
 from rlhf.config.task import PREFERENCE_COLUMNS, Need, TaskConfig
 from rlhf.core import hub
 from rlhf.core.chat_format import no_template
 from rlhf.core.control import ROLE_MARK
 from rlhf.core.errors import UserError
 from rlhf.core.pasting import setting
+from rlhf.memory.sizes import models
 from rlhf.models.folders import is_local
+from rlhf.runs.disk import mib
+from rlhf.runs.writable import cannot_write, nearest, unwritable
 from rlhf.tasks.dialogues import different_forms, has_dialogues
 from rlhf.tasks.folders import folder_problems
 from rlhf.tasks.local_files import HUB_NAME, LocalFiles
+
+# Rules between the task and the rest of the config: data, preference pairs and dialogues.
 
 
 def chat_by_default(cfg: DictConfig) -> bool:
@@ -139,3 +159,113 @@ DOUBTS += [
         ),
     ),
 ]
+
+
+# Rules for the environment that answers the replies of the policy.
+
+
+_SHORT = 64  # tokens of a short message
+_ONE_REPLY_TASK = When(
+    "with environment={environment} and task={task}",
+    lambda cfg: cfg.environment.answers and cfg.task.embedded and not cfg.task.dialogues,
+)
+_PAIRS = When(
+    "with algo={algo} and generator={generator}",
+    lambda cfg: cfg.reads_pairs or (cfg.task.embedded and cfg.scorer.reads_reward and not cfg.model.reward),
+)
+
+RULES += [
+    must("environment", "none", _PAIRS, "pairs consist of single replies"),
+    must(
+        "environment",
+        Allowed("be a class or a library", lambda section: section.rewards),
+        When("with task=environment", lambda cfg: cfg.task.name == "environment"),
+        "its first messages are the prompts",
+        fix="environment=python, gymnasium or openenv",
+    ),
+    must(
+        "environment",
+        "none",
+        _ONE_REPLY_TASK,
+        "its prompts are texts, without the marks of a dialogue",
+        fix="environment=none, or task=calculator",
+    ),
+]
+
+
+@rule
+def _rewards_have_an_environment(cfg: Config) -> Iterator[str]:
+    for at, each in scorers(cfg):
+        key = choice(at)
+        if each.reads_rewards and at.startswith("gold"):
+            yield (
+                f"{key} must not be environment (a judge compares with references, which are no episodes), "
+                f"got environment; set scorer@gold=none"
+            )
+        elif each.reads_rewards and not cfg.environment.answers:
+            yield (
+                f"{key} must not be environment with environment={chosen(cfg, 'environment')} (it gives no "
+                f"rewards), got environment; set {key}=answer"
+            )
+
+
+@doubt
+def _room_for_every_turn(cfg: Config) -> Iterator[str]:
+    section, length = cfg.environment, cfg.generator.response_length
+    if not isinstance(section, TurnsConfig) or (reply := section.reply_tokens) is None:
+        return
+    turns, message = section.max_turns, section.message_tokens
+    if turns * reply + (turns - 1) * message <= length:
+        return
+    shorter = min(message, max(_SHORT, (length - turns * reply) // max(1, turns - 1)))
+    remedy, most = f"environment.message_tokens={shorter}", max(1, (length + shorter) // (reply + shorter))
+    if most < turns:
+        remedy += f" environment.max_turns={most}, or a larger generator.response_length"
+    yield (
+        f"environment.message_tokens={message} leaves no room for the longest messages between {turns} "
+        f"replies of {reply} tokens in generator.response_length={length}; for these set {remedy}"
+    )
+
+
+# Rules for the folders that a run writes: whether files can be created, and whether the disk has room.
+
+
+_MODEL_BYTES = 4  # per parameter: the trained model is saved in float32
+_CHECKPOINT_BYTES = 12  # per trained parameter: weights and two moments of AdamW, in float32
+
+
+@training_rule
+def _folders_can_be_written(cfg: Config) -> Iterator[str]:
+    folders = {"output_dir": cfg.output_dir}
+    if cfg.task.embedded:
+        folders["cache_dir"] = cfg.cache_dir
+    if cfg.logger.trackio is not None and cfg.logger.trackio.dir is not None:
+        folders["logger.trackio.dir"] = cfg.logger.trackio.dir
+    for key, folder in folders.items():
+        if not folder.strip():
+            yield f"{key} must name a folder (the run writes files there), got {folder!r}; set {key}=outputs"
+        elif folder.startswith("~/"):
+            yield (
+                f"{key} must be a path without ~ (only a shell replaces it), got {folder}; "
+                f"set {setting(key, Path(folder).expanduser())}"
+            )
+        elif reason := unwritable(Path(folder)):
+            yield cannot_write(key, Path(folder), reason)
+
+
+@doubt
+def _disk_has_room(cfg: Config) -> Iterator[str]:
+    trained = [model for model in models(cfg) if model.trained]
+    if cfg.stand_ins or any(model.size is None for model in trained):
+        return
+    folder = Path(cfg.output_dir)
+    free = shutil.disk_usage(nearest(folder)).free
+    model = _MODEL_BYTES * trained[0].counted.parameters
+    checkpoint = _CHECKPOINT_BYTES * sum(each.trainable for each in trained)
+    if free < model + checkpoint:
+        lost = "neither can be saved" if free < model else "checkpoints may not be saved"
+        yield (
+            f"output_dir has {mib(free)} of free space, and the model needs about {mib(model)}, a checkpoint "
+            f"{mib(checkpoint)}: {lost}, got {folder}; free some space, or set output_dir=<folder of another "
+            "disk>"
+        )
