@@ -27,8 +27,7 @@ from rlhf.core.pasting import lines
 from rlhf.launch.command_line import Command
 from rlhf.loggers.hooks import load_hooks
 from rlhf.memory.sizes import models
-from rlhf.models.folders import context_of, is_local, read_config
-from rlhf.models.kinds import named
+from rlhf.models.folder import context_of, is_local, named, read_config
 
 if TYPE_CHECKING:
     from rlhf.memory.sizes import Model

@@ -27,7 +27,7 @@ from rlhf.core.formatting import GAP, figure, printable
 from rlhf.experiment import Experiment
 from rlhf.launch.command_line import Command
 from rlhf.loggers.display import SCORES
-from rlhf.models.folders import folder_problem
+from rlhf.models.folder import folder_problem
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation_config import alone, changed, check_sampling
 

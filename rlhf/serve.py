@@ -124,8 +124,7 @@ def _settings(options: Namespace) -> VLLMFactory:
     from transformers import AutoConfig
 
     from rlhf.generators.vllm.sampler import VLLMFactory
-    from rlhf.models.fetching import fetch
-    from rlhf.models.folders import context_of
+    from rlhf.models.folder import context_of, fetch
 
     config = fetch(AutoConfig, options.model, "model", trust_remote_code=options.trust_remote_code)
     given, gpus = vars(options), torch.cuda.device_count()

@@ -20,8 +20,8 @@ from rlhf.assembly.parts import make
 from rlhf.config.model import Dtype, ModelConfig
 from rlhf.config.scorer import ScorerConfig
 from rlhf.core.batch import Rollouts
+from rlhf.models.forward import cache_argument
 from rlhf.models.placement import place
-from rlhf.models.shared_prefix import cache_argument
 from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.scorers.scorer import Scorer, ScorerContext
 

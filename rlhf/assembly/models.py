@@ -14,11 +14,10 @@ from rlhf.config.policy_gradient import ValueFrom
 from rlhf.core.errors import UserError
 from rlhf.core.seeding import derive
 from rlhf.engines.optimizers import trained
+from rlhf.models.forward import checkpoint_blocks
 from rlhf.models.loading import load_causal_lm, load_reward_model, new_nano, new_reward_model
-from rlhf.models.lora import adapt
-from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, ValueModel, score_head
-from rlhf.models.placeholders import build_on_first
-from rlhf.models.shared_prefix import checkpoint_blocks
+from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, ValueModel, adapt, score_head
+from rlhf.models.placement import build_on_first
 from rlhf.models.tokenizer import check_vocabulary, read_tokenizer
 from rlhf.trials.forwards import compared
 

@@ -36,7 +36,7 @@ from rlhf.core.control import ROLE_MARK
 from rlhf.core.errors import UserError
 from rlhf.core.pasting import setting
 from rlhf.memory.sizes import models
-from rlhf.models.folders import is_local
+from rlhf.models.folder import is_local
 from rlhf.runs.disk import mib
 from rlhf.runs.writable import cannot_write, nearest, unwritable
 from rlhf.tasks.dialogues import different_forms, has_dialogues

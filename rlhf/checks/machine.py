@@ -23,7 +23,7 @@ from rlhf.core.launched import local_world_size, missing_variables, world_size
 from rlhf.core.machine import this_machine, torch_has_cuda
 from rlhf.memory import plan
 from rlhf.memory.sizes import models
-from rlhf.models.folders import is_local, offline_problem
+from rlhf.models.folder import is_local, offline_problem
 
 # Check of what this machine has: processes, GPUs, memory, downloaded models, a token. No torch.
 

@@ -28,8 +28,8 @@ from rlhf.config.scorer import scorers
 from rlhf.core import hub
 from rlhf.core.machine import this_machine
 from rlhf.core.pasting import setting
-from rlhf.models import kinds
-from rlhf.models.folders import (
+from rlhf.models import folder as kinds
+from rlhf.models.folder import (
     context_length,
     context_problem,
     folder_problem,
@@ -39,14 +39,19 @@ from rlhf.models.folders import (
     similar_folder,
 )
 from rlhf.models.headers import (
+    ENDS,
+    LOOKS_SPECIAL,
     DamagedFile,
     TensorHeader,
     TokenizerHeader,
+    choose_pad_token,
+    end_ids,
     linear_layers,
+    pad_problem,
+    pad_remedy,
     tokenizer_header,
     weight_headers,
 )
-from rlhf.models.special_tokens import ENDS, LOOKS_SPECIAL, choose_pad_token, end_ids, pad_problem, pad_remedy
 from rlhf.tasks.dialogues import has_dialogues
 
 # Rules for models: which must be named, local folders, context length, dtype, adapters, the value model.

@@ -47,13 +47,10 @@ from rlhf.engines import resharding
 from rlhf.engines.engine import Engine
 from rlhf.engines.optimizers import adam, groups, trained
 from rlhf.engines.wire_format import exact, rounded_weights, send_rounded
-from rlhf.models.fetching import first_line
+from rlhf.models.folder import first_line
 from rlhf.models.loading import save
-from rlhf.models.lora import whole_weights
-from rlhf.models.modules import LogprobHead, RolloutModule
-from rlhf.models.placeholders import is_placeholder
-from rlhf.models.placement import place
-from rlhf.models.precision import autocast
+from rlhf.models.modules import LogprobHead, RolloutModule, whole_weights
+from rlhf.models.placement import autocast, is_placeholder, place
 from rlhf.processes.interfaces import loopback
 
 if TYPE_CHECKING:

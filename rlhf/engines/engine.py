@@ -24,11 +24,9 @@ from rlhf.core.batch import microbatches
 from rlhf.core.metrics import How, Stat, merge
 from rlhf.core.phases import Phases
 from rlhf.engines.learning_rate import ess_scale, learning_rate
-from rlhf.models.inference import infer
 from rlhf.models.logprobs import EXTRAS
-from rlhf.models.lora import is_adapted, save_adapter
-from rlhf.models.modules import ActorCritic, Policy
-from rlhf.models.precision import shared_copies
+from rlhf.models.modules import ActorCritic, Policy, is_adapted, save_adapter
+from rlhf.models.placement import infer, shared_copies
 
 if TYPE_CHECKING:
     from rlhf.config.schedule import OptimConfig
@@ -182,7 +180,7 @@ class Engine(ABC):
         return policy
 
     def infer(self, module: RolloutModule, rollouts: Rollouts, field: str) -> Tensor:
-        """Return the output `field` of `module` without gradient; see `rlhf.models.inference.infer`."""
+        """Return the output `field` of `module` without gradient; see `rlhf.models.placement.infer`."""
         sequences = rollouts.response_ids.shape[:2].numel() // self.ranks.size
         with self.phases(_INFERRED.get(field, field), sequences) as done:
             return infer(

@@ -17,10 +17,15 @@ from rlhf.engines.engine import Engine
 from rlhf.engines.gradient_sum import GradientSum
 from rlhf.engines.optimizers import build_optimizer
 from rlhf.models.loading import check_saved, save
-from rlhf.models.lora import is_adapted, load_adapter, save_adapter, whole_weights
-from rlhf.models.modules import ActorCritic, RolloutModule
-from rlhf.models.placement import place
-from rlhf.models.precision import autocast
+from rlhf.models.modules import (
+    ActorCritic,
+    RolloutModule,
+    is_adapted,
+    load_adapter,
+    save_adapter,
+    whole_weights,
+)
+from rlhf.models.placement import autocast, place
 
 if TYPE_CHECKING:
     from rlhf.config.backend import BackendConfig

@@ -22,7 +22,7 @@ from torch import Tensor
 from rlhf.core.batch import Batch
 from rlhf.core.errors import RunError
 from rlhf.generators.generator import Generator, finished
-from rlhf.models.inference import infer
+from rlhf.models.placement import infer
 from rlhf.processes.service import Service
 from rlhf.processes.signals import call_at_signal, do_not_call_at_signal
 from rlhf.processes.worker import Job

@@ -17,7 +17,7 @@ from rlhf.config.backend import WITHOUT_GRADIENT
 from rlhf.config.policy_gradient import ValueFrom
 from rlhf.config.scorer import scorers
 from rlhf.core.hub import cached_folder
-from rlhf.models.folders import is_local, read_config
+from rlhf.models.folder import is_local, read_config
 from rlhf.models.headers import DamagedFile, weight_headers
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from rlhf.memory.uses import (
     in_words,
     parameters,
 )
-from rlhf.models import sharing_rules
+from rlhf.models import folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -141,7 +141,7 @@ class Trainer:
 
     def prompt_apart(self, prompts: int, samples: int) -> bool:
         """Return whether prompts of the maximum length are encoded in a separate pass."""
-        return sharing_rules.prompt_apart(
+        return folder.prompt_apart(
             samples,
             prompts * self.cfg.task.max_prompt_tokens,
             layers=self.policy.layers,
@@ -157,7 +157,7 @@ class Trainer:
         """
         yield tokens
         if tokens.apart and self.device == "cuda" and not self.gathers:
-            shorter = sharing_rules.prompt_pass_pays_from(tokens.samples, self.policy.hidden) / tokens.prompts
+            shorter = folder.prompt_pass_pays_from(tokens.samples, self.policy.hidden) / tokens.prompts
             yield replace(tokens, prompt=max(1, int(shorter)), apart=False)
 
     def weights(self, model: Model) -> tuple[int, Footprint]:

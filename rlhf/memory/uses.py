@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rlhf.models import sharing_rules
+from rlhf.models import folder
 
 if TYPE_CHECKING:
     from rlhf.config.footprint import Footprint
@@ -150,10 +150,10 @@ def gib(amount: float) -> str:
 #     separate pass, all layers share the mask of the responses. Eager attention also keeps the probabilities
 #     of every head MLP                 2 a m (before and after the activation function), 4 a m with a gate
 #
-# If prompts are encoded in a separate pass (`rlhf.models.sharing_rules`), their tokens count once and without
+# If prompts are encoded in a separate pass (`rlhf.models.folder`), their tokens count once and without
 # a mask, and in the last layer only their keys and values count. Keys and values count once per row of
 # responses that share them, otherwise once per response. Without gradients, only one layer at a time repeats
-# keys and values (`rlhf.models.shared_prefix`). The output head needs tiles of logits
+# keys and values (`rlhf.models.forward`). The output head needs tiles of logits
 # (`rlhf.models.logprobs`) and the gradient of its weight. With gradient checkpointing, every layer keeps its
 # input and the prompts' keys and values, and only the layer that is recomputed keeps all its activations.
 #
@@ -201,11 +201,11 @@ class Tokens:
 
     def a_row(self, eager: bool) -> int:
         """Return the number of responses in a row of a forward pass."""
-        return 1 if eager else sharing_rules.in_forward(self.samples, self.prompt - 1, self.response)
+        return 1 if eager else folder.in_forward(self.samples, self.prompt - 1, self.response)
 
     def decoded_a_row(self, eager: bool) -> int:
         """Return the number of responses in a row of the batch during sampling."""
-        return 1 if eager else sharing_rules.in_decoding(self.samples, self.prompt, self.response)
+        return 1 if eager else folder.in_decoding(self.samples, self.prompt, self.response)
 
     def passes(self, eager: bool) -> Iterator[tuple[int, int, int]]:
         """Yield the passes of a forward: one, or two if prompts have a separate pass.

@@ -18,10 +18,8 @@ from transformers import (
 )
 
 from rlhf.core.errors import UserError
-from rlhf.models.fetching import fetch
-from rlhf.models.folders import context_of, context_problem, damage, folder_problem, rope_problem
-from rlhf.models.lora import is_adapted, whole_weights
-from rlhf.models.modules import score_head
+from rlhf.models.folder import context_of, context_problem, damage, fetch, folder_problem, rope_problem
+from rlhf.models.modules import is_adapted, score_head, whole_weights
 
 if TYPE_CHECKING:
     from rlhf.config.model import ModelConfig

@@ -12,10 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from rlhf.core.errors import UserError
-from rlhf.models.fetching import fetch, first_line
-from rlhf.models.folders import is_local
-from rlhf.models.headers import TOKENIZER_FILES
-from rlhf.models.special_tokens import ENDS, choose_pad_token, end_ids, pad_problem
+from rlhf.models.folder import fetch, first_line, is_local
+from rlhf.models.headers import ENDS, TOKENIZER_FILES, choose_pad_token, end_ids, pad_problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,9 +16,9 @@ from rlhf.core.control import control_tokens, quoted
 from rlhf.core.dialogues import Dialogues
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import UserError
-from rlhf.models.inference import infer
 from rlhf.models.loading import load_reward_model
 from rlhf.models.modules import RewardModel
+from rlhf.models.placement import infer
 from rlhf.models.tokenizer import check_vocabulary, fill_pad_token, read_tokenizer, same_tokens
 from rlhf.scorers.scorer import Scorer, response_texts
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rlhf.config.backend import RANKS_FILE
 from rlhf.core.errors import UserError
 from rlhf.core.files import digest
-from rlhf.models.folders import CARD, folder_problem
+from rlhf.models.folder import CARD, folder_problem
 from rlhf.runs.folder import RunFolder, complete_checkpoints
 from rlhf.stages.final_model import adapter_problem, again, model_problem
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.core.errors import UserError
 from rlhf.core.files import delete_command
-from rlhf.models.folders import ADAPTER, damage
+from rlhf.models.folder import ADAPTER, damage
 from rlhf.models.headers import DamagedFile, read_header, read_object
 
 if TYPE_CHECKING:

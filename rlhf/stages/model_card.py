@@ -29,7 +29,7 @@ from rlhf.core import confidence
 from rlhf.core.hub import cached_folder
 from rlhf.core.pasting import setting
 from rlhf.loggers.display import shown
-from rlhf.models.folders import CARD, HUB_NAME, is_local
+from rlhf.models.folder import CARD, HUB_NAME, is_local
 from rlhf.runs.environment import DISTRIBUTION, git_commit, versions
 from rlhf.stages.closing import held_out, titles, trained
 

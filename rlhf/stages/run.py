@@ -34,9 +34,8 @@ from rlhf.core.seeding import derive
 from rlhf.core.stages import Stages
 from rlhf.engines.engine import NonFinite
 from rlhf.loggers.hooks import Hooks
-from rlhf.models.folders import CARD
-from rlhf.models.lora import is_adapted
-from rlhf.models.modules import RewardModel
+from rlhf.models.folder import CARD
+from rlhf.models.modules import RewardModel, is_adapted
 from rlhf.processes.ranks import Ranks, lost_rank
 from rlhf.processes.signals import interruptible
 from rlhf.runs.disk import full_disk, no_room

@@ -11,7 +11,7 @@ from rlhf.assembly.budgets import training_budget
 from rlhf.config.identity import not_in_name
 from rlhf.core.errors import OutOfMemory, RunError
 from rlhf.memory.plan import adjustable, smaller_settings
-from rlhf.models.fetching import first_line
+from rlhf.models.folder import first_line
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SCORES = "scores"  # of scorers that are models; the other phases are those of the memory plan
 PHASES = {  # beginning of the name of a module -> phase; the first that is in a traceback counts
     "rlhf.scorers": SCORES,
-    "rlhf.models.inference": "log-probs and scores",
+    "rlhf.models.placement": "log-probs and scores",
     "rlhf.generators": "sampling",
     "rlhf.engines": "training",
 }

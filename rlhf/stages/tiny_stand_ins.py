@@ -20,7 +20,7 @@ from rlhf.config.schema import values
 from rlhf.config.scorer import RewardModelScorerConfig, scorers
 from rlhf.core.console import say
 from rlhf.core.files import component, digest
-from rlhf.models.folders import is_local
+from rlhf.models.folder import is_local
 from rlhf.stages.artefacts import made_once
 
 if TYPE_CHECKING:

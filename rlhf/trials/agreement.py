@@ -27,10 +27,10 @@ from rlhf.config.model import Dtype
 from rlhf.core.batch import Rollouts
 from rlhf.core.files import digest, write_json
 from rlhf.memory.sizes import longest
+from rlhf.models.forward import NoSharedPrefix
 from rlhf.models.headers import DamagedFile, read_object
 from rlhf.models.modules import backbone, described, token_ids
-from rlhf.models.precision import autocast
-from rlhf.models.shared_prefix import NoSharedPrefix
+from rlhf.models.placement import autocast
 from rlhf.trials.trial import example, undisturbed
 
 if TYPE_CHECKING:

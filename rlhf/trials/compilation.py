@@ -20,9 +20,9 @@ from rlhf.core.console import say_row
 from rlhf.engines.optimizers import trained
 from rlhf.memory.plan import with_token_limit
 from rlhf.memory.sizes import with_gradient
-from rlhf.models.compilation import raise_errors
+from rlhf.models.forward import raise_errors
 from rlhf.models.modules import RolloutModule, described
-from rlhf.models.precision import autocast, shared_copies
+from rlhf.models.placement import autocast, shared_copies
 from rlhf.trials.trial import REPEATS, Trial, example, fastest, largest_difference, parts, reject, timed
 
 if TYPE_CHECKING:

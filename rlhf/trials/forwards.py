@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from rlhf.config.model import AUTO
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import UserError
-from rlhf.models import flash_attention
-from rlhf.models.fetching import first_line
+from rlhf.models import forward
+from rlhf.models.folder import first_line
 from rlhf.models.loading import check_context
 from rlhf.models.modules import RolloutModule, described
 from rlhf.trials.agreement import is_exact, once, why_not
@@ -69,7 +69,7 @@ def compared(module: M, cfg: Config, ranks: Ranks) -> M:
 
 def _use_flash(module: RolloutModule, cfg: Config, ranks: Ranks) -> None:
     """Switch a module to the installed flash attention; if its outputs are wrong, warn and use sdpa."""
-    model, kind = module.model, flash_attention.installed(ranks.device, cfg.model.dtype)
+    model, kind = module.model, forward.installed(ranks.device, cfg.model.dtype)
     if kind is None:
         return
 

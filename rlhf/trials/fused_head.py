@@ -1,7 +1,7 @@
 """The trial of Liger's kernel for the heads of policies (`model.fused_head`).
 
 The weight of the head and random hidden states of one micro-batch give log-probs and gradients, by the tiles
-of `rlhf.models.logprobs` and by Liger (`rlhf.models.fused_head`).
+of `rlhf.models.logprobs` and by Liger (`rlhf.models.logprobs`).
 
 With `model.fused_head=null`, only a GPU uses Liger, and only where Liger is installed and faster.
 """
@@ -19,10 +19,9 @@ from rlhf.config.model import Dtype
 from rlhf.core.console import say_row
 from rlhf.memory.plan import with_token_limit
 from rlhf.memory.sizes import with_gradient
-from rlhf.models.fused_head import fused_logprobs
-from rlhf.models.logprobs import token_outputs
+from rlhf.models.logprobs import fused_logprobs, token_outputs
 from rlhf.models.modules import LogprobHead, described
-from rlhf.models.precision import autocast
+from rlhf.models.placement import autocast
 from rlhf.trials.trial import Trial, fastest, largest_difference, parts, reject, timed
 
 if TYPE_CHECKING:

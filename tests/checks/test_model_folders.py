@@ -12,8 +12,7 @@ import pytest
 from rlhf.checks import check, machine
 from rlhf.config.compose import compose
 from rlhf.core import hub
-from rlhf.models.folders import folder_problem
-from rlhf.models.kinds import not_causal
+from rlhf.models.folder import folder_problem, not_causal
 from tests.model_folders import (
     HEAD,
     LLAMA,

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf.checks.check import problems
 from rlhf.config.compose import compose
-from rlhf.models.folders import folder_problem
+from rlhf.models.folder import folder_problem
 from tests.chat_tokenizers import CHAT
 from tests.tiny_models import tiny_lm
 

@@ -30,12 +30,9 @@ from rlhf.config.schedule import ESSScaling, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget
 from rlhf.engines.engine import Engine, EngineSettings, NonFinite
-from rlhf.models.inference import infer
-from rlhf.models.lora import adapt
-from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
-from rlhf.models.placeholders import build_on_first
-from rlhf.models.precision import autocast
-from rlhf.models.shared_prefix import checkpoint_blocks
+from rlhf.models.forward import checkpoint_blocks
+from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel, adapt
+from rlhf.models.placement import autocast, build_on_first, infer
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.objective import Objective
 from rlhf.objectives.ppo import PPO

@@ -12,7 +12,7 @@ from rlhf.config.compose import compose
 from rlhf.core.errors import RunError, explained
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.generators.hf import generator as hf
-from rlhf.models import inference
+from rlhf.models import placement
 from rlhf.processes.service import Server
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation import evaluate
@@ -49,8 +49,8 @@ def raises(after: int, function):
     [
         (TorchEngine, "backward", 3, "training", "backend.micro_batch=4", SCORED),
         (hf, "sample", 1, "sampling", "generator.batch_size=128", SCORED),
-        (inference, "autocast", 1, "log-probs and scores", "backend.micro_batch=4", SCORED),
-        (inference, "autocast", 0, "scores", "scorer.batch_size=16", BY_A_MODEL),
+        (placement, "autocast", 1, "log-probs and scores", "backend.micro_batch=4", SCORED),
+        (placement, "autocast", 0, "scores", "scorer.batch_size=16", BY_A_MODEL),
     ],
 )
 def test_the_error_names_the_phase_the_settings_that_need_less_and_the_last_checkpoint(

@@ -61,7 +61,7 @@ def test_a_training_step_waits_for_the_gpu_only_where_a_forward_begins(runs, wor
     forwards = 2 if "algo=ppo" in words else 1  # of the policy, and of the value model
     for step in steps:
         waits, parts = step["waits"], step["micro-batches"]
-        transformers = waits.pop("_local_scalar_dense in models/shared_prefix.py", 0)
+        transformers = waits.pop("_local_scalar_dense in models/forward.py", 0)
         assert transformers <= forwards * parts
         assert waits.pop("nonzero in models/modules.py", 0) <= parts
         assert waits.pop("_local_scalar_dense in engines/engine.py") == 1, "are loss and gradient finite?"

@@ -16,7 +16,7 @@ from rlhf.config.identity import digest
 from rlhf.config.saved import load_config
 from rlhf.core.errors import RunError
 from rlhf.experiment import Experiment
-from rlhf.models.folders import CARD
+from rlhf.models.folder import CARD
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from tests.hub_server import TOKEN

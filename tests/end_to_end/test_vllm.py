@@ -38,8 +38,7 @@ from rlhf.generators.vllm.gpu_share import GIB
 from rlhf.generators.vllm.placement import visible
 from rlhf.generators.vllm.sampler import VLLMFactory, VLLMSampler
 from rlhf.generators.worker import WorkerGenerator
-from rlhf.models.lora import adapt, whole_weights
-from rlhf.models.modules import Policy, absent_ids, set_head
+from rlhf.models.modules import Policy, absent_ids, adapt, set_head, whole_weights
 from rlhf.processes.worker import Limits
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run

@@ -18,7 +18,7 @@ from rlhf.core.errors import RunError
 from rlhf.environments.environment import EnvironmentFactory
 from rlhf.environments.turns import Turns
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
-from rlhf.models.shared_prefix import cache_argument
+from rlhf.models.forward import cache_argument
 from tests.end_to_end.test_vllm import HEADS, SAMPLER, Process, ask_in_flight
 from tests.environments.test_episodes import Judge, check_masks_and_rewards, tokenizer
 from tests.tiny_models import cache_of, tiny_lm

@@ -18,7 +18,7 @@ from rlhf.engines.engine import EngineSettings, NonFinite
 from rlhf.engines.learning_rate import learning_rate
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models.modules import ActorCritic, Policy, ValueModel
-from rlhf.models.precision import autocast
+from rlhf.models.placement import autocast
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.ppo import PPO
 from rlhf.objectives.sft import SFT

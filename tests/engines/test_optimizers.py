@@ -14,8 +14,7 @@ from rlhf.core.batch import Budget
 from rlhf.engines.engine import EngineSettings
 from rlhf.engines.optimizers import hidden_matrices
 from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models.lora import adapt
-from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
+from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel, adapt
 from rlhf.objectives.ppo import PPO
 from rlhf.objectives.sft import SFT
 from rlhf.processes.ranks import ALONE

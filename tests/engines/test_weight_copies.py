@@ -13,8 +13,8 @@ from rlhf.core.batch import Budget, Prompts, Sampling
 from rlhf.engines import engine as engine_module
 from rlhf.engines.frozen_engine import FrozenEngine
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
+from rlhf.models.forward import checkpoint_blocks
 from rlhf.models.modules import Policy
-from rlhf.models.shared_prefix import checkpoint_blocks
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes.ranks import ALONE
 from tests.engines.test_engine import engine_of, gradient, scored, weights

@@ -8,7 +8,7 @@ import torch
 from rlhf.config.model import Dtype
 from rlhf.engines.wire_format import exact, rounded_weights
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
-from rlhf.models.precision import autocast
+from rlhf.models.placement import autocast
 from tests.tiny_models import tiny_classifier, tiny_lm, tiny_rollouts
 
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from rlhf.generators.hf.decoding import GROUPED, grouped_attention
 from rlhf.generators.hf.generator import HFGenerator, HFSettings, build, respond
 from rlhf.generators.hf.sampling import choose, sample, uniforms
 from rlhf.memory.uses import Tokens
-from rlhf.models import sharing_rules
-from rlhf.models.compilation import NoBlocks
+from rlhf.models import folder
+from rlhf.models.forward import NoBlocks
 from rlhf.models.modules import Policy
 from tests import needs
 from tests.tiny_models import KINDS, VOCABULARY, tiny_lm, tiny_rollouts
@@ -88,7 +88,7 @@ def test_tokens_do_not_depend_on_the_attention_implementation(kind):
 def test_more_samples_share_a_row_if_responses_are_short_relative_to_prompts(
     samples, prompt, response, group
 ):
-    assert sharing_rules.in_decoding(samples, prompt, response) == group
+    assert folder.in_decoding(samples, prompt, response) == group
     planned = Tokens(prompts=3, samples=samples, prompt=prompt, response=response)
     assert planned.decoded_a_row(eager=False) == group and planned.decoded_a_row(eager=True) == 1
 
@@ -97,7 +97,7 @@ def test_more_samples_share_a_row_if_responses_are_short_relative_to_prompts(
 def test_tokens_do_not_depend_on_how_many_samples_share_a_row(monkeypatch, group):
     model, sizes = tiny_lm(), []
     expected = run(model, samples=6)
-    monkeypatch.setattr(sharing_rules, "in_decoding", lambda *_: group)
+    monkeypatch.setattr(folder, "in_decoding", lambda *_: group)
     model.base_model.register_forward_hook(lambda *call: sizes.append(call[2].last_hidden_state.shape[:2]))
     for found, wanted in zip(run(model, samples=6), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)

@@ -16,11 +16,10 @@ from torch import Tensor
 from rlhf.config.model import Dtype
 from rlhf.core.batch import Rollouts
 from rlhf.engines import engine as engine_module
-from rlhf.models import flash_attention
-from rlhf.models.fused_head import fused_logprobs
-from rlhf.models.logprobs import token_outputs
+from rlhf.models import forward
+from rlhf.models.logprobs import fused_logprobs, token_outputs
 from rlhf.models.modules import Policy
-from rlhf.models.precision import autocast, product_dtype
+from rlhf.models.placement import autocast, product_dtype
 from tests.gpu.report import NO_GPU, Report, Skip
 from tests.gpu.shapes import batch, large, shape_of
 
@@ -109,7 +108,7 @@ def heads(report: Report) -> None:
 
 def attentions(report: Report) -> None:
     """Measure forward and backward behind encoded prompts, with sdpa and with flash attention."""
-    kinds = ["sdpa", flash_attention.installed(report.device, dtype_of(report))]
+    kinds = ["sdpa", forward.installed(report.device, dtype_of(report))]
     count, prompt, response = (32, 384, 128) if report.full else (4, 24, 8)
     rollouts: Rollouts = batch(count, 2, prompt, response, shape_of(report.full).vocabulary)
     for row in range(count):  # different lengths, so that masks have padding

@@ -22,10 +22,9 @@ from rlhf.core.errors import RunError
 from rlhf.generators.hf import cuda_graph, sampling
 from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.generators.transfer.gpu import CHUNK, GpuWeights, fingerprint
-from rlhf.models import flash_attention
-from rlhf.models.lora import adapt
-from rlhf.models.modules import Policy
-from rlhf.models.shared_prefix import checkpoint_blocks
+from rlhf.models import forward
+from rlhf.models.forward import checkpoint_blocks
+from rlhf.models.modules import Policy, adapt
 from rlhf.trials import fused_head
 from tests.gpu.report import Report, Skip, difference, relative
 from tests.gpu.shapes import HEADS, KINDS, PAD, large, tiny
@@ -117,7 +116,7 @@ def check_checkpointing(report: Report) -> None:
 
 def check_flash(report: Report) -> None:
     """Compare log-probs of flash attention with sdpa in bfloat16, with padding in prompts and responses."""
-    kind = flash_attention.installed(report.device, Dtype.bfloat16)
+    kind = forward.installed(report.device, Dtype.bfloat16)
     if kind is None:
         raise Skip("needs a GPU and flash-attn")
     batch, found = tiny_rollouts().to(report.device), []

@@ -23,8 +23,8 @@ from rlhf.memory import uses
 from rlhf.memory.sizes import ModelSize, config_size
 from rlhf.memory.uses import AUTOCAST, FLOAT32, HEAP, Tokens
 from rlhf.models import logprobs
+from rlhf.models.forward import checkpoint_blocks
 from rlhf.models.modules import Policy
-from rlhf.models.shared_prefix import checkpoint_blocks
 from rlhf.objectives.grpo import GRPO
 from rlhf.processes.ranks import ALONE
 

@@ -22,7 +22,7 @@ from rlhf.memory.sizes import (
     named_size,
 )
 from rlhf.models.loading import new_nano, new_reward_model, save
-from rlhf.models.lora import adapt
+from rlhf.models.modules import adapt
 from tests.memory.test_plan import PYTHIA_2_8B
 from tests.tiny_models import tiny_config, tiny_lm, tiny_tokenizer
 

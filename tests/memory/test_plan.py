@@ -21,9 +21,8 @@ from rlhf.memory import plan as advice
 from rlhf.memory import plan as memory
 from rlhf.memory import sizes
 from rlhf.memory.uses import CONTEXT, GIB, PROCESS, Part, Phase, Use
-from rlhf.models import sharing_rules
-from rlhf.models.lora import whole_weights
-from rlhf.models.modules import Policy
+from rlhf.models import folder
+from rlhf.models.modules import Policy, whole_weights
 from rlhf.processes.ranks import ALONE
 from rlhf.stages.summary import describe
 from tests.model_folders import write_model
@@ -156,7 +155,7 @@ def test_shorter_prompts_never_need_more_memory_on_a_gpu(pythia):
         return phases(memory.plan(compose([*pythia, BY_SEQUENCES, *words]), TWO_GPUS).uses[0])[phase].bytes
 
     # the length from which 32 prompts are encoded in a separate pass
-    edge = int(sharing_rules.prompt_pass_pays_from(2, 2560) / 32)
+    edge = int(folder.prompt_pass_pays_from(2, 2560) / 32)
     for phase in ("training", "log-probs and scores"):
         needed = [bytes_of(prompt, phase) for prompt in (edge // 2, edge - 1, edge + 1, 2 * edge)]
         assert needed == sorted(needed) and needed[0] < needed[3]

@@ -6,10 +6,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from rlhf.models.compilation import CompiledBlocks, NoBlocks, converted_weights
+from rlhf.models.forward import CompiledBlocks, NoBlocks, checkpoint_blocks, converted_weights
 from rlhf.models.logprobs import token_outputs
 from rlhf.models.modules import Policy
-from rlhf.models.shared_prefix import checkpoint_blocks
 from tests.tiny_models import tiny_lm, tiny_rollouts
 
 

@@ -16,8 +16,8 @@ from transformers.modeling_flash_attention_utils import _pad_input, _unpad_input
 from rlhf.config.compose import compose
 from rlhf.config.model import Dtype
 from rlhf.generators.hf.sampling import sample, uniforms
-from rlhf.models import flash_attention
-from rlhf.models.flash_attention import installed
+from rlhf.models import forward
+from rlhf.models.forward import installed
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import ALONE
 from rlhf.trials import agreement
@@ -120,14 +120,14 @@ def cfg(tmp_path, monkeypatch):
 
 
 def test_auto_uses_an_installed_flash_attention_whose_outputs_are_right(cfg, monkeypatch, caplog):
-    monkeypatch.setattr(flash_attention, "installed", lambda *_: KIND)
+    monkeypatch.setattr(forward, "installed", lambda *_: KIND)
     policy = compared(Policy(tiny_lm(), 0.7, True), cfg, ALONE)
     assert policy.model.config._attn_implementation == KIND and policy.shared_prefix
     assert not own(caplog)
 
 
 def test_auto_uses_sdpa_with_a_warning_if_the_outputs_of_flash_attention_are_wrong(cfg, monkeypatch, caplog):
-    monkeypatch.setattr(flash_attention, "installed", lambda *_: KIND)
+    monkeypatch.setattr(forward, "installed", lambda *_: KIND)
     found = dense, lambda q, *_, **__: q, None, _pad_input, _unpad_input
     monkeypatch.setattr(modeling_flash_attention_utils, "_lazy_imports", lambda *_, **__: found)
     with caplog.at_level(logging.WARNING):
@@ -146,6 +146,6 @@ def test_auto_uses_sdpa_on_a_cpu_without_a_message(cfg, caplog):
 
 
 def test_float32_has_no_flash_attention(monkeypatch):
-    monkeypatch.setattr(flash_attention, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(forward, "is_flash_attn_2_available", lambda: True)
     assert installed(torch.device("cuda"), Dtype.float32) is None
     assert installed(torch.device("cuda"), Dtype.bfloat16) == "flash_attention_2"

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, linear
 
-from rlhf.models.fused_head import fused_logprobs
-from rlhf.models.logprobs import token_outputs
+from rlhf.models.logprobs import fused_logprobs, token_outputs
 from rlhf.models.modules import Policy
 from tests import needs
 from tests.tiny_models import tiny_lm, tiny_rollouts

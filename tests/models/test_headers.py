@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from rlhf.core.errors import UserError
-from rlhf.models.folders import context_problem, folder_problem, is_local
+from rlhf.models.folder import context_problem, folder_problem, is_local
 from rlhf.models.headers import (
     INDEX,
     DamagedFile,

@@ -20,7 +20,11 @@ from rlhf.engines.torch_engine import OPTIMIZER_FILE, TorchEngine
 from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings, respond
 from rlhf.generators.transfer.shared_memory import SharedWeights
 from rlhf.models.loading import save
-from rlhf.models.lora import (
+from rlhf.models.modules import (
+    ActorCritic,
+    Policy,
+    RewardModel,
+    ValueModel,
     adapt,
     adapter_weights,
     load_adapter,
@@ -28,7 +32,6 @@ from rlhf.models.lora import (
     whole_weights,
     without_adapters,
 )
-from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.ppo import PPO
 from rlhf.processes.ranks import ALONE

@@ -19,7 +19,7 @@ from transformers import (
 from rlhf.config.model import NanoConfig
 from rlhf.core.batch import Budget, Rollouts, microbatches
 from rlhf.core.errors import UserError
-from rlhf.models.folders import context_length, context_problem, folder_problem, is_local, rope_problem
+from rlhf.models.folder import context_length, context_problem, folder_problem, is_local, rope_problem
 from rlhf.models.loading import (
     check_context,
     check_saved,

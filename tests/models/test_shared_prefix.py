@@ -15,11 +15,10 @@ from rlhf.config.model import LoRAConfig
 from rlhf.core.batch import trim
 from rlhf.core.errors import UserError
 from rlhf.memory.uses import Tokens
-from rlhf.models import shared_prefix as forward
-from rlhf.models import sharing_rules
-from rlhf.models.lora import adapt
-from rlhf.models.modules import Policy
-from rlhf.models.shared_prefix import PromptLayer, cache_argument, checkpoint_blocks, encode, positions
+from rlhf.models import folder
+from rlhf.models import forward as forward
+from rlhf.models.forward import PromptLayer, cache_argument, checkpoint_blocks, encode, positions
+from rlhf.models.modules import Policy, adapt
 from tests.tiny_models import KINDS, sequences, tiny_lm, tiny_rollouts
 
 
@@ -151,7 +150,7 @@ def test_the_prompt_is_encoded_once_for_its_samples():
 )
 def test_a_gpu_encodes_prompts_separately_only_if_that_saves_enough_work(hidden, samples, tokens, apart):
     def decided(gpu: bool, whole: bool = False) -> bool:
-        return sharing_rules.prompt_apart(samples, tokens, layers=2, hidden=hidden, gpu=gpu, whole=whole)
+        return folder.prompt_apart(samples, tokens, layers=2, hidden=hidden, gpu=gpu, whole=whole)
 
     assert decided(gpu=True) == apart and decided(gpu=False)
     assert decided(gpu=True, whole=True) == (samples > 1), "all ranks decide the same"

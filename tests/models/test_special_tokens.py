@@ -6,7 +6,7 @@ import random
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rlhf.models.special_tokens import UNUSED, choose_pad_token, pad_problem
+from rlhf.models.headers import UNUSED, choose_pad_token, pad_problem
 from rlhf.models.tokenizer import read_tokenizer, set_pad_token
 from tests.chat_tokenizers import LLAMA_3, QWEN, ZEPHYR, byte_level, sentencepiece
 

@@ -1,6 +1,6 @@
 """Tests of the models that `rlhf.evaluate` compares."""
 
-from rlhf.models.folders import CARD
+from rlhf.models.folder import CARD
 from rlhf.stages.candidates import files
 
 

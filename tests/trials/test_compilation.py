@@ -14,7 +14,7 @@ from rlhf.core.batch import Budget
 from rlhf.core.errors import UserError
 from rlhf.engines.engine import EngineSettings
 from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models.compilation import raise_errors
+from rlhf.models.forward import raise_errors
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.trials import compilation

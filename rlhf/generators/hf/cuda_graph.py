@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf.generators.hf.decoding import LengthAsked, RoomyLayer, Step
-from rlhf.models.shared_prefix import ALIGNED
+from rlhf.models.forward import ALIGNED
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

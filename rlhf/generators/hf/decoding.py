@@ -20,10 +20,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlhf.models.compilation import compiled_blocks
+from rlhf.models.forward import cache_argument, compiled_blocks, padded_right, positions, takes_any_mask
 from rlhf.models.modules import backbone, logit_scale
-from rlhf.models.precision import product_dtype
-from rlhf.models.shared_prefix import cache_argument, padded_right, positions, takes_any_mask
+from rlhf.models.placement import product_dtype
 
 TOKENS = {"cpu": 2**12, "cuda": 2**14}  # prompt tokens per forward pass, by device: enough to fill it
 # Names of `grouped_attention`, without and with the kernel, in the registries of transformers.

@@ -30,10 +30,9 @@ from rlhf.generators.hf.sampling import HFSettings, sample, uniforms
 from rlhf.generators.own_process import start
 from rlhf.generators.transfer.shared_memory import read
 from rlhf.generators.transfer.weights import TransferError, checksum
-from rlhf.models.compilation import NoBlocks, compiled_blocks
+from rlhf.models.forward import NoBlocks, compiled_blocks
 from rlhf.models.modules import absent_ids, set_head
-from rlhf.models.placement import place
-from rlhf.models.precision import autocast
+from rlhf.models.placement import autocast, place
 from rlhf.processes.worker import environment
 
 if TYPE_CHECKING:

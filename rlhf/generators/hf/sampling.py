@@ -23,10 +23,17 @@ from rlhf.environments.environment import EnvironmentFactory
 from rlhf.generators.hf import decoding
 from rlhf.generators.hf.cuda_graph import GraphStep, can_record
 from rlhf.generators.hf.decoding import RereadingStep, RoomyLayer, Step, attention, encode, grouped
-from rlhf.models import sharing_rules
-from rlhf.models.compilation import converted_weights
-from rlhf.models.flash_attention import with_sdpa
-from rlhf.models.shared_prefix import ALIGNED, additive, cache_argument, plain, positions, takes_any_mask
+from rlhf.models import folder
+from rlhf.models.forward import (
+    ALIGNED,
+    additive,
+    cache_argument,
+    converted_weights,
+    plain,
+    positions,
+    takes_any_mask,
+    with_sdpa,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -122,7 +129,7 @@ def sample(
     """Sample K responses for each prompt.
 
     Each prompt is encoded once. If attention accepts any mask (sdpa), several samples of a prompt share a row
-    of the batch (`rlhf.models.sharing_rules`) and read one copy of the prompt's keys and values; otherwise
+    of the batch (`rlhf.models.folder`) and read one copy of the prompt's keys and values; otherwise
     the prompt's keys and values are repeated for each sample. Rows whose samples have all ended are removed
     from the batch. On a GPU a step runs as a CUDA graph (`rlhf.generators.hf.cuda_graph`), unless
     `before_forward` is set.
@@ -240,7 +247,7 @@ def _begin_cached(
     movable = plain(kinds)  # rows of such a cache can be repeated and removed
     masked = movable and takes_any_mask(model)
     n, longest = ids.shape
-    group = sharing_rules.in_decoding(samples, longest, response_length) if masked else 1
+    group = folder.in_decoding(samples, longest, response_length) if masked else 1
     recorded = recorded and masked
     room = group * response_length
     if recorded:

@@ -1,25 +1,11 @@
-"""Shared-prefix forward: hidden states of K responses, with the prompt encoded once.
-
-    prompts without their last token [N, P-1] --backbone--> keys and values of every block
-                                                                  |
-    last prompt token and responses [N, K, T] -----------------backbone--> states that predict tokens 0 .. T-1
-
-The forward over prompts stops as soon as the last block has its keys and values. Responses that are short
-compared with their prompt share a row of the batch, and so one copy of the prompt's keys. For longer
-responses, each block copies the prompt's keys into every row. Autograd adds up the K gradients of the
-prompt's keys and values.
-
-Log-probs agree with the plain forward over rows of prompt and response to 2e-6, gradients to 5e-7 (relative).
-The work on prompt tokens falls by a factor of K. With K = 1 nothing is shared, but the last block skips most
-of its work on the prompt. In a shallow model, this saves more time than the second forward costs.
-"""
+"""Faster forwards over rollouts: prompts encoded once, flash attention, compiled blocks."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,10 +16,31 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from rlhf.config.model import Dtype
 from rlhf.core.errors import UserError
-from rlhf.models import sharing_rules
-from rlhf.models.precision import product_dtype
+from rlhf.models import folder
+from rlhf.models.placement import product_dtype
+
+# Shared-prefix forward: hidden states of K responses, with the prompt encoded once.
+#
+#     prompts without their last token [N, P-1] --backbone--> keys and values of every block
+#                                                                   |
+#     last prompt token and responses [N, K, T] -----------------backbone--> states that predict tokens 0 ..
+#     T-1
+#
+# The forward over prompts stops as soon as the last block has its keys and values. Responses that are short
+# compared with their prompt share a row of the batch, and so one copy of the prompt's keys. For longer
+# responses, each block copies the prompt's keys into every row. Autograd adds up the K gradients of the
+# prompt's keys and values.
+#
+# Log-probs agree with the plain forward over rows of prompt and response to 2e-6, gradients to 5e-7
+# (relative). The work on prompt tokens falls by a factor of K. With K = 1 nothing is shared, but the last
+# block skips most of its work on the prompt. In a shallow model, this saves more time than the second forward
+# costs.
+
 
 _OLD_NAME = "past_key_values"
 _names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # of the argument of forward for the cache
@@ -76,7 +83,7 @@ def encode(
     prompts = prompt_ids.masked_fill(~prompt_mask, 0)
     responses = response_ids.masked_fill(~real, 0)[..., :inputs]
     real = real[..., :inputs]
-    apart = sharing_rules.prompt_apart(
+    apart = folder.prompt_apart(
         k,
         prompts.numel(),
         layers=getattr(backbone.config, "num_hidden_layers", math.inf),
@@ -177,7 +184,7 @@ def samples_per_row(backbone: PreTrainedModel, samples: int, prompt: int, respon
         prompt: prompt length in tokens.
         response: response length in tokens.
     """
-    return sharing_rules.in_forward(samples, prompt, response) if takes_any_mask(backbone) else 1
+    return folder.in_forward(samples, prompt, response) if takes_any_mask(backbone) else 1
 
 
 def takes_any_mask(model: PreTrainedModel) -> bool:
@@ -369,3 +376,181 @@ class NoSharedPrefix(UserError):
             f"model.shared_prefix must be false for a {config.model_type} model ({self.fault}), got true; "
             "set model.shared_prefix=false"
         )
+
+
+# Flash attention by the packages that transformers uses: which one is installed, and which models use it.
+#
+# These kernels take no mask. For a batch with padding, transformers removes the padding of queries and keys
+# (`_upad_input` in transformers) and attends from the last queries to all keys of a row, so padding may also
+# be between a prompt and its response. A row then contains one sample (`rlhf.models.forward`).
+
+
+_PREFIX = "flash_attention"  # of the names of these implementations in transformers
+_SDPA = "sdpa"
+
+
+def installed(device: torch.device, dtype: Dtype) -> str | None:
+    """Return the newest installed flash attention for forwards in `dtype` on `device`, or None."""
+    if device.type != "cuda" or dtype is Dtype.float32:
+        return None
+    if is_flash_attn_3_available():
+        return "flash_attention_3"
+    return "flash_attention_2" if is_flash_attn_2_available() else None
+
+
+@contextmanager
+def with_sdpa(model: PreTrainedModel) -> Iterator[None]:
+    """Return a context in which a model with flash attention uses sdpa instead, which takes any mask."""
+    if not str(model.config._attn_implementation).startswith(_PREFIX):
+        yield
+        return
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_SDPA)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+# Compilation of the blocks of a Hugging Face model with torch.compile, for forwards over rollouts.
+#
+#     with CompiledBlocks(model).used():      # the blocks run compiled code
+#         model(...)
+#     model.generate(...)                     # the blocks run as usual
+#
+# The blocks of a model share their code, so a block is compiled once, and not once per block. Code that reads
+# the number of its layer would be compiled for every layer. A block reads this number only to find its layer
+# in the cache, so compiled blocks get the layer of the cache instead of the whole cache. Lengths and batch
+# sizes are dynamic, the numbers of features are not.
+#
+# Sampling, saving and hooks never see compiled code: outside the context, the model has its own forwards.
+
+
+Forward = Callable[..., Any]
+
+# Graphs of a block: with and without gradients, with and without a cache, for batches of 1 and of more
+# sequences, of models with several dtypes. Without a graph, a block runs as usual.
+_GRAPHS = 32
+
+
+_COMPILED: WeakKeyDictionary[PreTrainedModel, CompiledBlocks] = WeakKeyDictionary()
+
+
+class NoBlocks(RuntimeError):
+    """An error: a model has no blocks that can be compiled."""
+
+
+class CompiledBlocks:
+    """The blocks of a model with a compiled forward each, which is compiled at its first use.
+
+    Args:
+        model: a model whose blocks are instances of `GradientCheckpointingLayer`. If the blocks are
+            recomputed in the backward pass (`rlhf.models.forward.checkpoint_blocks`), the recomputed
+            forward is compiled too.
+
+    Raises:
+        NoBlocks: the model has no such blocks.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        torch._dynamo.config.recompile_limit = _GRAPHS
+        torch.fx.experimental._config.use_duck_shape = False  # equal sizes may be a coincidence
+        blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not blocks:
+            raise NoBlocks(f"the code of {model.config.model_type} models does not mark blocks")
+        self.blocks = [(block, outermost(block.forward, place)) for place, block in enumerate(blocks)]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Return a context in which the blocks of the model run compiled code."""
+        own = [vars(block).get("forward") for block, _ in self.blocks]
+        for block, forward in self.blocks:
+            vars(block)["forward"] = forward
+        try:
+            yield
+        finally:
+            for (block, _), before in zip(self.blocks, own, strict=True):
+                if before is None:
+                    del vars(block)["forward"]
+                else:
+                    vars(block)["forward"] = before
+
+
+def compiled_blocks(model: PreTrainedModel) -> CompiledBlocks:
+    """Return the compiled blocks of a model, the same object in every call.
+
+    Raises:
+        NoBlocks: the model has no blocks that can be compiled.
+    """
+    if model not in _COMPILED:
+        _COMPILED[model] = CompiledBlocks(model)
+    return _COMPILED[model]
+
+
+@contextmanager
+def converted_weights(model: PreTrainedModel) -> Iterator[None]:
+    """Return a context in which the linear layers of the blocks have weights in the dtype of autocast.
+
+    Outside of compiled code, autocast keeps the converted weights. Compiled code would convert them at every
+    call, which takes a decoding step longer than its products. The context is for forwards without gradients,
+    and the weights must not change within it.
+    """
+    own = [
+        (module, name, parameter)
+        for block in model.modules()
+        if isinstance(block, GradientCheckpointingLayer)
+        for module in block.modules()
+        if isinstance(module, (torch.nn.Linear, Conv1D))
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dtype != product_dtype(parameter.device, parameter.dtype)
+    ]
+    for module, name, parameter in own:  # an attribute of the object hides the parameter of the same name
+        vars(module)[name] = parameter.detach().to(product_dtype(parameter.device, parameter.dtype))
+    try:
+        yield
+    finally:
+        for module, name, _ in own:
+            del vars(module)[name]
+
+
+def outermost(forward: Forward, place: int) -> Forward:
+    """Return the compiled form of a block's forward; checkpointing stays outside the compiled code."""
+    if not isinstance(forward, partial):
+        return _with_layer(forward, place)
+    (inner,) = forward.args  # of `run_again`
+    return partial(forward.func, _with_layer(inner, place))
+
+
+def _with_layer(forward: Forward, place: int) -> Forward:
+    """Return the compiled forward of the block number `place`, which gets its layer of the cache only."""
+    compiled = torch.compile(forward, dynamic=True)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        fix_features(*args, *(kwargs.get("position_embeddings") or ()))
+        name = next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
+        if name is None:
+            return compiled(*args, **kwargs)
+        layers = kwargs[name].layers
+        if not isinstance(layers[place], PromptLayer):
+            return compiled(*args, **{**kwargs, name: layers[place]})
+        if place == len(layers) - 1:  # this forward ends inside the last block, by an exception
+            return forward(*args, **kwargs)
+        # An empty layer, also if the block is recomputed in the backward pass: the same code must run again.
+        layer = PromptLayer()
+        output = compiled(*args, **{**kwargs, name: layer})
+        layers[place].update(layer.keys, layer.values)
+        return output
+
+    return run
+
+
+def fix_features(*states: Any) -> None:
+    """Let the compiler know the last size of states [..., H]: code for one number of features is faster."""
+    for each in states:
+        if isinstance(each, Tensor) and each.is_floating_point():
+            torch._dynamo.mark_static(each, each.ndim - 1)
+
+
+def raise_errors(raised: bool) -> None:
+    """Raise errors of the compiler if `raised` is True; otherwise log them and run the block as usual."""
+    torch._dynamo.config.suppress_errors = not raised

@@ -1,23 +1,41 @@
-"""Checks of local model folders and of context lengths. This module imports no torch."""
+"""Folders with models: checks, kinds of models, what they can share, downloads. No torch."""
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from rlhf.core import hub
+from rlhf.core.errors import UserError
 from rlhf.core.pasting import literal, python_command, setting
 from rlhf.models.headers import (
     DamagedFile,
+    architectures,
     contradiction,
     embeddings,
     has_two_heads,
+    is_causal,
     missing_tensors,
     read_object,
     weight_headers,
 )
+
+if TYPE_CHECKING:
+    from rlhf.models.headers import TensorHeader
+
+
+# Checks of local model folders and of context lengths. This module imports no torch.
+
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # context length in config.json
@@ -284,3 +302,259 @@ def _original_contexts(config: dict[str, Any]) -> Iterator[int]:
             if isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type")):
                 lengths = (part.get(original), rope.get(original), context_of(part))
                 yield from [length for length in lengths if isinstance(length, int)][:1]
+
+
+# The kind of a model, from its config.json: causal language model, reward model, encoder. No torch.
+
+
+_ENCODERS = (  # model types that read a text in both directions, unless config.json has is_decoder
+    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet",
+    "roberta", "xlm-roberta",
+)  # fmt: skip
+_NO_CAUSAL_HEAD = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")  # ends of class names
+
+
+def named(config: dict[str, Any]) -> str:
+    """Return the class name of a model for messages; if config.json names none, the model type."""
+    return ", ".join(architectures(config)) or str(config.get("model_type"))
+
+
+def is_classifier(config: dict[str, Any]) -> bool:
+    """Return True if config.json names the architecture of a sequence classifier."""
+    return any(name.endswith("ForSequenceClassification") for name in architectures(config))
+
+
+def labels(config: dict[str, Any]) -> int:
+    """Return the number of labels of a sequence classifier; transformers' default is 2."""
+    names = config.get("id2label")
+    return len(names) if isinstance(names, dict) else int(config.get("num_labels", 2))
+
+
+def unknown_type(config: dict[str, Any]) -> str | None:
+    """Return the model type in config.json if the installed transformers does not know it, else None."""
+    kind = config.get("model_type")
+    known = _known_types()
+    if not kind or not known:
+        return None
+    return None if kind in known else str(kind)
+
+
+def not_causal(config: dict[str, Any]) -> str | None:
+    """Return why a model is no causal language model, or None."""
+    if is_classifier(config):
+        return f"a sequence classifier ({named(config)}), as reward models are"
+    if config.get("is_encoder_decoder") or "decoder_start_token_id" in config:
+        return f"an encoder-decoder ({named(config)})"
+    encodes = config.get("model_type") in _ENCODERS and not config.get("is_decoder")
+    if encodes or any(name.endswith(_NO_CAUSAL_HEAD) for name in architectures(config)):
+        return f"an encoder ({named(config)})"
+    kind, known = str(config.get("model_type")), _causal_types()
+    if kind in _known_types() and known and kind not in known and "auto_map" not in config:
+        media = [part.removesuffix("_config") for part in ("vision_config", "audio_config") if part in config]
+        what = f"a model of {' and '.join([*media, 'language'])}" if media else "a model of another kind"
+        if not media and any(name.endswith("ForConditionalGeneration") for name in architectures(config)):
+            what = "an encoder-decoder"
+        return f"{what} ({named(config)})"
+    return None
+
+
+def not_reward(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> str | None:
+    """Return why a model is no reward model, or None.
+
+    A reward model is a sequence classifier with one label and a head with the name `score`.
+
+    Args:
+        config: content of config.json.
+        tensors: headers of the weights.
+    """
+    head = tensors.get("score.weight")
+    if is_causal(config) and head is None:
+        return f"a causal language model ({named(config)}) without score.weight"
+    if head is not None and head.shape[0] != 1:
+        return f"a model with {head.shape[0]} labels"
+    if labels(config) != 1:
+        return f"a model with {labels(config)} labels"
+    return None if head is not None or not tensors else "a model without score.weight"
+
+
+@cache
+def _known_types() -> frozenset[str]:
+    """Return the model types of the installed transformers; empty if its files have an unknown layout.
+
+    The source is searched for strings, because importing transformers takes seconds.
+    """
+    found = find_spec("transformers")
+    folder = Path(found.origin).parent / "models" / "auto" if found and found.origin else Path("nowhere")
+    files = (folder / name for name in ("auto_mappings.py", "configuration_auto.py"))
+    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    types = frozenset(re.findall(r'"([\w.-]+)"', "\n".join(texts)))
+    return types if "llama" in types else frozenset()
+
+
+@cache
+def _causal_types() -> frozenset[str]:
+    """Return the model types with a causal language model in the installed transformers; empty if unknown."""
+    found = find_spec("transformers")
+    file = Path(found.origin).parent / "models/auto/modeling_auto.py" if found and found.origin else Path()
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    table = text.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")[2].partition("MAPPING_NAMES")[0]
+    types = frozenset(re.findall(r'\(\s*"([\w.-]+)"', table))
+    return types if "llama" in types else frozenset()
+
+
+# Rules that decide when the samples of a prompt share the encoding of the prompt, from plain numbers.
+#
+# Forwards (`rlhf.models.forward`), sampling and the memory plan call the same functions. This module
+# imports no torch.
+
+
+_SHALLOW = 8  # number of blocks up to which a CPU encodes the prompt in a separate pass if K = 1
+_GPU_LAYER = 3e11  # FLOPs of a GPU while one layer is launched: 0.75 ms at 400 TFLOP/s
+_TOGETHER = 8  # smallest target for the number of samples in one decoding row
+
+
+def prompt_apart(samples: int, tokens: int, *, layers: float, hidden: float, gpu: bool, whole: bool) -> bool:
+    """Return True if the prompts of a micro-batch are encoded in a separate pass before their responses.
+
+    If K > 1, the separate pass encodes each prompt once instead of K times. If K = 1, the pass saves most of
+    the last block's work on the prompt and costs a second copy of the prompt's keys. With prompts of 384
+    tokens, two passes took 0.70 of the time of one pass in a model with 2 blocks, and 0.89 with 6 blocks. A
+    deep model gains nothing. On a GPU, a pass costs the time to launch its operations: see
+    `prompt_pass_pays_from`.
+
+    Args:
+        samples: samples per prompt, K.
+        tokens: prompt tokens of the micro-batch, padding included.
+        layers: blocks of the model.
+        hidden: hidden size of the model.
+        gpu: whether the forward runs on a GPU.
+        whole: True if no forward may stop early. Then the result depends on K only, so that all ranks of a
+            sharded model get the same result.
+    """
+    if whole:
+        return samples > 1
+    return tokens >= prompt_pass_pays_from(samples, hidden) if gpu else samples > 1 or layers <= _SHALLOW
+
+
+def prompt_pass_pays_from(samples: int, hidden: float) -> float:
+    """Return the number of prompt tokens in a micro-batch from which a separate prompt pass pays on a GPU.
+
+    Launching the operations of a layer takes the same time for any number of tokens. The pass pays if it
+    saves `_GPU_LAYER` or more FLOPs per layer. A layer of hidden size H has 12 H^2 weights, so the pass saves
+    2 * 12 H^2 * (K - 1) FLOPs per prompt token.
+
+    Args:
+        samples: samples per prompt, K.
+        hidden: hidden size of the model, H.
+    """
+    return _GPU_LAYER / (2 * 12 * hidden**2 * (samples - 1)) if samples > 1 else math.inf
+
+
+def in_forward(samples: int, known: int, response: int) -> int:
+    """Return how many samples of a prompt share one row of a forward, and so one copy of the prompt's keys.
+
+    A sample in a shared row also computes attention to the keys of the other samples, which are masked. The
+    result is the largest divisor of `samples` for which the masked keys add at most a quarter to the keys of
+    a sample (prompt and own response).
+
+    Args:
+        samples: samples per prompt, K.
+        known: prompt tokens already encoded.
+        response: response tokens of one sample.
+    """
+    most = 1 + (known + response) // (4 * response)
+    return max(g for g in _divisors(samples) if g <= most)
+
+
+def in_decoding(samples: int, prompt: int, response: int) -> int:
+    """Return how many samples of a prompt are decoded in one row, and so read one copy of the prompt's keys.
+
+    A sample in a shared row also computes attention to the tokens of the other samples, which are masked. The
+    target is 4 * prompt / response, but at least `_TOGETHER`. The result is the divisor of `samples` whose
+    ratio to the target is nearest to 1.
+
+    Args:
+        samples: samples per prompt, K.
+        prompt: prompt length in tokens.
+        response: response length in tokens.
+    """
+    wanted = max(_TOGETHER, 4 * prompt // response)
+    return min(_divisors(samples), key=lambda g: max(g / wanted, wanted / g))
+
+
+def _divisors(samples: int) -> list[int]:
+    """Return the divisors of `samples`: the group sizes that fill all rows equally."""
+    return [g for g in range(1, samples + 1) if samples % g == 0]
+
+
+# Loading from a local folder, the hub's cache or the hub, with errors that name the config key.
+
+
+# What transformers raises for files with invalid content. RuntimeError is not in the list: too little memory.
+_INVALID = (
+    OSError, ValueError, LookupError, ArithmeticError, AttributeError, TypeError, ImportError,
+    SafetensorError, StrictDataclassError,
+)  # fmt: skip
+
+
+def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
+    """Return `auto.from_pretrained(path)`: from a local folder or the local cache, else from the hub.
+
+    The hub is contacted only if the model is not cached, because cluster nodes often have no network. If the
+    hub does not answer, the error comes within seconds.
+
+    Args:
+        auto: auto class of transformers.
+        path: hub name or local folder.
+        key: config key that names `path`, for error messages.
+        settings: further arguments of `from_pretrained`.
+
+    Raises:
+        UserError: the local folder is missing or cannot be read, or the hub name is not cached and cannot be
+            loaded from the hub.
+    """
+    path = os.path.expanduser(path)
+    try:
+        return auto.from_pretrained(path, local_files_only=True, **settings)
+    except _INVALID as error:
+        if is_local(path):
+            folder = Path(path).is_dir()
+            reason = f"{path!r} could not be read: {cause(error)}" if folder else f"no folder {path!r}"
+            remedy = "correct or copy its files, or set {}=<hub name or another folder>" if folder else None
+            raise UserError(_not_loaded(key, path, reason, remedy)) from None
+    if (offline := hub.unreachable()) is not None:
+        raise UserError(offline_problem(key, path, offline))
+    try:
+        return auto.from_pretrained(path, **settings)
+    except _INVALID as error:
+        reason = f"no folder {path!r}, and not found on the hub or hub not reachable: {cause(error)}"
+        raise UserError(_not_loaded(key, path, reason)) from None
+
+
+def _not_loaded(key: str, path: str, reason: str, remedy: str | None = None) -> str:
+    """Return the error message for a model that cannot be loaded.
+
+    Args:
+        key: config key that names the model.
+        path: hub name or local folder.
+        reason: why the model cannot be loaded.
+        remedy: what to do, with `{}` for the key; None: name or download a model.
+    """
+    remedy = remedy or "set {}=<hub name or folder>, or download the model once on a machine with a network"
+    return (
+        f"{key} must name a model on the hub or a folder with model and tokenizer ({reason}), got {path!r}; "
+        f"{remedy.format(key)}"
+    )
+
+
+def cause(error: Exception) -> str:
+    """Return why files cannot be read, on one line: the text of an exception, after its class if needed."""
+    if isinstance(error, StrictDataclassError):  # its first line does not name the value
+        return " ".join(str(error).split())
+    plain = isinstance(error, OSError | ValueError | SafetensorError)
+    return first_line(error) if plain else f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an exception's text, or the name of its class if the text is empty."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
