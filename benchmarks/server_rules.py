@@ -38,7 +38,7 @@ from rlhf.core.state import TrainState
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Server
-from rlhf.generators.transfer.files import FileWeights
+from rlhf.generators.weights import FileWeights
 from rlhf.training.stream import StreamContext
 from rlhf.training.wall import build
 

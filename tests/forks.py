@@ -65,8 +65,8 @@ PRELOADED = (
     "rlhf.stages.evaluation",
     "rlhf.stages.relabelling",
     "rlhf.assembly.generator",
-    "rlhf.generators.worker",
-    "rlhf.generators.replicas",
+    "rlhf.generators.process",
+    "rlhf.generators.process",
     "rlhf.generators.hf.generator",
     "rlhf.scorers.reward_model",
 )

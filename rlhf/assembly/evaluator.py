@@ -12,7 +12,7 @@ from rlhf.assembly.tokenizer import build_stop_ids
 from rlhf.config.algo import Data, Trains
 from rlhf.core.batch import Sampling
 from rlhf.core.encoding import encode_completions
-from rlhf.generators.across_ranks import PerRankGenerator
+from rlhf.generators.generator import PerRankGenerator
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvaluator
 from rlhf.trials.sampling import samples_with_cache

@@ -17,10 +17,9 @@ from rlhf.assembly.scorer import build_training_scorer
 from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer
 from rlhf.config.backend import TorchConfig
 from rlhf.config.cores import threads
-from rlhf.generators.across_ranks import PerRankGenerator, SharedGenerator
-from rlhf.generators.annotating import Annotator
-from rlhf.generators.generator import GeneratorContext
+from rlhf.generators.generator import GeneratorContext, PerRankGenerator, SharedGenerator
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
+from rlhf.generators.process import Annotator
 from rlhf.models.loading import load_causal_lm
 from rlhf.models.modules import set_head
 from rlhf.processes.ranks import Ranks

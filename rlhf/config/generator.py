@@ -419,7 +419,7 @@ class VLLMColocatedConfig(VLLMConfig):
             )
 
 
-@option("generator", "dataset", part="rlhf.generators.stored:build")
+@option("generator", "dataset", part="rlhf.generators.generator:build")
 @dataclass(kw_only=True, slots=True)
 class DatasetConfig(GeneratorConfig):
     """Completions that a data set contains; training samples no completions."""

@@ -1,31 +1,42 @@
-"""The interface of a generator, which processes requests and weight loads first in, first out.
-
-A new generator needs four files: a section in `rlhf/config/generator.py` that names its part
-(`@option("generator", "mine", part="module:function")`), the part, `conf/generator/mine.yaml`, and a test.
-"""
+"""The interface of a generator, and generators that wrap others or read stored rollouts."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
+import pyarrow.parquet
+import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from rlhf.core.batch import Prompts, Rollouts, concatenated
+from rlhf.core.encoding import encode_completions, pad_prompts
+from rlhf.core.errors import RunError, UserError
 from rlhf.core.phases import Phases
+from rlhf.core.rollout_format import files, shared, vocabulary
 
 if TYPE_CHECKING:
+    from rlhf.config.generator import DatasetConfig
     from rlhf.config.model import ModelConfig
-    from rlhf.core.batch import Prompts, Rollouts, Sampling
+    from rlhf.core.batch import Sampling
     from rlhf.core.metrics import Metrics
     from rlhf.environments.environment import EnvironmentFactory
+    from rlhf.generators.weights import Manifest
     from rlhf.processes.ranks import Ranks
     from rlhf.processes.service import ServiceFactory
+
+
+# The interface of a generator, which processes requests and weight loads first in, first out.
+#
+# A new generator needs four files: a section in `rlhf/config/generator.py` that names its part
+# (`@option("generator", "mine", part="module:function")`), the part, `conf/generator/mine.yaml`, and a test.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,3 +145,390 @@ def finished(rollouts: Rollouts) -> Future[Rollouts]:
     future: Future[Rollouts] = Future()
     future.set_result(rollouts)
     return future
+
+
+# The interface of a sampler: a model in a generator process that samples and loads new weights.
+#
+# `rlhf.generators.process.WorkerGenerator` starts the process and calls one method of the sampler at a time:
+#
+#     factory.build() -> load(manifest) -> sample(...) -> sample(...) -> load(manifest) -> ... -> close()
+#
+# There is always a `load` before the first `sample`. On the trainer's GPU there is a `load` before every
+# `sample`, because vLLM discards the weights afterwards. With `schedule.update=in_flight`, `sample` itself
+# may cause further calls of `load`.
+
+
+class Sampler(Protocol):
+    """A model that answers prompts with the weights of the last load."""
+
+    def sample(
+        self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None = None
+    ) -> Rollouts:
+        """Return K responses to each prompt, with the log-probs of their tokens.
+
+        Args:
+            prompts: the prompts, as token ids on the CPU.
+            sampling: number of samples, temperature and response length of the request.
+            update: with in-flight updates, a function to call before every forward pass. The function calls
+                `load` if there are newer weights, and returns the version that samples the next tokens. The
+                key-value cache of earlier tokens is not recomputed (PipelineRL, Piche et al., arXiv
+                2509.19128).
+
+        Returns:
+            Rollouts [N, K, T] on the CPU, T = `sampling.response_length`. Log-probs are at
+            `sampling.temperature`, by the weights that sampled each token. With `update`, the rollouts have
+            `token_versions`. The caller adds `version` and `generate_s`.
+        """
+
+    def load(self, manifest: Manifest) -> dict[str, int]:
+        """Load the weights that the manifest describes, and discard caches computed with previous weights.
+
+        A cache that a running request uses is not discarded before the request ends.
+
+        Returns:
+            Checksums of the loaded tensors by name, which the trainer compares with the checksums of the
+            tensors that it sent: `transfer.weights.checksum`, or `transfer.gpu.fingerprint` for weights on a
+            GPU.
+
+        Raises:
+            TransferError: the weights differ from the weights that the trainer sent.
+        """
+
+    def close(self) -> None:
+        """Release all resources of the sampler."""
+
+
+class SamplerFactory(Protocol):
+    """A factory that creates a sampler in the generator process.
+
+    The factory is pickled and sent to the process. So it is a dataclass of plain values, and only `build`
+    imports what the sampler needs.
+    """
+
+    def build(self) -> Sampler:
+        """Create the sampler.
+
+        Raises:
+            UserError, RunError: no sampler can be created with the values of the factory; the run ends.
+        """
+
+
+# Generators for runs with several ranks: one generator for all ranks, or one per rank.
+#
+# In both cases every rank submits all prompts and gets the rollouts of all prompts. The ranks exchange
+# rollouts in the first call of a future's `result()`. This call is a collective: all ranks must call
+# `result()` of their futures in the same order. The same applies to `wait()` of the generators.
+# `backend.timeout_s` does not limit these waits, because a generator may restart its process several times;
+# `generator.request_limit_s`, `.start_limit_s` and `.restarts` limit them.
+
+
+class Answer(Future[Rollouts]):
+    """A future of the rollouts of all prompts, exchanged between the ranks in the first call of `result()`.
+
+    Args:
+        prompts: the prompts of the request, the same on every rank.
+        part: future of the rollouts that this rank's generator samples; None if the rank has no generator.
+        ranks: the ranks of the run.
+    """
+
+    def __init__(self, prompts: Prompts, part: Future[Rollouts] | None, ranks: Ranks) -> None:
+        super().__init__()
+        self.prompts = prompts
+        self.part = part
+        self.ranks = ranks
+
+    def whole(self) -> Rollouts:
+        """Exchange the rollouts of all prompts between the ranks and return them."""
+        raise NotImplementedError
+
+    def result(self, timeout: float | None = None) -> Rollouts:
+        """Return the rollouts of all prompts; the first call is a collective.
+
+        Args:
+            timeout: has no effect, because the exchange does not end early.
+
+        Raises:
+            RunError: the generator of a rank failed.
+        """
+        if not self.done():
+            try:
+                self.set_result(self.whole())
+            except BaseException as error:
+                self.set_exception(error)
+        return super().result(timeout)
+
+
+class Shared(Answer):
+    """A future for a single generator, on the first rank, which samples the rollouts of all prompts."""
+
+    def whole(self) -> Rollouts:
+        """Send the rollouts of all prompts from the first rank to all ranks, and return them."""
+        return self.ranks.from_first(lambda: self.part.result())  # type: ignore[union-attr]
+
+
+class Gathered(Answer):
+    """A future for one generator per rank; each generator samples the rollouts of its rank's prompts."""
+
+    def whole(self) -> Rollouts:
+        """Gather the rollouts of all ranks, and return the rollouts of all prompts."""
+        assert self.part is not None
+        self.ranks.wait_for(self.part)  # a generator may take long, for example while its process restarts
+        parts = self.ranks.gather(self.part.result())
+        return put_together(self.prompts, parts)
+
+
+def put_together(prompts: Prompts, parts: list[Rollouts]) -> Rollouts:
+    """Return the rollouts of all `prompts`, given the rollouts of consecutive parts of the prompts.
+
+    The `version` of the result is the lowest version of the parts; other numbers, such as seconds, are the
+    highest.
+    """
+    numbers = {name for name, value in parts[0].as_dict().items() if isinstance(value, int | float)}
+    highest = {name: max(getattr(part, name) for part in parts) for name in numbers}
+    return replace(parts[0], **{**highest, **concatenated(parts), **prompts.as_dict()})
+
+
+def _in_thread(call: Callable[[], None]) -> Future[None]:
+    """Call a function in another thread and return a future of its end."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+class SharedGenerator(Generator):
+    """A generator on the first rank that samples for all ranks.
+
+    Args:
+        generator: the generator on the first rank; None on the other ranks.
+        ranks: the ranks of the run.
+    """
+
+    def __init__(self, generator: Generator | None, ranks: Ranks) -> None:
+        self.generator = generator
+        self.ranks = ranks
+
+    def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
+        """Request K responses to each prompt from the first rank's generator."""
+        part = self.generator.submit(prompts, sampling) if self.generator else None
+        return Shared(prompts, part, self.ranks)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load the weights into the first rank's generator.
+
+        The other ranks only iterate over `weights`, because gathering sharded weights is a collective.
+        """
+        if self.generator:
+            self.generator.load(weights, version)
+        else:
+            for _ in weights:
+                pass
+
+    def wait(self) -> None:
+        """Wait on every rank until the first rank's generator can take new weights."""
+
+        def ready() -> None:
+            assert self.generator is not None
+            self.generator.wait()
+
+        self.ranks.from_first(ready)
+
+    def figures(self) -> Metrics:
+        """Return the metrics of the first rank's generator; empty on the other ranks."""
+        return self.generator.figures() if self.generator else {}
+
+    def close(self) -> None:
+        """Close the first rank's generator."""
+        if self.generator:
+            self.generator.close()
+
+
+class PerRankGenerator(Generator):
+    """The generator of one rank, if every rank has a generator; it answers its rank's share of each request.
+
+    Args:
+        generator: the generator of this rank.
+        ranks: the ranks of the run.
+    """
+
+    def __init__(self, generator: Generator, ranks: Ranks) -> None:
+        self.generator = generator
+        self.ranks = ranks
+
+    def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
+        """Request K responses to each of this rank's prompts from this rank's generator."""
+        rows = self.ranks.rows(len(prompts))
+        return Gathered(prompts, self.generator.submit(prompts.select(rows), sampling), self.ranks)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load the weights into the generator of every rank."""
+        self.generator.load(weights, version)
+
+    def wait(self) -> None:
+        """Wait until the generator of every rank can take new weights."""
+        waiting = _in_thread(self.generator.wait)
+        self.ranks.wait_for(waiting)
+        waiting.result()
+
+    def figures(self) -> Metrics:
+        """Return the metrics of this rank's generator."""
+        return self.generator.figures()
+
+    def close(self) -> None:
+        """Close this rank's generator."""
+        self.generator.close()
+
+
+# A generator that splits a request into chunks and reports progress after each chunk.
+
+
+class ChunkedGenerator(Generator):
+    """A generator that answers a request in chunks of `size` prompts.
+
+    After each chunk, the generator calls its attribute `advance` with the number of prompts in the chunk. The
+    samples do not depend on the chunk size, because the random numbers of a sample depend on its example, not
+    on the batch.
+
+    Args:
+        generator: the generator that answers the chunks.
+        size: prompts per chunk.
+    """
+
+    def __init__(self, generator: Generator, size: int) -> None:
+        self.generator = generator
+        self.size = size
+        self.advance: Callable[[int], None] = lambda count: None
+
+    def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
+        """Sample K responses to each prompt, chunk by chunk, and return a finished future."""
+        parts = []
+        for rows in torch.arange(len(prompts)).split(self.size):
+            parts.append(self.generator.submit(prompts.select(rows), sampling).result())
+            self.advance(len(rows))
+        return finished(put_together(prompts, parts))
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load the weights of a version, for the requests submitted after this call."""
+        self.generator.load(weights, version)
+
+
+# Generators that return stored completions: the completions of the task, or the saved rollouts of a run.
+
+
+_DTYPES = {
+    "response_ids": torch.int64,
+    "behaviour_logprobs": torch.float32,
+    "token_versions": torch.int64,
+    "environment_mask": torch.bool,
+    "rewards": torch.float64,
+}
+_EPISODE = "episode/"  # before the names of the figures of episodes
+
+
+def build(config: DatasetConfig, context: GeneratorContext) -> Generator:
+    """Return a generator of the saved rollouts in `config.path`; if null, of the task's completions."""
+    if config.path is None:
+        return DatasetGenerator(context.tokenizer)
+    return ReplayGenerator(Path(config.path).expanduser(), context.tokenizer)
+
+
+class DatasetGenerator(Generator):
+    """A generator that returns the completions that the task stores with its prompts, with EOS appended."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
+        """Return a finished future with the stored completions as token ids."""
+        assert prompts.completions is not None, "the task was not asked for completions"
+        return finished(
+            encode_completions(prompts, prompts.completions, self.tokenizer, sampling.response_length)
+        )
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Do nothing: stored completions do not depend on weights."""
+
+
+class ReplayGenerator(Generator):
+    """A generator that returns the saved rollouts of a run by update, with their versions and log-probs.
+
+    Args:
+        folder: the folder of rollouts that a run with `save_generations` wrote.
+        tokenizer: the policy's tokenizer.
+
+    Raises:
+        UserError: the rollouts contain token ids of another tokenizer.
+    """
+
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.files = files(folder)
+        self.pad_id = tokenizer.pad_token_id
+        self.tokens = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
+        if shared(self.files[0]).vocabulary != vocabulary(tokenizer.get_vocab()):
+            raise UserError(
+                "generator.path must name rollouts in the tokens of the policy's tokenizer (token ids depend "
+                f"on the tokenizer), got {folder}; set model.policy or model.tokenizer as in the run that "
+                "saved them"
+            )
+
+    def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
+        """Return a finished future with the saved rollouts of the update `sampling.request` (from 0).
+
+        Raises:
+            RunError: a response contains an id that no token has, whose log-prob would be -inf.
+        """
+        file = self.files[sampling.request]
+        rollouts = read(file, self.pad_id)
+        if not torch.isin(rollouts.response_ids[rollouts.response_mask], self.tokens).all():
+            raise RunError(
+                f"{file} has responses with ids that no token has, which are not trained on; sample again "
+                "with this version, or set generator.path=<another folder>"
+            )
+        return finished(rollouts)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Do nothing: stored completions do not depend on weights."""
+
+
+def read(file: Path, pad_id: int) -> Rollouts:
+    """Return the rollouts in `file`; the saved scores become `labels` [N, K]."""
+    common = shared(file)
+    N, K, T = common.prompts, common.samples, common.response_length
+    rows = pyarrow.parquet.read_table(file).to_pydict()
+    lengths = torch.tensor([len(ids) for ids in rows["response_ids"]]).view(N, K, 1)
+
+    def grouped(column: str) -> Tensor:
+        x = torch.full((N * K, T), pad_id if column == "response_ids" else 0, dtype=_DTYPES[column])
+        for row, values in zip(x, rows[column], strict=True):
+            row[: len(values)] = torch.tensor(values, dtype=x.dtype)
+        return x.view(N, K, T)
+
+    prompt_ids, prompt_mask = pad_prompts(rows["prompt_ids"][::K], pad_id)
+    by_token: dict[str, Any] = {column: grouped(column) for column in _DTYPES if column in rows}
+    real = torch.arange(T) < lengths
+    messages = by_token.get("environment_mask", torch.zeros_like(real))
+    episode = {
+        name.removeprefix(_EPISODE): torch.tensor(values, dtype=torch.float32).view(N, K)
+        for name, values in rows.items()
+        if name.startswith(_EPISODE)
+    }
+    return Rollouts(
+        index=torch.tensor(rows["example"][::K]),
+        texts=rows["prompt"][::K],
+        references=rows["reference"][::K],
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        labels=torch.tensor(rows["score"], dtype=torch.float32).view(N, K),
+        response_mask=real & ~messages,
+        episode=episode or None,
+        ended=torch.tensor(rows["ended"]).view(N, K),
+        version=rows["version"][0],
+        **by_token,
+    )

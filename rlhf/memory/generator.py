@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.config.algo import Trains
 from rlhf.config.generator import Transfer
-from rlhf.generators.transfer.kept_versions import most_versions
-from rlhf.generators.vllm.gpu_share import working_memory
+from rlhf.generators.shares import most_versions, working_memory
 from rlhf.memory import uses
 from rlhf.memory.uses import (
     BFLOAT16,

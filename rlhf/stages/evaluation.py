@@ -295,7 +295,7 @@ def evaluations(
     from rlhf.assembly.scorer import build_scorer, check_formats
     from rlhf.assembly.tokenizer import build_tokenizer
     from rlhf.core.seeding import derive
-    from rlhf.generators.chunked import ChunkedGenerator
+    from rlhf.generators.generator import ChunkedGenerator
     from rlhf.stages.run import THREADS
     from rlhf.training.evaluators import PolicyEvaluator
 

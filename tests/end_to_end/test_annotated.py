@@ -7,7 +7,7 @@ import pytest
 from rlhf.core.errors import RunError
 from rlhf.core.rollout_format import files
 from rlhf.engines.torch_engine import TorchEngine
-from rlhf.generators.stored import read
+from rlhf.generators.generator import read
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.reward_model import RewardModelScorer
 from rlhf.stages.run import run

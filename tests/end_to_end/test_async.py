@@ -23,9 +23,8 @@ from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.files import read_lines
 from rlhf.generators.hf.generator import HFGenerator, HFSampler, HFSamplerFactory, HFSettings
-from rlhf.generators.replicas import Replica
-from rlhf.generators.transfer.weights import TransferError, checksum
-from rlhf.generators.worker import WorkerGenerator
+from rlhf.generators.process import Replica, WorkerGenerator
+from rlhf.generators.weights import TransferError, checksum
 from rlhf.processes.signals import SIGNALS
 from rlhf.processes.worker import Limits, Worker
 from rlhf.runs.folder import RunFolder
@@ -121,8 +120,7 @@ def test_generator_process_gives_the_same_tokens_as_sampling_in_line(tmp_path, k
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sampler_loads_the_weights_that_were_sent(kind, tmp_path):
-    from rlhf.generators.transfer.shared_memory import SharedWeights
-    from rlhf.generators.transfer.weights import confirm
+    from rlhf.generators.weights import SharedWeights, confirm
 
     model = tiny_lm(kind)
     sampler, shared = factory(model).build(), SharedWeights()
@@ -134,7 +132,7 @@ def test_a_sampler_loads_the_weights_that_were_sent(kind, tmp_path):
 
 
 def test_weights_with_missing_names_are_rejected():
-    from rlhf.generators.transfer.shared_memory import SharedWeights
+    from rlhf.generators.weights import SharedWeights
 
     sampler: HFSampler = factory(tiny_lm("llama")).build()
     shared = SharedWeights()

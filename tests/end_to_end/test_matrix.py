@@ -10,8 +10,8 @@ import pytest
 
 from rlhf.assembly.parts import make
 from rlhf.config.generator import GeneratorConfig
-from rlhf.generators.annotating import AnnotatedGenerator
 from rlhf.generators.generator import Generator
+from rlhf.generators.process import AnnotatedGenerator
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from tests import needs

@@ -12,7 +12,7 @@ from rlhf.checks.check import problems
 from rlhf.core.batch import Batch, Sampling
 from rlhf.core.errors import UserError
 from rlhf.core.rollout_format import files
-from rlhf.generators.stored import ReplayGenerator, read
+from rlhf.generators.generator import ReplayGenerator, read
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.saved import write
 from rlhf.stages.run import run

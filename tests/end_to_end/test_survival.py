@@ -19,7 +19,7 @@ from rlhf.config.identity import run_name
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.generators.hf.generator import HFGenerator
-from rlhf.generators.worker import WorkerGenerator
+from rlhf.generators.process import WorkerGenerator
 from rlhf.loggers.jsonl import JsonlLogger
 from rlhf.processes import signals
 from rlhf.runs.environment import versions
@@ -76,7 +76,7 @@ main()
 DIES_IN_A_TRANSFER = (
     AT
     + """
-from rlhf.generators.transfer.shared_memory import SharedWeights
+from rlhf.generators.weights import SharedWeights
 write = SharedWeights.write
 def some(weights):
     yield next(iter(weights))

@@ -30,14 +30,13 @@ from rlhf.config.generator import Transfer
 from rlhf.config.model import LoRAConfig
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.generators.hf.sampling import sample
-from rlhf.generators.transfer.shared_memory import SharedWeights, read
-from rlhf.generators.transfer.weights import Manifest, TransferError
+from rlhf.generators.process import WorkerGenerator
+from rlhf.generators.shares import GIB
 from rlhf.generators.vllm.device_arguments import LEAST_SHARE
 from rlhf.generators.vllm.generator import build_store
-from rlhf.generators.vllm.gpu_share import GIB
 from rlhf.generators.vllm.placement import visible
 from rlhf.generators.vllm.sampler import VLLMFactory, VLLMSampler
-from rlhf.generators.worker import WorkerGenerator
+from rlhf.generators.weights import Manifest, SharedWeights, TransferError, read
 from rlhf.models.modules import Policy, absent_ids, adapt, set_head, whole_weights
 from rlhf.processes.worker import Limits
 from rlhf.runs.folder import RunFolder
@@ -549,7 +548,7 @@ def load_without_gpu(transfer: str, sent: Manifest) -> tuple[dict[str, int], dic
     Returns:
         The checksums of the written weights, and of the loaded weights.
     """
-    from rlhf.generators.transfer import gpu as gpu_transfer
+    from rlhf.generators import weights_gpu as gpu_transfer
     from tests.generators import nccl_over_socket
 
     cpu, memory = torch.device("cpu"), {}
@@ -564,8 +563,8 @@ def load_without_gpu(transfer: str, sent: Manifest) -> tuple[dict[str, int], dic
         patches.enter_context(nccl_over_socket.in_place())
         for target, instead in (
             (f"{engines}.ipc_engine.rebuild_cuda_tensor", lambda *words: memory[words[7]]),
-            ("rlhf.generators.transfer.gpu.reduce_tensor", reduced),
-            ("rlhf.generators.transfer.gpu.BUFFER", 10_000),  # bytes; the weights need several buffers
+            ("rlhf.generators.weights_gpu.reduce_tensor", reduced),
+            ("rlhf.generators.weights_gpu.BUFFER", 10_000),  # bytes; the weights need several buffers
             ("torch.cuda.ipc_collect", lambda: None),
             ("torch.cuda.get_device_properties", lambda device: gpu),
         ):

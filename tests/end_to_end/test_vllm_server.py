@@ -27,9 +27,9 @@ from rlhf.generators.servers.launch import command, on_port, variables
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.protocol import GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Child, Server
-from rlhf.generators.transfer.files import FileWeights
-from rlhf.generators.transfer.gpu import Nccl
 from rlhf.generators.vllm.placement import visible
+from rlhf.generators.weights import FileWeights
+from rlhf.generators.weights_gpu import Nccl
 from rlhf.models.modules import Policy, set_head
 from rlhf.processes.groups import members
 from tests import needs

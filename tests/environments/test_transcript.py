@@ -17,7 +17,7 @@ from rlhf.core.errors import RunError
 from rlhf.environments.episodes import Episodes
 from rlhf.environments.transcript import limits, transcripts
 from rlhf.environments.turns import Turns
-from rlhf.generators import stored
+from rlhf.generators import generator
 from rlhf.loggers.display import dialogue_lines
 from rlhf.scorers.function import build
 from rlhf.scorers.saved import write
@@ -130,7 +130,7 @@ def test_equal_sums_of_rewards_are_ties_also_after_they_were_saved(rewards, tmp_
     weighted = merge_ties(sums.score(rollouts), 0.0)
     assert (weighted == weighted[:, :1]).all()
     write(batch, 1, tmp_path, tokenizer(), SAMPLING, "vocabulary")
-    again = scorer(stored.read(tmp_path / "000001.parquet", pad_id=1)).scores
+    again = scorer(generator.read(tmp_path / "000001.parquet", pad_id=1)).scores
     assert torch.equal(again, batch.scores)
 
 
@@ -147,7 +147,7 @@ def test_scores_are_saved_and_shown_as_the_shortest_decimals_of_their_float32(ro
     write(batch, 1, tmp_path, tokenizer(), SAMPLING, "vocabulary")
     rows = pyarrow.parquet.read_table(tmp_path / "000001.parquet").to_pydict()
     assert rows["score"][0] == -0.05 and max(len(str(x)) for x in rows["score/a"]) <= 13
-    assert torch.equal(stored.read(tmp_path / "000001.parquet", pad_id=1).labels, scores)
+    assert torch.equal(generator.read(tmp_path / "000001.parquet", pad_id=1).labels, scores)
     assert torch.equal(torch.tensor(rows["score/a"]), (scores / 3).flatten())
     paid = replace(rollouts, rewards=rollouts.rewards * (0.1 + 0.2))
     rewards = [turn["reward"] for each in transcripts(paid, Turns(tokenizer(), "tool", 16)) for turn in each
@@ -158,7 +158,7 @@ def test_scores_are_saved_and_shown_as_the_shortest_decimals_of_their_float32(ro
 def test_saved_episodes_are_read_as_they_were_sampled(rollouts, tmp_path):
     batch = rollouts.extend(Batch, scores=rollouts.rewards.sum(-1))
     write(batch, 1, tmp_path, tokenizer(), SAMPLING, "vocabulary")
-    found = stored.read(tmp_path / "000001.parquet", pad_id=1)
+    found = generator.read(tmp_path / "000001.parquet", pad_id=1)
     for name in ("response_mask", "environment_mask", "behaviour_logprobs", "rewards", "ended", "prompt_ids"):
         assert torch.equal(getattr(found, name), getattr(rollouts, name)), name
     assert torch.equal(found.response_ids[found.real], rollouts.response_ids[rollouts.real])

@@ -22,9 +22,8 @@ from aiohttp import web
 
 from rlhf.core.errors import RunError
 from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
-from rlhf.generators.transfer.files import read_file
-from rlhf.generators.transfer.gpu import fingerprint
-from rlhf.generators.transfer.weights import checksum
+from rlhf.generators.weights import checksum, read_file
+from rlhf.generators.weights_gpu import fingerprint
 from tests.generators.test_gpu_transfer import Peer
 
 VOCABULARY, STOP = 97, 1

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from rlhf.generators.transfer import gpu
+from rlhf.generators import weights_gpu
 from tests.generators.test_gpu_transfer import Peer
 
 ENGINES = "vllm.distributed.weight_transfer"
@@ -53,7 +53,7 @@ def joined(info: Any, parallel: Any) -> Communicator:
     return Communicator(socket.create_connection(("127.0.0.1", port)), sends=False)
 
 
-class Nccl(gpu.Nccl):
+class Nccl(weights_gpu.Nccl):
     """The store of the trainer."""
 
     def new_group(self) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from rlhf.config.scorer import AnswerScorerConfig, LabelsScorerConfig, WeightedS
 from rlhf.core.batch import Batch, Budget, Prompts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.metrics import How, Stat
-from rlhf.generators.annotating import AnnotatedGenerator, Annotator
 from rlhf.generators.generator import Generator
-from rlhf.generators.own_process import start as start_processes
+from rlhf.generators.process import AnnotatedGenerator, Annotator
+from rlhf.generators.process import start as start_processes
 from rlhf.models.loading import save
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
@@ -196,8 +196,8 @@ def test_an_annotator_starts_by_default_only_with_lag_and_without_gpu(
     def start(kind):
         return lambda *arguments: started.append((kind, *arguments)) or Asked(kind)
 
-    monkeypatch.setattr("rlhf.generators.own_process.WorkerGenerator", start("generator"))
-    monkeypatch.setattr("rlhf.generators.own_process.Worker", start("annotator"))
+    monkeypatch.setattr("rlhf.generators.process.WorkerGenerator", start("generator"))
+    monkeypatch.setattr("rlhf.generators.process.Worker", start("annotator"))
     monkeypatch.setattr("rlhf.assembly.generator.samples_with_cache", lambda *_: True)
     engine = SimpleNamespace(module=SimpleNamespace(model=tiny_lm()), borrow_policy=None, phases=None)
     cfg, ranks = compose(["model.policy=somewhere", *words.split()]), Ranks(torch.device(device))
@@ -225,8 +225,8 @@ def test_an_annotator_starts_by_default_only_with_lag_and_without_gpu(
 )
 def test_the_annotator_uses_no_gpu_of_vllm(monkeypatch, tmp_path, generator, gpus, gpu):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr("rlhf.generators.own_process.WorkerGenerator", lambda *_: Asked("generator"))
-    monkeypatch.setattr("rlhf.generators.own_process.Worker", lambda *given: given)
+    monkeypatch.setattr("rlhf.generators.process.WorkerGenerator", lambda *_: Asked("generator"))
+    monkeypatch.setattr("rlhf.generators.process.Worker", lambda *given: given)
     words = ["schedule.max_lag=1", "generator.annotate=true", f"generator={generator.split()[0]}"]
     cfg = compose(words + generator.split()[1:])
     context = SimpleNamespace(
@@ -249,7 +249,7 @@ def test_the_annotator_uses_no_gpu_of_vllm(monkeypatch, tmp_path, generator, gpu
 )
 def test_vllm_on_a_gpu_has_more_time_to_start(monkeypatch, tmp_path, word, gpu, limit):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr("rlhf.generators.own_process.WorkerGenerator", lambda *given: given)
+    monkeypatch.setattr("rlhf.generators.process.WorkerGenerator", lambda *given: given)
     context = SimpleNamespace(ranks=ALONE, folder=tmp_path, in_flight=False, max_lag=0)
     made = start_processes(compose([word]).generator, context, factory=None, variables=[{}])
     assert made[3].start_s == limit

@@ -10,7 +10,7 @@ from rlhf.generators.servers.attach import check, numbers, ranges
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.protocol import FILES, NCCL
 from rlhf.generators.servers.server import Server
-from rlhf.generators.transfer.files import FileWeights
+from rlhf.generators.weights import FileWeights
 from rlhf.serve import _parser
 from tests.generators.fake_server import FakeServer, loop_in_a_thread
 from tests.generators.test_server_pool import prompts, sampling, settings, weights

@@ -15,9 +15,8 @@ from rlhf.core.batch import Batch, Prompts, Rollouts, Sampling, trim
 from rlhf.core.errors import RunError
 from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings
 from rlhf.generators.hf.sampling import sample, uniforms
-from rlhf.generators.transfer.shared_memory import SharedWeights, read
-from rlhf.generators.transfer.weights import TransferError, checksum
-from rlhf.generators.worker import WorkerGenerator
+from rlhf.generators.process import WorkerGenerator
+from rlhf.generators.weights import SharedWeights, TransferError, checksum, read
 from rlhf.models.modules import Policy
 from rlhf.objectives.correction import importance_weights
 from rlhf.processes.worker import Limits

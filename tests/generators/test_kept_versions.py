@@ -12,11 +12,10 @@ from rlhf.config.compose import compose
 from rlhf.core.batch import Sampling
 from rlhf.core.errors import RunError
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
-from rlhf.generators.replicas import Replica, Replicas
-from rlhf.generators.transfer.gpu import GpuWeights
-from rlhf.generators.transfer.kept_versions import most_versions
-from rlhf.generators.transfer.shared_memory import SharedWeights
-from rlhf.generators.worker import WorkerGenerator
+from rlhf.generators.process import Replica, Replicas, WorkerGenerator
+from rlhf.generators.shares import most_versions
+from rlhf.generators.weights import SharedWeights
+from rlhf.generators.weights_gpu import GpuWeights
 from rlhf.memory.plan import plan
 from rlhf.processes.worker import Limits
 from rlhf.training.stream import Stream
@@ -146,7 +145,7 @@ def test_a_generator_with_in_flight_updates_has_at_most_four_versions_in_its_sto
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_replicas_have_at_most_two_versions_each_in_their_store_at_lag_64(tmp_path, count, monkeypatch):
-    monkeypatch.setattr("rlhf.generators.replicas.SharedWeights", CountingShared)
+    monkeypatch.setattr("rlhf.generators.process.SharedWeights", CountingShared)
     generator = Replicas(lambda i, store: ThreadedReplica(tmp_path, store, slow=True), count, in_flight=False)
     assert train(generator) == IN_ORDER
     assert count < generator.store.largest <= 2 * count

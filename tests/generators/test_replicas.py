@@ -11,7 +11,7 @@ import torch
 
 from rlhf.core.batch import Sampling
 from rlhf.core.errors import RunError
-from rlhf.generators.replicas import Replica, Replicas
+from rlhf.generators.process import Replica, Replicas
 from rlhf.processes.worker import environment
 from rlhf.training.stream import Stream
 from tests.processes.test_worker import LIMITS, SECONDS, Fake, answers, ask, gone, load, prompts

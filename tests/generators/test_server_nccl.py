@@ -10,7 +10,7 @@ import torch
 
 from rlhf.core.errors import RunError
 from rlhf.generators.servers.protocol import LOAD
-from rlhf.generators.transfer.gpu import fingerprint
+from rlhf.generators.weights_gpu import fingerprint
 from tests.generators.fake_server import FakeServer
 from tests.generators.test_gpu_transfer import OverSocket
 from tests.generators.test_server_pool import (  # noqa: F401

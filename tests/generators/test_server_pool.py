@@ -18,10 +18,9 @@ from rlhf.generators.servers import server as servers
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Server
-from rlhf.generators.transfer.files import FileWeights
-from rlhf.generators.transfer.kept_versions import most_versions
-from rlhf.generators.transfer.weights import checksum
+from rlhf.generators.shares import most_versions
 from rlhf.generators.vllm.sampler import VLLMFactory
+from rlhf.generators.weights import FileWeights, checksum
 from tests.generators import fake_server
 from tests.generators.fake_server import STOP, VOCABULARY, FakeChild, FakeServer, changes, says, token
 

@@ -13,10 +13,16 @@ import pytest
 import torch
 
 from rlhf.core.errors import RunError
-from rlhf.generators.transfer import shared_memory
-from rlhf.generators.transfer.files import FileWeights, read_file
-from rlhf.generators.transfer.shared_memory import SharedWeights, read
-from rlhf.generators.transfer.weights import TransferError, checksum, confirm
+from rlhf.generators import weights as shared_memory
+from rlhf.generators.weights import (
+    FileWeights,
+    SharedWeights,
+    TransferError,
+    checksum,
+    confirm,
+    read,
+    read_file,
+)
 
 WEIGHTS = {
     "embed.weight": torch.randn(7, 3),
@@ -67,8 +73,8 @@ def test_another_process_reads_the_weights(either):
     manifest = either.write(WEIGHTS.items(), 3)
     code = (
         "import pickle, sys\n"
-        "from rlhf.generators.transfer.shared_memory import read\n"
-        "from rlhf.generators.transfer.weights import checksum\n"
+        "from rlhf.generators.weights import read\n"
+        "from rlhf.generators.weights import checksum\n"
         "manifest = pickle.load(sys.stdin.buffer)\n"
         "pickle.dump({name: checksum(tensor) for name, tensor in read(manifest)}, sys.stdout.buffer)"
     )

@@ -17,14 +17,13 @@ from rlhf.config.identity import run_name
 from rlhf.core.errors import UserError
 from rlhf.environments.environment import EnvironmentFactory
 from rlhf.generators.generator import GeneratorContext
-from rlhf.generators.transfer.gpu import CudaIpc, Nccl
-from rlhf.generators.transfer.shared_memory import SharedWeights
-from rlhf.generators.transfer.weights import TransferError
 from rlhf.generators.vllm.colocated import ColocatedGenerator
 from rlhf.generators.vllm.generator import build, build_store, factory, route
 from rlhf.generators.vllm.placement import place, visible
 from rlhf.generators.vllm.sampler import VLLMSampler, compare, tensors
 from rlhf.generators.vllm.sequences import pad
+from rlhf.generators.weights import SharedWeights, TransferError
+from rlhf.generators.weights_gpu import CudaIpc, Nccl
 from rlhf.processes.ranks import ALONE
 from rlhf.runs.folder import RunFolder
 from tests.tiny_models import tiny_config, tiny_lm, tiny_tokenizer

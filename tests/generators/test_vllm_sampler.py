@@ -11,7 +11,7 @@ import torch
 
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.errors import RunError
-from rlhf.generators.vllm.gpu_share import GIB
+from rlhf.generators.shares import GIB
 from rlhf.generators.vllm.sampler import VLLMFactory, VLLMSampler
 from rlhf.generators.vllm.sequences import Request, next_sequences, serve
 from tests.tiny_models import tiny_config

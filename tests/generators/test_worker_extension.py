@@ -8,9 +8,7 @@ from typing import Generic, TypeVar
 import pytest
 import torch
 
-from rlhf.generators.transfer.files import FileWeights
-from rlhf.generators.transfer.shared_memory import SharedWeights
-from rlhf.generators.transfer.weights import TransferError, checksum, confirm
+from rlhf.generators.weights import FileWeights, SharedWeights, TransferError, checksum, confirm
 
 One, Two = TypeVar("One"), TypeVar("Two")
 WEIGHTS = {"a": torch.randn(3, 2), "b": torch.arange(5.0).to(torch.bfloat16), "c": torch.tensor(2.0)}

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from rlhf.config.compose import compose
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.generators.generator import GeneratorContext
+from rlhf.generators.process import WorkerGenerator
 from rlhf.generators.vllm.generator import build
-from rlhf.generators.worker import WorkerGenerator
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import Ranks
 from tests.gpu.report import NO_GPU, Report, Skip

@@ -13,7 +13,7 @@ import signal
 import torch
 from transformers import PreTrainedModel
 
-from rlhf.generators.worker import WorkerGenerator
+from rlhf.generators.process import WorkerGenerator
 from rlhf.processes.worker import Job
 from tests.gpu.report import NO_GPU, Report
 from tests.gpu.samplers import LIMITS, ask, change, greedy_gap, need_vllm, rounded, started

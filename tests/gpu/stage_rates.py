@@ -24,9 +24,9 @@ from rlhf.core.batch import Batch, Budget, Prompts
 from rlhf.engines.engine import Engine, EngineSettings
 from rlhf.generators.hf.cuda_graph import _REFUSED
 from rlhf.generators.hf.sampling import sample, uniforms
-from rlhf.generators.transfer.gpu import GpuWeights
-from rlhf.generators.transfer.shared_memory import SharedWeights, read
-from rlhf.generators.worker import WorkerGenerator
+from rlhf.generators.process import WorkerGenerator
+from rlhf.generators.weights import SharedWeights, read
+from rlhf.generators.weights_gpu import GpuWeights
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes.ranks import Ranks

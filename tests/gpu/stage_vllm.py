@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import torch
 
-from rlhf.generators.transfer.weights import TransferError
-from rlhf.generators.worker import WorkerGenerator
+from rlhf.generators.process import WorkerGenerator
+from rlhf.generators.weights import TransferError
 from tests.gpu.report import Report
 from tests.gpu.samplers import LIMITS, ask, change, differences, greedy_gap, need_vllm, rounded, started
 from tests.gpu.shapes import HEADS, prompts, tiny

@@ -10,8 +10,8 @@ from rlhf.core.batch import Batch, Prompts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.rollout_format import vocabulary
 from rlhf.engines.deepspeed_engine import hollow
+from rlhf.generators.generator import ReplayGenerator
 from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings, respond
-from rlhf.generators.stored import ReplayGenerator
 from rlhf.models.logprobs import token_outputs
 from rlhf.models.modules import Policy, absent_ids, logit_scale, set_head, token_ids
 from rlhf.scorers.saved import write

@@ -18,7 +18,7 @@ from rlhf.engines.engine import EngineSettings
 from rlhf.engines.optimizers import groups
 from rlhf.engines.torch_engine import OPTIMIZER_FILE, TorchEngine
 from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings, respond
-from rlhf.generators.transfer.shared_memory import SharedWeights
+from rlhf.generators.weights import SharedWeights
 from rlhf.models.loading import save
 from rlhf.models.modules import (
     ActorCritic,

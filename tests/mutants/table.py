@@ -323,7 +323,7 @@ MUTANTS = [
     # -- servers and transfer ------------------------------------------------------------------------
     *_rows(
         "generators/test_transfer",
-        "generators/transfer/files.py",
+        "generators/weights.py",
         (
             "if other := set(file.keys()) ^ checksums.keys():",
             "if other := set(file.keys()) - checksums.keys():",
@@ -332,7 +332,7 @@ MUTANTS = [
     ),
     *_rows(
         "generators/test_transfer",
-        "generators/transfer/shared_memory.py",
+        "generators/weights.py",
         (
             "if (computed := digest(data.numpy().data)) != entry.checksum:",
             "if (computed := digest(data.numpy().data)) is None:",
@@ -343,7 +343,7 @@ MUTANTS = [
     ),
     *_rows(
         "generators/test_transfer",
-        "generators/transfer/weights.py",
+        "generators/weights.py",
         ("for name in sent.keys() | taken.keys():", "for name in taken.keys():"),
     ),
     *_rows(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rlhf.core.batch import Prompts, Rollouts
 from rlhf.core.errors import RunError, UserError
-from rlhf.generators.across_ranks import PerRankGenerator, SharedGenerator
+from rlhf.generators.generator import PerRankGenerator, SharedGenerator
 from rlhf.processes.ranks import Ranks, lost_rank
 
 TIMEOUT_S = 2.0  # time limit of a collective

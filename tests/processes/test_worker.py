@@ -18,9 +18,8 @@ import torch
 
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
-from rlhf.generators.transfer.shared_memory import SharedWeights, read
-from rlhf.generators.transfer.weights import TransferError, checksum
-from rlhf.generators.worker import WorkerGenerator
+from rlhf.generators.process import WorkerGenerator
+from rlhf.generators.weights import SharedWeights, TransferError, checksum, read
 from rlhf.processes.worker import Limits, kill
 
 pytestmark = [pytest.mark.process, pytest.mark.forks]
@@ -421,7 +420,7 @@ from pathlib import Path
 if sys.argv[1] == "named":
     del os.memfd_create
 from tests.processes.test_worker import LIMITS, Fake, ask, load, pid
-from rlhf.generators.worker import WorkerGenerator
+from rlhf.generators.process import WorkerGenerator
 state = sys.argv[3]
 fault = {"starting": "hangs at start", "answering": "answers much", "sharing": "shares"}.get(state, "hangs")
 generator = WorkerGenerator(Fake(fault, at=1), Path(sys.argv[2]), {"OMP_NUM_THREADS": "1"}, LIMITS)

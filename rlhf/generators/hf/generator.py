@@ -27,9 +27,8 @@ from rlhf.core.seeding import derive
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.generator import Generator, GeneratorContext, finished
 from rlhf.generators.hf.sampling import HFSettings, sample, uniforms
-from rlhf.generators.own_process import start
-from rlhf.generators.transfer.shared_memory import read
-from rlhf.generators.transfer.weights import TransferError, checksum
+from rlhf.generators.process import start
+from rlhf.generators.weights import TransferError, checksum, read
 from rlhf.models.forward import NoBlocks, compiled_blocks
 from rlhf.models.modules import absent_ids, set_head
 from rlhf.models.placement import autocast, place
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from rlhf.config.generator import HFConfig
     from rlhf.config.model import Dtype
     from rlhf.core.batch import Prompts, Sampling
-    from rlhf.generators.transfer.weights import Manifest
+    from rlhf.generators.weights import Manifest
 
 
 def build(config: HFConfig, context: GeneratorContext) -> Generator:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhf.config.generator import Transfer
-from rlhf.generators.own_process import annotated
+from rlhf.generators.process import annotated
 from rlhf.generators.servers.attach import check
 from rlhf.generators.servers.launch import command, config_of, on_port, variables
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.server import Child, Server
-from rlhf.generators.transfer.files import FileWeights
 from rlhf.generators.vllm.generator import build_store, factory, route
 from rlhf.generators.vllm.placement import place, visible
+from rlhf.generators.weights import FileWeights
 from rlhf.processes.worker import environment
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 
 from rlhf.generators.servers.process import end_with_others
 from rlhf.generators.servers.protocol import FILES
-from rlhf.generators.transfer.files import read_file
 from rlhf.generators.vllm.worker_extension import SharedMemoryEngine, WorkerExtension
+from rlhf.generators.weights import read_file
 
 
 @dataclass

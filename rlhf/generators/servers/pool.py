@@ -37,14 +37,14 @@ from rlhf.core.metrics import How, Stat
 from rlhf.generators.generator import Generator
 from rlhf.generators.servers.requests import Conversation, Replies, Work
 from rlhf.generators.servers.server import Gone, NoAnswer, Server
-from rlhf.generators.transfer.kept_versions import most_versions
+from rlhf.generators.shares import most_versions
 
 if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Sampling
     from rlhf.core.metrics import Metrics
     from rlhf.generators.servers.requests import Request
-    from rlhf.generators.transfer.weights import Manifest, WeightStore
     from rlhf.generators.vllm.sampler import VLLMFactory
+    from rlhf.generators.weights import Manifest, WeightStore
 
 _ABORT_S = 0.2  # between two requests to end a response
 

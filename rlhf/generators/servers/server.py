@@ -20,11 +20,11 @@ import aiohttp
 from rlhf.core.errors import RunError
 from rlhf.core.formatting import shortened
 from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, PARENT, SCRATCH, STATUS
-from rlhf.generators.transfer.weights import TransferError, confirm
+from rlhf.generators.weights import TransferError, confirm
 from rlhf.processes.worker import ending, inherited, kill
 
 if TYPE_CHECKING:
-    from rlhf.generators.transfer.weights import Manifest, WeightStore
+    from rlhf.generators.weights import Manifest, WeightStore
 
 _CONNECT_S = 5.0
 _BYTES_PER_S = 50e6  # at which a server reads weights at least

@@ -8,7 +8,7 @@
 
 torch keeps freed memory in its cache, where other processes cannot use it. So the trainer empties the cache
 before each job. vLLM discards its weights after a request instead of copying them to RAM. The trainer keeps
-each version until the next one (`rlhf.generators.worker`), so the weights can always be loaded again.
+each version until the next one (`rlhf.generators.process`), so the weights can always be loaded again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf.generators.worker import WorkerGenerator
+from rlhf.generators.process import WorkerGenerator
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from rlhf.core.batch import Prompts, Rollouts, Sampling
-    from rlhf.generators.transfer.weights import Manifest
+    from rlhf.generators.weights import Manifest
     from rlhf.processes.worker import Job
 
 

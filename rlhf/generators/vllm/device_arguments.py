@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from rlhf.core.errors import UserError
-from rlhf.generators.vllm.gpu_share import GIB, forward_tokens, working_memory
+from rlhf.generators.shares import GIB, forward_tokens, working_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -12,18 +12,18 @@ from rlhf.config.generator import Transfer
 from rlhf.core.console import say
 from rlhf.core.errors import UserError
 from rlhf.generators.generator import Generator, GeneratorContext
-from rlhf.generators.own_process import start
-from rlhf.generators.transfer.gpu import CudaIpc, Nccl
-from rlhf.generators.transfer.shared_memory import SharedWeights
+from rlhf.generators.process import start
 from rlhf.generators.vllm.colocated import ColocatedGenerator
 from rlhf.generators.vllm.placement import place, visible
 from rlhf.generators.vllm.sampler import VLLMFactory
+from rlhf.generators.weights import SharedWeights
+from rlhf.generators.weights_gpu import CudaIpc, Nccl
 from rlhf.models.modules import absent_ids
 from rlhf.processes.worker import environment
 
 if TYPE_CHECKING:
     from rlhf.config.generator import VLLMConfig
-    from rlhf.generators.transfer.weights import WeightStore
+    from rlhf.generators.weights import WeightStore
 
 
 def build(config: VLLMConfig, context: GeneratorContext) -> Generator:

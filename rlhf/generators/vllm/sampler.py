@@ -23,7 +23,6 @@ from transformers.utils import cached_file
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError
 from rlhf.environments.episodes import Episodes
-from rlhf.generators.transfer.weights import TransferError
 from rlhf.generators.vllm.device_arguments import check_head_size, on_cpu, on_shared_gpu
 from rlhf.generators.vllm.sequences import (
     Request,
@@ -34,11 +33,12 @@ from rlhf.generators.vllm.sequences import (
     single_samples,
     versions,
 )
+from rlhf.generators.weights import TransferError
 
 if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Sampling
     from rlhf.environments.environment import EnvironmentFactory
-    from rlhf.generators.transfer.weights import Manifest
+    from rlhf.generators.weights import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class VLLMFactory:
 
 
 class VLLMSampler:
-    """A sampler that answers prompts with vLLM; see `rlhf.generators.sampler.Sampler`.
+    """A sampler that answers prompts with vLLM; see `rlhf.generators.generator.Sampler`.
 
     The random numbers of a sample depend on the run's seed, the purpose and number of the request, the
     example and the sample's index. They do not depend on the order of the batch or on other requests (up to

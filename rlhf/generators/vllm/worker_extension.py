@@ -29,13 +29,12 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rlhf.generators.transfer.gpu import checksums, fingerprint
-from rlhf.generators.transfer.shared_memory import read
-from rlhf.generators.transfer.weights import TransferError, checksum
 from rlhf.generators.vllm.model_tensors import unregistered
+from rlhf.generators.weights import TransferError, checksum, read
+from rlhf.generators.weights_gpu import checksums, fingerprint
 
 if TYPE_CHECKING:
-    from rlhf.generators.transfer.weights import Manifest
+    from rlhf.generators.weights import Manifest
 
 NAME = "rlhf_{}"  # name of an engine; {} is the value of generator.transfer
 

@@ -7,7 +7,7 @@ before vLLM has loaded the version. The receiving side is in `rlhf/generators/vl
     Nccl      vLLM and a thread of the trainer form a group of 1 + tensor_parallel_size ranks; the thread
               broadcasts the snapshot while vLLM receives it. Each new process gets a new group.
 
-Memory: one snapshot per version that `rlhf.generators.worker` keeps, each of the policy's size in vLLM's
+Memory: one snapshot per version that `rlhf.generators.process` keeps, each of the policy's size in vLLM's
 dtype, and with NCCL two buffers of BUFFER bytes on each side. The memory of a released snapshot goes back to
 the caching allocator, which gives the same blocks to the next snapshot. Unlike a shared file, a snapshot is
 never overwritten, because torch counts the readers of memory that is exported by CUDA IPC, one per export.
@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from rlhf.core.errors import RunError
 from rlhf.core.launched import local_world_size, world_size
-from rlhf.generators.transfer.weights import Entry, Manifest, WeightStore
+from rlhf.generators.weights import Entry, Manifest, WeightStore
 
 Weights = list[tuple[str, Tensor]]  # name and tensor
 
