@@ -15,7 +15,7 @@ from rlhf.config.generator import HFConfig
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.errors import UserError
 from rlhf.core.seeding import derive
-from rlhf.generators.hf import cuda_graph, decoding, sampling
+from rlhf.generators.hf import decoding, sampling
 from rlhf.generators.hf.decoding import GROUPED, grouped_attention
 from rlhf.generators.hf.generator import HFGenerator, HFSettings, build, respond
 from rlhf.generators.hf.sampling import choose, sample, uniforms
@@ -218,8 +218,8 @@ def graphs(monkeypatch):
     """Replace recorded CUDA graphs by plain calls, with 4 steps per graph; return a list of recordings."""
     recorded = []
     monkeypatch.setattr(sampling, "can_record", lambda device: True)
-    monkeypatch.setattr(cuda_graph, "record", lambda run: recorded.append(1) or run)
-    monkeypatch.setattr(cuda_graph, "STEPS", 4)
+    monkeypatch.setattr(decoding, "record", lambda run: recorded.append(1) or run)
+    monkeypatch.setattr(decoding, "STEPS", 4)
     return recorded
 
 
@@ -329,7 +329,7 @@ def test_rows_and_cache_length_change_only_between_graphs(graphs, monkeypatch):
     assert [rows for rows, _ in steps] == [going[1 + t // 4 * 4] for t in range(len(steps))]
     longest = int(tiny_rollouts(prompts=6).prompt_mask.sum(1).max())
     assert len(set(steps)) == len(ends) > 2
-    assert [length % cuda_graph.ALIGNED for _, length in steps] == [0] * len(steps)
+    assert [length % decoding.ALIGNED for _, length in steps] == [0] * len(steps)
     assert all(length >= longest + 2 * ends[t // 4] for t, (_, length) in enumerate(steps))
 
 
@@ -345,7 +345,7 @@ def test_too_little_memory_for_a_graph_affects_only_the_batch(graphs, monkeypatc
             raise RuntimeError("operation failed due to a previous error during capture")
 
     for number, record in enumerate((full, lambda step: graphs.append(1) or step)):
-        monkeypatch.setattr(cuda_graph, "record", record)
+        monkeypatch.setattr(decoding, "record", record)
         for same, wanted in zip(run(model), expected, strict=True):
             torch.testing.assert_close(same, wanted, rtol=0, atol=1e-5)
         assert set(graphs) == {number}
@@ -376,9 +376,9 @@ def test_a_model_that_reads_the_cache_length_is_sampled_without_graphs(graphs, c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cuda_graph_gives_the_same_samples_as_single_steps(kind, dtype, monkeypatch, caplog):
-    recorded, record = [], cuda_graph.record
-    monkeypatch.setattr(cuda_graph, "record", lambda run: recorded.append(1) or record(run))
-    monkeypatch.setattr(cuda_graph, "STEPS", 4)
+    recorded, record = [], decoding.record
+    monkeypatch.setattr(decoding, "record", lambda run: recorded.append(1) or record(run))
+    monkeypatch.setattr(decoding, "STEPS", 4)
     model, batch = tiny_lm(kind).cuda(), tiny_rollouts(prompts=6).to("cuda")
     numbers = uniforms(1, 0, batch.index.cpu(), 3, LENGTH)
     found = []

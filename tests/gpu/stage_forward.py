@@ -19,7 +19,7 @@ from torch import Tensor
 from rlhf.config.model import Dtype, LoRAConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError
-from rlhf.generators.hf import cuda_graph, sampling
+from rlhf.generators.hf import decoding, sampling
 from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.generators.weights_gpu import CHUNK, GpuWeights, fingerprint
 from rlhf.models import forward
@@ -179,7 +179,7 @@ def check_lora(report: Report) -> None:
 def graphs(report: Report, wanted: bool) -> Iterator[list[int]]:
     """Decode with or without CUDA graphs of 4 steps; a CPU runs the same steps without recording."""
     recorded: list[int] = []
-    real = cuda_graph.record
+    real = decoding.record
 
     def record(step):
         recorded.append(1)
@@ -187,8 +187,8 @@ def graphs(report: Report, wanted: bool) -> Iterator[list[int]]:
 
     with (
         patch.object(sampling, "can_record", lambda device: wanted),
-        patch.object(cuda_graph, "record", record),
-        patch.object(cuda_graph, "STEPS", 4),
+        patch.object(decoding, "record", record),
+        patch.object(decoding, "STEPS", 4),
     ):
         yield recorded
 
@@ -228,7 +228,7 @@ def check_decoding(report: Report, kind: str) -> None:
             continue  # a CPU compiles for a minute
         with graphs(report, True):
             found = decoded(model, report.device, torch.bfloat16, compiled)
-        report.equal(f"{kind} by {way}: fell back", model in cuda_graph._REFUSED, False)
+        report.equal(f"{kind} by {way}: fell back", model in decoding._REFUSED, False)
         # Rounding may choose another token, after which the responses differ.
         same = (found[0] == plain[0]).long().cumprod(-1).bool() & found[1]
         mean = float((found[2] - plain[2])[same].abs().mean())
@@ -242,7 +242,7 @@ def check_full_graph(report: Report) -> None:
     with graphs(report, False):
         expected = decoded(model, report.device)
     with graphs(report, True):
-        real = cuda_graph.record
+        real = decoding.record
 
         def full(step):
             def too_large():
@@ -253,7 +253,7 @@ def check_full_graph(report: Report) -> None:
 
             return real(too_large) if report.gpu else too_large()
 
-        with patch.object(cuda_graph, "record", full):
+        with patch.object(decoding, "record", full):
             found = decoded(model, report.device)
         report.equal("tokens without memory for a graph", torch.equal(found[0], expected[0]), True)
     with graphs(report, True) as recorded:

@@ -22,7 +22,7 @@ from rlhf.config.schedule import OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget, Prompts
 from rlhf.engines.engine import Engine, EngineSettings
-from rlhf.generators.hf.cuda_graph import _REFUSED
+from rlhf.generators.hf.decoding import _REFUSED
 from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.generators.process import WorkerGenerator
 from rlhf.generators.weights import SharedWeights, read

@@ -21,8 +21,16 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from rlhf.core.seeding import derive
 from rlhf.environments.environment import EnvironmentFactory
 from rlhf.generators.hf import decoding
-from rlhf.generators.hf.cuda_graph import GraphStep, can_record
-from rlhf.generators.hf.decoding import RereadingStep, RoomyLayer, Step, attention, encode, grouped
+from rlhf.generators.hf.decoding import (
+    GraphStep,
+    RereadingStep,
+    RoomyLayer,
+    Step,
+    attention,
+    can_record,
+    encode,
+    grouped,
+)
 from rlhf.models import folder
 from rlhf.models.forward import (
     ALIGNED,
@@ -131,7 +139,7 @@ def sample(
     Each prompt is encoded once. If attention accepts any mask (sdpa), several samples of a prompt share a row
     of the batch (`rlhf.models.folder`) and read one copy of the prompt's keys and values; otherwise
     the prompt's keys and values are repeated for each sample. Rows whose samples have all ended are removed
-    from the batch. On a GPU a step runs as a CUDA graph (`rlhf.generators.hf.cuda_graph`), unless
+    from the batch. On a GPU a step runs as a CUDA graph (`rlhf.generators.hf.decoding`), unless
     `before_forward` is set.
 
     Args:
