@@ -31,7 +31,7 @@ from rlhf.core.files import write_atomically
 from rlhf.core.network import is_loopback
 from rlhf.core.output import prepare_output
 from rlhf.core.pasting import setting
-from rlhf.generators.servers.attach import numbers
+from rlhf.generators.servers.server import numbers
 from rlhf.launch.command_line import stop
 
 if TYPE_CHECKING:
@@ -176,8 +176,7 @@ async def _until_signal(options: Namespace, key: str | None) -> None:
         CancelledError: a signal came.
         UserError, RunError: see `_settings` and `keep`.
     """
-    from rlhf.generators.servers.launch import command, on_port, variables
-    from rlhf.generators.servers.server import Child, Server, free_port
+    from rlhf.generators.servers.server import Child, Server, command, free_port, on_port, variables
 
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None

@@ -17,7 +17,7 @@ from rlhf.core.pasting import setting
 INTERFACE = "NCCL_SOCKET_IFNAME"  # environment variable with the network interface of NCCL
 
 
-@option("generator", "vllm_server", part="rlhf.generators.servers.build:build")
+@option("generator", "vllm_server", part="rlhf.generators.servers.pool:build")
 @dataclass(kw_only=True, slots=True)
 class VLLMServerConfig(VLLMConfig):
     """Sampling with servers of vLLM, which the run starts on this machine, or which run anywhere."""

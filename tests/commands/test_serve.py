@@ -19,7 +19,7 @@ import pytest
 from rlhf import serve
 from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
-from rlhf.generators.servers import launch
+from rlhf.generators.servers import server
 from tests.tiny_models import tiny_config
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def call(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("rlhf.generators.servers.server._WATCH_S", 0.02)
     monkeypatch.setattr("rlhf.generators.servers.server._PING_S", 0.04)
     monkeypatch.setattr("rlhf.generators.servers.server._POLL_S", 0.02)
-    monkeypatch.setattr(launch, "command", lambda settings, host: [sys.executable, STAND_IN, tmp_path])
+    monkeypatch.setattr(server, "command", lambda settings, host: [sys.executable, STAND_IN, tmp_path])
     monkeypatch.delenv(serve.KEY, raising=False)
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
@@ -107,12 +107,12 @@ def test_a_folder_without_a_model_is_refused(call, monkeypatch, capsys):
 
 
 def test_vllm_and_the_plugin_of_this_project_must_be_installed(monkeypatch):
-    command = launch.command
-    monkeypatch.setattr(launch, "find_spec", lambda name: name)
-    monkeypatch.setattr(launch, "entry_points", lambda group, name: [])
+    command = server.command
+    monkeypatch.setattr(server, "find_spec", lambda name: name)
+    monkeypatch.setattr(server, "entry_points", lambda group, name: [])
     with pytest.raises(UserError, match="needs the plugin of this project for vLLM.* pip install -e"):
         command(settings=None, host="127.0.0.1")  # type: ignore[arg-type]
-    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    monkeypatch.setattr(server, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs vLLM, which is not installed"):
         command(settings=None, host="127.0.0.1")  # type: ignore[arg-type]
 

@@ -16,11 +16,10 @@ import psutil
 import pytest
 
 from rlhf.config.identity import run_name
-from rlhf.generators.servers import build
-from rlhf.generators.servers.launch import command as serving
-from rlhf.generators.servers.launch import on_port, variables
+from rlhf.generators.servers import pool
 from rlhf.generators.servers.protocol import SCRATCH
-from rlhf.generators.servers.server import Child
+from rlhf.generators.servers.server import Child, on_port, variables
+from rlhf.generators.servers.server import command as serving
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from tests import needs
@@ -56,7 +55,7 @@ def uninterrupted(tiny, served, tmp_path_factory, monkeypatch):
             served.append(settings)
             return serving(settings, host)
 
-        monkeypatch.setattr(build, "command", spy)
+        monkeypatch.setattr(pool, "command", spy)
         folder.path.mkdir()
         run(tiny(*RUN), folder)
     return folder
@@ -120,7 +119,7 @@ def test_servers_of_a_killed_trainer_end_and_the_run_resumes(main, tiny, command
     assert not scratch.exists(), "no temporary files are left"
     assert "resumed from update" in finish(words)
     assert_same_end(folder, uninterrupted)
-    assert not (folder.path / build.FOLDER).exists()
+    assert not (folder.path / pool.FOLDER).exists()
 
 
 @pytest.mark.parametrize(

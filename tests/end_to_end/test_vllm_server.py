@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from rlhf.core.batch import Prompts, Rollouts, Sampling
-from rlhf.generators.servers.launch import command, on_port, variables
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.protocol import GENERATE, LOAD, STATUS
-from rlhf.generators.servers.server import Child, Server
+from rlhf.generators.servers.server import Child, Server, command, on_port, variables
 from rlhf.generators.vllm.placement import visible
 from rlhf.generators.weights import FileWeights
 from rlhf.generators.weights_gpu import Nccl

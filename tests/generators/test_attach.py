@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf.core.errors import UserError
-from rlhf.generators.servers.attach import check, numbers, ranges
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.protocol import FILES, NCCL
-from rlhf.generators.servers.server import Server
+from rlhf.generators.servers.server import Server, check, numbers, ranges
 from rlhf.generators.weights import FileWeights
 from rlhf.serve import _parser
 from tests.generators.fake_server import FakeServer, loop_in_a_thread

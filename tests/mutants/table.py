@@ -372,7 +372,7 @@ MUTANTS = [
     ),
     *_rows(
         "generators/test_server_pool",
-        "generators/servers/requests.py",
+        "generators/servers/pool.py",
         (
             "oldest = min(version for each in versions for version in each)",
             "oldest = max(version for each in versions for version in each)",

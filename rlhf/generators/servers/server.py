@@ -6,25 +6,38 @@ import asyncio
 import json
 import math
 import os
+import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiohttp
+from transformers import AutoConfig
 
-from rlhf.core.errors import RunError
+from rlhf.config.generator import Transfer
+from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import shortened
-from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, PARENT, SCRATCH, STATUS
+from rlhf.generators.servers.protocol import ABORT, FILES, GENERATE, LOAD, NCCL, PARENT, SCRATCH, STATUS
+from rlhf.generators.vllm.sampler import config_folder, engine_arguments
 from rlhf.generators.weights import TransferError, confirm
+from rlhf.processes.interfaces import loopback
 from rlhf.processes.worker import ending, inherited, kill
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from rlhf.generators.vllm.sampler import VLLMFactory
     from rlhf.generators.weights import Manifest, WeightStore
+
 
 _CONNECT_S = 5.0
 _BYTES_PER_S = 50e6  # at which a server reads weights at least
@@ -346,3 +359,167 @@ class Server:
                 return found
         text = shortened(repr(content.decode(errors="replace")), 300)
         raise NoAnswer(f"answered {path} with status {status} ({text})")
+
+
+# Whether a server that a run did not start samples what the run trains.
+
+
+# Values in the config of a model that do not change its output, or that the flags of the server set
+_OTHER = {
+    *("_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map", "use_cache"),
+    *("dtype", "torch_dtype", "head_dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
+}
+
+
+def check(settings: VLLMFactory, config: Mapping[str, Any], url: str, about: Mapping[str, Any]) -> None:
+    """Check the status of a server.
+
+    Args:
+        settings: what the run needs.
+        config: the config of the trained model, as a dictionary.
+        url: the address of the server.
+        about: the status of the server.
+
+    Raises:
+        UserError: a setting or the model of the server is another one. The message has the command of a
+            server that the run can use.
+    """
+    head = "float32" if settings.float32_head else settings.dtype
+    absent = tuple(about["absent_ids"]), settings.absent_ids
+    wrong = [
+        *_different(config, about["model"]),
+        *_other("dtype", about["dtype"], settings.dtype),
+        *_other("head_dtype", about["head_dtype"], head),
+        *_other("weights", about["weights"], way(settings)),
+        *_other("absent_ids", *(ranges(each) or "none" for each in absent)),
+    ]
+    if about["max_model_len"] < settings.max_model_len:
+        wrong += _other("max_model_len", about["max_model_len"], settings.max_model_len)
+    if wrong:
+        flags = [settings.model, "--dtype", settings.dtype, "--max-model-len", str(settings.max_model_len)]
+        flags += ["--float32-head"] if settings.float32_head else []
+        flags += ["--nccl"] if way(settings) == NCCL else []
+        flags += ["--absent-ids", ranges(settings.absent_ids)] if settings.absent_ids else []
+        raise UserError(
+            "generator.urls must name servers of the model and the settings of the run (log-probs would "
+            f"differ otherwise), got {url} with {'; '.join(wrong)}; start it with: python -m rlhf.serve "
+            f"{shlex.join(flags)}"
+        )
+
+
+def ranges(ids: Sequence[int]) -> str:
+    """Return rising numbers as ranges, such as `7,50277-50303`."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(ids), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the rising numbers of ranges such as `7,50277-50303`.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    parts = [part.partition("-") for part in text.split(",")]
+    return tuple(
+        sorted(
+            {n for first, dash, last in parts for n in range(int(first), int(last if dash else first) + 1)}
+        )
+    )
+
+
+def _different(ours: Mapping[str, Any], theirs: Mapping[str, Any], at: str = "") -> Iterator[str]:
+    """Yield the values that two configs of models do not share; the second one was sent as JSON."""
+    ours = json.loads(json.dumps(ours, default=str))
+    for name in sorted(ours.keys() & theirs.keys() - _OTHER):
+        mine, other = ours[name], theirs[name]
+        if isinstance(mine, dict) and isinstance(other, dict):
+            yield from _different(mine, other, f"{at}{name}.")
+        else:
+            yield from _other(f"{at}{name}", other, mine)
+
+
+def _other(name: str, theirs: Any, ours: Any) -> Iterator[str]:
+    if theirs != ours:
+        yield f"{name} {theirs} (the run has {ours})"
+
+
+# Start of a server of vLLM: its command and its environment.
+
+
+def command(settings: VLLMFactory, host: str) -> list[str]:
+    """Return the command that serves the model of `settings`, with random weights until the first load.
+
+    `on_port` adds the port.
+
+    Raises:
+        UserError: vLLM is not installed, would not find the plugin of this project, or does not support the
+            head size of the model on a CPU.
+    """
+    if find_spec("vllm") is None:
+        raise UserError("a server needs vLLM, which is not installed; run: pip install -e '.[vllm]'")
+    if not entry_points(group="vllm.endpoint_plugins", name="rlhf"):
+        raise UserError(
+            "a server needs the plugin of this project for vLLM (pip installs its entry point), got none; "
+            "run: pip install -e ."
+        )
+    arguments = engine_arguments(settings, config_of(settings)) | {
+        "model": config_folder(settings.model),
+        "host": host,
+        "served_model_name": "policy",
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
+        "weight_transfer_config": {"backend": way(settings)},
+        "worker_extension_cls": "rlhf.generators.servers.extension.ServerExtension",
+        "additional_config": {"absent_ids": list(settings.absent_ids)},
+        "enable_scale_out": True,  # tokens in, tokens out
+        "disable_fastapi_docs": True,
+        "disable_uvicorn_access_log": True,
+    }
+    return [sys.executable, "-P", "-m", "rlhf.generators.servers.process", *_flags(arguments)]
+
+
+def way(settings: VLLMFactory) -> str:
+    """Return how the weights come to a server, as vLLM names it."""
+    return NCCL if settings.transfer == Transfer.nccl.value else FILES
+
+
+def config_of(settings: VLLMFactory) -> PreTrainedConfig:
+    """Return the config of the model of `settings`."""
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        config_folder(settings.model), trust_remote_code=settings.trust_remote_code
+    )
+    return config
+
+
+def on_port(arguments: list[str], port: int) -> list[str]:
+    """Return the command of a server that listens on a port."""
+    return [*arguments, "--port", str(port)]
+
+
+def variables(settings: VLLMFactory, key: str | None) -> dict[str, str]:
+    """Return the environment of a server; `key` is the one that its routes ask for."""
+    own = {
+        "VLLM_PLUGINS": "rlhf",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        # All processes of a server are on this host, and none of their sockets asks for a key. For weights by
+        # NCCL from another host, the user sets the interface
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": loopback(),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", loopback()),
+    }
+    if settings.enforce_eager and not settings.gpu:
+        own["TORCHDYNAMO_DISABLE"] = "1"  # otherwise parts of vLLM's sampler compile for 20 s
+    if not settings.gpu:
+        own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return own | ({"VLLM_API_KEY": key} if key else {})
+
+
+def _flags(arguments: dict[str, Any]) -> Iterator[str]:
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        elif isinstance(value, list):
+            yield from (f"--{flag}", *map(str, value))
+        elif value not in (None, {}):
+            yield from (f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value))
