@@ -32,10 +32,8 @@ from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.generators.hf.sampling import sample
 from rlhf.generators.process import WorkerGenerator
 from rlhf.generators.shares import GIB
-from rlhf.generators.vllm.device_arguments import LEAST_SHARE
-from rlhf.generators.vllm.generator import build_store
-from rlhf.generators.vllm.placement import visible
-from rlhf.generators.vllm.sampler import VLLMFactory, VLLMSampler
+from rlhf.generators.vllm.generator import build_store, visible
+from rlhf.generators.vllm.sampler import LEAST_SHARE, VLLMFactory, VLLMSampler
 from rlhf.generators.weights import Manifest, SharedWeights, TransferError, read
 from rlhf.models.modules import Policy, absent_ids, adapt, set_head, whole_weights
 from rlhf.processes.worker import Limits

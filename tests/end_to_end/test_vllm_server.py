@@ -26,7 +26,7 @@ from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.protocol import GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Child, Server, command, on_port, variables
-from rlhf.generators.vllm.placement import visible
+from rlhf.generators.vllm.generator import visible
 from rlhf.generators.weights import FileWeights
 from rlhf.generators.weights_gpu import Nccl
 from rlhf.models.modules import Policy, set_head

@@ -13,9 +13,9 @@ import torch
 
 from rlhf.core.errors import UserError
 from rlhf.generators.shares import GIB, working_memory
-from rlhf.generators.vllm.colocated import ColocatedGenerator, free_unused_memory
-from rlhf.generators.vllm.device_arguments import LEAST_SHARE, on_shared_gpu
-from rlhf.generators.vllm.model_tensors import unregistered
+from rlhf.generators.vllm.generator import ColocatedGenerator, free_unused_memory
+from rlhf.generators.vllm.sampler import LEAST_SHARE, on_shared_gpu
+from rlhf.generators.vllm.worker_extension import unregistered
 from rlhf.generators.weights import SharedWeights
 from rlhf.processes.service import Channel
 from tests.end_to_end.conftest import wait_for

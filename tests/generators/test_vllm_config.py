@@ -17,11 +17,16 @@ from rlhf.config.identity import run_name
 from rlhf.core.errors import UserError
 from rlhf.environments.environment import EnvironmentFactory
 from rlhf.generators.generator import GeneratorContext
-from rlhf.generators.vllm.colocated import ColocatedGenerator
-from rlhf.generators.vllm.generator import build, build_store, factory, route
-from rlhf.generators.vllm.placement import place, visible
-from rlhf.generators.vllm.sampler import VLLMSampler, compare, tensors
-from rlhf.generators.vllm.sequences import pad
+from rlhf.generators.vllm.generator import (
+    ColocatedGenerator,
+    build,
+    build_store,
+    factory,
+    place,
+    route,
+    visible,
+)
+from rlhf.generators.vllm.sampler import VLLMSampler, compare, pad, tensors
 from rlhf.generators.weights import SharedWeights, TransferError
 from rlhf.generators.weights_gpu import CudaIpc, Nccl
 from rlhf.processes.ranks import ALONE

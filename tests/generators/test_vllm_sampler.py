@@ -12,8 +12,7 @@ import torch
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.generators.shares import GIB
-from rlhf.generators.vllm.sampler import VLLMFactory, VLLMSampler
-from rlhf.generators.vllm.sequences import Request, next_sequences, serve
+from rlhf.generators.vllm.sampler import Request, VLLMFactory, VLLMSampler, next_sequences, serve
 from tests.tiny_models import tiny_config
 
 # -- start -----------------------------------------------------------------------------------------
@@ -253,7 +252,7 @@ def test_no_request_waits_for_a_long_output_or_a_slow_answer_of_another(monkeypa
     llm = scheduled(monkeypatch, tokens=1024, sequences=32).llm
     source = Conversation(llm, pauses=[0, 0, 5, 200])
     if not in_flight:
-        monkeypatch.setattr("rlhf.generators.vllm.sequences._check_versions", lambda *_: None)
+        monkeypatch.setattr("rlhf.generators.vllm.sampler._check_versions", lambda *_: None)
     serve(llm, source.ask, source.take, (lambda: 0) if in_flight else None)
     ends = {(owner, turn): step for owner, turn, step in source.outputs}
     assert len(ends) == 12 and not llm.late

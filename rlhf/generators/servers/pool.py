@@ -58,9 +58,8 @@ from rlhf.generators.servers.server import (
     variables,
 )
 from rlhf.generators.shares import most_versions
-from rlhf.generators.vllm.generator import build_store, factory, route
-from rlhf.generators.vllm.placement import place, visible
-from rlhf.generators.vllm.sequences import rollouts_of, sampling_parameters, seed_of
+from rlhf.generators.vllm.generator import build_store, factory, place, route, visible
+from rlhf.generators.vllm.sampler import rollouts_of, sampling_parameters, seed_of
 from rlhf.generators.weights import FileWeights
 from rlhf.processes.worker import environment
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlhf.config.generator import Transfer
 from rlhf.core.console import say
 from rlhf.core.errors import UserError
+from rlhf.core.launched import local_rank, local_world_size
 from rlhf.generators.generator import Generator, GeneratorContext
-from rlhf.generators.process import start
-from rlhf.generators.vllm.colocated import ColocatedGenerator
-from rlhf.generators.vllm.placement import place, visible
+from rlhf.generators.process import WorkerGenerator, start
 from rlhf.generators.vllm.sampler import VLLMFactory
 from rlhf.generators.weights import SharedWeights
 from rlhf.generators.weights_gpu import CudaIpc, Nccl
@@ -22,8 +22,12 @@ from rlhf.models.modules import absent_ids
 from rlhf.processes.worker import environment
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from rlhf.config.generator import VLLMConfig
-    from rlhf.generators.weights import WeightStore
+    from rlhf.core.batch import Prompts, Rollouts, Sampling
+    from rlhf.generators.weights import Manifest, WeightStore
+    from rlhf.processes.worker import Job
 
 
 def build(config: VLLMConfig, context: GeneratorContext) -> Generator:
@@ -115,3 +119,124 @@ def build_store(transfer: Transfer, trainer: torch.device, dtype: torch.dtype, w
     if transfer is Transfer.ipc:
         return CudaIpc(trainer, dtype)
     return Nccl(trainer, dtype, workers) if transfer is Transfer.nccl else SharedWeights(dtype)
+
+
+# A generator process on the trainer's GPU: trainer and vLLM use the memory of the GPU in turn.
+#
+#     trainer                                    vLLM free unused memory, start vLLM       ──▶   allocate all,
+#     free keys and values free unused memory, queue the load   ──▶   allocate the weights, load them free
+#     unused memory, queue a request  ──▶   allocate keys and values, sample, free weights, keys and values
+#     queue another request                ──▶   load the same version again, sample, free
+#
+# torch keeps freed memory in its cache, where other processes cannot use it. So the trainer empties the cache
+# before each job. vLLM discards its weights after a request instead of copying them to RAM. The trainer keeps
+# each version until the next one (`rlhf.generators.process`), so the weights can always be loaded again.
+
+
+class ColocatedGenerator(WorkerGenerator):
+    """A generator whose process uses the trainer's GPU and loads the weights before every request.
+
+    Args:
+        device: the trainer's GPU.
+        arguments: the other arguments are those of `WorkerGenerator`.
+    """
+
+    def __init__(self, device: torch.device, *arguments: Any) -> None:
+        self.device = device
+        self.loaded = False  # whether the process has weights: False after a request
+        super().__init__(*arguments)
+
+    def put(self, job: Job) -> Future[Any]:
+        """Free the unused GPU memory of the trainer, then queue a job.
+
+        The trainer's thread calls this method, so the trainer computes nothing at this time. The snapshot of
+        a load has already been written.
+        """
+        free_unused_memory(self.device)
+        return super().put(job)
+
+    # -- the carrier thread ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Free the unused GPU memory of the trainer, then start a process.
+
+        The trainer may compute at this time: the allocator of torch is thread-safe, and only memory that no
+        tensor uses is freed.
+        """
+        free_unused_memory(self.device)
+        super().start()
+
+    def hand_over(self, manifest: Manifest) -> None:
+        """Load weights into the process; see `WorkerGenerator.hand_over`."""
+        super().hand_over(manifest)
+        self.loaded = True
+
+    def sample(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        """Return the answer to a request; first load the confirmed weights again if the process has none.
+
+        The arguments and errors are those of `WorkerGenerator.sample`.
+        """
+        if not self.loaded:
+            assert self.confirmed is not None, "load weights before the first request"
+            self.hand_over(self.confirmed)
+        self.loaded = False
+        return super().sample(prompts, sampling)
+
+
+def free_unused_memory(device: torch.device) -> None:
+    """Return the GPU memory that no tensor uses from torch's cache to the GPU; on a CPU, do nothing.
+
+    Memory of tensors in reference cycles is freed too. Memory that another stream uses becomes free only
+    after its work has ended, so the function waits for all work on the GPU.
+    """
+    if device.type != "cuda":
+        return
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+
+
+# The GPUs that vLLM gets beside the trainer, or with it.
+
+
+def place(config: VLLMConfig, gpus: int) -> tuple[int, ...]:
+    """Return the GPUs of the generator on a host with `gpus` GPUs; empty: vLLM uses the CPU.
+
+    The ranks of the trainer use the first GPUs of the host. With `per_rank`, the generator of each rank has
+    its own GPUs after the GPUs of the trainer, or shares the GPU of its rank. The result lists the GPUs of
+    the first replica, then the GPUs of the second replica, and so on.
+
+    Raises:
+        UserError: the host has too few GPUs, or the trainer uses a GPU in `generator.devices`.
+    """
+    size, name = config.gpus, config.name
+    if gpus == 0:
+        if config.devices or (size := config.tensor_parallel_size) > 1:
+            raise UserError(
+                "generator.devices must be null and generator.tensor_parallel_size 1 without GPUs (torch "
+                f"finds no GPU), got {config.devices or 'null'} and {size}; set generator.devices=null "
+                "generator.tensor_parallel_size=1"
+            )
+        return ()
+    trainer = 0 if config.shares_gpu else local_world_size()
+    first = trainer + (local_rank() * size if config.per_rank else 0)
+    devices = tuple(config.devices or range(first, first + size))
+    if max(devices) >= gpus or (trainer and min(devices) < trainer):
+        own = f"; set generator={name}_colocated to share the trainer's" if trainer else ""
+        raise UserError(
+            f"generator={name} must have {size} of the {gpus} GPUs here"
+            + (f", beside the first {trainer}, which the trainer has" if trainer else "")
+            + f", got {list(devices)}{own}"
+        )
+    return devices
+
+
+def visible(devices: tuple[int, ...], visible_now: str | None) -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES for the GPUs `devices`.
+
+    Args:
+        devices: indices into the GPUs that are visible now.
+        visible_now: the present value of CUDA_VISIBLE_DEVICES; None or empty: all GPUs are visible.
+    """
+    names = visible_now.split(",") if visible_now else None
+    return ",".join(names[i] if names else str(i) for i in devices)

@@ -14,10 +14,12 @@ each tensor before the model loads the tensor.
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,13 +30,17 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as RunnerV2Processor
 
-from rlhf.generators.vllm.model_tensors import unregistered
 from rlhf.generators.weights import TransferError, checksum, read
 from rlhf.generators.weights_gpu import checksums, fingerprint
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from rlhf.generators.weights import Manifest
+
 
 NAME = "rlhf_{}"  # name of an engine; {} is the value of generator.transfer
 
@@ -223,3 +229,56 @@ class WorkerExtension:
             for tensor in unregistered(self.model_runner.get_model())  # type: ignore[attr-defined]
             if any(tensor.data_ptr() in addresses for addresses in discarded)
         ]
+
+
+# Search for tensors of a model that loading its weights does not restore.
+
+
+def unregistered(model: torch.nn.Module) -> list[Tensor]:
+    """Return the tensors that a model refers to, but that share no memory with a parameter or a buffer.
+
+    The search follows attributes and containers of all objects, except functions, classes and modules of
+    Python.
+    """
+    registered = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+    skipped = (type, FunctionType, ModuleType)
+    found: dict[int, Any] = {id(model): model}
+    todo: list[Any] = [model]
+    while todo:
+        for each in gc.get_referents(todo.pop()):
+            if id(each) not in found and not issubclass(type(each), skipped):
+                found[id(each)] = each
+                todo.append(each)
+    tensors = [each for each in found.values() if type(each) in (Tensor, torch.nn.Parameter)]
+    return [x for x in tensors if not x.is_meta and x.untyped_storage().data_ptr() not in registered]
+
+
+# A logits processor of vLLM that masks the ids that no token has.
+#
+# vLLM imports this module in its workers. Its log-probs (`processed_logprobs`) are computed after the mask,
+# so they equal the log-probs of the trainer, whose head has the same mask
+# (`rlhf.models.modules.LogprobHead`).
+
+
+class AbsentIds(LogitsProcessor, RunnerV2Processor):
+    """A logits processor for both model runners of vLLM: 1 on a CPU, 2 by default on a GPU.
+
+    Args:
+        vllm_config: the config of vLLM, whose `additional_config` has the masked ids.
+        place: the device (runner 1), or an object with the device as attribute (runner 2).
+    """
+
+    def __init__(self, vllm_config: VllmConfig, place: Any, *_: Any) -> None:
+        device = place if isinstance(place, torch.device) else place.device
+        self.ids = torch.tensor(vllm_config.additional_config["absent_ids"], device=device)
+
+    def apply(self, logits: Tensor, *_: Any) -> Tensor:
+        """Set the logits [rows, V] of the masked ids to -inf, in place."""
+        return logits.index_fill_(-1, self.ids, -torch.inf)
+
+    def is_argmax_invariant(self) -> bool:
+        """Return False: a masked id may have the largest logit."""
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """Do nothing: the mask is the same for all requests."""
