@@ -13,7 +13,7 @@ from rlhf.config.algo import Trains
 from rlhf.config.model import Dtype
 from rlhf.core.console import say
 from rlhf.engines.engine import Engine, EngineSettings
-from rlhf.engines.frozen_engine import FrozenEngine
+from rlhf.engines.torch_engine import FrozenEngine
 from rlhf.models.modules import RolloutModule
 from rlhf.models.tokenizer import check_vocabulary
 from rlhf.trials.forwards import compared

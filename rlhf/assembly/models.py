@@ -13,7 +13,7 @@ from rlhf.config.algo import Trains
 from rlhf.config.policy_gradient import ValueFrom
 from rlhf.core.errors import UserError
 from rlhf.core.seeding import derive
-from rlhf.engines.optimizers import trained
+from rlhf.engines.engine import trained
 from rlhf.models.forward import checkpoint_blocks
 from rlhf.models.loading import load_causal_lm, load_reward_model, new_nano, new_reward_model
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, ValueModel, adapt, score_head

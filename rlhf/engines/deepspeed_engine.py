@@ -11,7 +11,7 @@ Rajbhandari et al., arXiv 1910.02054; with the optimizer on the CPU: Ren et al.,
 
 At stage 3, the weights of frozen models are divided too. Weights are float32, as with `backend=torch`; with
 `model.dtype=bfloat16`, forward passes use autocast, and stage 3 gathers most weights in bfloat16 (see
-`rlhf.engines.wire_format`). DeepSpeed is imported at its first use, because the import takes seconds.
+`rlhf.engines.deepspeed_engine`). DeepSpeed is imported at its first use, because the import takes seconds.
 
 DeepSpeed has no public functions for the gradient norm before a step and for discarding gradients. For both,
 this module repeats what the optimizers of DeepSpeed 0.19.8 do in `step()`.
@@ -21,13 +21,16 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import pickle
 import shutil
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -43,13 +46,10 @@ from rlhf.config.model import Dtype
 from rlhf.core.batch import Outputs
 from rlhf.core.console import say
 from rlhf.core.errors import UserError
-from rlhf.engines import resharding
-from rlhf.engines.engine import Engine
-from rlhf.engines.optimizers import adam, groups, trained
-from rlhf.engines.wire_format import exact, rounded_weights, send_rounded
+from rlhf.engines.engine import Engine, adam, groups, trained
 from rlhf.models.folder import first_line
 from rlhf.models.loading import save
-from rlhf.models.modules import LogprobHead, RolloutModule, whole_weights
+from rlhf.models.modules import LogprobHead, RewardModel, RolloutModule, ValueModel, score_head, whole_weights
 from rlhf.models.placement import autocast, is_placeholder, place
 from rlhf.processes.interfaces import loopback
 
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from rlhf.config.schedule import OptimConfig
     from rlhf.core.batch import Batch
     from rlhf.processes.ranks import Ranks
+
 
 M = TypeVar("M", bound=RolloutModule)
 FOLDER, TAG = "deepspeed", "state"  # folder in a checkpoint, and DeepSpeed's folder inside it
@@ -207,7 +208,7 @@ class DeepSpeedEngine(Engine):
         else:
             say(f"dividing {folder} over {self.ranks.size} instead of {wrote} ranks")
             files, read = folder / FOLDER / TAG, partial(_load_tensors, map_location="cpu", mmap=True)
-            resharding.restore(self.deep, self.stage, files, wrote, read)
+            restore(self.deep, self.stage, files, wrote, read)
             first = "zero_pp_rank_0_mp_rank_00" if self.stage == 3 else "mp_rank_00"
             kept = read(files / f"{first}_model_states.pt")
         self.step_index = kept["step_index"]
@@ -415,3 +416,225 @@ def _load_tensors(path: str | Path, map_location: Any = None, mmap: bool = False
     known = [LossScaler, ZeroStageEnum, fragment_address, (member, "builtins.getattr")]
     with torch.serialization.safe_globals(known):
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+
+
+# Loading of a ZeRO checkpoint with another number of ranks than the number that wrote it.
+#
+# DeepSpeed loads the state of its optimizer only with the number of ranks that wrote the checkpoint. Each
+# rank wrote one file with its part of the float32 weights and of AdamW's moments, as flat tensors. This
+# module joins the parts of one parameter at a time and sets the whole parameter with functions of DeepSpeed,
+# which divide it over the current ranks. Files are mapped into memory, so a rank holds one whole parameter at
+# a time.
+#
+# The layout of the files is that of DeepSpeed 0.19.8:
+#
+# | stage | part of a rank                                                                                |
+# |-------|-----------------------------------------------------------------------------------------------|
+# | 1, 2  | fragments of parameters; `param_slice_mappings` has start and length of each fragment         |
+# | 3     | an equal share of each parameter, padded at its end; `param_shapes` has the order of parameters |
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Read = Callable[[Path], Any]  # returns the content of a file of a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A trained parameter and its optimizer state, joined from the parts of all ranks."""
+
+    weight: Tensor  # [numel] float32
+    moments: dict[str, Tensor]  # name -> [numel] float32; empty if no optimizer step was made
+    step: Any  # number of optimizer steps, in the type of the optimizer: int, or tensor with one element
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The flat tensors of one parameter group in the file of one rank."""
+
+    weight: Tensor
+    state: dict[str, Any]  # state of the optimizer: moments as flat tensors, step
+
+
+_Fragment = tuple[int, int, int]  # rank, start and length of a fragment in the flat tensors of a rank
+
+
+def joined(folder: Path, ranks: int, read: Read) -> Iterator[tuple[str, Whole]]:
+    """Yield name and state of each trained parameter of a checkpoint.
+
+    Args:
+        folder: DeepSpeed's folder of the checkpoint.
+        ranks: the number of ranks that wrote the checkpoint.
+        read: reads a file of the checkpoint.
+    """
+    files = [read(folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt") for rank in range(ranks)]
+    states = [file["optimizer_state_dict"] for file in files]
+    if "param_slice_mappings" in states[0]:  # stage 1 or 2
+        keys = "single_partition_of_fp32_groups", "base_optimizer_state"
+        layouts = [
+            mapped(group) for group in zip(*(each["param_slice_mappings"] for each in states), strict=True)
+        ]
+    else:
+        keys = "fp32_flat_groups", "optimizer_state_dict"
+        shapes = read(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
+        layouts = [shares(group, ranks) for group in shapes]
+    groups = zip(*(parts(state, *keys) for state in states), strict=True)
+    for group, layout in zip(groups, layouts, strict=True):
+        for name, fragments in layout.items():
+            yield name, join(group, fragments)
+
+
+def parts(state: dict[str, Any], weights: str, optimizer: str) -> Iterator[Part]:
+    """Yield the parts of one rank, one per parameter group, given the keys of weights and optimizer state."""
+    states = state[optimizer]["state"]
+    for group, weight in enumerate(state[weights]):
+        yield Part(weight, states.get(group, {}))
+
+
+def mapped(mappings: Iterable[dict[str, Any]]) -> dict[str, list[_Fragment]]:
+    """Return the fragments of each parameter of a group, given the mappings of all ranks (stages 1 and 2)."""
+    found: dict[str, list[_Fragment]] = {}
+    for rank, mapping in enumerate(mappings):
+        for name, address in mapping.items():
+            found.setdefault(name, []).append((rank, address.start, address.numel))
+    return found
+
+
+def shares(shapes: dict[str, torch.Size], ranks: int) -> dict[str, list[_Fragment]]:
+    """Return the fragments of each parameter of a group, given the shapes of the parameters (stage 3)."""
+    found: dict[str, list[_Fragment]] = {}
+    start = 0
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        share = -(-numel // ranks)
+        lengths = [max(0, min(share, numel - rank * share)) for rank in range(ranks)]
+        found[name] = [(rank, start, length) for rank, length in enumerate(lengths)]
+        start += share
+    return found
+
+
+def join(group: tuple[Part, ...], fragments: list[_Fragment]) -> Whole:
+    """Return the parameter that consists of `fragments`, given the parts of its group from all ranks."""
+
+    def whole(flats: list[Tensor]) -> Tensor:
+        return torch.cat([flats[rank].narrow(0, start, length) for rank, start, length in fragments])
+
+    states = [part.state for part in group]
+    moments = {key: whole([state[key] for state in states]) for key in MOMENTS if key in states[0]}
+    return Whole(whole([part.weight for part in group]), moments, states[0].get("step"))
+
+
+def restore(deep: Any, stage: int, folder: Path, ranks: int, read: Read) -> None:
+    """Set the trained weights and the optimizer state of a DeepSpeed engine.
+
+    Args:
+        deep: the engine of DeepSpeed.
+        stage: its ZeRO stage, 1 to 3.
+        folder: DeepSpeed's folder of the checkpoint.
+        ranks: the number of ranks that wrote the checkpoint.
+        read: reads a file of the checkpoint.
+    """
+    from deepspeed import zero
+
+    parameters = dict(deep.module.named_parameters())
+    for name, whole in joined(folder, ranks, read):
+        parameter = parameters[name]
+        with torch.no_grad(), zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.copy_(whole.weight.view_as(parameter))
+        if whole.moments:
+            begin_state(deep.optimizer, stage, whole.step)
+        for key, moment in whole.moments.items():
+            _set_moment(parameter, key, moment, stage)
+    deep.optimizer.refresh_fp32_params()
+
+
+def begin_state(optimizer: Any, stage: int, step: Any) -> None:
+    """Create the optimizer state that DeepSpeed creates in its first step, and set the number of steps."""
+    weights = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
+    fused = optimizer.optimizer.defaults.get("fused")
+    for flat in getattr(optimizer, weights):
+        state = optimizer.optimizer.state[flat]
+        if isinstance(step, Tensor):  # the fused AdamW reads it on the device of the weights
+            step = step.to(flat.device if fused else step.device, copy=True)
+        state["step"] = step
+        for key in MOMENTS:
+            state.setdefault(key, torch.zeros_like(flat, requires_grad=False))
+    if stage < 3:
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _set_moment(parameter: Any, key: str, moment: Tensor, stage: int) -> None:
+    """Set the part of a moment [numel] that this rank stores."""
+    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+    if stage < 3:
+        safe_set_full_optimizer_state(parameter, moment, key)
+        return
+    rank, share = torch.distributed.get_rank(), parameter.ds_tensor.numel()
+    part = moment[share * rank : share * (rank + 1)]
+    safe_set_local_optimizer_state(parameter, nn.functional.pad(part, (0, share - part.numel())), key)
+
+
+# The number format in which ZeRO-3 gathers weights.
+#
+# Ranks store the weights in float32. With `model.dtype=bfloat16`, autocast rounds the weights of linear
+# layers to bfloat16 before every use, so ranks may exchange these weights in bfloat16: half of the bytes, and
+# the forward computes the same numbers. DeepSpeed 0.19.8 then reduces the gradients of these weights in
+# bfloat16, too, and adds them up in float32. Embeddings, norms, biases and heads that compute in float32 stay
+# float32.
+#
+# DeepSpeed's own choice, `torch_autocast.lower_precision_safe_modules`, selects all layers of a class. It
+# would also round embeddings that are tied to the head, heads that compute in float32, and exported weights.
+
+
+_ATTRIBUTE = "comm_dtype"  # attribute of a parameter: the dtype in which DeepSpeed sends it
+
+
+def rounded_weights(module: nn.Module) -> dict[str, Any]:
+    """Return the weights that autocast rounds to 16 bits before every use, by name.
+
+    These are the weights of linear layers, except weights that another layer uses as well and the weights of
+    heads that compute in float32.
+    """
+    users = Counter(id(own) for part in module.modules() for own in part.parameters(recurse=False))
+    exact = {
+        id(own)
+        for part in module.modules()
+        if isinstance(part, RewardModel | ValueModel)
+        for own in score_head(part.model).parameters()
+    }
+    return {
+        f"{name}.weight": part.weight
+        for name, part in module.named_modules()
+        if (type(part) is nn.Linear or (isinstance(part, LogprobHead) and not part.float32))
+        and users[id(part.weight)] == 1
+        and id(part.weight) not in exact
+    }
+
+
+def send_rounded(module: nn.Module, dtype: torch.dtype, persistent: int) -> None:
+    """Let DeepSpeed send the weights that autocast rounds in a 16-bit `dtype`.
+
+    Args:
+        module: a module whose parameters are divided over the ranks.
+        dtype: dtype of the autocast.
+        persistent: parameters of at most this many elements stay gathered between steps, and stay exact.
+    """
+    for weight in rounded_weights(module).values():
+        if weight.dtype == torch.float32 and weight.ds_numel > persistent:
+            setattr(weight, _ATTRIBUTE, dtype)
+
+
+@contextmanager
+def exact(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Gather parameters in the dtype in which the ranks store them, within the block."""
+    sent: dict[Any, torch.dtype] = {p: getattr(p, _ATTRIBUTE) for p in parameters if hasattr(p, _ATTRIBUTE)}
+    for parameter in sent:
+        if parameter.ds_status.name == "AVAILABLE":  # gathered before, in 16 bits
+            parameter.partition()
+        delattr(parameter, _ATTRIBUTE)
+    try:
+        yield
+    finally:
+        for parameter, dtype in sent.items():
+            setattr(parameter, _ATTRIBUTE, dtype)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.config.model import Dtype
+from rlhf.config.schedule import OptimConfig
 from rlhf.core.batch import Outputs
-from rlhf.engines.engine import Engine
-from rlhf.engines.gradient_sum import GradientSum
-from rlhf.engines.optimizers import build_optimizer
+from rlhf.engines.engine import Engine, EngineSettings, build_optimizer
 from rlhf.models.loading import check_saved, save
 from rlhf.models.modules import (
     ActorCritic,
@@ -26,12 +26,14 @@ from rlhf.models.modules import (
     whole_weights,
 )
 from rlhf.models.placement import autocast, place
+from rlhf.processes.ranks import buckets, together
 
 if TYPE_CHECKING:
     from rlhf.config.backend import BackendConfig
-    from rlhf.core.batch import Batch
+    from rlhf.core.batch import Batch, Budget
     from rlhf.models.modules import Policy, RewardModel
     from rlhf.processes.ranks import Ranks
+
 
 M = TypeVar("M", bound=RolloutModule)
 OPTIMIZER_FILE = "optimizer.pt"
@@ -170,3 +172,129 @@ def restore(model: PreTrainedModel, folder: Path) -> None:
         return load_adapter(model, folder)
     check_saved(folder)
     model.load_state_dict(type(model).from_pretrained(folder, dtype=torch.float32).state_dict())
+
+
+# The sum of gradients over the ranks, which runs while the backward pass computes the remaining gradients.
+#
+# Gradients are sent in buckets (Li et al., PyTorch Distributed, arXiv 2006.15704). A bucket is sent as soon
+# as it is complete and all buckets before it were sent, so that all ranks send in the same order: the last
+# layers first, as the backward pass reaches them.
+
+
+class GradientSum:
+    """The sum over the ranks of the gradients of some parameters.
+
+    Args:
+        parameters: parameters of a module; those that require no gradient are left out.
+        ranks: the ranks, which all have the same parameters.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.buckets = buckets([each for each in parameters if each.requires_grad])[::-1]
+
+    @contextmanager
+    def summed(self) -> Iterator[None]:
+        """Sum the gradients over the ranks, in place; a gradient that is None on all ranks stays None.
+
+        The block must run one backward pass. Gradients are complete at the end of the block.
+
+        Raises:
+            RunError: another rank does not take part.
+        """
+        if self.ranks.size == 1:
+            yield
+            return
+        place: dict[Tensor, int] = {}  # parameter -> index of its bucket
+        for index, bucket in enumerate(self.buckets):
+            place |= dict.fromkeys(bucket, index)
+        missing = [len(bucket) for bucket in self.buckets]  # gradients that the backward pass has not reached
+        sent: list[Any] = []  # handles of the sums of the first buckets
+        used: list[float] = []
+
+        def send() -> None:
+            bucket = self.buckets[len(sent)]
+            used.extend(float(each.grad is not None) for each in bucket)
+            with together():
+                sent.append(dist.all_reduce(join(bucket), async_op=True))
+
+        def reached(parameter: Tensor) -> None:
+            missing[place[parameter]] -= 1
+            while len(sent) < len(self.buckets) and not missing[len(sent)]:
+                send()
+
+        hooks = [each.register_post_accumulate_grad_hook(reached) for each in place]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        while len(sent) < len(self.buckets):
+            send()
+        users = self.ranks.sum(torch.tensor(used)).tolist()
+        with together():
+            for handle in sent:
+                handle.wait()
+        for parameter, count in zip(place, users, strict=True):
+            if not count:
+                parameter.grad = None
+
+
+def join(bucket: list[nn.Parameter]) -> Tensor:
+    """Return the gradients of a bucket in one tensor [numel], and make each gradient a view of the tensor."""
+    grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    for parameter, piece in zip(bucket, flat.split([grad.numel() for grad in grads]), strict=True):
+        parameter.grad = piece.view_as(parameter)
+    return flat
+
+
+# The engine of a frozen model, for evaluation and relabelling.
+
+
+class FrozenEngine(TorchEngine):
+    """An engine without optimizer: a whole model on every rank, and its reference.
+
+    Callers use only `infer`, `weights`, `borrow_policy` and `load`. `load` replaces the weights, so one
+    engine can evaluate many checkpoints.
+
+    Args:
+        module: the model.
+        reference: the frozen reference, or None.
+        tokenizer: the tokenizer of the model.
+        inference: limits of a forward on one rank.
+        ranks: the ranks of the run, and the device of this rank.
+        dtype: dtype of the forwards.
+    """
+
+    def __init__(
+        self,
+        module: Policy | RewardModel,
+        reference: Policy | None,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        inference: Budget,
+        ranks: Ranks,
+        dtype: Dtype,
+    ) -> None:
+        Engine.__init__(  # skips TorchEngine.__init__, which creates an optimizer
+            self,
+            module,
+            reference,
+            tokenizer,
+            ranks,
+            EngineSettings(
+                optim=OptimConfig(lr=0.0),
+                total_steps=0,
+                steps_per_batch=0,
+                budget=inference,
+                inference=inference,
+                dtype=dtype,
+            ),
+        )
+        # The weights still require gradients: autocast keeps 16-bit copies only of such weights.
+        place(self.module, ranks.device)
+
+    def load(self, folder: Path) -> None:
+        """Load the weights of a model folder, or of an adapter folder if the model has adapters."""
+        restore(self.module.model, folder)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf.config.model import Dtype
 from rlhf.core.batch import Batch
 from rlhf.core.console import say_row
-from rlhf.engines.optimizers import trained
+from rlhf.engines.engine import trained
 from rlhf.memory.plan import with_token_limit
 from rlhf.memory.sizes import with_gradient
 from rlhf.models.forward import raise_errors

@@ -13,8 +13,14 @@ import torch
 
 from rlhf.config.schedule import OptimConfig
 from rlhf.core.errors import UserError
-from rlhf.engines.deepspeed_engine import _load_tensors, adamw, deepspeed, hollow, write_errors_last
-from rlhf.engines.resharding import begin_state
+from rlhf.engines.deepspeed_engine import (
+    _load_tensors,
+    adamw,
+    begin_state,
+    deepspeed,
+    hollow,
+    write_errors_last,
+)
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import Ranks
 from tests.tiny_models import tiny_lm

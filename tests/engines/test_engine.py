@@ -14,8 +14,7 @@ from rlhf.config.policy_gradient import PPOConfig
 from rlhf.config.schedule import LRSchedule, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget, microbatches
-from rlhf.engines.engine import EngineSettings, NonFinite
-from rlhf.engines.learning_rate import learning_rate
+from rlhf.engines.engine import EngineSettings, NonFinite, learning_rate
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models.modules import ActorCritic, Policy, ValueModel
 from rlhf.models.placement import autocast

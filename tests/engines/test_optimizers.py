@@ -11,8 +11,7 @@ from rlhf.config.model import LoRAConfig
 from rlhf.config.policy_gradient import PPOConfig
 from rlhf.config.schedule import OptimConfig, Optimizer
 from rlhf.core.batch import Budget
-from rlhf.engines.engine import EngineSettings
-from rlhf.engines.optimizers import hidden_matrices
+from rlhf.engines.engine import EngineSettings, hidden_matrices
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel, adapt
 from rlhf.objectives.ppo import PPO

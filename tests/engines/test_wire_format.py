@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf.config.model import Dtype
-from rlhf.engines.wire_format import exact, rounded_weights
+from rlhf.engines.deepspeed_engine import exact, rounded_weights
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
 from rlhf.models.placement import autocast
 from tests.tiny_models import tiny_classifier, tiny_lm, tiny_rollouts

@@ -7,7 +7,7 @@ import torch
 
 from rlhf.config.compose import compose
 from rlhf.config.schedule import OptimConfig, Optimizer
-from rlhf.engines.optimizers import build_optimizer, hidden_matrices
+from rlhf.engines.engine import build_optimizer, hidden_matrices
 from rlhf.memory import plan as memory
 from rlhf.memory.sizes import config_size, matrix_parameters
 from rlhf.memory.trainer import EIGHT_BIT

@@ -14,8 +14,7 @@ from rlhf.config.policy_gradient import PPOConfig
 from rlhf.config.schedule import OptimConfig
 from rlhf.core.batch import Budget, Prompts, Sampling
 from rlhf.core.errors import RunError, UserError
-from rlhf.engines.engine import EngineSettings
-from rlhf.engines.optimizers import groups
+from rlhf.engines.engine import EngineSettings, groups
 from rlhf.engines.torch_engine import OPTIMIZER_FILE, TorchEngine
 from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings, respond
 from rlhf.generators.weights import SharedWeights
