@@ -9,7 +9,7 @@ from rlhf.assembly.parts import build_source, make
 from rlhf.config.algo import Trains
 from rlhf.core.chat_format import Tools, set_format
 from rlhf.core.console import say_row
-from rlhf.environments.tools import schemas
+from rlhf.environments.library import schemas
 from rlhf.models.tokenizer import declared_ends, read_tokenizer, set_pad_token, stop_ids
 
 if TYPE_CHECKING:

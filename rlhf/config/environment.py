@@ -87,7 +87,7 @@ class ClassConfig(TurnsConfig):
 class CalculatorConfig(ClassConfig):
     """A tool that adds two numbers; the reward is 1 for the right answer to the problem."""
 
-    address: ClassVar[str] = "rlhf.environments.games:Calculator"
+    address: ClassVar[str] = "rlhf.environments.library:Calculator"
 
     name: str = "calculator"
 
@@ -97,13 +97,13 @@ class CalculatorConfig(ClassConfig):
 class GuessNumberConfig(ClassConfig):
     """A game that says whether the secret number is higher or lower than a guess."""
 
-    address: ClassVar[str] = "rlhf.environments.games:GuessNumber"
+    address: ClassVar[str] = "rlhf.environments.library:GuessNumber"
 
     name: str = "guess_number"
     max_turns: int = 4
 
 
-@option("environment", "tools", part="rlhf.environments.tools:build")
+@option("environment", "tools", part="rlhf.environments.library:build")
 @dataclass(kw_only=True, slots=True)
 class ToolsConfig(TurnsConfig):
     """Functions, or methods of a class, that a reply may call; a scorer judges the last reply."""
@@ -192,7 +192,7 @@ class PythonEnvironmentConfig(ClassConfig):
 class GymnasiumConfig(ClassConfig):
     """An environment of gymnasium; with `task=environment`, its first observations are the prompts."""
 
-    address: ClassVar[str] = "rlhf.environments.adapters:Gymnasium"
+    address: ClassVar[str] = "rlhf.environments.library:Gymnasium"
 
     name: str = "gymnasium"
     id: str | None = entry(None, means="its name, such as FrozenLake-v1")
@@ -242,7 +242,7 @@ class GymnasiumConfig(ClassConfig):
 class OpenEnvConfig(ClassConfig):
     """Sessions of an OpenEnv server, one for each episode of a request; see `gymnasium` for the prompts."""
 
-    address: ClassVar[str] = "rlhf.environments.adapters:OpenEnv"
+    address: ClassVar[str] = "rlhf.environments.library:OpenEnv"
 
     name: str = "openenv"
     url: str | None = entry(None, means="address of the server, http or https")

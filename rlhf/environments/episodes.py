@@ -24,15 +24,13 @@ from rlhf.core.batch import Begun, Rollouts
 from rlhf.core.control import unquoted
 from rlhf.core.errors import RunError
 from rlhf.core.seeding import derive
-from rlhf.environments.calls import Calls, too_many_hang
-from rlhf.environments.environment import COUNTS, Answer, Example, asynchronous, checked
+from rlhf.environments.environment import COUNTS, Answer, Calls, Example, asynchronous, checked, too_many_hang
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rlhf.core.batch import Prompts, Sampling
-    from rlhf.environments.calls import Call
-    from rlhf.environments.environment import Environment, EnvironmentFactory
+    from rlhf.environments.environment import Call, Environment, EnvironmentFactory
 
 FIRST_MESSAGE = "first_message"  # in the record of a prompt that `reset` returned for the `seed` beside it
 _END_S = 4.0  # for the calls that run when the episodes end early, and for `close` after them

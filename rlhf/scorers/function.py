@@ -18,8 +18,8 @@ from rlhf.core.errors import RunError, one_line, place_in_code
 from rlhf.core.formatting import shortened
 from rlhf.core.protection import protected
 from rlhf.core.score import as_score, not_a_score
-from rlhf.environments import calls
-from rlhf.environments.transcript import transcripts
+from rlhf.environments import environment
+from rlhf.environments.environment import transcripts
 from rlhf.processes.signals import end_wait
 from rlhf.scorers.scorer import Scorer, distinct_texts
 from rlhf.scorers.weighted import WeightedScorer
@@ -124,7 +124,7 @@ class FunctionScorer(Scorer):
 
         An error or a signal cancels calls that have not ended.
         """
-        asynchronous = [each for each in self.together if calls.asynchronous(each.function)]
+        asynchronous = [each for each in self.together if environment.asynchronous_calls(each.function)]
         several = asynchronous if self in asynchronous else [self]
         made = {each: each.calls_for(rollouts) for each in several}
         keys = [
@@ -133,7 +133,7 @@ class FunctionScorer(Scorer):
             for i, result in enumerate(made[each].results)
             if isawaitable(result)
         ]
-        waiting = calls.Calls(bool(keys), math.inf, in_loop=bool(keys))
+        waiting = environment.Calls(bool(keys), math.inf, in_loop=bool(keys))
         try:
             for each, i in keys:
                 waiting.ask((each, i), lambda result=made[each].results[i]: result)
@@ -245,7 +245,7 @@ class FunctionScorer(Scorer):
         raised = f"raised {one_line(error)}"
         did = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else raised
         takes = " (it receives lists)" if self.config.batched else ""
-        where = place_in_code(error, __file__, str(calls.__file__))
+        where = place_in_code(error, __file__, str(environment.__file__))
         return RunError(f"{self.name} {did}{where} for {example}; correct the function{takes}")
 
     def listed(self, given: Any, count: int, example: str) -> list[Any]:

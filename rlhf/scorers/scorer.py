@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rlhf.config.model import ModelConfig
     from rlhf.config.scorer import LabelsScorerConfig, NoScorerConfig, ScorerConfig
     from rlhf.core.batch import Rollouts
-    from rlhf.environments.turns import Turns
+    from rlhf.environments.environment import Turns
     from rlhf.processes.ranks import Ranks
 
 

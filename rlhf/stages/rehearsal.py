@@ -33,7 +33,7 @@ from rlhf.core.encoding import encode_completions
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import shortened
 from rlhf.environments.episodes import Episodes
-from rlhf.environments.tools import gives_rewards
+from rlhf.environments.library import gives_rewards
 from rlhf.processes.ranks import ALONE
 from rlhf.scorers.function import FunctionScorer
 from rlhf.scorers.scorer import ScorerContext, distinct_texts

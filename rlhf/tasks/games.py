@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhf.core.chat_format import PLAIN, set_template
 from rlhf.environments.environment import Example
-from rlhf.environments.games import Calculator, GuessNumber
+from rlhf.environments.library import Calculator, GuessNumber
 from rlhf.tasks.arithmetic import pupil_totals
 from rlhf.tasks.source import EmbeddedSource
 

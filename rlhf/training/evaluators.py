@@ -18,7 +18,7 @@ from rlhf.core.metrics import Evaluation
 from rlhf.core.phases import Phases
 from rlhf.core.score import in_float32
 from rlhf.core.state import TrainState
-from rlhf.environments.transcript import limits, transcripts
+from rlhf.environments.environment import limits, transcripts
 from rlhf.models.modules import RewardModel
 from rlhf.scorers.scorer import response_texts
 from rlhf.tasks.mixture import means_of_parts

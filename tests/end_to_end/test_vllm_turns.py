@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.encoding import pad_prompts
 from rlhf.core.errors import RunError
-from rlhf.environments.environment import EnvironmentFactory
-from rlhf.environments.turns import Turns
+from rlhf.environments.environment import EnvironmentFactory, Turns
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.models.forward import cache_argument
 from tests.end_to_end.test_vllm import HEADS, SAMPLER, Process, ask_in_flight

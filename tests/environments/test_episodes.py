@@ -13,9 +13,8 @@ from rlhf.core.chat_format import set_template
 from rlhf.core.encoding import pad_prompts
 from rlhf.core.errors import RunError
 from rlhf.core.seeding import derive
-from rlhf.environments.environment import Answer, EnvironmentFactory
+from rlhf.environments.environment import Answer, EnvironmentFactory, Turns
 from rlhf.environments.episodes import Episodes
-from rlhf.environments.turns import Turns
 from rlhf.generators.hf.generator import HFGenerator, HFSamplerFactory, HFSettings
 from rlhf.generators.hf.sampling import uniforms
 from rlhf.models.modules import Policy

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf.environments.environment import Answer, Example
-from rlhf.environments.games import Calculator, GuessNumber
+from rlhf.environments.library import Calculator, GuessNumber
 
 
 def begun(kind: type):

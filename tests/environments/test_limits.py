@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from rlhf.core.errors import RunError, UserError
-from rlhf.environments import calls
+from rlhf.environments import environment
 from rlhf.environments.environment import Answer
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.hf.generator import respond
@@ -36,7 +36,7 @@ STOP, GO = [10, 0], [7, 8, 0]  # replies: " stop", " a b"
 
 @pytest.fixture(autouse=True)
 def released(monkeypatch):
-    monkeypatch.setattr(calls, "_GRACE_S", 0.2)
+    monkeypatch.setattr(environment, "_GRACE_S", 0.2)
     CLOSED.clear()
     RELEASE.clear()
     yield
@@ -282,7 +282,7 @@ def test_settings_that_a_class_changes_are_restored_before_sampling_goes_on(name
 
 
 def test_calls_that_overlap_may_change_a_setting_for_their_own_time():
-    made = [calls.Calls(1, 5.0), calls.Calls(1, 5.0)]
+    made = [environment.Calls(1, 5.0), environment.Calls(1, 5.0)]
     before = os.getcwd()
     made[0].ask("stays", lambda: (os.chdir("/"), RELEASE.wait(5), os.getcwd())[2])
     until = time.monotonic() + 5
@@ -350,7 +350,7 @@ def test_processes_that_steps_start_end_with_the_run_and_no_others():
 
 def test_a_child_that_a_step_forks_ends_with_the_step():
     """The child has the worker's code, and would go on with the calls of its parent."""
-    asked = calls.Calls(1, 5.0)
+    asked = environment.Calls(1, 5.0)
     asked.ask("fork", os.fork)
     (call,) = asked.ended(5.0)
     assert os.waitstatus_to_exitcode(os.waitpid(call.result, 0)[1]) == 0
@@ -480,7 +480,7 @@ def test_all_calls_of_a_blocked_loop_are_given_up_at_once_and_a_new_loop_goes_on
     async def answer():
         return 5
 
-    made = calls.Calls(1, 0.2, in_loop=True)
+    made = environment.Calls(1, 0.2, in_loop=True)
     made.ask("blocks", block)
     time.sleep(0.2)
     made.ask("waits", answer)
@@ -578,7 +578,7 @@ def test_after_an_error_outside_nothing_is_left_running_and_environments_are_clo
 
 
 def test_the_hand_over_to_the_thread_costs_microseconds():
-    made = calls.Calls(1, 60.0)
+    made = environment.Calls(1, 60.0)
     started = time.perf_counter()
     for _ in range(2000):
         made.ask(None, int)

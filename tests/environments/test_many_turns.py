@@ -10,8 +10,7 @@ import torch
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.chat_format import render
 from rlhf.core.encoding import pad_prompts
-from rlhf.environments.environment import EnvironmentFactory
-from rlhf.environments.turns import Turns
+from rlhf.environments.environment import EnvironmentFactory, Turns
 from rlhf.generators.hf import generator
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from tests.environments.templates import family

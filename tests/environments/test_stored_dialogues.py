@@ -14,7 +14,7 @@ from rlhf.core.dialogues import Dialogues
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import UserError
 from rlhf.core.pieces import pieces
-from rlhf.environments.turns import Turns
+from rlhf.environments.environment import Turns
 from rlhf.tasks.task import Task
 from tests.chat_templates import with_template
 from tests.environments.templates import family

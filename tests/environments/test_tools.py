@@ -17,10 +17,9 @@ from transformers.utils import get_json_schema
 from rlhf.config.address import function_problem
 from rlhf.config.environment import ToolsConfig
 from rlhf.core.errors import RunError, UserError
-from rlhf.environments.environment import Answer
+from rlhf.environments.environment import Answer, Turns
 from rlhf.environments.episodes import Episodes
-from rlhf.environments.tools import Tools, build, schemas
-from rlhf.environments.turns import Turns
+from rlhf.environments.library import Tools, build, schemas
 from tests.environments.templates import CHATML, family
 from tests.environments.test_episodes import SAMPLING, prompts
 

@@ -14,9 +14,8 @@ from rlhf.config.environment import EnvironmentScorerConfig
 from rlhf.config.scorer import FunctionScorerConfig
 from rlhf.core.batch import Batch
 from rlhf.core.errors import RunError
+from rlhf.environments.environment import Turns, limits, transcripts
 from rlhf.environments.episodes import Episodes
-from rlhf.environments.transcript import limits, transcripts
-from rlhf.environments.turns import Turns
 from rlhf.generators import generator
 from rlhf.loggers.display import dialogue_lines
 from rlhf.scorers.function import build

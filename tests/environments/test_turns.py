@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 
 from rlhf.core.chat_format import ANSWERS, render, set_format, set_template
 from rlhf.core.errors import UserError
-from rlhf.environments.turns import Turns
+from rlhf.environments.environment import Turns
 from rlhf.tasks.word_tokenizer import EOS, word_tokenizer
 from tests.chat_tokenizers import llama_2, metaspace
 from tests.environments.templates import CHATML, FAMILIES, family

@@ -200,7 +200,7 @@ MUTANTS = [
     ),
     *_rows(
         "environments/test_turns",
-        "environments/turns.py",
+        "environments/environment.py",
         (
             "self._control -= {tokenizer.unk_token_id} - {tokenizer.eos_token_id}",
             "",

@@ -20,7 +20,7 @@ from rlhf.core.chat_format import render, set_format
 from rlhf.core.control import control_tokens
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import UserError
-from rlhf.environments.turns import Turns
+from rlhf.environments.environment import Turns
 from rlhf.models.loading import save
 from rlhf.scorers.reward_model import RewardModelScorer
 from rlhf.scorers.scorer import response_texts

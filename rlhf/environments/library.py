@@ -1,17 +1,13 @@
-"""Python functions as tools: a reply may call them, and the next message has what they return.
-
-A function is described to the model by its type hints and its docstring (Google style). The chat template
-writes the descriptions into the prompt, and a response template of transformers reads the calls of a reply.
-Of a class, each episode has an instance of its own, whose public methods are tools.
-"""
+"""The environments that come along: tools, games, and those of other libraries."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import cache, partial
@@ -25,6 +21,7 @@ from typing import (
     Literal,
     NamedTuple,
     Union,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -38,14 +35,21 @@ from rlhf.config.address import load_function
 from rlhf.core.chat_format import QUESTION, render, template_name
 from rlhf.core.control import START
 from rlhf.core.errors import UserError, one_line
-from rlhf.environments.calls import asynchronous
-from rlhf.environments.environment import Answer, EnvironmentFactory, Example, checked, factory
-from rlhf.environments.turns import Turns
+from rlhf.environments.environment import Answer, EnvironmentFactory, Example, Turns, checked, factory
+from rlhf.environments.environment import asynchronous_calls as asynchronous
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf.config.environment import ToolsConfig
+
+
+# Python functions as tools: a reply may call them, and the next message has what they return.
+#
+# A function is described to the model by its type hints and its docstring (Google style). The chat template
+# writes the descriptions into the prompt, and a response template of transformers reads the calls of a reply.
+# Of a class, each episode has an instance of its own, whose public methods are tools.
+
 
 _HERMES = {  # the calls of Hermes, Qwen 2.5 and Qwen 3
     "start_anchor_pattern": r"\A",
@@ -427,3 +431,123 @@ def _text(name: str, result: Any) -> str:
 
 def _error(text: str) -> Answer:
     return Answer(f"error: {text}"[:_MOST_CHARACTERS], error=True)
+
+
+# The environments of the embedded tasks: a calculator, and the game of guessing a number.
+
+
+class Calculator:
+    """Adds two numbers for the model; the reward is 1 for the right sum.
+
+    The replies are " calc 7 + 5", which is answered with " 12", and " #### 20", which ends the episode.
+    """
+
+    def reset(self, example: Example) -> None:
+        """Begin an episode; the reference of the example is the right last reply."""
+        self.right = example.reference
+
+    def step(self, reply: str) -> Answer:
+        """Return the sum of a call, the reward of an answer, or an error."""
+        if call := re.fullmatch(r" calc (\d+) \+ (\d+)", reply):
+            return Answer(f" {int(call[1]) + int(call[2])}")
+        if re.fullmatch(r" #### \d+", reply):
+            return Answer(reward=float(reply == self.right), done=True)
+        return Answer(" error", error=True)
+
+
+class GuessNumber:
+    """Answers a guess with " higher" or " lower"; the reward is 1 for the right number."""
+
+    def reset(self, example: Example) -> None:
+        """Begin an episode; the record of the example has the number as `secret`."""
+        self.secret: int = example.record["secret"]
+
+    def step(self, reply: str) -> Answer:
+        """Return where the number is, or the reward."""
+        if not re.fullmatch(r" \d+", reply):
+            return Answer(" error", error=True)
+        right = int(reply) == self.secret
+        return Answer(" higher" if int(reply) < self.secret else " lower", float(right), right)
+
+
+# Environments of other libraries. A library is imported when its class is used.
+#
+# The first observation is the prompt with `task=environment`. With other tasks it is no message.
+
+
+class Gymnasium:
+    """An environment of gymnasium whose observations are written as texts.
+
+    Args:
+        id: its name.
+        actions: the action that each word means, such as {left: 0}; {}: a reply is the action.
+        options: further arguments of `gymnasium.make`.
+    """
+
+    def __init__(self, id: str, actions: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        from gymnasium import make
+
+        self._game, self._actions, self._seen = make(id, **options), actions, ""
+        self._words = f"\nAnswer with one of: {', '.join(actions)}" if actions else ""
+
+    def reset(self, example: Example) -> str:
+        """Begin the episode with the seed of the example, and return the first observation."""
+        self._seen = str(self._game.reset(seed=example.seed % 2**31)[0])
+        return self._seen + self._words
+
+    def step(self, reply: str) -> Answer:
+        """Take an action. Another word changes nothing: the message has the observation and the words."""
+        word, actions = reply.strip(), self._actions
+        if actions and word not in actions:
+            return Answer(self._seen + self._words, error=True)
+        seen, reward, ended, cut, _ = self._game.step(actions[word] if actions else reply)
+        self._seen = str(seen)
+        return Answer(self._seen, cast(float, reward), bool(ended or cut))
+
+    def close(self) -> None:
+        """End the environment."""
+        self._game.close()
+
+
+class OpenEnv:
+    """A session of an OpenEnv server, which must allow as many sessions as there are episodes in a request.
+
+    Args:
+        url: the address of the server, http or https.
+        action: the field of an action that has the reply.
+        observation: the field of an observation that is the message; None: all fields, as JSON.
+    """
+
+    def __init__(self, url: str, action: str, observation: str | None) -> None:
+        self._url = f"ws{url.removeprefix('http').rstrip('/')}/ws"
+        self._action, self._observation = action, observation
+        self._session: Any = None
+
+    async def reset(self, example: Example) -> str:
+        """Begin a session with the seed of the example, and return the first observation."""
+        from websockets.asyncio.client import connect
+
+        self._session = await connect(self._url, max_size=2**24, proxy=None)
+        return self._text(await self._ask("reset", {"seed": example.seed % 2**31}))
+
+    async def step(self, reply: str) -> Answer:
+        """Send a reply as an action."""
+        found = await self._ask("step", {self._action: reply})
+        return Answer(self._text(found), found.get("reward") or 0.0, bool(found.get("done")))
+
+    def _text(self, found: dict[str, Any]) -> str:
+        seen, name = found["observation"], self._observation
+        return json.dumps(seen, ensure_ascii=False) if name is None else str(seen[name])
+
+    async def close(self) -> None:
+        """End the session."""
+        if self._session is not None:
+            await self._session.send(json.dumps({"type": "close"}))
+            await self._session.close()
+
+    async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        await self._session.send(json.dumps({"type": kind, "data": data}))
+        found = json.loads(await self._session.recv())
+        if found["type"] == "error":
+            raise RuntimeError(f"the server answers: {found['data'].get('message')}")
+        return dict(found["data"])
