@@ -14,7 +14,7 @@ from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import build_training_scorer
 from rlhf.config.model import Dtype
 from rlhf.core.batch import Sampling
-from rlhf.scorers.saved import SavingScorer
+from rlhf.scorers.scorer import SavingScorer
 from rlhf.training.checkpoint import Checkpoints
 from rlhf.training.collapse import LIMITS, CollapseRule, Limits
 from rlhf.training.invariants import expected

@@ -99,7 +99,7 @@ class MixtureConfig(TaskConfig):
                 )
 
 
-@option("scorer", "mixture", part="rlhf.scorers.mixture:MixtureScorer")
+@option("scorer", "mixture", part="rlhf.scorers.scorer:MixtureScorer")
 @dataclass(kw_only=True, slots=True)
 class MixtureScorerConfig(PartsScorerConfig):
     """A scorer for each part of `task=mixture`, under the name of the part.

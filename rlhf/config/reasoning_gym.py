@@ -75,7 +75,7 @@ class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
             )
 
 
-@option("scorer", "reasoning_gym", part="rlhf.scorers.reasoning_gym:ReasoningGymScorer")
+@option("scorer", "reasoning_gym", part="rlhf.scorers.function:ReasoningGymScorer")
 @dataclass(kw_only=True, slots=True)
 class ReasoningGymScorerConfig(ScorerConfig):
     """The verifier of the problem in `task=reasoning_gym`."""

@@ -203,7 +203,7 @@ class RewardModelScorerConfig(ScorerConfig):
             )
 
 
-@option("scorer", "facts", part="rlhf.scorers.programs:FactsScorer")
+@option("scorer", "facts", part="rlhf.scorers.function:FactsScorer")
 @dataclass(kw_only=True, slots=True)
 class FactsScorerConfig(ScorerConfig):
     """The program that judges `task=tldr_mini`: facts covered, minus errors, filler and excess length."""
@@ -215,7 +215,7 @@ class FactsScorerConfig(ScorerConfig):
         return None if task.name == "tldr_mini" else "that program knows only the facts of task=tldr_mini"
 
 
-@option("scorer", "answer", part="rlhf.scorers.programs:AnswerScorer")
+@option("scorer", "answer", part="rlhf.scorers.function:AnswerScorer")
 @dataclass(kw_only=True, slots=True)
 class AnswerScorerConfig(ScorerConfig):
     """A score of 1 if the answer in the response equals the answer in the reference, else 0."""
@@ -284,7 +284,7 @@ class PartsScorerConfig(ScorerConfig):
                 )
 
 
-@option("scorer", "weighted", part="rlhf.scorers.weighted:WeightedScorer")
+@option("scorer", "weighted", part="rlhf.scorers.scorer:WeightedScorer")
 @dataclass(kw_only=True, slots=True)
 class WeightedScorerConfig(PartsScorerConfig):
     """The sum of other scorers, each times its `weight`.

@@ -4,7 +4,7 @@
 
 `datasets.load_dataset(<folder>)` loads the folder. Settings shared by all rows of a file are in the metadata
 of the Parquet schema. Each file is written completely or not at all. A resumed run overwrites the files of
-the updates after its checkpoint. `rlhf.scorers.saved` writes the files, `rlhf.generators.generator` reads the
+the updates after its checkpoint. `rlhf.scorers.scorer` writes the files, `rlhf.generators.generator` reads the
 files. This module imports no torch.
 """
 

@@ -1,11 +1,16 @@
-"""A scorer that calls a Python function of the user, or the weighted sum of several functions."""
+"""Scorers that call Python functions: of the user, of this project, of reasoning-gym."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from ast import literal_eval
 from collections.abc import Mapping, Set, Sized
 from copy import deepcopy
 from dataclasses import replace
+from decimal import Decimal, InvalidOperation
+from functools import cache
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +19,7 @@ from torch import Tensor
 
 from rlhf.config.address import load_function, signature_of
 from rlhf.config.parameters import GIVEN, parameters_of
+from rlhf.config.scorer import AnswerScorerConfig, FactsScorerConfig
 from rlhf.core.errors import RunError, one_line, place_in_code
 from rlhf.core.formatting import shortened
 from rlhf.core.protection import protected
@@ -21,13 +27,18 @@ from rlhf.core.score import as_score, not_a_score
 from rlhf.environments import environment
 from rlhf.environments.environment import transcripts
 from rlhf.processes.signals import end_wait
-from rlhf.scorers.scorer import Scorer, distinct_texts
-from rlhf.scorers.weighted import WeightedScorer
+from rlhf.scorers.scorer import Scorer, TextScorer, WeightedScorer, distinct_texts
+from rlhf.tasks.tldr_mini_judge import gold_score
 
 if TYPE_CHECKING:
+    from rlhf.config.reasoning_gym import ReasoningGymScorerConfig
     from rlhf.config.scorer import FunctionScorerConfig
     from rlhf.core.batch import Rollouts
     from rlhf.scorers.scorer import DistinctTexts, ScorerContext
+
+
+# A scorer that calls a Python function of the user, or the weighted sum of several functions.
+
 
 _POLL_S = 0.2  # between two checks for a signal
 
@@ -286,3 +297,106 @@ def items(given: Any) -> Any:
     except TypeError:
         return given
     return list(iterator)
+
+
+# Scorers that are programs of this project: the judge of `task=tldr_mini`, and a check of answers.
+
+
+class FactsScorer(TextScorer):
+    """A scorer that returns the gold score of `task=tldr_mini`: facts, minus errors, filler and length."""
+
+    config: FactsScorerConfig
+
+    def judge(self, prompt: str, response: str, reference: str) -> float:
+        """Return the gold score of the response, given the post in `prompt`; `reference` is not used."""
+        return gold_score(prompt, response)
+
+
+class AnswerScorer(TextScorer):
+    """A scorer that returns 1 if the answer in the response equals the answer in the reference, else 0."""
+
+    config: AnswerScorerConfig
+
+    def judge(self, prompt: str, response: str, reference: str) -> float:
+        """Return 1.0 if both texts contain the same answer, else 0.0."""
+        return float(answer_matches(response, reference, self.config.pattern))
+
+
+def find_answer(text: str, pattern: str) -> str | None:
+    """Return the last match of `pattern` in a text; if the pattern has groups, return the first group.
+
+    The result is None if nothing matches. The last match is the answer, because a worked solution may contain
+    intermediate results that match too.
+    """
+    matches = list(re.finditer(pattern, text))
+    if not matches:
+        return None
+    return matches[-1].group(1) if matches[-1].re.groups else matches[-1].group()
+
+
+def _normalize_answer(answer: str) -> str | Decimal:
+    """Return an answer in a form in which equal answers compare as equal.
+
+    Surrounding space, final dots, all commas and a leading dollar sign are removed. A finite number becomes a
+    Decimal, so that 5.0 == 5; any other answer stays a text.
+    """
+    bare = answer.strip().rstrip(".,").replace(",", "").removeprefix("$")
+    try:
+        number = Decimal(bare)
+    except InvalidOperation:
+        return bare
+    return number if number.is_finite() else bare
+
+
+def answer_matches(response: str, reference: str, pattern: str) -> bool:
+    """Return True if the answers in `response` and `reference` are equal; False if either has no answer."""
+    answer, expected = find_answer(response, pattern), find_answer(reference, pattern)
+    if answer is None or expected is None:
+        return False
+    return _normalize_answer(answer) == _normalize_answer(expected)
+
+
+# A scorer that calls the verifiers of the package reasoning-gym.
+
+
+class ReasoningGymScorer(Scorer):
+    """A scorer that returns the score of the verifier; with `exact`, 1 for a full score and otherwise 0.
+
+    A response has the score 0 if it has no answer, or if the verifier raises an exception.
+    """
+
+    config: ReasoningGymScorerConfig
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        """Return the scores [N, K]."""
+        return self._verified(rollouts)[0]
+
+    def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the scores [N, K], and as part `verifier_errors` 1 where the verifier raised, else 0."""
+        scores, errors = self._verified(rollouts)
+        return self.at_end(scores, rollouts.ended), {"verifier_errors": errors}
+
+    def _verified(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+        assert rollouts.records is not None, "validated: the task is reasoning_gym"
+        texts = distinct_texts(rollouts, self.tokenizer)
+        scores, errors = [], []
+        for example, response in zip(texts.examples, texts.responses, strict=True):
+            record, score, error = rollouts.records[example], 0.0, 0.0
+            answer = response if self.config.pattern is None else find_answer(response, self.config.pattern)
+            if answer is not None:
+                try:
+                    verifier = _verifier(record["dataset"], record["arguments"])
+                    score = float(verifier.score_answer(answer.strip(), literal_eval(record["entry"])))
+                except Exception:  # some verifiers raise at an answer that they cannot read
+                    error = 1.0
+            scores.append(float(score >= 1) if self.config.exact else score)
+            errors.append(error)
+        return texts.spread(scores), texts.spread(errors)
+
+
+@cache
+def _verifier(dataset: str, arguments: str) -> Any:
+    """Return the data set of reasoning-gym with these arguments (JSON); its entries come from the records."""
+    from reasoning_gym import create_dataset  # takes seconds
+
+    return create_dataset(dataset, seed=0, size=1, **json.loads(arguments))

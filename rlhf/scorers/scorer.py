@@ -11,20 +11,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.parquet
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.core.batch import Batch
 from rlhf.core.control import unquoted
+from rlhf.core.errors import RunError
 from rlhf.core.pieces import pieces
+from rlhf.core.rollout_format import Shared, name, vocabulary
+from rlhf.core.score import in_float32
 
 if TYPE_CHECKING:
+    from rlhf.config.mixture_task import MixtureScorerConfig
     from rlhf.config.model import ModelConfig
-    from rlhf.config.scorer import LabelsScorerConfig, NoScorerConfig, ScorerConfig
-    from rlhf.core.batch import Rollouts
+    from rlhf.config.scorer import LabelsScorerConfig, NoScorerConfig, ScorerConfig, WeightedScorerConfig
+    from rlhf.core.batch import Rollouts, Sampling
+    from rlhf.core.state import TrainState
     from rlhf.environments.environment import Turns
     from rlhf.processes.ranks import Ranks
 
@@ -307,3 +314,215 @@ def first_of_identical(rollouts: Rollouts) -> Tensor:
         for row, (ids, end) in enumerate(zip(tokens, ended, strict=True))
     ]
     return torch.tensor(columns).view(N, K)
+
+
+# A scorer that is the weighted sum of other scorers.
+
+
+class WeightedScorer(Scorer):
+    """A scorer that returns the weighted sum of the scores of other scorers, its parts.
+
+    Args:
+        config: config section of the scorer, with the sections and weights of the parts.
+        context: the objects of the run that a scorer needs; `context.build` builds the parts.
+    """
+
+    config: WeightedScorerConfig
+
+    def __init__(self, config: WeightedScorerConfig, context: ScorerContext) -> None:
+        super().__init__(config, context)
+        self.parts: dict[str, Scorer] = {}
+        for name, section in config.parts.items():
+            part = context.build(section, f"{context.at}.parts.{name}")
+            assert part is not None, "validated: every part scores"
+            part.alone = False
+            self.parts[name] = part
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        """Return the weighted sum [N, K] of the scores, before the missing-EOS settings are applied."""
+        return self.total({name: part.score_once(rollouts) for name, part in self.parts.items()}, rollouts)
+
+    def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weighted sum [N, K], and the scores [N, K] of each part by the name of the part.
+
+        The missing-EOS settings of a part apply to its score, the settings of this section to the sum.
+        """
+        parts = {name: part.training_scores(rollouts)[0] for name, part in self.parts.items()}
+        return self.at_end(self.total(parts, rollouts), rollouts.ended), parts
+
+    def total(self, parts: dict[str, Tensor], rollouts: Rollouts) -> Tensor:
+        """Return the weighted sum [N, K] of the scores [N, K] in `parts`; NaN: the part does not judge it.
+
+        Raises:
+            RunError: no part with a weight judges a response.
+        """
+        scores = torch.stack([*parts.values()])
+        weights = torch.tensor([self.parts[name].config.weight for name in parts], dtype=scores.dtype)
+        weights, left_out = weights.to(scores.device)[:, None, None], scores.isnan()
+        without = left_out.any(0) & ~(~left_out & (weights != 0)).any(0)
+        if without.any():
+            where, names = rollouts.place(int(without.nonzero()[0, 0])), ", ".join(parts)
+            error = RunError(
+                f"{self.at} must have a part that judges each response (None leaves it to another one), got "
+                f"none for {where}; return a number from one of {names}"
+            )
+            error.everywhere = True
+            raise error
+        return (weights * torch.where(left_out, 0.0, scores)).sum(0)
+
+
+# A scorer that has a scorer of its own for each part of a mixture of tasks.
+
+
+class MixtureScorer(Scorer):
+    """A scorer that scores the responses to the prompts of each part with the scorer of the part.
+
+    Args:
+        config: config section of the scorer, with the sections of the parts.
+        context: the objects of the run that a scorer needs; `context.parts` names the parts in their order.
+    """
+
+    config: MixtureScorerConfig
+
+    def __init__(self, config: MixtureScorerConfig, context: ScorerContext) -> None:
+        super().__init__(config, context)
+        self.parts: list[Scorer] = []
+        for name in context.parts:
+            part = context.build(config.parts[name], f"{context.at}.parts.{name}")
+            assert part is not None, "validated: every part scores"
+            self.parts.append(part)
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        """Return the scores [N, K], before the missing-EOS settings are applied."""
+        return self.by_part(rollouts, lambda scorer, own: scorer.score_once(own))
+
+    def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, None]:
+        """Return the scores [N, K]; the missing-EOS settings of a part apply before those of this section."""
+        scores = self.by_part(rollouts, lambda scorer, own: scorer.training_scores(own)[0])
+        return self.at_end(scores, rollouts.ended), None
+
+    def by_part(self, rollouts: Rollouts, scores: Callable[[Scorer, Rollouts], Tensor]) -> Tensor:
+        """Return the weighted scores [N, K]; `scores(scorer, own)` scores the rollouts of one part."""
+        assert rollouts.part is not None, "validated: the task has parts, and the rollouts are not stored"
+        found = torch.zeros(rollouts.response_ids.shape[:2], dtype=torch.float64)
+        for number, scorer in enumerate(self.parts):
+            rows = (rollouts.part == number).nonzero()[:, 0]
+            if len(rows):
+                own = scores(scorer, rollouts.select(rows))
+                found[rows] = scorer.config.weight * own.to(found.device, found.dtype)
+        return found
+
+
+# A scorer that saves scored rollouts (`save_generations`); `rlhf.core.rollout_format` has the format.
+
+
+SCRATCH = ".tmp"  # suffix of a file that is not completely written
+
+
+class SavingScorer(Scorer):
+    """A scorer that writes each scored rollout batch to a file.
+
+    Incomplete files in `folder`, left behind by a crash, are removed.
+
+    Args:
+        scorer: the scorer that computes the scores.
+        folder: folder of the files; each update has one file.
+        tokenizer: tokenizer of the policy, which decodes the responses.
+        sampling: sampling settings of the rollouts; the files contain the temperature.
+        state: counters of the run, which give the number of the update.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        state: TrainState,
+    ) -> None:
+        self.config = scorer.config
+        self.scorer = scorer
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.sampling = sampling
+        self.state = state
+        self.vocabulary = vocabulary(tokenizer.get_vocab())
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in folder.glob(f"*{SCRATCH}"):
+            file.unlink()
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        """Return the scores [N, K] of the wrapped scorer."""
+        return self.scorer.score(rollouts)
+
+    def __call__(self, rollouts: Rollouts) -> Batch:
+        """Return the rollouts with scores, after writing them to disk."""
+        batch = self.scorer(rollouts)
+        write(batch, self.state.update + 1, self.folder, self.tokenizer, self.sampling, self.vocabulary)
+        return batch
+
+
+def write(
+    batch: Batch,
+    update: int,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    vocabulary: str,
+) -> None:
+    """Write the file of one update: one row per response, grouped by prompt.
+
+    The file is written under a temporary name, then renamed. So a file is complete or missing.
+
+    Args:
+        batch: scored rollouts.
+        update: number of the update, from 1.
+        folder: folder of the files.
+        tokenizer: tokenizer of the policy.
+        sampling: sampling settings of the rollouts; the file contains the temperature.
+        vocabulary: hash of the policy's vocabulary.
+    """
+    N, K, T = batch.response_ids.shape
+
+    def each(values: list[Any]) -> list[Any]:
+        return [value for value in values for _ in range(K)]
+
+    def cut(x: Tensor, mask: Tensor) -> list[list[Any]]:
+        return [row[kept].tolist() for row, kept in zip(x, mask, strict=True)]
+
+    mask = batch.real.flatten(0, 1)
+    prompts, responses, references = flat_texts(batch, tokenizer)
+    columns: dict[str, Any] = {
+        "update": [update] * (N * K),
+        "version": [batch.version] * (N * K),
+        "example": each(batch.index.tolist()),
+        "sample": list(range(K)) * N,
+        "prompt": prompts,
+        "response": responses,
+        "reference": references,
+        "score": batch.scores.flatten().tolist(),
+        **{
+            f"score/{part}": pyarrow.array(scores.flatten().tolist(), from_pandas=True)  # NaN: not judged
+            for part, scores in (batch.parts or {}).items()
+        },
+        **{f"episode/{name}": values.flatten().tolist() for name, values in (batch.episode or {}).items()},
+        "ended": batch.ended.flatten().tolist(),
+        "prompt_ids": each(cut(batch.prompt_ids, batch.prompt_mask)),
+        "response_ids": cut(batch.response_ids.flatten(0, 1), mask),
+    }
+    for column in ("behaviour_logprobs", "token_versions", "environment_mask", "rewards"):
+        if (values := getattr(batch, column)) is not None:
+            columns[column] = cut(values.flatten(0, 1), mask)
+    columns |= {key: [*map(in_float32, columns[key])] for key in columns if "/" in key or key == "score"}
+    shared = Shared(
+        prompts=N,
+        samples=K,
+        response_length=T,
+        temperature=sampling.temperature,
+        vocabulary=vocabulary,
+    )
+    table = pyarrow.table(columns).replace_schema_metadata(shared.metadata())
+    file = folder / name(update)
+    scratch = file.with_name(f"{file.name}{SCRATCH}")
+    pyarrow.parquet.write_table(table, scratch)
+    scratch.replace(file)

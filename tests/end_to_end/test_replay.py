@@ -14,7 +14,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.rollout_format import files
 from rlhf.generators.generator import ReplayGenerator, read
 from rlhf.runs.folder import RunFolder
-from rlhf.scorers.saved import write
+from rlhf.scorers.scorer import write
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import UPDATES_ONLY, rows
 from tests.tiny_models import tiny_tokenizer

@@ -19,9 +19,7 @@ from rlhf.environments.episodes import Episodes
 from rlhf.generators import generator
 from rlhf.loggers.display import dialogue_lines
 from rlhf.scorers.function import build
-from rlhf.scorers.saved import write
-from rlhf.scorers.scorer import EnvironmentScorer, merge_ties
-from rlhf.scorers.weighted import WeightedScorer
+from rlhf.scorers.scorer import EnvironmentScorer, WeightedScorer, merge_ties, write
 from tests.environments.test_episodes import SAMPLING, Judge, prompts, sampled, settings, tokenizer
 from tests.tiny_models import scorer_context
 

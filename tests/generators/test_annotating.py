@@ -26,8 +26,7 @@ from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.processes.signals import interruptible
 from rlhf.processes.worker import Limits, Worker
 from rlhf.runs.folder import RunFolder
-from rlhf.scorers.scorer import LabelsScorer, TextScorer
-from rlhf.scorers.weighted import WeightedScorer
+from rlhf.scorers.scorer import LabelsScorer, TextScorer, WeightedScorer
 from rlhf.training.stream import unpack
 from tests.tiny_models import scorer_context, tiny_lm, tiny_rollouts, tiny_tokenizer
 

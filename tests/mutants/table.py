@@ -234,7 +234,7 @@ MUTANTS = [
     ),
     *_rows(
         "scorers/test_mixture",
-        "scorers/mixture.py",
+        "scorers/scorer.py",
         (
             "found[rows] = scorer.config.weight * own.to(found.device, found.dtype)",
             "found[rows] = own.to(found.device, found.dtype)",
@@ -242,7 +242,7 @@ MUTANTS = [
     ),
     *_rows(
         "scorers/test_scorers scorers/test_ties",
-        "scorers/weighted.py",
+        "scorers/scorer.py",
         (
             "return self.at_end(self.total(parts, rollouts), rollouts.ended), parts",
             "return self.total(parts, rollouts), parts",
@@ -250,7 +250,7 @@ MUTANTS = [
     ),
     *_rows(
         "scorers/test_tries",
-        "scorers/tries.py",
+        "scorers/http.py",
         ("if call.tries > retries:", "if call.tries >= retries:"),
         (
             "if i in active and active[i].running and active[i].tries == number:",

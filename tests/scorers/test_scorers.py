@@ -25,8 +25,7 @@ from rlhf.core.errors import RunError, UserError
 from rlhf.core.score import as_score
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.scorers.function import FunctionScorer
-from rlhf.scorers.scorer import LabelsScorer, TextScorer
-from rlhf.scorers.weighted import WeightedScorer
+from rlhf.scorers.scorer import LabelsScorer, TextScorer, WeightedScorer
 from tests.tiny_models import scorer_context, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf.core.errors import Interrupted
 from rlhf.processes import signals
-from rlhf.scorers.tries import Again, backoff, in_parallel
+from rlhf.scorers.http import Again, backoff, in_parallel
 
 QUICK = {"concurrency": 2, "timeout_s": 0.3, "retries": 2, "late": lambda: TimeoutError("late")}
 

@@ -7,7 +7,7 @@ import pytest
 from rlhf.assembly.parts import make
 from rlhf.config.algo import Data
 from rlhf.config.task import ArithmeticConfig, Difficulty
-from rlhf.scorers.programs import answer_matches, find_answer
+from rlhf.scorers.function import answer_matches, find_answer
 from rlhf.tasks.arithmetic import forgetful_add
 from rlhf.tasks.task import Task
 
