@@ -10,9 +10,7 @@ from rlhf.config.algo import Trains
 from rlhf.config.scorer import scorers
 from rlhf.core import stages
 from rlhf.loggers.display import Display
-from rlhf.loggers.doubts import ScoreDoubts
-from rlhf.loggers.jsonl import JsonlLogger
-from rlhf.loggers.logger import Logger, LoggerContext
+from rlhf.loggers.logger import JsonlLogger, Logger, LoggerContext, ScoreDoubts
 from rlhf.report.figures import run_figures
 
 if TYPE_CHECKING:

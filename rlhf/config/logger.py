@@ -19,7 +19,7 @@ class WandbMode(Choice):
     offline = "offline"
 
 
-@option("logger", "wandb", part="rlhf.loggers.wandb:WandbLogger")
+@option("logger", "wandb", part="rlhf.loggers.dashboards:WandbLogger")
 @dataclass(kw_only=True, slots=True)
 class WandbConfig(Section):
     """Weights & Biases."""
@@ -37,7 +37,7 @@ class WandbConfig(Section):
         yield from _missing_package("wandb")
 
 
-@option("logger", "tensorboard", part="rlhf.loggers.tensorboard:TensorboardLogger")
+@option("logger", "tensorboard", part="rlhf.loggers.dashboards:TensorboardLogger")
 @dataclass(kw_only=True, slots=True)
 class TensorboardConfig(Section):
     """TensorBoard event files in `tensorboard/` of the run folder."""
@@ -49,7 +49,7 @@ class TensorboardConfig(Section):
         yield from _missing_package("tensorboard")
 
 
-@option("logger", "mlflow", part="rlhf.loggers.mlflow:MlflowLogger")
+@option("logger", "mlflow", part="rlhf.loggers.dashboards:MlflowLogger")
 @dataclass(kw_only=True, slots=True)
 class MlflowConfig(Section):
     """MLflow, in a local SQLite store or on a tracking server."""
@@ -83,7 +83,7 @@ class MlflowConfig(Section):
             )
 
 
-@option("logger", "trackio", part="rlhf.loggers.trackio:TrackioLogger")
+@option("logger", "trackio", part="rlhf.loggers.dashboards:TrackioLogger")
 @dataclass(kw_only=True, slots=True)
 class TrackioConfig(Section):
     """Trackio, in a local store."""

@@ -1,18 +1,37 @@
-"""What every dashboard gets about a run: its id, which the run folder stores, and its settings."""
+"""Loggers of dashboards: W&B, MLflow, trackio, TensorBoard."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import secrets
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, redirect_stdout
+from io import BytesIO, StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from rlhf.core.files import write_atomically
+from rlhf.config.yaml_file import flat
+from rlhf.core.console import say
+from rlhf.core.errors import UserError
+from rlhf.core.files import read_lines, write_atomically
+from rlhf.core.secrets import hide
+from rlhf.loggers.logger import Logger
+from rlhf.runs.lock import made_by_one
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from rlhf.config.logger import MlflowConfig, TensorboardConfig, TrackioConfig, WandbConfig
+    from rlhf.core.metrics import Evaluation, Row
+    from rlhf.core.state import TrainState
+    from rlhf.loggers.logger import LoggerContext
     from rlhf.runs.folder import RunFolder
+
+
+# What every dashboard gets about a run: its id, which the run folder stores, and its settings.
 
 
 def run_id(folder: RunFolder, dashboard: str) -> str:
@@ -57,3 +76,453 @@ def described(folder: RunFolder) -> dict[str, Any]:
         **folder.read_config(),
         "environment": json.loads(folder.environment.read_text(encoding="utf-8")),
     }
+
+
+# The base of loggers that continue a run in a store, such as MLflow and trackio.
+
+
+COMPLETIONS = "completions"  # name of the tables of completions, beside the names of metrics
+
+Samples = list[dict[str, Any]]  # completions of an evaluation, with the keys of completions.jsonl
+
+
+class ContinuedLogger(Logger):
+    """A logger that sends each metric of an update once to a store, over all sessions of a run.
+
+    A resumed run repeats the updates after its checkpoint; the values that the store has are not sent again.
+    Rows that the store lacks are read from metrics.jsonl and completions.jsonl when the run resumes.
+
+    If the store refuses a row, the run continues with a warning. The logger sends the row again at the next
+    checkpoint, at the end of the run, or when the run resumes.
+
+    Args:
+        name: the option of the config group `logger`.
+        folder: the run folder.
+        last: the last update of each metric in the store, and of the tables of completions (`COMPLETIONS`).
+        refusals: the exceptions of a store that refuses a row.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: RunFolder,
+        last: dict[str, int],
+        refusals: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self.name = name
+        self.folder = folder
+        self.last = last
+        self.refusals = refusals
+        self.refused = False  # the store refused a row, and nothing was sent after that
+
+    def send(self, row: Row, update: int) -> None:
+        """Send metrics of an update to the store."""
+        raise NotImplementedError
+
+    def send_completions(self, samples: Samples, update: int) -> None:
+        """Send the completions of the evaluation at an update to the store, as a table."""
+        raise NotImplementedError
+
+    def log(self, row: Row, state: TrainState) -> None:
+        """Send the metrics of an update."""
+        self.send_new(row, [], state.update)
+
+    def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
+        """Send the metrics of an evaluation, and a table of its completions."""
+        self.send_new(row, evaluation.samples, state.update)
+
+    def save(self, checkpoint: Path) -> None:
+        """Send the rows that the store refused, if any, again."""
+        if self.refused:
+            self.send_missing()
+
+    def send_missing(self) -> None:
+        """Send the rows of metrics.jsonl and completions.jsonl that the store does not have."""
+        self.refused = False
+        for row in read_lines(self.folder.metrics, ["update"]):
+            self.send_new(row, [], row["update"])
+        evaluated: dict[int, Samples] = {}
+        for sample in read_lines(self.folder.completions, ["update"]):
+            evaluated.setdefault(sample.pop("update"), []).append(sample)
+        for update, samples in evaluated.items():
+            self.send_new({}, samples, update)
+
+    def send_new(self, row: Row, samples: Samples, update: int) -> None:
+        """Send the metrics and the completions that the store does not have."""
+        new = {name: value for name, value in row.items() if update > self.last.get(name, -1)}
+        if new:
+            self.attempt(lambda: self.send(new, update), new, update)
+        if samples and update > self.last.get(COMPLETIONS, -1):
+            self.attempt(lambda: self.send_completions(samples, update), [COMPLETIONS], update)
+
+    def attempt(self, send: Callable[[], None], names: Iterable[str], update: int) -> None:
+        """Send the values `names` of an update, unless the store refused an earlier row."""
+        if self.refused:
+            return
+        try:
+            send()
+        except self.refusals as error:
+            self.refused = True
+            reason = hide(str(error).partition("\n")[0])
+            say(
+                f"warning: logger={self.name} did not accept the metrics of update {update} ({reason}); the "
+                "run continues, and sends them again at its next checkpoint and at its end",
+                style="yellow",
+            )
+        else:
+            self.last |= dict.fromkeys(names, update)
+
+
+# The logger of Weights & Biases (W&B).
+
+
+class WandbLogger(Logger):
+    """A logger that sends rows, tables of completions and figures to a W&B run, with the update as x axis.
+
+    The config of the W&B run contains config.yaml and environment.json. A resumed run continues the same W&B
+    run, which has the name of the run folder. A resumed run repeats the rows after its checkpoint; these rows
+    are equal to the existing rows, and W&B skips them.
+
+    Args:
+        config: the config section of the logger.
+        context: the run folder, the counters and the figures of the run.
+
+    Raises:
+        UserError: W&B does not accept the run, for example without an API key.
+    """
+
+    config: WandbConfig
+
+    def __init__(self, config: WandbConfig, context: LoggerContext) -> None:
+        import wandb
+
+        folder = context.folder
+        self.wandb = wandb
+        self.state = context.state
+        self.figures = context.figures
+        try:
+            self.run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                group=config.group,
+                tags=config.tags,
+                mode=None if config.mode is None else config.mode.value,
+                dir=folder.path,
+                id=run_id(folder, "wandb"),
+                name=folder.path.name,
+                resume="allow",
+                config=described(folder),
+                # the metadata of W&B include the command line, which may contain secrets
+                settings=wandb.Settings(x_disable_meta=True),
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"logger=wandb needs Weights & Biases to accept the run, got: {error}; log in with "
+                "`wandb login`, set logger.wandb.mode=offline and send it later with `wandb sync`, or leave "
+                "logger=wandb out"
+            ) from None
+
+    def log(self, row: Row, state: TrainState) -> None:
+        """Send the row, with the update as its step."""
+        self.run.log(row, step=state.update)
+
+    def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
+        """Send the row and a table of completions, with the update as their step."""
+        columns: list[Any] = list(evaluation.samples[0]) if evaluation.samples else []
+        table = self.wandb.Table(columns, [[sample[c] for c in columns] for sample in evaluation.samples])
+        self.run.log({**row, "completions": table} if columns else row, step=state.update)
+
+    def close(self) -> None:
+        """Finish the W&B run, with the figures of a run that is complete.
+
+        An interrupted run is shown as failed until it is resumed.
+        """
+        if self.state.done and (figures := self.figures()):
+            from PIL import Image  # installed with matplotlib, which draws the figures
+
+            images = {f"report/{name}": Image.open(BytesIO(png)) for name, png in figures.items()}
+            sent = {name: self.wandb.Image(image) for name, image in images.items()}
+            self.run.log(sent, step=self.state.update)
+        self.run.finish(exit_code=0 if self.state.done else 1)
+
+
+# The logger of MLflow.
+
+
+_SQLITE = "sqlite:///"
+_VARIABLES = {  # read when MLflow is imported or used; the user may set other values
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # MLflow reports its use otherwise
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",  # about 15 seconds without a server; the default 7 take 4 minutes
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # the address may contain a password
+}
+_PARAMS = 100  # largest number of parameters of a request
+TABLE = re.compile(r"completions/update-(\d+)\.json")  # artifact of the completions of an evaluation
+
+
+class MlflowLogger(ContinuedLogger):
+    """A logger that sends rows, tables of completions and figures to an MLflow run.
+
+    The parameters of the MLflow run are the settings of the run when it started; the artifact `config.json`
+    has the settings and the environment of the last session. A resumed run continues the same MLflow run.
+
+    Args:
+        config: the config section of the logger.
+        context: the run folder, the counters and the figures of the run.
+
+    Raises:
+        UserError: MLflow does not accept the run, for example because no server answers.
+    """
+
+    config: MlflowConfig
+
+    def __init__(self, config: MlflowConfig, context: LoggerContext) -> None:
+        for variable, value in _VARIABLES.items():
+            os.environ.setdefault(variable, value)
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)
+        self.context = context
+        store = context.folder.path.absolute().parent / "mlflow" / "mlflow.db"  # of all runs in that folder
+        uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}{store}"
+        file = Path(uri.removeprefix(_SQLITE)).absolute() if uri.startswith(_SQLITE) else None
+        try:
+            # MLflow creates the tables of a new store without a lock
+            with nullcontext() if file is None else made_by_one(file):
+                self.client = MlflowClient(uri)
+                artifacts = None if file is None else (file.parent / "artifacts").as_uri()
+                experiment = self.experiment(config.experiment, artifacts)
+            self.run = self.open(context.folder, experiment)
+            super().__init__("mlflow", context.folder, self.sent(), (MlflowException, OSError))
+        # ImportError: the driver of a database is not installed
+        except (MlflowException, SQLAlchemyError, ImportError, OSError) as error:
+            reason = hide(str(error).partition("\n")[0])
+            raise UserError(
+                f"logger=mlflow needs a store that accepts the run, got: {reason}; correct logger.mlflow.uri "
+                "or the variable MLFLOW_TRACKING_URI, or leave logger=mlflow out"
+            ) from None
+        self.send_missing()
+
+    def experiment(self, name: str, artifacts: str | None) -> str:
+        """Return the id of the experiment `name`, which is created if necessary.
+
+        Args:
+            name: the experiment.
+            artifacts: address of the artifacts of a new experiment; None: the server decides.
+        """
+        from mlflow.exceptions import MlflowException
+
+        if (found := self.client.get_experiment_by_name(name)) is None:
+            try:
+                return self.client.create_experiment(name, artifact_location=artifacts)
+            except MlflowException:  # another run may have created the experiment in the meantime
+                if (found := self.client.get_experiment_by_name(name)) is None:
+                    raise
+        return found.experiment_id
+
+    def open(self, folder: RunFolder, experiment: str) -> str:
+        """Return the id of the MLflow run, which is created or continued, with the settings of the run."""
+        run = stored_id(folder, "mlflow")
+        if run is None or not self.exists(run):
+            run = self.client.create_run(experiment, run_name=folder.path.name).info.run_id
+            store_id(folder, "mlflow", run)
+        self.client.update_run(run, status="RUNNING")
+        self.client.log_dict(run, described(folder), "config.json")
+        known = self.client.get_run(run).data.params  # cannot be changed
+        settings = flat(folder.read_config())  # MLflow forbids some characters in names
+        params = [(re.sub(r"[^\w\-. :/]", "-", key), str(value)) for key, value in settings]
+        self.log_params(run, [(key, value) for key, value in params if key not in known])
+        return run
+
+    def exists(self, run: str) -> bool:
+        """Return whether the store has an MLflow run that is not deleted."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self.client.get_run(run).info.lifecycle_stage == "active"
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+
+    def log_params(self, run: str, params: list[tuple[str, str]]) -> None:
+        """Send parameters in requests of at most `_PARAMS` parameters."""
+        from mlflow.entities import Param
+
+        for start in range(0, len(params), _PARAMS):
+            self.client.log_batch(run, params=[Param(*each) for each in params[start : start + _PARAMS]])
+
+    def sent(self) -> dict[str, int]:
+        """Return the last update of each metric, and of the completions, in the MLflow run."""
+        names = self.client.get_run(self.run).data.metrics
+        last = {
+            name: max(point.step for point in self.client.get_metric_history(self.run, name))
+            for name in names
+        }
+        tables = [TABLE.fullmatch(file.path) for file in self.client.list_artifacts(self.run, COMPLETIONS)]
+        return last | {COMPLETIONS: max((int(table[1]) for table in tables if table), default=-1)}
+
+    def send(self, row: Row, update: int) -> None:
+        """Send metrics of an update, with the update as their step."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, update) for name, value in row.items()]
+        self.client.log_batch(self.run, metrics=metrics)
+
+    def send_completions(self, samples: Samples, update: int) -> None:
+        """Send completions as an artifact, in the format of a pandas table (`orient="split"`)."""
+        columns = list(samples[0])
+        table = {"columns": columns, "data": [[sample[name] for name in columns] for sample in samples]}
+        self.client.log_dict(self.run, table, f"{COMPLETIONS}/update-{update}.json")
+
+    def close(self) -> None:
+        """End the MLflow run; an interrupted run is shown as killed until it is resumed."""
+        done = self.context.state.done
+        if done and self.refused:
+            self.send_missing()
+        self.attempt(lambda: self.end(done), [], self.context.state.update)
+
+    def end(self, done: bool) -> None:
+        """Set the final status of the MLflow run; send the figures of a run that is complete."""
+        if done and (figures := self.context.figures()):
+            with TemporaryDirectory() as scratch:
+                for name, png in figures.items():
+                    Path(scratch, f"{name}.png").write_bytes(png)
+                self.client.log_artifacts(self.run, scratch, "figures")
+        self.client.set_terminated(self.run, "FINISHED" if done else "KILLED")
+
+
+# The logger of trackio.
+
+
+FOLDER = "TRACKIO_DIR"  # the variable of the folder of the store
+
+
+class TrackioLogger(ContinuedLogger):
+    """A logger that writes rows and tables of completions to a local store of trackio.
+
+    The name of the trackio run is the name of the run folder and a random suffix. A resumed run continues the
+    same trackio run. The logger starts no server and does not connect to the hub.
+
+    Args:
+        config: the config section of the logger.
+        context: the run folder.
+
+    Raises:
+        UserError: trackio does not accept the name of the project, or uses another folder in this process.
+    """
+
+    config: TrackioConfig
+
+    def __init__(self, config: TrackioConfig, context: LoggerContext) -> None:
+        default = os.environ.get(FOLDER) or context.folder.path.parent / "trackio"
+        self.trackio = import_trackio(Path(config.dir or default).absolute())
+        name = run_id(context.folder, "trackio")
+        # rows of an earlier session on a network file system, which no dashboard has imported yet
+        self.trackio.fragments.import_inbox_dir()
+        with redirect_stdout(StringIO()):  # instructions for another way to start the dashboard
+            try:
+                self.run = self.trackio.init(
+                    config.project,
+                    name=name,
+                    config=described(context.folder),
+                    resume="allow",
+                    embed=False,
+                    auto_log_cpu=False,
+                    auto_log_gpu=False,
+                )
+            except ValueError as error:
+                raise UserError(
+                    f"logger.trackio.project must be a name that trackio accepts ({error}), got "
+                    f"{config.project}; set logger.trackio.project=rlhf"
+                ) from None
+        last: dict[str, int] = {}
+        for row in self.trackio.SQLiteStorage.get_logs(config.project, name):
+            last |= {metric: max(row["step"], last.get(metric, -1)) for metric in row}
+        super().__init__("trackio", context.folder, last)
+        self.send_missing()
+
+    def send(self, row: Row, update: int) -> None:
+        """Write metrics of an update, with the update as their step."""
+        self.run.log(row, step=update)
+
+    def send_completions(self, samples: Samples, update: int) -> None:
+        """Write completions as a table."""
+        self.run.log({COMPLETIONS: self.trackio.Table(data=samples)}, step=update)
+
+    def close(self) -> None:
+        """Wait until all rows are written, and end the trackio run."""
+        with redirect_stdout(StringIO()):
+            self.trackio.finish()
+
+
+def import_trackio(folder: Path) -> Any:
+    """Import trackio, which reads the folder of its store from a variable when it is imported.
+
+    Args:
+        folder: absolute path of the folder.
+
+    Raises:
+        UserError: trackio was imported with another folder.
+    """
+    before = os.environ.get(FOLDER)
+    os.environ[FOLDER] = str(folder)
+    try:
+        import trackio
+    finally:
+        if before is None:
+            del os.environ[FOLDER]
+        else:
+            os.environ[FOLDER] = before
+    if folder != (used := trackio.utils.TRACKIO_DIR):
+        raise UserError(
+            f"logger.trackio.dir must be the same for all runs of a process ({used}), got {folder}; "
+            f"set logger.trackio.dir={used}"
+        )
+    # The name of the user is otherwise requested from the hub if the user is logged in there.
+    setattr(trackio.Run, "_get_username", lambda run: None)  # noqa: B010
+    return trackio
+
+
+# The logger of TensorBoard event files.
+
+
+class TensorboardLogger(Logger):
+    """A logger of scalars, with the update as x axis.
+
+    After a resume, events newer than the checkpoint are hidden.
+
+    Args:
+        config: the config section of the logger.
+        context: the run folder and the counters of the run.
+    """
+
+    config: TensorboardConfig
+
+    def __init__(self, config: TensorboardConfig, context: LoggerContext) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(
+            context.folder.path / "tensorboard",
+            flush_secs=config.flush_secs,
+            purge_step=context.state.update + 1 if context.state.update else 0,
+        )
+
+    def log(self, row: Row, state: TrainState) -> None:
+        """Write each metric of the row as a scalar."""
+        for name, value in row.items():
+            self.writer.add_scalar(name, value, state.update)
+
+    def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
+        """Write each metric of the row as a scalar, and the first completion as text."""
+        self.log(row, state)
+        for sample in evaluation.samples[:1]:
+            self.writer.add_text(
+                "completion", f"{sample['prompt']}\n\n**{sample['response']}**", state.update
+            )
+
+    def close(self) -> None:
+        """Write buffered events and close the event file."""
+        self.writer.close()

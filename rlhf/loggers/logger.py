@@ -1,4 +1,4 @@
-"""The interface of a logger."""
+"""The interface of a logger, the logger of the run folder, and warnings during training."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlhf.core.console import say
+from rlhf.core.files import append, as_line, split_lines, sync, write_atomically
+from rlhf.runs import history
+from rlhf.runs.history import History
+
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rlhf.config.root import Config
     from rlhf.core.metrics import Evaluation, Metrics, Row
     from rlhf.core.state import TrainState
     from rlhf.runs.folder import RunFolder
+
+
+# The interface of a logger.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,3 +64,196 @@ class Logger:
 
     def close(self) -> None:
         """Write buffered rows and release resources at the end of a run."""
+
+
+# The logger of metrics.jsonl, completions.jsonl, groups.jsonl and trainer_state.json, used by every run.
+
+
+class JsonlLogger(Logger):
+    """A logger that appends rows to the files of the run folder.
+
+    When a run resumes, the logger restores missing and damaged rows until the checkpoint, and removes later
+    rows, because these updates are repeated. Without a checkpoint, the logger removes all rows.
+
+    Args:
+        folder: the run folder.
+        state: the counters of the run at its start or at its checkpoint. A file whose rows are lost is added
+            to `lost_rows`.
+        checkpoint: the checkpoint from which the run resumes; None: the run starts.
+    """
+
+    def __init__(self, folder: RunFolder, state: TrainState, checkpoint: Path | None) -> None:
+        self.folder = folder
+        self.state = state
+        self.metrics = History(folder.metrics)
+        self.completions = History(folder.completions)
+        for rows in (self.metrics, self.completions):
+            if checkpoint is None:
+                rows.start()
+            elif history.has_copies(checkpoint):
+                warn(rows, rows.resume(checkpoint))
+            elif damage := rows.resume_without_copy(state.update):
+                state.lost_rows = [*state.lost_rows, rows.file.name]
+                warn(rows, damage)
+        if folder.groups.exists():
+            kept = [] if checkpoint is None else split_lines(folder.groups, ["update"])[0]
+            lines = "".join(as_line(row) for row in kept if row["update"] <= state.update)
+            write_atomically(folder.groups, lines)
+
+    def log(self, row: Row, state: TrainState) -> None:
+        """Append the row to metrics.jsonl, and write the progress of the run to trainer_state.json."""
+        self.metrics.append([row])
+        self.folder.write_state({**state.state_dict(), "finished": False})
+
+    def groups(self, rows: list[dict[str, Any]]) -> None:
+        """Append the rows to groups.jsonl, which has no copy in checkpoints: it may have many rows."""
+        append(self.folder.groups, rows)
+
+    def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
+        """Append the row to metrics.jsonl, and the completions to completions.jsonl."""
+        self.metrics.append([row])
+        self.completions.append({"update": state.update, **sample} for sample in evaluation.samples)
+
+    def save(self, checkpoint: Path) -> None:
+        """Write a copy of all rows into a checkpoint, after the rows in the run folder are on disk."""
+        self.restore()
+        history.save((self.metrics, self.completions), checkpoint)
+
+    def close(self) -> None:
+        """Restore rows that were damaged since the last checkpoint, if the run is finished."""
+        if self.state.done:
+            self.restore()
+
+    def restore(self) -> None:
+        """Write damaged files again, and wait until all rows are on disk (fsync)."""
+        for rows in (self.metrics, self.completions):
+            if damage := rows.restore():
+                warn(rows, f"{damage}; it was written again with {rows.count} rows")
+        if self.folder.groups.exists():
+            sync(self.folder.groups)
+        sync(self.folder.path)
+
+
+def warn(rows: History, damage: str | None) -> None:
+    """Print a warning about damaged rows, and write it to train.log."""
+    if damage is not None:
+        say(f"warning: {rows.file} {damage}", style="yellow")
+
+
+# Warnings during training: empty responses, replies that are all cut, equal scores, slow scoring.
+
+
+_EQUAL_ROWS = 3  # rows with the same mean score after which scores count as equal, with one sample a prompt
+_SHARE = 0.5  # share of an update's time from which scoring counts as slow
+_ENDS = ("environment/out_of_turns", "environment/cut", "environment/no_room")
+_SLOW_S = 1.0  # seconds of scoring an update, below which scoring is not slow
+
+
+class ScoreDoubts(Logger):
+    """A logger that warns, once each, of scores and times that show a fault of the settings.
+
+    It warns if all responses are empty, no reply to an environment ended, all scores are equal, or scoring is
+    slow.
+
+    Args:
+        cfg: the config of the run.
+        remedy: how to make scoring faster; None: no warning that scoring is slow.
+        update: updates before this session.
+    """
+
+    def __init__(self, cfg: Config, remedy: str | None, update: int) -> None:
+        self.cfg = cfg
+        self.samples = cfg.algo.samples_per_prompt
+        self.remedy = remedy
+        self.update = update
+        self.skipped = False  # the first row of a session has the time of the first calls
+        self.warned: set[str] = set()
+        self.means: list[float] = []  # mean scores of the last rows
+
+    def log(self, row: Row, state: TrainState) -> None:
+        """Check the row of an update."""
+        self._warn("empty", _all_empty(row))
+        self._warn("cut", no_reply_ended(row, self.cfg))
+        if "cut" not in self.warned and self.all_equal(row):
+            self._warn("equal", _equal_scores(row, self.samples))
+        updates, self.update = state.update - self.update, state.update
+        if self.skipped and self.remedy is not None and (seconds := _scoring_s(row)) > _SLOW_S * updates:
+            self._warn("slow", slow(seconds / updates, row["time/update_s"] / updates, self.remedy))
+        self.skipped = True
+
+    def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
+        """Check the row of an evaluation."""
+        self._warn("cut", no_reply_ended(row, self.cfg))
+
+    def _warn(self, kind: str, text: str | None) -> None:
+        if text is not None and kind not in self.warned:
+            self.warned.add(kind)
+            say(f"warning: {text}", style="yellow")
+
+    def all_equal(self, row: Row) -> bool:
+        """Return whether the samples of each prompt have equal scores; for one sample: whether all have."""
+        if "objective/scores" not in row:
+            return False
+        if self.samples > 1:
+            return row["objective/tie_rate"] == 1
+        self.means = [*self.means, row["objective/scores"]][-_EQUAL_ROWS:]
+        return len(self.means) == _EQUAL_ROWS and len(set(self.means)) == 1
+
+
+def no_reply_ended(row: Row, cfg: Config) -> str | None:
+    """Return a warning if no reply of an update or an evaluation was given to the environment; else None."""
+    at, tokens = ("eval/", "eval") if "eval/environment/cut" in row else ("", "objective")
+    if row.get(f"{at}environment/cut") != 1 or row[f"{at}environment/turns"] != 1:
+        return None
+    key, length = "environment.reply_tokens", cfg.generator.response_length
+    most = getattr(cfg.environment, "reply_tokens", None) or length
+    longer = min(2 * most, length)
+    if most >= length:
+        key, most, longer = "generator.response_length", length, 2 * length
+    if row[f"{tokens}/response_tokens"] != most:  # an end token behind which the template writes no message
+        return None
+    return (
+        f"no reply of the {'evaluation' if at else 'update'} ended: all were cut at {key}={most}, so step of "
+        f"the environment was not called; set {key}={longer}"
+    )
+
+
+def _all_empty(row: Row) -> str | None:
+    """Return a warning if all scored responses of a row are the end token alone; else None."""
+    if (
+        "objective/scores" not in row
+        or not row["objective/response_tokens"] == row["objective/eos_rate"] == 1
+    ):
+        return None
+    return (
+        f"all responses of update {row['update']:.0f} are empty (the end token alone); the reward may favour "
+        "short responses, or optim.lr is too high"
+    )
+
+
+def _equal_scores(row: Row, samples: int) -> str:
+    """Return the warning about scores that do not depend on the response."""
+    which = "all samples of each prompt have the same score" if samples > 1 else "all scores are equal"
+    ends = "".join(f"; {name} {row[name]:.2g}" for name in _ENDS if row.get(name))
+    return (
+        f"{which} (mean {row['objective/scores']:.4g}; {row['objective/eos_rate']:.0%} of the responses have "
+        f"an end token{ends}), so there is nothing to learn; check the scorer, its missing_eos settings, and "
+        "generator.response_length"
+    )
+
+
+def _scoring_s(row: Row) -> float:
+    """Return the seconds for which scoring delayed the updates of a row; 0 if less than a share of the time.
+
+    Scores of the annotator process delay an update only if the trainer waits for them.
+    """
+    limit = _SHARE * row["time/update_s"]
+    seconds = row.get("time/score_s", 0.0)
+    if row.get("time/wait_s", 0.0) > limit:
+        seconds = max(seconds, row.get("time/annotate_ahead_s", 0.0))
+    return seconds if seconds > limit else 0.0
+
+
+def slow(seconds: float, update: float, remedy: str) -> str:
+    """Return the warning about slow scoring: `seconds` of the `update` seconds of an update."""
+    return f"scoring takes {seconds:.1f} s of the {update:.1f} s of an update; to make it faster, {remedy}"

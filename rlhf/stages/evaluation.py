@@ -31,7 +31,7 @@ from rlhf.core.launched import is_first_rank
 from rlhf.core.pasting import setting
 from rlhf.core.progress import progress
 from rlhf.core.state import TrainState
-from rlhf.loggers.doubts import no_reply_ended
+from rlhf.loggers.logger import no_reply_ended
 from rlhf.processes.signals import interruptible
 from rlhf.runs.disk import full_disk
 from rlhf.runs.folder import RunFolder

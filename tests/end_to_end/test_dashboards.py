@@ -12,8 +12,7 @@ import pytest
 
 from rlhf.core.errors import UserError
 from rlhf.core.files import read_lines
-from rlhf.loggers.dashboards import run_id, stored_id
-from rlhf.loggers.trackio import import_trackio
+from rlhf.loggers.dashboards import import_trackio, run_id, stored_id
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import rows
@@ -162,7 +161,7 @@ from pathlib import Path
 from rlhf.config.logger import MlflowConfig
 from rlhf.core.state import TrainState
 from rlhf.loggers.logger import LoggerContext
-from rlhf.loggers.mlflow import MlflowLogger
+from rlhf.loggers.dashboards import MlflowLogger
 from rlhf.runs.folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
 folder.path.mkdir()

@@ -20,7 +20,7 @@ from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.generators.hf.generator import HFGenerator
 from rlhf.generators.process import WorkerGenerator
-from rlhf.loggers.jsonl import JsonlLogger
+from rlhf.loggers.logger import JsonlLogger
 from rlhf.processes import signals
 from rlhf.runs.environment import versions
 from rlhf.runs.folder import RunFolder, complete_checkpoints

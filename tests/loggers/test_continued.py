@@ -5,7 +5,7 @@ import pytest
 from rlhf.core.files import append
 from rlhf.core.metrics import Evaluation
 from rlhf.core.state import TrainState
-from rlhf.loggers.continued import ContinuedLogger
+from rlhf.loggers.dashboards import ContinuedLogger
 from rlhf.runs.folder import RunFolder
 
 

@@ -8,8 +8,8 @@ from rlhf.assembly.loggers import faster_scoring
 from rlhf.config.compose import compose
 from rlhf.config.root import Config
 from rlhf.core.state import TrainState
-from rlhf.loggers import doubts
-from rlhf.loggers.doubts import ScoreDoubts
+from rlhf.loggers import logger
+from rlhf.loggers.logger import ScoreDoubts
 
 
 def run(samples: int, *words: str) -> Config:
@@ -21,7 +21,7 @@ def run(samples: int, *words: str) -> Config:
 def said(monkeypatch) -> list[str]:
     """Return the list of warnings that were printed."""
     lines: list[str] = []
-    monkeypatch.setattr(doubts, "say", lambda text, style=None: lines.append(text))
+    monkeypatch.setattr(logger, "say", lambda text, style=None: lines.append(text))
     return lines
 
 

@@ -16,7 +16,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.files import read_lines
 from rlhf.core.metrics import Evaluation
 from rlhf.core.state import TrainState
-from rlhf.loggers.jsonl import JsonlLogger
+from rlhf.loggers.logger import JsonlLogger
 from rlhf.runs import history
 from rlhf.runs.folder import RunFolder
 
@@ -150,7 +150,7 @@ def test_rows_are_on_disk_before_they_are_copied_into_a_checkpoint(saved, monkey
     folder, checkpoint = saved
     logger = resumed(folder, checkpoint)
     synced: list[str] = []
-    for module in (files, history, __import__("rlhf.loggers.jsonl", fromlist=["sync"])):
+    for module in (files, history, __import__("rlhf.loggers.logger", fromlist=["sync"])):
         monkeypatch.setattr(module, "sync", lambda path: synced.append(path.name))
     monkeypatch.setattr(history, "save", lambda rows, into: synced.append("copies"))
     logger.save(folder.path / "checkpoint-9")
