@@ -16,7 +16,7 @@ from rlhf.engines.engine import Engine, EngineSettings
 from rlhf.engines.torch_engine import FrozenEngine
 from rlhf.models.modules import RolloutModule
 from rlhf.models.tokenizer import check_vocabulary
-from rlhf.trials.forwards import compared
+from rlhf.trials.agreement import compared
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

@@ -15,7 +15,7 @@ from rlhf.core.encoding import encode_completions
 from rlhf.generators.generator import PerRankGenerator
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvaluator
-from rlhf.trials.sampling import samples_with_cache
+from rlhf.trials.agreement import samples_with_cache
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

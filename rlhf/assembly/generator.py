@@ -23,7 +23,7 @@ from rlhf.generators.process import Annotator
 from rlhf.models.loading import load_causal_lm
 from rlhf.models.modules import set_head
 from rlhf.processes.ranks import Ranks
-from rlhf.trials.sampling import samples_with_cache
+from rlhf.trials.agreement import samples_with_cache
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

@@ -19,7 +19,7 @@ from rlhf.models.loading import load_causal_lm, load_reward_model, new_nano, new
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, ValueModel, adapt, score_head
 from rlhf.models.placement import build_on_first
 from rlhf.models.tokenizer import check_vocabulary, read_tokenizer
-from rlhf.trials.forwards import compared
+from rlhf.trials.agreement import compared
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

@@ -18,7 +18,7 @@ from rlhf.core.errors import UserError
 from rlhf.scorers.reward_model import read_own, reads_tokens_of
 from rlhf.scorers.scorer import Scorer, ScorerContext
 from rlhf.tasks.formats import TOOLS
-from rlhf.trials.forwards import compared
+from rlhf.trials.agreement import compared
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

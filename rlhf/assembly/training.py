@@ -23,8 +23,7 @@ from rlhf.training.recorder import Recorder
 from rlhf.training.refill import Refill
 from rlhf.training.repetition import RepetitionRule
 from rlhf.training.replay import Replay
-from rlhf.trials.compilation import compile_blocks
-from rlhf.trials.fused_head import choose_head
+from rlhf.trials.speed import choose_head, compile_blocks
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

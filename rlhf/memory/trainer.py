@@ -254,7 +254,7 @@ class Trainer:
             return
         if not cfg.has_worker:
             yield Phase("sampling", (*copy, self.sampling(decodes, self.precision(True))))
-        elif copy:  # `rlhf.trials.sampling.samples_with_cache`
+        elif copy:  # `rlhf.trials.agreement.samples_with_cache`
             yield Phase("comparison of sampling", copy)
 
     def _activations(self, model: Model, tokens: Tokens, backward: bool) -> Part:

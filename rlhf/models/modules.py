@@ -114,7 +114,7 @@ class RolloutModule(nn.Module):
     Args:
         model: the Hugging Face model.
         shared_prefix: whether each prompt is encoded once for its K responses. The model must allow this:
-            see `rlhf.trials.forwards`.
+            see `rlhf.trials.agreement`.
     """
 
     def __init__(self, model: PreTrainedModel, shared_prefix: bool) -> None:

@@ -1,13 +1,4 @@
-"""Comparison of computed outputs with those of a forward of each sequence alone, without padding and cache.
-
-Architectures differ in how they use positions, masks and caches, and neither the class nor the config of a
-model shows all differences. ALiBi may count the slots of a cache instead of positions; a layer may attend to
-a window although its cache stores everything; the encoding of positions may depend on the longest sequence of
-the batch. So the outputs are measured, on sequences as long as the longest of the run (`LONGEST`).
-
-If the model can compute in float32, the largest difference counts. In 16 bits, rounding changes single
-outputs, and the median of a sequence counts.
-"""
+"""Trials before a run: faster forwards, and sampling with a cache, must compute the same."""
 
 from __future__ import annotations
 
@@ -15,27 +6,47 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf.config.model import Dtype
+from rlhf.config.model import AUTO, Dtype
 from rlhf.core.batch import Rollouts
+from rlhf.core.errors import UserError
 from rlhf.core.files import digest, write_json
+from rlhf.generators.hf.sampling import sample
 from rlhf.memory.sizes import longest
+from rlhf.models import forward
+from rlhf.models.folder import first_line
 from rlhf.models.forward import NoSharedPrefix
 from rlhf.models.headers import DamagedFile, read_object
-from rlhf.models.modules import backbone, described, token_ids
+from rlhf.models.loading import check_context
+from rlhf.models.modules import RolloutModule, backbone, described, logit_scale, token_ids
 from rlhf.models.placement import autocast
 from rlhf.trials.trial import example, undisturbed
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.processes.ranks import Ranks
+
+
+# Comparison of computed outputs with those of a forward of each sequence alone, without padding and cache.
+#
+# Architectures differ in how they use positions, masks and caches, and neither the class nor the config of a
+# model shows all differences. ALiBi may count the slots of a cache instead of positions; a layer may attend
+# to a window although its cache stores everything; the encoding of positions may depend on the longest
+# sequence of the batch. So the outputs are measured, on sequences as long as the longest of the run
+# (`LONGEST`).
+#
+# If the model can compute in float32, the largest difference counts. In 16 bits, rounding changes single
+# outputs, and the median of a sequence counts.
+
 
 log = logging.getLogger(__name__)
 
@@ -183,3 +194,204 @@ def _store(file: Path, result: dict[str, str | None]) -> None:
         write_json(file, result)
     except OSError as error:
         log.debug("the comparison of the model is not stored: %s", error)
+
+
+# Trials of the forwards of a module: flash attention, and prompts that are encoded once for their responses.
+#
+#     rows of prompt and response, padded         --+ each prompt encoded once for its responses  --+-- same
+#     outputs as -- each sequence alone, without padding
+#
+# The rows of prompt and response are the usual way: if their outputs are wrong, the model is refused.
+
+
+M = TypeVar("M", bound=RolloutModule)
+
+
+def compared(module: M, cfg: Config, ranks: Ranks) -> M:
+    """Return `module`, with flash attention if `model.attention=auto` finds it and its outputs are right.
+
+    If the module cannot encode a prompt once for its responses, turn this off and warn.
+
+    Args:
+        module: a module whose model is on the device of the rank, whole or divided over the ranks.
+        cfg: the config of the run.
+        ranks: the ranks of the run, which all call this function.
+
+    Raises:
+        UserError: the model cannot be used, or prompts and responses are too long for it.
+    """
+    model = module.model
+    too_long = check_context(model.config, cfg.task.max_prompt_tokens, cfg.generator.response_length)
+    if too_long:
+        raise UserError(too_long)
+    if cfg.model.attention == AUTO:
+        _use_flash(module, cfg, ranks)
+    fault, new = once("sharing", model, cfg, ranks, lambda _, batch: sharing_fault(module, batch))
+    if module.shared_prefix and fault is not None:
+        module.shared_prefix = False
+        if new:
+            log.warning(
+                f"model.shared_prefix is turned off for a {model.config.model_type} model ({fault}): each "
+                "prompt is encoded again for every response, which is slower; set model.shared_prefix=false "
+                "to hide this message"
+            )
+    return module
+
+
+def _use_flash(module: RolloutModule, cfg: Config, ranks: Ranks) -> None:
+    """Switch a module to the installed flash attention; if its outputs are wrong, warn and use sdpa."""
+    model, kind = module.model, forward.installed(ranks.device, cfg.model.dtype)
+    if kind is None:
+        return
+
+    def measure(_: PreTrainedModel, batch: Rollouts) -> str | None:
+        try:
+            return sharing_fault(module, batch)
+        except UserError as error:
+            return str(error)
+
+    try:
+        model.set_attn_implementation(kind)
+        fault, new = once("attention", model, cfg, ranks, measure)
+    except (ValueError, ImportError) as error:  # transformers has no flash attention for this model
+        fault, new = first_line(error), True
+    if fault is not None:
+        model.set_attn_implementation("sdpa")
+        if new:
+            log.warning(
+                f"model.attention=auto uses sdpa instead of {kind} for a {model.config.model_type} model "
+                f"({fault}); set model.attention=sdpa to hide this message"
+            )
+
+
+def sharing_fault(module: RolloutModule, batch: Rollouts) -> str | None:
+    """Return why the outputs of `module` are wrong if each prompt is encoded once; None: they are right.
+
+    Args:
+        module: the module.
+        batch: rollouts on the device of the module, for example from `ragged_example`.
+
+    Raises:
+        UserError: the forward of a sequence alone fails, or a batch with padding has other outputs.
+    """
+    exact = is_exact(module.model)
+    try:
+        expected = {(i, j): _output(module, part, False)[0, 0] for i, j, part in _sequences(batch)}
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UserError(_unusable(module.model, f"the forward fails ({described(error)})")) from None
+
+    def pairs(shared: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        found = _output(module, batch, shared)
+        for (i, j), alone in expected.items():
+            yield found[i, j].reshape(-1)[: alone.numel()], alone.reshape(-1)
+
+    if (fault := why_not(pairs(False), exact)) is not None:
+        raise UserError(_unusable(module.model, fault))
+    return why_not(pairs(True), exact)
+
+
+def _unusable(model: PreTrainedModel, fault: str) -> str:
+    return (
+        "models must compute each output from the earlier tokens of the same sequence only, also in a batch "
+        f"with padding, got a {model.config.model_type} model, in which {fault}; choose another model"
+    )
+
+
+def _output(module: RolloutModule, batch: Rollouts, shared: bool) -> Tensor:
+    """Return log-probs [N, K, T], rewards [N, K] or values [N, K, T+1], with or without shared prompts."""
+    before = module.shared_prefix, module.always_apart
+    module.shared_prefix = module.always_apart = shared
+    try:
+        outputs = module(batch)
+    finally:
+        module.shared_prefix, module.always_apart = before
+    found = next(x for x in (outputs.logprobs, outputs.rewards, outputs.values) if x is not None)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _sequences(batch: Rollouts) -> Iterator[tuple[int, int, Rollouts]]:
+    """Yield the number of each prompt and sample, and the prompt with this sample alone, without padding."""
+    for i, j in product(*map(range, batch.response_ids.shape[:2])):
+        one = batch.select(torch.tensor([i]))
+        prompt, response, messages = one.prompt_mask[0], one.real[0, j], one.environment_mask
+        alone = replace(
+            one,
+            prompt_ids=one.prompt_ids[:, prompt],
+            prompt_mask=one.prompt_mask[:, prompt],
+            response_ids=one.response_ids[:, j : j + 1, response],
+            response_mask=one.response_mask[:, j : j + 1, response],
+            environment_mask=None if messages is None else messages[:, j : j + 1, response],
+            ended=one.ended[:, j : j + 1],
+        )
+        yield i, j, alone
+
+
+# The trial of sampling with a cache (`generator=hf`), by the log-probs of the sampled tokens.
+#
+# The log-probs that `sample` returns come from a batch with padding, from a cache, and on a GPU from a CUDA
+# graph. They are compared with a plain forward of each sequence alone, which has none of these.
+
+
+def samples_with_cache(
+    model: PreTrainedModel,
+    cfg: Config,
+    ranks: Ranks,
+    borrow: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
+) -> bool:
+    """Return whether the Hugging Face sampler can use a cache with a causal LM; if not, warn.
+
+    Args:
+        model: the causal LM, whole or divided over the ranks.
+        cfg: the config of the run.
+        ranks: the ranks of the run, which all call this function.
+        borrow: returns a context that yields this model, whole and on the device of the rank; None: it is.
+    """
+    fault, new = once("sampling", model, cfg, ranks, sampling_fault, borrow)
+    if fault is not None and new:
+        log.warning(
+            f"sampling from a {model.config.model_type} model uses no cache ({fault}): every token takes a "
+            "forward of the whole sequence, which is slow; generator=vllm is faster if vLLM has this model"
+        )
+    return fault is None
+
+
+def sampling_fault(model: PreTrainedModel, batch: Rollouts, cached: bool = True) -> str | None:
+    """Return why the log-probs of sampled tokens are wrong, or None if they are right.
+
+    Args:
+        model: the causal LM, whose forward of a sequence alone works.
+        batch: prompts, and responses whose number and length are used.
+        cached: the argument of `sample`.
+    """
+    _, count, length = batch.response_ids.shape
+    draw = torch.Generator().manual_seed(0)
+    numbers = torch.rand(batch.response_ids.shape, dtype=torch.float64, generator=draw)
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        ids, _, logprobs, _ = sample(
+            model,
+            batch.prompt_ids,
+            batch.prompt_mask,
+            samples_per_prompt=count,
+            response_length=length,
+            temperature=1.0,
+            uniforms=numbers,
+            stop_ids=[],
+            pad_id=0,
+            cached=cached,
+        )
+        for i in range(len(ids)):
+            for j in range(count):
+                yield logprobs[i, j], _alone(model, batch.prompt_ids[i][batch.prompt_mask[i]], ids[i, j])
+
+    return why_not(pairs(), is_exact(model))
+
+
+def _alone(model: PreTrainedModel, prompt: Tensor, response: Tensor) -> Tensor:
+    """Return the log-probs [T] of a response [T] to a prompt [P], from one forward without padding."""
+    states = backbone(model)(input_ids=torch.cat([prompt, response])[None], use_cache=False).last_hidden_state
+    logits = model.get_output_embeddings()(states[:, len(prompt) - 1 : -1]) * logit_scale(model)
+    return logits[0].float().log_softmax(-1).gather(-1, response[:, None])[:, 0]

@@ -25,7 +25,7 @@ from rlhf.generators.weights_gpu import CHUNK, GpuWeights, fingerprint
 from rlhf.models import forward
 from rlhf.models.forward import checkpoint_blocks
 from rlhf.models.modules import Policy, adapt
-from rlhf.trials import fused_head
+from rlhf.trials import speed
 from tests.gpu.report import Report, Skip, difference, relative
 from tests.gpu.shapes import HEADS, KINDS, PAD, large, tiny
 from tests.tiny_models import tiny_rollouts
@@ -148,9 +148,9 @@ def check_fused_head(report: Report) -> None:
     model = large(report.full, report.device, torch.float32)
     head = Policy(model, TEMPERATURE, shared_prefix=False).model.get_output_embeddings()
     torch.nn.init.normal_(head.weight, std=model.config.initializer_range)
-    trial = fused_head.compare(head, 4096, TEMPERATURE, report.device, Dtype.bfloat16)
-    report.equal("fault of the fused head", fused_head.fault(trial), None)
-    report.figure("fused head", fused_head.summary(trial))
+    trial = speed.compare_heads(head, 4096, TEMPERATURE, report.device, Dtype.bfloat16)
+    report.equal("fault of the fused head", speed.head_fault(trial), None)
+    report.figure("fused head", speed.summary(trial))
 
 
 def check_lora(report: Report) -> None:

@@ -30,7 +30,7 @@ from rlhf.generators.weights_gpu import GpuWeights
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes.ranks import Ranks
-from rlhf.trials.compilation import compare, fault
+from rlhf.trials.speed import compare, fault
 from tests.gpu.kernel_rates import attentions, copies, heads, roomy
 from tests.gpu.report import NO_GPU, Report, Skip
 from tests.gpu.samplers import ask, need_vllm, started

@@ -21,7 +21,7 @@ from rlhf.models.forward import installed
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import ALONE
 from rlhf.trials import agreement
-from rlhf.trials.forwards import compared
+from rlhf.trials.agreement import compared
 from tests.tiny_models import tiny_lm, tiny_rollouts
 
 KIND = "flash_attention_plain"

@@ -5,8 +5,15 @@ import torch
 
 from rlhf.config.model import Dtype
 from rlhf.models.modules import Policy, RewardModel, ValueModel
-from rlhf.trials.agreement import LONGEST, comparing, fingerprint, is_exact, ragged_example, why_not
-from rlhf.trials.forwards import sharing_fault
+from rlhf.trials.agreement import (
+    LONGEST,
+    comparing,
+    fingerprint,
+    is_exact,
+    ragged_example,
+    sharing_fault,
+    why_not,
+)
 from tests.tiny_models import KINDS, tiny_classifier, tiny_lm
 
 CPU = torch.device("cpu")

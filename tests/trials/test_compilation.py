@@ -17,8 +17,8 @@ from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models.forward import raise_errors
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import ALONE, Ranks
-from rlhf.trials import compilation
-from rlhf.trials.compilation import compile_blocks, fault, work
+from rlhf.trials import speed
+from rlhf.trials.speed import compile_blocks, fault, work
 from rlhf.trials.trial import Trial
 from tests.tiny_models import tiny_lm
 
@@ -64,8 +64,8 @@ def compiler(monkeypatch):
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Let `backend.compile=null` start a trial of any run, as on a GPU with a long run."""
-    monkeypatch.setattr(compilation, "may_pay_off", lambda cfg, device: True)
-    monkeypatch.setattr(compilation, "WORTH_TRYING_S", 0.0)
+    monkeypatch.setattr(speed, "may_pay_off", lambda cfg, device: True)
+    monkeypatch.setattr(speed, "WORTH_TRYING_S", 0.0)
 
 
 def calls_of(forward, called):
@@ -169,7 +169,7 @@ def test_blocks_are_compiled_if_they_save_more_time_than_the_compilation_took(le
 
 @pytest.mark.parametrize(("updates", "word"), [(10, "no, too little gain"), (100, "yes; ")])
 def test_by_default_the_rest_of_the_run_decides(engine, on_gpu, monkeypatch, capsys, updates, word):
-    monkeypatch.setattr(compilation, "compare", lambda engine, batch: GOOD)
+    monkeypatch.setattr(speed, "compare", lambda engine, batch: GOOD)
     cfg = config("schedule.prompts_per_update=4", "algo.samples_per_prompt=2", "schedule.minibatches=1")
     assert work(cfg, ALONE, updates) == (2, 2 * updates)
     compile_blocks(engine, cfg, updates)
@@ -178,13 +178,13 @@ def test_by_default_the_rest_of_the_run_decides(engine, on_gpu, monkeypatch, cap
 
 
 def test_a_short_run_starts_no_trial_by_default(engine, monkeypatch):
-    monkeypatch.setattr(compilation, "may_pay_off", lambda cfg, device: True)
-    monkeypatch.setattr(compilation, "compare", lambda engine, batch: pytest.fail("a trial"))
+    monkeypatch.setattr(speed, "may_pay_off", lambda cfg, device: True)
+    monkeypatch.setattr(speed, "compare", lambda engine, batch: pytest.fail("a trial"))
     compile_blocks(engine, config(), updates=2)
 
 
 def test_a_cpu_compiles_only_on_request(engine, monkeypatch):
-    monkeypatch.setattr(compilation, "run", lambda engine, batch: pytest.fail("a trial"))
+    monkeypatch.setattr(speed, "run", lambda engine, batch: pytest.fail("a trial"))
     for words in ([], ["backend.compile=false"]):
         compile_blocks(engine, config(*words), updates=10**6)
 

@@ -11,9 +11,8 @@ from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import ALONE
-from rlhf.trials import agreement, forwards
-from rlhf.trials.forwards import compared
-from rlhf.trials.sampling import samples_with_cache
+from rlhf.trials import agreement
+from rlhf.trials.agreement import compared, samples_with_cache
 from tests.models.architectures import tiny
 from tests.tiny_models import tiny_lm
 
@@ -33,9 +32,9 @@ def nothing_known(monkeypatch):
 @pytest.fixture
 def measured(monkeypatch):
     """Return the list of modules whose forwards were compared."""
-    found, measure = [], forwards.sharing_fault
+    found, measure = [], agreement.sharing_fault
     monkeypatch.setattr(
-        forwards, "sharing_fault", lambda module, batch: found.append(module) or measure(module, batch)
+        agreement, "sharing_fault", lambda module, batch: found.append(module) or measure(module, batch)
     )
     return found
 

@@ -9,8 +9,8 @@ from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.models.logprobs import token_outputs
 from rlhf.models.modules import LogprobHead
-from rlhf.trials import fused_head
-from rlhf.trials.fused_head import choose_head
+from rlhf.trials import speed
+from rlhf.trials.speed import choose_head
 from rlhf.trials.trial import parts
 from tests.engines.test_engine import engine_of
 
@@ -38,10 +38,10 @@ def fused(monkeypatch):
     """Return a function that runs the trial, and returns whether the heads use the fused kernel."""
 
     def choose(setting, kernel, seconds=(1.0, 2.0), gpu=True):
-        monkeypatch.setattr(fused_head, "may_pay_off", lambda *_: gpu)
-        monkeypatch.setattr(fused_head, "fused_logprobs", kernel)
+        monkeypatch.setattr(speed, "head_may_pay_off", lambda *_: gpu)
+        monkeypatch.setattr(speed, "fused_logprobs", kernel)
         times = iter(seconds)
-        monkeypatch.setattr(fused_head, "fastest", lambda step, _: (step(), next(times)))
+        monkeypatch.setattr(speed, "fastest", lambda step, _: (step(), next(times)))
         engine = engine_of()
         cfg = compose([f"model.fused_head={setting}", "backend.micro_batch=4"])
         choose_head(engine, cfg)
@@ -88,11 +88,11 @@ def test_null_needs_a_gpu_liger_16_bits_and_whole_weights(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
 
     def pays(device, *words):
-        return fused_head.may_pay_off(compose(["model.dtype=bfloat16", *words]), device)
+        return speed.head_may_pay_off(compose(["model.dtype=bfloat16", *words]), device)
 
-    monkeypatch.setattr(fused_head.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: name)
     assert pays(cuda) and pays(cuda, "backend=zero2")
     assert not pays(cpu) and not pays(cuda, "model.dtype=float32") and not pays(cuda, "backend=zero3")
     assert not pays(cuda, "model.float32_head=true")
-    monkeypatch.setattr(fused_head.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: None)
     assert not pays(cuda)
