@@ -26,7 +26,7 @@ from rlhf.report.runs import read_run
 from rlhf.study.page import as_table
 from rlhf.study.plan import ROW
 from rlhf.study.rows import DIVERGED, Row, read_rows
-from rlhf.training.collapse import LIMITS, RISING, CollapseRule, Limits
+from rlhf.training.recorder import LIMITS, RISING, CollapseRule, Limits
 
 UPDATES = Path(__file__).parents[1] / "studies/collapse/updates.npz"
 FALL, EARLY = 0.1, 10  # of the value; updates between warning and collapse

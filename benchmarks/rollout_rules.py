@@ -33,10 +33,8 @@ from rlhf.config.clock import VirtualConfig
 from rlhf.config.schedule import Order, Stale
 from rlhf.core.errors import UserError
 from rlhf.core.seeding import derive
-from rlhf.training import sequences
-from rlhf.training.clock import Clock, factors
-from rlhf.training.sequences import Piece, Start
-from rlhf.training.staleness import Group, Rules
+from rlhf.training import clock
+from rlhf.training.clock import Clock, Group, Piece, Rules, Start, factors
 
 TOKENS = 50
 FIGURES = ("use", "age", "oldest", "thrown away", "cut off", "longest tenth")
@@ -87,7 +85,7 @@ class Responses:
         """Return a whole response for each start."""
         return [Piece([0] * TOKENS, [0.0] * TOKENS, True) for _ in starts]
 
-    def go_on(self, sequences: Sequence[sequences.Sequence], most: Sequence[int]) -> list[Piece]:
+    def go_on(self, sequences: Sequence[clock.Sequence], most: Sequence[int]) -> list[Piece]:
         """No response is sampled in parts."""
         raise NotImplementedError
 
@@ -98,7 +96,7 @@ class Responses:
             self.rows[group] = self.again.pop(0) if self.again else self.new
         return self.rows[group], 0
 
-    def discarded(self, sequences: Sequence[sequences.Sequence]) -> None:
+    def discarded(self, sequences: Sequence[clock.Sequence]) -> None:
         """Let the prompt start again."""
         self.again.append(self.rows.pop(sequences[0].group.number))
 

@@ -39,8 +39,8 @@ from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Server
 from rlhf.generators.weights import FileWeights
+from rlhf.training.events import build
 from rlhf.training.stream import StreamContext
-from rlhf.training.wall import build
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Metrics

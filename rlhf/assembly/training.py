@@ -16,13 +16,9 @@ from rlhf.config.model import Dtype
 from rlhf.core.batch import Sampling
 from rlhf.scorers.scorer import SavingScorer
 from rlhf.training.checkpoint import Checkpoints
-from rlhf.training.collapse import LIMITS, CollapseRule, Limits
-from rlhf.training.invariants import expected
 from rlhf.training.loop import Parts
-from rlhf.training.recorder import Recorder
-from rlhf.training.refill import Refill
-from rlhf.training.repetition import RepetitionRule
-from rlhf.training.replay import Replay
+from rlhf.training.recorder import LIMITS, CollapseRule, Limits, Recorder, RepetitionRule, expected
+from rlhf.training.stream import Refill, Replay
 from rlhf.trials.speed import choose_head, compile_blocks
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from rlhf.config.schema import Section, entry, number, option
 
 
-@option("clock", "wall", part="rlhf.training.wall:build")
+@option("clock", "wall", part="rlhf.training.events:build")
 @dataclass(kw_only=True, slots=True)
 class ClockConfig(Section):
     """The time of this machine: generators sample as fast as they can."""
@@ -18,7 +18,7 @@ class ClockConfig(Section):
     name: str = entry("wall", added=True)
 
 
-@option("clock", "virtual", part="rlhf.training.virtual:VirtualStream")
+@option("clock", "virtual", part="rlhf.training.events:VirtualStream")
 @dataclass(kw_only=True, slots=True)
 class VirtualConfig(ClockConfig):
     """The virtual time of a cluster that is simulated in this process, the same on every machine."""

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from rlhf.processes.ranks import Ranks
     from rlhf.tasks.prompt_order import PromptOrder
     from rlhf.training.recorder import Recorder
-    from rlhf.training.replay import Replay
-    from rlhf.training.stream import RolloutStream
+    from rlhf.training.stream import Replay, RolloutStream
 
 DAMAGED = "DAMAGED"  # in a damaged checkpoint, the marker file COMPLETE is renamed to this name
 _COUNTERS = "counters.json"

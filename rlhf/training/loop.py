@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhf.core.phases import Phases
-from rlhf.training.replay import ONCE
+from rlhf.training.stream import ONCE
 
 if TYPE_CHECKING:
     from rlhf.config.schedule import ScheduleConfig
@@ -42,9 +42,7 @@ if TYPE_CHECKING:
     from rlhf.training.checkpoint import Checkpoints
     from rlhf.training.evaluators import Evaluator
     from rlhf.training.recorder import Recorder
-    from rlhf.training.refill import Refill
-    from rlhf.training.replay import Replay
-    from rlhf.training.stream import RolloutStream
+    from rlhf.training.stream import Refill, Replay, RolloutStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

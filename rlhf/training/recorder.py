@@ -1,18 +1,20 @@
-"""The recorder, which collects the metrics of updates and sends rows of metrics to every logger."""
+"""The recorder of metrics, and what it watches: invariants, collapse, repetition."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from rlhf.core.batch import Batch
 from rlhf.core.metrics import How, Stat, Timer, mean, merge, plain
-from rlhf.training.collapse import METRIC, CollapseRule
 from rlhf.training.comparison import against_initial
-from rlhf.training.invariants import EXPECTED, broken_invariants
-from rlhf.training.repetition import RepetitionRule
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +25,56 @@ if TYPE_CHECKING:
     from rlhf.engines.engine import Engine
     from rlhf.generators.generator import Generator
     from rlhf.loggers.logger import Logger
+
+
+# Metrics whose values at the first on-policy update are known in advance, for every algorithm.
+#
+# At this update, sampler, trainer and reference are the same model.
+
+
+EXPECTED = {
+    "objective/kl": 0.0,  # the initial policy is the reference
+    "policy/ratio": 1.0,  # sampler and trainer compute the same log-probs
+    "policy/clipfrac": 0.0,
+    "mismatch/kl": 0.0,
+}
+
+
+def expected(starts_as_reference: bool) -> set[str]:
+    """Return the names of the metrics in `EXPECTED` that are checked at the first update.
+
+    Args:
+        starts_as_reference: whether the initial policy is the reference; if not, `objective/kl` is not
+            checked.
+    """
+    return set(EXPECTED) - (set() if starts_as_reference else {"objective/kl"})
+
+
+_SUMS = ("objective/kl", "policy/ratio")  # computed from a sum over the tokens of a response
+TOKENS = 10  # tokens of a response whose rounding errors are within the tolerance
+
+
+def broken_invariants(row: Mapping[str, float], tolerance: float, tokens: float = 1.0) -> list[str]:
+    """Return a warning for each metric in `row` that differs from its value in `EXPECTED`.
+
+    Args:
+        row: the metrics of the first update.
+        tolerance: the largest difference without a warning, for up to `TOKENS` tokens; the bound of a metric
+            in `_SUMS` grows with the number of tokens, as rounding errors do.
+        tokens: the mean number of tokens of a response.
+    """
+    longer = max(1.0, tokens / TOKENS)
+    bounds = {name: tolerance * (longer if name in _SUMS else 1.0) for name in EXPECTED}
+    return [
+        f"{name} is {row[name]:.3g} at the first update, expected {expected:g} (within {bounds[name]:.2g}): "
+        "sampler, trainer and reference disagree on the log-probs of the same tokens"
+        for name, expected in EXPECTED.items()
+        if name in row and abs(row[name] - expected) > bounds[name]
+    ]
+
+
+# The recorder, which collects the metrics of updates and sends rows of metrics to every logger.
+
 
 PHASES = ("wait", "score", "annotate", "train", "sync")  # the timed phases of an update
 
@@ -210,3 +262,298 @@ class Recorder:
         """Close every logger."""
         for logger in self.loggers:
             logger.close()
+
+
+# The warning of collapse: a rule on the metrics of training that finds a policy which leaves its reference.
+#
+# A run collapses if the win rate of the policy falls and does not recover, while the training reward may
+# still rise (Gao et al., arXiv 2210.10760). The rule observes these signals of each training row:
+#
+# | signal | value | unit | warns |
+# |---|---|---|---|
+# | `kl` | `objective/kl` per response token + `mismatch/kl`, minus its first | nats per token | above |
+# | `rise` | increase of the average of `kl` per update | nats per token | above |
+# | `entropy` | `objective/entropy` per response token, divided by its first | share | below |
+# | `ess` | `mismatch/ess` | share | below |
+# | `gradient` | `policy/grad_norm`, divided by its first | factor | above |
+#
+# `kl` estimates the KL of the trained policy to the reference. `objective/kl` alone is that of the sampler,
+# which is far behind the trained policy if the lag is large.
+#
+# All signals but `rise` are averaged over the last updates with exponential weights, starting from their
+# first values. The first value beyond its limit gives the warning. `benchmarks/collapse.py` selects the
+# limits on one half of many runs and measures the rule on the other half (docs/results/collapse.md).
+
+
+METRIC = "warning/collapse"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The constants of the rule; a limit of None ignores the signal.
+
+    Attributes:
+        kl: largest average increase of the KL to the reference, in nats per token.
+        rise: largest increase of that average per update.
+        entropy: smallest average entropy per token, as a share of its first value.
+        ess: smallest average effective sample size, as a share of the responses.
+        gradient: largest average gradient norm, as a multiple of its first value.
+        memory: time constant of the averages, in updates.
+    """
+
+    kl: float | None = None
+    rise: float | None = None
+    entropy: float | None = None
+    ess: float | None = None
+    gradient: float | None = None
+    memory: float = 1.0
+
+
+LIMITS = Limits(kl=0.6, memory=2.0)  # selected by benchmarks/collapse.py
+
+_MEANING = {
+    "kl": "KL to the reference of {value:.2g} nats per token, limit {limit:.2g}",
+    "rise": "KL to the reference rises by {value:.2g} nats per token and update, limit {limit:.2g}",
+    "entropy": "entropy per token at {value:.2g} of its first value, limit {limit:.2g}",
+    "ess": "effective sample size of {value:.2g} of the responses, limit {limit:.2g}",
+    "gradient": "gradient norm at {value:.2g} times its first value, limit {limit:.2g}",
+}
+
+RISING = ("kl", "rise", "gradient")  # signals that warn above their limit; the others warn below
+_RELATIVE = frozenset({"entropy", "gradient"})  # signals that are divided by their first value
+
+
+def signals(row: Mapping[str, float]) -> dict[str, float]:
+    """Return the signals that a row of metrics contains, KL and entropy in nats per token."""
+    tokens, found = row.get("objective/response_tokens", 0.0), {}
+    if tokens > 0 and "objective/kl" in row:
+        found["kl"] = row["objective/kl"] / tokens + row.get("mismatch/kl", 0.0)
+    if tokens > 0 and "objective/entropy" in row:
+        found["entropy"] = row["objective/entropy"] / tokens
+    if "mismatch/ess" in row:
+        found["ess"] = row["mismatch/ess"]
+    if "policy/grad_norm" in row:
+        found["gradient"] = row["policy/grad_norm"]
+    return found
+
+
+def _beyond(limits: Limits, values: Mapping[str, float]) -> str | None:
+    """Return the name of the first signal whose value is beyond its limit; None: there is none."""
+    for name in _MEANING:
+        limit, value = getattr(limits, name), values.get(name)
+        if limit is not None and value is not None and (value > limit if name in RISING else value < limit):
+            return name
+    return None
+
+
+class CollapseRule:
+    """The state of the rule in one run; it warns once.
+
+    Args:
+        remedy: the settings that the warning recommends, as text.
+        limits: the constants of the rule.
+    """
+
+    def __init__(self, remedy: str = "set a lower optim.lr", limits: Limits = LIMITS) -> None:
+        self.remedy = remedy
+        self.limits = limits
+        self.first: dict[str, float] = {}  # value of each signal in the first row that has it
+        self.averages: dict[str, float] = {}  # of the signals, with `rise`
+        self.update = 0.0  # update of the last row
+        self.warned = False
+
+    def observe(self, row: Mapping[str, float]) -> str | None:
+        """Update the averages with a row of training metrics, and return the warning when a limit is passed.
+
+        Args:
+            row: metrics of the updates since the previous row, with the column `update`.
+        """
+        found = signals(row)
+        self.first = {**found, **self.first}
+        if "kl" in found:
+            found["kl"] -= self.first["kl"]
+        for name in _RELATIVE & found.keys():
+            found[name] /= max(self.first[name], 1e-6)
+        updates = row["update"] - self.update
+        share = 1 - math.exp(-updates / self.limits.memory)
+        for name, value in found.items():
+            before = self.averages.setdefault(name, value)
+            self.averages[name] = before + share * (value - before)
+            if name == "kl" and updates > 0:
+                self.averages["rise"] = (self.averages["kl"] - before) / updates
+        self.update = row["update"]
+        passed = _beyond(self.limits, self.averages)
+        if self.warned or passed is None:
+            return None
+        self.warned = True
+        what = _MEANING[passed].format(value=self.averages[passed], limit=getattr(self.limits, passed))
+        return (
+            f"the policy may collapse: {what}, at update {row['update']:.0f}; compare eval/ metrics with "
+            f"earlier ones, and if they fall, {self.remedy}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the rule, for a checkpoint."""
+        return {
+            "first": self.first,
+            "averages": self.averages,
+            "update": self.update,
+            "warned": self.warned,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned."""
+        self.first, self.averages = dict(saved["first"]), dict(saved["averages"])
+        self.update, self.warned = saved["update"], saved["warned"]
+
+
+# The hint that responses repeat themselves more and more while the reward rises.
+#
+# A policy may learn to repeat text because the reward likes it. The rule observes two numbers of each row of
+# training metrics:
+#
+# | number     | value                                                                           |
+# |------------|---------------------------------------------------------------------------------|
+# | score      | `objective/scores`                                                              |
+# | repetition | share of the 4-grams of tokens that occurred before, within the last 64 tokens  |
+#
+# The repetition is measured in at most 64 responses of each update, evenly spaced, and of these in the
+# responses with at least 32 tokens, all together. A row with less than a quarter of such responses is left
+# out. Repetitions that are farther apart do not count, so that long responses have no larger share than short
+# ones. (With the whole response in place of 64 tokens, the number would be seq-rep-4 of Welleck et al., arXiv
+# 1908.04319.)
+#
+# The rule compares 16 points: the last 16 rows, or the means of 4 or 16 consecutive rows of the last 64 or
+# 256 rows. A number rises if, of the 120 pairs of points, those that rise outnumber those that fall by 67 or
+# more: three standard deviations of Kendall's test (Mann, 1945), which noise without a trend exceeds in 1 of
+# 700 windows. The rule gives its hint once, when both numbers rise, the mean repetition of the last 4 points
+# is at least 0.2, and this is at least 0.1 more than that of the first 4 points.
+
+
+_N_GRAM = 4  # tokens
+_SPAN = 64  # tokens in which an n-gram must have occurred before
+_SHORTEST = 32  # tokens of a response that counts
+_RESPONSES = 64  # largest number of responses of an update that are measured
+_ENOUGH = 0.25  # share of the responses that must count
+POINTS = 16
+_WIDTHS = (1, 4, 16)  # rows per point
+_TREND = 67  # rising minus falling pairs of points
+LEVEL = 0.2  # smallest repetition at the end
+_RISE = 0.1  # smallest increase of the repetition
+ENDS = POINTS // 4  # points at the beginning and at the end that are compared
+
+_FACTORS = (1, 0x9E3779B1, 0x85EBCA77C2B2AE35 - (1 << 64), 0x27D4EB2F165667C5)  # of a hash of N_GRAM tokens
+
+
+def repeated(ids: Tensor, mask: Tensor) -> Tensor:
+    """Count the n-grams that occurred before within `_SPAN` tokens, all n-grams, and responses that count.
+
+    Args:
+        ids: [R, T] int64, tokens of the responses.
+        mask: [R, T] bool; n-grams with a token whose mask is False do not count.
+
+    Returns:
+        [3] int64: the sums over the responses with at least `_SHORTEST` tokens.
+    """
+    counts = mask.sum(-1) >= _SHORTEST
+    ids, mask = ids[counts], mask[counts]
+    if len(ids) == 0:
+        return torch.zeros(3, dtype=torch.int64, device=ids.device)
+    length = ids.shape[1] - _N_GRAM + 1
+    grams = torch.stack([ids[:, i : i + length] * _FACTORS[i] for i in range(_N_GRAM)]).sum(0)
+    whole = torch.stack([mask[:, i : i + length] for i in range(_N_GRAM)]).all(0)
+    grams, order = grams.sort(dim=1, stable=True)  # equal n-grams side by side, in the order of the text
+    whole_there = whole.gather(1, order)
+    near = order[:, 1:] - order[:, :-1] <= _SPAN
+    again = (grams[:, 1:] == grams[:, :-1]) & near & whole_there[:, 1:] & whole_there[:, :-1]
+    return torch.stack([again.sum(), whole.sum(), counts.sum()])
+
+
+class RepetitionRule:
+    """The state of the rule in one run; it gives its hint once.
+
+    Args:
+        given: whether the hint was given already, or is never due, because no response is sampled.
+    """
+
+    def __init__(self, given: bool = False) -> None:
+        self.counts = [0, 0, 0, 0]  # of the unfinished row: those of `repeated`, responses measured
+        self.rows: deque[tuple[float, float]] = deque(maxlen=POINTS * _WIDTHS[-1])  # score, repetition
+        self.given = given
+
+    def add(self, ids: Tensor, mask: Tensor) -> None:
+        """Add the responses of an update to the unfinished row.
+
+        Args:
+            ids: [N, K, T] int64, tokens of the responses.
+            mask: [N, K, T] bool, True for tokens of the response.
+        """
+        if self.given:
+            return
+        every = -(-ids.shape[0] * ids.shape[1] // _RESPONSES)
+        ids, mask = ids.flatten(0, 1)[::every], mask.flatten(0, 1)[::every]
+        new = [*repeated(ids, mask).tolist(), len(ids)]
+        self.counts = [before + more for before, more in zip(self.counts, new, strict=True)]
+
+    def observe(self, row: Mapping[str, float]) -> str | None:
+        """End a row, and return the hint if it is due.
+
+        Args:
+            row: metrics of the updates since the previous row, with the column `update`.
+        """
+        again, grams, counted, responses = self.counts
+        self.counts = [0, 0, 0, 0]
+        if self.given or "objective/scores" not in row or counted < max(1, _ENOUGH * responses):
+            return None
+        self.rows.append((row["objective/scores"], again / grams))
+        for width in _WIDTHS:
+            if len(self.rows) >= POINTS * width and (found := hint(points(self.rows, width))):
+                self.given = True
+                rows = POINTS * width
+                return (
+                    f"{found} over the last {rows} rows of metrics, at update {row['update']:.0f}; {_REMEDY}"
+                )
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the rule, for a checkpoint."""
+        return {"counts": self.counts, "rows": [list(row) for row in self.rows], "given": self.given}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned."""
+        self.counts, self.given = list(saved["counts"]), saved["given"]
+        self.rows.clear()
+        self.rows.extend((score, repetition) for score, repetition in saved["rows"])
+
+
+_REMEDY = (
+    "this is a hint: read responses (completions.jsonl), and if they degenerate, lower the reward of "
+    "repetition, or strengthen the KL penalty"
+)
+
+
+def points(rows: Sequence[tuple[float, float]], width: int) -> tuple[list[float], list[float]]:
+    """Return score and repetition of the last rows, as `POINTS` means of `width` rows each."""
+    last = list(rows)[-POINTS * width :]
+    groups = [last[place : place + width] for place in range(0, len(last), width)]
+    scores, repetitions = ([sum(each[i] for each in group) / width for group in groups] for i in (0, 1))
+    return scores, repetitions
+
+
+def hint(window: tuple[Sequence[float], Sequence[float]]) -> str | None:
+    """Return the beginning of the hint if both numbers of a window rise; None: they do not."""
+    (first_score, last_score), (first, last) = (
+        (sum(values[:ENDS]) / ENDS, sum(values[-ENDS:]) / ENDS) for values in window
+    )
+    if last < LEVEL or last - first < _RISE or not all(map(rises, window)):
+        return None
+    return (
+        f"responses repeat themselves more while the reward rises: {last:.0%} of their {_N_GRAM}-grams "
+        f"occurred in the {_SPAN} tokens before (earlier {first:.0%}), and objective/scores is "
+        f"{last_score:.3g} (earlier {first_score:.3g}),"
+    )
+
+
+def rises(values: Sequence[float]) -> bool:
+    """Return whether values have a rising trend: rising minus falling pairs are at least `_TREND`."""
+    return sum((later > earlier) - (later < earlier) for earlier, later in combinations(values, 2)) >= _TREND

@@ -1,23 +1,22 @@
-"""The stream of rollouts, in the order of requests, with a bounded number of later requests in flight.
-
-In virtual time, `rlhf.training.staleness` decides which groups are trained next (`rlhf.training.virtual`).
-"""
+"""The stream of rollouts in the order of requests, with refilled and replayed groups."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
-from rlhf.core.batch import Batch, Prompts, Rollouts, concatenated
-from rlhf.training.replay import with_token_versions
+from rlhf.core.batch import Batch, Prompts, R, Rollouts, concatenated
+from rlhf.core.metrics import How, Metrics, Stat, mean
+from rlhf.core.seeding import derive
 
 if TYPE_CHECKING:
     from rlhf.config.schedule import ScheduleConfig
@@ -26,7 +25,51 @@ if TYPE_CHECKING:
     from rlhf.core.state import TrainState
     from rlhf.generators.generator import Generator
     from rlhf.training.recorder import Recorder
-    from rlhf.training.refill import Refill
+
+
+# Other prompts in place of groups without signal: dynamic sampling of DAPO (Yu et al., arXiv 2503.14476).
+#
+# A group has no signal if the scores of its K samples tie. A stream scores a group before the trainer gets
+# it, and samples a further prompt for each group without signal, until B groups of a batch have signal or
+# `Refill.most` groups were replaced. Then groups without signal are trained like the others.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refill:
+    """The rule which groups are replaced."""
+
+    most: int  # groups that are replaced for a batch, at most
+    scorer: Callable[[Rollouts], Batch]  # rollouts that have scores are returned unchanged
+    note: Callable[[Batch], object]  # gets every scored batch: the order of prompts knows the solved prompts
+
+    def score(self, rollouts: Rollouts) -> tuple[Batch, Tensor]:
+        """Return the rollouts with scores, and whether each group has signal, [N] bool."""
+        batch = self.scorer(rollouts)
+        self.note(batch)
+        return batch, _signal(batch.scores)
+
+    def figures(self, scores: Tensor, replaced: int) -> Metrics:
+        """Return the metrics of an update.
+
+        Args:
+            scores: scores [N, K] of the batch.
+            replaced: groups that were replaced since the last update.
+        """
+        left = float((~_signal(scores)).sum())
+        return {
+            "rollouts/refilled": Stat(float(replaced), 1.0, How.sum),
+            "rollouts/refilled_share": Stat(float(replaced), replaced + left),
+            "rollouts/no_signal": Stat(left, 1.0, How.sum),
+        }
+
+
+def _signal(scores: Tensor) -> Tensor:
+    return scores.amax(1) > scores.amin(1)
+
+
+# The stream of rollouts, in the order of requests, with a bounded number of later requests in flight.
+#
+# In virtual time, `rlhf.training.clock` decides which groups are trained next (`rlhf.training.events`).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,3 +308,67 @@ def joined(groups: Sequence[Batch], pad_id: int, trainer_version: int, generate_
 def unpack(packed: dict[str, Any]) -> Rollouts:
     """Return saved fields as `Rollouts`, or as `Batch` if they have scores."""
     return Batch(**packed) if "scores" in packed else Rollouts(**packed)
+
+
+# A replay buffer of the last rollout batches (`schedule.replay`).
+#
+# Each update adds one new batch of N prompts and trains on N prompts that are drawn from the buffer. So the
+# number of samples and of optimizer steps is the same with and without a buffer.
+
+
+ONCE = frozenset({"ref_logprobs"})  # needs that are computed once per prompt: no trained weights are used
+
+
+class Replay:
+    """A buffer of the last `size` rollout batches, from which the batch of each update is drawn.
+
+    Prompts are drawn uniformly and without replacement, with all their samples. Seed and update determine the
+    draw, so all ranks draw the same prompts. In the first updates the buffer has fewer than `size` batches.
+
+    Args:
+        size: number of batches, including the new batch; 1: every update trains on the new batch.
+        seed: seed of the run.
+        pad_id: token id of padding.
+    """
+
+    def __init__(self, size: int, seed: int, pad_id: int) -> None:
+        self.size = size
+        self.seed = seed
+        self.pad_id = pad_id
+        self.earlier: deque[Batch] = deque(maxlen=size - 1)  # batches before the new batch, oldest first
+
+    def __call__(self, new: Batch) -> tuple[Batch, Metrics]:
+        """Add a batch to the buffer, and return the batch to train on and its metrics.
+
+        The result has the `version` of its oldest prompt and a version for every token. Its other numbers
+        (for example seconds) are those of the new batch.
+
+        Args:
+            new: the new batch, with scores and, if the objective needs them, reference log-probs.
+        """
+        if self.size == 1:
+            return new, {}
+        batches = [*self.earlier, new]
+        self.earlier.append(new)
+        draw = torch.Generator().manual_seed(derive(self.seed, "replay", new.trainer_version))
+        drawn = torch.randperm(sum(map(len, batches)), generator=draw)[: len(new)].sort().values
+        parts, first = [], 0
+        for batch in batches:
+            rows = drawn[(drawn >= first) & (drawn < first + len(batch))] - first
+            first += len(batch)
+            if len(rows):
+                parts.append(with_token_versions(batch.select(rows)))
+        versions = torch.tensor([part.version for part in parts for _ in range(len(part))])
+        age = mean(new.trainer_version - versions)
+        return replace(new, **concatenated(parts, self.pad_id)), {"replay/age": age}
+
+    def load(self, batches: Iterable[Batch]) -> None:
+        """Fill the buffer with the batches `earlier` of a checkpoint."""
+        self.earlier.extend(batches)
+
+
+def with_token_versions(batch: R) -> R:
+    """Return the batch with `token_versions`."""
+    if batch.token_versions is not None:
+        return batch
+    return replace(batch, token_versions=batch.version * batch.response_mask.long())

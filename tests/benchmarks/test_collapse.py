@@ -11,7 +11,7 @@ from benchmarks import collapse
 from benchmarks.collapse import EARLY, GRID, MEMORIES, UPDATES, Case, cases, collapsed_at, crossings, measured
 from rlhf.study.file import read_spec
 from rlhf.study.rows import DIVERGED, Results, read_rows, write_rows
-from rlhf.training.collapse import LIMITS, Limits
+from rlhf.training.recorder import LIMITS, Limits
 from tests.report.test_report import write_run
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,7 @@ from benchmarks.rollout_rules import TOKENS, Responses, main, on_cluster, run
 from rlhf.config.clock import VirtualConfig
 from rlhf.config.schedule import Order, Stale
 from rlhf.core.errors import UserError
-from rlhf.training.clock import Clock
-from rlhf.training.staleness import Rules
+from rlhf.training.clock import Clock, Rules
 
 RULES = {
     "fifo": {"order": Order.fifo, "max_lag": 2},

@@ -5,7 +5,7 @@ import pytest
 from rlhf.report.__main__ import main as report
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from rlhf.training.collapse import METRIC, Limits
+from rlhf.training.recorder import METRIC, Limits
 from tests.end_to_end.conftest import UPDATES_ONLY, rows
 from tests.end_to_end.test_algorithms import SCORED, updates
 

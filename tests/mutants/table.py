@@ -31,7 +31,7 @@ MUTANTS = [
     # -- training ------------------------------------------------------------------------------------
     *_rows(
         "training/test_replay",
-        "training/replay.py",
+        "training/stream.py",
         (
             "return replace(batch, token_versions=batch.version * batch.response_mask.long())",
             "return replace(batch, token_versions=batch.trainer_version * batch.response_mask.long())",
@@ -66,7 +66,7 @@ MUTANTS = [
     ),
     *_rows(
         CLOCK,
-        "training/staleness.py",
+        "training/clock.py",
         ("if not self.drops:", "if True:"),
         (
             "most = 0 if self.trains and not self.max_lag else self.batch * (self.max_lag + 1)",
@@ -88,7 +88,7 @@ MUTANTS = [
     ),
     *_rows(
         CLOCK,
-        "training/sequences.py",
+        "training/clock.py",
         ("return min(len(self.ids), max(self.kept, tokens))", "return min(len(self.ids), tokens)"),
         (
             "while self.rewards and tokens and self.versions[tokens - 1] == MESSAGE:",
@@ -98,7 +98,7 @@ MUTANTS = [
     ),
     *_rows(
         "training/test_virtual",
-        "training/virtual.py",
+        "training/events.py",
         ("version=int(seen.min()),", "version=int(seen.max()),"),
         ("numbers.append(uniform[group][sample, len(ids) :])", "numbers.append(uniform[group][sample, :])"),
         ("self.known[by] = self.drawn(self.spare)", "self.known[by] = self.drawn(self.next)"),
@@ -110,7 +110,7 @@ MUTANTS = [
     ),
     *_rows(
         "training/test_ruled training/test_completed",
-        "training/ruled.py",
+        "training/events.py",
         (
             '"rollouts/queue": Stat(usage.queue / span),',
             '"rollouts/queue": Stat(usage.queue / max(usage.busy, 1e-9)),',
@@ -130,19 +130,19 @@ MUTANTS = [
     ),
     *_rows(
         "training/test_completed",
-        "training/completed.py",
+        "training/events.py",
         ("if not ended:", "if True:"),
         ("self._work()  # what was discarded or taken makes room", ""),
         ("response.cut &= not bool(rollouts.ended)", "response.cut = not bool(rollouts.ended)"),
     ),
     *_rows(
         "training/test_refill",
-        "training/refill.py",
+        "training/stream.py",
         ("return scores.amax(1) > scores.amin(1)", "return scores.amax(1) >= scores.amin(1)"),
     ),
     *_rows(
         "training/test_collapse",
-        "training/collapse.py",
+        "training/recorder.py",
         (
             'found["kl"] = row["objective/kl"] / tokens + row.get("mismatch/kl", 0.0)',
             'found["kl"] = row["objective/kl"] / tokens',

@@ -17,7 +17,7 @@ from rlhf.runs.environment import versions
 from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints
 from rlhf.training import checkpoint
 from rlhf.training.checkpoint import DAMAGED, Checkpoints, compare, damage, last_good, seal
-from rlhf.training.replay import Replay
+from rlhf.training.stream import Replay
 
 FILES = ("counters.json", "in_flight.pt", "model/weights", "optimizer", "random.pt", "replay.pt")
 

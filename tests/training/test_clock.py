@@ -10,9 +10,7 @@ import pytest
 from rlhf.config.clock import VirtualConfig
 from rlhf.config.schedule import Order, Stale
 from rlhf.training import clock as clocks
-from rlhf.training.clock import Clock, factors
-from rlhf.training.sequences import MESSAGE, Piece
-from rlhf.training.staleness import Rules
+from rlhf.training.clock import MESSAGE, Clock, Piece, Rules, factors
 
 LENGTH = 20
 

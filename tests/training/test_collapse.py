@@ -10,8 +10,7 @@ from rlhf.config.compose import compose
 from rlhf.core.metrics import Stat
 from rlhf.core.state import TrainState
 from rlhf.loggers.logger import Logger
-from rlhf.training.collapse import LIMITS, METRIC, CollapseRule, Limits, signals
-from rlhf.training.recorder import Recorder
+from rlhf.training.recorder import LIMITS, METRIC, CollapseRule, Limits, Recorder, signals
 from tests.tiny_models import tiny_rollouts
 
 

@@ -13,7 +13,7 @@ from rlhf.config.schedule import Order, Stale, Unit, Update
 from rlhf.core.batch import Batch, Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.generators.generator import Generator, finished
-from rlhf.training.completed import CompletedStream
+from rlhf.training.events import CompletedStream
 from tests.training.streams import context
 
 LENGTH, STEP_S = 8, 0.002

@@ -13,8 +13,7 @@ from rlhf.core.metrics import Evaluation, How, Metrics, Stat, largest, mean, mer
 from rlhf.core.state import TrainState
 from rlhf.loggers.logger import Logger
 from rlhf.training.comparison import against_initial
-from rlhf.training.invariants import EXPECTED, broken_invariants, expected
-from rlhf.training.recorder import Recorder
+from rlhf.training.recorder import EXPECTED, Recorder, broken_invariants, expected
 from tests.tiny_models import tiny_rollouts
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from rlhf.core.batch import Batch, Prompts
-from rlhf.training.refill import Refill
-from rlhf.training.stream import RefilledStream
+from rlhf.training.stream import Refill, RefilledStream
 from tests.training.streams import context
 from tests.training.test_virtual import (
     UPDATES,

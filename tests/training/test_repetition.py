@@ -9,8 +9,7 @@ import torch
 
 from rlhf.core.metrics import Stat
 from rlhf.core.state import TrainState
-from rlhf.training.recorder import Recorder
-from rlhf.training.repetition import POINTS, RepetitionRule, repeated, rises
+from rlhf.training.recorder import POINTS, Recorder, RepetitionRule, repeated, rises
 from tests.tiny_models import tiny_rollouts
 from tests.training.test_recorder import Kept, NoEngine
 

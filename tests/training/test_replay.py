@@ -13,7 +13,7 @@ from rlhf.core.batch import Batch, trim
 from rlhf.core.state import TrainState
 from rlhf.training.checkpoint import Checkpoints
 from rlhf.training.loop import Parts, train
-from rlhf.training.replay import Replay, with_token_versions
+from rlhf.training.stream import Replay, with_token_versions
 from tests.tiny_models import sequences, tiny_rollouts
 
 N, K, PAD = 4, 2, 96

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf.training.clock import Usage
-from rlhf.training.ruled import RuledStream
-from rlhf.training.staleness import Group
+from rlhf.training.clock import Group, Usage
+from rlhf.training.events import RuledStream
 
 
 def responses(version, *durations):

@@ -13,9 +13,8 @@ from rlhf.core.batch import Batch, Prompts, Sampling
 from rlhf.core.metrics import Timer
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.training import clock
-from rlhf.training.refill import Refill
-from rlhf.training.stream import Stream
-from rlhf.training.virtual import VirtualStream
+from rlhf.training.events import VirtualStream
+from rlhf.training.stream import Refill, Stream
 from tests.tiny_models import VOCABULARY, tiny_lm
 from tests.training.streams import context
 

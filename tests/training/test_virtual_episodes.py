@@ -15,8 +15,7 @@ from rlhf.core.errors import RunError
 from rlhf.core.seeding import derive
 from rlhf.environments.environment import LIMITS
 from rlhf.generators.hf.sampling import uniforms
-from rlhf.training.replay import with_token_versions
-from rlhf.training.stream import Stream
+from rlhf.training.stream import Stream, with_token_versions
 from tests.environments.test_episodes import Judge, check_masks_and_rewards, settings, tokenizer
 from tests.environments.test_many_turns import model
 from tests.training.streams import context
