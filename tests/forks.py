@@ -64,7 +64,7 @@ PRELOADED = (
     "rlhf.stages.chain",
     "rlhf.stages.evaluation",
     "rlhf.stages.relabelling",
-    "rlhf.assembly.generator",
+    "rlhf.assembly.training",
     "rlhf.generators.process",
     "rlhf.generators.process",
     "rlhf.generators.hf.generator",

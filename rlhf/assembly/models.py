@@ -1,29 +1,43 @@
-"""Construction of the models of a run."""
+"""Construction of the models of a run: device, tokenizer, weights, limits of forward passes."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from rlhf.assembly.parts import part
+from rlhf.assembly.parts import build_source, make, part
 from rlhf.config.algo import Trains
+from rlhf.config.backend import WITHOUT_GRADIENT, Device
+from rlhf.config.model import Dtype, float16_needs_gpu
 from rlhf.config.policy_gradient import ValueFrom
+from rlhf.core.batch import Budget
+from rlhf.core.chat_format import Tools, set_format
+from rlhf.core.console import say_row
 from rlhf.core.errors import UserError
+from rlhf.core.portable import PORTABLE, asked_portable
 from rlhf.core.seeding import derive
 from rlhf.engines.engine import trained
+from rlhf.environments.library import schemas
+from rlhf.memory.plan import with_token_limit
 from rlhf.models.forward import checkpoint_blocks
 from rlhf.models.loading import load_causal_lm, load_reward_model, new_nano, new_reward_model
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, ValueModel, adapt, score_head
 from rlhf.models.placement import build_on_first
-from rlhf.models.tokenizer import check_vocabulary, read_tokenizer
+from rlhf.models.tokenizer import check_vocabulary, declared_ends, read_tokenizer, set_pad_token, stop_ids
 from rlhf.trials.agreement import compared
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.processes.ranks import Ranks
+
+
+# Construction of the models of a run.
+
 
 M = TypeVar("M", bound=RolloutModule)
 N = TypeVar("N", bound=torch.nn.Module)
@@ -156,3 +170,164 @@ def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Rank
 
     placed: Policy = part(cfg.backend).place(cfg.backend, loaded(build, cfg, ranks), ranks)
     return compared(placed, cfg, ranks)
+
+
+# Construction of the tokenizer of a run.
+
+
+log = logging.getLogger(__name__)
+
+
+def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrainedTokenizerFast:
+    """Return the policy's tokenizer; for a model with random weights, the tokenizer of the embedded task.
+
+    If the task has dialogues, the end token is the token that ends a turn in the chat template.
+
+    Args:
+        cfg: the config of the run.
+        notes: gets the row "pad token" if the model has no pad token, so that one was chosen.
+
+    Raises:
+        UserError: the tokenizer cannot be used, or has no chat template for the dialogues of the task.
+    """
+    name = cfg.model.tokenizer or cfg.start
+    if name is None:
+        assert cfg.task.embedded, "validated: only embedded tasks start from nothing"
+        made: PreTrainedTokenizerFast = make(cfg.task).tokenizer()
+        if cfg.model.chat_template is not None:
+            set_format(made, cfg.model.chat_template, build_source(cfg).conversational)
+        return made
+    start = "model.base" if cfg.algo.trains is Trains.base else "model.policy"
+    key = "model.tokenizer" if cfg.model.tokenizer else start
+    tokenizer = read_tokenizer(name, cfg.model.trust_remote_code, key)
+    set_format(tokenizer, cfg.model.chat_template, build_source(cfg).conversational, cfg.model.clock)
+    models = (name,) if cfg.start in (None, name) else (name, cfg.start)
+    note = set_pad_token(tokenizer, cfg.model.pad_token, models=models)
+    if note is not None and notes is not None:
+        notes["pad token"] = note
+    return tokenizer
+
+
+def build_stop_ids(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Return the ids of the tokens that end a response: of the tokenizer first, then of the model's files."""
+    return stop_ids(tokenizer, [cfg.start] if cfg.start else [])
+
+
+def build_tools(cfg: Config) -> Tools:
+    """Return the JSON schemas of the functions that replies may call; None: the run has no tools.
+
+    Raises:
+        UserError: a function cannot be imported, or lacks type hints or a docstring.
+    """
+    return schemas(cfg.environment.tools) or None
+
+
+def declared_tokens(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Return the texts of the tokens that end a response besides the end token of the tokenizer.
+
+    The ids that a model declares are those of its own tokenizer; for the tokenizer of a judge there are none.
+    """
+    if tokenizer.name_or_path != (cfg.model.tokenizer or cfg.start):
+        return []
+    texts = [str(tokenizer.decode([number])) for number in build_stop_ids(cfg, tokenizer)[1:]]
+    return [text for text in texts if text.strip()]
+
+
+def say_ends(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Print the tokens that end a response, if there are several, and the declared ids that no token has."""
+    if cfg.algo.trains is Trains.reward:
+        return
+    ends = build_stop_ids(cfg, tokenizer)
+    if len(ends) > 1:
+        say_row("responses end with", names_of(ends, tokenizer))
+    if cfg.start and (unknown := sorted(declared_ends([cfg.start]) - set(tokenizer.get_vocab().values()))):
+        log.warning(
+            f"end tokens that {cfg.start} declares are not used, because no token of the tokenizer has these "
+            f"ids: {', '.join(map(str, unknown))}"
+        )
+
+
+def names_of(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return the tokens with these ids as a list for a reader, such as `<|im_end|>, <|endoftext|>`."""
+    return ", ".join(map(str, tokenizer.convert_ids_to_tokens(ids)))
+
+
+# Choice of the device of a run.
+
+
+def build_device(cfg: Config) -> torch.device:
+    """Return the device of the models, without an index, and let this process compute as `cfg.backend` asks.
+
+    Raises:
+        UserError: the config asks for a GPU and torch finds none, for float16 without a GPU, or for
+            `backend.portable` where this is not possible.
+    """
+    set_portable(cfg.backend.portable)
+    name = cfg.backend.device.value
+    if cfg.backend.device is Device.auto:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "backend.device=cuda needs a GPU that torch can use, and torch finds none; "
+            "set backend.device=auto"
+        )
+    if name == "cpu" and cfg.model.dtype is Dtype.float16:
+        raise UserError(float16_needs_gpu("torch finds none"))
+    return torch.device(name)
+
+
+# Setting of a process that computes the same bits as those on other x86 processors (`backend.portable`).
+
+
+def set_portable(wanted: bool) -> None:
+    """Let this process and its child processes compute the bits of every processor, or of their own.
+
+    Call this function before torch computes in this process.
+
+    Raises:
+        UserError: this is not possible here.
+    """
+    if asked_portable() and not wanted:
+        raise UserError(
+            "backend.portable must be true in this process (an earlier run or the environment made it so), "
+            f"got false; start another process, without the variables {', '.join(PORTABLE)}"
+        )
+    if wanted:
+        os.environ.update(PORTABLE)
+        if not _computes_portably():
+            for name in PORTABLE:
+                del os.environ[name]
+            raise UserError(
+                "backend.portable=true needs an x86 processor with AVX2, torch with MKL, and a process in "
+                "which torch has not computed before; start another process, or set backend.portable=false"
+            )
+
+
+def _computes_portably() -> bool:
+    """Return whether torch uses AVX2, and MKL its compatible branch.
+
+    This branch rounds each product before it is added. With AVX2, the other branches do not: they fuse both.
+    """
+    if torch.backends.cpu.get_cpu_capability() != "AVX2" or not torch.backends.mkl.is_available():
+        return False
+    a = 1 + 2.0**-12
+    left, right = a * torch.eye(64), a * torch.eye(64)
+    left[:, 0], right[0] = -1 - 2.0**-11, 1
+    return not (left @ right).diagonal()[1:].any().item()  # a * a - (1 + 2^-11): 0 if rounded, 2^-24 if fused
+
+
+# The limits of forward passes of a run, from its config and its memory plan.
+
+
+def training_budget(cfg: Config) -> Budget:
+    """Return the limits of a forward pass with gradients."""
+    backend = with_token_limit(cfg).backend
+    return Budget(backend.micro_batch, backend.tokens)
+
+
+def inference_budget(cfg: Config) -> Budget:
+    """Return the limits of a forward pass without gradients, which needs less memory per token."""
+    training = training_budget(cfg)
+    if training.tokens is None:
+        return training
+    return Budget(WITHOUT_GRADIENT * training.sequences, WITHOUT_GRADIENT * training.tokens)

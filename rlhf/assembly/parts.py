@@ -1,15 +1,30 @@
-"""Construction of the part that a config section configures, from the address in the section's `option`."""
+"""Construction of a part from the address in the option of its section, and of the loggers."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rlhf.config.algo import Trains
 from rlhf.config.schema import PARTS, Section
+from rlhf.config.scorer import scorers
+from rlhf.core import stages
+from rlhf.loggers.display import Display
+from rlhf.loggers.logger import JsonlLogger, Logger, LoggerContext, ScoreDoubts
+from rlhf.report.figures import run_figures
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rlhf.config.root import Config
+    from rlhf.core.phases import Phases
+    from rlhf.core.state import TrainState
+    from rlhf.runs.folder import RunFolder
     from rlhf.tasks.source import Source
+
+
+# Construction of the part that a config section configures, from the address in the section's `option`.
 
 
 def part(section: Section) -> Any:
@@ -33,3 +48,58 @@ def build_source(cfg: Config) -> Source:
 
     source: Source = make(cfg.task)
     return DialogueSource(source) if cfg.environment.answers and not source.conversational else source
+
+
+# Construction of the loggers of a run.
+
+
+def build_loggers(
+    cfg: Config,
+    folder: RunFolder,
+    state: TrainState,
+    checkpoint: Path | None = None,
+    phases: Phases | None = None,
+) -> list[Logger]:
+    """Return the loggers of the run folder and the terminal, and each logger that the config turns on.
+
+    Args:
+        cfg: the config of the run.
+        folder: the run folder.
+        state: the counters of the run.
+        checkpoint: the checkpoint from which the run resumes; None: the run starts.
+        phases: the phases that the run is in, for the progress display.
+    """
+    title = stages.title(f"{cfg.algo.name} {cfg.task.name}")
+    display = Display(title, state, cfg.progress, cfg.eval.samples, shown_figures(cfg), phases)
+    doubts = ScoreDoubts(cfg, faster_scoring(cfg), state.update)
+    loggers = [JsonlLogger(folder, state, checkpoint), display, doubts]
+    context = LoggerContext(folder=folder, state=state, figures=lambda: run_figures(folder.path))
+    chosen = (getattr(cfg.logger, each.name) for each in fields(cfg.logger))
+    return [*loggers, *(make(section, context) for section in chosen if section is not None)]
+
+
+def shown_figures(cfg: Config) -> dict[str, str]:
+    """Return the metrics of an update that the terminal shows, and their short names, in order of importance.
+
+    A metric that is always 0 in this run, or constant, is not shown: the lag of a synchronous run, the scores
+    of stored pairs, and the policy loss of an algorithm whose loss is near 0 by construction.
+    """
+    samples = cfg.algo.trains is Trains.policy and cfg.generator.rollouts
+    names = {
+        "objective/scores": "reward" if samples else None,
+        "loss/policy": "loss" if part(cfg.algo).shows_loss else None,
+        "objective/kl": "KL" if samples else None,
+        "rewards/accuracies": "train accuracy",
+        "lag": "lag" if cfg.schedule.max_lag > 0 else None,
+    }
+    return {metric: name for metric, name in names.items() if name is not None}
+
+
+def faster_scoring(cfg: Config) -> str | None:
+    """Return how to make the training scorer faster, for a warning; None if no setting does so."""
+    remedies = {
+        "function": "score all responses of a batch in parallel inside the function ({}.batched=true)",
+        "http": "raise {0}.concurrency or {0}.batch_size",
+    }
+    training = (pair for pair in scorers(cfg) if pair[0].startswith("scorer"))
+    return next((remedies[each.name].format(at) for at, each in training if each.name in remedies), None)

@@ -1,32 +1,81 @@
-"""Construction of the parts of a training run."""
+"""Construction of a training run: engine, generator, scorers, evaluator, data."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+import torch
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.engine import build_engine
-from rlhf.assembly.evaluator import build_evaluator
-from rlhf.assembly.generator import build_generator
-from rlhf.assembly.parts import make
-from rlhf.assembly.scorer import build_training_scorer
+from rlhf.assembly.models import (
+    build_device,
+    build_model,
+    build_module,
+    build_reference,
+    build_stop_ids,
+    build_tokenizer,
+    build_tools,
+    declared_tokens,
+    inference_budget,
+    load_model,
+    loaded,
+    trained_parts,
+    training_budget,
+)
+from rlhf.assembly.parts import build_source, make, part
+from rlhf.config.address import load_function, signature_of
+from rlhf.config.algo import Data, Trains
+from rlhf.config.backend import TorchConfig
+from rlhf.config.cores import threads
 from rlhf.config.model import Dtype
+from rlhf.config.parameters import Parameters, parameters_of
+from rlhf.config.scorer import scorers
 from rlhf.core.batch import Sampling
-from rlhf.scorers.scorer import SavingScorer
+from rlhf.core.console import say
+from rlhf.core.control import unquoted
+from rlhf.core.dialogues import Dialogues
+from rlhf.core.encoding import encode_completions
+from rlhf.core.errors import UserError
+from rlhf.core.state import SupervisedState, TrainState
+from rlhf.engines.engine import Engine, EngineSettings
+from rlhf.engines.torch_engine import FrozenEngine
+from rlhf.generators.generator import GeneratorContext, PerRankGenerator, SharedGenerator
+from rlhf.generators.hf.generator import HFGenerator, HFSettings
+from rlhf.generators.process import Annotator
+from rlhf.models.loading import load_causal_lm
+from rlhf.models.modules import RolloutModule, set_head
+from rlhf.models.tokenizer import check_vocabulary
+from rlhf.processes.ranks import Ranks
+from rlhf.scorers.reward_model import read_own, reads_tokens_of
+from rlhf.scorers.scorer import SavingScorer, Scorer, ScorerContext
+from rlhf.tasks.first_messages import FirstMessages
+from rlhf.tasks.formats import TOOLS
+from rlhf.tasks.records import Wanted
+from rlhf.tasks.task import Task
 from rlhf.training.checkpoint import Checkpoints
+from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvaluator
 from rlhf.training.loop import Parts
 from rlhf.training.recorder import LIMITS, CollapseRule, Limits, Recorder, RepetitionRule, expected
 from rlhf.training.stream import Refill, Replay
+from rlhf.trials.agreement import compared, samples_with_cache
 from rlhf.trials.speed import choose_head, compile_blocks
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
-    from rlhf.core.state import TrainState
-    from rlhf.processes.ranks import Ranks
+    from rlhf.config.scorer import FunctionScorerConfig, ScorerConfig
+    from rlhf.environments.environment import EnvironmentFactory
+    from rlhf.generators.generator import Generator
+    from rlhf.models.modules import Policy, RewardModel
+    from rlhf.processes.service import Channel
     from rlhf.runs.folder import RunFolder
-    from rlhf.tasks.task import Task
+    from rlhf.training.evaluators import Evaluator
+
+
+# Construction of the parts of a training run.
 
 
 # Tolerance of the first update's checks, by dtype.
@@ -119,3 +168,453 @@ def remedies(cfg: Config) -> list[str]:
     if schedule.max_lag == 0 and schedule.minibatches * schedule.epochs == 1:
         return found
     return [*found, *cfg.algo.corrections()]
+
+
+# Construction of the engine of a run: module, frozen reference, optimizer settings.
+
+
+E = TypeVar("E", bound=Engine)
+
+
+def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, state: TrainState) -> Engine:
+    """Return the engine of a run that trains, and print the number of trained parameters if some are frozen.
+
+    Raises:
+        UserError: the vocabulary or the context of the model is too small, or the model cannot be used.
+    """
+    module = loaded(lambda: build_module(cfg, tokenizer), cfg, ranks)
+    check_vocabulary(module.model, tokenizer)
+    for name, value in trained_parts(module):
+        say(f"  {name + ':':24}{value}")
+    steps = cfg.schedule.minibatches * cfg.schedule.epochs
+    engine = part(cfg.backend).build(
+        cfg.backend,
+        module=module,
+        reference=build_second_model(cfg, tokenizer, ranks),
+        tokenizer=tokenizer,
+        ranks=ranks,
+        settings=EngineSettings(
+            optim=cfg.optim,
+            total_steps=state.num_updates * steps,
+            steps_per_batch=steps,
+            budget=training_budget(cfg),
+            inference=inference_budget(cfg),
+            stale=cfg.schedule.off_policy or not cfg.generator.samples,
+            exact_sampler=cfg.generator.exact
+            and not cfg.generator.noisy
+            and cfg.model.dtype is Dtype.float32,
+            dtype=cfg.model.dtype,
+            value_lr=cfg.algo.value_lr,
+        ),
+    )
+    return _with_reference(with_compared_modules(engine, cfg), cfg)
+
+
+def build_frozen(
+    cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, named: bool = False
+) -> FrozenEngine:
+    """Return the engine of a run that is only evaluated.
+
+    The engine has the module and the reference, but no optimizer and no value model.
+
+    Args:
+        cfg: the config of the run.
+        tokenizer: the policy's tokenizer.
+        ranks: the ranks of the run.
+        named: whether the model that `cfg` starts from is evaluated itself: a reward model keeps its head.
+    """
+    module = load_model(cfg, tokenizer) if named else build_model(cfg, tokenizer)
+    check_vocabulary(module.model, tokenizer, "models" if named else "model.tokenizer")
+    engine = FrozenEngine(
+        module,
+        build_second_model(cfg, tokenizer, ranks),
+        tokenizer,
+        inference=inference_budget(cfg),
+        ranks=ranks,
+        dtype=cfg.model.dtype,
+    )
+    return _with_reference(with_compared_modules(engine, cfg), cfg)
+
+
+def with_compared_modules(engine: E, cfg: Config) -> E:
+    """Return `engine`, whose modules share the encoding of prompts only if their models allow this.
+
+    Raises:
+        UserError: a model cannot be used.
+    """
+    for module in engine.module.modules():
+        if isinstance(module, RolloutModule):
+            compared(module, cfg, engine.ranks)
+    return engine
+
+
+def build_second_model(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Policy | None:
+    """Return the reference model if the reference has weights of its own.
+
+    Returns:
+        The reference. None: the run has no reference, or the reference is the policy without its adapters.
+    """
+    compares = cfg.algo.trains is Trains.policy
+    return build_reference(cfg, tokenizer, ranks) if compares and not _reference_is_policy(cfg) else None
+
+
+def _with_reference(engine: E, cfg: Config) -> E:
+    """Return `engine`; if the reference is the policy without its adapters, set it in the engine."""
+    if _reference_is_policy(cfg):
+        engine.reference = engine.policy.before_adapters()
+    return engine
+
+
+def _reference_is_policy(cfg: Config) -> bool:
+    """Return whether the reference is the policy without its adapters, which is the initial policy."""
+    return cfg.algo.trains is Trains.policy and bool(cfg.model.lora.rank) and cfg.model.starts_as_reference
+
+
+# Construction of the generator of a run.
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotatorFactory:
+    """A factory of the annotator of the run `cfg`, which has the scorer and the reference of the trainer."""
+
+    cfg: Config
+
+    def build(self, channel: Channel) -> Annotator:
+        """Return the annotator, with unsharded models.
+
+        The reference is loaded only if the objective needs its log-probs.
+
+        Args:
+            channel: the connection to the trainer; the annotator does not use it.
+        """
+        backend = TorchConfig(micro_batch=self.cfg.backend.micro_batch, tokens=self.cfg.backend.tokens)
+        cfg, alone = replace(self.cfg, backend=backend), Ranks(build_device(self.cfg))
+        tokenizer = build_tokenizer(cfg)
+        scorer = build_training_scorer(cfg, tokenizer, alone)
+        wanted = "ref_logprobs" in make(cfg.algo).needs
+        reference = build_reference(cfg, tokenizer, alone) if wanted else None
+        return Annotator(scorer, reference, inference_budget(cfg), alone, cfg.model.dtype)
+
+
+def build_sampler(
+    cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device, seed: int
+) -> HFGenerator:
+    """Return a generator that samples from the fixed weights of `model.policy`."""
+    assert cfg.model.policy is not None
+    model = load_causal_lm(
+        cfg.model.policy, torch.float32, cfg.model.loaded_attention, cfg.model.trust_remote_code
+    )
+    set_head(model, float32=False, tokens=tokenizer.get_vocab().values())
+    torch.nn.Module.to(model, device)
+    settings = HFSettings(
+        stop_ids=build_stop_ids(cfg, tokenizer),
+        pad_id=tokenizer.pad_token_id,
+        batch_size=256,
+        seed=seed,
+        cached=samples_with_cache(model, cfg, Ranks(device)),
+    )
+    return HFGenerator(lambda: nullcontext(model), settings)
+
+
+def build_generator(
+    cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast, folder: RunFolder, ranks: Ranks
+) -> Generator:
+    """Return the generator of the run: a generator on rank 0 for all ranks, or a generator on each rank."""
+    cached = not cfg.generator.decodes or samples_with_cache(
+        engine.module.model, cfg, ranks, engine.borrow_policy
+    )
+
+    def build() -> Generator:
+        context = GeneratorContext(
+            policy=engine.module.model,
+            borrow=engine.borrow_policy,
+            tokenizer=tokenizer,
+            ranks=ranks,
+            folder=folder.path,
+            model=cfg.model,
+            prompt_tokens=cfg.task.max_prompt_tokens,
+            seed=cfg.seed,
+            max_lag=cfg.worker_lag,
+            in_flight=cfg.schedule.in_flight,
+            threads=threads(cfg)[1],
+            annotator=AnnotatorFactory(cfg),
+            asks_service=cfg.scorer.asks_service,
+            cached=cached,
+            stop_ids=build_stop_ids(cfg, tokenizer),
+            environment=make(cfg.environment, tokenizer),
+            phases=engine.phases,
+        )
+        generator: Generator = make(cfg.generator, context)
+        return generator
+
+    if ranks.size == 1 or not cfg.generator.samples:
+        return build()
+    if cfg.generator.on_each_rank(cfg.schedule.max_lag):
+        return PerRankGenerator(build(), ranks)
+    return SharedGenerator(build() if ranks.first else None, ranks)
+
+
+# Construction of the scorers of a run: the training scorer and the judge.
+
+
+_CHECKED = 200  # largest number of dialogues that are written in the format of a reward model before a run
+TEXT = "This is an example of a response."  # for data without reference responses
+
+
+def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer | None:
+    """Return the scorer of the section `at` ("scorer" or "gold"); None with `scorer@gold=none`."""
+    conversational = build_source(cfg).conversational
+    environment: EnvironmentFactory | None = make(cfg.environment, tokenizer)
+
+    def place(load: Callable[[], RewardModel]) -> RewardModel:
+        placed: RewardModel = part(cfg.backend).place(cfg.backend, loaded(load, cfg, ranks), ranks)
+        return compared(placed, cfg, ranks)
+
+    def build(section: ScorerConfig, key: str) -> Scorer | None:
+        context = ScorerContext(
+            at=key,
+            tokenizer=tokenizer,
+            ranks=ranks,
+            model=cfg.model,
+            place=place,
+            build=build,
+            conversational=conversational,
+            turns=environment.turns if environment else None,
+            parts=tuple(cfg.task.shares),
+            tie_tolerance=cfg.tie_tolerance(section),
+        )
+        scorer: Scorer | None = make(section, context)
+        return scorer
+
+    return build(cfg.scorer if at == "scorer" else cfg.gold, at)
+
+
+def build_training_scorer(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
+    """Return the scorer whose scores are used for training."""
+    scorer = build_scorer(cfg, "scorer", tokenizer, ranks)
+    assert scorer is not None, "validated: training needs a scorer"
+    return scorer
+
+
+def check_formats(
+    cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, split: str = "train", judge: bool = False
+) -> Iterator[str]:
+    """Yield a sentence for each kind of content of the dialogues that a reward model does not read.
+
+    A reward model with a chat template of its own reads the dialogues in its format. No model is loaded.
+
+    Args:
+        cfg: the config of the run.
+        task: the data of the run.
+        tokenizer: the policy's tokenizer.
+        split: the split with the dialogues. Their answers are the reference responses, or else a short text.
+        judge: whether the judge scores, although the config trains a reward model.
+
+    Raises:
+        UserError: the chat template of a reward model does not format a dialogue.
+    """
+    rows = task.examples(split)
+    if "messages" not in rows.column_names:
+        return
+    some = rows[np.linspace(0, len(rows) - 1, min(len(rows), _CHECKED)).astype(int)]
+    some.setdefault(TOOLS, [None] * len(some["messages"]))
+    judge = judge or cfg.algo.trains is not Trains.reward
+    for at, section in scorers(cfg):
+        used = judge if at.startswith("gold") else cfg.scores_completions
+        named = section.reward_model(at, cfg.model.reward)
+        if not used or named is None:
+            continue
+        try:
+            own = read_own(*named, cfg.model, conversational=True)
+            if not own.chat_template or reads_tokens_of(own, tokenizer, dialogues=True):
+                continue
+            format = Dialogues(own)
+            for messages, reference, place, tools in zip(
+                some["messages"], some["reference"], some["place"], some[TOOLS], strict=True
+            ):
+                answer = [{"role": "assistant", "content": unquoted(reference) or TEXT}]
+                format.write(messages, [answer], place, tools, prompt_only=True)
+        except UserError as error:
+            problem = error.problems[0].rpartition("; ")[0]  # its remedy concerns the template of the policy
+            raise UserError(
+                f"the chat template of the reward model at {at} must format the dialogues ({problem}); name "
+                "another reward model, or correct its chat template"
+            ) from None
+        yield from (f"{'='.join(named)}: {warning}" for warning in format.warnings())
+
+
+# Construction of the evaluator of a run.
+
+
+def build_evaluator(
+    cfg: Config,
+    task: Task,
+    engine: Engine,
+    generator: Generator,
+    scorer: Scorer | None,
+    tokenizer: PreTrainedTokenizerFast,
+    ranks: Ranks,
+    split: str = "validation",
+) -> Evaluator:
+    """Return the evaluator of a run on held-out examples.
+
+    Args:
+        cfg: the config of the run.
+        task: the data of the run.
+        engine: the engine that has the trained model.
+        generator: the generator of the run. If it returns stored completions, the evaluator gets a
+            new generator that samples.
+        scorer: the training scorer; None: it is not known.
+        tokenizer: the policy's tokenizer.
+        ranks: the ranks of the run.
+        split: the split of the held-out examples.
+    """
+    if cfg.algo.trains is Trains.reward:
+        pairs = task.held_out(cfg.eval.prompts, split, warn=cfg.eval.asked)
+        assert pairs.completions is not None
+        length = cfg.generator.response_length
+        return RewardEvaluator(encode_completions(pairs, pairs.completions, tokenizer, length), engine)
+    held_out_pairs = None
+    if cfg.algo.pairwise and cfg.reads_pairs:
+        pairs = task.held_out(cfg.eval.prompts, split, warn=cfg.eval.asked)
+        assert pairs.completions is not None
+        encoded = encode_completions(pairs, pairs.completions, tokenizer, cfg.generator.response_length)
+        held_out_pairs = HeldOutPairs(encoded, make(cfg.algo), engine)
+    environment: EnvironmentFactory | None = make(cfg.environment, tokenizer)
+    if not cfg.generator.samples:  # the generator has no completions of held-out prompts
+        settings = HFSettings(
+            stop_ids=build_stop_ids(cfg, tokenizer),
+            pad_id=tokenizer.pad_token_id,
+            batch_size=cfg.eval.batch_size,
+            seed=cfg.seed,
+            cached=samples_with_cache(engine.module.model, cfg, ranks, engine.borrow_policy),
+            environment=environment,
+        )
+        sampler = HFGenerator(engine.borrow_policy, settings, engine.phases)
+        generator = PerRankGenerator(sampler, ranks) if ranks.size > 1 else sampler
+    return PolicyEvaluator(
+        task.held_out(cfg.eval.prompts, split, Data.prompts, warn=cfg.eval.asked),
+        generator,
+        build_scorer(cfg, "gold", tokenizer, ranks),
+        scorer if cfg.scores_completions else None,
+        engine,
+        tokenizer,
+        Sampling(
+            samples=1,
+            temperature=cfg.eval.temperature,
+            response_length=cfg.generator.response_length,
+            purpose="eval",
+        ),
+        cfg.generator.temperature,
+        held_out_pairs,
+        tuple(cfg.task.shares),
+        engine.phases,
+        environment,
+    )
+
+
+# Construction of the data and the counters of a run.
+
+
+def build_task(
+    cfg: Config,
+    tokenizer: PreTrainedTokenizerFast,
+    data: Data,
+    prompts_per_update: int,
+    judge: bool = False,
+) -> Task:
+    """Return the tokenized data of the run.
+
+    Args:
+        cfg: the config of the run.
+        tokenizer: the policy's tokenizer.
+        data: the content of a training example.
+        prompts_per_update: prompts of one batch over all ranks.
+        judge: whether the judge scores the examples, although the config trains a reward model.
+
+    Raises:
+        UserError: a reward function cannot be imported.
+    """
+    source = build_source(cfg)
+    if isinstance(source, FirstMessages):
+        source.factory = make(cfg.environment, tokenizer)
+    return Task(
+        source,
+        tokenizer,
+        data=data,
+        prompts_per_update=prompts_per_update,
+        max_prompt_tokens=cfg.task.max_prompt_tokens,
+        seed=cfg.seed,
+        shares=cfg.task.shares,
+        wanted=_wanted_columns(cfg, judge),
+        ends=declared_tokens(cfg, tokenizer),
+        tools=build_tools(cfg),
+    )
+
+
+def build_state(cfg: Config, task: Task) -> TrainState:
+    """Return the counters of a new run: epochs for supervised algorithms, otherwise episodes and lag."""
+    num_updates = cfg.num_updates(len(task))
+    if cfg.algo.supervised:
+        return SupervisedState(num_updates=num_updates, data_size=len(task))
+    return TrainState(num_updates=num_updates)
+
+
+def reward_functions(cfg: Config, judge: bool = False) -> Iterator[tuple[str, FunctionScorerConfig]]:
+    """Yield the key and the section of each reward function that the run calls, of lists one by one.
+
+    Args:
+        cfg: the config of the run.
+        judge: whether the judge scores, although the config trains a reward model.
+    """
+    for at, section in _used_scorers(cfg, judge):
+        yield from ((at, each) for each in section.functions().values())
+
+
+def _used_scorers(cfg: Config, judge: bool) -> Iterator[tuple[str, ScorerConfig]]:
+    judge = judge or cfg.algo.trains is not Trains.reward
+    for at, section in scorers(cfg):
+        if judge if at.startswith("gold") else cfg.scores_completions:
+            yield at, section
+
+
+def part_of(cfg: Config, at: str) -> str | None:
+    """Return the part of a mixture of tasks whose responses the scorer at the key `at` scores; None: all."""
+    whole, _, name = at.partition(".parts.")
+    return name.partition(".")[0] if getattr(cfg, whole).of_mixture else None
+
+
+def positions(asked: Parameters, key: str, path: str) -> Iterator[tuple[str, tuple[str, str, str]]]:
+    """Yield each parameter that receives a value by position, with key, address and value."""
+    for name, value in zip(asked.taken, asked.position, strict=False):
+        if name != value:
+            yield name, (key, path, value)
+
+
+def _wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
+    """Return the columns of the data that the scorers of a run ask for; see `reward_functions`.
+
+    Raises:
+        UserError: a function cannot be imported.
+    """
+    parts = list(cfg.task.shares)
+    found = {part: Wanted(rest=cfg.environment.answers) for part in parts or [""]}
+    for at, section in reward_functions(cfg, judge):
+        key, path = f"{at}.path", section.path
+        asked = parameters_of(signature_of(load_function(key, path, section.arguments)))
+        scored = part_of(cfg, at)
+        for part in found if scored is None else [scored]:
+            before = found[part]
+            found[part] = Wanted(
+                columns={**dict.fromkeys(asked.columns, (key, path)), **before.columns},
+                optional=before.optional | set(asked.optional),
+                rest=before.rest or asked.rest,
+                positions={**dict(positions(asked, key, path)), **before.positions},
+            )
+    for at, scorer in _used_scorers(cfg, judge):
+        if not scorer.columns:
+            continue
+        scored = part_of(cfg, at)
+        for part in found if scored is None else [scored]:
+            found[part] = replace(found[part], optional=found[part].optional | scorer.columns)
+    return Wanted(parts=found) if parts else found[""]

@@ -224,7 +224,7 @@ def _by_first(cfg: Config, make: Callable[[], _T]) -> Callable[[], _T]:
     """Return a function that calls `make` on rank 0, and returns the result on every rank."""
 
     def call() -> _T:
-        from rlhf.assembly.device import build_device
+        from rlhf.assembly.models import build_device
         from rlhf.processes.ranks import Ranks
         from rlhf.stages.quiet import quieten
 

@@ -142,7 +142,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Evaluate each model of `due`; write and yield its row. Damaged checkpoints are skipped."""
     say_loading()
-    from rlhf.assembly.device import build_device
+    from rlhf.assembly.models import build_device
     from rlhf.processes.ranks import Ranks
     from rlhf.stages.prerequisites import complete
     from rlhf.stages.quiet import quieten
@@ -245,7 +245,7 @@ def refuse_other_tokenizers(due: list[Candidate], cfg: Config) -> None:
 
     KL and perplexity compare the two models token by token.
     """
-    from rlhf.assembly.tokenizer import build_tokenizer
+    from rlhf.assembly.models import build_tokenizer
 
     named = [candidate for candidate in due if candidate.named]
     if not named or cfg.algo.trains is not Trains.policy:
@@ -289,11 +289,14 @@ def evaluations(
     """
     import torch
 
-    from rlhf.assembly.data import build_task
-    from rlhf.assembly.evaluator import build_evaluator
-    from rlhf.assembly.generator import build_generator
-    from rlhf.assembly.scorer import build_scorer, check_formats
-    from rlhf.assembly.tokenizer import build_tokenizer
+    from rlhf.assembly.models import build_tokenizer
+    from rlhf.assembly.training import (
+        build_evaluator,
+        build_generator,
+        build_scorer,
+        build_task,
+        check_formats,
+    )
     from rlhf.core.seeding import derive
     from rlhf.generators.generator import ChunkedGenerator
     from rlhf.stages.run import THREADS
@@ -343,8 +346,8 @@ def _build_engine_for(
     Returns:
         `cfg` with the backend of the engine, which also places the other models, and the engine.
     """
-    from rlhf.assembly.engine import build_engine, build_frozen
     from rlhf.assembly.parts import part
+    from rlhf.assembly.training import build_engine, build_frozen
 
     if candidate.shards:
         part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks)

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 
 import datasets
 
-from rlhf.assembly.data import build_task
+from rlhf.assembly.models import build_stop_ids, build_tokenizer, names_of
 from rlhf.assembly.parts import make
-from rlhf.assembly.scorer import check_formats
-from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer, names_of
+from rlhf.assembly.training import build_task, check_formats
 from rlhf.config.algo import Data, Trains
 from rlhf.core.encoding import encode_completions
 from rlhf.core.formatting import printable

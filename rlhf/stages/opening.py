@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from rlhf.assembly.scorer import check_formats
-from rlhf.assembly.tokenizer import say_ends
+from rlhf.assembly.models import say_ends
+from rlhf.assembly.training import check_formats
 from rlhf.config.identity import model_label
 from rlhf.core.console import say, say_row
 from rlhf.core.formatting import short_path

@@ -114,7 +114,7 @@ def _model(name: str, cfg: Config, run: Run) -> Artefact:
     """Return the model that the stage `cfg` trains on this rank alone."""
 
     def make() -> None:
-        from rlhf.assembly.device import build_device
+        from rlhf.assembly.models import build_device
         from rlhf.processes.ranks import Ranks
 
         run(cfg, folder, Ranks(build_device(cfg)), claim=waiting_claim)

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from rlhf.assembly.data import build_task, part_of, reward_functions
+from rlhf.assembly.models import build_stop_ids, build_tokenizer
 from rlhf.assembly.parts import make
-from rlhf.assembly.scorer import TEXT
-from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer
+from rlhf.assembly.training import TEXT, build_task, part_of, reward_functions
 from rlhf.config.algo import Data
 from rlhf.config.scorer import scorers
 from rlhf.core.batch import Sampling

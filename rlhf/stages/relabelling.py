@@ -279,9 +279,8 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     say_loading()
     from datasets import DatasetDict
 
-    from rlhf.assembly.data import build_task
-    from rlhf.assembly.device import build_device
-    from rlhf.assembly.scorer import build_scorer, check_formats
+    from rlhf.assembly.models import build_device
+    from rlhf.assembly.training import build_scorer, build_task, check_formats
     from rlhf.processes.ranks import Ranks
     from rlhf.stages.quiet import quieten
 

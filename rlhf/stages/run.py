@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.data import build_state, build_task
-from rlhf.assembly.device import build_device
-from rlhf.assembly.loggers import build_loggers
-from rlhf.assembly.parts import make, part
-from rlhf.assembly.tokenizer import build_tokenizer
-from rlhf.assembly.training import assemble, training_sampling
+from rlhf.assembly.models import build_device, build_tokenizer
+from rlhf.assembly.parts import build_loggers, make, part
+from rlhf.assembly.training import assemble, build_state, build_task, training_sampling
 from rlhf.checks.check import problems
 from rlhf.config.algo import Data, Trains
 from rlhf.config.cores import threads

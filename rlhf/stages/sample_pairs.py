@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from datasets import Dataset, DatasetDict
 
-from rlhf.assembly.data import build_task
-from rlhf.assembly.device import build_device
-from rlhf.assembly.generator import build_sampler
-from rlhf.assembly.scorer import build_scorer
-from rlhf.assembly.tokenizer import build_tokenizer
+from rlhf.assembly.models import build_device, build_tokenizer
+from rlhf.assembly.training import build_sampler, build_scorer, build_task
 from rlhf.config.algo import Data
 from rlhf.core.batch import Sampling
 from rlhf.core.progress import progress

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf.assembly.device import build_device
-from rlhf.assembly.generator import build_sampler
-from rlhf.assembly.tokenizer import build_tokenizer
+from rlhf.assembly.models import build_device, build_tokenizer
+from rlhf.assembly.training import build_sampler
 from rlhf.config.algo import Trains
 from rlhf.config.model import LoRAConfig
 from rlhf.core.batch import Sampling

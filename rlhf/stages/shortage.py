@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlhf.assembly.budgets import training_budget
+from rlhf.assembly.models import training_budget
 from rlhf.config.identity import not_in_name
 from rlhf.core.errors import OutOfMemory, RunError
 from rlhf.memory.plan import adjustable, smaller_settings

@@ -12,7 +12,7 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import rlhf.stages.run  # noqa: F401  as the process that forks the runs of a study
-from rlhf.assembly.device import build_device
+from rlhf.assembly.models import build_device
 from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.core.portable import root

@@ -1,6 +1,6 @@
 """The limits of forward passes: without gradients, a pass has four times as many sequences and tokens."""
 
-from rlhf.assembly.budgets import inference_budget, training_budget
+from rlhf.assembly.models import inference_budget, training_budget
 from rlhf.config.compose import compose
 from rlhf.core.batch import Budget
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import rlhf.config.root  # noqa: F401  # registers the sections
-from rlhf.assembly import engine as engine_assembly
+from rlhf.assembly import training as engine_assembly
 from rlhf.assembly.parts import make, part
 from rlhf.config import plugins
 from rlhf.config.compose import compose

@@ -8,10 +8,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf.assembly import generator, models
-from rlhf.assembly.device import build_device
-from rlhf.assembly.models import build_module
-from rlhf.assembly.tokenizer import build_tokenizer
+from rlhf.assembly import models, training
+from rlhf.assembly.models import build_device, build_module, build_tokenizer
 from rlhf.core.errors import UserError
 from rlhf.models import loading
 from rlhf.runs.folder import RunFolder
@@ -33,7 +31,7 @@ def loaded(monkeypatch):
         keys.append(settings.get("key"))
         return load(*args, **settings)
 
-    for module in (generator, models):
+    for module in (training, models):
         monkeypatch.setattr(module, "load_causal_lm", note)
     return keys
 

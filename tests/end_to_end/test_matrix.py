@@ -69,7 +69,7 @@ def processes(tmp_path_factory):
         return Lent(generator if context.max_lag else generator.generator)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhf.assembly.generator.make", lend)
+        patch.setattr("rlhf.assembly.training.make", lend)
         yield
     for generator in started.values():
         generator.close()

@@ -7,10 +7,9 @@ import pytest
 from huggingface_hub import constants
 
 from rlhf import relabel as relabel_command
-from rlhf.assembly.data import build_task
+from rlhf.assembly.models import build_tokenizer
 from rlhf.assembly.parts import make
-from rlhf.assembly.scorer import build_scorer
-from rlhf.assembly.tokenizer import build_tokenizer
+from rlhf.assembly.training import build_scorer, build_task
 from rlhf.config.algo import Data
 from rlhf.config.compose import compose
 from rlhf.config.root import Config

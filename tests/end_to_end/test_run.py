@@ -314,7 +314,7 @@ def test_sft_run_evaluates_in_batches_of_eval_batch_size(tiny, tmp_path, monkeyp
         asked.append(settings.batch_size)
         return HFGenerator(borrow, settings, phases)
 
-    monkeypatch.setattr("rlhf.assembly.evaluator.HFGenerator", sampler)
+    monkeypatch.setattr("rlhf.assembly.training.HFGenerator", sampler)
     ends = []
     for size in (3, 256):
         folder = RunFolder(tmp_path / str(size))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf.assembly.generator import AnnotatorFactory, build_generator
+from rlhf.assembly.training import AnnotatorFactory, build_generator
 from rlhf.config.compose import compose
 from rlhf.config.model import Dtype
 from rlhf.config.scorer import AnswerScorerConfig, LabelsScorerConfig, WeightedScorerConfig
@@ -197,7 +197,7 @@ def test_an_annotator_starts_by_default_only_with_lag_and_without_gpu(
 
     monkeypatch.setattr("rlhf.generators.process.WorkerGenerator", start("generator"))
     monkeypatch.setattr("rlhf.generators.process.Worker", start("annotator"))
-    monkeypatch.setattr("rlhf.assembly.generator.samples_with_cache", lambda *_: True)
+    monkeypatch.setattr("rlhf.assembly.training.samples_with_cache", lambda *_: True)
     engine = SimpleNamespace(module=SimpleNamespace(model=tiny_lm()), borrow_policy=None, phases=None)
     cfg, ranks = compose(["model.policy=somewhere", *words.split()]), Ranks(torch.device(device))
     made = build_generator(cfg, engine, tiny_tokenizer(), RunFolder(tmp_path), ranks)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf.assembly.generator import build_generator
+from rlhf.assembly.training import build_generator
 from rlhf.checks import check as validate
 from rlhf.config.compose import compose
 from rlhf.config.generator import Transfer
@@ -94,7 +94,7 @@ def test_the_factory_takes_its_settings_from_the_run(monkeypatch, tmp_path):
     cfg = compose(["generator=vllm", "model.policy=somewhere", "generator.response_length=20", "seed=5"])
     tokenizer = tiny_tokenizer()
     engine = SimpleNamespace(module=SimpleNamespace(model=tiny_lm()), borrow_policy=None, phases=None)
-    monkeypatch.setattr("rlhf.assembly.generator.make", made_of)
+    monkeypatch.setattr("rlhf.assembly.training.make", made_of)
     context = build_generator(cfg, engine, tokenizer, RunFolder(tmp_path), ALONE)
     made = factory(cfg.generator, context, gpu=False)
     assert made.max_model_len == cfg.task.max_prompt_tokens + 20
@@ -120,7 +120,7 @@ def test_only_a_generator_on_the_trainers_gpu_frees_its_memory(monkeypatch, tmp_
     device = torch.device("cuda" if gpus else "cpu", 0)
     model = SimpleNamespace(device=device, get_output_embeddings=lambda: None)
     engine = SimpleNamespace(module=SimpleNamespace(model=model), borrow_policy=None, phases=None)
-    monkeypatch.setattr("rlhf.assembly.generator.make", made_of)
+    monkeypatch.setattr("rlhf.assembly.training.make", made_of)
     context = build_generator(cfg, engine, tiny_tokenizer(), RunFolder(tmp_path), ALONE)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr("rlhf.generators.vllm.generator.start", lambda *arguments: arguments[-1])

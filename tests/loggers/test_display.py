@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.assembly.loggers import shown_figures
+from rlhf.assembly.parts import shown_figures
 from rlhf.config.run import Progress
 from rlhf.core.metrics import Evaluation
 from rlhf.core.state import TrainState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf.assembly.loggers import faster_scoring
+from rlhf.assembly.parts import faster_scoring
 from rlhf.config.compose import compose
 from rlhf.config.root import Config
 from rlhf.core.state import TrainState

@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.data import build_task
+from rlhf.assembly.models import build_tokenizer
 from rlhf.assembly.parts import make
-from rlhf.assembly.scorer import check_formats
-from rlhf.assembly.tokenizer import build_tokenizer
+from rlhf.assembly.training import build_task, check_formats
 from rlhf.config.compose import compose
 from rlhf.config.scorer import RewardModelScorerConfig
 from rlhf.core.batch import Rollouts

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from rlhf.assembly.data import build_task
+from rlhf.assembly.training import build_task
 from rlhf.config.address import load_class
 from rlhf.config.algo import Data
 from rlhf.config.compose import compose

@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset
 
-from rlhf.assembly.tokenizer import build_tokenizer, declared_tokens
+from rlhf.assembly.models import build_tokenizer, declared_tokens
 from rlhf.config.algo import Data
 from rlhf.config.compose import compose
 from rlhf.core.chat_format import set_format

@@ -4,9 +4,8 @@ import datasets
 import pytest
 import torch
 
-from rlhf.assembly.data import build_task
 from rlhf.assembly.parts import make
-from rlhf.assembly.scorer import build_scorer
+from rlhf.assembly.training import build_scorer, build_task
 from rlhf.config.algo import Data
 from rlhf.config.compose import compose
 from rlhf.config.reasoning_gym import ReasoningGymConfig

@@ -9,8 +9,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
-from rlhf.assembly.data import build_task
-from rlhf.assembly.scorer import build_scorer
+from rlhf.assembly.training import build_scorer, build_task
 from rlhf.config.algo import Data
 from rlhf.config.compose import compose
 from rlhf.core.chat_format import set_format
