@@ -25,9 +25,7 @@ from rlhf.core.launched import is_first_rank
 from rlhf.experiment import Experiment
 from rlhf.launch.command_line import Command
 from rlhf.runs.folder import RunFolder
-from rlhf.stages.evaluation import evaluate
-from rlhf.stages.evaluation_config import alone, check_split
-from rlhf.stages.evaluation_table import table
+from rlhf.stages.evaluation import alone, check_split, evaluate, table
 
 COMMAND = Command(
     name="rlhf.evaluate",

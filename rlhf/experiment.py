@@ -39,7 +39,7 @@ from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import Claim, claimed
 from rlhf.runs.naming import earlier_name, folder_of
 from rlhf.runs.resuming import prepare, shorter_run
-from rlhf.stages.evaluation_config import changed, check_sampling, check_split, run_folder
+from rlhf.stages.evaluation import changed, check_sampling, check_split, run_folder
 from rlhf.stages.given_objects import with_objects
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ class Experiment:
             RunError: the upload failed.
         """
         if self.config.push_to is not None and is_first_rank() and self.files.finished() is not None:
-            from rlhf.stages.hub import push_run
+            from rlhf.stages.artefacts import push_run
 
             check_push(self.config.push_to)
             push_run(self.files, self.config.push_to)
@@ -297,7 +297,7 @@ class Experiment:
         Raises:
             UserError: the run is not finished, or a file of the model is missing or damaged.
         """
-        from rlhf.stages.final_model import final_model
+        from rlhf.stages.artefacts import final_model
 
         self.check_finished()
         return final_model(self.files)

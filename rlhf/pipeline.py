@@ -6,7 +6,7 @@
 
 Overrides apply to the RLHF run; `stages.sft=[...]` and `stages.reward=[...]` are overrides of the SFT and
 reward-model stages. Finished stages are skipped, and the same command resumes an interrupted stage. All
-stages are checked before the first stage starts. `rlhf.stages.chain` describes the stages.
+stages are checked before the first stage starts. `rlhf.stages.pipeline` describes the stages.
 
 The exit codes are the exit codes of `rlhf.train`.
 """
@@ -23,10 +23,10 @@ from rlhf.launch.command_line import Command
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import claimed
 from rlhf.runs.naming import folder_of
-from rlhf.stages import hub
+from rlhf.stages import artefacts
 from rlhf.stages.artefacts import trained
-from rlhf.stages.chain import carry_out, config_of, embedded_chain, evaluation, stored_chain, train
-from rlhf.stages.evaluation_config import check_split
+from rlhf.stages.evaluation import check_split
+from rlhf.stages.pipeline import carry_out, config_of, embedded_chain, evaluation, stored_chain, train
 
 COMMAND = Command(
     name="rlhf.pipeline",
@@ -39,7 +39,7 @@ COMMAND = Command(
     ),
     own={
         "split": "held-out split of the final evaluation: validation (default) or test",
-        "push_to": hub.MEANS,
+        "push_to": artefacts.MEANS,
     },
 )
 
@@ -74,7 +74,7 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     with claimed(folder.path) if is_first_rank() else nullcontext():
         carry_out(chain, cfg)
     if (repository := own.get("push_to")) and is_first_rank():
-        say(f"pushed to {hub.push_model(folder.model, repository)}")
+        say(f"pushed to {artefacts.push_model(folder.model, repository)}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from rlhf.core.console import console, say
 from rlhf.core.launched import is_first_rank
 from rlhf.core.pasting import setting
 from rlhf.launch.command_line import Command
-from rlhf.stages import hub
+from rlhf.stages import artefacts
 from rlhf.stages.relabelling import pairs_of, relabel, table
 
 COMMAND = Command(
@@ -29,7 +29,7 @@ COMMAND = Command(
         "(scorer@gold), swaps them if the judge prefers the rejected one, and saves the\n"
         "pairs with their scores. Use the result with task.preferences_path=<folder>."
     ),
-    own={"output": "folder of the new data set", "push_to": hub.MEANS},
+    own={"output": "folder of the new data set", "push_to": artefacts.MEANS},
 )
 
 
@@ -58,7 +58,7 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
         if repository := own.get("push_to"):
             from datasets import load_from_disk
 
-            say(f"pushed to {hub.push_data(load_from_disk(str(output)), output, repository)}")
+            say(f"pushed to {artefacts.push_data(load_from_disk(str(output)), output, repository)}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from rlhf.launch.command_line import Command
 from rlhf.loggers.display import SCORES
 from rlhf.models.folder import folder_problem
 from rlhf.runs.folder import RunFolder
-from rlhf.stages.evaluation_config import alone, changed, check_sampling
+from rlhf.stages.evaluation import alone, changed, check_sampling
 
 _NEW = "/new"  # the line that starts a new dialogue
 COMMAND = Command(

@@ -61,7 +61,7 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",
     "rlhf.stages.run",
-    "rlhf.stages.chain",
+    "rlhf.stages.pipeline",
     "rlhf.stages.evaluation",
     "rlhf.stages.relabelling",
     "rlhf.assembly.training",

@@ -18,7 +18,7 @@ from rlhf.experiment import Experiment
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.naming import folder_of
 from rlhf.runs.resuming import twice_as_long
-from rlhf.stages.final_model import again, model_problem
+from rlhf.stages.artefacts import again, model_problem
 
 OmegaConf.register_new_resolver("run_name", lambda *, _root_: folder_of(_root_).name, replace=True)  # conf/
 

@@ -1,52 +1,71 @@
-"""Evaluation of models on held-out examples, measured as during training.
-
-The models are the checkpoints and the final model of a run, and models (folders or hub names) that `models=`
-names. With a run, the settings are those of its config.yaml; overrides may change sections that an evaluation
-reads. Each model gets a row in evaluations.jsonl of the run folder, and its completions in evaluations/.
-Models that were evaluated with the same settings are skipped.
-"""
+"""Evaluation of models on held-out examples: candidates, config, results in the terminal."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.checks.check import warn
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from rich import box
+from rich.console import Group
+from rich.table import Table
+
+from rlhf.checks.check import checked, warn
+from rlhf.checks.machine import composed, composed_node
 from rlhf.config.algo import Trains
-from rlhf.config.backend import TorchConfig
+from rlhf.config.backend import RANKS_FILE, TorchConfig
+from rlhf.config.catalogue import options
 from rlhf.config.cores import threads
 from rlhf.config.identity import digest
+from rlhf.config.mistakes import one_of
 from rlhf.config.model import LoRAConfig
+from rlhf.config.root import Config
 from rlhf.config.run import Progress
-from rlhf.config.saved import load_config
-from rlhf.core.console import say, say_loading
+from rlhf.config.saved import key_of, load_config, overridden
+from rlhf.config.schedule import Update
+from rlhf.config.scorer import NoScorerConfig
+from rlhf.core import confidence
+from rlhf.core.console import say, say_items, say_loading
 from rlhf.core.errors import UserError, explained
 from rlhf.core.files import append, as_line, component, read_lines, write_atomically
+from rlhf.core.files import digest as digest_candidates
+from rlhf.core.formatting import lines_of
 from rlhf.core.launched import is_first_rank
 from rlhf.core.pasting import setting
 from rlhf.core.progress import progress
 from rlhf.core.state import TrainState
+from rlhf.loggers.display import EVALUATION_METRICS, metric_texts, print_samples, shown
 from rlhf.loggers.logger import no_reply_ended
+from rlhf.models.folder import CARD, folder_problem
 from rlhf.processes.signals import interruptible
 from rlhf.runs.disk import full_disk
-from rlhf.runs.folder import RunFolder
+from rlhf.runs.folder import RunFolder, complete_checkpoints
 from rlhf.runs.lock import EVALUATION_LOCK, claimed
 from rlhf.runs.transcript import setup_logging
-from rlhf.stages.candidates import Candidate, candidates, named_models
-from rlhf.stages.evaluation_config import measuring
-from rlhf.stages.evaluation_table import show
+from rlhf.stages.artefacts import adapter_problem, again, model_problem
 from rlhf.training.comparison import against_initial
 
 if TYPE_CHECKING:
-    from rlhf.config.root import Config
     from rlhf.core.metrics import Evaluation
     from rlhf.engines.engine import Engine
     from rlhf.processes.ranks import Ranks
+
+
+# Evaluation of models on held-out examples, measured as during training.
+#
+# The models are the checkpoints and the final model of a run, and models (folders or hub names) that
+# `models=` names. With a run, the settings are those of its config.yaml; overrides may change sections that
+# an evaluation reads. Each model gets a row in evaluations.jsonl of the run folder, and its completions in
+# evaluations/. Models that were evaluated with the same settings are skipped.
+
 
 CHUNK = 256  # prompts between two steps of the progress bar
 
@@ -116,7 +135,7 @@ def evaluate(
             name = candidate.name if candidate.named else folder.path / candidate.name
             say(f"evaluated already with these settings: {name}")
     if due:
-        from rlhf.stages.shortage import full_gpu  # imports torch
+        from rlhf.stages.guards import full_gpu  # imports torch
 
         claim = claimed(folder.path, name=EVALUATION_LOCK) if is_first_rank() else nullcontext()
         explanations = partial(full_gpu, cfg, None), partial(full_disk, folder)
@@ -144,8 +163,8 @@ def measure(
     say_loading()
     from rlhf.assembly.models import build_device
     from rlhf.processes.ranks import Ranks
+    from rlhf.stages.guards import quieten
     from rlhf.stages.prerequisites import complete
-    from rlhf.stages.quiet import quieten
     from rlhf.stages.run import at_start, run
     from rlhf.training.checkpoint import damage
 
@@ -411,3 +430,338 @@ def _progress_by_model(
             return display.enter_context(progress(title, total, cfg.progress.value))
 
         yield begin
+
+
+# The config of an evaluation: the config of a run changed by overrides, or the config of overrides alone.
+#
+# This module imports no torch.
+
+
+SPLITS = ("validation", "test")
+# Sections and other keys that an evaluation reads.
+_SECTIONS = ("eval", "generator", "scorer", "gold", "backend", "model", "task")
+KEYS = ("seed", "progress", "cache_dir")
+# Key that selects an option -> its section.
+_CHOICES = {"generator": "generator", "scorer": "scorer", "scorer@gold": "gold"}
+
+
+def check_split(split: str) -> None:
+    """Raise UserError if `split` is not a held-out split."""
+    if split not in SPLITS:
+        raise UserError(f"split= must be one of {', '.join(SPLITS)}, got {split}; set split=test")
+
+
+def check_sampling(samples: int, temperature: float, response_length: int) -> None:
+    """Raise UserError if a setting of a request for samples is out of range."""
+    for name, value in (("samples", samples), ("response_length", response_length)):
+        if value < 1:
+            raise UserError(f"{name} must be >= 1, got {value}; set {name}=1")
+    if not temperature > 0:
+        raise UserError(f"temperature must be > 0, got {temperature:g}; set temperature=0.01 (almost greedy)")
+
+
+def run_folder(path: str) -> RunFolder:
+    """Return the run folder at `path`.
+
+    Raises:
+        UserError: `path` is not a run folder, or a folder is in place of one of its files.
+    """
+    folder = RunFolder(Path(path).expanduser())
+    if not folder.config.is_file():
+        state = "no config.yaml in it" if folder.path.is_dir() else "no such folder"
+        remedy = "run=<output_dir>/<run name>"
+        if (folder.path.parent / "config.yaml").is_file():
+            remedy = setting("run", folder.path.parent)
+        elif (folder.path / "config.json").is_file():
+            remedy = setting("models", path)
+        raise UserError(
+            f"run= must be the folder of a run, with its config.yaml ({state}), got {path}; set {remedy}"
+        )
+    folder.check_files()
+    return folder
+
+
+def changed(folder: RunFolder, overrides: Sequence[str] = ()) -> Config:
+    """Return the config of the run in `folder`, changed by `overrides` and checked.
+
+    Raises:
+        UserError: an override is invalid, or changes a setting that an evaluation does not read.
+    """
+    cfg = overridden(folder.config, overrides, " (an evaluation has one), got {}; leave it out", change)
+    checked(measuring(cfg), training=False)
+    return cfg
+
+
+def change(node: DictConfig, overrides: Sequence[Override]) -> None:
+    """Apply overrides to the config `node`; an option is selected before its keys are set.
+
+    Raises:
+        UserError: an override changes a setting that an evaluation does not read.
+    """
+    for override in overrides:
+        key, text = key_of(override), override.input_line
+        first = key.partition(".")[0]
+        if key not in _CHOICES and (first not in (*_SECTIONS, *KEYS) or key in _SECTIONS):
+            remedy = f"set {shlex.quote(f'scorer@{text}')}" if key == "gold" else "leave it out"
+            raise UserError(
+                f"{key} must be something that an evaluation reads ({', '.join((*_SECTIONS, *KEYS))}; the "
+                f"run is already trained), got {text}; {remedy}"
+            )
+    for override in sorted(overrides, key=lambda each: key_of(each) not in _CHOICES):
+        if key_of(override) in _CHOICES:
+            select(node, override)
+        else:
+            OmegaConf.update(node, key_of(override), override.value())
+
+
+def select(node: DictConfig, override: Override) -> None:
+    """Select an option in the config `node`; lengths and temperature of the run's generator are kept.
+
+    Raises:
+        UserError: the option cannot be composed, or samples nothing.
+    """
+    key = key_of(override)
+    section = _CHOICES[key]
+    chosen = composed_node([str(override.input_line)])[section]
+    if section == "generator":
+        if chosen.name == "dataset":
+            samplers = [name for name in options("generator") if name != "dataset"]
+            raise UserError(one_of(key, chosen.name, samplers))
+        for kept in ("temperature", "response_length"):
+            chosen[kept] = node.generator[kept]
+    OmegaConf.update(node, section, chosen, merge=False)
+
+
+def alone(models: Sequence[str], overrides: Sequence[str]) -> Config:
+    """Return the config of `overrides`, checked, for an evaluation of models that no run names.
+
+    The first of the models becomes the model that training starts from, unless an override names another, so
+    KL and win rate compare the models with it. A reward model that no override names is not used.
+
+    Raises:
+        UserError: an override is invalid, or a model folder is not complete.
+    """
+    named_models(models)
+    cfg = composed(list(overrides))
+    if cfg.start is None and cfg.algo.trains is Trains.base:
+        cfg = cfg.with_({"model.base": models[0]})
+    elif cfg.start is None:
+        cfg = cfg.with_({"model.policy": models[0]})
+    if cfg.scorer.reads_reward and cfg.model.reward is None:
+        cfg = cfg.with_({"scorer": NoScorerConfig()})
+    checked(measuring(cfg), training=False)
+    return cfg
+
+
+def measuring(cfg: Config) -> Config:
+    """Return `cfg` without settings that only training uses: lag, in-flight updates, annotator."""
+    changes = {f"generator.{key}": None for key in cfg.generator.only_training}
+    return cfg.with_({**changes, "schedule.max_lag": 0, "schedule.update": Update.between})
+
+
+# Models that can be evaluated: checkpoints and final model of a run, model folders and hub names.
+#
+# This module imports no torch.
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint or the final model of a run, or a model that the user names.
+
+    Attributes:
+        name: name of the folder of the checkpoint or final model; a named model: folder or hub name.
+        weights: path that an engine loads.
+        position: file with the update and the episode of the model; None for a named model.
+        checkpoint: folder of the checkpoint; None for other models.
+        shards: number of ranks that DeepSpeed sharded the weights over; 0 if the weights are not sharded.
+        files: hash of sizes and times of the files of a named folder; None for other models.
+    """
+
+    name: str
+    weights: Path
+    position: Path | None
+    checkpoint: Path | None = None
+    shards: int = 0
+    files: str | None = None
+
+    @property
+    def named(self) -> bool:
+        """Whether the user named the model, instead of the run that trained it."""
+        return self.position is None
+
+    def counters(self) -> dict[str, int]:
+        """Return the update and the episode of the model; empty for a named model."""
+        if self.position is None:
+            return {}
+        state = json.loads(self.position.read_text())
+        state = state.get("state", state)
+        return {name: state[name] for name in ("update", "episode") if name in state}
+
+
+def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> list[Candidate]:
+    """Return the models of a run, oldest first.
+
+    Args:
+        folder: the run folder.
+        cfg: the config of the run.
+        only: names of the models to return; empty for all.
+
+    Raises:
+        UserError: the run has no model, lacks a model named in `only`, or its final model is not complete.
+    """
+    found = []
+    for path in complete_checkpoints(folder.path):
+        shards = _number_of_shards(path)
+        weights = path if shards else path / "model"
+        found.append(Candidate(path.name, weights, path / "counters.json", path, shards))
+    final_problem = adapter_problem if cfg.model.lora.rank else model_problem
+    if folder.finished():
+        weights = folder.adapter if cfg.model.lora.rank else folder.model
+        found.append(Candidate(folder.model.name, weights, folder.state))
+    if not found:
+        raise UserError(
+            f"run= must have a checkpoint or a final model to evaluate, got {folder.path} with neither; "
+            "continue the run to its first checkpoint (schedule.save_every)"
+        )
+    names = [candidate.name for candidate in found]
+    if missing := [name for name in only if name and name not in names]:
+        raise UserError(
+            f"only= must name what the run has ({', '.join(names)}), got {','.join(missing)}; "
+            "set only=model, or leave it out"
+        )
+    chosen = [candidate for candidate in found if not any(only) or candidate.name in only]
+    if chosen[-1].checkpoint is None and (problem := final_problem(folder)):
+        others = ",".join(name for name in names if name != folder.model.name)
+        raise UserError(
+            f"run= must have a complete final model ({problem}), got {folder.path}; "
+            + (f"set only={others}, or " if others else "")
+            + again(folder)
+        )
+    return chosen
+
+
+def _number_of_shards(checkpoint: Path) -> int:
+    """Return the number of ranks that DeepSpeed sharded the weights of a checkpoint over; 0: not sharded.
+
+    The result is also 0 if the file with the number is damaged; the evaluation then skips the checkpoint.
+    """
+    try:
+        return int(json.loads((checkpoint / RANKS_FILE).read_bytes())["ranks"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
+
+
+def named_models(models: Sequence[str]) -> list[Candidate]:
+    """Return the models that the user names.
+
+    Args:
+        models: model folders or hub names.
+
+    Raises:
+        UserError: a folder does not contain a complete model.
+    """
+    if problems := [problem for model in models if (problem := folder_problem("models", model))]:
+        raise UserError(*problems)
+    return [Candidate(model, Path(model).expanduser(), None, files=files(model)) for model in models]
+
+
+def files(model: str) -> str | None:
+    """Return a hash of sizes and times of the files of a model, without its card; None for a hub name."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return None
+    stats = {path.name: path.stat() for path in folder.iterdir() if path.is_file() and path.name != CARD}
+    return digest_candidates({name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()})
+
+
+# Results of evaluations in the terminal: the metrics of each model, and a table of all models.
+
+
+_COUNTS = ("update", "episode", "examples")
+_SIDE_BY_SIDE = 3  # largest number of models in columns beside each other; more models are rows
+_WIDTH = 24  # largest width of a column
+_PADDING = 3  # blanks between two cells
+
+
+def show(row: dict[str, Any], evaluation: Evaluation, cfg: Config, last: bool) -> None:
+    """Print the metrics of a model, and `eval.samples` completions if the model is the last one, else one."""
+    if cfg.progress is Progress.off:
+        return
+    update = f" (update {row['update']})" if "update" in row else ""
+    say_items(f"{row['model']}{update}:", metric_texts(row))
+    if cfg.eval.samples:
+        print_samples(evaluation.samples[: cfg.eval.samples if last else 1])
+
+
+def table(rows: list[dict[str, Any]], width: int = 80) -> Group:
+    """Return a table of rows of evaluations.jsonl, with every metric that any row has.
+
+    The table has a column for each model, or, if there are many models, a row. Columns that do not fit in
+    `width` columns of the terminal are in another table below.
+    """
+    rows = [shown(row) for row in rows]
+    about = rows[0]["settings"] if rows else {}
+    title = [f"{name} {about[name]}" for name in ("split", "generator", "scorer", "gold") if name in about]
+    every = {**dict(zip(_COUNTS, _COUNTS, strict=True)), **EVALUATION_METRICS}
+    names = {name: short for name, short in every.items() if any(name in row for row in rows)}
+    models = short_names([row["model"] for row in rows])
+    full = dict(zip(models, (row["model"] for row in rows), strict=True))
+    paths = [f"{name}: {path}" for name, path in full.items() if name != path]
+    by_model = [[confidence.text(row, name) for name in names] for row in rows]
+    headings = list(names.values())
+    if len(rows) <= _SIDE_BY_SIDE:
+        first, others = ("", headings), list(zip(models, by_model, strict=True))
+    else:
+        by_metric = [[cells[place] for cells in by_model] for place in range(len(headings))]
+        first, others = ("model", models), list(zip(headings, by_metric, strict=True))
+    tables = (part_of_table(first, group) for group in _fitting_groups(first, others, width))
+    return Group(*lines_of(title, width), *tables, *paths)
+
+
+def short_names(models: Sequence[str]) -> list[str]:
+    """Return a name of at most `_WIDTH` columns for each model: the last part of its path that others lack.
+
+    The start of a longer name is left out. Names that are not unique get a number.
+    """
+    names, paths = [], [model.rstrip("/").split("/") for model in models]
+    for path in paths:
+        equal = [sum(each[-end:] == path[-end:] for each in paths) for end in range(1, len(path) + 1)]
+        name = path[-1 - equal.index(1)] if 1 in equal else path[-1]
+        names.append(name if len(name) <= _WIDTH else f"…{name[1 - _WIDTH :]}")
+    doubled = {name for name in names if names.count(name) > 1}
+    return [f"{i} {name[4 - _WIDTH :]}" if name in doubled else name for i, name in enumerate(names, 1)]
+
+
+_Column = tuple[str, list[str]]  # heading and cells
+
+
+def _fitting_groups(first: _Column, others: list[_Column], width: int) -> Iterator[list[_Column]]:
+    """Yield the columns `others` in groups, each of which fits in `width` beside the column `first`."""
+    group: list[_Column] = []
+    room = width - 1 - _breadth(first)
+    left = room
+    for column in others:
+        needed = _breadth(column)
+        if group and needed > left:
+            yield group
+            group, left = [], room
+        group.append(column)
+        left -= needed
+    yield group
+
+
+def _breadth(column: _Column) -> int:
+    """Return the width of a column with its padding."""
+    heading, cells = column
+    return max(map(len, [heading, *cells])) + _PADDING
+
+
+def part_of_table(first: _Column, others: list[_Column]) -> Table:
+    """Return a table of the column `first` and the columns `others`."""
+    made = Table(box=box.SIMPLE)
+    made.add_column(first[0], no_wrap=True)
+    for heading, _ in others:
+        made.add_column(heading, justify="right", no_wrap=True)
+    for cells in zip(first[1], *(cells for _, cells in others), strict=True):
+        made.add_row(*cells)
+    return made

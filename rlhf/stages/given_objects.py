@@ -1,16 +1,23 @@
-"""Data sets and reward functions that are given to `Experiment` as objects. This module imports no torch."""
+"""Data sets and reward functions that are given as objects in Python. This module imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhf.checks.machine import composed
 from rlhf.config.given_functions import Function, GivenFunctions
 from rlhf.core.errors import UserError
+from rlhf.core.files import component, whole
+from rlhf.core.formatting import shortened
 from rlhf.core.pasting import override
 from rlhf.runs.writable import creating
-from rlhf.tasks.given_data import written
+
+# Data sets and reward functions that are given to `Experiment` as objects. This module imports no torch.
 
 
 def with_objects(
@@ -55,3 +62,158 @@ def with_objects(
             paths = functions.paths
             words.append(override("scorer.path", paths[0] if len(paths) == 1 else paths))
     return words, functions
+
+
+# Data sets that are given as objects in Python: they are written as files, which `task=local` reads.
+#
+# The path of the files depends on their content only, so equal data give the same run, and a changed data set
+# another one. This module imports no torch and no `datasets`.
+
+
+_ERRORS = (TypeError, ValueError, RecursionError)
+_RULE = "dataset must be a datasets.Dataset, a datasets.DatasetDict or a list of dicts"
+
+
+def written(dataset: object, folder: Path) -> Path:
+    """Write a data set as one JSON-lines file per split, and return their folder.
+
+    Files that are there already, with the same content, are not written again.
+
+    Args:
+        dataset: a `datasets.Dataset` or a list of rows (dicts), which is the split `train`; or a
+            `datasets.DatasetDict` or a dict of lists of rows, by the name of the split.
+        folder: the folder in which the folder of the data set is made.
+
+    Raises:
+        UserError: the object is no data set, a split has no rows, or a value cannot be written as JSON.
+    """
+    splits = _splits_of(dataset)
+    digests = {name: digest(name, rows) for name, rows in splits.items()}
+    place = folder / hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
+    for name, rows in splits.items():
+        file = place / f"{name}.jsonl"
+        if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == digests[name]:
+            continue
+        place.mkdir(parents=True, exist_ok=True)
+        with whole(file, private=True, durable=True) as scratch, scratch.open("wb") as out:
+            out.writelines(lines(name, rows))
+    return place
+
+
+def _splits_of(dataset: object) -> dict[str, Rows | Sequence[Any]]:
+    """Return the rows of each split of a data set.
+
+    Raises:
+        UserError: the object is no data set, or a split has no rows.
+    """
+    given = dataset if isinstance(dataset, Mapping) else {"train": dataset}
+    found: dict[str, Rows | Sequence[Any]] = {}
+    for name, split in given.items():
+        if (rows := rows_of(split)) is None or str(name) != component(str(name)):
+            what = f"an object of type {type(dataset).__name__}"
+            if isinstance(dataset, Mapping):
+                what = f"a dict whose value {name!r} is an object of type {type(split).__name__}"
+            raise UserError(f"{_RULE}, got {what}; {remedy(split)}")
+        if len(rows) == 0:
+            raise UserError(f"dataset must have rows, got none in the split {name}; add rows")
+        found[str(name)] = rows
+    if not found:
+        raise UserError("dataset must have the split train, got no split; add rows")
+    return found
+
+
+def rows_of(rows: Any) -> Rows | Sequence[Any] | None:
+    """Return the rows of a split; None: the object is no split."""
+    datasets = sys.modules.get("datasets")
+    if datasets is not None and isinstance(rows, datasets.Dataset):
+        return Rows(rows.with_format(None))
+    return rows if isinstance(rows, list | tuple) else None
+
+
+class Rows:
+    """The rows of a `datasets.Dataset` as JSON Lines would have them, see `rows_of_arrow`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        from rlhf.tasks.storage import numbered
+
+        return (row for _, row in numbered(self.dataset, "dataset"))
+
+
+def remedy(rows: Any) -> str:
+    """Return what to write in place of an object that is no split."""
+    if isinstance(rows, str | Path):
+        return "for files set task=local task.path=<file or folder>"
+    name = type(rows).__name__
+    if name == "DataFrame":
+        return "write dataset=frame.to_dict('records')"
+    if name == "IterableDataset":
+        return "write datasets.Dataset.from_list(list(dataset))"
+    return "write [{'prompt': '...'}, ...]"
+
+
+def digest(split: str, rows: Iterable[Any]) -> str:
+    """Return the SHA-256 of the file of a split."""
+    found = hashlib.sha256()
+    for line in lines(split, rows):
+        found.update(line)
+    return found.hexdigest()
+
+
+def lines(split: str, rows: Iterable[Any]) -> Iterator[bytes]:
+    """Yield the rows of a split as lines of JSON.
+
+    Raises:
+        UserError: a row is no dict, or a value cannot be written as JSON.
+    """
+    for number, row in enumerate(rows, 1):
+        place = f"row {number} of {split}"
+        if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
+            raise UserError(
+                f"{_RULE} with texts as keys, got {place} with {shortened(repr(row), 60)}; write "
+                "{'prompt': '...'}"
+            )
+        try:
+            yield _as_json(dict(row)) + b"\n"
+        except _ERRORS:
+            name, reason = next((name, reason) for name in row if (reason := problem(row[name])))
+            raise UserError(
+                "dataset must have texts, numbers, lists and dicts (its rows are stored as JSON), got "
+                f"{place} with {shortened(repr(row[name]), 60)} in the column {name} ({reason}); convert the "
+                "values, or remove the column"
+            ) from None
+
+
+def _as_json(value: object) -> bytes:
+    """Return a value as JSON in UTF-8.
+
+    Raises:
+        TypeError, ValueError, RecursionError: the value has no form in JSON.
+    """
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=plain).encode()
+
+
+def problem(value: object) -> str | None:
+    """Return why a value has no form in JSON, or None."""
+    try:
+        _as_json(value)
+    except _ERRORS as error:
+        return str(error)
+    return None
+
+
+def plain(value: object) -> Any:
+    """Return a value of numpy as one of Python.
+
+    Raises:
+        TypeError: the value has no form in JSON.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no form in JSON")

@@ -31,7 +31,7 @@ from rlhf.core.pasting import setting
 from rlhf.loggers.display import shown
 from rlhf.models.folder import CARD, HUB_NAME, is_local
 from rlhf.runs.environment import DISTRIBUTION, git_commit, versions
-from rlhf.stages.closing import held_out, titles, trained
+from rlhf.stages.words import held_out, titles, trained
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

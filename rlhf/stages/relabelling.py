@@ -53,7 +53,7 @@ from rlhf.memory import plan as memory
 from rlhf.memory.plan import rows_of
 from rlhf.processes.signals import interruptible
 from rlhf.runs.lock import written_by_one
-from rlhf.stages import tiny_stand_ins
+from rlhf.stages import prerequisites
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -282,13 +282,13 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     from rlhf.assembly.models import build_device
     from rlhf.assembly.training import build_scorer, build_task, check_formats
     from rlhf.processes.ranks import Ranks
-    from rlhf.stages.quiet import quieten
+    from rlhf.stages.guards import quieten
 
     ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
     quieten(ranks)
     scoring_settings = settings(cfg)  # before stand-ins replace paths
     if cfg.stand_ins:
-        cfg = ranks.from_first(partial(tiny_stand_ins.complete, cfg))
+        cfg = ranks.from_first(partial(prerequisites.complete_stand_ins, cfg))
     work = scratch_of(output)
     tokenizer = tokenizer_of(cfg)
     task = build_task(cfg, tokenizer, Data.preferences, 1, judge=True)

@@ -41,13 +41,11 @@ from rlhf.runs.lock import Claim, claimed
 from rlhf.runs.resuming import refuse_another_run, saved_length
 from rlhf.runs.transcript import run_log, setup_logging
 from rlhf.runs.writable import deleted_folder, unusable_file
-from rlhf.stages.closing import print_closing
+from rlhf.stages.guards import full_gpu, quieten
+from rlhf.stages.inspection import rehearse
 from rlhf.stages.model_card import model_card
-from rlhf.stages.opening import print_opening
 from rlhf.stages.prerequisites import complete, names
-from rlhf.stages.quiet import quieten
-from rlhf.stages.rehearsal import rehearse
-from rlhf.stages.shortage import full_gpu
+from rlhf.stages.words import print_closing, print_opening
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import Parts, train
 from rlhf.training.stream import StreamContext

@@ -16,7 +16,7 @@ from rlhf.checks.check import problems
 from rlhf.config.compose import compose
 from rlhf.config.identity import digest
 from rlhf.core.machine import Machine
-from rlhf.stages.stage_config import stage
+from rlhf.stages.prerequisites import stage
 from tests.test_structure import MODULES
 
 # Of processors with and without AVX-512, of two makers. Other versions of MKL may sum in another order.

@@ -12,7 +12,7 @@ from rlhf.config import cores
 from rlhf.config.backend import TorchConfig
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
-from rlhf.stages import summary
+from rlhf.stages import words as summary
 from tests.model_folders import write_model
 
 STORED = "generator=dataset"

@@ -10,7 +10,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.machine import Machine
 from rlhf.memory import plan, sizes
 from rlhf.memory.sizes import config_size
-from rlhf.stages.summary import describe
+from rlhf.stages.words import describe
 from tests.memory.test_plan import PYTHIA_2_8B
 
 MODEL = ["model=pythia_410m", "task=tldr"]

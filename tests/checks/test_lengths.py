@@ -7,7 +7,7 @@ import pytest
 from rlhf.checks.check import problems, warnings
 from rlhf.config.compose import compose
 from rlhf.config.schedule import DEFAULT_EPOCHS
-from rlhf.stages import summary
+from rlhf.stages import words
 
 
 @pytest.mark.parametrize("task", ["local", "preferences"])
@@ -17,7 +17,7 @@ def test_a_run_on_own_data_passes_three_times_over_the_data(task, algo):
     assert cfg.epochs == DEFAULT_EPOCHS == 3 and cfg.schedule.prompts_per_update == 64
     assert cfg.num_updates(1000) == 47 and cfg.num_updates(5) == 1
     assert not [problem for problem in problems(cfg) if "schedule" in problem]
-    assert dict(summary.counts(cfg, 1000))["updates"] == "47 = 3 epochs of 1,000 prompts / 64"
+    assert dict(words.counts(cfg, 1000))["updates"] == "47 = 3 epochs of 1,000 prompts / 64"
 
 
 def test_supervised_runs_on_own_data_keep_one_pass():
@@ -39,19 +39,19 @@ def test_other_tasks_keep_the_length_of_the_algorithm():
 
 def test_the_summary_counts_the_passes_and_warns_above_ten():
     cfg = compose(["schedule.total_episodes=25600"])
-    rows = dict(summary.counts(cfg, 1000))
+    rows = dict(words.counts(cfg, 1000))
     assert rows["passes over the data"] == "12.8 of 1,000 prompts"
-    (warning,) = summary.doubts(cfg, 1000)
+    (warning,) = words.doubts(cfg, 1000)
     assert "passes 12.8 times over its 1,000 training rows" in warning
     assert "set schedule.total_episodes=6016" in warning
-    assert not list(summary.doubts(cfg, 2000))
+    assert not list(words.doubts(cfg, 2000))
 
 
 def test_solved_prompts_need_a_second_pass():
     cfg = compose(["schedule.total_episodes=256", "algo.samples_per_prompt=2", "schedule.solved_at=0.9"])
-    (warning,) = summary.doubts(cfg, 128)
+    (warning,) = words.doubts(cfg, 128)
     assert "schedule.solved_at=0.9 has no effect in 1 passes over the data" in warning
-    assert not list(summary.doubts(cfg, 100))
+    assert not list(words.doubts(cfg, 100))
 
 
 def test_more_threads_than_cores_give_a_warning(monkeypatch):

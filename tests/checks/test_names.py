@@ -13,7 +13,7 @@ from rlhf.core.files import component
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.naming import folder_of
 from rlhf.stages.evaluation import completions_file
-from rlhf.stages.stage_config import model_folder, pairs_folder
+from rlhf.stages.prerequisites import model_folder, pairs_folder
 
 OUTSIDE = ["/../../x", "../x", "..", "/x", ".", "a/../../b"]
 

@@ -5,7 +5,7 @@ import pytest
 from rlhf.checks.algorithms import recipes_of_other_commands
 from rlhf.config.catalogue import options
 from rlhf.core.errors import UserError
-from rlhf.stages.chain import config_of
+from rlhf.stages.pipeline import config_of
 
 RELABEL = "run: python -m rlhf.relabel output=outputs/tldr-relabelled experiment=tldr_relabel"
 

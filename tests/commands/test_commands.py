@@ -16,10 +16,10 @@ from rlhf import relabel as relabel_command
 from rlhf.config.compose import compose
 from rlhf.config.saved import load_config
 from rlhf.runs.folder import RunFolder
-from rlhf.stages import chain as pipeline
 from rlhf.stages import evaluation as evaluate
-from rlhf.stages.evaluation_config import changed
-from rlhf.stages.stage_config import stage
+from rlhf.stages import pipeline as pipeline
+from rlhf.stages.evaluation import changed
+from rlhf.stages.prerequisites import stage
 from tests.model_folders import write_model
 
 COMMANDS = {

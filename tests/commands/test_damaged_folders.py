@@ -21,8 +21,7 @@ from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.runs.resuming import prepare
 from rlhf.stages import relabelling
 from rlhf.stages.artefacts import trained
-from rlhf.stages.evaluation import evaluate, settings
-from rlhf.stages.evaluation_config import changed, run_folder
+from rlhf.stages.evaluation import changed, evaluate, run_folder, settings
 from rlhf.stages.extending import extend
 from tests.model_folders import write_model
 

@@ -10,8 +10,8 @@ from rlhf import pipeline as pipeline_command
 from rlhf import relabel as relabel_command
 from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
-from rlhf.stages import chain as pipeline
-from rlhf.stages import evaluation_config
+from rlhf.stages import evaluation
+from rlhf.stages import pipeline as pipeline
 from rlhf.stages import relabelling as relabel
 
 ROOT = Path(__file__).parents[2]
@@ -35,10 +35,10 @@ def test_command_of_the_docs_is_accepted(tmp_path, name, typed):
     module = {"evaluate": evaluate_command, "relabel": relabel_command, "pipeline": pipeline_command}[name]
     own, words = module.COMMAND.split(words_of(typed, tmp_path))
     if name == "evaluate" and "run" not in own:
-        assert evaluation_config.alone(own["models"].split(","), words).start == "models/first"
+        assert evaluation.alone(own["models"].split(","), words).start == "models/first"
     elif name == "evaluate":
-        assert evaluation_config.run_folder(own["run"]) == folder
-        evaluation_config.changed(folder, words)
+        assert evaluation.run_folder(own["run"]) == folder
+        evaluation.changed(folder, words)
     elif name == "relabel":
         assert relabel.pairs_of(words).gold.name == "reward_model" and own["output"]
     else:

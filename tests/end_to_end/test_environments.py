@@ -16,8 +16,7 @@ from rlhf.config.identity import run_name
 from rlhf.core.errors import UserError
 from rlhf.models.loading import save
 from rlhf.runs.folder import RunFolder
-from rlhf.stages.evaluation import evaluate
-from rlhf.stages.evaluation_config import changed
+from rlhf.stages.evaluation import changed, evaluate
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import assert_same_end, rows, wait_for
 from tests.end_to_end.test_survival import finish, start

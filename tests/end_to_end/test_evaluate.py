@@ -16,9 +16,8 @@ from rlhf.core.files import read_lines
 from rlhf.loggers.display import EVALUATION_METRICS
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import evaluation as evaluate
-from rlhf.stages.evaluation_config import changed
-from rlhf.stages.evaluation_table import table
-from rlhf.stages.stage_config import model_folder, stage
+from rlhf.stages.evaluation import changed, table
+from rlhf.stages.prerequisites import model_folder, stage
 from tests import needs
 
 pytestmark = pytest.mark.forks

@@ -15,10 +15,9 @@ from rlhf.generators.hf import generator as hf
 from rlhf.models import placement
 from rlhf.processes.service import Server
 from rlhf.runs.folder import RunFolder
-from rlhf.stages.evaluation import evaluate
-from rlhf.stages.evaluation_config import changed
+from rlhf.stages.evaluation import changed, evaluate
+from rlhf.stages.guards import full_gpu
 from rlhf.stages.run import run
-from rlhf.stages.shortage import full_gpu
 
 SCORED = ("scorer=facts", "scorer.missing_eos_score=null")
 BY_A_MODEL = ("scorer=reward_model", "scorer.missing_eos_score=null")

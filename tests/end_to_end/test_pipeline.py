@@ -33,7 +33,7 @@ KILLED = """
 import os, signal, sys
 from rlhf import pipeline
 from rlhf.core import stages
-from rlhf.stages import evaluation, sample_pairs
+from rlhf.stages import evaluation, sampling as sample_pairs
 from rlhf.training.recorder import Recorder
 place = sys.argv.pop(1)
 def strike():

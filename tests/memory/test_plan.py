@@ -24,7 +24,7 @@ from rlhf.memory.uses import CONTEXT, GIB, PROCESS, Part, Phase, Use
 from rlhf.models import folder
 from rlhf.models.modules import Policy, whole_weights
 from rlhf.processes.ranks import ALONE
-from rlhf.stages.summary import describe
+from rlhf.stages.words import describe
 from tests.model_folders import write_model
 from tests.tiny_models import tiny_lm
 

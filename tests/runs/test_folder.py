@@ -20,7 +20,7 @@ from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints
 from rlhf.runs.naming import folder_of
 from rlhf.runs.resuming import prepare, shorter_run
 from rlhf.runs.transcript import setup_logging
-from rlhf.stages.stage_config import stage_digest
+from rlhf.stages.prerequisites import stage_digest
 
 
 @pytest.fixture(scope="module")

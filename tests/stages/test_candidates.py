@@ -1,7 +1,7 @@
 """Tests of the models that `rlhf.evaluate` compares."""
 
 from rlhf.models.folder import CARD
-from rlhf.stages.candidates import files
+from rlhf.stages.evaluation import files
 
 
 def test_an_edited_model_card_does_not_change_the_model(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from rlhf.config.compose import compose
 from rlhf.core.state import TrainState
 from rlhf.runs.folder import RunFolder
-from rlhf.stages.closing import print_closing
+from rlhf.stages.words import print_closing
 
 ANSWERS = {
     "eval/win_rate": 0.0,

@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from rlhf.stages.evaluation_table import short_names, table
+from rlhf.stages.evaluation import short_names, table
 
 RUN, OTHER = (f"outputs/tldr_mini-pythia-dpo-hf-lag0-seed{seed}-a4c04dc{seed}" for seed in (1, 2))
 

@@ -9,7 +9,7 @@ from rlhf.checks.check import problems
 from rlhf.config.compose import compose
 from rlhf.core.pasting import override
 from rlhf.runs.folder import RunFolder
-from rlhf.stages.next_stage import next_stage
+from rlhf.stages.words import next_stage
 from tests.tiny_models import tiny_classifier, tiny_lm, tiny_tokenizer
 
 PAIRS = {"chosen": " b", "rejected": " c"}

@@ -6,8 +6,7 @@ import pytest
 
 from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
-from rlhf.stages.prerequisites import PAIRS, REWARD, SFT, complete, names, prerequisites
-from rlhf.stages.stage_config import model_folder, stage
+from rlhf.stages.prerequisites import PAIRS, REWARD, SFT, complete, model_folder, names, prerequisites, stage
 
 
 def never(*_, **__):

@@ -13,8 +13,8 @@ from rlhf.config.address import load_class
 from rlhf.config.algo import Data
 from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
-from rlhf.stages import rehearsal
-from rlhf.stages.rehearsal import TEXT, tried, tried_environment
+from rlhf.stages import inspection
+from rlhf.stages.inspection import TEXT, tried, tried_environment
 from tests.environments.test_episodes import tokenizer as chat_tokenizer
 from tests.tiny_models import tiny_tokenizer
 
@@ -96,13 +96,13 @@ def test_a_function_that_fails_for_an_empty_response_is_a_warning(tmp_path):
 
 
 def test_a_function_that_fails_for_all_responses_but_the_references_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(rehearsal, "TEXT", "w3 w4")
+    monkeypatch.setattr(inspection, "TEXT", "w3 w4")
     with pytest.raises(UserError, match="returned None for .*, response 'w3 w4'"):
         trials(tmp_path, "return 1.0 if not response or response == reference else None")
 
 
 def test_a_slow_function_is_tried_on_one_example_and_the_report_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(rehearsal, "BUDGET_S", 0.05)
+    monkeypatch.setattr(inspection, "BUDGET_S", 0.05)
     (found,) = trials(tmp_path, "time.sleep(0.1); return 1.0")
     assert found.scores == [1.0] and re.match(r"1 tried, because this took 0.\d s", list(found.lines())[-1])
 

@@ -28,9 +28,9 @@ from datasets import (
 from rlhf.config.algo import Data
 from rlhf.config.task import ColumnsConfig, LocalConfig
 from rlhf.core.errors import UserError
+from rlhf.stages.given_objects import written
 from rlhf.tasks.columns import Layout, converted
 from rlhf.tasks.formats import Written, messages_of, rows_of_table, without_prompt
-from rlhf.tasks.given_data import written
 from rlhf.tasks.local import LocalSource
 from rlhf.tasks.reading import rows
 from rlhf.tasks.recognition import recognise

@@ -12,7 +12,7 @@ from rlhf.checks.check import problems
 from rlhf.config.compose import compose
 from rlhf.config.task import LocalConfig
 from rlhf.core.errors import UserError
-from rlhf.tasks.given_data import written
+from rlhf.stages.given_objects import written
 from rlhf.tasks.local import LocalSource
 
 ROWS = [{"prompt": f"Frage {n}: Grüße?\nAnswer:", "response": " Ja.", "votes": n} for n in range(6)]

@@ -45,14 +45,12 @@ from rlhf.runs.naming import folder_of
 from rlhf.stages import evaluation as evaluating
 from rlhf.stages import relabelling
 from rlhf.stages.artefacts import Artefact, result_text, trained
-from rlhf.stages.candidates import candidates
-from rlhf.stages.evaluation_config import changed
-from rlhf.stages.evaluation_table import table
-from rlhf.stages.prerequisites import PAIRS, REWARD, SFT, prerequisites
-from rlhf.stages.stage_config import checked, stage
+from rlhf.stages.evaluation import candidates, changed, table
+from rlhf.stages.prerequisites import PAIRS, REWARD, SFT, checked, prerequisites, stage
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
+
 
 _T = TypeVar("_T")
 
@@ -226,7 +224,7 @@ def _by_first(cfg: Config, make: Callable[[], _T]) -> Callable[[], _T]:
     def call() -> _T:
         from rlhf.assembly.models import build_device
         from rlhf.processes.ranks import Ranks
-        from rlhf.stages.quiet import quieten
+        from rlhf.stages.guards import quieten
 
         ranks = Ranks.join(build_device(cfg), cfg.backend.timeout_s)
         quieten(ranks)

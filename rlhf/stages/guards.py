@@ -1,23 +1,54 @@
-"""The error of a run whose GPU has too little memory: for what, and which settings need less."""
+"""Output of libraries that is not shown, and the error of a GPU with too little memory."""
 
 from __future__ import annotations
 
+import os
 import traceback
 from typing import TYPE_CHECKING
 
+import datasets
 import torch
+import transformers
 
 from rlhf.assembly.models import training_budget
 from rlhf.config.identity import not_in_name
+from rlhf.core.console import console
 from rlhf.core.errors import OutOfMemory, RunError
 from rlhf.memory.plan import adjustable, smaller_settings
 from rlhf.models.folder import first_line
+from rlhf.processes.ranks import Ranks
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from rlhf.config.root import Config
     from rlhf.runs.folder import RunFolder
+
+
+# Output of libraries and of ranks that the terminal should not show.
+
+
+def quieten_libraries() -> None:
+    """Turn off progress bars and warnings of libraries.
+
+    The warnings of libraries during loading are not needed, because this project checks loaded models and
+    data.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+
+
+def quieten(ranks: Ranks) -> None:
+    """Turn off progress bars and warnings of libraries, and all output of ranks other than 0."""
+    console.quiet = not ranks.first
+    # transformers imports DeepSpeed to save a model; without this variable DeepSpeed prints what it detects.
+    os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
+    quieten_libraries()
+
+
+# The error of a run whose GPU has too little memory: for what, and which settings need less.
+
 
 SCORES = "scores"  # of scorers that are models; the other phases are those of the memory plan
 PHASES = {  # beginning of the name of a module -> phase; the first that is in a traceback counts

@@ -1,0 +1,426 @@
+"""What a run says at its beginning and at its end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.assembly.models import say_ends
+from rlhf.assembly.training import check_formats
+from rlhf.checks.check import problems
+from rlhf.config.algo import Trains
+from rlhf.config.compose import compose
+from rlhf.config.cores import threads
+from rlhf.config.identity import model_label
+from rlhf.config.mistakes import CONFIG_ERRORS
+from rlhf.config.reproduction import options, settings
+from rlhf.config.schema import plain
+from rlhf.core import confidence, stages
+from rlhf.core.console import console, say, say_row, transcript
+from rlhf.core.formatting import clock, short_path
+from rlhf.core.launched import local_world_size, world_size
+from rlhf.core.pasting import lines, override, setting
+from rlhf.core.state import SupervisedState, TrainState
+from rlhf.loggers.display import shown
+from rlhf.memory import plan
+from rlhf.memory.plan import fills_memory
+from rlhf.stages.inspection import rehearse
+from rlhf.tasks.summary import summarize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from rlhf.config.root import Config
+    from rlhf.core.stages import Stages
+    from rlhf.processes.ranks import Ranks
+    from rlhf.runs.folder import RunFolder
+    from rlhf.tasks.task import Task
+    from rlhf.training.recorder import Recorder
+
+
+# The lines at the beginning of a run: its sizes and memory, its data, and warnings about them.
+
+
+log = logging.getLogger(__name__)
+
+
+def print_opening(
+    cfg: Config,
+    folder: RunFolder,
+    stages: Stages,
+    task: Task,
+    tokenizer: PreTrainedTokenizerFast,
+    notes: Mapping[str, str],
+    ranks: Ranks,
+) -> None:
+    """Print the opening lines of a run, and try its reward functions on data that are not generated.
+
+    Args:
+        cfg: the config of the run, with the models that the run made first.
+        folder: the run folder.
+        stages: the stages of the command; the last one is the run.
+        task: the data of the run.
+        tokenizer: the policy's tokenizer.
+        notes: further rows, by name.
+        ranks: the ranks of the run.
+
+    Raises:
+        UserError: a split that the run reads cannot be loaded, or has no prompt that can be used, a reward
+            function fails, or the chat template of a reward model does not format a dialogue.
+    """
+    number = stages.prefix(len(stages.names))
+    say(f"{number}{cfg.algo.name} of {model_label(cfg)} on {cfg.task.name}", style="bold")
+    if stages.outermost:
+        say_row("run folder", short_path(folder.path))
+    for name, value in [*describe(cfg, len(task)), *notes.items()]:
+        say_row(name, value)
+    say_ends(cfg, tokenizer)
+    _log_all(doubts(cfg, len(task)))
+    if not cfg.task.embedded:
+        _print_data(cfg, task)
+        ranks.from_first(lambda: rehearse(cfg, task))
+        ranks.from_first(lambda: _log_all(check_formats(cfg, task, tokenizer)))
+
+
+def _print_data(cfg: Config, task: Task) -> None:
+    """Print what the data of a run contain, and warn of data that training uses only in part."""
+    splits = ("train", "validation") if cfg.schedule.eval_every else ("train",)
+    summary = summarize(task, cfg.generator.response_length, splits)
+    for name, value in summary.rows():
+        say_row(name, value)
+    for line in summary.lines():
+        say(f"    {line}")
+    _log_all(summary.warnings())
+
+
+def _log_all(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        log.warning("%s", warning)
+
+
+# Sizes derived from a config, for the summary at the start of a run.
+
+
+_MANY_PASSES = 10
+
+
+def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
+    """Return (name, value) rows of the summary: derived sizes of a run, and the memory that the run needs.
+
+    Args:
+        cfg: the config of the run.
+        examples: the size of the training data; None: not known yet.
+    """
+    return [*counts(cfg, examples), *_scores(cfg), *plan.rows(cfg)]
+
+
+def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
+    """Return (name, value) rows of the counts of a run, from episodes per update to checkpoints.
+
+    Args:
+        cfg: the config of the run.
+        examples: the size of the training data; None: not known yet.
+    """
+    schedule, per_update = cfg.schedule, cfg.episodes_per_update
+    prompts, group = schedule.prompts_per_update, cfg.algo.samples_per_prompt
+    rows = [("episodes per update", f"{per_update:,} = {prompts:,} prompts x {group} samples")]
+    if examples is None and not cfg.reads_pairs:
+        examples = cfg.task.train_size
+    in_minibatch = prompts // schedule.minibatches * group
+    ranks = world_size()
+    share = math.ceil(in_minibatch / group / ranks) * group
+    forwards = math.ceil(share / cfg.backend.micro_batch)
+    forward = f"{min(cfg.backend.micro_batch, share)}, {forwards} per optimizer step"
+    if ranks > 1:
+        forward += f" on each of {ranks} ranks"
+    filled = fills_memory(cfg)
+    if filled or cfg.backend.tokens is not None:
+        limit = "what fits into the memory" if filled else f"{cfg.backend.tokens:,} tokens"
+        forward = f"at most {min(cfg.backend.micro_batch, share)}, and at most {limit}"
+    if cfg.epochs is not None and examples is None:
+        rows.append(("updates", f"{plain(cfg.epochs)} epochs; the number is known when the data are read"))
+        rows.append(("sequences per forward", forward))
+        return rows
+    updates = cfg.num_updates(examples)
+    unit = "examples" if cfg.algo.supervised else "prompts"
+    if cfg.epochs is None:
+        rows.append(("updates", f"{updates:,} = {schedule.total_episodes:,} episodes / {per_update:,}"))
+        if examples is not None:
+            rows.append(("passes over the data", f"{passes(cfg, examples):.3g} of {examples:,} {unit}"))
+    else:
+        epochs = plain(cfg.epochs)
+        rows.append(("updates", f"{updates:,} = {epochs} epochs of {examples:,} {unit} / {prompts:,}"))
+    steps = updates * schedule.minibatches * schedule.epochs
+    parts = f"{updates:,} updates x {schedule.minibatches} minibatches x {schedule.epochs} epochs"
+    evaluated = _due_updates(schedule.eval_every, updates, at_end=True)
+    return [
+        *rows,
+        ("optimizer steps", f"{steps:,} = {parts}"),
+        ("sequences per forward", forward),
+        *([("generator", cfg.generator.name)] if cfg.generator.packages else []),
+        *_cores(cfg),
+        ("evaluations", _at_updates([0, *evaluated] if evaluated else [])),
+        ("checkpoints", _at_updates([u for u in _due_updates(schedule.save_every, updates) if u < updates])),
+    ]
+
+
+def passes(cfg: Config, examples: int) -> float:
+    """Return how often a run draws each of the `examples` prompts of the training data."""
+    return cfg.num_updates(examples) * cfg.schedule.prompts_per_update / examples
+
+
+def doubts(cfg: Config, examples: int) -> Iterator[str]:
+    """Yield a warning if the run passes over its training data many times, or too few for `solved_at`.
+
+    Args:
+        cfg: the config of the run.
+        examples: the size of the training data.
+    """
+    if (often := passes(cfg, examples)) > _MANY_PASSES:
+        fewer = max(1, round(3 * examples / cfg.schedule.prompts_per_update)) * cfg.episodes_per_update
+        remedy = f"schedule.total_episodes={fewer}" if cfg.epochs is None else "schedule.total_epochs=3"
+        yield (
+            f"the run passes {often:.3g} times over its {examples:,} training rows (after about "
+            f"{_MANY_PASSES} passes a model mostly memorises its data); for 3 passes set {remedy}"
+        )
+    if cfg.schedule.solved_at is not None and often <= 1:
+        yield (
+            f"schedule.solved_at={plain(cfg.schedule.solved_at)} has no effect in {often:.3g} passes over "
+            "the data (solved prompts are left out of later passes)"
+        )
+
+
+def _scores(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Yield the (name, value) rows that explain the scores in the terminal: reward and judge."""
+    if cfg.algo.trains is Trains.policy and cfg.generator.rollouts:
+        yield "reward", f"score of {cfg.scorer.described}, which training maximizes"
+    if cfg.algo.trains is not Trains.reward and cfg.gold.name != "none":
+        yield "judge", f"score of {cfg.gold.described}, used only by evaluations"
+
+
+def _cores(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Yield the (name, value) row of the CPU threads, if trainer and generator run in parallel."""
+    trainer, generator = threads(cfg)
+    if generator is not None and cfg.schedule.max_lag > 0:
+        n = cfg.generator.replicas
+        which = "generator process" if n == 1 else f"each of {n} generator processes"
+        yield "CPU threads", f"trainer {trainer}, {which} {generator}"
+
+
+def _due_updates(every: float, updates: int, at_end: bool = False) -> list[int]:
+    """Return the updates after which an event with interval `every` is due.
+
+    Args:
+        every: number of updates between two events; below 1: a fraction of the run; 0: never.
+        updates: number of updates of the run.
+        at_end: whether the event is also due after the last update.
+    """
+    states = (TrainState(num_updates=updates, update=update) for update in range(1, updates + 1))
+    return [state.update for state in states if state.due(every, at_end)]
+
+
+def _at_updates(updates: list[int]) -> str:
+    """Format a list of updates as text; of more than 8 updates, the first 4 and the last are listed."""
+    if not updates:
+        return "none"
+    shown = [f"{update:,}" for update in updates]
+    if len(shown) > 8:
+        shown = [*shown[:4], "...", shown[-1]]
+    return f"{len(updates)}, after updates {' '.join(shown)}"
+
+
+# The lines at the end of a run: what changed, how long it took, where the files are, what to do next.
+
+
+_VALUE_WIDTH = 21  # columns of a value with its interval
+
+
+def print_closing(
+    cfg: Config,
+    typed: Config,
+    folder: RunFolder,
+    recorder: Recorder,
+    state: TrainState,
+    session_s: float,
+    resumed: bool,
+) -> None:
+    """Print the closing lines of a finished run, and write them to train.log.
+
+    A run that is a stage before other stages of the same command prints no commands.
+
+    Args:
+        cfg: the config of the run, with the models that the run made first.
+        typed: the config before the run made these models.
+        folder: the run folder.
+        recorder: the recorder, which has the first and the last evaluation.
+        state: the counters of the run.
+        session_s: seconds since the start of this session.
+        resumed: whether updates of earlier sessions belong to the run.
+    """
+    stage = stages.current
+    last = stage is None or stage.number == stage.count
+    lines = [*length(state, session_s, resumed), *_changes(cfg, recorder), *files(folder)]
+    for line in [*lines, *_next_steps(cfg, typed, folder)] if last else lines:
+        console.print(line, markup=False, soft_wrap=True)  # commands and paths can be copied
+        transcript.info(line)
+
+
+def length(state: TrainState, session_s: float, resumed: bool) -> Iterator[str]:
+    """Yield the length and the duration of a finished run."""
+    yield f"finished: {trained(state)}, in {clock(session_s)}"
+    if resumed:
+        yield f"  in this session; the updates of all sessions took {clock(state.wall_s)}"
+
+
+def trained(state: TrainState) -> str:
+    """Return the number of updates, and of episodes or examples, that a run trained on."""
+    if isinstance(state, SupervisedState):
+        return f"{state.update:,} updates, {state.examples:,} examples ({state.epoch:.2f} epochs)"
+    return f"{state.update:,} updates, {state.episode:,} episodes"
+
+
+def _changes(cfg: Config, recorder: Recorder) -> Iterator[str]:
+    """Yield the lines of a table: metrics of the first and of the last evaluation, with 95 % intervals."""
+    first, last = recorder.first, shown(recorder.evaluated)
+    if not last:
+        yield "  not evaluated (schedule.eval_every=0; 1000000: before and after training)"
+        return
+    named = titles(cfg)
+    rows = [(held_out(cfg, recorder), "before", "after")]
+    rows += [
+        (text, confidence.text(first, name), confidence.text(last, name))
+        for name, text in named.items()
+        if name in last
+    ]
+    wide = max(len(text) for text, _, _ in rows)
+    for text, before, after in rows:
+        yield f"  {text:{wide}}  {before:{_VALUE_WIDTH}} {after}".rstrip()
+    if any(name in last and confidence.bounds(last, name) for name in named):
+        yield "  ([low, high]: 95 % interval over these examples)"
+
+
+def titles(cfg: Config) -> dict[str, str]:
+    """Return the names and the titles of the metrics of an evaluation that a run reports at its end."""
+    return {
+        "eval/win_rate": f"win rate vs. references ({cfg.gold.name})",
+        "eval/accuracy": "accuracy of answers" if cfg.checks_answers else "accuracy on held-out pairs",
+        "eval/gold_score": f"judge ({cfg.gold.name})",
+        "eval/score": f"reward ({cfg.scorer.name})",
+        "eval/win_rate_vs_initial": "win rate vs. initial policy",
+        "eval/loss": "held-out loss",
+        "eval/kl": "KL to the reference",
+    }
+
+
+def held_out(cfg: Config, recorder: Recorder) -> str:
+    """Return the number of held-out examples of the last evaluation, as text."""
+    return f"{recorder.evaluated_on:,} held-out {'pairs' if cfg.algo.trains is Trains.reward else 'prompts'}"
+
+
+def files(folder: RunFolder) -> Iterator[str]:
+    """Yield the paths of the files that a user looks at."""
+    yield "files:"
+    for path in (folder.model, folder.adapter, folder.completions, folder.metrics):
+        if path.is_dir() or (path.is_file() and path.stat().st_size):
+            yield f"  {short_path(path)}"
+
+
+def _next_steps(cfg: Config, typed: Config, folder: RunFolder) -> Iterator[str]:
+    """Yield commands for a finished run, which can be pasted into a shell.
+
+    Args:
+        cfg: the config of the run, with the models that the run made first.
+        typed: the config before the run made these models.
+        folder: the run folder.
+    """
+    rewards = cfg.algo.trains is Trains.reward
+    run = short_path(folder.path)
+    evaluate = ["python -m rlhf.evaluate", setting("run", run)]
+    if cfg.start is not None and not rewards:
+        evaluate += ["only=model", setting("models", short_path(Path(cfg.start)))]
+    yield "next:"
+    if (stage := next_stage(typed, folder, cfg.start)) is not None:
+        ranks = local_world_size()
+        launcher = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
+        yield from lines(f"{launcher} -m rlhf.train", *(setting(key, value) for key, value in stage.items()))
+    yield from lines("python -m rlhf.report", shlex.quote(run))
+    yield from lines(*evaluate)
+    if folder.completions.is_file() and folder.completions.stat().st_size:
+        yield from lines("python -m rlhf.sample", setting("run", run), "show=4")
+    if not rewards:
+        yield from lines("python -m rlhf.sample", setting("run", run))
+
+
+# The training that usually follows a supervised run, with its model: a reward model, DPO or RL.
+
+
+# Settings that all stages share: data, models, judge, device, and the length of responses.
+_SHARED = re.compile(r"\+?(schema/\w+@)?(task|model|scorer@gold|gold|backend|generator\.response_length)\b")
+_OF_A_STAGE = ("model.base", "model.policy", "model.reward", "model.reference")
+_REWARD_FUNCTION = "<file>.py:<function>"
+
+
+def next_stage(cfg: Config, folder: RunFolder, start: str | None) -> dict[str, Any] | None:
+    """Return the overrides of the training that follows the run `cfg`, by key; None: none is known.
+
+    | after | data | next stage |
+    |---|---|---|
+    | SFT | answers that a program checks | GRPO |
+    | SFT | generated posts | online DPO, which makes pairs and a reward model first |
+    | SFT | preference pairs | reward model |
+    | SFT | other prompts | RLOO with a reward function that the user names |
+    | reward model | preference pairs | online DPO with the reward model |
+
+    Args:
+        cfg: the config of the run, before the run made models that the config does not name.
+        folder: the run folder, with the final model.
+        start: the model that the run started from.
+    """
+    if not cfg.algo.supervised or (found := settings(cfg)) is None:
+        return None
+    defaults = dict(options(compose([override(key, found[key]) for key in ("algo", "task")])))
+    shared = {
+        key: value
+        for key, value in found.items()
+        if _SHARED.match(key) and key not in _OF_A_STAGE and (key == "task" or value != defaults.get(key))
+    }
+    read_by_rl = [key for key, *_ in cfg.task.needs(pairs=False, evaluates=True)]
+    for stage in candidates(cfg, short_path(folder.model), start):
+        if stage["algo"] != "reward" and "task.preferences_path" not in read_by_rl:
+            shared.pop("task.preferences_path", None)
+        overrides = {"algo": stage.pop("algo"), **shared, **stage}
+        if _REWARD_FUNCTION in stage.values() or valid(overrides):
+            return overrides
+    return None
+
+
+def candidates(cfg: Config, model: str, start: str | None) -> Iterator[dict[str, Any]]:
+    """Yield overrides of stages after the run `cfg`, the best first.
+
+    Args:
+        cfg: the config of the run.
+        model: the folder of the final model.
+        start: the model that the run started from.
+    """
+    if cfg.algo.trains is Trains.reward:
+        yield {"algo": "dpo", "model.policy": start, "model.reward": model}
+        return
+    if cfg.gold.verifies:
+        yield {"algo": "grpo", "model.policy": model}
+    if cfg.task.embedded:
+        yield {"algo": "dpo", "model.policy": model}
+    yield {"algo": "reward", "model.policy": model}
+    yield {"algo": "rloo", "model.policy": model, "scorer": "function", "scorer.path": _REWARD_FUNCTION}
+
+
+def valid(overrides: dict[str, Any]) -> bool:
+    """Return whether overrides compose to a config without problems."""
+    try:
+        return not problems(compose([override(key, value) for key, value in overrides.items()]))
+    except CONFIG_ERRORS:
+        return False
