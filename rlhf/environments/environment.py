@@ -41,7 +41,7 @@ from rlhf.core.encoding import message_tokens
 from rlhf.core.errors import RunError, UserError, one_line
 from rlhf.core.protection import same_settings
 from rlhf.core.score import as_score, in_float32, not_a_score
-from rlhf.processes.groups import note_children
+from rlhf.processes.signals import note_children
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

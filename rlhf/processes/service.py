@@ -26,8 +26,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from rlhf.core.errors import OutOfMemory, RunError, UserError
-from rlhf.processes.groups import kill_group
-from rlhf.processes.signals import SIGNALS, ignore
+from rlhf.processes.signals import SIGNALS, ignore, kill_group
 
 LENGTH = struct.Struct("<Q")  # header of a message: its number of bytes
 _PIECE = 1 << 20  # maximum number of bytes read at once

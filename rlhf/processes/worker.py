@@ -35,8 +35,8 @@ from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import local_rank, local_world_size, without_rank
 from rlhf.core.metrics import How, Stat
 from rlhf.processes.gpus import worker_gpu
-from rlhf.processes.groups import kill_group
 from rlhf.processes.service import Channel
+from rlhf.processes.signals import kill_group
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Metrics

@@ -30,7 +30,7 @@ from rlhf.generators.vllm.generator import visible
 from rlhf.generators.weights import FileWeights
 from rlhf.generators.weights_gpu import Nccl
 from rlhf.models.modules import Policy, set_head
-from rlhf.processes.groups import members
+from rlhf.processes.signals import members
 from tests import needs
 from tests.end_to_end.conftest import wait_for
 from tests.tiny_models import tiny_lm
@@ -101,7 +101,7 @@ PROGRAM = """
 import os, runpy, signal, sys
 from pathlib import Path
 import psutil
-from rlhf.processes.groups import members
+from rlhf.processes.signals import members
 from vllm.v1.engine.async_llm import AsyncLLM
 
 def struck(name):

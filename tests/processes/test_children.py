@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import pytest
 
 from rlhf.core import early_signals
-from rlhf.processes.groups import kill_group, members
 from rlhf.processes.service import Service
-from rlhf.processes.signals import SIGNALS, interruptible
+from rlhf.processes.signals import SIGNALS, interruptible, kill_group, members
 from rlhf.processes.worker import Job, Limits, Worker
 
 pytestmark = pytest.mark.process

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from rlhf.generators.servers.protocol import PARENT, SCRATCH
-from rlhf.processes.groups import kill_group
+from rlhf.processes.signals import kill_group
 
 _POLL_S = 1.0  # between two looks at the parent
 
