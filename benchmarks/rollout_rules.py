@@ -29,10 +29,9 @@ from random import Random
 from statistics import mean, stdev
 
 from benchmarks.recorded_cluster import Recording, read
-from rlhf.config.clock import VirtualConfig
-from rlhf.config.schedule import Order, Stale
+from rlhf.config.schedule import Order, Stale, VirtualConfig
 from rlhf.core.errors import UserError
-from rlhf.core.seeding import derive
+from rlhf.core.numerics import derive
 from rlhf.training import clock
 from rlhf.training.clock import Clock, Group, Piece, Rules, Start, factors
 

@@ -32,13 +32,13 @@ from benchmarks.rollout_rules import RULES, Setting, run
 from rlhf.config.schedule import ScheduleConfig, Unit, Update
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.metrics import Timer
-from rlhf.core.phases import Phases
-from rlhf.core.seeding import derive
+from rlhf.core.numerics import derive
 from rlhf.core.state import TrainState
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Server
 from rlhf.generators.weights import FileWeights
+from rlhf.terminal.progress import Phases
 from rlhf.training.events import build
 from rlhf.training.stream import StreamContext
 

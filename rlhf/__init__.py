@@ -9,9 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rlhf.core import early_signals
+from rlhf.core import launched
 from rlhf.core.errors import Interrupted, RunError, UserError
-from rlhf.core.version import __version__
+from rlhf.core.launched import __version__
 
 if TYPE_CHECKING:
     from rlhf.experiment import Experiment as Experiment
@@ -41,7 +41,7 @@ LAZY = {
     "sweep": "rlhf.sweeping",
 }
 
-early_signals.handle()
+launched.handle()
 
 
 def __getattr__(name: str) -> Any:

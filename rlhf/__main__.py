@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import NoReturn
 
 from rlhf.core.errors import report
-from rlhf.core.output import prepare_output, print_error
-from rlhf.core.version import __version__
+from rlhf.core.launched import __version__
+from rlhf.terminal.console import prepare_output, print_error
 
 COMMANDS = {  # command, a module of this package -> description
     "train": "Train a model; with -m a sweep of runs.",
@@ -88,7 +88,7 @@ def completion_script(arguments: list[str]) -> str:
     Raises:
         SystemExit: there is no script for the shell.
     """
-    from rlhf.launch.completion import SCRIPTS
+    from rlhf.launch.command_line import SCRIPTS
 
     shell = " ".join(arguments)
     if shell not in SCRIPTS:
@@ -111,7 +111,7 @@ def completions(words: list[str]) -> list[str]:
         return [name for name in (*COMMANDS, *options) if name.startswith(command or tuple(COMMANDS))]
     if command not in COMMANDS or command in ("report", "serve", "study"):  # their arguments are files
         return []
-    from rlhf.launch.completion import candidates
+    from rlhf.launch.command_line import candidates
 
     module = import_module(f"rlhf.{command}")
     return candidates(arguments, module.COMMAND.own if command != "train" else ())

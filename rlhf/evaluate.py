@@ -16,9 +16,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf.config.arguments import texts
-from rlhf.config.identity import digest
-from rlhf.core.console import console, say
 from rlhf.core.errors import UserError
 from rlhf.core.files import component
 from rlhf.core.launched import is_first_rank
@@ -26,6 +23,9 @@ from rlhf.experiment import Experiment
 from rlhf.launch.command_line import Command
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation import alone, check_split, evaluate, table
+from rlhf.terminal.console import console, say
+from rlhf.words.identity import digest
+from rlhf.words.mistakes import texts
 
 COMMAND = Command(
     name="rlhf.evaluate",

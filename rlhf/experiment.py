@@ -25,22 +25,21 @@ from omegaconf import DictConfig, OmegaConf
 from rlhf.checks.algorithms import recipes_of_other_commands
 from rlhf.checks.check import as_objects, check_job, problems, warn, warnings
 from rlhf.checks.machine import check_machine, check_push, composed
-from rlhf.config import catalogue
-from rlhf.config.arguments import listed, readable, repeated
-from rlhf.config.cores import set_environment
-from rlhf.config.given_functions import Function, GivenFunctions
+from rlhf.config.root import set_environment
 from rlhf.config.run import Resume
-from rlhf.config.saved import load_config
-from rlhf.core.console import say_loading
 from rlhf.core.errors import UserError
 from rlhf.core.files import read_lines
 from rlhf.core.launched import is_first_rank
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import Claim, claimed
-from rlhf.runs.naming import earlier_name, folder_of
-from rlhf.runs.resuming import prepare, shorter_run
+from rlhf.runs.resuming import earlier_name, folder_of, prepare, shorter_run
 from rlhf.stages.evaluation import changed, check_sampling, check_split, run_folder
 from rlhf.stages.given_objects import with_objects
+from rlhf.terminal.console import say_loading
+from rlhf.usercode.objects import Function, GivenFunctions
+from rlhf.words import catalogue
+from rlhf.words.compose import load_config
+from rlhf.words.mistakes import listed, readable, repeated
 
 if TYPE_CHECKING:
     import pandas
@@ -59,7 +58,7 @@ class Experiment:
         dataset: the data as an object, in place of `task.path`: a `datasets.Dataset`, a
             `datasets.DatasetDict`, or a list of dicts. It is written to `cache_dir` and read by `task=local`.
         reward: the reward as a function or a list of functions, in place of `scorer.path` (see
-            `rlhf.config.given_functions`).
+            `rlhf.usercode.objects`).
 
     Attributes:
         config: the composed config, as an object of section objects.

@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING
 
 from rlhf.checks.check import checked, warn, warnings
 from rlhf.checks.machine import composed, downloads
-from rlhf.config import own_files
-from rlhf.config.catalogue import config_dir_words
-from rlhf.core.console import console, say_loading
-from rlhf.core.errors import UserError
-from rlhf.core.hub import cached_folder
-from rlhf.core.pasting import lines
+from rlhf.core.errors import UserError, lines
+from rlhf.core.machine import cached_folder
 from rlhf.launch.command_line import Command
 from rlhf.loggers.hooks import load_hooks
 from rlhf.memory.sizes import models
 from rlhf.models.folder import context_of, is_local, named, read_config
+from rlhf.terminal.console import console, say_loading
+from rlhf.words import catalogue
+from rlhf.words.catalogue import config_dir_words
 
 if TYPE_CHECKING:
     from rlhf.memory.sizes import Model
@@ -55,7 +54,7 @@ def show(overrides: list[str]) -> None:
     if found := [*downloads(cfg), *cfg.environment.job_problems("environment")]:
         raise UserError(*found)
     load_hooks(cfg.hooks)
-    warn([*own_files.replaced(cfg, overrides), *warnings(cfg)])
+    warn([*catalogue.replaced(cfg, overrides), *warnings(cfg)])
     line("Models", "bold")
     for model in models(cfg):
         for text in described(model):

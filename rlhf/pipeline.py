@@ -17,16 +17,16 @@ from contextlib import nullcontext
 from functools import partial
 
 from rlhf.checks.machine import check_push
-from rlhf.core.console import console, say
 from rlhf.core.launched import is_first_rank
 from rlhf.launch.command_line import Command
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import claimed
-from rlhf.runs.naming import folder_of
+from rlhf.runs.resuming import folder_of
 from rlhf.stages import artefacts
 from rlhf.stages.artefacts import trained
 from rlhf.stages.evaluation import check_split
 from rlhf.stages.pipeline import carry_out, config_of, embedded_chain, evaluation, stored_chain, train
+from rlhf.terminal.console import console, say
 
 COMMAND = Command(
     name="rlhf.pipeline",

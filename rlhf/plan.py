@@ -17,10 +17,10 @@ from rich.table import Table
 
 from rlhf.checks.check import checked
 from rlhf.checks.machine import check_memory, composed
-from rlhf.core.console import console
 from rlhf.launch.command_line import Command
 from rlhf.memory.plan import plan, savings, unknown_models
 from rlhf.memory.uses import gib
+from rlhf.terminal.console import console
 
 if TYPE_CHECKING:
     from rlhf.memory.uses import Use

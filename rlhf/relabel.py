@@ -14,12 +14,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf.checks.machine import check_push
-from rlhf.core.console import console, say
+from rlhf.core.errors import setting
 from rlhf.core.launched import is_first_rank
-from rlhf.core.pasting import setting
 from rlhf.launch.command_line import Command
 from rlhf.stages import artefacts
 from rlhf.stages.relabelling import pairs_of, relabel, table
+from rlhf.terminal.console import console, say
 
 COMMAND = Command(
     name="rlhf.relabel",

@@ -20,7 +20,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf.core.console import console, say_items, say_loading
 from rlhf.core.errors import UserError
 from rlhf.core.files import read_lines
 from rlhf.core.formatting import GAP, figure, printable
@@ -30,6 +29,7 @@ from rlhf.loggers.display import SCORES
 from rlhf.models.folder import folder_problem
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation import alone, changed, check_sampling
+from rlhf.terminal.console import console, say_items, say_loading
 
 _NEW = "/new"  # the line that starts a new dialogue
 COMMAND = Command(

@@ -21,18 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.cores import set_environment
-from rlhf.config.generator import Precision, Transfer
-from rlhf.config.servers import INTERFACE, VLLMServerConfig
+from rlhf.config.generators import INTERFACE, Precision, Transfer, VLLMServerConfig
+from rlhf.config.root import set_environment
 from rlhf.config.services import token_problems
-from rlhf.core.console import say, say_loading
-from rlhf.core.errors import RunError, UserError
+from rlhf.core.errors import RunError, UserError, setting
 from rlhf.core.files import write_atomically
-from rlhf.core.network import is_loopback
-from rlhf.core.output import prepare_output
-from rlhf.core.pasting import setting
+from rlhf.core.machine import is_loopback
 from rlhf.generators.servers.server import numbers
 from rlhf.launch.command_line import stop
+from rlhf.terminal.console import prepare_output, say, say_loading
 
 if TYPE_CHECKING:
     from rlhf.generators.servers.server import Server

@@ -16,16 +16,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rlhf.config import catalogue
-from rlhf.config.arguments import listed, readable
-from rlhf.config.best_generator import selecting
-from rlhf.config.compose import initialized
-from rlhf.config.mistakes import explained
+from rlhf.config.root import selecting
 from rlhf.core.errors import RunError, UserError
 from rlhf.experiment import Experiment
-from rlhf.launch.hydra_internals import multirun_config, uses_basic_sweeper
-from rlhf.launch.jobs import experiment_of
-from rlhf.launch.preflight import generator_of_jobs, sweep_jobs
+from rlhf.launch.command_line import multirun_config, uses_basic_sweeper
+from rlhf.launch.preflight import experiment_of, generator_of_jobs, sweep_jobs
+from rlhf.words import catalogue
+from rlhf.words.compose import initialized
+from rlhf.words.mistakes import explained, listed, readable
 
 
 def sweep(*overrides: str | Sequence[str], config_dir: str | Path | None = None) -> list[Experiment]:

@@ -30,18 +30,17 @@ from omegaconf import DictConfig
 
 from rlhf.checks.check import overrides_of, refuse
 from rlhf.checks.machine import generator_of
-from rlhf.config import catalogue, plugins
-from rlhf.config.best_generator import selecting
-from rlhf.config.help import help_text
-from rlhf.config.mistakes import CONFIG_ERRORS, explain
+from rlhf.config.root import selecting
 from rlhf.core.errors import RunError, UserError
-from rlhf.core.output import prepare_output
 from rlhf.experiment import Experiment
-from rlhf.launch import search, slurm
-from rlhf.launch.command_line import checked_arguments, exit_codes, help_topics, stop
-from rlhf.launch.hydra_internals import flags
+from rlhf.launch import command_line, search
+from rlhf.launch.command_line import checked_arguments, exit_codes, flags, help_topics, stop
+from rlhf.launch.search import run_job
 from rlhf.launch.sweep import Sweep
-from rlhf.launch.sweep_job import run_job
+from rlhf.terminal.console import prepare_output
+from rlhf.words import catalogue
+from rlhf.words.help import help_text
+from rlhf.words.mistakes import CONFIG_ERRORS, explain
 
 _CONF = catalogue.conf_dir()
 
@@ -61,7 +60,7 @@ def _run_job(config: DictConfig) -> float | None:
     """
     global composed
     composed = True
-    slurm.name_rank()
+    command_line.name_rank()
     job = HydraConfig.get()
     folder = Path(job.runtime.output_dir)
     try:
@@ -84,13 +83,13 @@ def main() -> None:
     global composed
     composed = False
     prepare_output()
-    slurm.name_rank()
+    command_line.name_rank()
     # DeepSpeed's launcher adds this argument; the variable LOCAL_RANK has the same value.
     sys.argv[1:] = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let Hydra raise errors instead of printing them
     try:
         with exit_codes():
-            plugins.load()
+            catalogue.load_plugins()
             if (topics := help_topics(sys.argv[1:])) is not None:
                 print(help_text(topics))
                 return

@@ -22,8 +22,8 @@ from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig
 
-from rlhf.config.best_generator import SELECTED
-from rlhf.config.catalogue import conf_dir, conf_dirs
+from rlhf.config.root import SELECTED
+from rlhf.words.catalogue import conf_dir, conf_dirs
 
 OWN = ["pkg://hydra.conf", f"file://{conf_dir()}", "structured://"]  # Hydra's options, conf/ and the schemas
 compose_from_defaults = loader.ConfigLoaderImpl._compose_config_from_defaults_list

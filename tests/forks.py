@@ -36,7 +36,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlhf.core import early_signals
+from rlhf.core import launched
 
 ROOT = Path(__file__).parents[1]
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())  # number of the system call clone
@@ -280,7 +280,7 @@ def carry_out(request: dict[str, Any]) -> None:
     become(request)
     _, how, program, _ = parsed(request["args"])  # type: ignore[misc]
     if how == "-m" and program.startswith("rlhf."):
-        early_signals.handle()  # as the import of rlhf does in a new process
+        launched.handle()  # as the import of rlhf does in a new process
     if program not in ALONE:
         own_server()
     main = types.ModuleType("__main__")

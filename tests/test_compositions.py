@@ -8,10 +8,10 @@ from hydra._internal import defaults_list as lists
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.config_store import ConfigStore
 
-from rlhf.config.algo import DPOConfig
-from rlhf.config.best_generator import selecting
-from rlhf.config.catalogue import also
-from rlhf.config.compose import compose
+from rlhf.config.algorithms import DPOConfig
+from rlhf.config.root import selecting
+from rlhf.words.catalogue import also
+from rlhf.words.compose import compose
 from tests import compositions
 
 

@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from rlhf.assembly.parts import make
-from rlhf.config.model import Dtype, ModelConfig
-from rlhf.config.scorer import ScorerConfig
+from rlhf.config.models import Dtype, ModelConfig
+from rlhf.config.scorers import ScorerConfig
 from rlhf.core.batch import Rollouts
 from rlhf.models.forward import cache_argument
 from rlhf.models.placement import place

@@ -49,7 +49,7 @@ from benchmarks.against_trl.work import (
     cases,
 )
 from rlhf.core.files import write_json
-from rlhf.runs.environment import environment
+from rlhf.runs.folder import environment
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 900  # time limit of one run

@@ -87,11 +87,11 @@ def carry_out(args: list[str], samples: int, meter: Meter) -> None:
         meter: measures the run.
     """
     from rlhf.assembly import training as assembly
-    from rlhf.config.compose import compose
     from rlhf.loggers.logger import Logger
     from rlhf.runs.folder import RunFolder
     from rlhf.scorers.reward_model import RewardModelScorer
     from rlhf.stages import run as runs
+    from rlhf.words.compose import compose
 
     class EndOfUpdate(Logger):
         """Ends an update of the meter: the row of metrics is written at the end of an update."""

@@ -11,16 +11,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.assembly.parts import build_source, make, part
-from rlhf.config.algo import Trains
-from rlhf.config.backend import WITHOUT_GRADIENT, Device
-from rlhf.config.model import Dtype, float16_needs_gpu
-from rlhf.config.policy_gradient import ValueFrom
+from rlhf.config.algorithms import Trains, ValueFrom
+from rlhf.config.backends import WITHOUT_GRADIENT, Device
+from rlhf.config.models import Dtype, float16_needs_gpu
 from rlhf.core.batch import Budget
-from rlhf.core.chat_format import Tools, set_format
-from rlhf.core.console import say_row
 from rlhf.core.errors import UserError
-from rlhf.core.portable import PORTABLE, asked_portable
-from rlhf.core.seeding import derive
+from rlhf.core.numerics import PORTABLE, asked_portable, derive
 from rlhf.engines.engine import trained
 from rlhf.environments.library import schemas
 from rlhf.memory.plan import with_token_limit
@@ -29,6 +25,8 @@ from rlhf.models.loading import load_causal_lm, load_reward_model, new_nano, new
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, ValueModel, adapt, score_head
 from rlhf.models.placement import build_on_first
 from rlhf.models.tokenizer import check_vocabulary, declared_ends, read_tokenizer, set_pad_token, stop_ids
+from rlhf.terminal.console import say_row
+from rlhf.text.chat import Tools, set_format
 from rlhf.trials.agreement import compared
 
 if TYPE_CHECKING:

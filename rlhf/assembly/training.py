@@ -27,18 +27,12 @@ from rlhf.assembly.models import (
     training_budget,
 )
 from rlhf.assembly.parts import build_source, make, part
-from rlhf.config.address import load_function, signature_of
-from rlhf.config.algo import Data, Trains
-from rlhf.config.backend import TorchConfig
-from rlhf.config.cores import threads
-from rlhf.config.model import Dtype
-from rlhf.config.parameters import Parameters, parameters_of
-from rlhf.config.scorer import scorers
+from rlhf.config.algorithms import Data, Trains
+from rlhf.config.backends import TorchConfig
+from rlhf.config.models import Dtype
+from rlhf.config.root import threads
+from rlhf.config.scorers import scorers
 from rlhf.core.batch import Sampling
-from rlhf.core.console import say
-from rlhf.core.control import unquoted
-from rlhf.core.dialogues import Dialogues
-from rlhf.core.encoding import encode_completions
 from rlhf.core.errors import UserError
 from rlhf.core.state import SupervisedState, TrainState
 from rlhf.engines.engine import Engine, EngineSettings
@@ -52,10 +46,12 @@ from rlhf.models.tokenizer import check_vocabulary
 from rlhf.processes.ranks import Ranks
 from rlhf.scorers.reward_model import read_own, reads_tokens_of
 from rlhf.scorers.scorer import SavingScorer, Scorer, ScorerContext
-from rlhf.tasks.first_messages import FirstMessages
-from rlhf.tasks.formats import TOOLS
-from rlhf.tasks.records import Wanted
+from rlhf.tasks.games import FirstMessages
+from rlhf.tasks.reading import TOOLS, Wanted
 from rlhf.tasks.task import Task
+from rlhf.terminal.console import say
+from rlhf.text.chat import Dialogues, unquoted
+from rlhf.text.encoding import encode_completions
 from rlhf.training.checkpoint import Checkpoints
 from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvaluator
 from rlhf.training.loop import Parts
@@ -63,10 +59,11 @@ from rlhf.training.recorder import LIMITS, CollapseRule, Limits, Recorder, Repet
 from rlhf.training.stream import Refill, Replay
 from rlhf.trials.agreement import compared, samples_with_cache
 from rlhf.trials.speed import choose_head, compile_blocks
+from rlhf.usercode.address import Parameters, load_function, parameters_of, signature_of
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
-    from rlhf.config.scorer import FunctionScorerConfig, ScorerConfig
+    from rlhf.config.scorers import FunctionScorerConfig, ScorerConfig
     from rlhf.environments.environment import EnvironmentFactory
     from rlhf.generators.generator import Generator
     from rlhf.models.modules import Policy, RewardModel

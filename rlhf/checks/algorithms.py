@@ -23,22 +23,19 @@ from rlhf.checks.rules import (
     rule,
     training_rule,
 )
-from rlhf.config.algo import Trains
-from rlhf.config.catalogue import all_keys, option_files, options
-from rlhf.config.metric_names import KNOWN, lacking
-from rlhf.config.mistakes import chosen_by, group_of, option_name
-from rlhf.config.overrides import read_overrides
-from rlhf.config.packages import missing_package
+from rlhf.config.algorithms import Trains
 from rlhf.config.root import Config
 from rlhf.config.schedule import MOST_EPISODES, ESSScaling, Optimizer
-from rlhf.config.schema import plain, sections
-from rlhf.config.scorer import choice, scorers
-from rlhf.config.suggestions import closest
-from rlhf.config.task import TaskConfig
+from rlhf.config.schema import missing_package, plain, sections
+from rlhf.config.scorers import choice, scorers
+from rlhf.config.tasks import TaskConfig
 from rlhf.core.launched import world_size
 from rlhf.core.machine import this_machine
 from rlhf.memory.generator import annotates
 from rlhf.memory.plan import device
+from rlhf.words.catalogue import all_keys, option_files, options, read_overrides
+from rlhf.words.mistakes import chosen_by, group_of, option_name
+from rlhf.words.suggestions import KNOWN, closest, lacking
 
 # Rules between the algorithm and the generator, the scorer and the schedule.
 

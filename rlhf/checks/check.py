@@ -17,16 +17,16 @@ from rlhf.checks import (
     rules,  # noqa: F401
 )
 from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES, training_rule
-from rlhf.config import own_files
-from rlhf.config.address import class_problem
-from rlhf.config.environment import default_scorer
-from rlhf.config.mistakes import explain, unknown_keys
+from rlhf.config.environments import default_scorer
 from rlhf.config.root import Config, to_config
 from rlhf.config.schema import sections
 from rlhf.core.errors import UserError, report
 from rlhf.core.launched import is_first_rank, rank
-from rlhf.core.output import print_error
 from rlhf.loggers.hooks import Hook, load_hooks
+from rlhf.terminal.console import print_error
+from rlhf.usercode.address import class_problem
+from rlhf.words import catalogue
+from rlhf.words.mistakes import explain, unknown_keys
 
 # Check of a config before a run starts: find every problem of the run, and report all problems together.
 #
@@ -90,7 +90,7 @@ def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
         *algorithms.unknown_tuning(overrides),
         *algorithms.typed_names(overrides),
         *algorithms.removed(overrides),
-        *own_files.hidden(),
+        *catalogue.hidden(),
     ]
     try:
         unset = sorted(OmegaConf.missing_keys(config))

@@ -25,23 +25,18 @@ from rlhf.checks.rules import (
     rule,
     training_rule,
 )
-from rlhf.config.algo import Trains
-from rlhf.config.environment import TurnsConfig
+from rlhf.config.algorithms import Trains
+from rlhf.config.environments import TurnsConfig
 from rlhf.config.root import Config
-from rlhf.config.scorer import choice, scorers
-from rlhf.config.task import PREFERENCE_COLUMNS, Need, TaskConfig
-from rlhf.core import hub
-from rlhf.core.chat_format import no_template
-from rlhf.core.control import ROLE_MARK
-from rlhf.core.errors import UserError
-from rlhf.core.pasting import setting
+from rlhf.config.scorers import choice, scorers
+from rlhf.config.tasks import PREFERENCE_COLUMNS, Need, TaskConfig
+from rlhf.core import machine
+from rlhf.core.errors import UserError, setting
 from rlhf.memory.sizes import models
 from rlhf.models.folder import is_local
-from rlhf.runs.disk import mib
-from rlhf.runs.writable import cannot_write, nearest, unwritable
-from rlhf.tasks.dialogues import different_forms, has_dialogues
-from rlhf.tasks.folders import folder_problems
-from rlhf.tasks.local_files import HUB_NAME, LocalFiles
+from rlhf.runs.lock import cannot_write, mib, nearest, unwritable
+from rlhf.tasks.files import HUB_NAME, LocalFiles, different_forms, folder_problems, has_dialogues
+from rlhf.text.chat import ROLE_MARK, no_template
 
 # Rules between the task and the rest of the config: data, preference pairs and dialogues.
 
@@ -60,7 +55,7 @@ def chat_by_default(cfg: DictConfig) -> bool:
         prompt = cfg.task.path and LocalFiles(cfg.task.path, columns).first_prompt
     if prompt is None or name is None:
         return False
-    tokenizer = tokenizer_in(name if is_local(name) else str(hub.tokenizer_folder(name)))
+    tokenizer = tokenizer_in(name if is_local(name) else str(machine.tokenizer_folder(name)))
     template = cfg.model.chat_template or (tokenizer and tokenizer.template)
     mark = ROLE_MARK.match(prompt.lstrip())
     formatted = mark and (mark[0] in str(template) or (tokenizer and mark[0] in tokenizer.ids))

@@ -20,12 +20,11 @@ from rlhf.checks.rules import (
     one_of,
     rule,
 )
-from rlhf.config.backend import Device
-from rlhf.config.cores import threads
-from rlhf.config.root import Config
+from rlhf.config.backends import Device
+from rlhf.config.root import Config, threads
 from rlhf.config.schedule import Dropped, Order, Stale, Unit
+from rlhf.core.files import files, shared
 from rlhf.core.launched import cpu_cores, local_world_size, world_size
-from rlhf.core.rollout_format import files, shared
 
 # Rules between the generator and the rest of the config: processes, replicas, cores, transfer, rollouts.
 

@@ -11,19 +11,18 @@ from omegaconf import DictConfig
 from rlhf.checks.check import as_objects, warn
 from rlhf.checks.check import problems as problems_composing
 from rlhf.checks.rules import chosen
-from rlhf.config.backend import Device
-from rlhf.config.best_generator import SELECTED, best_generator, candidates, selecting
-from rlhf.config.compose import compose_node
-from rlhf.config.generator import Transfer
-from rlhf.config.mistakes import CONFIG_ERRORS, explained
-from rlhf.config.root import Config
-from rlhf.core import hub
+from rlhf.config.backends import Device
+from rlhf.config.generators import Transfer
+from rlhf.config.root import SELECTED, Config, best_generator, candidates, selecting
+from rlhf.core import machine
 from rlhf.core.errors import UserError
 from rlhf.core.launched import local_world_size, missing_variables, world_size
 from rlhf.core.machine import this_machine, torch_has_cuda
 from rlhf.memory import plan
 from rlhf.memory.sizes import models
 from rlhf.models.folder import is_local, offline_problem
+from rlhf.words.compose import compose_node
+from rlhf.words.mistakes import CONFIG_ERRORS, explained
 
 # Check of what this machine has: processes, GPUs, memory, downloaded models, a token. No torch.
 
@@ -122,9 +121,9 @@ def downloads(cfg: Config) -> Iterator[str]:
     absent = {
         key: name
         for key, name in loaded.items()
-        if name is not None and not is_local(name) and hub.cached_folder(name) is None
+        if name is not None and not is_local(name) and machine.cached_folder(name) is None
     }
-    if absent and (reason := hub.unreachable()) is not None:
+    if absent and (reason := machine.unreachable()) is not None:
         for key, name in absent.items():
             yield offline_problem(key, name, reason)
 

@@ -19,15 +19,14 @@ from rlhf.checks.rules import (
     rule,
     training_rule,
 )
-from rlhf.config import plugins
-from rlhf.config.algo import Trains
-from rlhf.config.backend import Device
-from rlhf.config.model import Dtype, float16_needs_gpu
+from rlhf.config.algorithms import Trains
+from rlhf.config.backends import Device
+from rlhf.config.models import Dtype, float16_needs_gpu
 from rlhf.config.root import Config
-from rlhf.config.scorer import scorers
-from rlhf.core import hub
+from rlhf.config.scorers import scorers
+from rlhf.core import machine
+from rlhf.core.errors import setting
 from rlhf.core.machine import this_machine
-from rlhf.core.pasting import setting
 from rlhf.models import folder as kinds
 from rlhf.models.folder import (
     context_length,
@@ -52,7 +51,8 @@ from rlhf.models.headers import (
     tokenizer_header,
     weight_headers,
 )
-from rlhf.tasks.dialogues import has_dialogues
+from rlhf.tasks.files import has_dialogues
+from rlhf.words import catalogue
 
 # Rules for models: which must be named, local folders, context length, dtype, adapters, the value model.
 
@@ -254,7 +254,7 @@ _CAUSAL = ("model.base", "model.policy", "model.reference")  # keys of causal la
 def _folder_of(path: str) -> Path | None:
     """Return the folder with the files of a model; None if it is not downloaded, or has an evident defect."""
     if not is_local(path):
-        return hub.cached_folder(path)
+        return machine.cached_folder(path)
     return None if folder_problem("", path) else Path(path).expanduser()
 
 
@@ -284,13 +284,13 @@ def tokenizer_in(path: str | None) -> TokenizerHeader | None:
 
 def _folder_of_tokenizer(path: str) -> Path | None:
     """Return the folder with the files of a tokenizer, which may contain no model; None if there is none."""
-    folder = Path(path).expanduser() if is_local(path) else hub.cached_folder(path)
+    folder = Path(path).expanduser() if is_local(path) else machine.cached_folder(path)
     return folder if folder is not None and folder.is_dir() else None
 
 
 def _may_register_models(cfg: Config) -> bool:
     """Return whether transformers may learn further types of models: from model folders or from plugins."""
-    return cfg.model.trust_remote_code or bool(entry_points(group=plugins.GROUP))
+    return cfg.model.trust_remote_code or bool(entry_points(group=catalogue.GROUP))
 
 
 @rule

@@ -22,11 +22,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from rlhf.config.overrides import read_overrides
 from rlhf.config.root import Config
 from rlhf.config.schema import ABSENT, Section, plain, value_at
 from rlhf.core.errors import UserError
-from rlhf.core.secrets import NO_SECRET_VALUE, is_secret_key, secret_in
+from rlhf.core.formatting import NO_SECRET_VALUE, is_secret_key, secret_in
+from rlhf.words.catalogue import read_overrides
 
 _Rule = Callable[[Config], Iterator[str]]
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from rlhf.config.model import Dtype
+from rlhf.config.models import Dtype
 from rlhf.config.schema import entry, option
-from rlhf.config.scorer import PartsScorerConfig
-from rlhf.config.task import Need, TaskConfig
+from rlhf.config.scorers import PartsScorerConfig
+from rlhf.config.tasks import Need, TaskConfig
 
 _PART = re.compile(r"[a-z0-9_]+")  # name of a part of a mixture, which is in the names of its metrics
 

@@ -5,33 +5,85 @@ Only `checks`, `memory`, `assembly`, `stages`, `launch`, `runs.resuming` and `co
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from rlhf.config import games as games  # registers its optionss
-from rlhf.config import http_scorer as http_scorer  # registers its option
+from rlhf.config import algorithms as algorithms  # registers its options
+from rlhf.config import generators as generators  # registers its option
 from rlhf.config import mixture_task as mixture_task  # registers its option
-from rlhf.config import off_policy as off_policy  # registers its options
-from rlhf.config import reasoning_gym as reasoning_gym  # registers its options
-from rlhf.config import search as search  # registers its settings
-from rlhf.config import servers as servers  # registers its option
-from rlhf.config.algo import AlgoConfig, Data, Trains
-from rlhf.config.backend import BackendConfig
-from rlhf.config.best_generator import best_generator
-from rlhf.config.clock import ClockConfig
-from rlhf.config.environment import EnvironmentConfig
-from rlhf.config.generator import GeneratorConfig
-from rlhf.config.logger import LoggersConfig
-from rlhf.config.model import ModelConfig
-from rlhf.config.policy_gradient import PPOConfig, ValueFrom
-from rlhf.config.run import Progress, Resume, StagesConfig
-from rlhf.config.schedule import DEFAULT_EPOCHS, EvalConfig, OptimConfig, ScheduleConfig
+from rlhf.config import run as run  # registers its settings
+from rlhf.config import scorers as scorers  # registers its option
+from rlhf.config import tasks as tasks  # registers its optionss
+from rlhf.config.algorithms import AlgoConfig, Data, PPOConfig, Trains, ValueFrom
+from rlhf.config.backends import BackendConfig
+from rlhf.config.environments import EnvironmentConfig
+from rlhf.config.generators import GeneratorConfig, WorkerConfig
+from rlhf.config.models import ModelConfig
+from rlhf.config.run import LoggersConfig, Progress, Resume, StagesConfig
+from rlhf.config.schedule import DEFAULT_EPOCHS, ClockConfig, EvalConfig, OptimConfig, ScheduleConfig
 from rlhf.config.schema import Affects, Section, entry, number
-from rlhf.config.scorer import LabelsScorerConfig, NoScorerConfig, RewardModelScorerConfig, ScorerConfig
-from rlhf.config.task import TaskConfig
+from rlhf.config.scorers import LabelsScorerConfig, NoScorerConfig, RewardModelScorerConfig, ScorerConfig
+from rlhf.config.tasks import TaskConfig
+from rlhf.core.launched import cpu_cores, local_world_size
+from rlhf.core.machine import this_machine
+
+# The generator that `generator=auto` stands for, which is the default. This module imports no torch.
+#
+# `candidates` returns the generators that this machine can run, and `rlhf.checks.machine` selects the first
+# with which the config is valid. While a config is composed, conf/generator/auto.yaml reads the selected
+# generator from an environment variable, so the processes of a sweep read it too.
+
+
+SELECTED = "RLHF_GENERATOR"  # environment variable with the selected generator
+_EVERYWHERE = "hf"  # the generator that needs neither a GPU nor another package
+
+
+def best_generator() -> str:
+    """Return the selected generator; without a selection, the generator that runs everywhere."""
+    return os.environ.get(SELECTED, _EVERYWHERE)
+
+
+@contextmanager
+def selecting(name: str) -> Iterator[None]:
+    """Let `generator=auto` select the option `name` during the block, in this process and in its children."""
+    before = os.environ.get(SELECTED)
+    os.environ[SELECTED] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SELECTED]
+        else:
+            os.environ[SELECTED] = before
+
+
+def candidates(gpus: int | None = None, ranks: int | None = None) -> tuple[str, ...]:
+    """Return the generators that `generator=auto` may select on a host, in order of preference.
+
+    vLLM needs a GPU: its own if the host has more GPUs than ranks, otherwise that of a single rank. Several
+    ranks would have to share their GPUs with one vLLM process each (`generator.per_rank`).
+
+    Args:
+        gpus: GPUs of the host; None: GPUs of this machine.
+        ranks: ranks on the host; None: ranks on this machine.
+    """
+    if gpus is None:
+        gpus = len(this_machine().gpus)
+    if ranks is None:
+        ranks = local_world_size()
+    if not gpus or importlib.util.find_spec("vllm") is None:
+        return (_EVERYWHERE,)
+    if gpus > ranks:
+        return "vllm", _EVERYWHERE
+    return ("vllm_colocated", _EVERYWHERE) if ranks == 1 else (_EVERYWHERE,)
+
 
 # Resolvers for conf/ values computed from other keys: ${product:128,${schedule.minibatches}}
 OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
@@ -225,3 +277,36 @@ def to_config(node: DictConfig) -> Config:
 
 
 ConfigStore.instance().store(name="root_schema", node=Config)
+
+
+# CPU threads: how trainer and generator processes share the cores of a machine.
+
+
+# Variables that torch and tokenizers read when they are imported, as `hydra.job.env_set` in conf/config.yaml.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def set_environment() -> None:
+    """Set the variables of `ENVIRONMENT` that are not set."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def threads(cfg: Config) -> tuple[int | None, int | None]:
+    """Return the CPU threads of the trainer and of each generator process; None: the default of torch.
+
+    The trainer and the generator of a rank share the cores of the rank (OMP_NUM_THREADS cores if this
+    variable is set). If both run in parallel and the config does not set their threads, each process gets an
+    equal share. With `max_lag=0` trainer and generator take turns, and each may use all cores.
+    """
+    trainer, generator = cfg.backend.threads, cfg.generator
+    if not isinstance(generator, WorkerConfig) or not cfg.has_worker:
+        return trainer, None
+    own, chosen = generator.threads, os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    cores = int(chosen) if chosen.isdigit() else max(1, cpu_cores() // local_world_size())
+    if cfg.schedule.max_lag == 0:
+        return trainer, own or cores
+    n = max(1, generator.replicas)
+    if own is None:
+        own = max(1, (cores - trainer) // n if trainer else cores // (n + 1))
+    return trainer or max(1, cores - n * own), own

@@ -1,10 +1,18 @@
-"""Settings of resuming, of the progress display and of prerequisite stages."""
+"""Settings of a run as a program: resuming, progress, loggers, searches."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlhf.config.schema import Choice, Section, entry
+from hydra.core.config_store import ConfigStore
+
+from rlhf.config.schema import Choice, Section, entry, missing_package, number, option
+from rlhf.core.formatting import hide
+from rlhf.core.machine import refusal
+
+# Settings of resuming, of the progress display and of prerequisite stages.
 
 
 class Resume(Choice):
@@ -40,3 +48,179 @@ class StagesConfig(Section):
     stand_ins: bool = entry(
         False, means="tiny models and generated data, where a hub task names no model or folder", added=True
     )
+
+
+# Sections of the loggers. `logger=[wandb,mlflow]` turns on both; metrics.jsonl is always written.
+
+
+class WandbMode(Choice):
+    """Where Weights & Biases sends a run. `offline` writes to the run folder, for a later `wandb sync`."""
+
+    online = "online"
+    offline = "offline"
+
+
+@option("logger", "wandb", part="rlhf.loggers.dashboards:WandbLogger")
+@dataclass(kw_only=True, slots=True)
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    project: str = entry("rlhf", means="project at W&B")
+    entity: str | None = entry(None, means="user or team at W&B; null: the default of the account")
+    group: str | None = entry(None, means="groups runs in the W&B interface")
+    tags: list[str] | None = entry(None, means="labels of the run at W&B")
+    mode: WandbMode | None = entry(
+        None, means="null: the value of the variable WANDB_MODE, online if that is not set"
+    )
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the package wandb is missing."""
+        yield from _missing_package("wandb")
+
+
+@option("logger", "tensorboard", part="rlhf.loggers.dashboards:TensorboardLogger")
+@dataclass(kw_only=True, slots=True)
+class TensorboardConfig(Section):
+    """TensorBoard event files in `tensorboard/` of the run folder."""
+
+    flush_secs: int = entry(30, means="seconds until buffered rows are written to disk")
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the package tensorboard is missing."""
+        yield from _missing_package("tensorboard")
+
+
+@option("logger", "mlflow", part="rlhf.loggers.dashboards:MlflowLogger")
+@dataclass(kw_only=True, slots=True)
+class MlflowConfig(Section):
+    """MLflow, in a local SQLite store or on a tracking server."""
+
+    experiment: str = entry("rlhf", means="experiment at MLflow")
+    uri: str | None = entry(
+        None,
+        means="address of a tracking server or a database: http://<host>:<port> or sqlite:///<file>; null: "
+        "the value of the variable MLFLOW_TRACKING_URI, mlflow/mlflow.db in output_dir if that is not set",
+    )
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if a package is missing, or if MLflow would write files without a database."""
+        yield from _missing_package("mlflow", "mlflow", "sqlalchemy", "alembic")
+        if self.uri is not None and not self.uri.startswith("databricks"):
+            scheme, separator, _ = self.uri.partition("://")
+            if not separator or scheme == "file":
+                yield (
+                    f"{at}.uri must be the address of a tracking server or a database (MLflow does not "
+                    f"maintain its store of files), got {self.uri}; set {at}.uri=sqlite:///mlflow.db"
+                )
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the tracking server accepts no connections."""
+        uri = self.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+        key = f"{at}.uri" if self.uri else "MLFLOW_TRACKING_URI"
+        if uri.startswith(("http://", "https://")) and (reason := refusal(uri)):
+            yield (
+                f"{key} must be the address of a server that accepts connections ({reason}), got "
+                f"{hide(uri)}; start the server, correct the address, or leave logger=mlflow out"
+            )
+
+
+@option("logger", "trackio", part="rlhf.loggers.dashboards:TrackioLogger")
+@dataclass(kw_only=True, slots=True)
+class TrackioConfig(Section):
+    """Trackio, in a local store."""
+
+    project: str = entry("rlhf", means="project at trackio")
+    dir: str | None = entry(
+        None,
+        means="folder of the store; null: the value of the variable TRACKIO_DIR, trackio/ in output_dir if "
+        "that is not set",
+    )
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the package trackio is missing, or if a variable selects a remote store."""
+        yield from _missing_package("trackio")
+        for place in ("SPACE_ID", "SERVER_URL", "BUCKET_ID", "DATASET_ID"):
+            if os.environ.get(variable := f"TRACKIO_{place}"):
+                yield (
+                    f"logger=trackio needs a local store (a resumed run reads its rows), got the variable "
+                    f"{variable}; run: unset {variable}, and send the project afterwards with trackio sync"
+                )
+
+
+@option("logger", "jsonl")
+@dataclass(kw_only=True, slots=True)
+class LoggersConfig(Section):
+    """The loggers that a run uses in addition to metrics.jsonl; null turns a logger off."""
+
+    wandb: WandbConfig | None = None
+    tensorboard: TensorboardConfig | None = None
+    mlflow: MlflowConfig | None = None
+    trackio: TrackioConfig | None = None
+
+
+def _missing_package(logger: str, *modules: str) -> Iterator[str]:
+    """Yield an error if a package that a logger needs is not installed.
+
+    Args:
+        logger: the option of the logger, which is also the name of the extra.
+        modules: the modules that the logger imports; empty: one with the name of the logger.
+    """
+    for name in modules or [logger]:
+        yield from missing_package(f"logger={logger}", name, logger, otherwise=f"leave logger={logger} out")
+
+
+# Settings of `hydra/sweeper=search`, a search for the best values of keys with Optuna.
+
+
+SEARCH_SWEEPER = "hydra_plugins.rlhf.SearchSweeper"  # Hydra accepts only sweepers of hydra_plugins
+
+
+class Direction(Choice):
+    """Whether a search maximises or minimises the metric."""
+
+    maximize = "maximize"
+    minimize = "minimize"
+
+
+class Sampler(Choice):
+    """The choice of the values of a trial: by the results of earlier trials, or at random."""
+
+    tpe = "tpe"
+    random = "random"
+
+
+class Pruner(Choice):
+    """The rule that stops a trial early."""
+
+    median = "median", "its best evaluation is worse than the median of the finished trials at this point"
+    none = "none"
+
+
+@dataclass(kw_only=True, slots=True)
+class SearchConfig(Section):
+    """The settings of a search."""
+
+    _target_: str = SEARCH_SWEEPER
+    n_trials: int = number(20, least=1, means="trials of the whole study, over all sessions")
+    n_jobs: int = number(1, least=1, means="trials in parallel, with a launcher that runs jobs in parallel")
+    direction: Direction | None = entry(None, means="null: the direction in which objective_metric is better")
+    sampler: Sampler = Sampler.tpe
+    seed: int = number(1, least=0, means="seed of the sampler")
+    warmup_trials: int = number(
+        4, least=0, means="finished trials before results guide the sampler and the pruner"
+    )
+    pruner: Pruner = Pruner.median
+    warmup: float = number(
+        0.2, least=0, most=1, means="part of a run's updates before which the run is not pruned"
+    )
+    max_failure_rate: float = number(
+        1.0, least=0, most=1, means="largest share of failed trials among those that run in parallel"
+    )
+    storage: str | None = entry(
+        None, means="file of the study, or URL of a database; null: <output_dir>/.search/"
+    )
+    study_name: str | None = entry(None, means="null: derived from the settings of the search")
+    params: dict[str, str] | None = entry(None, means="search space of a recipe, as in the basic sweeper")
+
+
+ConfigStore.instance().store(group="hydra/sweeper", name="search_schema", node=SearchConfig)

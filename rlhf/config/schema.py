@@ -1,16 +1,8 @@
-"""Config sections: how a dataclass becomes a config option, and how its fields are checked.
-
-A section is a `@dataclass(kw_only=True, slots=True)`. Because of the slots, OmegaConf cannot store an unknown
-key (also a key added with `+`), so a typo is an error. An option is registered with Hydra as
-`schema/<group>/<name>`; `conf/<group>/<name>.yaml` names that schema first in its defaults list.
-
-A section contains data and checks of its own fields. `option` registers the address (`module:name`) of the
-part that a section configures. Sections never import parts, and this module imports no torch, so that
-`--help` and error messages appear quickly.
-"""
+"""Config sections: how a dataclass becomes a config option, checks of its fields, missing packages."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
@@ -19,6 +11,17 @@ from functools import cache
 from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
+
+# Config sections: how a dataclass becomes a config option, and how its fields are checked.
+#
+# A section is a `@dataclass(kw_only=True, slots=True)`. Because of the slots, OmegaConf cannot store an
+# unknown key (also a key added with `+`), so a typo is an error. An option is registered with Hydra as
+# `schema/<group>/<name>`; `conf/<group>/<name>.yaml` names that schema first in its defaults list.
+#
+# A section contains data and checks of its own fields. `option` registers the address (`module:name`) of the
+# part that a section configures. Sections never import parts, and this module imports no torch, so that
+# `--help` and error messages appear quickly.
+
 
 T = TypeVar("T", bound=type)
 
@@ -329,3 +332,25 @@ def plain(value: float | None) -> str:
     if value is None:
         return "null"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# Errors for packages that an option needs and that are not installed.
+
+
+def missing_package(
+    option: str, module: str, extra: str, package: str = "", otherwise: str = ""
+) -> Iterator[str]:
+    """Yield an error if a module cannot be found.
+
+    Args:
+        option: the setting that needs the module, as it is typed.
+        module: the module.
+        extra: the extra of this project that installs it.
+        package: the name of the package, if it is not that of the module.
+        otherwise: a setting that does without, such as "set backend=torch".
+    """
+    if importlib.util.find_spec(module) is None:
+        yield (
+            f"{option} needs the package {package or module}, which is not installed; "
+            f"run: pip install -e '.[{extra}]'{otherwise and f', or {otherwise}'}"
+        )

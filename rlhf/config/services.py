@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlhf.core.network import refusal, refused_key
-from rlhf.core.secrets import secret_in
+from rlhf.core.formatting import secret_in
+from rlhf.core.machine import refusal, refused_key
 
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*|[a-z_]+")  # the usual form of a name of an environment variable
 _VISIBLE = re.compile(r"[!-~]+")  # ASCII characters without spaces and line breaks

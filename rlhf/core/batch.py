@@ -31,7 +31,7 @@ from typing import Annotated, Any, NamedTuple, Self, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from rlhf.core.seeding import derive
+from rlhf.core.numerics import derive
 
 Completion = str | list[str]  # a text; or an episode: a reply, messages, a reply, ..., a reply
 B = TypeVar("B", bound="Prompts")

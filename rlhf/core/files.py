@@ -1,4 +1,4 @@
-"""Files on disk: complete-or-absent writes, JSON lines, digests of settings."""
+"""Files: complete-or-absent writes, JSON lines, YAML with an end, digests, the format of saved rollouts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from rlhf.core.errors import UserError
+
+# Files on disk: complete-or-absent writes, JSON lines, digests of settings.
+
 
 LONGEST = 160  # bytes of a path component that is made from a text; file systems allow 255
 SCRATCH = ".tmp-"  # prefix of unfinished files and folders; a crash leaves them behind
@@ -259,3 +266,99 @@ def _digest_of_file(file: Path, size: int, changed_ns: int) -> str:
     """Return the digest of a file with this size and this time of its last change."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()[:16]
+
+
+# The YAML document config.yaml, with a first and a last line, so that a file without its end is noticed.
+
+
+BEGIN, END = "---\n", "...\n"
+
+
+def as_document(text: str) -> str:
+    """Return YAML text with the first and the last line of a document."""
+    return f"{BEGIN}{text}{END}"
+
+
+def read_document(file: Path) -> DictConfig:
+    """Return the mapping in a file that contains a document; files of earlier versions may lack both lines.
+
+    Raises:
+        ValueError: the file contains something else, or its end is missing.
+        OSError, YAMLError, OmegaConfBaseException: the file cannot be read.
+    """
+    text = file.read_text(encoding="utf-8")
+    if text.startswith(BEGIN) and not text.endswith(END):
+        raise ValueError("its end is missing")
+    saved = OmegaConf.load(StringIO(text))
+    if not isinstance(saved, DictConfig):
+        raise ValueError("not a mapping of keys")
+    return saved
+
+
+def flat(tree: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and value of every leaf of nested dictionaries."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{at}{name}.")
+        else:
+            yield f"{at}{name}", value
+
+
+# File format of saved rollouts: written with `save_generations`, replayed with `generator=dataset`.
+#
+#     generations/000001.parquet      rollouts of update 1, one row per response, grouped by prompt
+#
+# `datasets.load_dataset(<folder>)` loads the folder. Settings shared by all rows of a file are in the
+# metadata of the Parquet schema. Each file is written completely or not at all. A resumed run overwrites the
+# files of the updates after its checkpoint. `rlhf.scorers.scorer` writes the files,
+# `rlhf.generators.generator` reads the files. This module imports no torch.
+
+
+KEY = b"rlhf"  # key of `Shared` in the metadata of a Parquet schema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """Settings shared by all rows of a file."""
+
+    prompts: int  # N
+    samples: int  # K
+    response_length: int  # maximum number of tokens of a response
+    temperature: float
+    vocabulary: str  # hash of the vocabulary that the token ids refer to
+
+    def metadata(self) -> dict[bytes, bytes]:
+        """Return the settings as metadata of a Parquet schema."""
+        return {KEY: json.dumps(asdict(self)).encode()}
+
+
+def shared(file: Path) -> Shared:
+    """Read the settings shared by all rows of a file.
+
+    Raises:
+        ValueError, OSError: the file cannot be read, or was not written by `save_generations`.
+    """
+    import pyarrow.parquet
+
+    metadata = (pyarrow.parquet.read_schema(file).metadata or {}).get(KEY)
+    if metadata is None:
+        raise ValueError(f"{file.name} was not written by save_generations")
+    return Shared(**json.loads(metadata))
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the files of updates 1, 2, ... in a folder, up to the first update without a file."""
+    present: list[Path] = []
+    while (file := folder / name(len(present) + 1)).is_file():
+        present.append(file)
+    return present
+
+
+def name(update: int) -> str:
+    """Return the file name for an update (from 1)."""
+    return f"{update:06d}.parquet"
+
+
+def vocabulary(ids: Mapping[str, int]) -> str:
+    """Return 16 hex digits that identify a tokenizer's vocabulary (token -> id)."""
+    return hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest()[:16]

@@ -1,10 +1,17 @@
-"""Formatting of numbers, times, texts and paths for the terminal. This module imports no torch."""
+"""How numbers, times, intervals, paths and URLs are written, without secrets. No torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+import numpy as np
+
+# Formatting of numbers, times, texts and paths for the terminal. This module imports no torch.
+
 
 GAP = "  "  # between two items of a line
 
@@ -98,3 +105,195 @@ def short_path(path: Path) -> str:
     path = path.expanduser()
     below = path.is_absolute() and path.is_relative_to(Path.cwd())
     return str(path.relative_to(Path.cwd()) if below else path)
+
+
+# Scores and rewards that user code returns.
+
+
+_MOST = float(np.finfo(np.float32).max)
+
+
+def as_score(value: object) -> float | None:
+    """Return a score from user code as a float; None if `value` is no number, or not finite in float32.
+
+    A number of the type float32 means the decimal that it is printed as, so that equal sums can tie.
+    """
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]  # float() accepts any number type
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    if not abs(number) <= _MOST:  # NaN, too
+        return None
+    return in_float32(number) if str(getattr(value, "dtype", "")).endswith("float32") else number
+
+
+def in_float32(number: float) -> float:
+    """Return the shortest decimal that is rounded to the same float32 as `number`."""
+    return float(str(np.float32(number)))
+
+
+def not_a_score(value: object) -> str:
+    """Return, for a message about a value that is no score, the limit of float32 if `value` exceeds it."""
+    beyond = isinstance(value, int | float) and _MOST < abs(value) < math.inf
+    return " below 3.4e38, the limit of float32" if beyond else ""
+
+
+# 95 % confidence intervals of measured probabilities and means.
+
+
+_Z95 = 1.959963984540054  # 95 % of the standard normal distribution lies between -Z95 and Z95
+
+
+def wilson(part: float, count: int, z: float = _Z95) -> tuple[float, float]:
+    """Return the Wilson score interval (Wilson 1927) of a probability.
+
+    Unlike part +- z sqrt(part (1 - part) / count), the interval lies in [0, 1], and its width is not zero if
+    all trials or no trials succeeded.
+
+    Args:
+        part: fraction of the trials that succeeded.
+        count: number of independent trials.
+        z: quantile of the standard normal distribution; the default gives a 95 % interval.
+
+    Returns:
+        Lower and upper bound; (0, 1) without trials.
+    """
+    if count < 1:
+        return 0.0, 1.0
+    centre = (part + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(part * (1 - part) / count + (z / (2 * count)) ** 2)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def mean_bounds(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % normal interval of a mean, mean -+ 1.96 s / sqrt(n).
+
+    Args:
+        values: n independent values with the standard deviation s.
+
+    Returns:
+        None for fewer than two values, from which s cannot be estimated.
+    """
+    if len(values) < 2:
+        return None
+    centre = math.fsum(values) / len(values)
+    variance = math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1)
+    half = _Z95 * math.sqrt(variance / len(values))
+    return centre - half, centre + half
+
+
+def with_bounds(name: str, value: float, interval: tuple[float, float] | None) -> dict[str, float]:
+    """Return a metric, and the bounds of its interval, if any, as `<name>_low` and `<name>_high`."""
+    if interval is None:
+        return {name: value}
+    return {name: value, f"{name}_low": interval[0], f"{name}_high": interval[1]}
+
+
+def rate(name: str, part: float, count: int) -> dict[str, float]:
+    """Return a metric that is a fraction of `count` trials, with the bounds of its 95 % interval."""
+    return with_bounds(name, part, wilson(part, count))
+
+
+def bounds(row: Mapping[str, float], name: str) -> tuple[float, float] | None:
+    """Return the bounds of the interval of the metric `name` in a row of metrics; None without an interval.
+
+    Rows of earlier versions have half the width of the interval instead, as `<name>_ci95`.
+    """
+    if f"{name}_low" in row:
+        return row[f"{name}_low"], row[f"{name}_high"]
+    half = row.get(f"{name}_ci95")
+    return None if half is None else (row[name] - half, row[name] + half)
+
+
+def text(row: Mapping[str, float], name: str) -> str:
+    """Return the metric `name` of a row with its interval, if any, as text; empty if it is not in the row."""
+    if name not in row:
+        return ""
+    interval = bounds(row, name)
+    return figure(row[name]) + ("" if interval is None else " [{}, {}]".format(*map(bound, interval)))
+
+
+def bound(value: float) -> str:
+    """Return a bound of an interval as text, with fewer digits than `figure` outside the range of a share."""
+    if -0.1 < value <= 1 or abs(value) >= 99.95:
+        return figure(value)
+    return f"{value:.{2 if abs(value) < 9.995 else 1}f}"
+
+
+# Secrets in URLs, in arguments and in text: where they are, and the text without them.
+#
+# This module imports no torch.
+
+
+HIDDEN = "<redacted>"
+
+KEY = re.compile(
+    r"(^|[._-])((access|auth|api|secret|private)_?key|((access|auth|api)_?)?(token|secret|password|passwd|credential))s?$",
+    re.I,
+)
+_NO_SECRETS = ("pad_token", "eos_token", "bos_token", "max_prompt_tokens")  # ends of keys that are no secrets
+NO_SECRET_VALUE = re.compile(r"[-+.\d]*|null|true|false|<.*", re.I)  # numbers, placeholders of messages
+_PARAMETER = re.compile(r"key|token|secret|passw|pwd|auth|credential|^sig|^code$|session", re.I)  # of a query
+_RANDOM = re.compile(r"(?=.*[a-z])(?=.*\d)[\w.~+/=-]{16,}", re.I)  # a value that looks like random characters
+
+_CREDENTIALS = re.compile(r"(?<=://)[^/?#\s'\"]+(?=@)")  # user name and password of a URL
+_QUERY = re.compile(r"(?<=[?&#])([\w.-]+)=([^&#\s'\"]+)")  # a parameter of a URL
+_ASSIGNED = re.compile(r"(?<![\w.?&#-])([\w.@/+~-]+)=([^\s,;()\[\]{}'\"]+)")  # key=value
+TOKEN = re.compile(  # tokens of Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, and JSON web tokens
+    r"\b(hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}"
+    r"|AKIA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]+)"
+)
+
+
+def is_secret_key(key: str) -> bool:
+    """Return whether a key, such as `logger.api_key`, names a secret."""
+    return KEY.search(key.lstrip("+~-")) is not None and not key.endswith(_NO_SECRETS)
+
+
+def secret_in(text: str) -> str | None:
+    """Return what the secret in a value is, in words; None if the value shows none.
+
+    Args:
+        text: a value of the config, such as a URL or the name of a model.
+    """
+    for url in re.findall(r"\w+://\S+", text):
+        try:
+            parsed = urlsplit(url)
+        except ValueError:
+            continue
+        if parsed.username is not None:
+            return "a user name or password"
+        if (name := _secret_parameter(parsed)) is not None:
+            return f"a secret in its query (the parameter {name})"
+    return "a token" if TOKEN.search(text) else None
+
+
+def _secret_parameter(url: SplitResult) -> str | None:
+    """Return the name of the first parameter of a URL that looks like a secret; None: there is none."""
+    for part in (url.query, url.fragment):
+        for name, value in parse_qsl(part):
+            if _PARAMETER.search(name) or _RANDOM.fullmatch(value):
+                return name
+    return None
+
+
+def hide(text: str) -> str:
+    """Return a text, such as a message or an argument, without the secrets that it shows."""
+    text = _CREDENTIALS.sub(HIDDEN, text)
+    text = _QUERY.sub(_hide_parameter, text)
+    text = _ASSIGNED.sub(_hide_value, text)
+    return TOKEN.sub(HIDDEN, text)
+
+
+def _hide_parameter(match: re.Match[str]) -> str:
+    """Return a parameter of a URL, without its value if it looks like a secret."""
+    name, value = match.groups()
+    return f"{name}={HIDDEN}" if _PARAMETER.search(name) or _RANDOM.fullmatch(value) else match[0]
+
+
+def _hide_value(match: re.Match[str]) -> str:
+    """Return `key=value`, without the value if the key names a secret."""
+    key, value = match.groups()
+    return f"{key}={HIDDEN}" if is_secret_key(key) and not NO_SECRET_VALUE.fullmatch(value) else match[0]

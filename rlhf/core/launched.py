@@ -1,15 +1,23 @@
-"""Rank and world size from the variables of the launcher (torchrun, DeepSpeed, SLURM), and CPU cores.
-
-Only this module reads the values of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and LOCAL_SIZE.
-`rlhf.launch.slurm` sets the first four variables from SLURM's variables. This module imports no torch.
-"""
+"""This process: its rank and cores, its first signals, the version of the package. No torch."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
+from typing import Any
 
-# Variables that torchrun and the launcher of DeepSpeed set for a rank, and `rlhf.launch.slurm` for a task.
+# Rank and world size from the variables of the launcher (torchrun, DeepSpeed, SLURM), and CPU cores.
+#
+# Only this module reads the values of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and LOCAL_SIZE.
+# `rlhf.launch.command_line` sets the first four variables from SLURM's variables. This module imports no
+# torch.
+
+
+# Variables that torchrun and the launcher of DeepSpeed set for a rank, and `rlhf.launch.command_line` for a task.
 _OF_RANK = frozenset(
     {
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "CROSS_RANK", "CROSS_SIZE"),
@@ -79,3 +87,51 @@ def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name not in _OF_RANK and not name.startswith("TORCHELASTIC_")
     }
+
+
+# Signals in the first second of a command, while Python imports the command.
+#
+# `rlhf.processes.signals` replaces these handlers as soon as the command begins.
+
+
+EXIT_CODES = {
+    signal.SIGINT: 128 + signal.SIGINT,
+    signal.SIGTERM: os.EX_TEMPFAIL,
+    signal.SIGUSR1: os.EX_TEMPFAIL,
+    signal.SIGUSR2: os.EX_TEMPFAIL,
+}
+DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+_STARTED_BY_PYTHON = "multiprocessing"  # in the command line of a process that multiprocessing starts
+COMMANDS = ("-m", "rlhf")  # `sys.argv[0]` while `python -m rlhf.<command>` or `rlhf` imports this package
+
+
+def handle() -> None:
+    """Let signals end this process with the exit code of an interrupted command, if it is a command."""
+    if os.path.basename(sys.argv[0]) in COMMANDS and _STARTED_BY_PYTHON not in " ".join(sys.orig_argv[:3]):
+        for number in EXIT_CODES:
+            if signal.getsignal(number) in DEFAULTS:
+                signal.signal(number, end)
+
+
+def default(number: int) -> Any:
+    """Return the handler of a signal in a process that Python starts."""
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+
+
+def end(number: int, frame: FrameType | None) -> None:
+    """End the process; nothing has begun, so there is nothing to clean up."""
+    if is_first_rank():
+        what = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        os.write(2, f"interrupted by {what} before the command began\n".encode())
+    os._exit(EXIT_CODES[signal.Signals(number)])
+
+
+# The version of this package.
+
+
+try:
+    __version__ = version("rlhf-lab")  # from the tag of the commit that was installed (pyproject.toml)
+except PackageNotFoundError:  # the source is imported without an installation
+    __version__ = "unknown"
+
+RESULTS = 1  # raise it with every change after which benchmarks.same_results finds a difference in a number

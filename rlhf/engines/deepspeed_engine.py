@@ -41,20 +41,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.config.backend import RANKS_FILE
-from rlhf.config.model import Dtype
+from rlhf.config.backends import RANKS_FILE
+from rlhf.config.models import Dtype
 from rlhf.core.batch import Outputs
-from rlhf.core.console import say
 from rlhf.core.errors import UserError
+from rlhf.core.machine import loopback
 from rlhf.engines.engine import Engine, adam, groups, trained
 from rlhf.models.folder import first_line
 from rlhf.models.loading import save
 from rlhf.models.modules import LogprobHead, RewardModel, RolloutModule, ValueModel, score_head, whole_weights
 from rlhf.models.placement import autocast, is_placeholder, place
-from rlhf.processes.interfaces import loopback
+from rlhf.terminal.console import say
 
 if TYPE_CHECKING:
-    from rlhf.config.backend import ZeroConfig
+    from rlhf.config.backends import ZeroConfig
     from rlhf.config.schedule import OptimConfig
     from rlhf.core.batch import Batch
     from rlhf.processes.ranks import Ranks

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from rlhf.config.model import Dtype
+from rlhf.config.models import Dtype
 from rlhf.config.schedule import ESSScaling, LRSchedule, OptimConfig, Optimizer
 from rlhf.core.batch import microbatches
 from rlhf.core.metrics import How, Stat, merge
-from rlhf.core.phases import Phases
 from rlhf.models.logprobs import EXTRAS
 from rlhf.models.modules import ActorCritic, Policy, RolloutModule, backbone, is_adapted, save_adapter
 from rlhf.models.placement import infer, shared_copies
+from rlhf.terminal.progress import Phases
 
 if TYPE_CHECKING:
     from rlhf.core.batch import Batch, Budget, Outputs, Rollouts

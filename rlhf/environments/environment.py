@@ -25,28 +25,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from rlhf.config.address import LIBRARIES, load_class
-from rlhf.core.chat_format import (
+from rlhf.core.errors import RunError, UserError, one_line
+from rlhf.core.formatting import as_score, in_float32, not_a_score
+from rlhf.processes.signals import note_children
+from rlhf.text.chat import (
     ANSWERS,
     PLAIN,
     QUESTION,
+    ROLE_MARK,
     after_reply,
     formatted,
     no_template,
     render,
     template_name,
 )
-from rlhf.core.control import ROLE_MARK
-from rlhf.core.encoding import message_tokens
-from rlhf.core.errors import RunError, UserError, one_line
-from rlhf.core.protection import same_settings
-from rlhf.core.score import as_score, in_float32, not_a_score
-from rlhf.processes.signals import note_children
+from rlhf.text.encoding import message_tokens
+from rlhf.usercode.address import LIBRARIES, load_class
+from rlhf.usercode.protection import same_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf.config.environment import ClassConfig, EnvironmentConfig, TurnsConfig
+    from rlhf.config.environments import ClassConfig, EnvironmentConfig, TurnsConfig
     from rlhf.core.batch import Rollouts
 
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from rlhf.core.batch import Begun, Rollouts
-from rlhf.core.control import unquoted
 from rlhf.core.errors import RunError
-from rlhf.core.seeding import derive
+from rlhf.core.numerics import derive
 from rlhf.environments.environment import COUNTS, Answer, Calls, Example, asynchronous, checked, too_many_hang
+from rlhf.text.chat import unquoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

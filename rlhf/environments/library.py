@@ -31,17 +31,16 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
-from rlhf.config.address import load_function
-from rlhf.core.chat_format import QUESTION, render, template_name
-from rlhf.core.control import START
 from rlhf.core.errors import UserError, one_line
 from rlhf.environments.environment import Answer, EnvironmentFactory, Example, Turns, checked, factory
 from rlhf.environments.environment import asynchronous_calls as asynchronous
+from rlhf.text.chat import QUESTION, START, render, template_name
+from rlhf.usercode.address import load_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf.config.environment import ToolsConfig
+    from rlhf.config.environments import ToolsConfig
 
 
 # Python functions as tools: a reply may call them, and the next message has what they return.

@@ -17,14 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.core.batch import Prompts, Rollouts, concatenated
-from rlhf.core.encoding import encode_completions, pad_prompts
 from rlhf.core.errors import RunError, UserError
-from rlhf.core.phases import Phases
-from rlhf.core.rollout_format import files, shared, vocabulary
+from rlhf.core.files import files, shared, vocabulary
+from rlhf.terminal.progress import Phases
+from rlhf.text.encoding import encode_completions, pad_prompts
 
 if TYPE_CHECKING:
-    from rlhf.config.generator import DatasetConfig
-    from rlhf.config.model import ModelConfig
+    from rlhf.config.generators import DatasetConfig
+    from rlhf.config.models import ModelConfig
     from rlhf.core.batch import Sampling
     from rlhf.core.metrics import Metrics
     from rlhf.environments.environment import EnvironmentFactory
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # The interface of a generator, which processes requests and weight loads first in, first out.
 #
-# A new generator needs four files: a section in `rlhf/config/generator.py` that names its part
+# A new generator needs four files: a section in `rlhf/config/generators.py` that names its part
 # (`@option("generator", "mine", part="module:function")`), the part, `conf/generator/mine.yaml`, and a test.
 
 

@@ -29,8 +29,8 @@ from rlhf.processes.signals import call_at_signal, do_not_call_at_signal
 from rlhf.processes.worker import Job, Limits, Worker, environment, received
 
 if TYPE_CHECKING:
-    from rlhf.config.generator import WorkerConfig
-    from rlhf.config.model import Dtype
+    from rlhf.config.generators import WorkerConfig
+    from rlhf.config.models import Dtype
     from rlhf.core.batch import Budget, Prompts, Rollouts, Sampling
     from rlhf.core.metrics import Metrics
     from rlhf.generators.generator import GeneratorContext, Sampler, SamplerFactory

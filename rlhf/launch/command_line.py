@@ -1,13 +1,11 @@
-"""Common parts of the commands: arguments, `--help`, and exit codes, which `rlhf.train` lists.
-
-This module imports no torch.
-"""
+"""Common parts of the commands: arguments, completion, SLURM's variables, private parts of Hydra."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,21 +13,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+from hydra.plugins.completion_plugin import CompletionPlugin
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.rules import check_arguments
-from rlhf.config import plugins
-from rlhf.config.arguments import flag_problem, readable, texts
-from rlhf.config.catalogue import conf_dir
-from rlhf.config.cores import set_environment
-from rlhf.config.reproduction import settings
-from rlhf.config.saved import load_config
-from rlhf.core.errors import Interrupted, RunError, UserError, report
+from rlhf.config.root import set_environment
+from rlhf.core.errors import Interrupted, RunError, UserError, report, setting
 from rlhf.core.launched import is_first_rank, rank
-from rlhf.core.output import prepare_output, print_error
-from rlhf.core.pasting import setting
-from rlhf.launch import slurm
 from rlhf.processes.signals import Interruption, interruptible
+from rlhf.terminal.console import prepare_output, print_error
+from rlhf.words import catalogue
+from rlhf.words.catalogue import conf_dir, groups, options
+from rlhf.words.compose import compose_node, load_config
+from rlhf.words.identity import settings
+from rlhf.words.mistakes import CONFIG_ERRORS, flag_problem, readable, texts
+
+# Common parts of the commands: arguments, `--help`, and exit codes, which `rlhf.train` lists.
+#
+# This module imports no torch.
+
 
 _CTRL_C = 128 + signal.SIGINT  # exit code after Ctrl-C
 
@@ -47,7 +60,7 @@ class Command:
         usage: arguments after the name, for `--help`.
         does: description for `--help`.
         own: the command's own arguments: name -> meaning.
-        lists: names of own arguments that are lists of texts; `rlhf.config.arguments.texts` reads them.
+        lists: names of own arguments that are lists of texts; `rlhf.words.mistakes.texts` reads them.
     """
 
     name: str
@@ -68,9 +81,9 @@ class Command:
             print(self.help())
             return
         set_environment()
-        slurm.name_rank()
+        name_rank()
         with exit_codes():
-            plugins.load()
+            catalogue.load_plugins()
             carry_out(*self.split(arguments))
 
     def help(self) -> str:
@@ -94,7 +107,7 @@ class Command:
     def split(self, arguments: list[str]) -> tuple[dict[str, str], list[str]]:
         """Return the command's own arguments (name -> value) and the overrides.
 
-        `--config-dir` is not in the result, because `rlhf.config.catalogue` reads it from the command line.
+        `--config-dir` is not in the result, because `rlhf.words.catalogue` reads it from the command line.
 
         Raises:
             UserError: a flag or the folder of `--config-dir` does not exist, or one of the command's own
@@ -174,7 +187,7 @@ def checked_arguments(arguments: Sequence[str], flags: Mapping[str, bool]) -> li
 
 
 def _without_config_dir(arguments: list[str], own: Collection[str] = ()) -> list[str]:
-    """Return the arguments without `--config-dir <folder>`, which `rlhf.config.catalogue` reads.
+    """Return the arguments without `--config-dir <folder>`, which `rlhf.words.catalogue` reads.
 
     Args:
         arguments: the command line without the name of the command.
@@ -313,3 +326,294 @@ def stop(error: RunError | UserError) -> NoReturn:
     elif not error.everywhere:
         print_error(f"rank {rank()}: {report(problems)}")
     raise SystemExit(2 if isinstance(error, UserError) else 1)
+
+
+# Tab completion of the command `rlhf` in bash, zsh and fish. This module imports no torch.
+#
+# The script of a shell calls `rlhf --complete <words>` with the words up to the cursor, and gets the
+# candidates for the last word, one per line. Where there are none, the shell completes names of files.
+
+
+_HYDRA_GROUPS = ("hydra/launcher", "hydra/sweeper")
+
+_BASH = r"""
+_rlhf() {
+    local line=${COMP_LINE:0:COMP_POINT} words word breaks IFS=$' \t\n'
+    read -ra words <<<"$line"
+    [[ $line == *[[:space:]] ]] && words+=("")
+    word=${words[-1]}
+    IFS=$'\n'
+    COMPREPLY=($("${words[0]}" --complete "${words[@]:1}" 2>/dev/null))
+    # bash replaces only the part of the word after the last sign of COMP_WORDBREAKS
+    breaks=${COMP_WORDBREAKS//[^@=:]/}
+    if [[ -n $breaks && $word == *["$breaks"]* ]]; then
+        COMPREPLY=("${COMPREPLY[@]#"${word%"${word##*["$breaks"]}"}"}")
+    fi
+    [[ ${COMPREPLY[0]-} == *[=./] ]] && compopt -o nospace
+}
+complete -o default -F _rlhf rlhf
+"""
+_ZSH = r"""#compdef rlhf
+_rlhf() {
+    local -a found
+    found=(${(f)"$($words[1] --complete "${(@)words[2,CURRENT-1]}" "$PREFIX" 2>/dev/null)"})
+    if (( $#found )); then
+        compadd -S '' -- ${(M)found:#*[=./]}
+        compadd -- ${found:#*[=./]}
+    else
+        compset -P '*='
+        _files
+    fi
+}
+compdef _rlhf rlhf
+"""
+_FISH = r"""
+function __rlhf_complete
+    set -l words (commandline -opc)
+    set -l program $words[1]
+    set -e words[1]
+    set -l word (commandline -ct)
+    $program --complete $words "$word" 2>/dev/null
+end
+complete -c rlhf -a '(__rlhf_complete)'
+"""
+SCRIPTS = {"bash": _BASH.lstrip(), "zsh": _ZSH, "fish": _FISH.lstrip()}
+
+
+def candidates(words: Sequence[str], own: Collection[str] = ()) -> list[str]:
+    """Return the arguments that can stand in place of the last word of a command line.
+
+    Args:
+        words: the arguments of a command up to the cursor. The last word is unfinished, and may be empty.
+            The option `--config-dir` among them is read from the command line of this process.
+        own: the command's own arguments, which are no overrides, such as `run` of `run=<folder>`.
+    """
+    *before, word = words
+    if word.startswith("-"):
+        return [flag for flag in FLAGS if flag.startswith(word)]
+    if before[-1:] in (["--config-dir"], ["-cd"]):
+        return []  # the shell completes names of folders
+    overrides = [  # without swept values (a,b), which only Hydra's sweeper reads
+        each for each in before if re.fullmatch(r"[^-=][^=]*=[^,]*", each) and each.split("=")[0] not in own
+    ]
+    group, equals, value = word.partition("=")
+    if found := options(group.partition("@")[0]) if equals else {}:  # scorer@gold= has the options of scorer=
+        return [f"{group}={option}" for option in found if option.startswith(value)]
+    try:
+        keys = matching_keys(compose_node(overrides), word)
+    except CONFIG_ERRORS:  # of the words before; the command explains them
+        keys = []
+    return [
+        *(f"{name}=" for name in (*own, *groups(), *_HYDRA_GROUPS) if name.startswith(word)),
+        *(key for key in keys if not key.endswith(".name=")),
+    ]
+
+
+# SLURM tasks as ranks, and requeueing of SLURM jobs that were stopped.
+#
+# The same functions serve jobs that submitit runs on this machine (`hydra/launcher=local`). This module
+# imports no torch.
+
+
+PORTS = range(16384, 32768)  # below the ports that operating systems assign automatically
+
+
+def name_rank() -> None:
+    """Set RANK, WORLD_SIZE and the related variables of torchrun, if this process is one of several tasks.
+
+    If RANK is already set, for example by torchrun, no variable is changed. Existing values of MASTER_ADDR
+    and MASTER_PORT are never changed.
+    """
+    if "RANK" not in os.environ:
+        given = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
+        os.environ.update(rank_environment(os.environ) | given)
+
+
+def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that torchrun would set for this task; empty if the process is the only task.
+
+    The function reads SLURM's variables of the step (`SLURM_STEP_...`), which exist only in processes that
+    srun started. Variables of the job also exist in the batch script, which is a single process.
+    """
+    if environ.get("SUBMITIT_EXECUTOR") == "local":
+        tasks = int(environ["SUBMITIT_LOCAL_NTASKS"])
+        rank = local = environ["SUBMITIT_LOCAL_GLOBALID"]
+        on_this_machine, host, job = tasks, "127.0.0.1", int(environ["SUBMITIT_LOCAL_JOB_ID"])
+    else:
+        tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+        if tasks == 1:
+            return {}
+        rank, local = environ["SLURM_PROCID"], environ["SLURM_LOCALID"]
+        on_this_machine = tasks_of_node(environ["SLURM_STEP_TASKS_PER_NODE"], int(environ["SLURM_NODEID"]))
+        host = first_host(environ["SLURM_STEP_NODELIST"])
+        job = int(environ["SLURM_JOB_ID"]) * 31 + int(environ["SLURM_STEP_ID"])
+    if tasks == 1:
+        return {}
+    if environ.get("CUDA_VISIBLE_DEVICES", "").isdecimal():
+        local = "0"  # each task sees one GPU (--gpus-per-task), and LOCAL_RANK indexes the visible GPUs
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": str(on_this_machine),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(PORTS[job % len(PORTS)]),
+    }
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of SLURM's node list: `rack[1-2]node[08-10,12],login` -> `rack1node08`."""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).partition(",")[0]
+
+
+def tasks_of_node(shorthand: str, node: int) -> int:
+    """Return the number of tasks of node number `node`; `shorthand` is SLURM's `4(x2),3` for 4, 4, 3."""
+    counts: list[int] = []
+    for part in shorthand.split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        counts += [int(count)] * int(times or "1")
+    return counts[node]
+
+
+def requeue(reason: Interrupted) -> None:
+    """Requeue this submitit job after the checkpoint of a stopped run is written.
+
+    The function calls submitit's handler of SIGUSR2, which counts the sessions that reached the time limit
+    (`hydra.launcher.max_num_timeout`) and asks SLURM to requeue the job. The function returns if the job must
+    not be requeued.
+
+    Args:
+        reason: the exception that stopped the run.
+
+    Raises:
+        SystemExit: the job is requeued.
+        submitit's UncompletedJobError: the job reached its time limit too often.
+    """
+    submitit_handler = signal.getsignal(signal.SIGUSR2)
+    if not callable(submitit_handler) or not _was_preempted(reason):
+        return
+    submitit_handler(signal.SIGUSR2, None)  # ends the process of the first rank
+    raise SystemExit(os.EX_TEMPFAIL)
+
+
+def _was_preempted(reason: Interrupted) -> bool:
+    """Return whether a job was stopped by its time limit or by another job, not cancelled by a user.
+
+    SLURM would requeue a cancelled job, too, so the function asks SLURM for the reason.
+
+    Args:
+        reason: the exception that stopped the run.
+    """
+    if os.environ.get("SUBMITIT_EXECUTOR") == "local":
+        return reason.received is not signal.SIGTERM
+    job = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_TASK_ID" in os.environ:  # the id of the last element is that of the whole array
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    answer = subprocess.run(
+        ["squeue", "--noheader", f"--jobs={job}", "--format=%T %r"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    state, _, why = answer.stdout.strip().partition(" ")
+    return state == "RUNNING" or why in ("TimeLimit", "Preempted")
+
+
+# Private parts of Hydra and of its submitit launcher that this project depends on.
+#
+# Hydra has no public interface for these uses. All uses of private parts are in this module, and each has a
+# test in tests/launch/test_hydra_internals.py, so that these tests fail after an incompatible upgrade. This
+# module imports no torch.
+
+
+def uses_basic_sweeper(config: DictConfig) -> bool:
+    """Return whether the sweeper is Hydra's own, which runs every combination of the given values."""
+    target: str = config.hydra.sweeper._target_
+    return target == f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
+
+
+def register_sweeper(target: str, sweeper: type[Sweeper]) -> None:
+    """Let Hydra make `sweeper` for the `_target_` of a config, which must begin with `hydra_plugins.`."""
+    Plugins.instance().class_name_to_class[target] = sweeper
+
+
+def combinations(overrides: list[Override]) -> list[list[str]]:
+    """Return the overrides of each job that Hydra's own sweeper makes from the swept `overrides`."""
+    (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    return jobs
+
+
+def flags() -> dict[str, bool]:
+    """Return the flags of Hydra's command line, such as `--cfg`, and whether a value follows each flag."""
+    actions = get_args_parser()._actions
+    return {flag: action.nargs != 0 for action in actions for flag in action.option_strings}
+
+
+def matching_keys(config: DictConfig, word: str) -> list[str]:
+    """Return the keys of a config that begin with a word, such as `algo.` and `seed=`, by Hydra's completion.
+
+    After `<key>=` the result is the key with its value; if the value is null, nothing.
+    """
+    return CompletionPlugin._get_matches(config, word)
+
+
+@contextmanager
+def launchers_wrapped_by(wrap: Callable[[Launcher], Launcher]) -> Iterator[None]:
+    """Replace the launcher of a sweep by `wrap(launcher)`. Hydra has no hook between sweeper and launcher."""
+    original = Plugins.instantiate_launcher
+
+    def instantiate(plugins: Plugins, *, config: DictConfig, **others: Any) -> Launcher:
+        launcher = wrap(original(plugins, config=config, **others))
+        launcher.setup(config=config, **others)
+        return launcher
+
+    Plugins.instantiate_launcher = instantiate  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Plugins.instantiate_launcher = original  # type: ignore[method-assign]
+
+
+def submits_to_slurm(config: DictConfig) -> bool:
+    """Return whether the launcher of a sweep submits SLURM jobs."""
+    return str(config.hydra.launcher._target_).endswith(".SlurmLauncher")
+
+
+def submitit_executor(launcher: Launcher) -> str | None:
+    """Return the executor of a submitit launcher, "slurm" or "local"; None for another launcher."""
+    return getattr(launcher, "_EXECUTOR", None)
+
+
+def joblib_settings(launcher: Launcher) -> dict[str, Any] | None:
+    """Return the settings of a joblib launcher, which can be changed; None for another launcher."""
+    return getattr(launcher, "joblib", None)
+
+
+def submitit_general_settings() -> set[str]:
+    """Return the keys of `hydra.launcher` that apply to every submitit executor."""
+    from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
+
+    return set(map(str, OmegaConf.structured(BaseQueueConf)))
+
+
+def submitit_calls(jobs: Sequence[list[str]], first: int) -> list[tuple[Any, ...]]:
+    """Return the arguments with which a submitit launcher is called in each job.
+
+    Args:
+        jobs: overrides of each job.
+        first: number of the first job.
+    """
+    state = Singleton.get_state()
+    return [
+        (overrides, "hydra.sweep.dir", number, f"job_id_for_{number}", state)
+        for number, overrides in enumerate(jobs, first)
+    ]
+
+
+def multirun_config(overrides: list[str]) -> DictConfig:
+    """Return the config of the sweep `python -m rlhf.train -m <overrides>`. Hydra must be initialized."""
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None, "inside hydra.initialize_config_dir"
+    return hydra.compose_config(
+        config_name="config", overrides=overrides, run_mode=RunMode.MULTIRUN, with_log_configuration=False
+    )

@@ -15,16 +15,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.yaml_file import flat
-from rlhf.core.console import say
 from rlhf.core.errors import UserError
-from rlhf.core.files import read_lines, write_atomically
-from rlhf.core.secrets import hide
+from rlhf.core.files import flat, read_lines, write_atomically
+from rlhf.core.formatting import hide
 from rlhf.loggers.logger import Logger
 from rlhf.runs.lock import made_by_one
+from rlhf.terminal.console import say
 
 if TYPE_CHECKING:
-    from rlhf.config.logger import MlflowConfig, TensorboardConfig, TrackioConfig, WandbConfig
+    from rlhf.config.run import MlflowConfig, TensorboardConfig, TrackioConfig, WandbConfig
     from rlhf.core.metrics import Evaluation, Row
     from rlhf.core.state import TrainState
     from rlhf.loggers.logger import LoggerContext

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.run import Progress
-from rlhf.core import confidence
-from rlhf.core.console import WIDTH_OF_LINES, console, say, say_items, transcript
+from rlhf.core import formatting
 from rlhf.core.formatting import GAP, figure, fitting, shortened
-from rlhf.core.progress import ProgressDisplay, left
 from rlhf.loggers.logger import Logger
+from rlhf.terminal.console import WIDTH_OF_LINES, console, say, say_items, transcript
+from rlhf.terminal.progress import ProgressDisplay, left
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Evaluation, Metrics, Row
-    from rlhf.core.phases import Phases
     from rlhf.core.state import TrainState
+    from rlhf.terminal.progress import Phases
 
 EVALUATION_METRICS = {  # metrics of an evaluation in the terminal, and their short names
     "eval/win_rate": "win rate",
@@ -125,7 +125,7 @@ def metric_texts(figures: Mapping[str, Any]) -> list[str]:
     """Return the metrics of an evaluation as texts, with their 95 % intervals if known."""
     figures = shown(figures)
     return [
-        f"{short} {confidence.text(figures, name)}"
+        f"{short} {formatting.text(figures, name)}"
         for name, short in EVALUATION_METRICS.items()
         if name in figures
     ]

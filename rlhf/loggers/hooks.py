@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.address import load_class
-from rlhf.core.console import say
 from rlhf.core.errors import UserError, one_line
 from rlhf.loggers.logger import Logger
+from rlhf.terminal.console import say
+from rlhf.usercode.address import load_class
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhf.core.console import say
 from rlhf.core.files import append, as_line, split_lines, sync, write_atomically
-from rlhf.runs import history
-from rlhf.runs.history import History
+from rlhf.runs import folder as history
+from rlhf.runs.folder import History
+from rlhf.terminal.console import say
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rlhf.config.algo import Trains
-from rlhf.config.generator import Transfer
+from rlhf.config.algorithms import Trains
+from rlhf.config.generators import Transfer
+from rlhf.core.machine import worker_gpu
 from rlhf.generators.shares import most_versions, working_memory
 from rlhf.memory import uses
 from rlhf.memory.uses import (
@@ -25,10 +26,9 @@ from rlhf.memory.uses import (
     parameters,
     times,
 )
-from rlhf.processes.gpus import worker_gpu
 
 if TYPE_CHECKING:
-    from rlhf.config.generator import Reserved
+    from rlhf.config.generators import Reserved
     from rlhf.config.root import Config
     from rlhf.memory.trainer import Trainer
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from rlhf.config.backend import Device
-from rlhf.config.catalogue import options
-from rlhf.config.model import Dtype
+from rlhf.config.backends import Device
+from rlhf.config.models import Dtype
 from rlhf.config.schema import value_at
 from rlhf.core.launched import local_world_size, world_size
 from rlhf.core.machine import this_machine
@@ -29,6 +28,7 @@ from rlhf.memory.uses import (
     on_heap,
     times,
 )
+from rlhf.words.catalogue import options
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

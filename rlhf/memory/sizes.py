@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rlhf.config.algo import Trains
-from rlhf.config.backend import WITHOUT_GRADIENT
-from rlhf.config.policy_gradient import ValueFrom
-from rlhf.config.scorer import scorers
-from rlhf.core.hub import cached_folder
+from rlhf.config.algorithms import Trains, ValueFrom
+from rlhf.config.backends import WITHOUT_GRADIENT
+from rlhf.config.scorers import scorers
+from rlhf.core.machine import cached_folder
 from rlhf.models.folder import is_local, read_config
 from rlhf.models.headers import DamagedFile, weight_headers
 

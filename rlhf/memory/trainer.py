@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rlhf.config.algo import Trains
-from rlhf.config.model import Dtype
+from rlhf.config.algorithms import Trains
+from rlhf.config.models import Dtype
 from rlhf.config.schedule import Optimizer
 from rlhf.memory import uses
 from rlhf.memory.sizes import adapter_parameters, linear_shapes, matrix_parameters, with_gradient
@@ -30,7 +30,7 @@ from rlhf.models import folder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rlhf.config.footprint import Footprint
+    from rlhf.config.backends import Footprint
     from rlhf.config.root import Config
     from rlhf.memory.sizes import Model, ModelSize
     from rlhf.memory.uses import Precision

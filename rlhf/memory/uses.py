@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rlhf.models import folder
 
 if TYPE_CHECKING:
-    from rlhf.config.footprint import Footprint
+    from rlhf.config.backends import Footprint
     from rlhf.memory.sizes import ModelSize
 
 

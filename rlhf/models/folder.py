@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from rlhf.core import hub
-from rlhf.core.errors import UserError
-from rlhf.core.pasting import literal, python_command, setting
+from rlhf.core import machine
+from rlhf.core.errors import UserError, literal, python_command, setting
 from rlhf.models.headers import (
     DamagedFile,
     architectures,
@@ -77,7 +76,7 @@ def offline_problem(key: str, name: str, reason: str) -> str:
     Args:
         key: config key that names the model.
         name: hub name.
-        reason: why the hub cannot be used, from `rlhf.core.hub.unreachable`.
+        reason: why the hub cannot be used, from `rlhf.core.machine.unreachable`.
     """
     close = similar_folder(name)
     remedy = f"did you mean {setting(key, close)}?" if close else f"set {key}=<folder>"
@@ -522,7 +521,7 @@ def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
             reason = f"{path!r} could not be read: {cause(error)}" if folder else f"no folder {path!r}"
             remedy = "correct or copy its files, or set {}=<hub name or another folder>" if folder else None
             raise UserError(_not_loaded(key, path, reason, remedy)) from None
-    if (offline := hub.unreachable()) is not None:
+    if (offline := machine.unreachable()) is not None:
         raise UserError(offline_problem(key, path, offline))
     try:
         return auto.from_pretrained(path, **settings)

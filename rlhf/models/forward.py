@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from rlhf.config.model import Dtype
+from rlhf.config.models import Dtype
 from rlhf.core.errors import UserError
 from rlhf.models import folder
 from rlhf.models.placement import product_dtype

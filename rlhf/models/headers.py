@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.core.pasting import setting
+from rlhf.core.errors import setting
 
 _LARGEST_HEADER = 10**8  # bytes; the limit of the safetensors format
 _Place = tuple[Path, int, int]  # file, first byte, number of bytes

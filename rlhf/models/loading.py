@@ -22,7 +22,7 @@ from rlhf.models.folder import context_of, context_problem, damage, fetch, folde
 from rlhf.models.modules import is_adapted, score_head, whole_weights
 
 if TYPE_CHECKING:
-    from rlhf.config.model import ModelConfig
+    from rlhf.config.models import ModelConfig
 
 
 def load_causal_lm(

@@ -29,7 +29,7 @@ from rlhf.models.forward import CompiledBlocks, encode
 from rlhf.models.logprobs import TokenOutputs, fused_logprobs, token_outputs
 
 if TYPE_CHECKING:
-    from rlhf.config.model import LoRAConfig
+    from rlhf.config.models import LoRAConfig
     from rlhf.core.batch import Rollouts
 
 

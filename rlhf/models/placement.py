@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlhf.config.model import Dtype
+from rlhf.config.models import Dtype
 from rlhf.core.batch import microbatches, moved_to
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
 """Learning objectives, one file per algorithm.
 
-Their config sections are in `rlhf.config.algo`, `rlhf.config.policy_gradient` and `rlhf.config.off_policy`.
+Their config sections are in `rlhf.config.algorithms`, `rlhf.config.algorithms` and `rlhf.config.algorithms`.
 """

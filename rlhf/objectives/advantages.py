@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf.config.policy_gradient import Scale
+from rlhf.config.algorithms import Scale
 from rlhf.core.metrics import selected
 
 _STD_EPS = 1e-4  # added to a standard deviation before dividing; same value as in TRL

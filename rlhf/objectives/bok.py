@@ -16,12 +16,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rlhf.config.algo import Ties
+from rlhf.config.algorithms import Ties
 from rlhf.core.metrics import mean, selected
 from rlhf.objectives.objective import Objective, drift, prompts_with_signal
 
 if TYPE_CHECKING:
-    from rlhf.config.algo import BestOfKConfig
+    from rlhf.config.algorithms import BestOfKConfig
     from rlhf.core.batch import Batch
     from rlhf.core.metrics import Metrics
     from rlhf.objectives.objective import Counts, Forward, Losses

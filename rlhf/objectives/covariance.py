@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rlhf.config.correction import Covariance
 from rlhf.core.metrics import selected
-from rlhf.core.seeding import derive
+from rlhf.core.numerics import derive
 from rlhf.objectives.objective import old_or_behaviour
 
 if TYPE_CHECKING:

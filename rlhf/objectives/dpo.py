@@ -36,13 +36,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhf.config.algo import DPOLoss, PairWeighting, Ties
+from rlhf.config.algorithms import DPOLoss, PairWeighting, Ties
 from rlhf.core.metrics import mean, selected
 from rlhf.objectives.objective import Objective, drift, preferred, prompts_with_signal
 from rlhf.objectives.pair_weights import pair_weights
 
 if TYPE_CHECKING:
-    from rlhf.config.algo import DPOConfig
+    from rlhf.config.algorithms import DPOConfig
     from rlhf.core.batch import Batch
     from rlhf.core.metrics import Metrics, Row
     from rlhf.objectives.objective import Counts, Forward, Losses

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlhf.config.off_policy import DPPODivergence
+from rlhf.config.algorithms import DPPODivergence
 from rlhf.objectives.dapo import DAPO
 
 if TYPE_CHECKING:
-    from rlhf.config.off_policy import DPPOConfig
+    from rlhf.config.algorithms import DPPOConfig
     from rlhf.core.batch import Batch
 
 _EPS = 1e-8  # keeps the logarithm of 1 - p finite

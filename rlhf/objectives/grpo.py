@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlhf.config.algo import Ties
-from rlhf.config.policy_gradient import Advantage
+from rlhf.config.algorithms import Advantage, Ties
 from rlhf.core.metrics import selected
 from rlhf.objectives.advantages import group_centred, leave_one_out, length_weighted, scaled
 from rlhf.objectives.policy_gradient import PolicyGradient, trained
 
 if TYPE_CHECKING:
-    from rlhf.config.policy_gradient import GRPOConfig
+    from rlhf.config.algorithms import GRPOConfig
     from rlhf.core.batch import Batch
     from rlhf.objectives.objective import Counts
 

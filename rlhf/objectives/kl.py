@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf.config.policy_gradient import KLEstimator
+from rlhf.config.algorithms import KLEstimator
 from rlhf.objectives.objective import bounded
 
 

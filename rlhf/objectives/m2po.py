@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlhf.config.off_policy import M2POForm
+from rlhf.config.algorithms import M2POForm
 from rlhf.core.metrics import selected
-from rlhf.core.portable import root
+from rlhf.core.numerics import root
 from rlhf.objectives.correction import clip_bound, largest_kept
 from rlhf.objectives.dapo import DAPO
 from rlhf.objectives.objective import old_or_behaviour, sampler_logprobs
 
 if TYPE_CHECKING:
-    from rlhf.config.off_policy import M2POConfig
+    from rlhf.config.algorithms import M2POConfig
     from rlhf.core.batch import Batch
 
 

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlhf.config.off_policy import OAPLAnchor
+from rlhf.config.algorithms import OAPLAnchor
 from rlhf.core.metrics import mean, selected
 from rlhf.objectives.objective import Objective, drift
 
 if TYPE_CHECKING:
-    from rlhf.config.off_policy import OAPLConfig
+    from rlhf.config.algorithms import OAPLConfig
     from rlhf.core.batch import Batch
     from rlhf.core.metrics import Metrics
     from rlhf.objectives.objective import Counts, Forward, Losses

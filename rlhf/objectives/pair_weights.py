@@ -22,14 +22,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rlhf.config.algo import PairWeighting
+from rlhf.config.algorithms import PairWeighting
 from rlhf.core.metrics import mean, sample_size, selected
 from rlhf.objectives.objective import MAX_LOG_WEIGHT, sampler_logprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlhf.config.algo import DPOConfig
+    from rlhf.config.algorithms import DPOConfig
     from rlhf.core.batch import Batch, Outputs
     from rlhf.core.metrics import Metrics
 

@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rlhf.config.algorithms import KLIn
 from rlhf.config.correction import Anchor, Covariance
-from rlhf.config.policy_gradient import KLIn
 from rlhf.core.metrics import mean, selected
 from rlhf.objectives.anchor import anchor_logprobs
 from rlhf.objectives.correction import corrected, importance_weights, over_tokens
@@ -44,7 +44,7 @@ from rlhf.objectives.kl import kl_estimate
 from rlhf.objectives.objective import Objective, bounded, mismatch, old_or_behaviour, sampler_logprobs
 
 if TYPE_CHECKING:
-    from rlhf.config.policy_gradient import PolicyGradientConfig
+    from rlhf.config.algorithms import PolicyGradientConfig
     from rlhf.core.batch import Batch, Outputs
     from rlhf.core.metrics import Metrics, Stat
     from rlhf.objectives.objective import Counts, Forward, Losses

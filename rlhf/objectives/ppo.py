@@ -34,7 +34,7 @@ from rlhf.objectives.advantages import gae, whiten
 from rlhf.objectives.policy_gradient import PolicyGradient
 
 if TYPE_CHECKING:
-    from rlhf.config.policy_gradient import PPOConfig
+    from rlhf.config.algorithms import PPOConfig
     from rlhf.core.batch import Batch
     from rlhf.core.metrics import Metrics
     from rlhf.objectives.objective import Counts, Forward, Losses

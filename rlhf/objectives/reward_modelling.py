@@ -20,7 +20,7 @@ from rlhf.core.metrics import mean
 from rlhf.objectives.objective import Supervised, preferred, prompts_with_signal
 
 if TYPE_CHECKING:
-    from rlhf.config.algo import RewardConfig
+    from rlhf.config.algorithms import RewardConfig
     from rlhf.core.batch import Batch
     from rlhf.core.metrics import Metrics
     from rlhf.objectives.objective import Counts, Forward, Losses

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlhf.config.policy_gradient import RLOOLoss
+from rlhf.config.algorithms import RLOOLoss
 from rlhf.core.metrics import selected
 from rlhf.objectives.advantages import leave_one_out
 from rlhf.objectives.policy_gradient import PolicyGradient, trained
 
 if TYPE_CHECKING:
-    from rlhf.config.policy_gradient import RLOOConfig
+    from rlhf.config.algorithms import RLOOConfig
     from rlhf.core.batch import Batch
     from rlhf.objectives.objective import Counts
 

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlhf.config.policy_gradient import Scale
+from rlhf.config.algorithms import Scale
 from rlhf.core.metrics import selected
-from rlhf.core.portable import root
+from rlhf.core.numerics import root
 from rlhf.objectives.advantages import centred
 from rlhf.objectives.grpo import GRPO
 
 if TYPE_CHECKING:
-    from rlhf.config.off_policy import ScaleRLConfig
+    from rlhf.config.algorithms import ScaleRLConfig
     from rlhf.core.batch import Batch
     from rlhf.objectives.objective import Counts
 

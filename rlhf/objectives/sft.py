@@ -16,7 +16,7 @@ from rlhf.core.metrics import selected
 from rlhf.objectives.objective import Supervised
 
 if TYPE_CHECKING:
-    from rlhf.config.algo import SFTConfig
+    from rlhf.config.algorithms import SFTConfig
     from rlhf.core.batch import Batch
     from rlhf.core.metrics import Metrics
     from rlhf.objectives.objective import Counts, Forward, Losses

@@ -26,7 +26,7 @@ from rlhf.objectives.correction import over_tokens
 from rlhf.objectives.dapo import DAPO
 
 if TYPE_CHECKING:
-    from rlhf.config.off_policy import TOPRConfig
+    from rlhf.config.algorithms import TOPRConfig
     from rlhf.core.batch import Batch
     from rlhf.objectives.objective import Counts
 

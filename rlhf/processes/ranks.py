@@ -21,8 +21,8 @@ from torch import Tensor
 
 from rlhf.core import launched
 from rlhf.core.errors import Interrupted, RunError, UserError
+from rlhf.core.machine import choose_interfaces
 from rlhf.core.metrics import merge, numbers
-from rlhf.processes.interfaces import choose_interfaces
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from rlhf.core import early_signals
+from rlhf.core import launched
 from rlhf.core.errors import Interrupted
 from rlhf.core.launched import is_first_rank
 
@@ -171,7 +171,7 @@ class Interruption:
         listener.start()
         self.previous_wakeup = signal.set_wakeup_fd(self.theirs.fileno())
         # SIGINT stays ignored where it is ignored: in a background job of a shell, and in a job of a sweep.
-        ctrl_c = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, early_signals.end)
+        ctrl_c = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, launched.end)
         for number in (*SIGNALS, *([signal.SIGINT] if ctrl_c else [])):
             self.previous[number] = signal.signal(number, self.handle)
         return listener
@@ -179,7 +179,7 @@ class Interruption:
     def restore(self, ended: Any = signal.SIG_IGN) -> None:
         """Restore the previous signal handlers; `ended` is that of a command, which only has to exit."""
         for number, handler in self.previous.items():
-            signal.signal(number, ended if handler is early_signals.end else handler)
+            signal.signal(number, ended if handler is launched.end else handler)
         signal.set_wakeup_fd(self.previous_wakeup)
 
 
@@ -279,8 +279,8 @@ def _leave_alone() -> None:
         active.restore(ended=ignore)
         active.theirs.close()
     for number in (*SIGNALS, signal.SIGINT):
-        if signal.getsignal(number) in (ignore, early_signals.end):  # SIG_IGN comes from outside: keep it
-            signal.signal(number, early_signals.default(number))
+        if signal.getsignal(number) in (ignore, launched.end):  # SIG_IGN comes from outside: keep it
+            signal.signal(number, launched.default(number))
     release()  # a signal that came before ends the process
     active = None
 
@@ -295,7 +295,7 @@ def name(number: signal.Signals) -> str:
 
 def tell(text: str) -> None:
     """Print a line on the first rank only."""
-    from rlhf.core.console import say
+    from rlhf.terminal.console import say
 
     if is_first_rank():
         say(text, style="yellow")

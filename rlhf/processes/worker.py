@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf.core.console import say
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import local_rank, local_world_size, without_rank
+from rlhf.core.machine import worker_gpu
 from rlhf.core.metrics import How, Stat
-from rlhf.processes.gpus import worker_gpu
 from rlhf.processes.service import Channel
 from rlhf.processes.signals import kill_group
+from rlhf.terminal.console import say
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Metrics

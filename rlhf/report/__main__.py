@@ -17,14 +17,13 @@ from pathlib import Path
 from textwrap import wrap
 
 from rlhf.checks.check import refuse
-from rlhf.core.console import console
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
-from rlhf.core.output import prepare_output
-from rlhf.core.version import __version__
+from rlhf.core.launched import __version__
 from rlhf.report.groups import sections
 from rlhf.report.runs import find_runs
 from rlhf.report.tables import differences, for_markdown, for_terminal, remarks, result, results, some
+from rlhf.terminal.console import console, prepare_output
 
 WIDTH = 80  # columns of the output if it is not a terminal
 NEEDS = ("matplotlib", "jinja2")  # packages of the extra `report`

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.core.confidence import bounds
+from rlhf.core.formatting import bounds
 from rlhf.report import drawing
 from rlhf.report.drawing import INK, POINTS, Chart, Key, Panel, asynchrony, figure, lines, seconds
 from rlhf.report.groups import by_scale, sections

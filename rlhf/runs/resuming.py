@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING, Any
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rlhf.config.identity import differences, digest
 from rlhf.config.run import Resume
-from rlhf.config.saved import load_config
 from rlhf.config.schedule import DEFAULT_EPOCHS
-from rlhf.core.errors import UserError
+from rlhf.core.errors import UserError, setting
+from rlhf.core.files import component
 from rlhf.core.launched import is_first_rank
-from rlhf.core.pasting import setting
 from rlhf.runs.folder import RunFolder
-from rlhf.runs.lock import EVALUATION_LOCK, check_unlocked
-from rlhf.runs.writable import cannot_write, unwritable
+from rlhf.runs.lock import EVALUATION_LOCK, cannot_write, check_unlocked, unwritable
+from rlhf.words.compose import load_config
+from rlhf.words.identity import differences, digest, run_name
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from rlhf.config.root import Config
+
 
 LENGTH = ("schedule.total_episodes", "schedule.total_epochs")  # settings that `rlhf.extend` may change
 SHOWN = 4  # largest number of differing settings in a message
@@ -201,3 +203,29 @@ def _free_name(path: Path) -> Path:
     while (aside := path.with_name(f"{path.name}{ASIDE}{count}")).exists():
         count += 1
     return aside
+
+
+# The folder of a run: a new one, or the existing folder of a run with the same settings.
+#
+# This module imports no torch.
+
+
+def folder_of(cfg: Config | DictConfig) -> Path:
+    """Return `<output_dir>/<run name>`, or the folder of the same run under another name.
+
+    An earlier version of this project may have started the run, with another label for the model. The name
+    of such a folder ends with the same digest of all settings.
+    """
+    output, name = Path(cfg.output_dir), run_name(cfg)
+    if os.path.isdir(output) and not (output / name).exists():
+        for found in sorted(output.glob(f"{glob.escape(component(cfg.task.name))}-*-{digest(cfg)}")):
+            if (found / "config.yaml").is_file():
+                return found
+    return output / name
+
+
+def earlier_name(folder: Path, cfg: Config) -> str | None:
+    """Return a note if the folder of a run has a name that an earlier version gave; None: it has not."""
+    if folder.name != run_name(cfg) and folder.name.endswith(f"-{digest(cfg)}") and folder.is_dir():
+        return f"the run continues in {folder}, the name of this run in an earlier version"
+    return None

@@ -17,22 +17,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 from torch import Tensor
 
-from rlhf.config.address import load_function, signature_of
-from rlhf.config.parameters import GIVEN, parameters_of
-from rlhf.config.scorer import AnswerScorerConfig, FactsScorerConfig
+from rlhf.config.scorers import AnswerScorerConfig, FactsScorerConfig
 from rlhf.core.errors import RunError, one_line, place_in_code
-from rlhf.core.formatting import shortened
-from rlhf.core.protection import protected
-from rlhf.core.score import as_score, not_a_score
+from rlhf.core.formatting import as_score, not_a_score, shortened
 from rlhf.environments import environment
 from rlhf.environments.environment import transcripts
 from rlhf.processes.signals import end_wait
 from rlhf.scorers.scorer import Scorer, TextScorer, WeightedScorer, distinct_texts
-from rlhf.tasks.tldr_mini_judge import gold_score
+from rlhf.tasks.tldr_mini import gold_score
+from rlhf.usercode.address import GIVEN, load_function, parameters_of, signature_of
+from rlhf.usercode.protection import protected
 
 if TYPE_CHECKING:
-    from rlhf.config.reasoning_gym import ReasoningGymScorerConfig
-    from rlhf.config.scorer import FunctionScorerConfig
+    from rlhf.config.scorers import FunctionScorerConfig, ReasoningGymScorerConfig
     from rlhf.core.batch import Rollouts
     from rlhf.scorers.scorer import DistinctTexts, ScorerContext
 
@@ -67,7 +64,7 @@ class FunctionScorer(Scorer):
 
     The calls of an asynchronous function, and of others of its list, run concurrently in an event loop.
 
-    `rlhf.config.parameters` describes what the function receives. Rank 0 calls the function for all ranks. A
+    `rlhf.usercode.address` describes what the function receives. Rank 0 calls the function for all ranks. A
     function may draw random numbers and change global settings: both have no effect outside of the call.
 
     Args:

@@ -20,14 +20,13 @@ from requests.adapters import HTTPAdapter
 from torch import Tensor
 
 from rlhf.core.errors import RunError, UserError
-from rlhf.core.formatting import shortened
-from rlhf.core.network import is_loopback, refusal
-from rlhf.core.score import as_score
+from rlhf.core.formatting import as_score, shortened
+from rlhf.core.machine import is_loopback, refusal
 from rlhf.processes.signals import end_wait
 from rlhf.scorers.scorer import Scorer, distinct_texts
 
 if TYPE_CHECKING:
-    from rlhf.config.http_scorer import HttpScorerConfig
+    from rlhf.config.scorers import HttpScorerConfig
     from rlhf.core.batch import Rollouts
     from rlhf.scorers.scorer import ScorerContext
 

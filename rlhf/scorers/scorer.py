@@ -2,7 +2,7 @@
 
 What compares two responses calls `Scorer.compare`, which a judge of pairs overrides: win rates
 (`rlhf.training.evaluators`), preference pairs, relabelling. A new scorer needs a section in
-`rlhf/config/scorer.py` that names its part (`@option("scorer", "mine", part="module:Class")`), the part,
+`rlhf/config/scorers.py` that names its part (`@option("scorer", "mine", part="module:Class")`), the part,
 `conf/scorer/mine.yaml`, and a test.
 """
 
@@ -20,16 +20,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.core.batch import Batch
-from rlhf.core.control import unquoted
 from rlhf.core.errors import RunError
-from rlhf.core.pieces import pieces
-from rlhf.core.rollout_format import Shared, name, vocabulary
-from rlhf.core.score import in_float32
+from rlhf.core.files import Shared, name, vocabulary
+from rlhf.core.formatting import in_float32
+from rlhf.text.chat import unquoted
+from rlhf.text.encoding import pieces
 
 if TYPE_CHECKING:
     from rlhf.config.mixture_task import MixtureScorerConfig
-    from rlhf.config.model import ModelConfig
-    from rlhf.config.scorer import LabelsScorerConfig, NoScorerConfig, ScorerConfig, WeightedScorerConfig
+    from rlhf.config.models import ModelConfig
+    from rlhf.config.scorers import LabelsScorerConfig, NoScorerConfig, ScorerConfig, WeightedScorerConfig
     from rlhf.core.batch import Rollouts, Sampling
     from rlhf.core.state import TrainState
     from rlhf.environments.environment import Turns
@@ -413,7 +413,7 @@ class MixtureScorer(Scorer):
         return found
 
 
-# A scorer that saves scored rollouts (`save_generations`); `rlhf.core.rollout_format` has the format.
+# A scorer that saves scored rollouts (`save_generations`); `rlhf.core.files` has the format.
 
 
 SCRATCH = ".tmp"  # suffix of a file that is not completely written

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.checks.machine import TOKEN
-from rlhf.core import confidence
-from rlhf.core.console import say
+from rlhf.core import formatting
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import delete_command, whole
 from rlhf.loggers.display import EVALUATION_METRICS, shown
@@ -17,6 +16,7 @@ from rlhf.models.folder import ADAPTER, damage
 from rlhf.models.headers import DamagedFile, read_header, read_object
 from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.runs.lock import made_by_one
+from rlhf.terminal.console import say
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -66,7 +66,7 @@ def trained(name: str, folder: RunFolder, make: Callable[[], object]) -> Artefac
 def result_text(figures: dict[str, Any]) -> str:
     """Return the main metrics of an evaluation as text."""
     present = [name for name in _FIGURES if name in shown(figures)]
-    return ", ".join(f"{EVALUATION_METRICS[name]} {confidence.text(figures, name)}" for name in present)
+    return ", ".join(f"{EVALUATION_METRICS[name]} {formatting.text(figures, name)}" for name in present)
 
 
 def made_once(folder: Path, write: Callable[[Path], object]) -> Path:

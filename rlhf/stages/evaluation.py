@@ -20,38 +20,34 @@ from rich.table import Table
 
 from rlhf.checks.check import checked, warn
 from rlhf.checks.machine import composed, composed_node
-from rlhf.config.algo import Trains
-from rlhf.config.backend import RANKS_FILE, TorchConfig
-from rlhf.config.catalogue import options
-from rlhf.config.cores import threads
-from rlhf.config.identity import digest
-from rlhf.config.mistakes import one_of
-from rlhf.config.model import LoRAConfig
-from rlhf.config.root import Config
+from rlhf.config.algorithms import Trains
+from rlhf.config.backends import RANKS_FILE, TorchConfig
+from rlhf.config.models import LoRAConfig
+from rlhf.config.root import Config, threads
 from rlhf.config.run import Progress
-from rlhf.config.saved import key_of, load_config, overridden
 from rlhf.config.schedule import Update
-from rlhf.config.scorer import NoScorerConfig
-from rlhf.core import confidence
-from rlhf.core.console import say, say_items, say_loading
-from rlhf.core.errors import UserError, explained
+from rlhf.config.scorers import NoScorerConfig
+from rlhf.core import formatting
+from rlhf.core.errors import UserError, explained, setting
 from rlhf.core.files import append, as_line, component, read_lines, write_atomically
 from rlhf.core.files import digest as digest_candidates
 from rlhf.core.formatting import lines_of
 from rlhf.core.launched import is_first_rank
-from rlhf.core.pasting import setting
-from rlhf.core.progress import progress
 from rlhf.core.state import TrainState
 from rlhf.loggers.display import EVALUATION_METRICS, metric_texts, print_samples, shown
 from rlhf.loggers.logger import no_reply_ended
 from rlhf.models.folder import CARD, folder_problem
 from rlhf.processes.signals import interruptible
-from rlhf.runs.disk import full_disk
-from rlhf.runs.folder import RunFolder, complete_checkpoints
-from rlhf.runs.lock import EVALUATION_LOCK, claimed
-from rlhf.runs.transcript import setup_logging
+from rlhf.runs.folder import RunFolder, complete_checkpoints, setup_logging
+from rlhf.runs.lock import EVALUATION_LOCK, claimed, full_disk
 from rlhf.stages.artefacts import adapter_problem, again, model_problem
+from rlhf.terminal.console import say, say_items, say_loading
+from rlhf.terminal.progress import progress
 from rlhf.training.comparison import against_initial
+from rlhf.words.catalogue import options
+from rlhf.words.compose import key_of, load_config, overridden
+from rlhf.words.identity import digest
+from rlhf.words.mistakes import one_of
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Evaluation
@@ -316,7 +312,7 @@ def evaluations(
         build_task,
         check_formats,
     )
-    from rlhf.core.seeding import derive
+    from rlhf.core.numerics import derive
     from rlhf.generators.generator import ChunkedGenerator
     from rlhf.stages.run import THREADS
     from rlhf.training.evaluators import PolicyEvaluator
@@ -707,7 +703,7 @@ def table(rows: list[dict[str, Any]], width: int = 80) -> Group:
     models = short_names([row["model"] for row in rows])
     full = dict(zip(models, (row["model"] for row in rows), strict=True))
     paths = [f"{name}: {path}" for name, path in full.items() if name != path]
-    by_model = [[confidence.text(row, name) for name in names] for row in rows]
+    by_model = [[formatting.text(row, name) for name in names] for row in rows]
     headings = list(names.values())
     if len(rows) <= _SIDE_BY_SIDE:
         first, others = ("", headings), list(zip(models, by_model, strict=True))

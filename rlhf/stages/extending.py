@@ -18,19 +18,18 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import check_job, checked, warn, warnings
 from rlhf.checks.machine import check_machine
-from rlhf.config.algo import Trains
-from rlhf.config.identity import not_in_name
+from rlhf.config.algorithms import Trains
 from rlhf.config.root import Config
-from rlhf.config.saved import key_of, load_config, overridden
 from rlhf.config.schedule import LRSchedule
-from rlhf.core.console import say, say_loading
-from rlhf.core.errors import UserError
+from rlhf.core.errors import UserError, setting
 from rlhf.core.files import write_atomically
 from rlhf.core.launched import is_first_rank
-from rlhf.core.pasting import setting
 from rlhf.runs.folder import complete_checkpoints
 from rlhf.runs.lock import claimed
 from rlhf.runs.resuming import LENGTH, length_key, length_value
+from rlhf.terminal.console import say, say_loading
+from rlhf.words.compose import key_of, load_config, overridden
+from rlhf.words.identity import not_in_name
 
 if TYPE_CHECKING:
     from pathlib import Path

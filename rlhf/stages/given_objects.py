@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.checks.machine import composed
-from rlhf.config.given_functions import Function, GivenFunctions
-from rlhf.core.errors import UserError
+from rlhf.core.errors import UserError, override
 from rlhf.core.files import component, whole
 from rlhf.core.formatting import shortened
-from rlhf.core.pasting import override
-from rlhf.runs.writable import creating
+from rlhf.runs.lock import creating
+from rlhf.usercode.objects import Function, GivenFunctions
 
 # Data sets and reward functions that are given to `Experiment` as objects. This module imports no torch.
 
@@ -140,7 +139,7 @@ class Rows:
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        from rlhf.tasks.storage import numbered
+        from rlhf.tasks.source import numbered
 
         return (row for _, row in numbered(self.dataset, "dataset"))
 

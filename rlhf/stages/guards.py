@@ -11,12 +11,12 @@ import torch
 import transformers
 
 from rlhf.assembly.models import training_budget
-from rlhf.config.identity import not_in_name
-from rlhf.core.console import console
 from rlhf.core.errors import OutOfMemory, RunError
 from rlhf.memory.plan import adjustable, smaller_settings
 from rlhf.models.folder import first_line
 from rlhf.processes.ranks import Ranks
+from rlhf.terminal.console import console
+from rlhf.words.identity import not_in_name
 
 if TYPE_CHECKING:
     from types import TracebackType

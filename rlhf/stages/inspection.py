@@ -22,12 +22,9 @@ import torch
 from rlhf.assembly.models import build_stop_ids, build_tokenizer, names_of
 from rlhf.assembly.parts import make
 from rlhf.assembly.training import TEXT, build_task, check_formats, part_of, reward_functions
-from rlhf.config.algo import Data, Trains
-from rlhf.config.scorer import scorers
+from rlhf.config.algorithms import Data, Trains
+from rlhf.config.scorers import scorers
 from rlhf.core.batch import Sampling
-from rlhf.core.console import say, say_row
-from rlhf.core.control import unquoted
-from rlhf.core.encoding import encode_completions
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import printable, shortened
 from rlhf.environments.episodes import Episodes
@@ -38,12 +35,15 @@ from rlhf.scorers.scorer import ScorerContext, distinct_texts
 from rlhf.stages import prerequisites
 from rlhf.stages.guards import quieten_libraries
 from rlhf.tasks.summary import summarize
+from rlhf.terminal.console import say, say_row
+from rlhf.text.chat import unquoted
+from rlhf.text.encoding import encode_completions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from rlhf.config.root import Config
-    from rlhf.config.scorer import FunctionScorerConfig
+    from rlhf.config.scorers import FunctionScorerConfig
     from rlhf.core.batch import Prompts
     from rlhf.environments.environment import EnvironmentFactory
     from rlhf.tasks.task import Task

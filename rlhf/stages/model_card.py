@@ -22,16 +22,15 @@ from huggingface_hub import EvalResult, ModelCardData, metadata_load
 from jinja2 import Environment, StrictUndefined
 
 from rlhf.assembly.parts import part
-from rlhf.config.algo import Trains
-from rlhf.config.identity import MODEL_FOLDERS
-from rlhf.config.reproduction import settings
-from rlhf.core import confidence
-from rlhf.core.hub import cached_folder
-from rlhf.core.pasting import setting
+from rlhf.config.algorithms import Trains
+from rlhf.core import formatting
+from rlhf.core.errors import setting
+from rlhf.core.machine import cached_folder
 from rlhf.loggers.display import shown
 from rlhf.models.folder import CARD, HUB_NAME, is_local
-from rlhf.runs.environment import DISTRIBUTION, git_commit, versions
+from rlhf.runs.folder import DISTRIBUTION, git_commit, versions
 from rlhf.stages.words import held_out, titles, trained
+from rlhf.words.identity import MODEL_FOLDERS, settings
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -101,7 +100,7 @@ def model_card(
         hidden=public != found,
         packages=list(packages(cfg)),
         row=row,
-        value=confidence.text,
+        value=formatting.text,
     )
 
 

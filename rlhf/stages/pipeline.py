@@ -31,22 +31,22 @@ from rich.table import Table
 from rlhf.checks.algorithms import recipes_of_other_commands
 from rlhf.checks.check import problems, warn, warnings
 from rlhf.checks.machine import check_memory, composed
-from rlhf.config.algo import Trains
+from rlhf.config.algorithms import Trains
 from rlhf.config.run import Resume
-from rlhf.core.console import console, say_loading
 from rlhf.core.errors import UserError
 from rlhf.core.files import component
 from rlhf.core.formatting import clock
 from rlhf.core.launched import world_size
-from rlhf.core.stages import Stages
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import Claim, waiting_claim
-from rlhf.runs.naming import folder_of
+from rlhf.runs.resuming import folder_of
 from rlhf.stages import evaluation as evaluating
 from rlhf.stages import relabelling
 from rlhf.stages.artefacts import Artefact, result_text, trained
 from rlhf.stages.evaluation import candidates, changed, table
 from rlhf.stages.prerequisites import PAIRS, REWARD, SFT, checked, prerequisites, stage
+from rlhf.terminal.console import console, say_loading
+from rlhf.terminal.progress import Stages
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

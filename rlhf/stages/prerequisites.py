@@ -13,28 +13,28 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.assembly.parts import make as make_part
 from rlhf.checks.check import problems
-from rlhf.config import identity
-from rlhf.config.algo import Trains
-from rlhf.config.compose import compose
-from rlhf.config.mistakes import CONFIG_ERRORS, explain
-from rlhf.config.model import LoRAConfig
+from rlhf.config.algorithms import Trains
+from rlhf.config.models import LoRAConfig
 from rlhf.config.run import StagesConfig
 from rlhf.config.schema import values
-from rlhf.config.scorer import RewardModelScorerConfig, scorers
-from rlhf.core.console import say
+from rlhf.config.scorers import RewardModelScorerConfig, scorers
 from rlhf.core.errors import UserError
 from rlhf.core.files import component, digest
-from rlhf.core.stages import Stages
 from rlhf.models.folder import is_local
 from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.runs.lock import waiting_claim
 from rlhf.stages.artefacts import Artefact, made_once, trained
+from rlhf.terminal.console import say
+from rlhf.terminal.progress import Stages
+from rlhf.words import identity
+from rlhf.words.compose import compose
+from rlhf.words.mistakes import CONFIG_ERRORS, explain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
     from rlhf.config.root import Config
-    from rlhf.config.task import TaskConfig
+    from rlhf.config.tasks import TaskConfig
 
 
 # Prerequisites of a run of an embedded task: the SFT model, preference pairs, the reward model.
@@ -398,7 +398,7 @@ def read(task: TaskConfig) -> list[_Pair]:
     rows = make_part(task).prompts("train")
     rows = rows.select(range(min(_KNOWN_ROWS, len(rows))))
     if "messages" in rows.column_names:
-        from rlhf.core.dialogues import Dialogues
+        from rlhf.text.chat import Dialogues
 
         dialogues = Dialogues(_make_tokenizer([]))  # the chat template needs no vocabulary
         written = [dialogues.write(row["messages"], [row["reference_response"]]) for row in rows]
@@ -411,8 +411,8 @@ def read(task: TaskConfig) -> list[_Pair]:
 
 def _make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per word of `texts`, and with the plain chat template."""
-    from rlhf.core.chat_format import PLAIN, set_template
-    from rlhf.tasks.word_tokenizer import SPECIAL, word_tokenizer
+    from rlhf.tasks.source import SPECIAL, word_tokenizer
+    from rlhf.text.chat import PLAIN, set_template
 
     words = {word for text in texts for word in re.findall(WORDS, text)}
     tokenizer = word_tokenizer(sorted(words - set(SPECIAL)), WORDS)

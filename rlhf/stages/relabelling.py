@@ -27,13 +27,10 @@ from rich.table import Table
 
 from rlhf.checks.check import checked, warn, warnings
 from rlhf.checks.machine import composed
-from rlhf.config.algo import Data
-from rlhf.config.identity import what_counts
-from rlhf.config.scorer import choice
-from rlhf.config.task import SPLITS
-from rlhf.core import pasting
-from rlhf.core.confidence import wilson
-from rlhf.core.console import say, say_loading, say_row
+from rlhf.config.algorithms import Data
+from rlhf.config.scorers import choice
+from rlhf.config.tasks import SPLITS
+from rlhf.core import errors
 from rlhf.core.errors import UserError
 from rlhf.core.files import (
     append,
@@ -46,14 +43,16 @@ from rlhf.core.files import (
     write_atomically,
     write_json,
 )
+from rlhf.core.formatting import in_float32, wilson
 from rlhf.core.launched import is_first_rank
-from rlhf.core.progress import progress
-from rlhf.core.score import in_float32
 from rlhf.memory import plan as memory
 from rlhf.memory.plan import rows_of
 from rlhf.processes.signals import interruptible
 from rlhf.runs.lock import written_by_one
 from rlhf.stages import prerequisites
+from rlhf.terminal.console import say, say_loading, say_row
+from rlhf.terminal.progress import progress
+from rlhf.words.identity import what_counts
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -84,7 +83,7 @@ def pairs_of(overrides: list[str]) -> Config:
     cfg = composed(overrides)
     judge = cfg.gold.reward_model("gold", None)
     if cfg.model.policy is None and judge is not None:
-        overrides.append(pasting.override("model.policy", judge[1]))  # for the judge's tokenizer
+        overrides.append(errors.override("model.policy", judge[1]))  # for the judge's tokenizer
     cfg = checked(composed(overrides))
     _refuse_no_judge(cfg)
     if cfg.task.embedded and cfg.task.preferences_path is None:
@@ -194,8 +193,8 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
     order. With its own tokenizer, the judge reads the texts unchanged.
     """
     from rlhf.assembly.parts import make
-    from rlhf.core.chat_format import set_format
     from rlhf.models.tokenizer import fill_pad_token, read_tokenizer
+    from rlhf.text.chat import set_format
 
     model, judge = cfg.model, cfg.gold.reward_model("gold", None)
     named = (
@@ -365,7 +364,7 @@ def score(
     Returns:
         `scores`, with all rows of the split whose prompt is not too long.
     """
-    from rlhf.core.encoding import encode_completions
+    from rlhf.text.encoding import encode_completions
 
     left, batches = task.by_length(split, memory.PAIRS, scores)
     if scores:
@@ -397,8 +396,8 @@ def _in_order(stored: Dataset, scores: dict[int, list[float]]) -> Dataset:
         stored: the original pairs.
         scores: row -> scores of the chosen and the rejected response.
     """
-    from rlhf.tasks.formats import TOOLS
-    from rlhf.tasks.storage import mapped
+    from rlhf.tasks.reading import TOOLS
+    from rlhf.tasks.source import mapped
 
     kept = sorted(scores)
     rows = stored.select(kept)

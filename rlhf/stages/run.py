@@ -17,38 +17,35 @@ from rlhf.assembly.models import build_device, build_tokenizer
 from rlhf.assembly.parts import build_loggers, make, part
 from rlhf.assembly.training import assemble, build_state, build_task, training_sampling
 from rlhf.checks.check import problems
-from rlhf.config.algo import Data, Trains
-from rlhf.config.cores import threads
-from rlhf.config.identity import model_label
+from rlhf.config.algorithms import Data, Trains
+from rlhf.config.root import threads
 from rlhf.config.run import Resume
-from rlhf.core.console import say, transcript
-from rlhf.core.encoding import encode_completions
 from rlhf.core.errors import Interrupted, RunError, UserError, explained
 from rlhf.core.files import whole
 from rlhf.core.formatting import short_path
-from rlhf.core.heap import keep_freed
-from rlhf.core.seeding import derive
-from rlhf.core.stages import Stages
+from rlhf.core.machine import keep_freed
+from rlhf.core.numerics import derive
 from rlhf.engines.engine import NonFinite
 from rlhf.loggers.hooks import Hooks
 from rlhf.models.folder import CARD
 from rlhf.models.modules import RewardModel, is_adapted
 from rlhf.processes.ranks import Ranks, lost_rank
 from rlhf.processes.signals import interruptible
-from rlhf.runs.disk import full_disk, no_room
-from rlhf.runs.folder import COMPLETE
-from rlhf.runs.lock import Claim, claimed
+from rlhf.runs.folder import COMPLETE, run_log, setup_logging
+from rlhf.runs.lock import Claim, claimed, deleted_folder, full_disk, no_room, unusable_file
 from rlhf.runs.resuming import refuse_another_run, saved_length
-from rlhf.runs.transcript import run_log, setup_logging
-from rlhf.runs.writable import deleted_folder, unusable_file
 from rlhf.stages.guards import full_gpu, quieten
 from rlhf.stages.inspection import rehearse
 from rlhf.stages.model_card import model_card
 from rlhf.stages.prerequisites import complete, names
 from rlhf.stages.words import print_closing, print_opening
+from rlhf.terminal.console import say, transcript
+from rlhf.terminal.progress import Stages
+from rlhf.text.encoding import encode_completions
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import Parts, train
 from rlhf.training.stream import StreamContext
+from rlhf.words.identity import model_label
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,19 +12,18 @@ from datasets import Dataset, DatasetDict
 
 from rlhf.assembly.models import build_device, build_tokenizer
 from rlhf.assembly.training import build_sampler, build_scorer, build_task
-from rlhf.config.algo import Data, Trains
-from rlhf.config.model import LoRAConfig
+from rlhf.config.algorithms import Data, Trains
+from rlhf.config.models import LoRAConfig
 from rlhf.core.batch import Sampling
-from rlhf.core.chat_format import render, set_format
-from rlhf.core.control import control_tokens, quoted
-from rlhf.core.encoding import encode_prompts
 from rlhf.core.errors import UserError
-from rlhf.core.progress import progress
 from rlhf.processes.ranks import Ranks
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.scorer import response_texts
 from rlhf.stages.guards import quieten_libraries
 from rlhf.tasks.summary import altered
+from rlhf.terminal.progress import progress
+from rlhf.text.chat import control_tokens, quoted, render, set_format
+from rlhf.text.encoding import encode_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -13,33 +13,33 @@ from typing import TYPE_CHECKING, Any
 from rlhf.assembly.models import say_ends
 from rlhf.assembly.training import check_formats
 from rlhf.checks.check import problems
-from rlhf.config.algo import Trains
-from rlhf.config.compose import compose
-from rlhf.config.cores import threads
-from rlhf.config.identity import model_label
-from rlhf.config.mistakes import CONFIG_ERRORS
-from rlhf.config.reproduction import options, settings
+from rlhf.config.algorithms import Trains
+from rlhf.config.root import threads
 from rlhf.config.schema import plain
-from rlhf.core import confidence, stages
-from rlhf.core.console import console, say, say_row, transcript
+from rlhf.core import formatting
+from rlhf.core.errors import lines, override, setting
 from rlhf.core.formatting import clock, short_path
 from rlhf.core.launched import local_world_size, world_size
-from rlhf.core.pasting import lines, override, setting
 from rlhf.core.state import SupervisedState, TrainState
 from rlhf.loggers.display import shown
 from rlhf.memory import plan
 from rlhf.memory.plan import fills_memory
 from rlhf.stages.inspection import rehearse
 from rlhf.tasks.summary import summarize
+from rlhf.terminal import progress
+from rlhf.terminal.console import console, say, say_row, transcript
+from rlhf.words.compose import compose
+from rlhf.words.identity import model_label, options, settings
+from rlhf.words.mistakes import CONFIG_ERRORS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from rlhf.config.root import Config
-    from rlhf.core.stages import Stages
     from rlhf.processes.ranks import Ranks
     from rlhf.runs.folder import RunFolder
     from rlhf.tasks.task import Task
+    from rlhf.terminal.progress import Stages
     from rlhf.training.recorder import Recorder
 
 
@@ -262,7 +262,7 @@ def print_closing(
         session_s: seconds since the start of this session.
         resumed: whether updates of earlier sessions belong to the run.
     """
-    stage = stages.current
+    stage = progress.current
     last = stage is None or stage.number == stage.count
     lines = [*length(state, session_s, resumed), *_changes(cfg, recorder), *files(folder)]
     for line in [*lines, *_next_steps(cfg, typed, folder)] if last else lines:
@@ -293,14 +293,14 @@ def _changes(cfg: Config, recorder: Recorder) -> Iterator[str]:
     named = titles(cfg)
     rows = [(held_out(cfg, recorder), "before", "after")]
     rows += [
-        (text, confidence.text(first, name), confidence.text(last, name))
+        (text, formatting.text(first, name), formatting.text(last, name))
         for name, text in named.items()
         if name in last
     ]
     wide = max(len(text) for text, _, _ in rows)
     for text, before, after in rows:
         yield f"  {text:{wide}}  {before:{_VALUE_WIDTH}} {after}".rstrip()
-    if any(name in last and confidence.bounds(last, name) for name in named):
+    if any(name in last and formatting.bounds(last, name) for name in named):
         yield "  ([low, high]: 95 % interval over these examples)"
 
 

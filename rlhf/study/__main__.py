@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.core.console import show as say
 from rlhf.core.errors import RunError, UserError
-from rlhf.core.output import prepare_output
 from rlhf.launch.command_line import exit_codes
+from rlhf.terminal.console import prepare_output
+from rlhf.terminal.console import show as say
 
 if TYPE_CHECKING:
     from rlhf.study.study import Study

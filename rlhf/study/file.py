@@ -10,8 +10,6 @@ from typing import Any
 
 import yaml
 
-from rlhf.config.address import function_problem
-from rlhf.config.suggestions import closest, suggestion
 from rlhf.core.errors import UserError
 from rlhf.study.spec import (
     VALUE,
@@ -29,6 +27,8 @@ from rlhf.study.spec import (
     read_formula,
     read_table,
 )
+from rlhf.usercode.address import function_problem
+from rlhf.words.suggestions import closest, suggestion
 
 # Reading of study files: all problems are reported together, each with its line.
 #

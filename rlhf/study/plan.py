@@ -19,27 +19,25 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import as_objects, problems
 from rlhf.checks.machine import composed, composed_node
-from rlhf.config import catalogue
-from rlhf.config.address import ONLY_HERE
-from rlhf.config.best_generator import candidates
-from rlhf.config.identity import run_name, what_counts
-from rlhf.config.metric_names import is_own, lacking
-from rlhf.config.mistakes import explained
-from rlhf.config.overrides import Override, read_overrides
-from rlhf.config.root import Config
+from rlhf.config.root import Config, candidates
 from rlhf.config.run import Progress
 from rlhf.config.schema import PARTS, SCHEMAS, dotted, sections
-from rlhf.config.suggestions import one_of, suggestion
 from rlhf.core import files
 from rlhf.core.errors import UserError
 from rlhf.core.files import digest
-from rlhf.core.hub import cached_folder
+from rlhf.core.launched import RESULTS
+from rlhf.core.machine import cached_folder
 from rlhf.core.statistics import detectable
-from rlhf.core.version import RESULTS
 from rlhf.runs.lock import LOCK, Lock
 from rlhf.study import spec
 from rlhf.study.rows import FAILED, FINISHED, TABLE, TUNE, Results, Row, judged, named, read_rows, write_rows
 from rlhf.study.spec import Cell, Spec, Tune, cells, origin, overrides, set_twice, tuning_cell, tuning_point
+from rlhf.usercode.address import ONLY_HERE
+from rlhf.words import catalogue
+from rlhf.words.catalogue import Override, read_overrides
+from rlhf.words.identity import run_name, what_counts
+from rlhf.words.mistakes import explained
+from rlhf.words.suggestions import is_own, lacking, one_of, suggestion
 
 # The choice of tuned settings for each task, method and point, from runs with seeds of their own.
 #

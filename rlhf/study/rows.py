@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf.config.address import load_function
-from rlhf.config.metric_names import KNOWN as KNOWN
 from rlhf.core import statistics
 from rlhf.core.errors import UserError, one_line, place_in_code
 from rlhf.core.files import as_line, read_lines, write_atomically
@@ -42,6 +40,8 @@ from rlhf.study.spec import (
     read_formula,
 )
 from rlhf.study.spec import Side as SideClaims
+from rlhf.usercode.address import load_function
+from rlhf.words.suggestions import KNOWN as KNOWN
 
 # rows.jsonl: the results of a study, one row a run. Tables, figures and claims are made of it alone.
 
@@ -54,7 +54,7 @@ FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
 class Row:
     """The result of a run, with the names that the study file had when the file of rows was written."""
 
-    run: str  # identity: digest of the settings that results depend on (`rlhf.config.identity.digest`)
+    run: str  # identity: digest of the settings that results depend on (`rlhf.words.identity.digest`)
     inputs: Mapping[str, str]  # digests of what the settings name: data, model folders, source of plug-ins
     results: int  # results version of the project; 0: unknown
     task: str

@@ -10,11 +10,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf.config.metric_names import KNOWN
-from rlhf.config.overrides import read_overrides
-from rlhf.config.suggestions import suggestion
 from rlhf.core import files
 from rlhf.core.files import component
+from rlhf.words.catalogue import read_overrides
+from rlhf.words.suggestions import KNOWN, suggestion
 
 # The declaration of a study: one YAML file with tasks, methods, axes, grids, seeds, tuning and claims.
 #

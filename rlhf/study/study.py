@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from rlhf.config.suggestions import suggestion
 from rlhf.core import files
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import write_atomically
@@ -36,6 +35,7 @@ from rlhf.study.plan import ROW, Collection, Configs, Only, Plan, Planned
 from rlhf.study.rows import TABLE, Judged, Results, Row, read_rows
 from rlhf.study.spec import Cell, Spec, Table, cells, quantities, read_table
 from rlhf.study.work import run
+from rlhf.words.suggestions import suggestion
 
 if TYPE_CHECKING:
     import pandas

@@ -25,33 +25,28 @@ from rich.live import Live
 from rich.text import Text
 
 from rlhf.checks.check import check_job, checked
-from rlhf.config.compose import initialized
-from rlhf.config.cores import set_environment
-from rlhf.config.mistakes import explained
-from rlhf.config.root import Config
+from rlhf.config.root import Config, set_environment
 from rlhf.core import files
-from rlhf.core.console import console, show
-from rlhf.core.errors import Interrupted, RunError, UserError
+from rlhf.core.errors import Interrupted, RunError, UserError, override
 from rlhf.core.formatting import clock, figure
-from rlhf.core.output import print_error
-from rlhf.core.pasting import override
-from rlhf.core.version import RESULTS
-from rlhf.launch.hydra_internals import multirun_config
-from rlhf.launch.jobs import Job, completed, failure_message
-from rlhf.launch.slurm import requeue
-from rlhf.launch.submitit_jobs import submit
+from rlhf.core.launched import RESULTS
+from rlhf.launch.command_line import multirun_config, requeue
+from rlhf.launch.preflight import Job, completed, failure_message
+from rlhf.launch.sweep import submit_jobs
 from rlhf.loggers.hooks import Hook, StopRun
 from rlhf.processes.signals import interruptible
 from rlhf.report.runs import Run as RunFiles
 from rlhf.report.runs import Status, read_run
 from rlhf.report.tables import value_of
 from rlhf.runs.folder import RunFolder
-from rlhf.runs.lock import LOCK, Lock
-from rlhf.runs.writable import unwritable
+from rlhf.runs.lock import LOCK, Lock, unwritable
 from rlhf.study import spec as history
 from rlhf.study.plan import FAILURES, ROW, Collection, Configs, Only, Plan, Planned, Run, inputs, stale
 from rlhf.study.rows import DIVERGED, FAILED, FINISHED, TABLE, Row, packed, read_rows, write_rows
 from rlhf.study.spec import Spec
+from rlhf.terminal.console import console, print_error, show
+from rlhf.words.compose import initialized
+from rlhf.words.mistakes import explained
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess
@@ -177,7 +172,7 @@ def _in_array(plan: Plan, count: int, niceness: int, settings: Sequence[str]) ->
         Job(number=number, label=name, folder=RunFolder(folder / name)) for number, name in enumerate(names)
     ]
     with (watch := Watch(plan, count)).live:
-        results = submit(launcher, jobs, work=_Element(plan, niceness), meanwhile=watch.look)
+        results = submit_jobs(launcher, jobs, work=_Element(plan, niceness), meanwhile=watch.look)
     for name, result in zip(names, results, strict=True):
         if result.status is JobStatus.FAILED:
             print_error(f"error: {name}: {failure_message(result._return_value)}")

@@ -1,11 +1,4 @@
-"""The embedded tasks `calculator` and `guess_number`: dialogues with an environment in the plain chat format.
-
-    Problem: 7 + 5 + 8 | calc 7 + 5 | 12 | calc 12 + 8 | 20 | #### 20        Guess: 1 to 15 | 8 | higher | 12
-
-SFT imitates pupils, whom the environment answers. Of those with a problem, 60 % answer by head and forget
-carries as in `arithmetic`; 40 % use the calculator, and 20 % of these write another number than its result.
-Pupils who guess a number ignore the answers in half of their guesses. RL learns to calculate and to search.
-"""
+"""Tasks whose prompts belong to an environment."""
 
 from __future__ import annotations
 
@@ -15,16 +8,35 @@ from collections.abc import Generator
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlhf.core.chat_format import PLAIN, set_template
+from datasets import Dataset
+
+from rlhf.core.errors import RunError, UserError
+from rlhf.core.numerics import derive
 from rlhf.environments.environment import Example
+from rlhf.environments.episodes import FIRST_MESSAGE, first_messages
 from rlhf.environments.library import Calculator, GuessNumber
-from rlhf.tasks.arithmetic import pupil_totals
-from rlhf.tasks.source import EmbeddedSource
+from rlhf.tasks.kinds import pupil_totals
+from rlhf.tasks.reading import NOTHING, RECORD, Wanted
+from rlhf.tasks.source import EmbeddedSource, as_messages
+from rlhf.text.chat import PLAIN, set_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from rlhf.config.tasks import EnvironmentTaskConfig
+    from rlhf.environments.environment import EnvironmentFactory
     from rlhf.tasks.columns import Message
+
+
+# The embedded tasks `calculator` and `guess_number`: dialogues with an environment in the plain chat format.
+#
+#     Problem: 7 + 5 + 8 | calc 7 + 5 | 12 | calc 12 + 8 | 20 | #### 20        Guess: 1 to 15 | 8 | higher |
+#     12
+#
+# SFT imitates pupils, whom the environment answers. Of those with a problem, 60 % answer by head and forget
+# carries as in `arithmetic`; 40 % use the calculator, and 20 % of these write another number than its result.
+# Pupils who guess a number ignore the answers in half of their guesses. RL learns to calculate and to search.
+
 
 Pupil = Generator[str, str, None]  # yields replies, gets messages
 
@@ -129,3 +141,45 @@ class GuessNumberSource(GameSource):
 
 def _said(role: str, content: str) -> Message:
     return {"role": role, "content": content}
+
+
+# The task `environment`: prompts that the environment of a run returns from `reset`.
+
+
+class FirstMessages:
+    """A source of first messages, as messages of the user. The record of a row has its text and `seed`.
+
+    Attributes:
+        factory: makes the environments; set after the construction, because a task knows only its section.
+    """
+
+    conversational = True
+    factory: EnvironmentFactory
+
+    def __init__(self, config: EnvironmentTaskConfig) -> None:
+        self.config = config
+
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return the split with the columns `messages` and `reference_response`, which is empty.
+
+        Raises:
+            UserError: the environment fails, or `reset` returns no text.
+        """
+        size = getattr(self.config, f"{split}_size")
+        seeds = [derive(self.config.data_seed, "first message", split, i) % 2**31 for i in range(size)]
+        try:
+            texts = first_messages(self.factory, seeds)
+        except RunError as error:
+            raise UserError(str(error)) from None
+        if unfit := [text for text in texts if not isinstance(text, str) or not text.strip()]:
+            raise UserError(
+                f"environment must return a text from reset for task=environment (it is the prompt), got "
+                f"{unfit[0]!r} from {self.factory.address}; return the first message"
+            )
+        made = [{"seed": seed, FIRST_MESSAGE: text} for seed, text in zip(seeds, texts, strict=True)]
+        rows = {"query": texts, "reference_response": [""] * size, RECORD: [*map(wanted.record, made)]}
+        return as_messages(Dataset.from_dict(rows))
+
+    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Raise an error: an environment has no pairs."""
+        raise NotImplementedError("validated: no pairs are read with an environment")

@@ -1,27 +1,35 @@
-"""Rows of local data files (JSON Lines, JSON, CSV, Parquet), with errors that name the line.
-
-This module imports no torch and no `datasets`, so that data can be checked before a run starts.
-"""
+"""Rows of local data files: their reading, the forms of texts and dialogues, columns for reward functions."""
 
 from __future__ import annotations
 
+import ast
 import csv
 import gzip
 import json
+import logging
 import re
 import shlex
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.errors import UserError
-from rlhf.tasks.formats import TOOLS, Row, Written, is_dialogue, note, rows_of_table
+from rlhf.usercode.address import GIVEN
 
 if TYPE_CHECKING:
     import pyarrow
+
+
+# Rows of local data files (JSON Lines, JSON, CSV, Parquet), with errors that name the line.
+#
+# This module imports no torch and no `datasets`, so that data can be checked before a run starts.
+
 
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 FORMATS = ".jsonl, .json, .csv (also with .gz) or .parquet"  # for messages
@@ -266,3 +274,221 @@ def described(value: Any) -> str:
     kinds = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
     kind = kinds.get(type(value), "an object" if isinstance(value, dict) else type(value).__name__)
     return f"{kind} ({value})" if isinstance(value, int | float) and len(str(value)) < 20 else kind
+
+
+# Forms in which data sets store texts and dialogues, and their conversion. This module imports no torch.
+
+
+log = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+TOOLS = "tools"  # column beside messages: the functions that the assistant may call, as JSON schemas
+ASSISTANT = "\n\nAssistant:"  # before each answer in dialogues that are one text, as in hh-rlhf
+
+
+class BadRow(Exception):
+    """A row without the required content; the caller adds the key and the place to the message.
+
+    Args:
+        rule: what the data must have, after "<key> must".
+        got: what the row has, after the place of the row.
+        remedy: what to do about such a row.
+    """
+
+    def __init__(self, rule: str, got: str, remedy: str = "correct or remove that row") -> None:
+        super().__init__(rule, got)
+        self.rule = rule
+        self.got = got
+        self.remedy = remedy
+
+    def problem(self, key: str, place: str) -> str:
+        """Return the error message for the row at `place` of the data that `key` names."""
+        return f"{key} must {self.rule}, got {place} {self.got}; {self.remedy}"
+
+
+class Written(float):
+    """A number of a JSON file that has its digits, such as 1.50 or 1e3, as text."""
+
+    written: str
+
+    def __new__(cls, text: str) -> Written:
+        """Return the number that a text means."""
+        made = super().__new__(cls, text)
+        made.written = text
+        return made
+
+    def __str__(self) -> str:
+        return self.written
+
+
+def number_as_text(value: Any, column: str) -> str | None:
+    """Return a number as text, as it is written in the data; None: the value is no number.
+
+    Of a number with a fraction, only JSON has the digits. Other formats store it in binary.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | Written):
+        return None
+    note(f"numbers in the column {column} are read as text, as they are written")
+    return str(value)
+
+
+@lru_cache
+def note(text: str) -> None:
+    """Say once how data are read."""
+    log.warning("%s", text)
+
+
+def parsed(row: Row) -> Row:
+    """Return a row with lists of messages in place of their texts in JSON, or as Python prints them."""
+    return {name: messages_of(value) for name, value in row.items()}
+
+
+def messages_of(value: Any) -> Any:
+    """Return the messages that a text contains, or the value itself."""
+    if not isinstance(value, str) or not value.lstrip().startswith("[") or "{" not in value:
+        return value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            found = read(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        return found if is_dialogue(found) else value
+    return value
+
+
+def is_dialogue(value: Any) -> bool:
+    """Return whether a value is a list of messages: of objects with a role."""
+    found = value if isinstance(value, list) else []
+    return found != [] and all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in found)
+
+
+def without_prompt(chosen: str, rejected: str) -> tuple[str, str, str] | None:
+    """Return the prompt and the two answers of a pair of whole dialogues, each one text; None: not so.
+
+    The prompt ends with the last `ASSISTANT` of the part that both texts share, as in hh-rlhf.
+    """
+    shared = next((at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    shared = min(len(chosen), len(rejected)) if shared is None else shared
+    at = chosen.rfind(ASSISTANT, 0, shared)
+    if at < 0:
+        return None
+    end = at + len(ASSISTANT)
+    return chosen[:end], chosen[end:], rejected[end:]
+
+
+def rows_of_table(value: Any) -> list[Row] | None:
+    """Return the rows of a table that pandas wrote (`DataFrame.to_json`); None: it is no table.
+
+    The forms are {"column": {"0": value, ...}, ...}, {"0": {"column": value, ...}, ...} and
+    {"columns": [...], "index": [...], "data": [[...]]}.
+    """
+    if not isinstance(value, dict) or not value:
+        return None
+    if value.keys() == {"columns", "index", "data"} and all(
+        isinstance(each, list) for each in value.values()
+    ):
+        return [dict(zip(value["columns"], row, strict=False)) for row in value["data"]]
+    columns = list(value.values())
+    if not all(isinstance(column, dict) and column.keys() == columns[0].keys() for column in columns):
+        return None
+    if columns[0] and all(str(index).isdigit() for index in value):
+        return columns  # the rows
+    if not columns[0] or not all(str(index).isdigit() for index in columns[0]):
+        return None
+    return [{name: column[index] for name, column in value.items()} for index in columns[0]]
+
+
+# Columns of the data that reward functions ask for. They travel with a prompt as its record.
+#
+# A source adds the column `record` to its rows: the columns of the row that a function asks for, as JSON
+# text. Without such a function, there is no record. This module imports no torch and no `datasets`.
+
+
+RECORD = "record"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """The columns of the data that the reward functions of a run ask for.
+
+    Attributes:
+        columns: name of a column -> config key and address of a function that cannot do without the column.
+        optional: names of columns that a function receives if the data have them.
+        rest: a function receives all columns (`**kwargs`).
+        parts: the columns of each part of a mixture of tasks, by the name of the part.
+        positions: name of a parameter that receives another value by position -> key, address and that value.
+    """
+
+    columns: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+    rest: bool = False
+    parts: Mapping[str, Wanted] = field(default_factory=dict)
+    positions: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.asks or bool(self.positions) or any(self.parts.values())
+
+    @property
+    def asks(self) -> bool:
+        """Whether a function asks for columns, so that rows have a record."""
+        return bool(self.columns or self.optional or self.rest)
+
+    def read(self, names: Collection[str], available: Collection[str], place: str) -> list[str] | None:
+        """Return the columns of a file to read: `names` and those of the record; None: all columns.
+
+        Args:
+            names: columns that are read anyway.
+            available: all columns of the data.
+            place: the data, for messages.
+
+        Raises:
+            UserError: a function asks for a column that the data lack, or receives another value instead.
+        """
+        for name, (key, path, value) in self.positions.items():
+            if name in available and (value == "response" or name not in names):
+                raise UserError(
+                    f"{key} must name a function with a parameter response if others are columns of the data "
+                    f"(without it, {name} would be the {value}), got {path} for {place} with the column "
+                    f"{name}; rename the parameter that is the response to response"
+                )
+        for name, (key, path) in self.columns.items():
+            if name not in available:
+                near = get_close_matches(name, available, n=1)
+                remedy = f"did you mean {near[0]}?" if near else "rename the parameter, or give it a default"
+                raise UserError(
+                    f"{key} must name a function whose parameters are prompt, response, reference, messages "
+                    f"or columns of the data ({', '.join(available)}), got {path} with the parameter {name}, "
+                    f"which {place} lacks; {remedy}"
+                )
+        return None if self.rest else list(dict.fromkeys([*names, *self.columns, *self.optional]))
+
+    def record(self, row: Row) -> str:
+        """Return the columns of a row that functions ask for, as JSON text; dates and decimals become texts.
+
+        Raises:
+            BadRow: a column has binary data, such as an image.
+        """
+        kept = row.keys() - GIVEN if self.rest else {*self.columns, *self.optional}
+        asked = {name: row[name] for name in row if name in kept}
+        for name in filter(lambda name: _has_bytes(asked[name]), asked):
+            rule = f"have texts, numbers, lists or objects in its column {name}, which a function receives"
+            remedy = f"remove the column {name}, or write its texts as strings"
+            raise BadRow(rule, "with bytes (such as an image or a sound)", remedy)
+        return json.dumps(asked, default=str)
+
+    def recording(self, convert: Callable[[Row], Row]) -> Callable[[Row], Row]:
+        """Return the function `convert`, which also adds the record to a row."""
+        return lambda row: {**convert(row), RECORD: self.record(row)} if self.asks else convert(row)
+
+
+def _has_bytes(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, bytes) or any(map(_has_bytes, inner))
+
+
+NOTHING = Wanted()
+
+
+def parsed_records(records: Collection[str]) -> list[dict[str, Any]]:
+    """Return records as dictionaries."""
+    return [json.loads(record) for record in records]

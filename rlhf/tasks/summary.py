@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf.core.control import unquoted
-from rlhf.core.pieces import pieces
-from rlhf.tasks.counts import Counts, Lengths
-from rlhf.tasks.local import LocalSource
-from rlhf.tasks.records import RECORD, parsed
-from rlhf.tasks.task import Task
+from rlhf.tasks.kinds import LocalSource
+from rlhf.tasks.reading import RECORD, parsed_records
+from rlhf.tasks.task import Counts, Lengths, Task
+from rlhf.text.chat import unquoted
+from rlhf.text.encoding import pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,7 +129,7 @@ def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train"
     return Summary(
         splits={split: task.counts(split) for split in splits},
         columns=None if source is None else source.columns(task.data),
-        reward_columns=list(dict.fromkeys(chain.from_iterable(parsed(some.get(RECORD, []))))),
+        reward_columns=list(dict.fromkeys(chain.from_iterable(parsed_records(some.get(RECORD, []))))),
         chat_format=chat_format(task),
         split_off=source is not None and source.splits_off_validation,
         limit=task.max_prompt_tokens,

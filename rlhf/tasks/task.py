@@ -5,38 +5,37 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 import xxhash
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.config.algo import Data
+from rlhf.config.algorithms import Data
 from rlhf.core.batch import Prompts
-from rlhf.core.chat_format import Messages, Tools
-from rlhf.core.control import START, control_tokens, unquoted
-from rlhf.core.dialogues import Dialogues, said
-from rlhf.core.encoding import end_tokens, pad_prompts, prompt_tokens
 from rlhf.core.errors import UserError
-from rlhf.core.rollout_format import vocabulary
-from rlhf.core.seeding import derive
+from rlhf.core.files import vocabulary
+from rlhf.core.numerics import derive
 from rlhf.tasks.columns import before_replies
-from rlhf.tasks.counts import Counts, all_skipped, count, no_differences
-from rlhf.tasks.formats import TOOLS
-from rlhf.tasks.mixture import check_parts, mixed_order
-from rlhf.tasks.prompt_order import PromptOrder
-from rlhf.tasks.records import NOTHING, RECORD, Wanted, parsed
-from rlhf.tasks.repeated_prompts import repeating, without_repeated_prompts
-from rlhf.tasks.storage import is_text, mapped
+from rlhf.tasks.mixture import PromptOrder, check_parts, mixed_order
+from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted
+from rlhf.tasks.reading import parsed_records as parsed
+from rlhf.tasks.source import is_text, mapped
+from rlhf.text.chat import START, Dialogues, Messages, Tools, control_tokens, said, unquoted
+from rlhf.text.encoding import end_tokens, pad_prompts, prompt_tokens
 
 if TYPE_CHECKING:
     from rlhf.tasks.columns import Response
     from rlhf.tasks.source import Source
+
 
 log = logging.getLogger(__name__)
 _END_TEXTS = ("<|endoftext|>",)  # end markers in published data sets; removed with any tokenizer
@@ -364,3 +363,210 @@ def _said(response: Response) -> bool:
     if isinstance(response, str):
         return bool(response.strip())
     return any(map(said, response))
+
+
+# Counts of the examples of a split: skipped prompts, empty texts, equal responses, and lengths.
+
+
+@dataclass(frozen=True, slots=True)
+class Some:
+    """A number of rows, and the first of them (from 0)."""
+
+    count: int
+    first: int | None
+
+    @classmethod
+    def where(cls, mask: np.ndarray) -> Some:
+        """Return the rows where the mask is True."""
+        rows = np.flatnonzero(mask)
+        return cls(len(rows), int(rows[0]) if len(rows) else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """The distribution of lengths in tokens."""
+
+    least: int
+    median: int
+    most_of: int  # 95% are at most this long
+    largest: int
+
+    @classmethod
+    def of(cls, lengths: np.ndarray) -> Lengths:
+        """Return the distribution of at least one length."""
+        least, median, most, largest = np.quantile(lengths, [0, 0.5, 0.95, 1], method="higher")
+        return cls(int(least), int(median), int(most), int(largest))
+
+    def __str__(self) -> str:
+        return f"median {self.median:,}, 95% at most {self.most_of:,}, longest {self.largest:,}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What a split contains, before prompts are skipped.
+
+    Attributes:
+        rows: number of rows.
+        too_long: rows whose prompt has more tokens than `task.max_prompt_tokens`; they are skipped.
+        no_prompt: rows whose prompt is empty; they are skipped.
+        prompt_tokens: lengths of all prompts.
+        no_response: rows with an empty stored response, if the data have responses.
+        no_difference: pairs with equal responses.
+    """
+
+    rows: int
+    too_long: Some
+    no_prompt: Some
+    prompt_tokens: Lengths
+    no_response: Some
+    no_difference: Some
+
+    @property
+    def kept(self) -> int:
+        """The number of examples that are not skipped."""
+        return self.rows - self.too_long.count - self.no_prompt.count
+
+    def warnings(self, split: str, place: Callable[[int], str]) -> Iterator[str]:
+        """Yield a warning for each kind of rows that teach nothing.
+
+        Args:
+            split: name of the split.
+            place: returns the place of a row for messages.
+        """
+        found = (
+            (self.no_prompt, "an empty prompt; they are skipped"),
+            (self.no_response, "an empty response; they are kept"),
+            (self.no_difference, "equal chosen and rejected responses, which teach nothing; they are kept"),
+        )
+        for some, what in found:
+            if some.first is not None:
+                yield (
+                    f"{some.count:,} of {self.rows:,} rows of the split {split} have {what} "
+                    f"(first: {place(some.first)})"
+                )
+
+
+def count(
+    examples: Dataset, limit: int, empty: Sequence[bool], equal: Sequence[bool], has_responses: bool
+) -> tuple[Counts, np.ndarray]:
+    """Return the counts of a tokenized split, and a bool mask of the rows that are not skipped.
+
+    Args:
+        examples: the rows of the split with the columns `text` and `ids`.
+        limit: largest length of a prompt in tokens.
+        empty: whether a row has an empty response, for each row.
+        equal: whether both responses of a pair are equal, for each row.
+        has_responses: whether the rows must have responses; otherwise the data may be prompts only.
+    """
+    table = examples.data
+    lengths = pc.list_value_length(table.column("ids")).to_numpy()
+    no_prompt = (lengths == 0) | pc.equal(table.column("text"), "").to_numpy()
+    nowhere = np.zeros(len(examples), dtype=bool)
+    no_response = np.asarray(empty) if has_responses or not all(empty) else nowhere
+    counts = Counts(
+        rows=len(examples),
+        too_long=Some.where(lengths > limit),
+        no_prompt=Some.where(no_prompt),
+        prompt_tokens=Lengths.of(lengths),
+        no_response=Some.where(no_response),
+        no_difference=Some.where(np.asarray(equal)),
+    )
+    return counts, ~no_prompt & (lengths <= limit)
+
+
+def no_differences(counts: Counts, split: str) -> str:
+    """Return the error message for pairs that all have equal responses."""
+    return (
+        f"task.path must contain pairs with different responses (equal ones teach nothing), got "
+        f"{counts.rows:,} pairs of the split {split}, all with chosen equal to rejected; correct the columns"
+    )
+
+
+def all_skipped(counts: Counts, split: str, limit: int) -> str:
+    """Return the error message for a split of which no prompt is used."""
+    if counts.no_prompt.count == counts.rows:
+        return (
+            f"task.path must contain prompts, got {counts.rows:,} rows with empty prompts in the split "
+            f"{split}; fill the column of the prompts"
+        )
+    lengths = counts.prompt_tokens
+    return (
+        f"task.max_prompt_tokens must be at least the length of some of the {counts.rows:,} prompts of the "
+        f"split {split} (longer prompts are skipped), got {limit}; the shortest prompt has {lengths.least:,} "
+        f"tokens, the median is {lengths.median:,}, the longest {lengths.largest:,}; set "
+        f"task.max_prompt_tokens={lengths.most_of}"
+    )
+
+
+# Preference pairs whose responses repeat the prompt: a property of a data set, never of a row alone.
+
+
+_REPEATED = 0.9  # share of the pairs that repeat the prompt in both responses, in data that do so
+_ROLES = (("prompt", "query"), ("chosen", "reference_response"), ("rejected",))  # names of the columns
+
+
+def repeating(pairs: Dataset) -> set[int]:
+    """Return the parts of pairs of texts that repeat the prompt; data that are no mixture are part 0.
+
+    A part repeats the prompt if both responses of at least `_REPEATED` of its rows begin with the prompt, and
+    do not continue its last word. Otherwise, a response that begins with the prompt does so by accident.
+
+    Args:
+        pairs: columns `prompt` or `query`, `chosen` or `reference_response`, `rejected`; perhaps `part`.
+    """
+    total: Counter[int] = Counter()
+    found: Counter[int] = Counter()
+    for part, prompt, *responses in _rows(pairs):
+        total[part] += 1
+        found[part] += repeats(prompt, responses)
+    return {part for part in total if found[part] >= _REPEATED * total[part]}
+
+
+def repeats(prompt: str, responses: list[str]) -> bool:
+    """Return whether all responses begin with the prompt, and do not continue its last word."""
+    ends = [response[len(prompt) : len(prompt) + 1] for response in responses if response.startswith(prompt)]
+    whole = not prompt[-1:].isalnum() or not any(map(str.isalnum, ends))
+    return bool(prompt) and whole and len(ends) == len(responses)
+
+
+def without_repeated_prompts(pairs: Dataset, parts: set[int], split: str) -> Dataset:
+    """Return pairs of texts; in `parts`, without the prompt at the start of both responses."""
+    if not parts:
+        return pairs
+    names = _names(pairs)
+    changed = 0
+
+    def cut(columns: dict[str, list[str]]) -> dict[str, list[str]]:
+        nonlocal changed
+        made: dict[str, list[str]] = {name: [] for name in names[1:]}
+        for part, prompt, *responses in _rows_of(columns, names):
+            repeated = part in parts and repeats(prompt, responses)
+            changed += repeated
+            for name, response in zip(made, responses, strict=True):
+                made[name].append(response[len(prompt) :] if repeated else response)
+        return made
+
+    result = mapped(pairs, cut, batched=True)
+    log.warning(
+        "both responses of %d of %d pairs of the split %s begin with the prompt; it is removed from them",
+        changed, len(pairs), split,
+    )  # fmt: skip
+    return result
+
+
+def _names(pairs: Dataset) -> list[str]:
+    return [next(name for name in usual if name in pairs.column_names) for usual in _ROLES]
+
+
+def _rows(pairs: Dataset) -> Iterator[tuple]:
+    names = _names(pairs)
+    kept = [name for name in (*names, "part") if name in pairs.column_names]
+    for columns in pairs.select_columns(kept).iter(1000):
+        yield from _rows_of(columns, names)
+
+
+def _rows_of(columns: dict[str, list], names: list[str]) -> Iterator[tuple]:
+    """Yield part, prompt and both responses of each row."""
+    texts = [columns[name] for name in names]
+    parts = columns["part"] if "part" in columns else [0] * len(texts[0])
+    return zip(parts, *texts, strict=True)

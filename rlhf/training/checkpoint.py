@@ -15,20 +15,19 @@ import torch
 import xxhash
 
 from rlhf.core.batch import Batch
-from rlhf.core.console import say
 from rlhf.core.errors import UserError
 from rlhf.core.files import discard, leftovers, scratch_of, sync, sync_all, whole
 from rlhf.processes.ranks import ALONE
-from rlhf.runs.disk import free, full, space
-from rlhf.runs.environment import versions
-from rlhf.runs.folder import COMPLETE, complete_checkpoints
+from rlhf.runs.folder import COMPLETE, complete_checkpoints, versions
+from rlhf.runs.lock import free, full, space
+from rlhf.terminal.console import say
 
 if TYPE_CHECKING:
     from rlhf.core.state import TrainState
     from rlhf.engines.engine import Engine
     from rlhf.objectives.objective import Objective
     from rlhf.processes.ranks import Ranks
-    from rlhf.tasks.prompt_order import PromptOrder
+    from rlhf.tasks.mixture import PromptOrder
     from rlhf.training.recorder import Recorder
     from rlhf.training.stream import Replay, RolloutStream
 

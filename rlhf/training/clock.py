@@ -15,9 +15,8 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from rlhf.config.clock import VirtualConfig
-from rlhf.config.schedule import Order, Stale
-from rlhf.core.seeding import derive
+from rlhf.config.schedule import Order, Stale, VirtualConfig
+from rlhf.core.numerics import derive
 
 # A response that is being decoded, in pieces, and what samples the pieces.
 

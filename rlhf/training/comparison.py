@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf.core.confidence import rate
+from rlhf.core.formatting import rate
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Row

@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.core.confidence import mean_bounds, rate, with_bounds
-from rlhf.core.control import unquoted
-from rlhf.core.encoding import encode_completions
+from rlhf.core.formatting import in_float32, mean_bounds, rate, with_bounds
 from rlhf.core.metrics import Evaluation
-from rlhf.core.phases import Phases
-from rlhf.core.score import in_float32
 from rlhf.core.state import TrainState
 from rlhf.environments.environment import limits, transcripts
 from rlhf.models.modules import RewardModel
 from rlhf.scorers.scorer import response_texts
 from rlhf.tasks.mixture import means_of_parts
+from rlhf.terminal.progress import Phases
+from rlhf.text.chat import unquoted
+from rlhf.text.encoding import encode_completions
 
 if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Rollouts, Sampling

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rlhf.config.schedule import Dropped, Order, Unit
 from rlhf.core.batch import Batch, Begun, Prompts, Rollouts, concatenated, grouped
 from rlhf.core.metrics import How, Stat
-from rlhf.core.seeding import derive
+from rlhf.core.numerics import derive
 from rlhf.environments.environment import LIMITS
 from rlhf.generators.hf.sampling import uniforms
 from rlhf.training import clock
@@ -30,7 +30,7 @@ from rlhf.training.clock import MESSAGE, Clock, Piece, Rules, Start, Usage
 from rlhf.training.stream import RefilledStream, RolloutStream, Stream, joined, unpack, with_token_versions
 
 if TYPE_CHECKING:
-    from rlhf.config.clock import ClockConfig, VirtualConfig
+    from rlhf.config.schedule import ClockConfig, VirtualConfig
     from rlhf.core.metrics import Metrics
     from rlhf.training.clock import Group
     from rlhf.training.stream import StreamContext

@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rlhf.core.phases import Phases
+from rlhf.terminal.progress import Phases
 from rlhf.training.stream import ONCE
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rlhf.objectives.objective import Objective
     from rlhf.processes.signals import Interruption
     from rlhf.scorers.scorer import Scorer
-    from rlhf.tasks.prompt_order import PromptOrder
+    from rlhf.tasks.mixture import PromptOrder
     from rlhf.training.checkpoint import Checkpoints
     from rlhf.training.evaluators import Evaluator
     from rlhf.training.recorder import Recorder

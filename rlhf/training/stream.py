@@ -16,14 +16,14 @@ from torch import Tensor
 
 from rlhf.core.batch import Batch, Prompts, R, Rollouts, concatenated
 from rlhf.core.metrics import How, Metrics, Stat, mean
-from rlhf.core.seeding import derive
+from rlhf.core.numerics import derive
 
 if TYPE_CHECKING:
     from rlhf.config.schedule import ScheduleConfig
     from rlhf.core.batch import Sampling
-    from rlhf.core.phases import Phases
     from rlhf.core.state import TrainState
     from rlhf.generators.generator import Generator
+    from rlhf.terminal.progress import Phases
     from rlhf.training.recorder import Recorder
 
 

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf.config.model import AUTO, Dtype
+from rlhf.config.models import AUTO, Dtype
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import UserError
 from rlhf.core.files import digest, write_json

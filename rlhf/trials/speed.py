@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlhf.config.model import Dtype
+from rlhf.config.models import Dtype
 from rlhf.core.batch import Batch
-from rlhf.core.console import say_row
 from rlhf.engines.engine import trained
 from rlhf.memory.plan import with_token_limit
 from rlhf.memory.sizes import with_gradient
@@ -22,6 +21,7 @@ from rlhf.models.forward import raise_errors
 from rlhf.models.logprobs import fused_logprobs, token_outputs
 from rlhf.models.modules import LogprobHead, RolloutModule, described
 from rlhf.models.placement import autocast, shared_copies
+from rlhf.terminal.console import say_row
 from rlhf.trials.trial import REPEATS, Trial, example, fastest, largest_difference, parts, reject, timed
 
 if TYPE_CHECKING:

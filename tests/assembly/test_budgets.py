@@ -1,8 +1,8 @@
 """The limits of forward passes: without gradients, a pass has four times as many sequences and tokens."""
 
 from rlhf.assembly.models import inference_budget, training_budget
-from rlhf.config.compose import compose
 from rlhf.core.batch import Budget
+from rlhf.words.compose import compose
 
 
 def test_a_limit_of_tokens_makes_forward_passes_without_gradients_larger():

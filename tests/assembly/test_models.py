@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rlhf.assembly import models
-from rlhf.config.compose import compose
 from rlhf.processes.ranks import Ranks
+from rlhf.words.compose import compose
 
 
 class Second(Ranks):

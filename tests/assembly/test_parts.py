@@ -14,16 +14,16 @@ import pytest
 import rlhf.config.root  # noqa: F401  # registers the sections
 from rlhf.assembly import training as engine_assembly
 from rlhf.assembly.parts import make, part
-from rlhf.config import plugins
-from rlhf.config.compose import compose
-from rlhf.config.logger import LoggersConfig
+from rlhf.config.run import LoggersConfig
 from rlhf.config.schema import PARTS, SCHEMAS, Section
-from rlhf.config.task import ArithmeticConfig
+from rlhf.config.tasks import ArithmeticConfig
 from rlhf.engines.engine import Engine
 from rlhf.processes.ranks import ALONE
-from rlhf.tasks.arithmetic import ArithmeticSource
+from rlhf.tasks.kinds import ArithmeticSource
+from rlhf.words import catalogue
+from rlhf.words.compose import compose
 
-plugins.load()
+catalogue.load_plugins()
 
 OPTIONS = {  # option, as in an override -> the class of its section
     name.removeprefix("schema/").replace("/", "="): section

@@ -16,8 +16,8 @@ from benchmarks.against_trl.roofline import decoding_gb
 from benchmarks.against_trl.table import described, figures, origin, pairs, results, sheets
 from benchmarks.against_trl.work import LENGTHS, SAMPLES, SHAPES, Case, cases
 from rlhf.checks.check import problems
-from rlhf.config.compose import compose
-from rlhf.config.policy_gradient import ValueFrom
+from rlhf.config.algorithms import ValueFrom
+from rlhf.words.compose import compose
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {"processor": "Abacus", "cores": 2, "memory_gib": 1.0, "platform": "Linux", "python": "3.11.7"}

@@ -8,7 +8,7 @@ from benchmarks import growth
 from benchmarks.against_trl.meter import PHASES
 from benchmarks.growth import AXES, BASE, Exponent, Point, slope, table, work
 from rlhf.checks.check import problems
-from rlhf.config.compose import compose
+from rlhf.words.compose import compose
 
 SMALL = Point(prompts=2, samples=2, prompt=4, response=3, vocabulary=32, hidden_size=32, layers=1)
 

@@ -7,8 +7,7 @@ import pytest
 
 from benchmarks.recorded_cluster import read
 from benchmarks.rollout_rules import TOKENS, Responses, main, on_cluster, run
-from rlhf.config.clock import VirtualConfig
-from rlhf.config.schedule import Order, Stale
+from rlhf.config.schedule import Order, Stale, VirtualConfig
 from rlhf.core.errors import UserError
 from rlhf.training.clock import Clock, Rules
 

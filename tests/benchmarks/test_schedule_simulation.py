@@ -16,9 +16,9 @@ from benchmarks.schedule import (
     simulate,
     varied,
 )
-from rlhf.config.compose import compose
 from rlhf.report.runs import read_run
 from rlhf.runs.folder import RunFolder
+from rlhf.words.compose import compose
 from tests.generators.test_replicas import noted, train
 
 

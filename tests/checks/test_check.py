@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from rlhf.checks import check, generators
-from rlhf.config import cores
-from rlhf.config.backend import TorchConfig
-from rlhf.config.compose import compose
-from rlhf.config.identity import run_name
+from rlhf.config import root
+from rlhf.config.backends import TorchConfig
 from rlhf.stages import words as summary
+from rlhf.words.compose import compose
+from rlhf.words.identity import run_name
 from tests.model_folders import write_model
 
 STORED = "generator=dataset"
@@ -302,9 +302,9 @@ def test_updates_of_a_run_in_epochs_are_computed_from_the_size_of_the_data():
     ],
 )
 def test_trainer_and_generator_share_the_cores(monkeypatch, overrides, environment, trainer, generator):
-    for module in (cores, generators):
+    for module in (root, generators):
         monkeypatch.setattr(module, "cpu_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", environment)
     cfg = compose(overrides.split())
-    assert cores.threads(cfg) == (trainer, generator)
+    assert root.threads(cfg) == (trainer, generator)
     assert not check.problems(cfg)

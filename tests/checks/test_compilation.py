@@ -3,8 +3,8 @@
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.config.compose import compose
-from rlhf.config.identity import run_name, what_counts
+from rlhf.words.compose import compose
+from rlhf.words.identity import run_name, what_counts
 
 
 @pytest.mark.parametrize("backend", ["zero0", "zero3", "zero2_offload"])

@@ -3,14 +3,14 @@
 import pytest
 
 from rlhf.checks import machine
-from rlhf.config import best_generator
-from rlhf.config.compose import compose
-from rlhf.config.identity import run_name
+from rlhf.config import root
 from rlhf.core.errors import UserError
 from rlhf.core.machine import Machine
 from rlhf.memory import plan, sizes
 from rlhf.memory.sizes import config_size
 from rlhf.stages.words import describe
+from rlhf.words.compose import compose
+from rlhf.words.identity import run_name
 from tests.memory.test_plan import PYTHIA_2_8B
 
 MODEL = ["model=pythia_410m", "task=tldr"]
@@ -18,8 +18,8 @@ MODEL = ["model=pythia_410m", "task=tldr"]
 
 def on_gpus(count, monkeypatch, memory=2**36):
     """Let this machine have `count` GPUs with `memory` bytes."""
-    monkeypatch.delenv(best_generator.SELECTED, raising=False)
-    for module in (best_generator, machine, machine, plan):
+    monkeypatch.delenv(root.SELECTED, raising=False)
+    for module in (root, machine, machine, plan):
         monkeypatch.setattr(module, "this_machine", lambda: Machine(2**38, (memory,) * count))
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from rlhf.checks.check import problems, warnings
-from rlhf.config.compose import compose
-from rlhf.config.identity import run_name
-from rlhf.config.saved import load_config
 from rlhf.runs.folder import RunFolder
+from rlhf.words.compose import compose, load_config
+from rlhf.words.identity import run_name
 from tests.model_folders import write_model, write_tokenizer
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

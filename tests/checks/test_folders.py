@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from rlhf.checks import check, data
-from rlhf.config.compose import compose
+from rlhf.words.compose import compose
 
 
 @pytest.mark.parametrize("key", ["output_dir", "cache_dir"])

@@ -9,8 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from rlhf.checks import check
-from rlhf.config.compose import compose
-from rlhf.core.rollout_format import Shared, name
+from rlhf.core.files import Shared, name
+from rlhf.words.compose import compose
 
 SETTINGS = Shared(prompts=64, samples=2, response_length=40, temperature=0.7, vocabulary="0" * 16)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rlhf.checks.check import hooks_exist
-from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.loggers.hooks import Hook, load_hooks
+from rlhf.words.compose import compose
 
 FILE = """
 import rlhf

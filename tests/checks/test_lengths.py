@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rlhf.checks.check import problems, warnings
-from rlhf.config.compose import compose
 from rlhf.config.schedule import DEFAULT_EPOCHS
 from rlhf.stages import words
+from rlhf.words.compose import compose
 
 
 @pytest.mark.parametrize("task", ["local", "preferences"])

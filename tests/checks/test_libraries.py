@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from rlhf.checks import check
-from rlhf.config.compose import compose
+from rlhf.words.compose import compose
 
 
 def test_a_file_with_the_name_of_a_library_is_refused_only_if_python_imports_it(tmp_path, monkeypatch):

@@ -3,9 +3,9 @@
 import pytest
 
 from rlhf.checks import machine
-from rlhf.config.compose import compose
 from rlhf.core.machine import Machine
 from rlhf.memory.uses import GIB
+from rlhf.words.compose import compose
 
 IPC = ("generator=vllm_colocated",)
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

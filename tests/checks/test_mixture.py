@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlhf.checks.check import problems, warnings
-from rlhf.config.compose import compose
+from rlhf.words.compose import compose
 
 
 @pytest.fixture

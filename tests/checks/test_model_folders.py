@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rlhf.checks import check, machine
-from rlhf.config.compose import compose
-from rlhf.core import hub
+from rlhf.core import machine as hub
 from rlhf.models.folder import folder_problem, not_causal
+from rlhf.words.compose import compose
 from tests.model_folders import (
     HEAD,
     LLAMA,

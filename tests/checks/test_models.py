@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rlhf.checks import check, models
-from rlhf.config.compose import compose
-from rlhf.config.model import ModelConfig
+from rlhf.config.models import ModelConfig
 from rlhf.core.machine import Machine
+from rlhf.words.compose import compose
 from tests.model_folders import LLAMA, REWARD, write_model
 
 

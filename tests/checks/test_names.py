@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.config.compose import compose
-from rlhf.config.identity import run_name
 from rlhf.core.files import component
 from rlhf.runs.folder import RunFolder
-from rlhf.runs.naming import folder_of
+from rlhf.runs.resuming import folder_of
 from rlhf.stages.evaluation import completions_file
 from rlhf.stages.prerequisites import model_folder, pairs_folder
+from rlhf.words.compose import compose
+from rlhf.words.identity import run_name
 
 OUTSIDE = ["/../../x", "../x", "..", "/x", ".", "a/../../b"]
 

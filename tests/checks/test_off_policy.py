@@ -4,7 +4,7 @@ import pytest
 
 from rlhf.assembly.parts import make
 from rlhf.checks.check import problems, warnings
-from rlhf.config.compose import compose
+from rlhf.words.compose import compose
 
 REINFORCE = "algo=rloo algo.loss_type=reinforce"
 LINEAR = "algo.anchor=loglinear"

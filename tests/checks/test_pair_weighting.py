@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf.checks.check import problems, warnings
-from rlhf.config.compose import compose
+from rlhf.words.compose import compose
 
 
 @pytest.mark.parametrize(

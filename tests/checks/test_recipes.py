@@ -3,9 +3,9 @@
 import pytest
 
 from rlhf.checks.algorithms import recipes_of_other_commands
-from rlhf.config.catalogue import options
 from rlhf.core.errors import UserError
 from rlhf.stages.pipeline import config_of
+from rlhf.words.catalogue import options
 
 RELABEL = "run: python -m rlhf.relabel output=outputs/tldr-relabelled experiment=tldr_relabel"
 

@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from rlhf.checks.check import check_job
-from rlhf.config.compose import compose
-from rlhf.core import network
+from rlhf.core import machine
 from rlhf.core.errors import UserError
+from rlhf.words.compose import compose
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_reward_function_is_imported_in_the_process_of_the_job(tmp_path):
 
 
 def test_a_service_that_refuses_connections_is_a_user_error(listening, monkeypatch):
-    monkeypatch.setattr(network, "_CONNECT_S", 0.2)
+    monkeypatch.setattr(machine, "_CONNECT_S", 0.2)
     check_job(compose(["scorer=http", f"scorer.url={listening}"]))
     cfg = compose(["scorer@gold=http", "gold.url=http://127.0.0.1:9/score"])
     with pytest.raises(UserError) as refused:
@@ -106,8 +106,8 @@ def test_a_service_behind_a_proxy_is_not_tried(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    assert network.refusal("http://no-such-host.invalid/score") is None
-    assert network.refusal("http://127.0.0.1:9/score") == "Connection refused"
+    assert machine.refusal("http://no-such-host.invalid/score") is None
+    assert machine.refusal("http://127.0.0.1:9/score") == "Connection refused"
 
 
 def test_a_slow_connection_is_not_refused(monkeypatch):
@@ -115,7 +115,7 @@ def test_a_slow_connection_is_not_refused(monkeypatch):
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", late)
-    assert network.refusal("http://127.0.0.1:9/score") is None
+    assert machine.refusal("http://127.0.0.1:9/score") is None
 
 
 def test_a_refused_run_leaves_no_folder(command, tmp_path):

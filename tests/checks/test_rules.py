@@ -18,7 +18,7 @@ from rlhf.checks.rules import (
     rule,
     training_rule,
 )
-from rlhf.config.compose import compose
+from rlhf.words.compose import compose
 
 
 def test_rules_of_a_plug_in_are_checked_with_all_others():

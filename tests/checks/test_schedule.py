@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlhf.checks import check
-from rlhf.config.compose import compose
-from rlhf.config.identity import run_name, what_counts
+from rlhf.words.compose import compose
+from rlhf.words.identity import run_name, what_counts
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from rlhf.checks import check
-from rlhf.config.catalogue import options
-from rlhf.config.compose import compose
-from rlhf.config.identity import run_name
 from rlhf.config.schema import SCHEMAS
-from rlhf.config.scorer import ScorerConfig, WeightedScorerConfig
+from rlhf.config.scorers import ScorerConfig, WeightedScorerConfig
+from rlhf.words.catalogue import options
+from rlhf.words.compose import compose
+from rlhf.words.identity import run_name
 
 DOCS = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 

@@ -4,8 +4,8 @@ import pytest
 
 from rlhf.checks.check import problems
 from rlhf.checks.rules import check_arguments
-from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
+from rlhf.words.compose import compose
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.checks import check
-from rlhf.config.compose import compose
+from rlhf.words.compose import compose
 
 PROMPT = '{"query": "a", "reference_response": "b"}'
 PAIR = '{"prompt": "a", "chosen": "b", "rejected": "c"}'

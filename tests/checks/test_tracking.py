@@ -5,8 +5,8 @@ import socket
 import pytest
 
 from rlhf.checks.check import check_job
-from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
+from rlhf.words.compose import compose
 
 
 @pytest.fixture

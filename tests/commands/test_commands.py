@@ -13,13 +13,12 @@ from rlhf import evaluate as evaluate_command
 from rlhf import extend as extend_command
 from rlhf import pipeline as pipeline_command
 from rlhf import relabel as relabel_command
-from rlhf.config.compose import compose
-from rlhf.config.saved import load_config
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import evaluation as evaluate
 from rlhf.stages import pipeline as pipeline
 from rlhf.stages.evaluation import changed
 from rlhf.stages.prerequisites import stage
+from rlhf.words.compose import compose, load_config
 from tests.model_folders import write_model
 
 COMMANDS = {
@@ -148,7 +147,7 @@ def test_a_current_folder_that_was_deleted_is_reported(call, tmp_path, monkeypat
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_sets_the_rank_of_a_slurm_task(call, monkeypatch, name):
     named = []
-    monkeypatch.setattr("rlhf.launch.slurm.name_rank", lambda: named.append(name))
+    monkeypatch.setattr("rlhf.launch.command_line.name_rank", lambda: named.append(name))
     call(name, "-m")
     assert named == [name]
 

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config.compose import compose
-from rlhf.config.identity import run_name
 from rlhf.core.errors import UserError
-from rlhf.launch.jobs import announce
+from rlhf.launch.preflight import announce
 from rlhf.report.groups import sections
 from rlhf.report.runs import find_runs
 from rlhf.report.tables import remarks, samples
@@ -23,6 +21,8 @@ from rlhf.stages import relabelling
 from rlhf.stages.artefacts import trained
 from rlhf.stages.evaluation import changed, evaluate, run_folder, settings
 from rlhf.stages.extending import extend
+from rlhf.words.compose import compose
+from rlhf.words.identity import run_name
 from tests.model_folders import write_model
 
 CFG = compose([])

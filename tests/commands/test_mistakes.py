@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config.compose import compose
-from rlhf.config.identity import digest
-from rlhf.config.saved import load_config
-from rlhf.core.pasting import override
+from rlhf.core.errors import override
 from rlhf.runs.folder import RunFolder
+from rlhf.words.compose import compose, load_config
+from rlhf.words.identity import digest
 
 DPO_KEYS = (
     "samples_per_prompt, tie_tolerance, loss_type, beta, label_smoothing, length_normalised, ties, "

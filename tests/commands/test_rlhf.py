@@ -12,7 +12,7 @@ import pytest
 
 from rlhf import __version__
 from rlhf.__main__ import COMMANDS, main
-from rlhf.config import help as train_help
+from rlhf.words import help as train_help
 
 PACKAGE = Path(__file__).parents[2] / "rlhf"
 

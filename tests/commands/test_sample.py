@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from rlhf import sample
-from rlhf.config.compose import compose
 from rlhf.core.files import append
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import sampling
+from rlhf.words.compose import compose
 from tests.model_folders import write_model
 
 

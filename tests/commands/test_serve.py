@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from rlhf import serve
-from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.generators.servers import server
+from rlhf.words.compose import compose
 from tests.tiny_models import tiny_config
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config.address import function_problem, load_class, load_function
-from rlhf.config.scorer import FunctionScorerConfig
+from rlhf.config.scorers import FunctionScorerConfig
 from rlhf.core.errors import UserError
+from rlhf.usercode.address import function_problem, load_class, load_function
 
 ARGUMENTS = ("prompt", "response", "reference")
 

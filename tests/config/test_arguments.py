@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf.config.arguments import readable, repeated
-from rlhf.config.suggestions import closest, key_or_group
+from rlhf.words.mistakes import readable, repeated
+from rlhf.words.suggestions import closest, key_or_group
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from rlhf.checks import check
-from rlhf.config.backend import KNOWN, OWNED
-from rlhf.config.catalogue import options
-from rlhf.config.compose import compose
-from rlhf.config.model import Dtype
+from rlhf.config.backends import KNOWN, OWNED
+from rlhf.config.models import Dtype
+from rlhf.words.catalogue import options
+from rlhf.words.compose import compose
 
 ZERO = [name for name in options("backend") if name.startswith("zero")]
 
@@ -106,7 +106,7 @@ def test_native_deepspeed_setting_needs_a_plus_on_the_command_line(command):
 @pytest.mark.process
 def test_composing_imports_neither_deepspeed_nor_torch():
     program = (
-        "import sys; from rlhf.config.compose import compose; from rlhf.checks import check;"
+        "import sys; from rlhf.words.compose import compose; from rlhf.checks import check;"
         "assert not check.problems(compose(['backend=zero3']));"
         "assert not {'deepspeed', 'torch'} & set(sys.modules)"
     )

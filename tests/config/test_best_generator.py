@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from rlhf.config import best_generator
-from rlhf.config.best_generator import SELECTED, candidates, selecting
-from rlhf.config.compose import compose
+from rlhf.config import root
+from rlhf.config.root import SELECTED, candidates, selecting
 from rlhf.core.machine import Machine
+from rlhf.words.compose import compose
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_vllm_is_a_candidate_with_a_gpu_and_has_its_own_if_there_are_more_gpus_t
         importlib.util, "find_spec", lambda name: find(name if installed or name != "vllm" else "no_such")
     )
     assert candidates(gpus, ranks) == expected
-    monkeypatch.setattr(best_generator, "this_machine", lambda: Machine(2**36, (2**36,) * gpus))
+    monkeypatch.setattr(root, "this_machine", lambda: Machine(2**36, (2**36,) * gpus))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert candidates() == expected

@@ -13,15 +13,14 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlhf.checks.check import as_objects, checked
-from rlhf.config import catalogue
-from rlhf.config.best_generator import best_generator
-from rlhf.config.catalogue import all_keys, conf_dir, groups, options
-from rlhf.config.compose import compose_node
-from rlhf.config.help import COMMANDS, GROUPS, KEYS, LONG, all_meanings, help_text
-from rlhf.config.identity import run_name
-from rlhf.config.logger import WandbMode
-from rlhf.config.root import Config
+from rlhf.config.root import Config, best_generator
+from rlhf.config.run import WandbMode
 from rlhf.config.schema import SCHEMAS
+from rlhf.words import catalogue
+from rlhf.words.catalogue import all_keys, conf_dir, groups, options
+from rlhf.words.compose import compose_node
+from rlhf.words.help import COMMANDS, GROUPS, KEYS, LONG, all_meanings, help_text
+from rlhf.words.identity import run_name
 
 ROOT = Path(__file__).parents[2]
 CHOICES = [(group, option) for group in groups() for option in options(group)]
@@ -154,7 +153,7 @@ def test_help_of_a_key_has_its_meaning(command, topic, keys):
 
 def test_every_key_has_a_help_text_of_its_own(command, monkeypatch):
     found = all_meanings()
-    monkeypatch.setattr("rlhf.config.help.all_meanings", lambda: found)  # once for all keys
+    monkeypatch.setattr("rlhf.words.help.all_meanings", lambda: found)  # once for all keys
     for key in found:
         assert "".join(help_text([key]).split()).startswith(key)
 

@@ -6,9 +6,9 @@ import pytest
 
 from rlhf.checks.check import problems, warnings
 from rlhf.checks.machine import composed
-from rlhf.config.compose import compose, compose_node
-from rlhf.config.environment import GymnasiumConfig, PythonEnvironmentConfig
-from rlhf.config.identity import run_name, what_counts
+from rlhf.config.environments import GymnasiumConfig, PythonEnvironmentConfig
+from rlhf.words.compose import compose, compose_node
+from rlhf.words.identity import run_name, what_counts
 
 GUESS = "environment=guess_number"
 GYM = ("task=reasoning_gym", "task.chat=true", "algo=grpo", "scorer=environment", "scorer@gold=none")

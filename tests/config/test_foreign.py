@@ -14,11 +14,10 @@ import pytest
 from rlhf.checks.check import problems
 from rlhf.checks.machine import composed
 from rlhf.checks.rules import RULES, TRAINING_RULES, Row
-from rlhf.config.catalogue import all_keys, groups, options
-from rlhf.config.foreign import ELSEWHERE, PROJECTS, TABLE, WITHOUT, meaning
 from rlhf.config.root import Config
-from rlhf.config.suggestions import assigned, keys_of_run
 from rlhf.core.errors import UserError
+from rlhf.words.catalogue import all_keys, groups, options
+from rlhf.words.suggestions import ELSEWHERE, PROJECTS, TABLE, WITHOUT, assigned, keys_of_run, meaning
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
 

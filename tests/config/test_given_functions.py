@@ -10,9 +10,9 @@ from functools import lru_cache, partial
 
 import pytest
 
-from rlhf.config.address import ONLY_HERE, function_problem, load_function
-from rlhf.config.given_functions import GivenFunctions
 from rlhf.core.errors import UserError
+from rlhf.usercode.address import ONLY_HERE, function_problem, load_function
+from rlhf.usercode.objects import GivenFunctions
 
 LIMIT = 3
 WORD = re.compile(r"\w+", re.IGNORECASE)

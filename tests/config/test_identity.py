@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlhf.config.compose import compose
-from rlhf.config.identity import digest
+from rlhf.words.compose import compose
+from rlhf.words.identity import digest
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.config.compose import compose
+from rlhf.words.compose import compose
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlhf.config.compose import compose
-from rlhf.config.metric_names import lacking
+from rlhf.words.compose import compose
+from rlhf.words.suggestions import lacking
 
 
 @pytest.mark.parametrize(

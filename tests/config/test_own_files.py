@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rlhf.checks.check import as_objects
-from rlhf.config.catalogue import also
-from rlhf.config.compose import compose, compose_node
-from rlhf.config.own_files import replaced
 from rlhf.core.errors import UserError
+from rlhf.words.catalogue import also, replaced
+from rlhf.words.compose import compose, compose_node
 
 LENGTH = "schedule: {total_episodes: 320, prompts_per_update: 8}\n"
 GLOBAL = "# @package _global_\n"

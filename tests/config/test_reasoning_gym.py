@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.config.compose import compose
-from rlhf.config.reasoning_gym import ReasoningGymConfig
+from rlhf.config.scorers import ReasoningGymConfig
+from rlhf.words.compose import compose
 
 
 def test_the_default_config_has_no_problem():

@@ -2,11 +2,10 @@
 
 import pytest
 
-from rlhf.config.algo import DPOConfig
-from rlhf.config.compose import compose
-from rlhf.config.identity import digest
-from rlhf.config.reproduction import settings
-from rlhf.core.pasting import as_text, override
+from rlhf.config.algorithms import DPOConfig
+from rlhf.core.errors import as_text, override
+from rlhf.words.compose import compose
+from rlhf.words.identity import digest, settings
 
 STRANGE = 'a\\ \\"b\\" {x}, [y]: $z\''
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.config.compose import compose
+from rlhf.words.compose import compose
 
 LOCAL = "task=local task.path=x.jsonl model.policy=x"
 MIXTURE = (

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlhf.config.compose import compose
 from rlhf.config.schema import PARTS, SCHEMAS, Section, fact, number, option, sections, values
-from rlhf.config.task import TLDRMiniConfig
+from rlhf.config.tasks import TLDRMiniConfig
+from rlhf.words.compose import compose
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,7 +107,7 @@ def test_a_subclass_does_not_inherit_the_address_of_its_part():
 
 
 def test_sections_are_found_at_any_depth_with_their_keys():
-    from rlhf.config.compose import compose
+    from rlhf.words.compose import compose
 
     cfg = compose(["scorer=weighted", "+scorer@scorer.parts.x=facts"])
     keys = [key for key, _ in sections(cfg)]

@@ -4,9 +4,8 @@ import socket
 
 import pytest
 
-from rlhf.config.generator import Transfer
-from rlhf.config.servers import INTERFACE, VLLMServerConfig
-from rlhf.core import network
+from rlhf.config.generators import INTERFACE, Transfer, VLLMServerConfig
+from rlhf.core import machine
 
 
 @pytest.mark.parametrize(
@@ -16,7 +15,7 @@ from rlhf.core import network
 def test_weights_by_nccl_from_other_hosts_need_the_interface(host, interface, told, transfer, monkeypatch):
     """Where this is missing, NCCL would use the loopback interface, and wait."""
     monkeypatch.delenv(INTERFACE, raising=False)
-    monkeypatch.setattr(network, "_CONNECT_S", 0.1)  # the server answers nothing
+    monkeypatch.setattr(machine, "_CONNECT_S", 0.1)  # the server answers nothing
     if interface:
         monkeypatch.setenv(INTERFACE, interface)
     with socket.create_server(("127.0.0.1", 0)) as server:

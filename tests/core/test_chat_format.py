@@ -5,16 +5,9 @@ import json
 import pytest
 import torch
 
-from rlhf.core.chat_format import (
-    end_of_turn,
-    end_responses_with_turns,
-    render,
-    set_clock,
-    set_format,
-    set_template,
-)
-from rlhf.core.encoding import encode_completions, encode_prompts, prompt_tokens
 from rlhf.core.errors import UserError
+from rlhf.text.chat import end_of_turn, end_responses_with_turns, render, set_clock, set_format, set_template
+from rlhf.text.encoding import encode_completions, encode_prompts, prompt_tokens
 from tests.chat_tokenizers import CHAT, LLAMA_3, QWEN, gemma, llama_2, llama_3, neox, qwen
 
 USER, SYSTEM = {"role": "user", "content": "Why?"}, {"role": "system", "content": "Be brief."}

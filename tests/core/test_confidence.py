@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.core.confidence import bounds, mean_bounds, rate, text, wilson
+from rlhf.core.formatting import bounds, mean_bounds, rate, text, wilson
 
 
 @pytest.mark.parametrize(  # Newcombe, Statistics in Medicine 17 (1998), table I, method 3

@@ -6,14 +6,13 @@ import sys
 
 import pytest
 
-from rlhf.core import console
-from rlhf.core.console import say_items
-from rlhf.core.output import print_error
+from rlhf.terminal import console
+from rlhf.terminal.console import print_error, say_items
 
 PROGRAM = """
 import logging, sys
-from rlhf.core.console import console, say, transcript
-from rlhf.core.output import prepare_output, print_error
+from rlhf.terminal.console import console, say, transcript
+from rlhf.terminal.console import prepare_output, print_error
 prepare_output()
 log = logging.getLogger("rlhf")
 log.setLevel(logging.INFO)
@@ -79,7 +78,9 @@ def test_characters_that_the_terminal_lacks_are_replaced(tmp_path, environment):
 def test_an_error_message_that_nobody_reads_does_not_raise():
     reader, writer = os.pipe()
     os.close(reader)
-    program = "from rlhf.core.output import print_error; print_error('error: a'); print_error('error: b')"
+    program = (
+        "from rlhf.terminal.console import print_error; print_error('error: a'); print_error('error: b')"
+    )
     assert subprocess.run([sys.executable, "-c", program], stderr=writer).returncode == 0
     os.close(writer)
 

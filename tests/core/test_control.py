@@ -4,10 +4,8 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
-from rlhf.core.chat_format import render, set_format
-from rlhf.core.control import control_tokens, quoted, unquoted
-from rlhf.core.dialogues import Dialogues
-from rlhf.core.encoding import encode_completions, encode_prompts, message_tokens, prompt_tokens
+from rlhf.text.chat import Dialogues, control_tokens, quoted, render, set_format, unquoted
+from rlhf.text.encoding import encode_completions, encode_prompts, message_tokens, prompt_tokens
 from tests.chat_templates import with_template
 from tests.chat_tokenizers import CHAT, QWEN, byte_level, llama_2, qwen
 from tests.environments.templates import FAMILIES, family

@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.core.chat_format import render, set_format, written
-from rlhf.core.dialogues import Dialogues
-from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import UserError
-from rlhf.core.pieces import pieces
+from rlhf.text.chat import Dialogues, render, set_format, written
+from rlhf.text.encoding import encode_completions, encode_prompts, pieces
 from tests.chat_templates import START, TEMPLATES, with_template
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "How are you? "}

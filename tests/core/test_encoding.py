@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhf.core.encoding import encode_completions, encode_prompts, prompt_tokens
+from rlhf.text.encoding import encode_completions, encode_prompts, prompt_tokens
 from tests.chat_tokenizers import FAMILIES, gemma, llama_2, llama_3, neox, qwen
 
 ADDS_BOS = ("llama_2", "llama_2_with_end", "zephyr", "llama_3", "llama_3_base", "gemma")

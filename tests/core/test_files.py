@@ -6,15 +6,7 @@ import pytest
 
 from rlhf.core import files
 from rlhf.core.errors import UserError
-from rlhf.core.files import (
-    digest,
-    leftovers,
-    read_json,
-    read_lines,
-    scratch_of,
-    whole,
-    write_atomically,
-)
+from rlhf.core.files import digest, leftovers, read_json, read_lines, scratch_of, whole, write_atomically
 
 
 def names(folder):

@@ -10,7 +10,7 @@ import pytest
 FAULTS = """
 import resource
 import torch
-from rlhf.core.heap import keep_freed
+from rlhf.core.machine import keep_freed
 
 torch.set_num_threads(1)
 keep_freed()

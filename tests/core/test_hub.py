@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from rlhf.core import hub
+from rlhf.core import machine
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def server() -> Iterator[str]:
 
 def test_a_server_that_answers_is_reachable(endpoint, server):
     endpoint(server)
-    assert hub.unreachable() is None, "an error status is an answer, too"
+    assert machine.unreachable() is None, "an error status is an answer, too"
 
 
 def test_a_refused_connection_is_reported_with_the_address(endpoint):
@@ -49,33 +49,33 @@ def test_a_refused_connection_is_reported_with_the_address(endpoint):
         closed.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
     endpoint(address)
-    assert hub.unreachable() == f"no connection to {address} (ConnectionError)"
+    assert machine.unreachable() == f"no connection to {address} (ConnectionError)"
 
 
 def test_a_server_that_does_not_answer_is_reported_after_the_timeout(endpoint, monkeypatch):
-    monkeypatch.setattr(hub, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(machine, "HUB_TIMEOUT_S", 0.1)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}")
         before = time.monotonic()
-        assert "no connection to" in str(hub.unreachable())
+        assert "no connection to" in str(machine.unreachable())
         assert time.monotonic() - before < 5
 
 
 def test_offline_mode_contacts_no_server(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub, "_no_answer", lambda address: pytest.fail("the server was contacted"))
-    assert hub.unreachable() == "HF_HUB_OFFLINE=1 is set"
+    monkeypatch.setattr(machine, "_no_answer", lambda address: pytest.fail("the server was contacted"))
+    assert machine.unreachable() == "HF_HUB_OFFLINE=1 is set"
 
 
 def test_a_model_that_was_not_downloaded_has_no_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert hub.cached_folder("someone/model") is None
+    assert machine.cached_folder("someone/model") is None
     folder = tmp_path / "models--someone--model" / "snapshots" / "abc"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     refs = tmp_path / "models--someone--model" / "refs"
     refs.mkdir()
     (refs / "main").write_text("abc")
-    assert hub.cached_folder("someone/model") == folder
+    assert machine.cached_folder("someone/model") == folder

@@ -10,8 +10,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from rlhf.config.arguments import readable, texts
-from rlhf.core.pasting import lines, literal, python_command, setting
+from rlhf.core.errors import lines, literal, python_command, setting
+from rlhf.words.mistakes import readable, texts
 
 SIGNS = [*"ab.5/_-+:@,=[]{}()#'\"\\ $%&*!?;<>|~`^\t\nüé中", "${x}", "null", "1e3", ".5", "it's", "\\${"]
 PATHS = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.core.phases import Phases
+from rlhf.terminal.progress import Phases
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from functools import cache
 
 import pytest
 
-from rlhf.core.pieces import Pieces, pieces
-from rlhf.tasks.word_tokenizer import word_tokenizer
+from rlhf.tasks.source import word_tokenizer
+from rlhf.text.encoding import Pieces, pieces
 from tests.chat_tokenizers import KINDS
 
 LOSSY = ("wordpiece", "wordpiece_uncased", "metaspace_split")  # they write other spaces or letters

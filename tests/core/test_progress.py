@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from rlhf.core import progress as module
-from rlhf.core import stages
-from rlhf.core.phases import Phases
-from rlhf.core.progress import ProgressDisplay, progress
-from rlhf.core.stages import Stages
+from rlhf.terminal import progress as module
+from rlhf.terminal import progress as stages
+from rlhf.terminal.progress import Phases, ProgressDisplay, Stages, progress
 
 ITEMS = ["reward 1.460", "KL 0.644", "accuracy 0.710", "5,120 episodes", "win rate 0.820 at update 24"]
 

@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 
-from rlhf.core.protection import protected
+from rlhf.usercode.protection import protected
 
 ENTERED = []  # contexts that are never left
 
@@ -96,7 +96,7 @@ def test_torch_has_its_defaults_after_a_file_that_imports_it_first(tmp_path):
     source = "import torch\ntorch.set_default_dtype(torch.float64)\ntorch.set_grad_enabled(False)\n"
     (tmp_path / "own.py").write_text(f"{source}def f(response): ...\n")
     program = (
-        "import sys\nfrom rlhf.config.address import load_function\n"
+        "import sys\nfrom rlhf.usercode.address import load_function\n"
         f"load_function('scorer.path', '{tmp_path}/own.py:f', ())\n"
         "import torch\nassert torch.get_default_dtype() is torch.float32 and torch.is_grad_enabled()\n"
     )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.core.score import as_score, in_float32
+from rlhf.core.formatting import as_score, in_float32
 
 
 @pytest.mark.parametrize("value", [0.1, np.float64(0.1), np.float32(0.1), torch.tensor(0.1), np.array(0.1)])

@@ -4,11 +4,9 @@ import logging
 
 import pytest
 
-from rlhf.core.output import print_error
-from rlhf.core.secrets import hide, is_secret_key, secret_in
-from rlhf.runs.environment import redact
-from rlhf.runs.folder import RunFolder
-from rlhf.runs.transcript import setup_logging
+from rlhf.core.formatting import hide, is_secret_key, secret_in
+from rlhf.runs.folder import RunFolder, redact, setup_logging
+from rlhf.terminal.console import print_error
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-import rlhf.config.compose  # noqa: F401  registers the resolver of conf/config.yaml
-from rlhf.config.catalogue import conf_dir, options
+import rlhf.words.compose  # noqa: F401  registers the resolver of conf/config.yaml
 from rlhf.config.root import Config
+from rlhf.words.catalogue import conf_dir, options
 
 FOLDER = Path(__file__).parent / "snapshots"
 RECIPES = sorted(options("experiment"))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.config.catalogue import options
-from rlhf.config.compose import compose
 from rlhf.config.correction import Covariance, CovarianceConfig
 from rlhf.config.schema import SCHEMAS
+from rlhf.words.catalogue import options
+from rlhf.words.compose import compose
 
 DOCS = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 COMMANDS = re.findall(r"^    python -m rlhf\.train (.*)$", DOCS, re.M)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.config.compose import compose
 from rlhf.models.folder import folder_problem
+from rlhf.words.compose import compose
 from tests.chat_tokenizers import CHAT
 from tests.tiny_models import tiny_lm
 

@@ -8,11 +8,11 @@ import pytest
 from rlhf import evaluate as evaluate_command
 from rlhf import pipeline as pipeline_command
 from rlhf import relabel as relabel_command
-from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import evaluation
 from rlhf.stages import pipeline as pipeline
 from rlhf.stages import relabelling as relabel
+from rlhf.words.compose import compose
 
 ROOT = Path(__file__).parents[2]
 TEXT = "".join((ROOT / name).read_text() for name in ("README.md", "docs/pipeline.md"))

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from rlhf import plan
-from rlhf.config import policy_gradient
-from rlhf.config.algo import AlgoConfig
-from rlhf.config.compose import compose
+from rlhf.config import algorithms
+from rlhf.config.algorithms import AlgoConfig
 from rlhf.config.schema import PARTS, SCHEMAS
 from rlhf.core.machine import Machine
 from rlhf.memory import plan as memory
 from rlhf.memory.uses import GIB, gib
+from rlhf.words.compose import compose
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -36,8 +36,8 @@ def reinforce(tmp_path, monkeypatch) -> Iterator[type[AlgoConfig]]:
     spec = spec_from_file_location(name, file)
     monkeypatch.setitem(sys.modules, name, module_from_spec(spec))
     spec.loader.exec_module(sys.modules[name])
-    names = dict(vars(policy_gradient))
-    exec(section, names)  # the README appends this code to rlhf/config/policy_gradient.py
+    names = dict(vars(algorithms))
+    exec(section, names)  # the README appends this code to rlhf/config/algorithms.py
     yield names["ReinforceConfig"]
     del PARTS[SCHEMAS.pop("schema/algo/reinforce")]
 
@@ -46,7 +46,7 @@ def test_the_algorithm_of_the_readme_composes(tmp_path, reinforce):
     import hydra
     from omegaconf import OmegaConf
 
-    from rlhf.config.catalogue import conf_dir
+    from rlhf.words.catalogue import conf_dir
 
     (tmp_path / "conf" / "algo").mkdir(parents=True)
     (tmp_path / "conf" / "algo" / "reinforce.yaml").write_text(*blocks("yaml"))
@@ -93,7 +93,7 @@ def test_the_memory_table_of_the_docs_is_what_the_plan_estimates():
 
 
 def test_the_readme_names_every_option_of_its_groups_and_no_other():
-    from rlhf.config import catalogue
+    from rlhf.words import catalogue
 
     section = README.partition("\n## Configuration\n")[2].partition("\n## ")[0]
     table = {

@@ -330,7 +330,7 @@ def test_the_docs_have_every_sweep_with_its_values_and_command():
 
 
 def test_the_docs_have_every_hardware_option():
-    from rlhf.config.catalogue import options
+    from rlhf.words.catalogue import options
 
     assert sorted(table("Other hardware")) == sorted(options("hardware"))
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config.catalogue import conf_dir
-from rlhf.config.compose import compose
 from rlhf.serve import _parser
+from rlhf.words.catalogue import conf_dir
+from rlhf.words.compose import compose
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "scale.md").read_text()

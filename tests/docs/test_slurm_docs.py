@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from rlhf import train
-from rlhf.config.compose import compose
-from rlhf.config.search import SearchConfig
+from rlhf.config.run import SearchConfig
 from rlhf.launch import sweep
-from rlhf.launch.jobs import completed
+from rlhf.launch.preflight import completed
+from rlhf.words.compose import compose
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "slurm.md").read_text()

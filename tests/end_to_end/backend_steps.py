@@ -22,10 +22,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf.assembly.parts import part
-from rlhf.config.algo import DPOConfig, PairWeighting
-from rlhf.config.backend import ZeroConfig
-from rlhf.config.model import Dtype, LoRAConfig
-from rlhf.config.policy_gradient import PPOConfig
+from rlhf.config.algorithms import DPOConfig, PairWeighting, PPOConfig
+from rlhf.config.backends import ZeroConfig
+from rlhf.config.models import Dtype, LoRAConfig
 from rlhf.config.schedule import ESSScaling, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget

@@ -12,10 +12,10 @@ import pytest
 from filelock import FileLock
 from safetensors import safe_open
 
-from rlhf.config.compose import compose
 from rlhf.config.root import Config
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.words.compose import compose
 from tests.end_to_end.wheels import build_this_project
 from tests.hub_server import Hub, in_place_of_the_hub
 

@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.words.compose import compose
 
 if __name__ == "__main__":
     for words, folder in json.loads(Path(sys.argv[1]).read_text()):

@@ -5,10 +5,10 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict
 
-from rlhf.config.compose import compose
 from rlhf.generators.hf.generator import HFGenerator
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.words.compose import compose
 from tests.end_to_end.conftest import UPDATES_ONLY, rows
 
 ONLINE = ("dpo", "bok", "ppo", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")  # also in test_matrix.py

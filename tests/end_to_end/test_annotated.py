@@ -5,7 +5,7 @@ import os
 import pytest
 
 from rlhf.core.errors import RunError
-from rlhf.core.rollout_format import files
+from rlhf.core.files import files
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.generators.generator import read
 from rlhf.runs.folder import RunFolder

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from rlhf.trials import agreement
+from rlhf.words.compose import compose
 from tests.end_to_end.conftest import rows
 from tests.models.architectures import tiny
 from tests.tiny_models import tiny_tokenizer

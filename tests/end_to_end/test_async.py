@@ -17,8 +17,7 @@ import psutil
 import pytest
 import torch
 
-from rlhf.config.identity import run_name
-from rlhf.config.model import Dtype
+from rlhf.config.models import Dtype
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.files import read_lines
@@ -31,6 +30,7 @@ from rlhf.runs.folder import RunFolder
 from rlhf.scorers.reward_model import RewardModelScorer
 from rlhf.stages.run import run
 from rlhf.training.stream import Stream
+from rlhf.words.identity import run_name
 from tests.end_to_end.conftest import rows, wait_for
 from tests.tiny_models import KINDS, tiny_lm, tiny_rollouts
 from tests.training.streams import context

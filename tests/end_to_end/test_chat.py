@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from rlhf.config.compose import compose
 from rlhf.models.loading import save
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.words.compose import compose
 from tests.chat_tokenizers import llama_3, neox, qwen
 from tests.tiny_models import tiny_lm
 

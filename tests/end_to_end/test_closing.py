@@ -9,9 +9,9 @@ import pytest
 
 from rlhf import evaluate, sample
 from rlhf.checks.check import problems
-from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.words.compose import compose
 from tests.end_to_end.conftest import rows
 
 pytestmark = pytest.mark.forks

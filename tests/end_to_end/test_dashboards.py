@@ -158,7 +158,7 @@ def test_processes_that_open_a_new_mlflow_store_at_the_same_time_share_it(tmp_pa
     script = """
 import sys
 from pathlib import Path
-from rlhf.config.logger import MlflowConfig
+from rlhf.config.run import MlflowConfig
 from rlhf.core.state import TrainState
 from rlhf.loggers.logger import LoggerContext
 from rlhf.loggers.dashboards import MlflowLogger

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 
 from rlhf import Hook, StopRun
 from rlhf.checks.check import problems
-from rlhf.config.compose import compose
-from rlhf.config.identity import run_name
 from rlhf.core.errors import UserError
 from rlhf.models.loading import save
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation import changed, evaluate
 from rlhf.stages.run import run
+from rlhf.words.compose import compose
+from rlhf.words.identity import run_name
 from tests.end_to_end.conftest import assert_same_end, rows, wait_for
 from tests.end_to_end.test_survival import finish, start
 from tests.environments.templates import family

@@ -9,15 +9,15 @@ import pytest
 from rich.console import Console
 
 from rlhf import evaluate as command
-from rlhf.config.saved import load_config
-from rlhf.core.confidence import text, wilson
 from rlhf.core.errors import UserError
 from rlhf.core.files import read_lines
+from rlhf.core.formatting import text, wilson
 from rlhf.loggers.display import EVALUATION_METRICS
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import evaluation as evaluate
 from rlhf.stages.evaluation import changed, table
 from rlhf.stages.prerequisites import model_folder, stage
+from rlhf.words.compose import load_config
 from tests import needs
 
 pytestmark = pytest.mark.forks

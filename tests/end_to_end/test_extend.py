@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 
-from rlhf.config.saved import load_config
 from rlhf.core.errors import UserError
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import prepare
 from rlhf.stages.extending import extend
 from rlhf.stages.run import run
 from rlhf.tasks.task import Task
+from rlhf.words.compose import load_config
 from tests.end_to_end.conftest import assert_same_end
 from tests.end_to_end.test_run import interrupt
 

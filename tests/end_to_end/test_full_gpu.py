@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from rlhf.config.compose import compose
 from rlhf.core.errors import RunError, explained
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.generators.hf import generator as hf
@@ -18,6 +17,7 @@ from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation import changed, evaluate
 from rlhf.stages.guards import full_gpu
 from rlhf.stages.run import run
+from rlhf.words.compose import compose
 
 SCORED = ("scorer=facts", "scorer.missing_eos_score=null")
 BY_A_MODEL = ("scorer=reward_model", "scorer.missing_eos_score=null")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.prerequisites import model_folder, stage
 from rlhf.stages.run import run
+from rlhf.words.compose import compose
 from tests.end_to_end.conftest import TINY, rows
 from tests.end_to_end.test_algorithms import ONLINE, STALE
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from rlhf.config.identity import run_name
 from rlhf.core.files import read_lines
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from rlhf.training.stream import unpack
+from rlhf.words.identity import run_name
 
 pytestmark = pytest.mark.forks
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.words.compose import compose
 from tests.end_to_end.test_own_data import documented
 
 

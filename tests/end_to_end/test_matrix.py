@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from rlhf.assembly.parts import make
-from rlhf.config.generator import GeneratorConfig
+from rlhf.config.generators import GeneratorConfig
 from rlhf.generators.generator import Generator
 from rlhf.generators.process import AnnotatedGenerator
 from rlhf.runs.folder import RunFolder

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from rlhf.training.recorder import Recorder
+from rlhf.words.compose import compose
 from tests.end_to_end.conftest import assert_same_end, rows
 
 

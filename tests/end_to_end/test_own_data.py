@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from rlhf.tasks.word_tokenizer import word_tokenizer
+from rlhf.tasks.source import word_tokenizer
+from rlhf.words.compose import compose
 from tests.end_to_end.conftest import rows
 from tests.forks import ROOT
 from tests.tiny_models import tiny_lm

@@ -11,12 +11,11 @@ import pytest
 
 from rlhf import pipeline
 from rlhf.assembly.parts import make
-from rlhf.config.compose import compose
-from rlhf.config.identity import run_name
-from rlhf.config.saved import load_config
 from rlhf.core.files import read_lines
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.words.compose import compose, load_config
+from rlhf.words.identity import run_name
 from tests.end_to_end.conftest import TINY, assert_same_end
 from tests.hub_server import TOKEN
 
@@ -32,7 +31,7 @@ WORDS += ['stages.sft=["debug=tiny","schedule.save_every=1"]', "eval.samples=0"]
 KILLED = """
 import os, signal, sys
 from rlhf import pipeline
-from rlhf.core import stages
+from rlhf.terminal import progress as stages
 from rlhf.stages import evaluation, sampling as sample_pairs
 from rlhf.training.recorder import Recorder
 place = sys.argv.pop(1)

@@ -11,14 +11,13 @@ import pytest
 from huggingface_hub import ModelCard
 
 from rlhf import train
-from rlhf.config.compose import compose
-from rlhf.config.identity import digest
-from rlhf.config.saved import load_config
 from rlhf.core.errors import RunError
 from rlhf.experiment import Experiment
 from rlhf.models.folder import CARD
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.words.compose import compose, load_config
+from rlhf.words.identity import digest
 from tests.hub_server import TOKEN
 
 pytestmark = pytest.mark.forks

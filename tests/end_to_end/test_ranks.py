@@ -12,9 +12,9 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.words.compose import compose
 from tests.end_to_end.conftest import TINY, rows
 from tests.end_to_end.test_environments import EPISODES
 

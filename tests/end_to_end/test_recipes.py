@@ -10,13 +10,13 @@ from omegaconf import OmegaConf
 
 from rlhf.assembly.parts import make
 from rlhf.checks import check as validate
-from rlhf.config.catalogue import options
-from rlhf.config.compose import compose
 from rlhf.config.root import Config
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import relabelling as relabel
 from rlhf.stages.prerequisites import complete
 from rlhf.stages.run import run
+from rlhf.words.catalogue import options
+from rlhf.words.compose import compose
 from tests.docs.snapshots import RELABELS
 from tests.end_to_end.conftest import rows
 

@@ -10,8 +10,7 @@ from rlhf import relabel as relabel_command
 from rlhf.assembly.models import build_tokenizer
 from rlhf.assembly.parts import make
 from rlhf.assembly.training import build_scorer, build_task
-from rlhf.config.algo import Data
-from rlhf.config.compose import compose
+from rlhf.config.algorithms import Data
 from rlhf.config.root import Config
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.files import append, read_lines
@@ -19,7 +18,8 @@ from rlhf.processes.ranks import ALONE
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import relabelling as relabel
 from rlhf.stages.run import run
-from rlhf.tasks.tldr_mini_judge import gold_score
+from rlhf.tasks.tldr_mini import gold_score
+from rlhf.words.compose import compose
 from tests.end_to_end.conftest import TINY
 
 PAIRS = {"train": 40, "validation": 12}
@@ -146,8 +146,8 @@ def test_long_prompts_are_left_out_and_counted(source, tmp_path):
 
 def test_reward_model_judge_scores_with_its_own_tokenizer(source, cache_dir, tmp_path):
     from rlhf.core.batch import Rollouts
-    from rlhf.core.encoding import encode_completions
     from rlhf.stages.prerequisites import complete
+    from rlhf.text.encoding import encode_completions
 
     model = complete(compose([*TINY, f"cache_dir={cache_dir}"]), run).model.reward
     cfg = config(source, "scorer@gold=reward_model", f"gold.path={model}")

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from rlhf.checks.check import problems
 from rlhf.core.batch import Batch, Sampling
 from rlhf.core.errors import UserError
-from rlhf.core.rollout_format import files
+from rlhf.core.files import files
 from rlhf.generators.generator import ReplayGenerator, read
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.scorer import write

@@ -13,14 +13,14 @@ from transformers import (
     GPTNeoXConfig,
 )
 
-from rlhf.config.saved import load_config
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import append, read_lines
-from rlhf.core.phases import Phases
 from rlhf.generators.hf.generator import HFGenerator
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.terminal.progress import Phases
 from rlhf.training.recorder import Recorder
+from rlhf.words.compose import load_config
 from tests.end_to_end.conftest import rows
 
 pytestmark = pytest.mark.forks

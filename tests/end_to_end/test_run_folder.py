@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 
-from rlhf.config.identity import run_name
 from rlhf.core.errors import RunError, UserError
 from rlhf.report.groups import sections
 from rlhf.report.runs import find_runs
@@ -18,6 +17,7 @@ from rlhf.runs.resuming import prepare
 from rlhf.stages.run import run
 from rlhf.training.checkpoint import seal
 from rlhf.training.recorder import Recorder
+from rlhf.words.identity import run_name
 from tests.end_to_end.conftest import assert_same_end
 
 pytestmark = pytest.mark.forks

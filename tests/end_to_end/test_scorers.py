@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlhf.config.saved import load_config
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.words.compose import load_config
 from tests.end_to_end.conftest import rows
 
 pytestmark = pytest.mark.forks

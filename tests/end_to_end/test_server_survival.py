@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf.config.identity import run_name
 from rlhf.generators.servers import pool
 from rlhf.generators.servers.protocol import SCRATCH
 from rlhf.generators.servers.server import Child, on_port, variables
 from rlhf.generators.servers.server import command as serving
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.words.identity import run_name
 from tests import needs
 from tests.end_to_end.conftest import assert_same_end, wait_for
 from tests.end_to_end.test_survival import start

@@ -18,10 +18,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import psutil
 import pytest
 
-from rlhf.config.identity import run_name
 from rlhf.core.errors import Interrupted
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.words.identity import run_name
 from tests.end_to_end.conftest import assert_same_end, rows, wait_for
 
 pytestmark = pytest.mark.forks

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config.compose import compose
-from rlhf.config.identity import run_name
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.prerequisites import complete
 from rlhf.stages.run import run
 from rlhf.study.file import read_spec
 from rlhf.study.rows import read_rows
 from rlhf.study.spec import Spec
+from rlhf.words.compose import compose
+from rlhf.words.identity import run_name
 from tests import needs
 from tests.end_to_end.conftest import TINY, assert_same_end, rows, wait_for
 from tests.study.test_kills import TIMES
@@ -151,7 +151,7 @@ def limited(slurm, words, tmp_path_factory, uninterrupted):
 
 def test_each_task_of_a_step_is_a_rank_and_finds_the_others(slurm):
     program = (
-        "from rlhf.launch.slurm import name_rank; name_rank()\n"
+        "from rlhf.launch.command_line import name_rank; name_rank()\n"
         "import json, os, torch; from rlhf.processes.ranks import Ranks\n"
         "ranks = Ranks.join(torch.device('cpu'), 60)\n"
         "names = 'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR'\n"
@@ -171,7 +171,7 @@ def test_each_task_of_a_step_is_a_rank_and_finds_the_others(slurm):
 
 def test_batch_script_is_not_a_rank_in_a_job_of_two_tasks(slurm, tmp_path):
     program = (
-        "import os; from rlhf.launch.slurm import name_rank; name_rank();"
+        "import os; from rlhf.launch.command_line import name_rank; name_rank();"
         " print(os.environ.get('RANK', 'alone'))"
     )
     out = tmp_path / "out"

@@ -14,21 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config.compose import compose
-from rlhf.config.identity import run_name
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.generators.hf.generator import HFGenerator
 from rlhf.generators.process import WorkerGenerator
 from rlhf.loggers.logger import JsonlLogger
 from rlhf.processes import signals
-from rlhf.runs.environment import versions
-from rlhf.runs.folder import RunFolder, complete_checkpoints
+from rlhf.runs.folder import RunFolder, complete_checkpoints, versions
 from rlhf.stages.run import run
 from rlhf.tasks.tldr_mini import TLDRMiniSource
 from rlhf.training import checkpoint
 from rlhf.training.evaluators import PolicyEvaluator
 from rlhf.training.recorder import Recorder
+from rlhf.words.compose import compose
+from rlhf.words.identity import run_name
 from tests import needs
 from tests.end_to_end.conftest import TINY, assert_same_end, wait_for
 

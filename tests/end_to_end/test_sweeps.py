@@ -11,10 +11,9 @@ import psutil
 import pytest
 import yaml
 
-from rlhf.config.compose import compose
-from rlhf.config.identity import run_name
-from rlhf.config.saved import load_config
 from rlhf.runs.folder import RunFolder
+from rlhf.words.compose import compose, load_config
+from rlhf.words.identity import run_name
 from tests.end_to_end.conftest import wait_for
 
 pytestmark = pytest.mark.forks

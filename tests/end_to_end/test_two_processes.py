@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from rlhf.assembly.parts import make
-from rlhf.config.compose import compose
 from rlhf.core.files import read_lines
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import EVALUATION_LOCK, LOCK
+from rlhf.words.compose import compose
 from tests.end_to_end.conftest import TINY, wait_for
 
 pytestmark = pytest.mark.forks

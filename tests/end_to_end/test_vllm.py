@@ -26,8 +26,8 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlhf.config.generator import Transfer
-from rlhf.config.model import LoRAConfig
+from rlhf.config.generators import Transfer
+from rlhf.config.models import LoRAConfig
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.generators.hf.sampling import sample
 from rlhf.generators.process import WorkerGenerator

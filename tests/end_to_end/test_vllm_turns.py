@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf.core.batch import Prompts, Rollouts, Sampling
-from rlhf.core.encoding import pad_prompts
 from rlhf.core.errors import RunError
 from rlhf.environments.environment import EnvironmentFactory, Turns
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.models.forward import cache_argument
+from rlhf.text.encoding import pad_prompts
 from tests.end_to_end.test_vllm import HEADS, SAMPLER, Process, ask_in_flight
 from tests.environments.test_episodes import Judge, check_masks_and_rewards, tokenizer
 from tests.tiny_models import cache_of, tiny_lm

@@ -46,8 +46,8 @@ def call(place: Path, *command: str) -> str:
 
 
 def test_the_environment_does_not_see_the_checkout(place):
-    names = "rlhf.__file__, rlhf.config.catalogue.conf_dir(), *sys.path"
-    code = f"import sys, rlhf.config.catalogue; print({names})"
+    names = "rlhf.__file__, rlhf.words.catalogue.conf_dir(), *sys.path"
+    code = f"import sys, rlhf.words.catalogue; print({names})"
     package, conf, *path = call(place, "python", "-c", code).split()
     assert Path(package).is_relative_to(place) and Path(conf).is_relative_to(place)
     assert str(ROOT) not in path

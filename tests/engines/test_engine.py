@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
-from rlhf.config.algo import DPOConfig, SFTConfig
+from rlhf.config.algorithms import DPOConfig, PPOConfig, SFTConfig
 from rlhf.config.correction import CorrectionConfig, Reject
-from rlhf.config.model import Dtype
-from rlhf.config.policy_gradient import PPOConfig
+from rlhf.config.models import Dtype
 from rlhf.config.schedule import LRSchedule, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget, microbatches

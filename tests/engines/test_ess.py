@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.config.algo import DPOConfig
-from rlhf.config.model import Dtype
-from rlhf.config.policy_gradient import GRPOConfig
+from rlhf.config.algorithms import DPOConfig, GRPOConfig
+from rlhf.config.models import Dtype
 from rlhf.config.schedule import ESSScaling, LRSchedule, OptimConfig
 from rlhf.core.batch import Batch, Budget
 from rlhf.engines.engine import EngineSettings

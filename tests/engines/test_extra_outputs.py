@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.config.algo import DPOConfig, PairWeighting
+from rlhf.config.algorithms import DPOConfig, PairWeighting
 from rlhf.models.logprobs import EXTRAS
 from rlhf.models.modules import ActorCritic, Policy, ValueModel
 from rlhf.objectives.dpo import OnlineDPO

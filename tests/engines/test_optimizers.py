@@ -6,9 +6,8 @@ from copy import deepcopy
 import pytest
 import torch
 
-from rlhf.config.algo import SFTConfig
-from rlhf.config.model import LoRAConfig
-from rlhf.config.policy_gradient import PPOConfig
+from rlhf.config.algorithms import PPOConfig, SFTConfig
+from rlhf.config.models import LoRAConfig
 from rlhf.config.schedule import OptimConfig, Optimizer
 from rlhf.core.batch import Budget
 from rlhf.engines.engine import EngineSettings, hidden_matrices

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf.config.algo import DPOConfig
-from rlhf.config.model import Dtype
+from rlhf.config.algorithms import DPOConfig
+from rlhf.config.models import Dtype
 from rlhf.core.batch import Budget, Prompts, Sampling
 from rlhf.engines import engine as engine_module
 from rlhf.engines.torch_engine import FrozenEngine

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf.config.model import Dtype
+from rlhf.config.models import Dtype
 from rlhf.engines.deepspeed_engine import exact, rounded_weights
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
 from rlhf.models.placement import autocast

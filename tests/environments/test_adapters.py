@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf.config.environment import GymnasiumConfig, OpenEnvConfig
+from rlhf.config.environments import GymnasiumConfig, OpenEnvConfig
 from rlhf.core.errors import RunError
 from rlhf.environments.episodes import Episodes
 from tests.environments.test_episodes import SAMPLING, prompts, settings

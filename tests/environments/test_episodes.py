@@ -7,18 +7,18 @@ from functools import cache
 import pytest
 import torch
 
-from rlhf.config.model import Dtype
+from rlhf.config.models import Dtype
 from rlhf.core.batch import Begun, Prompts, Rollouts, Sampling
-from rlhf.core.chat_format import set_template
-from rlhf.core.encoding import pad_prompts
 from rlhf.core.errors import RunError
-from rlhf.core.seeding import derive
+from rlhf.core.numerics import derive
 from rlhf.environments.environment import Answer, EnvironmentFactory, Turns
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.hf.generator import HFGenerator, HFSamplerFactory, HFSettings
 from rlhf.generators.hf.sampling import uniforms
 from rlhf.models.modules import Policy
-from rlhf.tasks.word_tokenizer import word_tokenizer
+from rlhf.tasks.source import word_tokenizer
+from rlhf.text.chat import set_template
+from rlhf.text.encoding import pad_prompts
 from tests.tiny_models import tiny_lm
 
 HERE = "tests.environments.test_episodes"

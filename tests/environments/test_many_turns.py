@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rlhf.core.batch import Prompts, Sampling
-from rlhf.core.chat_format import render
-from rlhf.core.encoding import pad_prompts
 from rlhf.environments.environment import EnvironmentFactory, Turns
 from rlhf.generators.hf import generator
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
+from rlhf.text.chat import render
+from rlhf.text.encoding import pad_prompts
 from tests.environments.templates import family
 from tests.tiny_models import tiny_lm
 

@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
-from rlhf.config.algo import Data
-from rlhf.config.task import LocalConfig
+from rlhf.config.algorithms import Data
+from rlhf.config.tasks import LocalConfig
 from rlhf.core.batch import Rollouts
-from rlhf.core.chat_format import render, set_format
-from rlhf.core.dialogues import Dialogues
-from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import UserError
-from rlhf.core.pieces import pieces
 from rlhf.environments.environment import Turns
 from rlhf.tasks.task import Task
+from rlhf.text.chat import Dialogues, render, set_format
+from rlhf.text.encoding import encode_completions, encode_prompts, pieces
 from tests.chat_templates import with_template
 from tests.environments.templates import family
 from tests.environments.test_turns import AROUND

@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers.utils import get_json_schema
 
-from rlhf.config.address import function_problem
-from rlhf.config.environment import ToolsConfig
+from rlhf.config.environments import ToolsConfig
 from rlhf.core.errors import RunError, UserError
 from rlhf.environments.environment import Answer, Turns
 from rlhf.environments.episodes import Episodes
 from rlhf.environments.library import Tools, build, schemas
+from rlhf.usercode.address import function_problem
 from tests.environments.templates import CHATML, family
 from tests.environments.test_episodes import SAMPLING, prompts
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
-from rlhf.config.algo import DPOConfig
-from rlhf.config.environment import EnvironmentScorerConfig
-from rlhf.config.scorer import FunctionScorerConfig
+from rlhf.config.algorithms import DPOConfig
+from rlhf.config.environments import EnvironmentScorerConfig
+from rlhf.config.scorers import FunctionScorerConfig
 from rlhf.core.batch import Batch
 from rlhf.core.errors import RunError
 from rlhf.environments.environment import Turns, limits, transcripts

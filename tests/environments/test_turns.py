@@ -6,10 +6,10 @@ import re
 import pytest
 from tokenizers import AddedToken
 
-from rlhf.core.chat_format import ANSWERS, render, set_format, set_template
 from rlhf.core.errors import UserError
 from rlhf.environments.environment import Turns
-from rlhf.tasks.word_tokenizer import EOS, word_tokenizer
+from rlhf.tasks.source import EOS, word_tokenizer
+from rlhf.text.chat import ANSWERS, render, set_format, set_template
 from tests.chat_tokenizers import llama_2, metaspace
 from tests.environments.templates import CHATML, FAMILIES, family
 

@@ -123,7 +123,7 @@ def digest_of_sources() -> str:
 def write_pairs(folder: Path) -> None:
     """Write preference pairs of the embedded task: the reference of a post and the reference of another."""
     from rlhf.assembly.parts import make
-    from rlhf.config.compose import compose
+    from rlhf.words.compose import compose
     from tests.faults.runs import TINY
 
     source = make(compose([*TINY]).task)

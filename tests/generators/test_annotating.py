@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from rlhf.assembly.training import AnnotatorFactory, build_generator
-from rlhf.config.compose import compose
-from rlhf.config.model import Dtype
-from rlhf.config.scorer import AnswerScorerConfig, LabelsScorerConfig, WeightedScorerConfig
+from rlhf.config.models import Dtype
+from rlhf.config.scorers import AnswerScorerConfig, LabelsScorerConfig, WeightedScorerConfig
 from rlhf.core.batch import Batch, Budget, Prompts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.metrics import How, Stat
@@ -28,6 +27,7 @@ from rlhf.processes.worker import Limits, Worker
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.scorer import LabelsScorer, TextScorer, WeightedScorer
 from rlhf.training.stream import unpack
+from rlhf.words.compose import compose
 from tests.tiny_models import scorer_context, tiny_lm, tiny_rollouts, tiny_tokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.forks]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf.config.correction import CorrectionConfig, CorrectionKind
-from rlhf.config.model import Dtype
+from rlhf.config.models import Dtype
 from rlhf.core.batch import Batch, Prompts, Rollouts, Sampling, trim
 from rlhf.core.errors import RunError
 from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings

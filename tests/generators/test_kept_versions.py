@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rlhf.config.compose import compose
 from rlhf.core.batch import Sampling
 from rlhf.core.errors import RunError
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
@@ -19,6 +18,7 @@ from rlhf.generators.weights_gpu import GpuWeights
 from rlhf.memory.plan import plan
 from rlhf.processes.worker import Limits
 from rlhf.training.stream import Stream
+from rlhf.words.compose import compose
 from tests.processes.test_worker import prompts
 from tests.tiny_models import tiny_lm
 from tests.training.streams import context

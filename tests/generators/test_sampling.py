@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MistralConfig, MistralForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rlhf.config.generator import HFConfig
+from rlhf.config.generators import HFConfig
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.errors import UserError
-from rlhf.core.seeding import derive
+from rlhf.core.numerics import derive
 from rlhf.generators.hf import decoding, sampling
 from rlhf.generators.hf.decoding import GROUPED, grouped_attention
 from rlhf.generators.hf.generator import HFGenerator, HFSettings, build, respond

@@ -11,9 +11,7 @@ import torch
 
 from rlhf.assembly.training import build_generator
 from rlhf.checks import check as validate
-from rlhf.config.compose import compose
-from rlhf.config.generator import Transfer
-from rlhf.config.identity import run_name
+from rlhf.config.generators import Transfer
 from rlhf.core.errors import UserError
 from rlhf.environments.environment import EnvironmentFactory
 from rlhf.generators.generator import GeneratorContext
@@ -31,6 +29,8 @@ from rlhf.generators.weights import SharedWeights, TransferError
 from rlhf.generators.weights_gpu import CudaIpc, Nccl
 from rlhf.processes.ranks import ALONE
 from rlhf.runs.folder import RunFolder
+from rlhf.words.compose import compose
+from rlhf.words.identity import run_name
 from tests.tiny_models import tiny_config, tiny_lm, tiny_tokenizer
 
 MISTAKES = {
@@ -72,7 +72,7 @@ def test_vllm_colocated_requires_max_lag_0():
 @pytest.mark.process
 def test_composing_imports_neither_vllm_nor_torch():
     program = (
-        "import sys; from rlhf.config.compose import compose; from rlhf.checks import check as validate;"
+        "import sys; from rlhf.words.compose import compose; from rlhf.checks import check as validate;"
         "assert not validate.problems(compose(['generator=vllm', 'schedule.max_lag=1']));"
         "assert not {'vllm', 'torch', 'transformers'} & set(sys.modules)"
     )

@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from rlhf.assembly.parts import make
-from rlhf.config.algo import DPOConfig, Ties
-from rlhf.config.policy_gradient import Scale
+from rlhf.config.algorithms import DPOConfig, Scale, Ties
 from rlhf.config.schedule import LRSchedule, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget

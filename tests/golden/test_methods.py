@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
+from rlhf.config.algorithms import Advantage, DPPODivergence, KLIn, M2POForm, OAPLAnchor, RLOOLoss, Scale
 from rlhf.config.correction import (
     Anchor,
     CorrectionConfig,
@@ -24,8 +25,6 @@ from rlhf.config.correction import (
     Level,
     Reject,
 )
-from rlhf.config.off_policy import DPPODivergence, M2POForm, OAPLAnchor
-from rlhf.config.policy_gradient import Advantage, KLIn, RLOOLoss, Scale
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Outputs
 from rlhf.objectives.objective import mismatch

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rlhf.config.algo import DPOConfig, PairWeighting, Ties
+from rlhf.config.algorithms import DPOConfig, PairWeighting, Ties
 from rlhf.core.batch import Batch, Outputs
 from rlhf.objectives.dpo import OnlineDPO
 from tests import needs

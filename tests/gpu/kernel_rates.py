@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from rlhf.config.model import Dtype
+from rlhf.config.models import Dtype
 from rlhf.core.batch import Rollouts
 from rlhf.engines import engine as engine_module
 from rlhf.models import forward

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rlhf.config.compose import compose
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.generators.generator import GeneratorContext
 from rlhf.generators.process import WorkerGenerator
 from rlhf.generators.vllm.generator import build
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import Ranks
+from rlhf.words.compose import compose
 from tests.gpu.report import NO_GPU, Report, Skip
 from tests.gpu.shapes import write_folder
 from tests.tiny_models import sequences, tiny_tokenizer

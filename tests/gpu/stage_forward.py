@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from rlhf.config.model import Dtype, LoRAConfig
+from rlhf.config.models import Dtype, LoRAConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError
 from rlhf.generators.hf import decoding, sampling

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from benchmarks.against_trl.roofline import Flops, Rates, measure
 from benchmarks.against_trl.roofline import rows as roofline_rows
 from rlhf.assembly.parts import part
-from rlhf.config.algo import DPOConfig
-from rlhf.config.model import Dtype
+from rlhf.config.algorithms import DPOConfig
+from rlhf.config.models import Dtype
 from rlhf.config.schedule import OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget, Prompts

@@ -15,9 +15,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run as run_training
+from rlhf.words.compose import compose
 from tests.gpu.report import Report, Skip
 from tests.gpu.samplers import need_vllm
 

@@ -17,11 +17,11 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.against_trl.ours import overrides
-from rlhf.config.compose import compose
 from rlhf.memory.plan import plan
 from rlhf.processes.ranks import Ranks
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run as run_training
+from rlhf.words.compose import compose
 from tests.end_to_end import backend_steps
 from tests.end_to_end.backend_steps import OBJECTIVES, Steps
 from tests.gpu.report import Report, Skip

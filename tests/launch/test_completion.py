@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rlhf.launch.completion import candidates
+from rlhf.launch.command_line import candidates
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Private parts of Hydra and its submitit launcher behave as rlhf.launch.hydra_internals expects."""
+"""Private parts of Hydra and its submitit launcher behave as rlhf.launch.command_line expects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
-from rlhf.launch import hydra_internals
+from rlhf.launch import command_line
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
@@ -24,9 +24,9 @@ def test_the_basic_sweeper_of_hydra_is_recognised_by_its_target():
 
     Plugins.instance()  # registers the configs of the sweepers
     stored = ConfigStore.instance().load("hydra/sweeper/basic.yaml").node
-    assert hydra_internals.uses_basic_sweeper(OmegaConf.create({"hydra": {"sweeper": stored}}))
+    assert command_line.uses_basic_sweeper(OmegaConf.create({"hydra": {"sweeper": stored}}))
     other = {"hydra": {"sweeper": {"_target_": "a.b.OptunaSweeper"}}}
-    assert not hydra_internals.uses_basic_sweeper(OmegaConf.create(other))
+    assert not command_line.uses_basic_sweeper(OmegaConf.create(other))
 
 
 class Own(Sweeper):
@@ -42,7 +42,7 @@ class Own(Sweeper):
 
 def test_a_registered_sweeper_is_made_for_its_target():
     target = "hydra_plugins.tests.Own"
-    hydra_internals.register_sweeper(target, Own)
+    command_line.register_sweeper(target, Own)
     config = OmegaConf.create({"hydra": {"sweeper": {"_target_": target, "n_trials": 3}}})
     made = Plugins.instance().instantiate_sweeper(
         hydra_context=SimpleNamespace(), task_function=print, config=config
@@ -52,13 +52,13 @@ def test_a_registered_sweeper_is_made_for_its_target():
 
 def test_combinations_are_the_cartesian_product_of_the_sweep_values():
     overrides = OverridesParser.create().parse_overrides(["seed=1,2", "algo=dpo", "optim.lr=choice(0.1,0.2)"])
-    assert hydra_internals.combinations(overrides) == [
+    assert command_line.combinations(overrides) == [
         [f"seed={seed}", "algo=dpo", f"optim.lr={lr}"] for seed in (1, 2) for lr in (0.1, 0.2)
     ]
 
 
 def test_the_flags_of_hydra_are_known_and_which_of_them_have_a_value():
-    flags = hydra_internals.flags()
+    flags = command_line.flags()
     assert not any(flags[flag] for flag in ("--multirun", "-m", "--resolve", "--help"))
     assert all(flags[flag] for flag in ("--cfg", "-c", "--config-dir", "-cd", "--info"))
 
@@ -82,7 +82,7 @@ def test_a_launcher_is_wrapped_and_set_up_only_inside_the_context():
             hydra_context=SimpleNamespace(), task_function=print, config=config
         )
 
-    with hydra_internals.launchers_wrapped_by(Wrapper):
+    with command_line.launchers_wrapped_by(Wrapper):
         wrapped = instantiate()
     assert isinstance(wrapped, Wrapper) and wrapped.config is config
     assert type(wrapped.launcher).__name__ == "BasicLauncher" and wrapped.launcher.config is config
@@ -91,21 +91,21 @@ def test_a_launcher_is_wrapped_and_set_up_only_inside_the_context():
 
 def test_submitit_executor_is_slurm_or_local_and_none_for_other_launchers():
     submitit = pytest.importorskip("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
-    assert hydra_internals.submitit_executor(submitit.SlurmLauncher()) == "slurm"
-    assert hydra_internals.submitit_executor(submitit.LocalLauncher()) == "local"
-    assert hydra_internals.submitit_executor(Wrapper(None)) is None
+    assert command_line.submitit_executor(submitit.SlurmLauncher()) == "slurm"
+    assert command_line.submitit_executor(submitit.LocalLauncher()) == "local"
+    assert command_line.submitit_executor(Wrapper(None)) is None
 
 
 def test_general_settings_exclude_settings_of_a_single_executor():
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    general = hydra_internals.submitit_general_settings()
+    general = command_line.submitit_general_settings()
     assert {"timeout_min", "nodes", "tasks_per_node", "name"} <= general
     assert not {"partition", "signal_delay_s", "max_num_timeout"} & general
 
 
 def test_submitit_job_arguments_match_the_call_signature_of_the_launcher():
     submitit = pytest.importorskip("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
-    first, second = hydra_internals.submitit_calls([["seed=1"], ["seed=2"]], first=3)
+    first, second = command_line.submitit_calls([["seed=1"], ["seed=2"]], first=3)
     parameters = [*inspect.signature(submitit.BaseSubmititLauncher.__call__).parameters][1:]
     assert parameters == ["sweep_overrides", "job_dir_key", "job_num", "job_id", "singleton_state"]
     assert first[:4] == (["seed=1"], "hydra.sweep.dir", 3, "job_id_for_3") and second[2] == 4
@@ -114,8 +114,8 @@ def test_submitit_job_arguments_match_the_call_signature_of_the_launcher():
 
 def test_matching_keys_are_sections_keys_and_the_value_of_a_key():
     config = OmegaConf.create({"algo": {"beta": 0.1, "label": None}, "area": 2})
-    assert hydra_internals.matching_keys(config, "a") == ["algo.", "area="]
-    assert hydra_internals.matching_keys(config, "algo.") == ["algo.beta=", "algo.label="]
-    assert hydra_internals.matching_keys(config, "algo.beta=") == ["algo.beta=0.1"]
-    assert hydra_internals.matching_keys(config, "algo.label=") == []
-    assert hydra_internals.matching_keys(config, "algo.beta=0.2") == []
+    assert command_line.matching_keys(config, "a") == ["algo.", "area="]
+    assert command_line.matching_keys(config, "algo.") == ["algo.beta=", "algo.label="]
+    assert command_line.matching_keys(config, "algo.beta=") == ["algo.beta=0.1"]
+    assert command_line.matching_keys(config, "algo.label=") == []
+    assert command_line.matching_keys(config, "algo.beta=0.2") == []

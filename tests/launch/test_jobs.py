@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 
-from rlhf.config.compose import compose
-from rlhf.launch.jobs import announce
+from rlhf.launch.preflight import announce
 from rlhf.runs.folder import RunFolder
+from rlhf.words.compose import compose
 from tests.model_folders import write_model
 
 

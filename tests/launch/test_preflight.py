@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from rlhf.config import best_generator
-from rlhf.config.compose import initialized
+from rlhf.config import root
 from rlhf.core.machine import Machine
-from rlhf.launch.hydra_internals import multirun_config
+from rlhf.launch.command_line import multirun_config
 from rlhf.launch.preflight import folders_outside, generator_of_jobs, sweep_jobs
 from rlhf.sweeping import jobs
+from rlhf.words.compose import initialized
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ SLURM = ["hydra/launcher=slurm", "hydra.launcher.gpus_per_node=8"]
     ],
 )
 def test_auto_selects_one_generator_for_all_jobs_of_a_sweep(gpus, overrides, expected, monkeypatch):
-    monkeypatch.delenv(best_generator.SELECTED, raising=False)
-    monkeypatch.setattr(best_generator, "this_machine", lambda: Machine(2**36, (2**36,) * gpus))
+    monkeypatch.delenv(root.SELECTED, raising=False)
+    monkeypatch.setattr(root, "this_machine", lambda: Machine(2**36, (2**36,) * gpus))
     with initialized() as search:
         config = multirun_config([*search, "model=pythia_410m", "task=tldr", *overrides])
         assert generator_of_jobs(config, sweep_jobs(config)) == expected

@@ -12,12 +12,21 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import TrialState
 
 from rlhf import StopRun
-from rlhf.config.search import Pruner, Sampler, SearchConfig
+from rlhf.config.run import Pruner, Sampler, SearchConfig
 from rlhf.core.errors import RunError, UserError
-from rlhf.launch.jobs import completed, failed
-from rlhf.launch.search import PruningHook, conclusion, plain
-from rlhf.launch.search_space import SearchSpace
-from rlhf.launch.study import ask, open_study, pruner, storage_of, tell, to_repeat, unfinished
+from rlhf.launch.preflight import SearchSpace, completed, failed
+from rlhf.launch.search import (
+    PruningHook,
+    ask,
+    conclusion,
+    open_study,
+    plain,
+    pruner,
+    storage_of,
+    tell,
+    to_repeat,
+    unfinished,
+)
 from rlhf.loggers.hooks import Hook, Hooks
 
 SPACE = SearchSpace(

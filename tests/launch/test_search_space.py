@@ -7,7 +7,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from rlhf.core.errors import UserError
-from rlhf.launch.search_space import distribution, middle, overrides
+from rlhf.launch.preflight import distribution, middle, overrides
 
 
 def distributed(word: str):

@@ -6,8 +6,8 @@ from subprocess import CompletedProcess
 import pytest
 
 from rlhf.core.errors import Interrupted
-from rlhf.launch import slurm
-from rlhf.launch.slurm import first_host, name_rank, rank_environment, tasks_of_node
+from rlhf.launch import command_line
+from rlhf.launch.command_line import first_host, name_rank, rank_environment, tasks_of_node
 
 STEP = {
     "SLURM_JOB_ID": "1234",
@@ -37,7 +37,7 @@ def test_a_slurm_task_gets_the_rank_variables_of_torchrun():
         "LOCAL_WORLD_SIZE": "3",
         "MASTER_ADDR": "gpu03",
     }
-    assert int(port) in slurm.PORTS
+    assert int(port) in command_line.PORTS
 
 
 def test_tasks_of_a_step_share_a_master_port_and_other_steps_use_other_ports():
@@ -82,10 +82,12 @@ def test_variables_set_by_the_user_or_by_torchrun_are_not_overwritten(monkeypatc
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("RANK", "0")
     name_rank()
-    assert "WORLD_SIZE" not in slurm.os.environ
+    assert "WORLD_SIZE" not in command_line.os.environ
     monkeypatch.delenv("RANK")
     name_rank()
-    assert slurm.os.environ["WORLD_SIZE"] == "7" and slurm.os.environ["MASTER_ADDR"] == "10.0.0.1"
+    assert (
+        command_line.os.environ["WORLD_SIZE"] == "7" and command_line.os.environ["MASTER_ADDR"] == "10.0.0.1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,5 +116,5 @@ def test_an_element_of_an_array_asks_slurm_about_itself(monkeypatch):
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     states = {"--jobs=7_3": "RUNNING None\n", "--jobs=7": "PENDING BeginTime\nRUNNING None\n"}
     answer = lambda words, **_: CompletedProcess(words, 0, states[words[2]])  # noqa: E731
-    monkeypatch.setattr(slurm.subprocess, "run", answer)
-    assert slurm._was_preempted(Interrupted("", SIGUSR2))
+    monkeypatch.setattr(command_line.subprocess, "run", answer)
+    assert command_line._was_preempted(Interrupted("", SIGUSR2))

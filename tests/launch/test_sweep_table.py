@@ -2,14 +2,13 @@
 
 import json
 
-from rlhf.core import stages
 from rlhf.core.errors import RunError
 from rlhf.launch import sweep
-from rlhf.launch.jobs import Job
-from rlhf.launch.sweep import Sweep
-from rlhf.launch.sweep_job import begin_job
-from rlhf.launch.sweep_table import lines
+from rlhf.launch.preflight import Job
+from rlhf.launch.search import begin_job
+from rlhf.launch.sweep import Sweep, lines
 from rlhf.runs.folder import RunFolder
+from rlhf.terminal import progress
 
 
 def row(number, folder, win_rate=None, **more):
@@ -69,9 +68,9 @@ def test_the_title_of_a_job_has_its_number_and_the_values_that_differ():
 
 
 def test_jobs_that_share_a_terminal_have_numbers_in_their_titles(monkeypatch, capsys):
-    monkeypatch.setattr(stages, "job", "")
+    monkeypatch.setattr(progress, "job", "")
     begin_job(1, ["algo=dpo", "seed=2"])  # in a process of a launcher
-    assert stages.prefix() == "job 2 " and capsys.readouterr().out == "job 2: algo=dpo seed=2\n"
+    assert progress.prefix() == "job 2 " and capsys.readouterr().out == "job 2: algo=dpo seed=2\n"
     monkeypatch.setattr(sweep, "current", Sweep())
     begin_job(1, ["seed=2"])
-    assert stages.prefix() == ""
+    assert progress.prefix() == ""

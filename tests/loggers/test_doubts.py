@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from rlhf.assembly.parts import faster_scoring
-from rlhf.config.compose import compose
 from rlhf.config.root import Config
 from rlhf.core.state import TrainState
 from rlhf.loggers import logger
 from rlhf.loggers.logger import ScoreDoubts
+from rlhf.words.compose import compose
 
 
 def run(samples: int, *words: str) -> Config:

@@ -17,7 +17,7 @@ from rlhf.core.files import read_lines
 from rlhf.core.metrics import Evaluation
 from rlhf.core.state import TrainState
 from rlhf.loggers.logger import JsonlLogger
-from rlhf.runs import history
+from rlhf.runs import folder as history
 from rlhf.runs.folder import RunFolder
 
 FILES = ("metrics.jsonl", "completions.jsonl")

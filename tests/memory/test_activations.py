@@ -11,8 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedModel
 
-from rlhf.config.model import Dtype
-from rlhf.config.policy_gradient import GRPOConfig
+from rlhf.config.algorithms import GRPOConfig
+from rlhf.config.models import Dtype
 from rlhf.config.schedule import OptimConfig
 from rlhf.core.batch import Batch, Budget
 from rlhf.engines.engine import EngineSettings
@@ -179,8 +179,8 @@ from pathlib import Path
 
 import torch
 from tests.memory.test_activations import NANO, batch, engine_of, made
-from rlhf.config.model import Dtype
-from rlhf.config.policy_gradient import GRPOConfig
+from rlhf.config.models import Dtype
+from rlhf.config.algorithms import GRPOConfig
 from rlhf.objectives.grpo import GRPO
 
 torch.set_num_threads(1)

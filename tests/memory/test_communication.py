@@ -2,11 +2,11 @@
 
 import pytest
 
-from rlhf.config.compose import compose
 from rlhf.core.machine import Machine
 from rlhf.memory import plan as memory
 from rlhf.memory.uses import GIB, GROUP
 from rlhf.processes.ranks import BUCKET
+from rlhf.words.compose import compose
 from tests.memory.test_plan import COUNT_2_8B, TWO_GPUS, parts, phases, pythia
 
 __all__ = ["pythia"]

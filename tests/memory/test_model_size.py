@@ -9,8 +9,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf.assembly.parts import make
-from rlhf.config.compose import compose
-from rlhf.config.model import LoRAConfig
+from rlhf.config.models import LoRAConfig
 from rlhf.memory import sizes
 from rlhf.memory.sizes import (
     ModelSize,
@@ -23,6 +22,7 @@ from rlhf.memory.sizes import (
 )
 from rlhf.models.loading import new_nano, new_reward_model, save
 from rlhf.models.modules import adapt
+from rlhf.words.compose import compose
 from tests.memory.test_plan import PYTHIA_2_8B
 from tests.tiny_models import tiny_config, tiny_lm, tiny_tokenizer
 

@@ -5,13 +5,13 @@ import importlib.util
 import pytest
 import torch
 
-from rlhf.config.compose import compose
 from rlhf.config.schedule import OptimConfig, Optimizer
 from rlhf.engines.engine import build_optimizer, hidden_matrices
 from rlhf.memory import plan as memory
 from rlhf.memory.sizes import config_size, matrix_parameters
 from rlhf.memory.trainer import EIGHT_BIT
 from rlhf.models.modules import Policy
+from rlhf.words.compose import compose
 from tests.memory.test_plan import COUNT_2_8B, PYTHIA_2_8B, TWO_GPUS, laptop, parts, phases, pythia
 from tests.tiny_models import KINDS, tiny_config, tiny_lm
 

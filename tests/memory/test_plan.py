@@ -12,9 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf import plan
-from rlhf.config.backend import TorchConfig
-from rlhf.config.compose import compose
-from rlhf.config.footprint import Footprint, zero
+from rlhf.config.backends import Footprint, TorchConfig, zero
 from rlhf.core.machine import Machine
 from rlhf.engines.deepspeed_engine import DeepSpeedEngine, hollow
 from rlhf.memory import plan as advice
@@ -25,6 +23,7 @@ from rlhf.models import folder
 from rlhf.models.modules import Policy, whole_weights
 from rlhf.processes.ranks import ALONE
 from rlhf.stages.words import describe
+from rlhf.words.compose import compose
 from tests.model_folders import write_model
 from tests.tiny_models import tiny_lm
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rlhf.config.compose import compose
 from rlhf.core.machine import Machine
 from rlhf.memory import plan
 from rlhf.memory.uses import CONTEXT, GIB, GROUP, PROCESS
+from rlhf.words.compose import compose
 from tests.memory.test_plan import COUNT_2_8B, LAPTOP, PYTHIA_2_8B, TWO_GPUS, local_model, parts, phases
 
 HEAD = 2560 * 50304  # the output head, which a judge replaces by a head with one output

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rlhf.config.compose import compose
-from rlhf.config.generator import Reserved, WorkerConfig
+from rlhf.config.generators import Reserved, WorkerConfig
 from rlhf.core.machine import Machine
 from rlhf.memory import plan
 from rlhf.memory import plan as memory
 from rlhf.memory.uses import CONTEXT, GIB
+from rlhf.words.compose import compose
 from tests.memory.test_plan import PYTHIA_2_8B, local_model
 
 LAG = "schedule.max_lag=1"

@@ -5,10 +5,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from rlhf.config.model import Dtype
+from rlhf.config.models import Dtype
 from rlhf.core.batch import Batch, Prompts, Sampling
 from rlhf.core.errors import RunError
-from rlhf.core.rollout_format import vocabulary
+from rlhf.core.files import vocabulary
 from rlhf.engines.deepspeed_engine import hollow
 from rlhf.generators.generator import ReplayGenerator
 from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings, respond

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rlhf.core.batch import Rollouts, Sampling
-from rlhf.core.chat_format import set_format
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.models.modules import Policy
 from rlhf.models.tokenizer import read_tokenizer, stop_ids
 from rlhf.scorers.scorer import first_of_identical, response_texts
+from rlhf.text.chat import set_format
 from tests.model_folders import write_tokenizer
 from tests.models.test_absent_ids import prompts
 from tests.tiny_models import tiny_lm, tiny_tokenizer

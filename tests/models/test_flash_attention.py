@@ -13,8 +13,7 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_flash_attention_utils import _pad_input, _unpad_input
 
-from rlhf.config.compose import compose
-from rlhf.config.model import Dtype
+from rlhf.config.models import Dtype
 from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.models import forward
 from rlhf.models.forward import installed
@@ -22,6 +21,7 @@ from rlhf.models.modules import Policy
 from rlhf.processes.ranks import ALONE
 from rlhf.trials import agreement
 from rlhf.trials.agreement import compared
+from rlhf.words.compose import compose
 from tests.tiny_models import tiny_lm, tiny_rollouts
 
 KIND = "flash_attention_plain"

@@ -8,9 +8,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf.config.algo import DPOConfig
-from rlhf.config.model import Dtype, LoRAConfig
-from rlhf.config.policy_gradient import PPOConfig
+from rlhf.config.algorithms import DPOConfig, PPOConfig
+from rlhf.config.models import Dtype, LoRAConfig
 from rlhf.config.schedule import OptimConfig
 from rlhf.core.batch import Budget, Prompts, Sampling
 from rlhf.core.errors import RunError, UserError

@@ -16,7 +16,7 @@ from transformers import (
     GraniteConfig,
 )
 
-from rlhf.config.model import NanoConfig
+from rlhf.config.models import NanoConfig
 from rlhf.core.batch import Budget, Rollouts, microbatches
 from rlhf.core.errors import UserError
 from rlhf.models.folder import context_length, context_problem, folder_problem, is_local, rope_problem

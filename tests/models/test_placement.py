@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf.config.algo import DPOConfig
+from rlhf.config.algorithms import DPOConfig
 from rlhf.models.loading import load_causal_lm, save
 from rlhf.models.modules import Policy
 from rlhf.models.placement import place

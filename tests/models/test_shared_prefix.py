@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf.config.model import LoRAConfig
+from rlhf.config.models import LoRAConfig
 from rlhf.core.batch import trim
 from rlhf.core.errors import UserError
 from rlhf.memory.uses import Tokens

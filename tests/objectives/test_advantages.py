@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlhf.config.policy_gradient import KLEstimator, Scale
+from rlhf.config.algorithms import KLEstimator, Scale
 from rlhf.objectives.advantages import gae, group_centred, leave_one_out, whiten
 from rlhf.objectives.kl import kl_estimate
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlhf.config.algo import BestOfKConfig, DPOConfig, DPOLoss, RewardConfig, SFTConfig, Ties
+from rlhf.config.algorithms import BestOfKConfig, DPOConfig, DPOLoss, RewardConfig, SFTConfig, Ties
 from rlhf.core.batch import Batch, Outputs
 from rlhf.objectives.bok import BestOfK
 from rlhf.objectives.dpo import OnlineDPO

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.config.algo import Ties
+from rlhf.config.algorithms import M2POForm, Ties
 from rlhf.config.correction import (
     Anchor,
     CorrectionConfig,
@@ -17,7 +17,6 @@ from rlhf.config.correction import (
     Level,
     Reject,
 )
-from rlhf.config.off_policy import M2POForm
 from rlhf.core.batch import Outputs
 from rlhf.objectives.correction import accepted, clip_bound, importance_weights, largest_kept
 from rlhf.objectives.oapl import optimal_value

@@ -5,7 +5,16 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from rlhf.config.algo import DPOLoss, PairWeighting
+from rlhf.config.algorithms import (
+    DPOLoss,
+    DPPODivergence,
+    KLEstimator,
+    KLIn,
+    M2POForm,
+    OAPLAnchor,
+    PairWeighting,
+    RLOOLoss,
+)
 from rlhf.config.correction import (
     Anchor,
     CorrectionConfig,
@@ -14,8 +23,6 @@ from rlhf.config.correction import (
     CovarianceConfig,
     Reject,
 )
-from rlhf.config.off_policy import DPPODivergence, M2POForm, OAPLAnchor
-from rlhf.config.policy_gradient import KLEstimator, KLIn, RLOOLoss
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Outputs
 from tests.objectives.test_policy_gradient import LENGTHS, SCORES, batch_of, draw, objective_of

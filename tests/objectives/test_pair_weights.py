@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.config.algo import DPOConfig, DPOLoss, PairWeighting
+from rlhf.config.algorithms import DPOConfig, DPOLoss, PairWeighting
 from rlhf.core.batch import Outputs
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.pair_weights import pair_weights

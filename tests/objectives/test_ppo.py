@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.config.policy_gradient import KLEstimator, KLIn, PPOConfig
+from rlhf.config.algorithms import KLEstimator, KLIn, PPOConfig
 from rlhf.core.batch import Outputs
 from rlhf.objectives.ppo import PPO
 from tests.objectives.test_policy_gradient import batch_of, draw

@@ -18,12 +18,12 @@ from unittest.mock import patch
 
 import torch
 
-from rlhf.config.compose import compose
 from rlhf.core.batch import microbatches
 from rlhf.engines.engine import Engine
 from rlhf.memory.plan import plan
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.words.compose import compose
 from tests.end_to_end.conftest import TINY, rows
 from tests.pretended_gpu.waits import Waits
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rlhf.core import early_signals
+from rlhf.core import launched
 from rlhf.processes.service import Service
 from rlhf.processes.signals import SIGNALS, interruptible, kill_group, members
 from rlhf.processes.worker import Job, Limits, Worker
@@ -61,7 +61,7 @@ WAYS = {terminated: -signal.SIGTERM, pooled: [1, 2], executor: [1, 2], program: 
 @pytest.fixture
 def of_a_command():
     """Set the handlers of a command before it is imported, which it would ignore signals with at its end."""
-    before = {number: signal.signal(number, early_signals.end) for number in early_signals.EXIT_CODES}
+    before = {number: signal.signal(number, launched.end) for number in launched.EXIT_CODES}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -80,7 +80,7 @@ def test_a_forked_process_has_the_default_handlers(of_a_command, number):
     with interruptible() as interruption:
         interruption.defer()
         if (child := os.fork()) == 0:
-            os._exit(signal.getsignal(number) in early_signals.DEFAULTS)
+            os._exit(signal.getsignal(number) in launched.DEFAULTS)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 

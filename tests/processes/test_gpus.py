@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhf.processes.gpus import worker_gpu
+from rlhf.core.machine import worker_gpu
 from rlhf.processes.worker import environment
 
 

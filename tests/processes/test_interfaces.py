@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhf.core import machine
 from rlhf.core.errors import UserError
-from rlhf.processes import interfaces
-from rlhf.processes.interfaces import choose_interfaces, interface_of, loopback, source_address
+from rlhf.core.machine import choose_interfaces, interface_of, loopback, source_address
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -24,11 +24,11 @@ def hosts(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "first")
     addresses = {"loop": ["127.0.0.1", "::1"], "net0": ["10.0.0.2", "fe80::2%net0"]}
     found = {name: [SimpleNamespace(address=each) for each in many] for name, many in addresses.items()}
-    monkeypatch.setattr(interfaces.psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(machine.psutil, "net_if_addrs", lambda: found)
     up = dict.fromkeys(addresses, SimpleNamespace(isup=True))
-    monkeypatch.setattr(interfaces.psutil, "net_if_stats", lambda: up)
+    monkeypatch.setattr(machine.psutil, "net_if_stats", lambda: up)
     routes = {"first": "10.0.0.2", "127.0.0.1": "127.0.0.1", "myself": "127.0.1.1"}
-    monkeypatch.setattr(interfaces, "source_address", routes.__getitem__)
+    monkeypatch.setattr(machine, "source_address", routes.__getitem__)
 
 
 def chosen():
@@ -78,7 +78,7 @@ def test_an_unknown_host_of_the_first_rank_is_refused(monkeypatch):
     def unknown(host):
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(interfaces, "source_address", unknown)
+    monkeypatch.setattr(machine, "source_address", unknown)
     with pytest.raises(UserError, match=r"got first \(Name or service not known\)"):
         choose_interfaces(cuda=False)
 

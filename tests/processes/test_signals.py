@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from rlhf.core import early_signals
+from rlhf.core import launched
 from rlhf.core.errors import Interrupted
 from rlhf.processes import signals
 from rlhf.processes.signals import SIGNALS, interruptible
@@ -199,7 +199,7 @@ def test_interruptible_has_no_effect_outside_the_main_thread(told):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("before", [signal.SIG_DFL, early_signals.end])  # the latter in a command
+@pytest.mark.parametrize("before", [signal.SIG_DFL, launched.end])  # the latter in a command
 def test_a_signal_ends_a_forked_process_and_does_not_interrupt_its_parent(told, before):
     original = signal.signal(signal.SIGTERM, before)
     try:
@@ -322,10 +322,10 @@ def test_a_signal_while_a_command_is_imported_ends_it_without_a_traceback(name, 
 
 def test_the_handlers_of_the_import_are_replaced_and_a_command_that_ended_ignores_signals(monkeypatch, told):
     monkeypatch.setattr(sys, "argv", ["-m"])
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in early_signals.EXIT_CODES}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in launched.EXIT_CODES}
     try:
-        early_signals.handle()
-        assert signal.getsignal(signal.SIGINT) is early_signals.end
+        launched.handle()
+        assert signal.getsignal(signal.SIGINT) is launched.end
         with interruptible() as interruption:
             interruption.defer()
             signal.raise_signal(signal.SIGINT)

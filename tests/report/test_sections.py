@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from rich.console import Console
 
-from rlhf.core.confidence import bounds
+from rlhf.core.formatting import bounds
 from rlhf.report import figures
 from rlhf.report.__main__ import main
 from rlhf.report.drawing import HEIGHT, SERIES, STYLE, WIDTH, Chart, Key, Panel, axes_at

@@ -4,13 +4,13 @@ import subprocess
 
 import pytest
 
-from rlhf.runs import environment
+from rlhf.runs import folder
 
 
 @pytest.mark.parametrize(
     ("changed", "counts"),
     [
-        ("rlhf/runs/environment.py", True),
+        ("rlhf/runs/folder.py", True),
         ("studies/a.yaml", True),
         ("studies/a/rows.jsonl", False),
         ("studies/a/tables/value.csv", False),
@@ -23,7 +23,7 @@ def test_what_a_study_writes_is_no_change_of_the_code(changed, counts, tmp_path,
         path.write_text("1")
     for words in (["init"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "a"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
-    monkeypatch.setattr(environment, "__file__", str(file))
-    assert environment.git_commit()["changed"] is False
+    monkeypatch.setattr(folder, "__file__", str(file))
+    assert folder.git_commit()["changed"] is False
     (tmp_path / changed).write_text("2")
-    assert environment.git_commit()["changed"] is counts
+    assert folder.git_commit()["changed"] is counts

@@ -9,18 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config.compose import compose
-from rlhf.config.identity import differences, digest, run_name, what_counts
 from rlhf.config.run import Resume
-from rlhf.config.saved import load_config
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
-from rlhf.runs.environment import redact
-from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints
-from rlhf.runs.naming import folder_of
-from rlhf.runs.resuming import prepare, shorter_run
-from rlhf.runs.transcript import setup_logging
+from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints, redact, setup_logging
+from rlhf.runs.resuming import folder_of, prepare, shorter_run
 from rlhf.stages.prerequisites import stage_digest
+from rlhf.words.compose import compose, load_config
+from rlhf.words.identity import differences, digest, run_name, what_counts
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +75,7 @@ def test_the_folder_of_a_run_under_an_earlier_name_is_found(tmp_path):
 def test_run_name_of_a_config_composed_by_hydra_is_the_same(cfg):
     import hydra
 
-    from rlhf.config.catalogue import conf_dir
+    from rlhf.words.catalogue import conf_dir
 
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         assert run_name(hydra.compose("config")) == run_name(cfg)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config.compose import compose
-from rlhf.config.identity import LONGEST_NAME, digest, model_label, run_name
-from rlhf.runs.naming import earlier_name, folder_of
+from rlhf.runs.resuming import earlier_name, folder_of
+from rlhf.words.compose import compose
+from rlhf.words.identity import LONGEST_NAME, digest, model_label, run_name
 
 OWN = ["task=preferences", "task.path=data", "algo=rloo", "scorer=function", "scorer.path=json:loads"]
 RUN = "preferences-smol-sft-dataset-lag0-seed1-0123abcd"

@@ -4,10 +4,9 @@ import logging
 
 import pytest
 
-from rlhf.core.console import transcript
 from rlhf.core.errors import Interrupted, RunError, UserError
-from rlhf.runs.folder import RunFolder
-from rlhf.runs.transcript import run_log, setup_logging
+from rlhf.runs.folder import RunFolder, run_log, setup_logging
+from rlhf.terminal.console import transcript
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rlhf.core.errors import RunError, UserError, explained
-from rlhf.runs import writable
-from rlhf.runs.writable import creating, deleted_folder, unusable_file, unwritable
+from rlhf.runs import lock
+from rlhf.runs.lock import creating, deleted_folder, unusable_file, unwritable
 
 
 def test_a_folder_below_a_file_is_not_writable(tmp_path):
@@ -67,7 +67,7 @@ def test_a_machine_without_a_temporary_folder_is_a_user_error_that_names_tmpdir(
     def missing() -> str:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/nowhere']")
 
-    monkeypatch.setattr(writable.tempfile, "gettempdir", missing)
+    monkeypatch.setattr(lock.tempfile, "gettempdir", missing)
     with (
         pytest.raises(UserError, match="TMPDIR must be a folder.*got /nowhere; run: export TMPDIR="),
         explained(partial(unusable_file, tmp_path)),

@@ -7,7 +7,7 @@ import torch
 
 from rlhf.assembly.parts import make
 from rlhf.config.mixture_task import MixtureScorerConfig
-from rlhf.config.scorer import FunctionScorerConfig
+from rlhf.config.scorers import FunctionScorerConfig
 from tests.tiny_models import scorer_context, tiny_rollouts, tiny_tokenizer
 
 

@@ -12,17 +12,16 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.assembly.models import build_tokenizer
 from rlhf.assembly.parts import make
 from rlhf.assembly.training import build_task, check_formats
-from rlhf.config.compose import compose
-from rlhf.config.scorer import RewardModelScorerConfig
+from rlhf.config.scorers import RewardModelScorerConfig
 from rlhf.core.batch import Rollouts
-from rlhf.core.chat_format import render, set_format
-from rlhf.core.control import control_tokens
-from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import UserError
 from rlhf.environments.environment import Turns
 from rlhf.models.loading import save
 from rlhf.scorers.reward_model import RewardModelScorer
 from rlhf.scorers.scorer import response_texts
+from rlhf.text.chat import control_tokens, render, set_format
+from rlhf.text.encoding import encode_completions, encode_prompts
+from rlhf.words.compose import compose
 from tests.chat_tokenizers import gemma, llama_2, llama_3, neox, qwen, zephyr
 from tests.tiny_models import scorer_context, tiny_classifier
 

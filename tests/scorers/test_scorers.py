@@ -11,8 +11,8 @@ import numpy
 import pytest
 import torch
 
-from rlhf.config.algo import DPOConfig
-from rlhf.config.scorer import (
+from rlhf.config.algorithms import DPOConfig
+from rlhf.config.scorers import (
     AnswerScorerConfig,
     FunctionScorerConfig,
     LabelsScorerConfig,
@@ -20,12 +20,12 @@ from rlhf.config.scorer import (
     WeightedScorerConfig,
 )
 from rlhf.core.batch import Batch, Budget, Rollouts, microbatches
-from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import RunError, UserError
-from rlhf.core.score import as_score
+from rlhf.core.formatting import as_score
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.scorers.function import FunctionScorer
 from rlhf.scorers.scorer import LabelsScorer, TextScorer, WeightedScorer
+from rlhf.text.encoding import encode_completions, encode_prompts
 from tests.tiny_models import scorer_context, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -22,11 +22,11 @@ import requests
 import torch
 from urllib3.exceptions import MaxRetryError, ProtocolError, SSLError
 
-from rlhf.config.http_scorer import HttpScorerConfig
+from rlhf.config.scorers import HttpScorerConfig
 from rlhf.core.batch import Rollouts
-from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import RunError, UserError
 from rlhf.scorers.http import HttpScorer, cause_of, retry_after
+from rlhf.text.encoding import encode_completions, encode_prompts
 from tests.tiny_models import scorer_context, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -9,20 +9,11 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
-from rlhf.config.algo import BestOfKConfig, DPOConfig
-from rlhf.config.compose import compose
-from rlhf.config.identity import run_name
+from rlhf.config.algorithms import BestOfKConfig, DPOConfig, RLOOConfig
 from rlhf.config.mixture_task import MixtureScorerConfig
-from rlhf.config.model import Dtype
-from rlhf.config.policy_gradient import RLOOConfig
-from rlhf.config.scorer import (
-    FunctionScorerConfig,
-    LabelsScorerConfig,
-    ScorerConfig,
-    WeightedScorerConfig,
-)
+from rlhf.config.models import Dtype
+from rlhf.config.scorers import FunctionScorerConfig, LabelsScorerConfig, ScorerConfig, WeightedScorerConfig
 from rlhf.core.batch import Batch, Rollouts
-from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.scorers.scorer import (
     LabelsScorer,
@@ -33,7 +24,10 @@ from rlhf.scorers.scorer import (
     merge_ties,
     response_texts,
 )
+from rlhf.text.encoding import encode_completions, encode_prompts
 from rlhf.training.comparison import against_initial
+from rlhf.words.compose import compose
+from rlhf.words.identity import run_name
 from tests.tiny_models import scorer_context, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

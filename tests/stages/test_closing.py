@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf.config.compose import compose
 from rlhf.core.state import TrainState
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.words import print_closing
+from rlhf.words.compose import compose
 
 ANSWERS = {
     "eval/win_rate": 0.0,

@@ -3,9 +3,9 @@
 import json
 from types import SimpleNamespace
 
-from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import evaluation
+from rlhf.words.compose import compose
 from tests.chat_templates import with_template
 
 

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf.config.compose import compose
 from rlhf.core.state import TrainState
 from rlhf.stages import model_card
 from rlhf.stages.model_card import (
@@ -18,6 +17,7 @@ from rlhf.stages.model_card import (
     public_value,
     row,
 )
+from rlhf.words.compose import compose
 
 
 def card(folder: Path, *lines: str) -> str:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.config.compose import compose
-from rlhf.core.pasting import override
+from rlhf.core.errors import override
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.words import next_stage
+from rlhf.words.compose import compose
 from tests.tiny_models import tiny_classifier, tiny_lm, tiny_tokenizer
 
 PAIRS = {"chosen": " b", "rejected": " c"}

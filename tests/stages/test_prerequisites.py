@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.stages.prerequisites import PAIRS, REWARD, SFT, complete, model_folder, names, prerequisites, stage
+from rlhf.words.compose import compose
 
 
 def never(*_, **__):

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from rlhf.assembly.training import build_task
-from rlhf.config.address import load_class
-from rlhf.config.algo import Data
-from rlhf.config.compose import compose
+from rlhf.config.algorithms import Data
 from rlhf.core.errors import UserError
 from rlhf.stages import inspection
 from rlhf.stages.inspection import TEXT, tried, tried_environment
+from rlhf.usercode.address import load_class
+from rlhf.words.compose import compose
 from tests.environments.test_episodes import tokenizer as chat_tokenizer
 from tests.tiny_models import tiny_tokenizer
 

@@ -5,10 +5,10 @@ import json
 import pytest
 import transformers
 
-from rlhf.config.compose import compose
-from rlhf.core.encoding import prompt_tokens
 from rlhf.core.errors import UserError
 from rlhf.stages import sampling
+from rlhf.text.encoding import prompt_tokens
+from rlhf.words.compose import compose
 from tests.chat_templates import with_template
 from tests.model_folders import write_model
 

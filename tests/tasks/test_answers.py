@@ -5,10 +5,10 @@ from itertools import islice
 import pytest
 
 from rlhf.assembly.parts import make
-from rlhf.config.algo import Data
-from rlhf.config.task import ArithmeticConfig, Difficulty
+from rlhf.config.algorithms import Data
+from rlhf.config.tasks import ArithmeticConfig, Difficulty
 from rlhf.scorers.function import answer_matches, find_answer
-from rlhf.tasks.arithmetic import forgetful_add
+from rlhf.tasks.kinds import forgetful_add
 from rlhf.tasks.task import Task
 
 PATTERN = r"#### (\-?[0-9\.\,]+)"

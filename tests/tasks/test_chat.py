@@ -9,13 +9,13 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.parts import make
 from rlhf.checks.check import problems
-from rlhf.config.algo import Data
-from rlhf.config.compose import compose
-from rlhf.config.task import ChatConfig, LocalConfig, PreferencesConfig
-from rlhf.core.chat_format import render, set_format
-from rlhf.core.encoding import encode_completions
+from rlhf.config.algorithms import Data
+from rlhf.config.tasks import ChatConfig, LocalConfig, PreferencesConfig
 from rlhf.core.errors import UserError
 from rlhf.tasks.task import Task
+from rlhf.text.chat import render, set_format
+from rlhf.text.encoding import encode_completions
+from rlhf.words.compose import compose
 from tests.chat_templates import with_template
 from tests.chat_tokenizers import CHAT, gemma, llama_3, neox, qwen
 

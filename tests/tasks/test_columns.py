@@ -2,11 +2,10 @@
 
 import pytest
 
-from rlhf.config.algo import Data
-from rlhf.config.task import ColumnsConfig
+from rlhf.config.algorithms import Data
+from rlhf.config.tasks import ColumnsConfig
 from rlhf.core.errors import UserError
-from rlhf.tasks.columns import BadRow, Layout, pair
-from rlhf.tasks.recognition import recognise
+from rlhf.tasks.columns import BadRow, Layout, pair, recognise
 
 ASK, MORE = {"role": "user", "content": "ask"}, {"role": "user", "content": "more"}
 GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}

@@ -6,12 +6,12 @@ import pytest
 from datasets import Dataset
 
 from rlhf.assembly.models import build_tokenizer, declared_tokens
-from rlhf.config.algo import Data
-from rlhf.config.compose import compose
-from rlhf.core.chat_format import set_format
-from rlhf.core.encoding import encode_completions
+from rlhf.config.algorithms import Data
 from rlhf.scorers.scorer import flat_texts
 from rlhf.tasks.task import Task
+from rlhf.text.chat import set_format
+from rlhf.text.encoding import encode_completions
+from rlhf.words.compose import compose
 from tests.chat_templates import with_template
 
 STORED = {  # a stored text and the text of its tokens; the end token is </s>, and the model declares <|end|>

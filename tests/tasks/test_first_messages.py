@@ -5,11 +5,11 @@ import json
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.models.loading import save
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.words.compose import compose
 from tests.environments.templates import family
 from tests.tiny_models import tiny_lm
 

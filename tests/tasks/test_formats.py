@@ -25,17 +25,14 @@ from datasets import (
     load_from_disk,
 )
 
-from rlhf.config.algo import Data
-from rlhf.config.task import ColumnsConfig, LocalConfig
+from rlhf.config.algorithms import Data
+from rlhf.config.tasks import ColumnsConfig, LocalConfig
 from rlhf.core.errors import UserError
 from rlhf.stages.given_objects import written
-from rlhf.tasks.columns import Layout, converted
-from rlhf.tasks.formats import Written, messages_of, rows_of_table, without_prompt
-from rlhf.tasks.local import LocalSource
-from rlhf.tasks.reading import rows
-from rlhf.tasks.recognition import recognise
-from rlhf.tasks.records import Wanted
-from rlhf.tasks.storage import numbered
+from rlhf.tasks.columns import Layout, converted, recognise
+from rlhf.tasks.kinds import LocalSource
+from rlhf.tasks.reading import Wanted, Written, messages_of, rows, rows_of_table, without_prompt
+from rlhf.tasks.source import numbered
 
 DIALOGUE = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It's \u00fc"}]
 OTHER = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me"}]

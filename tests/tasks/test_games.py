@@ -7,14 +7,14 @@ import torch
 
 from rlhf.assembly.parts import make
 from rlhf.checks.check import problems
-from rlhf.config.algo import Data
-from rlhf.config.compose import compose
-from rlhf.config.games import CalculatorTaskConfig, GuessNumberTaskConfig
+from rlhf.config.algorithms import Data
+from rlhf.config.tasks import CalculatorTaskConfig, GuessNumberTaskConfig
 from rlhf.core.batch import Sampling
-from rlhf.core.encoding import encode_completions
 from rlhf.environments.episodes import Episodes
-from rlhf.tasks.records import Wanted
+from rlhf.tasks.reading import Wanted
 from rlhf.tasks.task import Task
+from rlhf.text.encoding import encode_completions
+from rlhf.words.compose import compose
 
 NAMES = ("calculator", "guess_number")
 SECTIONS = {"calculator": CalculatorTaskConfig, "guess_number": GuessNumberTaskConfig}

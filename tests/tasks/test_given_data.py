@@ -9,11 +9,11 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from pandas import DataFrame
 
 from rlhf.checks.check import problems
-from rlhf.config.compose import compose
-from rlhf.config.task import LocalConfig
+from rlhf.config.tasks import LocalConfig
 from rlhf.core.errors import UserError
 from rlhf.stages.given_objects import written
-from rlhf.tasks.local import LocalSource
+from rlhf.tasks.kinds import LocalSource
+from rlhf.words.compose import compose
 
 ROWS = [{"prompt": f"Frage {n}: Grüße?\nAnswer:", "response": " Ja.", "votes": n} for n in range(6)]
 DIALOGUES = [

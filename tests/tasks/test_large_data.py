@@ -9,11 +9,11 @@ import pyarrow
 import pytest
 import xxhash
 
-from rlhf.config.algo import Data
-from rlhf.config.task import LocalConfig
+from rlhf.config.algorithms import Data
+from rlhf.config.tasks import LocalConfig
 from rlhf.core.errors import UserError
-from rlhf.tasks import storage
-from rlhf.tasks.local import LocalSource, held_out_rows
+from rlhf.tasks import source
+from rlhf.tasks.kinds import LocalSource, held_out_rows
 from rlhf.tasks.task import Task
 from tests.tiny_models import tiny_tokenizer
 
@@ -21,7 +21,7 @@ from tests.tiny_models import tiny_tokenizer
 @pytest.fixture
 def config(tmp_path, monkeypatch) -> LocalConfig:
     """Return a section with 300 rows, of which some have no response or equal responses."""
-    monkeypatch.setattr(storage, "CHUNK", 40)
+    monkeypatch.setattr(source, "CHUNK", 40)
     rows = [
         {"prompt": f"w {i % 250}", "chosen": f"a {i % 9}" if i % 50 else " ", "rejected": f"a {i % 7}"}
         for i in range(300)
@@ -42,10 +42,10 @@ def test_rows_in_a_file_give_the_same_prompts_in_the_same_order(config, data, mo
     datasets.enable_caching()  # `rlhf.inspect` turns it off
     small = task_of(config, data)
     assert not small._train.cache_files
-    monkeypatch.setattr(storage, "IN_MEMORY", 3000)
+    monkeypatch.setattr(source, "IN_MEMORY", 3000)
     large = task_of(config, data)
     files = large._train.cache_files
-    assert files and str(storage.scratch()) in files[0]["filename"], "tokens are in a file, too"
+    assert files and str(source.scratch()) in files[0]["filename"], "tokens are in a file, too"
     assert large.fingerprint() == small.fingerprint() and len(large) == len(small)
     assert large.counts("train") == small.counts("train")
     for one, other, _ in zip(small.prompts(), large.prompts(), range(80), strict=False):
@@ -56,10 +56,10 @@ def test_rows_in_a_file_give_the_same_prompts_in_the_same_order(config, data, mo
 
 def test_rows_in_a_file_do_not_need_memory_for_their_texts(monkeypatch):
     rows = (("", {"query": f"{i}" * 200, "reference_response": "x" * 500}) for i in range(30_000))
-    monkeypatch.setattr(storage, "IN_MEMORY", 5_000_000)
+    monkeypatch.setattr(source, "IN_MEMORY", 5_000_000)
     before = pyarrow.total_allocated_bytes()
     tracemalloc.start()
-    found = storage.from_rows(rows)
+    found = source.from_rows(rows)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found.data.nbytes > 30e6 and len(found) == 30_000
@@ -68,12 +68,12 @@ def test_rows_in_a_file_do_not_need_memory_for_their_texts(monkeypatch):
 
 
 def test_a_folder_without_room_is_reported(config, monkeypatch):
-    monkeypatch.setattr(storage, "IN_MEMORY", 3000)
+    monkeypatch.setattr(source, "IN_MEMORY", 3000)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage.pyarrow, "OSFile", full)
+    monkeypatch.setattr(source.pyarrow, "OSFile", full)
     with pytest.raises(UserError, match=r"TMPDIR must be .*No space left.*export TMPDIR=<folder on a disk>"):
         LocalSource(config).prompts("train")
 

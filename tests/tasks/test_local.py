@@ -12,15 +12,15 @@ from datasets import Dataset, DatasetDict
 from rlhf.assembly.parts import make
 from rlhf.checks.check import problems
 from rlhf.checks.data import data_folders, data_of_tasks
-from rlhf.config.algo import Data, Trains
-from rlhf.config.compose import compose
-from rlhf.config.task import ColumnsConfig, LocalConfig, PreferencesConfig
+from rlhf.config.algorithms import Data, Trains
+from rlhf.config.tasks import ColumnsConfig, LocalConfig, PreferencesConfig
 from rlhf.core.errors import UserError
-from rlhf.tasks.local import held_out_rows
-from rlhf.tasks.records import Wanted
+from rlhf.tasks.kinds import held_out_rows
+from rlhf.tasks.reading import Wanted
+from rlhf.tasks.source import word_tokenizer
 from rlhf.tasks.summary import shortened, summarize
 from rlhf.tasks.task import Task
-from rlhf.tasks.word_tokenizer import word_tokenizer
+from rlhf.words.compose import compose
 from tests.tasks.test_task import WORDS
 
 ROWS = [{"question": f"w{i % 20} w{i // 20}", "answer": f" w{i % 7}"} for i in range(100)]
@@ -162,7 +162,7 @@ def test_unusable_rows_are_a_problem_before_the_run(tmp_path, rows, data, says):
 
 
 def test_rows_of_large_files_are_checked_when_they_are_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlhf.tasks.folders.SCANNED_BYTES", 1000)
+    monkeypatch.setattr("rlhf.tasks.files.SCANNED_BYTES", 1000)
     file = write(tmp_path / "rows.jsonl", [*ROWS, {"question": None}])
     assert found(file) == []
     with pytest.raises(UserError, match=r"line 101 of .* with null"):

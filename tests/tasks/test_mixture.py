@@ -7,14 +7,20 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.config.algo import Data
+from rlhf.config.algorithms import Data
 from rlhf.config.mixture_task import MixtureConfig
 from rlhf.config.schema import SCHEMAS
-from rlhf.config.task import ArithmeticConfig, LocalConfig
+from rlhf.config.tasks import ArithmeticConfig, LocalConfig
 from rlhf.core.batch import Batch
 from rlhf.core.errors import UserError
-from rlhf.tasks.mixture import MixtureSource, figures_of_parts, interleaved, means_of_parts, mixed_order
-from rlhf.tasks.prompt_order import PromptOrder
+from rlhf.tasks.mixture import (
+    MixtureSource,
+    PromptOrder,
+    figures_of_parts,
+    interleaved,
+    means_of_parts,
+    mixed_order,
+)
 from rlhf.tasks.task import Task
 from tests.tiny_models import tiny_rollouts, tiny_tokenizer
 

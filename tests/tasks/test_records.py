@@ -10,12 +10,12 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from rlhf.assembly.training import build_scorer, build_task
-from rlhf.config.algo import Data
-from rlhf.config.compose import compose
-from rlhf.core.chat_format import set_format
-from rlhf.core.encoding import encode_completions
+from rlhf.config.algorithms import Data
 from rlhf.core.errors import UserError
 from rlhf.processes.ranks import ALONE
+from rlhf.text.chat import set_format
+from rlhf.text.encoding import encode_completions
+from rlhf.words.compose import compose
 from tests.chat_tokenizers import qwen
 from tests.tiny_models import tiny_tokenizer
 

@@ -13,11 +13,10 @@ from datasets import Dataset, DatasetDict
 from rlhf.assembly.parts import make
 from rlhf.checks.check import warnings
 from rlhf.checks.data import data_folders
-from rlhf.config.algo import Data, Trains
-from rlhf.config.compose import compose
-from rlhf.config.task import GSM8KConfig, PreferencesConfig, TaskConfig, TLDRConfig, TLDRMiniConfig
-from rlhf.tasks.dialogues import has_dialogues
-from rlhf.tasks.folders import Splits, folder_problems
+from rlhf.config.algorithms import Data, Trains
+from rlhf.config.tasks import GSM8KConfig, PreferencesConfig, TaskConfig, TLDRConfig, TLDRMiniConfig
+from rlhf.tasks.files import Splits, folder_problems, has_dialogues
+from rlhf.words.compose import compose
 from tests import needs
 
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
@@ -218,7 +217,7 @@ def test_preferences_without_a_data_set_are_a_problem():
 def test_checking_a_folder_imports_neither_torch_nor_datasets(tmp_path: Path):
     write(tmp_path, "parquet", ROWS)
     code = (
-        "import sys; from rlhf.tasks.folders import Splits; import rlhf.config.task;"
+        "import sys; from rlhf.tasks.files import Splits; import rlhf.config.tasks;"
         f"Splits({str(tmp_path)!r}, 'task.path').columns('train');"
         "print([m for m in ('torch', 'datasets') if m in sys.modules])"
     )

@@ -7,10 +7,10 @@ import pytest
 import torch
 from datasets import Dataset, concatenate_datasets, load_from_disk
 
-from rlhf.config.algo import Data
-from rlhf.core.encoding import encode_completions
+from rlhf.config.algorithms import Data
+from rlhf.tasks.source import word_tokenizer
 from rlhf.tasks.task import Task
-from rlhf.tasks.word_tokenizer import word_tokenizer
+from rlhf.text.encoding import encode_completions
 
 WORDS = [f" w{i}" for i in range(20)]
 
@@ -225,6 +225,6 @@ def test_a_prompt_is_cut_off_responses_only_if_the_data_set_repeats_prompts(othe
 def test_a_response_that_continues_the_last_word_of_the_prompt_does_not_repeat_it(
     prompt, chosen, rejected, repeats
 ):
-    from rlhf.tasks.repeated_prompts import repeats as found
+    from rlhf.tasks.task import repeats as found
 
     assert found(prompt, [chosen, rejected]) is repeats

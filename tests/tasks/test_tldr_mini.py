@@ -6,25 +6,23 @@ from statistics import mean
 import pytest
 
 from rlhf.assembly.parts import make
-from rlhf.config.task import Difficulty, TLDRMiniConfig
+from rlhf.config.tasks import Difficulty, TLDRMiniConfig
 from rlhf.tasks.tldr_mini import (
     BACKBONE,
     BY_NAME,
     FILLER,
     LEVELS,
+    POINTS,
     SLOTS,
+    fact_weights,
     fill,
+    gold_score,
     make_post,
     make_reference,
-    write,
-)
-from rlhf.tasks.tldr_mini_judge import (
-    POINTS,
-    fact_weights,
-    gold_score,
     read_facts,
     split_words,
     title_slot,
+    write,
 )
 
 QUERY = (

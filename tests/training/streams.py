@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 from rlhf.config.schedule import ScheduleConfig
 from rlhf.core.metrics import Timer
-from rlhf.core.phases import Phases
 from rlhf.core.state import TrainState
+from rlhf.terminal.progress import Phases
 from rlhf.training.stream import StreamContext
 
 

@@ -12,9 +12,8 @@ import torch
 from rlhf.core.errors import RunError, UserError, explained
 from rlhf.core.files import sync
 from rlhf.core.state import TrainState
-from rlhf.runs.disk import full, full_disk
-from rlhf.runs.environment import versions
-from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints
+from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints, versions
+from rlhf.runs.lock import full, full_disk
 from rlhf.training import checkpoint
 from rlhf.training.checkpoint import DAMAGED, Checkpoints, compare, damage, last_good, seal
 from rlhf.training.stream import Replay

@@ -6,11 +6,11 @@ import pytest
 
 from rlhf.assembly.training import build_collapse_rule, remedies
 from rlhf.checks.check import problems, warnings
-from rlhf.config.compose import compose
 from rlhf.core.metrics import Stat
 from rlhf.core.state import TrainState
 from rlhf.loggers.logger import Logger
 from rlhf.training.recorder import LIMITS, METRIC, CollapseRule, Limits, Recorder, signals
+from rlhf.words.compose import compose
 from tests.tiny_models import tiny_rollouts
 
 

@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf.config.algo import DPOConfig
+from rlhf.config.algorithms import DPOConfig
 from rlhf.core.batch import Sampling
-from rlhf.core.confidence import mean_bounds, wilson
-from rlhf.core.encoding import encode_completions, encode_prompts
-from rlhf.core.phases import Phases
+from rlhf.core.formatting import mean_bounds, wilson
 from rlhf.core.state import TrainState
 from rlhf.generators.generator import finished
 from rlhf.models.modules import RewardModel
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.scorers.scorer import Scorer
+from rlhf.terminal.progress import Phases
+from rlhf.text.encoding import encode_completions, encode_prompts
 from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvaluator
 from tests.environments.test_episodes import SAMPLING as EPISODES
 from tests.environments.test_episodes import prompts, sampled, settings

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.config.compose import compose
-from rlhf.core.confidence import wilson
+from rlhf.core.formatting import wilson
 from rlhf.core.metrics import Evaluation, How, Metrics, Stat, largest, mean, merge, plain, sample_size
 from rlhf.core.state import TrainState
 from rlhf.loggers.logger import Logger
 from rlhf.training.comparison import against_initial
 from rlhf.training.recorder import EXPECTED, Recorder, broken_invariants, expected
+from rlhf.words.compose import compose
 from tests.tiny_models import tiny_rollouts
 
 

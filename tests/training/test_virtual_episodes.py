@@ -10,11 +10,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rlhf.core.batch import Begun, Prompts, Rollouts, Sampling, concatenated
-from rlhf.core.encoding import pad_prompts
 from rlhf.core.errors import RunError
-from rlhf.core.seeding import derive
+from rlhf.core.numerics import derive
 from rlhf.environments.environment import LIMITS
 from rlhf.generators.hf.sampling import uniforms
+from rlhf.text.encoding import pad_prompts
 from rlhf.training.stream import Stream, with_token_versions
 from tests.environments.test_episodes import Judge, check_masks_and_rewards, settings, tokenizer
 from tests.environments.test_many_turns import model

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhf.config.model import Dtype
+from rlhf.config.models import Dtype
 from rlhf.models.modules import Policy, RewardModel, ValueModel
 from rlhf.trials.agreement import (
     LONGEST,

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.config.compose import compose
-from rlhf.config.model import Dtype
+from rlhf.config.models import Dtype
 from rlhf.config.schedule import OptimConfig
 from rlhf.core.batch import Budget
 from rlhf.core.errors import UserError
@@ -20,6 +19,7 @@ from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.trials import speed
 from rlhf.trials.speed import compile_blocks, fault, work
 from rlhf.trials.trial import Trial
+from rlhf.words.compose import compose
 from tests.tiny_models import tiny_lm
 
 GOOD = Trial(usual_s=2.0, faster_s=1.0, preparation_s=60.0, outputs=1e-6, gradients=1e-6)

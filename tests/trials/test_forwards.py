@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import ALONE
 from rlhf.trials import agreement
 from rlhf.trials.agreement import compared, samples_with_cache
+from rlhf.words.compose import compose
 from tests.models.architectures import tiny
 from tests.tiny_models import tiny_lm
 

@@ -5,13 +5,13 @@ import logging
 import pytest
 import torch
 
-from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.models.logprobs import token_outputs
 from rlhf.models.modules import LogprobHead
 from rlhf.trials import speed
 from rlhf.trials.speed import choose_head
 from rlhf.trials.trial import parts
+from rlhf.words.compose import compose
 from tests.engines.test_engine import engine_of
 
 

@@ -19,11 +19,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.core.batch import Rollouts, moved_to
-from rlhf.core.encoding import pad_prompts
 from rlhf.core.errors import UserError
 from rlhf.core.launched import local_rank
-from rlhf.core.phases import Phases
-from rlhf.core.seeding import derive
+from rlhf.core.numerics import derive
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.generator import Generator, GeneratorContext, finished
 from rlhf.generators.hf.sampling import HFSettings, sample, uniforms
@@ -33,10 +31,12 @@ from rlhf.models.forward import NoBlocks, compiled_blocks
 from rlhf.models.modules import absent_ids, set_head
 from rlhf.models.placement import autocast, place
 from rlhf.processes.worker import environment
+from rlhf.terminal.progress import Phases
+from rlhf.text.encoding import pad_prompts
 
 if TYPE_CHECKING:
-    from rlhf.config.generator import HFConfig
-    from rlhf.config.model import Dtype
+    from rlhf.config.generators import HFConfig
+    from rlhf.config.models import Dtype
     from rlhf.core.batch import Prompts, Sampling
     from rlhf.generators.weights import Manifest
 

@@ -24,7 +24,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
-from rlhf.core.network import is_loopback
+from rlhf.core.machine import is_loopback
 from rlhf.generators.servers.process import end
 from rlhf.generators.servers.protocol import FILES, LOAD, STATUS
 

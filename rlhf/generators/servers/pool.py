@@ -38,9 +38,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from rlhf.config.generator import Transfer
+from rlhf.config.generators import Transfer
 from rlhf.core.batch import Rollouts
-from rlhf.core.console import say
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.metrics import How, Stat
 from rlhf.environments.episodes import Episodes
@@ -62,9 +61,10 @@ from rlhf.generators.vllm.generator import build_store, factory, place, route, v
 from rlhf.generators.vllm.sampler import rollouts_of, sampling_parameters, seed_of
 from rlhf.generators.weights import FileWeights
 from rlhf.processes.worker import environment
+from rlhf.terminal.console import say
 
 if TYPE_CHECKING:
-    from rlhf.config.servers import VLLMServerConfig
+    from rlhf.config.generators import VLLMServerConfig
     from rlhf.core.batch import Prompts, Sampling
     from rlhf.core.metrics import Metrics
     from rlhf.generators.generator import GeneratorContext

@@ -1,6 +1,6 @@
 """What a run and its servers agree on. This module imports neither torch nor vLLM."""
 
-from rlhf.core.network import STATUS as STATUS
+from rlhf.core.machine import STATUS as STATUS
 
 LOAD = "/v1/rlhf/load"
 GENERATE = "/inference/v1/generate"

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import aiohttp
 from transformers import AutoConfig
 
-from rlhf.config.generator import Transfer
+from rlhf.config.generators import Transfer
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import shortened
+from rlhf.core.machine import loopback
 from rlhf.generators.servers.protocol import ABORT, FILES, GENERATE, LOAD, NCCL, PARENT, SCRATCH, STATUS
 from rlhf.generators.vllm.sampler import config_folder, engine_arguments
 from rlhf.generators.weights import TransferError, confirm
-from rlhf.processes.interfaces import loopback
 from rlhf.processes.worker import ending, inherited, kill
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf.config.generator import Transfer
-from rlhf.core.console import say
+from rlhf.config.generators import Transfer
 from rlhf.core.errors import UserError
 from rlhf.core.launched import local_rank, local_world_size
 from rlhf.generators.generator import Generator, GeneratorContext
@@ -20,11 +19,12 @@ from rlhf.generators.weights import SharedWeights
 from rlhf.generators.weights_gpu import CudaIpc, Nccl
 from rlhf.models.modules import absent_ids
 from rlhf.processes.worker import environment
+from rlhf.terminal.console import say
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from rlhf.config.generator import VLLMConfig
+    from rlhf.config.generators import VLLMConfig
     from rlhf.core.batch import Prompts, Rollouts, Sampling
     from rlhf.generators.weights import Manifest, WeightStore
     from rlhf.processes.worker import Job

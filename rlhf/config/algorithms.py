@@ -1,0 +1,655 @@
+"""Sections of the algorithms (`algo=...`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from operator import attrgetter
+from typing import ClassVar
+
+from omegaconf import MISSING
+
+from rlhf.config.correction import (
+    Anchor,
+    CorrectionConfig,
+    CorrectionKind,
+    Covariance,
+    CovarianceConfig,
+    Level,
+    Reject,
+)
+from rlhf.config.schema import Choice, Section, entry, number, option, plain
+
+# Sections of the algorithms (`algo=...`): what all have, pairs, best-of-K and supervised training.
+#
+# Policy gradients are in `rlhf.config.algorithms` and `rlhf.config.algorithms`.
+
+
+class Trains(Choice):
+    """The model that a run trains; the choice determines the initial weights and the evaluation."""
+
+    base = "base", "a language model, from the base model (or from random weights)"
+    policy = "policy", "the policy, compared with its frozen reference"
+    reward = "reward", "a reward model, from the policy's weights"
+
+
+class Data(Choice):
+    """The content of one example of the training data."""
+
+    prompts = "prompts", "a prompt; the generator samples the responses"
+    references = "references", "a prompt and its reference response"
+    preferences = "preferences", "a prompt, a chosen and a rejected response"
+
+
+class DPOLoss(Choice):
+    """The loss on the margin of a preference pair."""
+
+    sigmoid = "sigmoid"
+    ipo = "ipo"
+    hinge = "hinge"
+    robust = "robust"
+
+
+# The weight that multiplies the loss of a preference pair. A class body cannot name a member `is`, a keyword.
+PairWeighting = Enum("PairWeighting", {"none": "none", "is": "is", "wpo": "wpo"})
+
+
+class Ties(Choice):
+    """What to do with a prompt whose best and worst scores are equal."""
+
+    drop = "drop", "exclude the prompt from the loss and from the count of prompts"
+    keep = "keep", "include the prompt; dpo then compares the first sample with the last sample"
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgoConfig(Section):
+    """The keys that every algorithm has. `samples_per_prompt` is K."""
+
+    trains: ClassVar[Trains] = Trains.policy
+    data: ClassVar[Data] = Data.prompts
+    supervised: ClassVar[bool] = False  # True: counts epochs and examples, and requires generator=dataset
+    min_samples: ClassVar[int] = 1  # smallest K
+    keeps: ClassVar[int | None] = None  # number of samples of a prompt that are trained on; None: all K
+
+    pairwise: ClassVar[bool] = False  # True: the loss compares two responses of a prompt
+    learns_from_ties: ClassVar[bool] = False  # True: prompts whose scores are all equal are trained on, too
+
+    name: str = MISSING
+    samples_per_prompt: int = entry(1, means="K, responses of one prompt")
+    tie_tolerance: float | None = number(
+        None,
+        least=0,
+        means="scores a and b tie if |a - b| <= tie_tolerance * max(1, |a|, |b|); 0: only equal scores tie; "
+        "null: for a reward model 1e-5 in float32, 1e-2 in bfloat16, 1e-3 in float16, else 0",
+        remedy="null",
+        added=True,
+    )
+
+    @property
+    def needs_sampler(self) -> bool:
+        """Whether the loss needs the log-probs of the sampler, even if the samples are stored."""
+        return False
+
+    @property
+    def value_lr(self) -> float | None:
+        """The learning rate of the value model; None: `optim.lr`, or there is no value model."""
+        return None
+
+    def corrections(self) -> list[str]:
+        """Return settings that make updates on samples of older weights more stable."""
+        return []
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield the errors of single fields, then an error if there are too few samples of a prompt."""
+        yield from Section.problems(self, at)
+        if self.samples_per_prompt < self.min_samples:
+            reason = "it ranks completions of one prompt" if self.min_samples == 2 else "it needs a sample"
+            yield (
+                f"algo.samples_per_prompt must be >= {self.min_samples} for {self.name} ({reason}), "
+                f"got {self.samples_per_prompt}; set algo.samples_per_prompt={self.min_samples}"
+            )
+
+
+@option("algo", "dpo", part="rlhf.objectives.dpo:OnlineDPO")
+@dataclass(kw_only=True, slots=True)
+class DPOConfig(AlgoConfig):
+    """Online DPO on the best and the worst of K samples. With `generator=dataset`: offline DPO on pairs."""
+
+    min_samples: ClassVar[int] = 2
+    keeps: ClassVar[int | None] = 2
+    pairwise: ClassVar[bool] = True
+
+    name: str = "dpo"
+    samples_per_prompt: int = 2
+    loss_type: DPOLoss = DPOLoss.sigmoid
+    beta: float = number(
+        0.1,
+        above=0,
+        means="strength of the KL constraint; a higher value keeps the policy near the reference",
+    )
+    label_smoothing: float = number(
+        0.0, least=0, below=0.5, means="fraction of labels that are assumed wrong; sigmoid and robust"
+    )
+    length_normalised: bool = entry(
+        False, means="divide each log-ratio by the number of tokens of its response"
+    )
+    ties: Ties = Ties.drop
+    weighting: PairWeighting = entry(
+        PairWeighting.none,
+        means="weight of the loss of a pair: `is`: probability ratio of policy to sampler, of both responses "
+        "together; `wpo`: how probable both responses are under the policy, per token; `none`: 1",
+        added=True,
+    )
+    weighting_eps: float = number(
+        1.0, least=0, means="weighting=is: weights have the upper bound exp(2 weighting_eps)", added=True
+    )
+    weighting_clamp: float | None = number(
+        1.0, above=0, means="weighting=wpo: upper bound of the weights; null: no bound", added=True
+    )
+
+    def corrections(self) -> list[str]:
+        """Return the setting that weights pairs, if they have no weights."""
+        return ["algo.weighting=is"] if self.weighting is PairWeighting.none else []
+
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning for each key that is set and that the loss or the weighting does not use."""
+        if self.label_smoothing and self.loss_type in (DPOLoss.ipo, DPOLoss.hinge):
+            yield f"algo.label_smoothing has no effect with algo.loss_type={self.loss_type.value}"
+        for name, user in (("weighting_eps", PairWeighting["is"]), ("weighting_clamp", PairWeighting.wpo)):
+            if self.weighting is not user and getattr(self, name) != 1.0:
+                yield (
+                    f"algo.{name} has no effect with algo.weighting={self.weighting.value} (it belongs to "
+                    f"algo.weighting={user.value})"
+                )
+
+
+@option("algo", "bok", part="rlhf.objectives.bok:BestOfK")
+@dataclass(kw_only=True, slots=True)
+class BestOfKConfig(AlgoConfig):
+    """Best-of-K fine-tuning: maximum likelihood of the best of K samples."""
+
+    min_samples: ClassVar[int] = 2
+    keeps: ClassVar[int | None] = 1
+
+    name: str = "bok"
+    samples_per_prompt: int = 2
+    ties: Ties = Ties.drop
+
+
+@option("algo", "sft", part="rlhf.objectives.sft:SFT")
+@dataclass(kw_only=True, slots=True)
+class SFTConfig(AlgoConfig):
+    """Supervised fine-tuning: cross-entropy of the reference response, EOS included."""
+
+    trains: ClassVar[Trains] = Trains.base
+    data: ClassVar[Data] = Data.references
+    supervised: ClassVar[bool] = True
+
+    name: str = "sft"
+
+
+@option("algo", "reward", part="rlhf.objectives.reward_modelling:RewardModelling")
+@dataclass(kw_only=True, slots=True)
+class RewardConfig(AlgoConfig):
+    """Reward modelling: Bradley-Terry loss on chosen and rejected responses."""
+
+    trains: ClassVar[Trains] = Trains.reward
+    data: ClassVar[Data] = Data.preferences
+    supervised: ClassVar[bool] = True
+    min_samples: ClassVar[int] = 2
+    pairwise: ClassVar[bool] = True
+
+    name: str = "reward"
+    samples_per_prompt: int = 2
+
+
+# Sections of the policy-gradient algorithms (`algo=...`).
+
+
+class KLIn(Choice):
+    """The place of the KL penalty: subtracted from the rewards, or added to the loss."""
+
+    reward = "reward"
+    loss = "loss"
+
+
+class KLEstimator(Choice):
+    """The estimate of the KL of a token from one sample. k3 is never negative and varies less than k1."""
+
+    k1 = "k1", "logp - ref"
+    k3 = "k3", "exp(ref - logp) - 1 + logp - ref"
+
+
+class Scale(Choice):
+    """The rewards whose standard deviation divides advantages: the prompt's, the batch's, or no division."""
+
+    group = "group"
+    batch = "batch"
+    none = "none"
+
+
+class Advantage(Choice):
+    """The baseline that is subtracted from the reward of a response."""
+
+    mean = "mean", "mean reward of the prompt's K samples"
+    leave_one_out = "leave_one_out", "mean reward of the prompt's other samples"
+    opo = "opo", "mean reward of the prompt's K samples, weighted by their lengths (arXiv 2505.23585)"
+    none = "none", "0: the advantage is the reward"
+
+
+class RLOOLoss(Choice):
+    """The policy term in the loss of a response."""
+
+    clip = "clip", "the clipped ratio of the whole response"
+    reinforce = "reinforce", "the log-prob of the response"
+
+
+class ValueFrom(Choice):
+    """The weights that the value model starts from."""
+
+    reward = "reward", "the reward model"
+    policy = "policy", "the policy, with a head whose initial values are 0"
+
+
+CLIP_RANGE = ("clip_low", "clip_high")
+CLIPPED_LOSS = ("dual_clip", "covariance.kind")  # options of PPO's clipped loss
+
+
+@dataclass(kw_only=True, slots=True)
+class PolicyGradientConfig(AlgoConfig):
+    """The keys that policy-gradient algorithms share."""
+
+    sequence_ratio: ClassVar[bool] = False  # one ratio per response, not per token
+
+    clip_low: float = number(0.2, least=0, most=1, means="ratios are clipped at 1 - clip_low")
+    clip_high: float = number(0.2, above=0, means="ratios are clipped at 1 + clip_high")
+    kl_coef: float = number(
+        0.0, least=0, means="beta, weight of the KL penalty; 0: no penalty", remedy="0.05"
+    )
+    kl_in: KLIn = KLIn.loss
+    kl_estimator: KLEstimator = KLEstimator.k3
+    kl_unbiased: bool = entry(
+        True, means="kl_in=loss: multiply the KL estimate by the ratio, for the gradient of the KL"
+    )
+    normalize_scores: bool = entry(
+        False, means="scale scores to mean 0 and standard deviation 1 over the rollout batch"
+    )
+    clip_scores: float | None = number(
+        None,
+        above=0,
+        means="limit of the absolute value of scores, applied after normalising; null: no limit",
+    )
+    anchor: Anchor = entry(Anchor.old, added=True)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    off_policy_mask: float | None = number(
+        None,
+        least=0,
+        means="responses with A < 0 get no policy loss if the mean of sampler - policy log-probs of their "
+        "tokens exceeds this; null: off",
+        remedy="0.5",
+        added=True,
+    )
+    dual_clip: float | None = number(
+        None,
+        above=1,
+        means="with A < 0 the loss of a token is at most -dual_clip A; null: no limit",
+        remedy="3",
+        added=True,
+    )
+    entropy_coef: float = number(0.0, least=0, means="weight of the entropy bonus of the policy", added=True)
+    covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if two settings contradict each other, or if the loss ignores a key that is set."""
+        yield from AlgoConfig.problems(self, at)
+        correction, anchor = self.correction, self.anchor
+        if anchor is Anchor.behaviour and correction.kind is not CorrectionKind.none:
+            yield (
+                "algo.correction.kind must be none with algo.anchor=behaviour (the ratio of the loss is the "
+                f"weight already), got {correction.kind.value}; set algo.correction.kind=none"
+            )
+        if anchor is Anchor.loglinear and correction.coupled:
+            yield (
+                "algo.correction.reject and algo.correction.normalise must not be set with "
+                "algo.anchor=loglinear (they need the log-probs that this anchor saves); set algo.anchor=old"
+            )
+        limits = self.covariance.kind
+        if self.sequence_ratio and limits is not Covariance.none and "covariance.kind" not in self.unused():
+            yield (
+                f"algo.covariance.kind must be none for algo={self.name} (it limits single tokens, but the "
+                f"ratio is that of a whole response), got {limits.value}; set algo.covariance.kind=none"
+            )
+        default = type(self)()
+        for key in self.unused():
+            value, unset = (attrgetter(key)(section) for section in (self, default))
+            if value != unset:
+                unset = unset.value if isinstance(unset, Choice) else plain(unset)
+                yield (
+                    f"algo.{key} must not be set for algo={self.name} (its loss does not use it), got "
+                    f"{value.value if isinstance(value, Choice) else plain(value)}; set algo.{key}={unset}"
+                )
+
+    def corrections(self) -> list[str]:
+        """Return the setting that weights samples of older weights, if the loss does not correct for them."""
+        if self.correction.kind is not CorrectionKind.none or self.anchor is not Anchor.old:
+            return []
+        level = " algo.correction.level=sequence" if self.sequence_ratio else ""
+        return [f"algo.correction.kind=truncate{level}"]
+
+    @property
+    def needs_sampler(self) -> bool:
+        """Whether the loss needs the log-probs of the sampler: always, for ratios."""
+        return True
+
+    @property
+    def reads_anchor(self) -> bool:
+        """Whether the loss reads the log-probs of `anchor`."""
+        return True
+
+    def unused(self) -> tuple[str, ...]:
+        """Return the keys of the clipped loss that the loss of this algorithm does not use."""
+        return ()
+
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning if the KL penalty has no gradient, or if a sequence loss has weights of tokens."""
+        in_loss = self.kl_coef > 0 and self.kl_in is KLIn.loss
+        if in_loss and self.kl_estimator is KLEstimator.k1 and not self.kl_unbiased:
+            yield (
+                "algo.kl_estimator=k1 with algo.kl_unbiased=false has a gradient of 0 on average (the "
+                "gradient of log-probs), so the KL penalty has no effect; set algo.kl_unbiased=true"
+            )
+        if not self.sequence_ratio:
+            return
+        correction = self.correction
+        if correction.kind is not CorrectionKind.none and correction.level is Level.token:
+            yield (
+                f"algo.correction.level=token with algo={self.name} averages weights of tokens in a loss of "
+                "whole responses; set algo.correction.level=sequence"
+            )
+        if correction.reject in (Reject.token, Reject.m2):
+            yield (
+                f"algo.correction.reject={correction.reject.value} with algo={self.name} rejects tokens in a "
+                "loss of whole responses; set algo.correction.reject=mean"
+            )
+
+
+@option("algo", "ppo", part="rlhf.objectives.ppo:PPO")
+@dataclass(kw_only=True, slots=True)
+class PPOConfig(PolicyGradientConfig):
+    """PPO: a value model and generalised advantage estimation."""
+
+    learns_from_ties: ClassVar[bool] = True
+
+    name: str = "ppo"
+    kl_coef: float = 0.05
+    kl_in: KLIn = KLIn.reward
+    kl_estimator: KLEstimator = KLEstimator.k1
+    kl_target: float | None = number(
+        None,
+        above=0,
+        means="target KL of a response, to which kl_coef adapts; null: kl_coef is constant",
+        remedy="6",
+    )
+    kl_horizon: float = number(
+        10000, above=0, means="episodes over which kl_coef adapts; a larger value adapts more slowly"
+    )
+    gamma: float = number(1.0, least=0, most=1, means="discount of later rewards")
+    lam: float = number(0.95, least=0, most=1, means="lambda of the advantage estimation")
+    vf_coef: float = number(0.1, least=0, means="weight of the value loss")
+    clip_value: float = number(
+        0.2, above=0, means="largest difference of new and old values before the value loss is clipped"
+    )
+    whiten_advantages: bool = entry(True, means="scale advantages to mean 0 and standard deviation 1")
+    whiten_rewards: bool = entry(False, means="scale rewards to standard deviation 1; keep their mean")
+    end_state: bool = entry(
+        True, means="the state after the last token is a separate step, which receives the score"
+    )
+    value_from: ValueFrom | None = entry(
+        None, means="null: the reward model if the scorer uses one, else the policy"
+    )
+    value_lr: float | None = number(
+        None, above=0, means="learning rate of the value model; null: optim.lr", remedy="null"
+    )
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if `kl_target` is set and `kl_coef` is 0: a coefficient of 0 cannot adapt."""
+        yield from PolicyGradientConfig.problems(self, at)
+        if self.kl_target is not None and not self.kl_coef:
+            yield (
+                "algo.kl_coef must be > 0 with algo.kl_target (the coefficient adapts by factors), got 0; "
+                "set algo.kl_coef=0.05"
+            )
+
+
+@option("algo", "rloo", part="rlhf.objectives.rloo:RLOO")
+@dataclass(kw_only=True, slots=True)
+class RLOOConfig(PolicyGradientConfig):
+    """RLOO: REINFORCE with the mean reward of a prompt's other samples as baseline."""
+
+    min_samples: ClassVar[int] = 2
+    sequence_ratio: ClassVar[bool] = True
+
+    name: str = "rloo"
+    samples_per_prompt: int = 2
+    loss_type: RLOOLoss = RLOOLoss.clip
+    kl_coef: float = 0.05
+    kl_in: KLIn = KLIn.reward
+    kl_estimator: KLEstimator = KLEstimator.k1
+
+    @property
+    def reads_anchor(self) -> bool:
+        """Whether the policy term, the importance weights or the KL term of the loss read the anchor."""
+        weighted = self.correction.kind is not CorrectionKind.none
+        ratio_of_kl = self.kl_coef > 0 and self.kl_in is KLIn.loss and self.kl_unbiased
+        return self.loss_type is RLOOLoss.clip or weighted or ratio_of_kl
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if `anchor` is set and the loss has no ratio."""
+        yield from PolicyGradientConfig.problems(self, at)
+        if self.anchor is not Anchor.old and not self.reads_anchor:
+            yield (
+                "algo.anchor must be old with algo.loss_type=reinforce (this loss has no ratio; "
+                f"algo.correction corrects for older samples), got {self.anchor.value}; set algo.anchor=old"
+            )
+
+    def unused(self) -> tuple[str, ...]:
+        """Return the keys of the clipped loss for `loss_type=reinforce`, which has no ratio."""
+        reinforce = self.loss_type is RLOOLoss.reinforce
+        return (*CLIP_RANGE, *CLIPPED_LOSS) if reinforce else ()
+
+
+@option("algo", "grpo", part="rlhf.objectives.grpo:GRPO")
+@dataclass(kw_only=True, slots=True)
+class GRPOConfig(PolicyGradientConfig):
+    """GRPO: PPO's clipped ratio with advantages relative to the K samples of a prompt."""
+
+    min_samples: ClassVar[int] = 2
+
+    name: str = "grpo"
+    samples_per_prompt: int = 4
+    kl_coef: float = 0.04
+    advantage: Advantage = entry(Advantage.mean, added=True)
+    scale: Scale = Scale.group
+    ties: Ties = Ties.keep
+
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning if the advantages of OPO are divided by a standard deviation."""
+        yield from PolicyGradientConfig.warnings(self, at)
+        if self.advantage is Advantage.opo and self.scale is not Scale.none:
+            yield (
+                f"algo.advantage=opo with algo.scale={self.scale.value} is not OPO (OPO does not divide "
+                "advantages by a standard deviation); set algo.scale=none"
+            )
+
+
+@option("algo", "dr_grpo", part="rlhf.objectives.dr_grpo:DrGRPO")
+@dataclass(kw_only=True, slots=True)
+class DrGRPOConfig(GRPOConfig):
+    """Dr. GRPO: GRPO with unscaled advantages and a constant divisor of the loss."""
+
+    name: str = "dr_grpo"
+    kl_coef: float = 0.0
+    scale: Scale = Scale.none
+
+
+@option("algo", "dapo", part="rlhf.objectives.dapo:DAPO")
+@dataclass(kw_only=True, slots=True)
+class DAPOConfig(GRPOConfig):
+    """DAPO: GRPO with a mean over all tokens and a larger upper bound of the ratio."""
+
+    name: str = "dapo"
+    clip_high: float = 0.28
+    kl_coef: float = 0.0
+
+
+@option("algo", "gspo", part="rlhf.objectives.gspo:GSPO")
+@dataclass(kw_only=True, slots=True)
+class GSPOConfig(GRPOConfig):
+    """GSPO: GRPO with one ratio per response, the geometric mean of the ratios of its tokens."""
+
+    sequence_ratio: ClassVar[bool] = True
+
+    name: str = "gspo"
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    kl_coef: float = 0.0
+
+
+@option("algo", "cispo", part="rlhf.objectives.cispo:CISPO")
+@dataclass(kw_only=True, slots=True)
+class CISPOConfig(GRPOConfig):
+    """CISPO: REINFORCE on every token, weighted by the ratio of the token, which has an upper bound."""
+
+    name: str = "cispo"
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+    kl_coef: float = 0.0
+
+    def unused(self) -> tuple[str, ...]:
+        """Return the keys that change only the clipped loss."""
+        return CLIPPED_LOSS
+
+
+# Sections of the algorithms that were designed for samples of an older policy (`algo=...`).
+
+
+class M2POForm(Choice):
+    """How the second moment of log-ratios is limited."""
+
+    mask = "mask", "the tokens of largest ratio have no loss, as in the paper"
+    clip = "clip", "all ratios are clipped at one bound, as in the code of the authors"
+
+
+class DPPODivergence(Choice):
+    """The divergence of a token's probability, this token against all others."""
+
+    tv = "tv", "|p - q|"
+    kl = "kl", "KL(q || p) of the two outcomes"
+
+
+_DEFAULT_LIMITS = {
+    DPPODivergence.tv: 0.15,
+    DPPODivergence.kl: 0.05,
+}  # values of the authors, arXiv 2602.04879
+
+
+class OAPLAnchor(Choice):
+    """The policy to which OAPL regresses."""
+
+    behaviour = "behaviour", "the sampler: OAPL"
+    reference = "reference", "the frozen reference: the loss of A*-PO"
+
+
+@dataclass(kw_only=True, slots=True)
+class UnclippedConfig(GRPOConfig):
+    """The keys of the algorithms whose loss is a ratio to the sampler, limited in another way than PPO's."""
+
+    kl_coef: float = 0.0
+    anchor: Anchor = Anchor.behaviour
+
+    def unused(self) -> tuple[str, ...]:
+        """Return the keys of PPO's clipped loss."""
+        return (*CLIP_RANGE, *CLIPPED_LOSS)
+
+
+@option("algo", "m2po", part="rlhf.objectives.m2po:M2PO")
+@dataclass(kw_only=True, slots=True)
+class M2POConfig(UnclippedConfig):
+    """M2PO: a policy gradient whose ratios to the sampler have a bounded second moment."""
+
+    name: str = "m2po"
+    form: M2POForm = M2POForm.mask
+    limit: float = number(
+        0.04, above=0, means="bound of the mean of (log ratio)^2 over the tokens whose ratio rises with A"
+    )
+
+    def unused(self) -> tuple[str, ...]:
+        """Return the keys of PPO's clipped loss, and `anchor`: the limited ratio is that to the sampler."""
+        return (*UnclippedConfig.unused(self), "anchor")
+
+
+@option("algo", "topr", part="rlhf.objectives.topr:TOPR")
+@dataclass(kw_only=True, slots=True)
+class TOPRConfig(UnclippedConfig):
+    """TOPR: REINFORCE; only the weights of responses with a negative advantage are ratios, at most 1."""
+
+    name: str = "topr"
+    scale: Scale = Scale.none
+    level: Level = entry(Level.sequence, means="the unit of one ratio")
+
+
+@option("algo", "dppo", part="rlhf.objectives.dppo:DPPO")
+@dataclass(kw_only=True, slots=True)
+class DPPOConfig(UnclippedConfig):
+    """DPPO: tokens whose probability moved too far from the sampler's are masked, instead of clipped."""
+
+    name: str = "dppo"
+    divergence: DPPODivergence = DPPODivergence.tv
+    limit_low: float | None = number(
+        None, above=0, means="A < 0: largest fall in probability; null: tv 0.15, kl 0.05", remedy="null"
+    )
+    limit_high: float | None = number(
+        None, above=0, means="A > 0: largest rise in probability; null: tv 0.15, kl 0.05", remedy="null"
+    )
+    cap: float = number(3.0, above=0, means="the largest ratio that weighs a token")
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The limits `limit_low` and `limit_high`; where they are null, the default of the divergence."""
+        default = _DEFAULT_LIMITS[self.divergence]
+        low, high = (default if limit is None else limit for limit in (self.limit_low, self.limit_high))
+        return low, high
+
+
+@option("algo", "scalerl", part="rlhf.objectives.scalerl:ScaleRL")
+@dataclass(kw_only=True, slots=True)
+class ScaleRLConfig(UnclippedConfig):
+    """ScaleRL: truncated ratios as weights, advantages scaled over the batch, a mean over prompts."""
+
+    name: str = "scalerl"
+    scale: Scale = Scale.batch
+    ties: Ties = Ties.drop
+    cap: float = number(5.0, above=0, means="the largest ratio that weighs a token")
+
+
+@option("algo", "oapl", part="rlhf.objectives.oapl:OAPL")
+@dataclass(kw_only=True, slots=True)
+class OAPLConfig(AlgoConfig):
+    """OAPL: regression of log-ratios on optimal advantages; no ratio weights and no clipping."""
+
+    min_samples: ClassVar[int] = 2
+    learns_from_ties: ClassVar[bool] = True
+
+    name: str = "oapl"
+    samples_per_prompt: int = 4
+    anchor: OAPLAnchor = OAPLAnchor.behaviour
+    beta_value: float = number(
+        1.0, above=0, means="temperature of the mean of exponentials that estimates the optimal value"
+    )
+    beta: float = number(1e-3, above=0, means="factor of the log-ratio that is compared with the advantage")
+
+    @property
+    def needs_sampler(self) -> bool:
+        """Whether the regression is anchored at the sampler."""
+        return self.anchor is OAPLAnchor.behaviour

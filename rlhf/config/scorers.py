@@ -1,0 +1,564 @@
+"""Sections of the scorers.
+
+The same options configure the training score (`scorer`) and the judge (`gold`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, ClassVar
+
+from omegaconf import MISSING
+
+from rlhf.config.models import Dtype
+from rlhf.config.schema import Affects, Section, entry, missing_package, number, option, sections
+from rlhf.config.services import service_problems, token_problems, url_problems
+from rlhf.config.tasks import EmbeddedTaskConfig, QuestionsConfig, TaskConfig
+from rlhf.core.errors import setting
+from rlhf.usercode.address import ONLY_HERE, function_problem, takes_lists
+
+# Relative difference of the scores of a reward model for one response at different places of a batch.
+_ROUNDING = {Dtype.float32: 1e-5, Dtype.bfloat16: 1e-2, Dtype.float16: 1e-3}
+
+
+@dataclass(kw_only=True, slots=True)
+class ScorerConfig(Section):
+    """The keys that every scorer has."""
+
+    verifies: ClassVar[bool] = False  # the score is 1 for a correct response, else 0; its mean is an accuracy
+    columns: ClassVar[frozenset[str]] = frozenset()  # columns of the task's data that the scorer reads
+    reads_rewards: ClassVar[bool] = False  # the score is made of the rewards of an environment
+    of_mixture: ClassVar[bool] = False  # True: each part scores the responses of the task's part of its name
+
+    name: str = MISSING
+    missing_eos_score: float | None = number(
+        None, means="score of a response without EOS, in place of its own; null: its own score", remedy="-1"
+    )
+    missing_eos_penalty: float | None = number(
+        None,
+        least=0,
+        means="number subtracted from the score of a response without EOS; null: nothing",
+        remedy="1",
+    )
+    weight: float = number(
+        1.0, means="factor of the score of this part in a weighted scorer; 0: the score is only logged"
+    )
+
+    @property
+    def parts(self) -> dict[str, ScorerConfig]:
+        """The scorers of which this scorer consists, by their names."""
+        return {}
+
+    @property
+    def pad_token(self) -> str | None:
+        """The pad token that replaces that of the reward model's tokenizer; None: it is not replaced."""
+        return None
+
+    def cannot_score(self, task: TaskConfig) -> str | None:
+        """Return why this scorer cannot score the responses of a task; None: it can."""
+        return None
+
+    @property
+    def reads_reward(self) -> bool:
+        """Whether this scorer needs the model that `model.reward` names."""
+        return False
+
+    def reward_model(self, at: str, reward: str | None) -> tuple[str, str] | None:
+        """Return the key and the value that name the reward model which scores; None: no key names one.
+
+        Args:
+            at: the key of this section.
+            reward: `model.reward` of the run.
+        """
+        return None
+
+    @property
+    def sequences(self) -> int:
+        """The sequences per forward pass of the model that scores; 0: no model of this machine scores."""
+        return 0
+
+    def functions(self) -> dict[str, FunctionScorerConfig]:
+        """Return a section for each function of the user, by the name of its scores in metrics."""
+        return {}
+
+    @property
+    def only_here(self) -> list[str]:
+        """The addresses of functions that exist only in the process that started the run."""
+        return []
+
+    def source(self, reward: str | None) -> Hashable:
+        """Return an identifier of the model, program or service that scores.
+
+        Two sections with equal identifiers give the same scores, apart from weights and missing-EOS settings.
+
+        Args:
+            reward: `model.reward` of the run.
+        """
+        return self.name
+
+    def rounding(self, dtype: Dtype) -> float:
+        """Return the default of `algo.tie_tolerance` for scores of this scorer; 0 if its scores are exact.
+
+        Args:
+            dtype: the dtype of forward passes.
+        """
+        return 0.0
+
+    @property
+    def asks_service(self) -> bool:
+        """Whether this scorer waits for the answers of a service."""
+        return False
+
+    @property
+    def described(self) -> str:
+        """The name of the scorer in messages: its model, function or address, otherwise its option."""
+        found = getattr(self, "path", None) or getattr(self, "url", None) or self.name
+        return ", ".join(map(str, found)) if isinstance(found, list) else str(found)
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if both missing-EOS keys are set, or if a scorer that is no part has a weight."""
+        yield from Section.problems(self, at)
+        score, penalty = self.missing_eos_score, self.missing_eos_penalty
+        if score is not None and penalty is not None:
+            yield (
+                f"{at}.missing_eos_score and {at}.missing_eos_penalty must not both be set (one replaces the "
+                f"score that the other lowers), got {score:g} and {penalty:g}; "
+                f"set {at}.missing_eos_score=null or {at}.missing_eos_penalty=null"
+            )
+        if math.isfinite(self.weight) and self.weight != 1 and ".parts." not in at:
+            yield (
+                f"{at}.weight must be 1 outside of a weighted scorer (only parts have weights), "
+                f"got {self.weight:g}; set {at}.weight=1"
+            )
+
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning for each missing-EOS key of a judge, where these keys have no effect."""
+        for key in ("missing_eos_score", "missing_eos_penalty"):
+            if at.startswith("gold") and (value := getattr(self, key)) is not None:
+                yield f"{at}.{key}={value:g} has no effect (the scores of a judge are not changed)"
+
+
+def scorers(section: Section) -> Iterator[tuple[str, ScorerConfig]]:
+    """Yield every scorer of a config with its key: `scorer`, `gold`, and the parts of both.
+
+    Args:
+        section: the root config.
+    """
+    for key, each in sections(section):
+        if isinstance(each, ScorerConfig):
+            yield key, each
+
+
+def choice(key: str) -> str:
+    """Return the key that selects the option of the scorer at `key`, for example `scorer@gold` for `gold`."""
+    return key if key == "scorer" else f"scorer@{key}"
+
+
+@option("scorer", "reward_model", part="rlhf.scorers.reward_model:build")
+@dataclass(kw_only=True, slots=True)
+class RewardModelScorerConfig(ScorerConfig):
+    """A sequence-classification model with one output, read at the last response token."""
+
+    name: str = "reward_model"
+    path: str | None = entry(None, means="hub name or local folder; null: model.reward")
+    batch_size: int = number(32, least=1, means="sequences per forward pass")
+    pad_token: str | None = entry(
+        None, means="pad token of the reward model's tokenizer; null: its own, or its end token", added=True
+    )
+
+    @property
+    def sequences(self) -> int:
+        """The sequences per forward pass of the reward model: `batch_size`."""
+        return self.batch_size
+
+    def reward_model(self, at: str, reward: str | None) -> tuple[str, str] | None:
+        """Return `path` or else `model.reward`; None: the run makes the reward model."""
+        if self.path is not None:
+            return f"{at}.path", self.path
+        return None if reward is None else ("model.reward", reward)
+
+    def rounding(self, dtype: Dtype) -> float:
+        """Return the relative rounding error of scores: a unit in the last place, of float32 many units."""
+        return _ROUNDING[dtype]
+
+    @property
+    def reads_reward(self) -> bool:
+        """Whether this scorer needs the model that `model.reward` names, because `path` is null."""
+        return self.path is None
+
+    def source(self, reward: str | None) -> Hashable:
+        """Return an identifier of the scorer: its model."""
+        return self.name, self.path or reward
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if a judge has no `path`."""
+        yield from ScorerConfig.problems(self, at)
+        if at.startswith("gold") and self.path is None:
+            yield (
+                f"{at}.path must name a reward model (the judge must not be the model that training sees), "
+                f"got null; set {at}.path=<hub name or folder>"
+            )
+
+
+@option("scorer", "facts", part="rlhf.scorers.function:FactsScorer")
+@dataclass(kw_only=True, slots=True)
+class FactsScorerConfig(ScorerConfig):
+    """The program that judges `task=tldr_mini`: facts covered, minus errors, filler and excess length."""
+
+    name: str = "facts"
+
+    def cannot_score(self, task: TaskConfig) -> str | None:
+        """Return a reason for every other task."""
+        return None if task.name == "tldr_mini" else "that program knows only the facts of task=tldr_mini"
+
+
+@option("scorer", "answer", part="rlhf.scorers.function:AnswerScorer")
+@dataclass(kw_only=True, slots=True)
+class AnswerScorerConfig(ScorerConfig):
+    """A score of 1 if the answer in the response equals the answer in the reference, else 0."""
+
+    verifies: ClassVar[bool] = True
+
+    name: str = "answer"
+    pattern: str = entry(r"#### (\-?[0-9\.\,]+)", means="regular expression whose group matches the answer")
+
+    def cannot_score(self, task: TaskConfig) -> str | None:
+        """Return a reason for a task whose references contain no answer."""
+        return None if task.has_answers else "its references contain no answer to compare with"
+
+
+@option("scorer", "labels", part="rlhf.scorers.scorer:LabelsScorer")
+@dataclass(kw_only=True, slots=True)
+class LabelsScorerConfig(ScorerConfig):
+    """The stored scores (labels) of stored completions."""
+
+    name: str = "labels"
+
+
+@option("scorer", "none", part="rlhf.scorers.scorer:no_scorer")
+@dataclass(kw_only=True, slots=True)
+class NoScorerConfig(ScorerConfig):
+    """No scorer: evaluation omits its metrics. Training needs a scorer, but no judge (`scorer@gold=none`)."""
+
+    name: str = "none"
+
+
+@dataclass(kw_only=True, slots=True)
+class PartsScorerConfig(ScorerConfig):
+    """A scorer that consists of other scorers, its parts."""
+
+    reason: ClassVar[str]  # why each part must judge a text by itself
+
+    parts: dict[str, ScorerConfig] = entry(
+        factory=dict,
+        means="name -> scorer; the name is chosen by the user, for scorer=mixture it is that of a part of "
+        "the task",
+    )
+
+    @property
+    def reads_reward(self) -> bool:
+        """Whether a part needs the model that `model.reward` names."""
+        return any(part.reads_reward for part in self.parts.values())
+
+    @property
+    def asks_service(self) -> bool:
+        """Whether a part waits for the answers of a service."""
+        return any(part.asks_service for part in self.parts.values())
+
+    def source(self, reward: str | None) -> Hashable:
+        """Return an identifier that no other scorer has. The parts have their own identifiers."""
+        return id(self)
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for each part that does not judge a text by itself."""
+        yield from ScorerConfig.problems(self, at)
+        for name, part in self.parts.items():
+            if part.name in ("labels", "none", self.name):
+                key = choice(f"{at}.parts.{name}")
+                yield (
+                    f"{key} must be a scorer that judges a text by itself ({self.reason}), got {part.name}; "
+                    f"set {key}=function"
+                )
+
+
+@option("scorer", "weighted", part="rlhf.scorers.scorer:WeightedScorer")
+@dataclass(kw_only=True, slots=True)
+class WeightedScorerConfig(PartsScorerConfig):
+    """The sum of other scorers, each times its `weight`.
+
+    Add a part with `+scorer@scorer.parts.<name>=<option>`, or with a defaults list as in
+    conf/scorer/reward_and_answer.yaml. The missing-EOS settings of a part apply to its score, the settings
+    of this section apply to the sum.
+    """
+
+    reason: ClassVar[str] = "the score is a sum of such scores"
+
+    name: str = "weighted"
+
+    def rounding(self, dtype: Dtype) -> float:
+        """Return the weighted sum of the rounding errors of the parts."""
+        return sum(abs(part.weight) * part.rounding(dtype) for part in self.parts.values())
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if there are no parts, and the errors of `PartsScorerConfig`."""
+        yield from PartsScorerConfig.problems(self, at)
+        if not self.parts:
+            yield (
+                f"{at}.parts must contain at least one scorer (the score is their weighted sum), "
+                f"got none; set +scorer@{at}.parts.<name>=<scorer>"
+            )
+
+
+@option("scorer", "function", part="rlhf.scorers.function:build")
+@dataclass(kw_only=True, slots=True)
+class FunctionScorerConfig(ScorerConfig):
+    """A Python function of the user, or several, which take a response and return a number."""
+
+    name: str = "function"
+    path: Any = entry(
+        None,
+        means="<file>.py:<function> or <module>:<function>, or a list of these; the working directory is "
+        "searched",
+    )
+    weights: list[float] | None = entry(
+        None, means="factor of the score of each function in a list; null: 1", added=True
+    )
+    batched: bool = entry(False, means="the functions take lists (of the rollout batch) and return a list")
+
+    @property
+    def paths(self) -> list[Any]:
+        """The addresses of the functions; [None] if none is set."""
+        return self.path if isinstance(self.path, list) else [self.path]
+
+    @property
+    def only_here(self) -> list[str]:
+        """The addresses of functions that exist only in this process, as objects."""
+        return [path for path in map(str, self.paths) if path.startswith(f"{ONLY_HERE}:")]
+
+    @property
+    def arguments(self) -> tuple[str, str, str]:
+        """The names of the arguments that the function receives by position."""
+        if self.batched:
+            return "prompts", "responses", "references"
+        return "prompt", "response", "reference"
+
+    def functions(self) -> dict[str, FunctionScorerConfig]:
+        """Return a section for each function of a list, by the name of its scores in metrics."""
+        names = [path.rpartition(":")[2] for path in self.paths]
+        places = [Path(path.rpartition(":")[0]).stem.rpartition(".")[2] for path in self.paths]
+        counts = Counter(names)
+        both = zip(names, places, strict=True)
+        names = [name if counts[name] == 1 else f"{place}_{name}" for name, place in both]
+        weights = self.weights or [1.0] * len(names)
+        return {
+            name: FunctionScorerConfig(path=path, batched=self.batched, weight=weight)
+            for name, path, weight in zip(names, self.paths, weights, strict=True)
+        }
+
+    def as_sum(self) -> WeightedScorerConfig:
+        """Return the section of the weighted sum of the functions of a list."""
+        kept = {key: getattr(self, key) for key in ("missing_eos_score", "missing_eos_penalty", "weight")}
+        return WeightedScorerConfig(parts=dict(self.functions()), **kept)
+
+    def rounding(self, dtype: Dtype) -> float:
+        """Return 0 for one function; for a list, the value of the weighted sum."""
+        return self.as_sum().rounding(dtype) if isinstance(self.path, list) else 0.0
+
+    def source(self, reward: str | None) -> Hashable:
+        """Return an identifier of the scorer: its functions."""
+        return self.name, tuple(self.paths)
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for each function that cannot be imported or called."""
+        yield from ScorerConfig.problems(self, at)
+        for path in self.paths:
+            if problem := function_problem(f"{at}.path", path, self.arguments):
+                yield problem
+            elif (lists := takes_lists(f"{at}.path", path)) is not None and lists != self.batched:
+                takes = "lists" if lists else "the text of one response"
+                right, wrong = ("true", "false") if lists else ("false", "true")
+                yield (
+                    f"{at}.batched must be {right} for a function that takes {takes} (see the parameters of "
+                    f"{path}), got {wrong}; set {at}.batched={right}"
+                )
+        yield from self.problems_of_list(at)
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error for each function that this process cannot import or call."""
+        found = (function_problem(f"{at}.path", path, self.arguments) for path in self.paths)
+        yield from filter(None, found)
+
+    def problems_of_list(self, at: str) -> Iterator[str]:
+        """Yield an error if the list of functions is empty or repeats one, or has other weights."""
+        paths, weights = self.paths, self.weights
+        if not paths:
+            yield (
+                f"{at}.path must name a function (it returns the score), got []; set "
+                f"{at}.path=my_module:my_function"
+            )
+        if repeated := [path for path, count in Counter(map(str, paths)).items() if count > 1]:
+            yield (
+                f"{at}.path must name each function once (its scores have one name in metrics.jsonl), got "
+                f"{repeated[0]} twice; leave one out, or set its weight in {at}.weights"
+            )
+        if weights is None:
+            return
+        ones = ",".join(["1"] * max(1, len(paths)))
+        if not isinstance(self.path, list) or len(weights) != len(paths):
+            remedy = f"set '{at}.weights=[{ones}]'"
+            if not isinstance(self.path, list):
+                remedy = f"leave it out, or set {setting(f'{at}.path', paths)}"
+            yield (
+                f"{at}.weights must have a number for each function of a list in {at}.path (they are factors "
+                f"of its scores), got {len(weights)} for {len(paths)}; {remedy}"
+            )
+        if not all(map(math.isfinite, weights)):
+            yield (
+                f"{at}.weights must be finite (scores are multiplied by them), got {weights}; set "
+                f"'{at}.weights=[{ones}]'"
+            )
+
+
+# Section of the scorer that asks a service over HTTP.
+
+
+_URL = "http://127.0.0.1:8000/score"
+
+
+@option("scorer", "http", part="rlhf.scorers.http:HttpScorer")
+@dataclass(kw_only=True, slots=True)
+class HttpScorerConfig(ScorerConfig):
+    """A service that returns scores over HTTP; docs/rewards.md describes the protocol."""
+
+    name: str = "http"
+    url: str | None = entry(None, means="address of the service; texts are posted there")
+    batch_size: int = number(32, least=1, means="responses per request")
+    concurrency: int = number(4, least=1, means="requests in parallel", affects=Affects.speed)
+    timeout_s: float = number(
+        60.0,
+        above=0,
+        means="seconds until a try without a complete answer fails; longest Retry-After",
+        affects=Affects.speed,
+    )
+    retries: int = number(
+        5,
+        least=0,
+        means="retries of a failed request: the first immediately, then after 1, 2, 4, ... s",
+        affects=Affects.speed,
+    )
+    token_variable: str | None = entry(
+        None, means="environment variable with the bearer token; null: none is sent", affects=Affects.speed
+    )
+
+    @property
+    def asks_service(self) -> bool:
+        """Whether this scorer waits for the answers of a service: always."""
+        return True
+
+    def source(self, reward: str | None) -> Hashable:
+        """Return an identifier of the scorer: its service."""
+        return self.name, self.url
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the address is invalid, or if the variable with the token is not set."""
+        yield from ScorerConfig.problems(self, at)
+        yield from url_problems(f"{at}.url", self.url, f"{at}.token_variable", "texts are posted there", _URL)
+        if self.token_variable is not None:
+            yield from token_problems(f"{at}.token_variable", self.token_variable)
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the service accepts no connections, or the token of an empty request."""
+        about = self.url or "", "start the service", f"{at}.token_variable", self.token_variable
+        nothing = dict.fromkeys(("prompts", "responses", "references"), ())
+        yield from service_problems(f"{at}.url", *about, body=nothing)
+
+
+# Sections of `task=reasoning_gym` and `scorer=reasoning_gym`.
+
+
+_UNREPEATABLE = (  # found with two values of PYTHONHASHSEED, 40 examples of each data set
+    *("codeio", "futoshiki", "intermediate_integration", "isomorphic_strings", "knight_swap"),
+    *("list_functions", "polynomial_multiplication", "ransom_note", "word_ladder"),
+)
+_REFUSED = {
+    "composite": "task=mixture combines data sets",
+    **dict.fromkeys(_UNREPEATABLE, "its examples differ between processes with the same seed"),
+}
+
+
+@option("task", "reasoning_gym", part="rlhf.tasks.kinds:ReasoningGymSource")
+@dataclass(kw_only=True, slots=True)
+class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
+    """Problems of a data set of the package reasoning-gym, which generates and verifies them."""
+
+    chat_question: ClassVar[str] = "{question}\n\nWrite the answer between <answer> and </answer>."
+    vocabulary_size: ClassVar[int] = 106
+    has_answers: ClassVar[bool] = False
+    reads_path: ClassVar[bool] = False
+
+    name: str = "reasoning_gym"
+    dataset: str = entry("chain_sum", means="name of the data set in reasoning-gym")
+    arguments: dict[str, Any] = entry(
+        factory=dict, means="arguments of the data set, such as {min_terms: 2, max_terms: 3}"
+    )
+    chat: bool = entry(
+        False, means="the prompt is a message of the user, in the format of the model's chat template"
+    )
+    template: str = entry(
+        "{question}\n", means="format of a prompt with {question}; the default with chat is an instruction"
+    )
+    train_size: int = 8192
+    max_prompt_tokens: int = 256
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for a missing package, a refused data set, a `path`, or a template without field."""
+        yield from EmbeddedTaskConfig.problems(self, at)
+        yield from self.template_problems(at)
+        yield from missing_package("task=reasoning_gym", "reasoning_gym", "reasoning", "reasoning-gym")
+        if (reason := _REFUSED.get(self.dataset)) is not None:
+            yield (
+                f"{at}.dataset must not be {self.dataset} ({reason}), got {self.dataset}; "
+                f"set {at}.dataset=chain_sum"
+            )
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error if reasoning-gym has no such data set, or refuses the arguments."""
+        from reasoning_gym.factory import DATASETS, create_dataset  # takes seconds
+
+        if self.dataset not in DATASETS:
+            near = [*get_close_matches(self.dataset, DATASETS, n=1), "chain_sum"][0]
+            yield f"{at}.dataset must be in reasoning-gym, got {self.dataset}; set {at}.dataset={near}"
+            return
+        try:
+            create_dataset(self.dataset, seed=0, size=self.train_size, **self.arguments)
+        except Exception as error:  # the package checks with assert, and data sets with errors of their own
+            names = {each.name for each in fields(DATASETS[self.dataset][1])} - {"seed", "size"}
+            yield (
+                f"{at}.arguments must be arguments of {self.dataset} ({', '.join(sorted(names))}) that it "
+                f"accepts ({type(error).__name__}: {error}), got {self.arguments}; correct them"
+            )
+
+
+@option("scorer", "reasoning_gym", part="rlhf.scorers.function:ReasoningGymScorer")
+@dataclass(kw_only=True, slots=True)
+class ReasoningGymScorerConfig(ScorerConfig):
+    """The verifier of the problem in `task=reasoning_gym`."""
+
+    verifies: ClassVar[bool] = True
+    columns: ClassVar[frozenset[str]] = frozenset({"dataset", "arguments", "entry"})
+
+    name: str = "reasoning_gym"
+    pattern: str | None = entry(
+        r"<answer>([\s\S]*?)</answer>",
+        means="regular expression whose group matches the answer; null: the whole response",
+    )
+    exact: bool = entry(True, means="1 for a full score of the verifier, else 0; false: its score")
+
+    def cannot_score(self, task: TaskConfig) -> str | None:
+        """Return a reason for every other task."""
+        return None if task.name == "reasoning_gym" else "it verifies only problems of task=reasoning_gym"

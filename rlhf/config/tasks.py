@@ -1,0 +1,501 @@
+"""Sections of the tasks (`task=...`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from omegaconf import MISSING
+
+from rlhf.config.algorithms import Data
+from rlhf.config.schema import Choice, Section, entry, fact, number, option
+
+PROMPT_COLUMNS = ("query", "reference_response")
+PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected")
+SPLITS = ("train", "validation")  # the splits that a run reads
+
+Need = tuple[str, str, Sequence[str], Sequence[str], str]  # key, folder, columns, splits, reason
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskConfig(Section):
+    """The keys that every task has. `path` replaces the hub data set by local files with the same columns."""
+
+    embedded: ClassVar[bool] = False  # True: data and models are generated from a seed
+    reads_path: ClassVar[bool] = True  # False: examples are always generated
+    own_data: ClassVar[bool] = False  # True: the data are always those of the user
+    has_answers: ClassVar[bool] = True  # False: the references contain no answer that can be compared
+    vocabulary_size: ClassVar[int] = 0  # tokens of the task's own tokenizer; 0: a model has the tokenizer
+    prompt_columns: ClassVar[tuple[str, ...]] = PROMPT_COLUMNS  # columns of `path`, if it contains prompts
+    prompt_splits: ClassVar[tuple[str, ...]] = SPLITS  # splits of `path`, if it contains prompts
+
+    name: str = MISSING
+    path: str | None = entry(
+        None, means="folder with a data file per split; with task=local also a single file"
+    )
+    preferences_path: str | None = entry(
+        None, means="folder of preference pairs; null: task.path, else the hub"
+    )
+    max_prompt_tokens: int = number(
+        512, least=1, means="largest prompt length in tokens; longer prompts are skipped"
+    )
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for a `path` that is not read."""
+        yield from Section.problems(self, at)
+        if self.path is not None and not self.reads_path:
+            yield (
+                f"{at}.path must be null for task={self.name} (its examples are generated), got {self.path}; "
+                f"set {at}.path=null, or task=local"
+            )
+
+    @property
+    def parts(self) -> dict[str, TaskConfig]:
+        """The parts of a mixture, by their names; empty for a task without parts."""
+        return {}
+
+    @property
+    def train_size(self) -> int | None:
+        """The number of training prompts, if the config sets it."""
+        return None
+
+    @property
+    def validation_split(self) -> str:
+        """The name of the validation split in the data set."""
+        return "validation"
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each part of a mixture in the training prompts, by its name; empty without parts."""
+        return {}
+
+    @property
+    def dialogues(self) -> bool | None:
+        """Whether the prompts are dialogues; None: the rows of the data or the parts decide."""
+        return False
+
+    @property
+    def own_files(self) -> tuple[str, ColumnsConfig, bool] | None:
+        """The arguments of `LocalFiles` for the user's own files; None: the task reads none."""
+        return None
+
+    def own_rows(self, data: Data, evaluates: bool) -> Data | None:
+        """Return what the rows of `own_files` must contain; None: they are not read.
+
+        Args:
+            data: the content of one training example.
+            evaluates: whether the run evaluates a policy on prompts and references.
+        """
+        return None
+
+    @property
+    def lacks_pairs(self) -> bool:
+        """Whether a run that trains on preference pairs has to name them."""
+        return False
+
+    @property
+    def for_base_models(self) -> bool:
+        """Whether the prompts ask in a form for models that are not trained on dialogues."""
+        return False
+
+    def own_key(self, name: str, text: str) -> str:
+        """Return a text in which the keys of `task` are those of the part `name`."""
+        return text
+
+    def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
+        """Yield the local folders that a run reads, with the columns and splits that they must contain.
+
+        Args:
+            pairs: whether training reads preference pairs; otherwise it reads prompts.
+            evaluates: whether the run evaluates a policy on prompts and references.
+        """
+        if self.path is not None and (not pairs or evaluates):
+            reason = (
+                "the policy is evaluated on prompts and references"
+                if pairs
+                else "the run reads prompts from it"
+            )
+            yield "task.path", self.path, self.prompt_columns, self.prompt_splits, reason
+        if pairs:
+            reason = "the run reads preference pairs from it"
+            if self.preferences_path is not None:
+                yield "task.preferences_path", self.preferences_path, PREFERENCE_COLUMNS, SPLITS, reason
+            elif self.path is not None and not self.embedded:
+                yield "task.path", self.path, PREFERENCE_COLUMNS, SPLITS, reason
+
+
+@dataclass(kw_only=True, slots=True)
+class EmbeddedTaskConfig(TaskConfig):
+    """A task that is generated from a seed."""
+
+    embedded: ClassVar[bool] = True
+    data_seed: int = entry(0, means="seed of the generated data; the run's own seed does not change the data")
+    train_size: int = number(MISSING, least=1, means="examples to generate", remedy="512")
+    validation_size: int = number(512, least=1, means="examples to generate")
+    test_size: int = number(512, least=1, means="examples to generate")
+
+
+class Difficulty(Choice):
+    """The difficulty of an embedded task."""
+
+    easy = "easy"
+    medium = "medium"
+    hard = "hard"
+
+
+@option("task", "tldr_mini", part="rlhf.tasks.tldr_mini:TLDRMiniSource")
+@dataclass(kw_only=True, slots=True)
+class TLDRMiniConfig(EmbeddedTaskConfig):
+    """TL;DR in miniature: generated posts, flawed references, and a program as judge."""
+
+    vocabulary_size: ClassVar[int] = 372
+    has_answers: ClassVar[bool] = False
+
+    name: str = "tldr_mini"
+    train_size: int = 8192
+    max_prompt_tokens: int = 192
+    difficulty: Difficulty = Difficulty.medium
+
+
+@option("task", "tldr", part="rlhf.tasks.source:StoredSource")
+@dataclass(kw_only=True, slots=True)
+class TLDRConfig(TaskConfig):
+    """Reddit posts and the summaries of their writers, with the data sets of Stiennon et al. (2020)."""
+
+    has_answers: ClassVar[bool] = False
+
+    name: str = "tldr"
+    prompts_name: str = entry(
+        "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
+        means="hub name of the prompts and references",
+    )
+    preferences_name: str = entry(
+        "mnoukhov/summarize_from_feedback_oai_preprocessing_1706381144_relabel_pythia6.9b",
+        means="hub name of the preference pairs",
+    )
+
+
+class QuestionsConfig:
+    """Questions in a template, as texts that a base model continues, or as messages of the user.
+
+    A task of questions has the keys `chat` and `template`. A template with its default is replaced by
+    `chat_question` if the questions are messages.
+    """
+
+    __slots__ = ()
+    chat_question: ClassVar[str]
+    if TYPE_CHECKING:  # fields of the section, with its defaults
+        chat: bool
+        template: str
+
+    @property
+    def dialogues(self) -> bool:
+        """Whether the questions are messages of the user."""
+        return self.chat
+
+    @property
+    def for_base_models(self) -> bool:
+        """Whether the questions are texts that a base model continues."""
+        return not self.chat
+
+    @property
+    def question_format(self) -> str:
+        """The format of a prompt, which contains `{question}`."""
+        usual = fact(type(self), "template", "declared")
+        return self.chat_question if self.chat and self.template == usual else self.template
+
+    def template_problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the template does not contain `{question}`."""
+        if "{question}" not in self.template:
+            yield (
+                f"{at}.template must contain {{question}} (it is replaced by the problem), "
+                f"got {self.template!r}; set {at}.template='Problem: {{question}} Solution:'"
+            )
+
+
+_QUESTION = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # for base models, as in the paper
+
+
+@option("task", "gsm8k", part="rlhf.tasks.kinds:GSM8KSource")
+@dataclass(kw_only=True, slots=True)
+class GSM8KConfig(QuestionsConfig, TaskConfig):
+    """Grade-school mathematics with answers that can be checked (Cobbe et al., 2021)."""
+
+    chat_question: ClassVar[str] = (
+        "{question}\n\nSolve this step by step. End with a line that has only #### and the number."
+    )
+    prompt_columns: ClassVar[tuple[str, ...]] = ("question", "answer")
+    prompt_splits: ClassVar[tuple[str, ...]] = ("train",)
+
+    name: str = "gsm8k"
+    prompts_name: str = entry("openai/gsm8k", means="hub name of the prompts and references")
+    chat: bool = entry(
+        False,
+        means="the prompt is a message of the user, in the format of the model's chat template",
+        added=True,
+    )
+    template: str = entry(
+        _QUESTION, means="format of a prompt with {question}; the default with chat is an instruction"
+    )
+    validation_size: int = number(
+        473, least=1, means="last rows of train for evaluation, unless there is a validation split"
+    )
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the template does not contain `{question}`."""
+        yield from TaskConfig.problems(self, at)
+        yield from self.template_problems(at)
+
+
+@option("task", "arithmetic", part="rlhf.tasks.kinds:ArithmeticSource")
+@dataclass(kw_only=True, slots=True)
+class ArithmeticConfig(EmbeddedTaskConfig):
+    """Generated sums with answers that can be checked; the SFT responses contain mistakes of pupils."""
+
+    vocabulary_size: ClassVar[int] = 56
+
+    name: str = "arithmetic"
+    train_size: int = 16384
+    max_prompt_tokens: int = 32
+    difficulty: Difficulty = Difficulty.medium
+
+
+@option("task", "chat", part="rlhf.tasks.kinds:ChatSource")
+@dataclass(kw_only=True, slots=True)
+class ChatConfig(TaskConfig):
+    """Dialogues whose last turn is the reference, as in No Robots (Rajani et al., 2023)."""
+
+    has_answers: ClassVar[bool] = False
+    prompt_columns: ClassVar[tuple[str, ...]] = ("messages",)
+
+    name: str = "chat"
+    prompts_name: str = entry("HuggingFaceH4/no_robots", means="hub name of the prompts and references")
+    preferences_name: str | None = entry(
+        None, means="hub name of pairs with prompt, chosen, rejected in this format"
+    )
+    validation_split: str = entry("test", means="the name of the validation split in the data set")
+    turn: str | None = entry(
+        None, means="format of a turn, with {role} and {content}; null: the tokenizer's chat template"
+    )
+    reply: str | None = entry(
+        None, means="text at the end of every prompt, before the response; set together with turn"
+    )
+
+    @property
+    def dialogues(self) -> bool:
+        """Whether the chat template of the tokenizer formats the prompts, instead of `turn`."""
+        return self.turn is None
+
+    @property
+    def lacks_pairs(self) -> bool:
+        """Whether no key names preference pairs: No Robots has none."""
+        return self.preferences_path is None and self.preferences_name is None
+
+    def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
+        """Yield the local folders that a run reads; pairs are never in the folder of the dialogues."""
+        for key, folder, columns, splits, reason in TaskConfig.needs(self, pairs, evaluates):
+            if columns == self.prompt_columns:
+                yield key, folder, columns, ("train", self.validation_split), reason
+            elif key != "task.path":
+                yield key, folder, columns, splits, reason
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for an invalid split, and for a `turn` that lacks `reply` or a field."""
+        yield from TaskConfig.problems(self, at)
+        yield from _split_problems(f"{at}.validation_split", self.validation_split)
+        if (self.turn is None) != (self.reply is None):
+            missing, given = ("turn", "reply") if self.turn is None else ("reply", "turn")
+            yield (
+                f"{at}.{missing} must be set together with {at}.{given} (both replace the chat template of "
+                f"the tokenizer), got null; set {at}.{given}=null"
+            )
+        for part in ("{role}", "{content}"):
+            if self.turn is not None and part not in self.turn:
+                yield (
+                    f"{at}.turn must contain {part} (it is the format of each turn of a dialogue), got "
+                    f"{self.turn!r}; add {part}, or set {at}.turn=null {at}.reply=null"
+                )
+
+
+@option("task", "preferences", part="rlhf.tasks.kinds:PreferencesSource")
+@dataclass(kw_only=True, slots=True)
+class PreferencesConfig(TaskConfig):
+    """Any data set with the columns prompt, chosen and rejected."""
+
+    own_data: ClassVar[bool] = True
+    has_answers: ClassVar[bool] = False
+
+    name: str = "preferences"
+    preferences_name: str | None = entry(None, means="hub name")
+    validation_split: str = entry("validation", means="the name of the validation split in the data set")
+
+    @property
+    def dialogues(self) -> bool | None:
+        """None: the rows of the data set decide."""
+        return None
+
+    @property
+    def folder(self) -> tuple[str, str] | None:
+        """The key and the value of the local folder that is read; None: the data set is on the hub."""
+        if self.preferences_path is not None:
+            return "task.preferences_path", self.preferences_path
+        return None if self.path is None else ("task.path", self.path)
+
+    def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
+        """Yield the folder of the pairs, from which prompts and references are read, too."""
+        if self.folder is not None:
+            splits = ("train", self.validation_split)
+            yield *self.folder, PREFERENCE_COLUMNS, splits, "the run reads preference pairs from it"
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if no data set is named, or if the name of the split is invalid."""
+        yield from TaskConfig.problems(self, at)
+        yield from _split_problems(f"{at}.validation_split", self.validation_split)
+        if self.folder is None and self.preferences_name is None:
+            yield (
+                f"{at}.path must name a folder for task=preferences (it has no data set of its own), got "
+                f"null; set {at}.path=<folder> or {at}.preferences_name=<hub name>"
+            )
+
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning for each data set key without effect, because another key names the pairs."""
+        hidden = {"preferences_name": self.preferences_name}
+        if self.preferences_path is not None:
+            hidden["path"] = self.path
+        for key, value in hidden.items():
+            if self.folder is not None and value is not None:
+                read = self.folder[0].replace("task", at, 1)
+                yield f"{at}.{key} has no effect (the pairs come from {read}), got {value}; leave it out"
+
+
+def _split_problems(key: str, split: str) -> Iterator[str]:
+    """Yield an error if the name of a split leads out of a folder: files of stand-ins have its name."""
+    if not split or split.startswith(".") or "/" in split or "\0" in split:
+        yield f"{key} must be the name of a split (files have its name), got {split!r}; set {key}=test"
+
+
+@dataclass(kw_only=True, slots=True)
+class ColumnsConfig(Section):
+    """Columns of `task=local` with names that are not recognised; null: recognised by name."""
+
+    prompt: str | None = entry(None, means="texts, or lists of messages")
+    response: str | None = entry(None, means="reference responses; needed for SFT")
+    chosen: str | None = entry(None, means="preferred responses")
+    rejected: str | None = entry(None, means="other responses")
+    messages: str | None = entry(
+        None, means="dialogues; the last message of the assistant is the reference response"
+    )
+
+
+@option("task", "local", part="rlhf.tasks.kinds:LocalSource")
+@dataclass(kw_only=True, slots=True)
+class LocalConfig(TaskConfig):
+    """Your own files: prompts, prompts with responses, dialogues, or preference pairs."""
+
+    own_data: ClassVar[bool] = True
+
+    name: str = "local"
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    validation_fraction: float = number(
+        0.1, above=0, below=1, means="share of the rows for validation, if there is no validation file"
+    )
+    chat: bool = entry(
+        False,
+        means="texts are messages of a dialogue; default: true if the model has a chat template and the "
+        "texts do not begin with its marks",
+        added=True,
+    )
+    all_replies: bool = entry(
+        False, means="SFT trains on all replies of a dialogue; false: on the last", added=True
+    )
+
+    @property
+    def dialogues(self) -> bool | None:
+        """None: the rows of the files decide."""
+        return None
+
+    @property
+    def own_files(self) -> tuple[str, ColumnsConfig, bool] | None:
+        """The path of the files, the names of their columns, and whether texts are messages of the user."""
+        return None if self.path is None else (self.path, self.columns, self.chat)
+
+    def own_rows(self, data: Data, evaluates: bool) -> Data | None:
+        """Return `data`; if pairs are read from another folder, what an evaluation reads."""
+        if data is Data.preferences and self.preferences_path is not None:
+            return Data.prompts if evaluates else None
+        return data
+
+    def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
+        """Yield the folder of `preferences_path`; a rule of its own checks `path`, whose columns differ."""
+        if pairs and self.preferences_path is not None:
+            reason = "the run reads preference pairs from it"
+            yield "task.preferences_path", self.preferences_path, PREFERENCE_COLUMNS, SPLITS, reason
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if no data set is named."""
+        yield from TaskConfig.problems(self, at)
+        if self.path is None:
+            yield (
+                f"{at}.path must name a file or folder for task=local (it has no data set of its own), got "
+                f"null; set {at}.path=<file or folder>"
+            )
+
+
+# Sections of the tasks that belong to an environment: `calculator`, `guess_number`, `environment`.
+
+
+@dataclass(kw_only=True, slots=True)
+class GameConfig(EmbeddedTaskConfig):
+    """A task of generated dialogues with an environment."""
+
+    reads_path: ClassVar[bool] = False
+
+    train_size: int = 4096
+    max_prompt_tokens: int = 32
+
+    @property
+    def dialogues(self) -> bool:
+        """Whether the prompts are dialogues: they are messages of the user."""
+        return True
+
+
+@option("task", "calculator", part="rlhf.tasks.games:CalculatorSource")
+@dataclass(kw_only=True, slots=True)
+class CalculatorTaskConfig(GameConfig):
+    """Generated sums for a calculator; the SFT responses are those of pupils, of whom few use it."""
+
+    vocabulary_size: ClassVar[int] = 66
+
+    name: str = "calculator"
+
+
+@option("task", "guess_number", part="rlhf.tasks.games:GuessNumberSource")
+@dataclass(kw_only=True, slots=True)
+class GuessNumberTaskConfig(GameConfig):
+    """Numbers to guess in four guesses; the SFT responses ignore half of the answers."""
+
+    vocabulary_size: ClassVar[int] = 27
+    has_answers: ClassVar[bool] = False
+
+    name: str = "guess_number"
+
+
+@option("task", "environment", part="rlhf.tasks.games:FirstMessages")
+@dataclass(kw_only=True, slots=True)
+class EnvironmentTaskConfig(TaskConfig):
+    """The first messages of the environment: the texts that `reset` returns for seeds."""
+
+    reads_path: ClassVar[bool] = False
+    has_answers: ClassVar[bool] = False
+
+    name: str = "environment"
+    data_seed: int = entry(0, means="seed of the seeds; the run's own seed does not change the data")
+    train_size: int = number(1024, least=1, means="first messages to ask for")
+    validation_size: int = number(256, least=1, means="first messages to ask for")
+    test_size: int = number(256, least=1, means="first messages to ask for")
+
+    @property
+    def dialogues(self) -> bool:
+        """Whether the prompts are dialogues: a first message is a message of the user."""
+        return True

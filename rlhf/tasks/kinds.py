@@ -1,0 +1,491 @@
+"""The kinds of tasks: own files, preferences, chat, GSM8K, reasoning-gym, arithmetic."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import string
+from ast import literal_eval
+from collections.abc import Iterable, Iterator
+from functools import cache, lru_cache
+from importlib.metadata import version
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+from datasets import Dataset
+from datasets.exceptions import DatasetGenerationError
+
+from rlhf.config.algorithms import Data
+from rlhf.config.tasks import PREFERENCE_COLUMNS, Difficulty
+from rlhf.core.errors import UserError
+from rlhf.core.numerics import derive
+from rlhf.tasks.columns import converted, dialogue, with_all_replies
+from rlhf.tasks.files import KEY, LocalFiles
+from rlhf.tasks.reading import NOTHING, BadRow, Wanted
+from rlhf.tasks.source import (
+    EmbeddedSource,
+    as_messages,
+    from_rows,
+    is_text,
+    load_pairs,
+    mapped,
+    numbered,
+    pairs_of,
+    prompts_of,
+    prompts_of_pairs,
+    saved_split,
+)
+
+if TYPE_CHECKING:
+    from rlhf.config.scorers import ReasoningGymConfig
+    from rlhf.config.tasks import ArithmeticConfig, ChatConfig, GSM8KConfig, LocalConfig, PreferencesConfig
+    from rlhf.tasks.reading import Row
+
+
+# The task `local`: prompts, responses, dialogues or preference pairs in the user's own files.
+
+
+class LocalSource:
+    """A source of local data, whose columns are recognised by their names or named in `task.columns`.
+
+    Without a file for validation, a part of the training rows is the validation split. The split depends only
+    on the prompts: rows with the same prompt are in the same split, whatever the seed of the run.
+
+    Args:
+        config: config section of the task.
+
+    Raises:
+        UserError: `task.path` names no data.
+    """
+
+    def __init__(self, config: LocalConfig) -> None:
+        self.config = config
+        assert config.path is not None, "checked by the section"
+        self.files = LocalFiles(config.path, config.columns, config.chat)
+        self._stored = lru_cache(maxsize=4)(self._load)  # splits share a file
+
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return the split with the columns `query` or `messages`, `reference_response` and `place`.
+
+        Raises:
+            UserError: the data have no such split or no prompts, or a row has another content.
+        """
+        return self._split(split, Data.prompts, wanted)
+
+    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return the split with the columns `prompt`, `chosen` and `rejected`, texts or lists of messages.
+
+        Raises:
+            UserError: the data have no such split or no pairs, or a row has another content.
+        """
+        if self.config.preferences_path is not None:
+            pairs = load_pairs(pairs_of(self.config), split, "local", "it names none", wanted)
+            return as_messages(pairs) if self.config.chat and is_text(pairs, "prompt") else pairs
+        return self._split(split, Data.preferences, wanted)
+
+    @property
+    def conversational(self) -> bool:
+        """Whether the prompts of the training rows are dialogues. Of files, only the first row is read."""
+        return "messages" in next(self._rows("train", Data.prompts, NOTHING))[1]
+
+    @property
+    def splits_off_validation(self) -> bool:
+        """Whether the validation split is a part of the training rows."""
+        return self.files.stored("validation") is None
+
+    def columns(self, data: Data) -> str:
+        """Return the recognised columns of the training rows as text."""
+        if data is Data.preferences and self.config.preferences_path is not None:
+            return ", ".join(PREFERENCE_COLUMNS)
+        return self.files.layout("train", data).described()
+
+    def _split(self, split: str, data: Data, wanted: Wanted) -> Dataset:
+        if self.files.stored(split) is not None and not (split == "train" and self.splits_off_validation):
+            return self._stored(split, data, wanted)
+        if split == "test":
+            raise UserError(
+                f"{KEY} must contain the split test, got {self.files.path} without it; add test.jsonl beside "
+                "train.jsonl, or set split=validation"
+            )
+        rows = self._stored("train", data, wanted)
+        held_out = held_out_rows(_prompts_in(rows), self.config.validation_fraction)
+        if held_out.all():
+            raise UserError(self.files.one_prompt())
+        return rows.select(np.flatnonzero(held_out == (split == "validation")))
+
+    def _load(self, split: str, data: Data, wanted: Wanted) -> Dataset:
+        return from_rows(self._rows(split, data, wanted))
+
+    def _rows(self, split: str, data: Data, wanted: Wanted) -> Iterator[tuple[str, Row]]:
+        """Yield the converted rows of a stored split, each with its place."""
+        name = self.files.stored(split)
+        assert name is not None
+        layout = self.files.layout(split, data)
+        columns = wanted.read(layout.names, self.files.columns(name), str(self.files.path))
+        convert = wanted.recording(layout.pair if data is Data.preferences else layout.example)
+        if self.files.saved:
+            dataset = saved_split(self.files, name)
+            rows = numbered(dataset, f"the split {name} of {self.files.path}", columns)
+        else:
+            rows = self.files.rows(name, columns)
+        if self.config.all_replies and data is not Data.preferences:
+            return converted(rows, lambda row: with_all_replies(convert(row)), KEY)
+        return converted(rows, convert, KEY)
+
+
+def _prompts_in(rows: Dataset) -> Iterator[str]:
+    """Yield a text for each row that is equal for equal prompts."""
+    column = next(name for name in ("query", "messages", "prompt") if name in rows.column_names)
+    for batch in rows.select_columns([column]).iter(1000):
+        yield from (value if isinstance(value, str) else json.dumps(value) for value in batch[column])
+
+
+def held_out_rows(prompts: Iterable[str], fraction: float) -> np.ndarray:
+    """Return a bool mask of the rows of the validation split: about `fraction` of all rows, at least one.
+
+    Prompts are ordered by a hash of their text. So the choice does not depend on the order of the rows, and
+    new rows move few of the others. Rows with the same prompt stay together. One prompt remains for training,
+    if there are two.
+
+    Args:
+        prompts: the prompt of each row.
+        fraction: share of the rows.
+    """
+    hashes = np.fromiter((xxhash.xxh3_64_intdigest(prompt.encode()) for prompt in prompts), np.uint64)
+    _, ranks, counts = np.unique(hashes, return_inverse=True, return_counts=True)
+    wanted = max(1, round(fraction * len(hashes)))
+    chosen = int(np.searchsorted(counts.cumsum(), wanted)) + 1  # prompts that have at least `wanted` rows
+    held_out: np.ndarray = ranks < min(chosen, max(1, len(counts) - 1))
+    return held_out
+
+
+# The task `preferences`: any data set of prompts with a chosen and a rejected response.
+
+
+class PreferencesSource:
+    """A source of stored preference pairs.
+
+    The prompts of the pairs are also the prompts of the task. The chosen responses are the references.
+
+    Args:
+        config: config section of the task.
+    """
+
+    def __init__(self, config: PreferencesConfig) -> None:
+        self.config = config
+        self.pairs = pairs_of(config, config.preferences_name, beside_prompts=True)
+
+    @property
+    def conversational(self) -> bool:
+        """Whether the prompts of the pairs are lists of messages."""
+        return self.pairs is not None and self.pairs.pairs_are_dialogues("train")
+
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return the split with the columns `query` or `messages`, and `reference_response` (chosen)."""
+        return prompts_of_pairs(self.preferences(split, wanted))
+
+    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return the split with the columns `prompt` (text or messages), `chosen` and `rejected`.
+
+        Raises:
+            UserError: the config names no pairs, or the pairs cannot be loaded.
+        """
+        stored = self.config.validation_split if split == "validation" else split
+        return load_pairs(self.pairs, stored, "preferences", "it has no data set of its own", wanted)
+
+
+# The task `chat`: the last turn of a dialogue is the reference, the earlier turns are the prompt.
+
+
+class ChatSource:
+    """A source of dialogues: lists of messages in the column `messages`, the last by the assistant.
+
+    Args:
+        config: config section of the task.
+    """
+
+    def __init__(self, config: ChatConfig) -> None:
+        self.config = config
+        self.dialogues = prompts_of(config, config.prompts_name)
+        self.pairs = pairs_of(config, config.preferences_name)
+
+    @property
+    def conversational(self) -> bool:
+        """Whether the prompts are lists of messages: `task.turn` does not format the messages as text."""
+        return self.config.turn is None
+
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return the split with the columns `messages` or `query`, and `reference_response`, the last turn.
+
+        The messages are all turns except the last. If `task.turn` is set, the prompts are texts instead: each
+        turn in the format `task.turn`, then `task.reply`.
+
+        Raises:
+            UserError: a dialogue has only one turn, or does not end with a turn of the assistant.
+        """
+        stored = self.config.validation_split if split == "validation" else split
+        return self.dialogues.load(stored, ["messages"], wanted, self._example)
+
+    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return the split of the pairs: `prompt`, `chosen` and `rejected`, texts or lists of messages.
+
+        Raises:
+            UserError: the config names no pairs, or the pairs cannot be loaded.
+        """
+        return load_pairs(self.pairs, split, "chat", "No Robots has none", wanted)
+
+    def _example(self, row: Row) -> Row:
+        try:
+            made = dialogue(row)
+            whole = bool(made["reference_response"])
+        except BadRow:
+            whole = False
+        if not whole:
+            raise BadRow(
+                "have dialogues in its column messages (lists of role and content that end with a turn of "
+                "the assistant, after another)",
+                "with another form",
+            )
+        turn, reply = self.config.turn, self.config.reply
+        if turn is None or reply is None:
+            return made
+        texts = (
+            turn.replace("{role}", each["role"]).replace("{content}", each["content"])
+            for each in made["messages"]
+        )
+        return {
+            "query": "".join(texts) + reply,
+            "reference_response": made["reference_response"][0]["content"],
+        }
+
+
+# GSM8K (Cobbe et al., 2021, arXiv 2110.14168): school problems whose answers end in `#### <number>`.
+
+
+COLUMNS = ("question", "answer")
+
+
+class GSM8KSource:
+    """A source of GSM8K questions in a prompt template; with `task.chat`, as messages of the user.
+
+    The published data set has the splits `train` and `test`. The last `task.validation_size` rows of `train`
+    are the validation split, and the training split ends before these rows. A local folder with a split
+    `validation` is used as stored.
+
+    Args:
+        config: config section of the task.
+    """
+
+    def __init__(self, config: GSM8KConfig) -> None:
+        self.config = config
+        self.conversational = config.chat
+        self.problems = prompts_of(config, config.prompts_name, subset="main")
+
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return the split with `query` (or `messages`) and `reference_response`, the worked answer.
+
+        Raises:
+            UserError: the split cannot be loaded, or `task.validation_size` leaves no training rows.
+        """
+        rows = self._rows(split, wanted)
+        texts = mapped(rows, self._formatted, batched=True, remove_columns=list(COLUMNS))
+        return as_messages(texts) if self.config.chat else texts
+
+    def _formatted(self, columns: dict[str, list[str]]) -> dict[str, list[str]]:
+        prompts = [self.config.question_format.replace("{question}", text) for text in columns["question"]]
+        return {"query": prompts, "reference_response": columns["answer"]}
+
+    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return a split of `task.preferences_path` with the text columns `prompt`, `chosen` and `rejected`.
+
+        Raises:
+            UserError: the config names no pairs, or the pairs cannot be loaded.
+        """
+        return load_pairs(pairs_of(self.config), split, "gsm8k", "the data set has none", wanted)
+
+    def _rows(self, split: str, wanted: Wanted) -> Dataset:
+        whole = split == "test" or (self.problems.local and "validation" in self.problems.splits())
+        if whole:
+            return self.problems.load(split, COLUMNS, wanted)
+        rows = self.problems.load("train", COLUMNS, wanted)
+        if self.config.validation_size >= len(rows):
+            raise UserError(
+                f"task.validation_size must leave some of the {len(rows)} training rows (the last rows are "
+                f"the validation split), got {self.config.validation_size}; "
+                f"set task.validation_size={len(rows) // 10}"
+            )
+        first = len(rows) - self.config.validation_size
+        return rows.select(range(first) if split == "train" else range(first, len(rows)))
+
+
+# The task `reasoning_gym`: problems of the package reasoning-gym, which generates and verifies them.
+#
+# In most data sets of the package, neighbouring seeds share their examples: example i of seed s + 1 is
+# example i + 1 of seed s. Therefore each split has a derived seed, and training leaves out held-out
+# questions.
+
+
+log = logging.getLogger(__name__)
+
+
+class ReasoningGymSource(EmbeddedSource):
+    """A source of problems of reasoning-gym; with `task.chat`, as messages of the user.
+
+    Each row has what the verifier needs in the columns `dataset` (its name), `arguments` (JSON) and `entry`
+    (the question, the answer and the metadata, as a Python literal).
+    """
+
+    config: ReasoningGymConfig
+    pattern = r"</?answer>|[\s\S]"
+
+    def __init__(self, config: ReasoningGymConfig) -> None:
+        super().__init__(config)
+        self.conversational = config.chat
+
+    @classmethod
+    @cache
+    def vocabulary(cls) -> tuple[str, ...]:
+        """Return the marks of an answer, all printable characters of ASCII, and the sign of products."""
+        return ("<answer>", "</answer>", *string.printable, "×")
+
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return the split with `query` (or `messages`) and `reference_response`, empty without an answer."""
+        rows = super().prompts(split, wanted)
+        return as_messages(rows) if self.config.chat else rows
+
+    def generate(self, split: str, size: int) -> dict[str, list[str]]:
+        """Return `size` examples; of the training split, those whose question no held-out example has.
+
+        Raises:
+            UserError: every training question is also held out.
+        """
+        rows = self._entries(split, size)
+        if split == "train":
+            sizes = {"validation": self.config.validation_size, "test": self.config.test_size}
+            seen = {text for other in sizes.items() for text in self._entries(*other)["question"]}
+            kept = [i for i, question in enumerate(rows["question"]) if question not in seen]
+            if not kept:
+                raise UserError(
+                    "task.arguments must give more problems than the held-out examples (none is left for "
+                    f"training), got {self.config.arguments}; set larger ranges"
+                )
+            if len(kept) < size:
+                log.info("left out %d of %d training problems, which are held out", size - len(kept), size)
+            rows = rows.select(kept)
+        form, answers = self.config.question_format, rows["answer"]
+        return {
+            "query": [form.replace("{question}", question) for question in rows["question"]],
+            "reference_response": [answer and f"<answer>{answer}</answer>" for answer in answers],
+            "entry": list(rows["entry"]),
+            "dataset": [self.config.dataset] * len(rows),
+            "arguments": [json.dumps(self.config.arguments)] * len(rows),
+        }
+
+    def _entries(self, split: str, size: int) -> Dataset:
+        """Return generated examples, from the cache of `datasets` if they were generated before.
+
+        Raises:
+            UserError: the data set cannot make so many problems with its arguments.
+        """
+        seed = derive(self.config.data_seed, "reasoning_gym", split) % 2**32
+        arguments = {"name": self.config.dataset, "seed": seed, "size": size, **self.config.arguments}
+        given = {"version": version("reasoning-gym"), "arguments": arguments}
+        try:
+            return Dataset.from_generator(_generated, gen_kwargs=given)
+        except DatasetGenerationError as error:
+            reason = f"{type(error.__cause__).__name__}: {error.__cause__}"
+            raise UserError(
+                f"task.arguments must be arguments with which {self.config.dataset} makes {size} problems "
+                f"({reason}), got {self.config.arguments}; correct them"
+            ) from None
+
+
+def _generated(version: str, arguments: dict[str, Any]) -> Iterator[dict[str, str]]:
+    from reasoning_gym import create_dataset  # takes seconds
+
+    problems = create_dataset(**arguments)
+    for i in range(arguments["size"]):
+        entry = problems[i]
+        answer = "" if entry["answer"] is None else entry["answer"]
+        yield {"question": entry["question"], "answer": answer, "entry": _literal(entry)}
+
+
+def _literal(entry: dict[str, Any]) -> str:
+    """Return an entry as a Python literal, which keeps tuples: some verifiers compare them."""
+    try:
+        literal_eval(text := repr(entry))
+    except ValueError:  # metadata with objects, which become plain as JSON
+        text = repr(json.loads(json.dumps(entry)))
+    return text
+
+
+# The embedded task `arithmetic`: sums with answers that can be checked, similar to GSM8K.
+#
+#     Problem: 7 + 5 + 8
+#     Solution: 7 + 5 = 12, 12 + 8 = 20 #### 20
+#
+# SFT imitates pupils who sometimes forget the carry, more often for larger terms: 7 + 5 = 2. After SFT, the
+# policy samples correct and wrong sums; the wrong sum is more likely where most pupils are wrong. Reference
+# responses are correct, and answers are compared with them.
+
+
+_TERMS = {Difficulty.easy: 2, Difficulty.medium: 3, Difficulty.hard: 5}  # terms of a sum, each 1 to 9
+_FORGETS_CARRY = 0.1  # times the term: probability that a carry is forgotten; 0.9 for + 9
+_LARGEST = 9 * max(_TERMS.values())
+_TOKEN_PATTERN = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
+
+
+def problem(terms: list[int]) -> str:
+    """Return the prompt that asks for the sum of `terms`."""
+    return f"Problem: {' + '.join(map(str, terms))}\nSolution:"
+
+
+def _solution(totals: list[int], terms: list[int]) -> str:
+    """Return the worked solution with the running totals `totals`, which may be wrong."""
+    steps = zip(totals[:-1], terms[1:], totals[1:], strict=True)
+    work = ", ".join(f"{before} + {term} = {after}" for before, term, after in steps)
+    return f" {work} #### {totals[-1]}"
+
+
+def forgetful_add(before: int, term: int, forgets: bool) -> int:
+    """Return `before + term`; if `forgets` is True, without the carry: 17 + 5 = 12."""
+    carries = before % 10 + term >= 10
+    return before + term - 10 * (carries and forgets)
+
+
+def pupil_totals(terms: list[int], rng: random.Random) -> list[int]:
+    """Return the running totals of a pupil who sometimes forgets the carry."""
+    return list(
+        accumulate(
+            terms, lambda before, term: forgetful_add(before, term, rng.random() < _FORGETS_CARRY * term)
+        )
+    )
+
+
+class ArithmeticSource(EmbeddedSource):
+    """A source of sums, generated from `task.data_seed`, and of preference pairs from a folder."""
+
+    config: ArithmeticConfig
+    pattern = _TOKEN_PATTERN
+
+    @classmethod
+    @cache
+    def vocabulary(cls) -> tuple[str, ...]:
+        """Return every token except special tokens. Operators, `####` and numbers begin with a space."""
+        numbers = (f" {number}" for number in range(_LARGEST + 1))
+        return ("Problem:", "Solution:", "\n", " +", " =", ",", " ####", *numbers)
+
+    def generate(self, split: str, size: int) -> dict[str, list[str]]:
+        """Return `size` examples: `reference_response` is correct, `demonstration` is the work of a pupil."""
+        count = _TERMS[self.config.difficulty]
+        rng = random.Random(f"arithmetic/{self.config.data_seed}/{split}")
+        rows: dict[str, list[str]] = {"query": [], "reference_response": [], "demonstration": []}
+        for _ in range(size):
+            terms = [rng.randint(1, 9) for _ in range(count)]
+            rows["query"].append(problem(terms))
+            rows["reference_response"].append(_solution(list(accumulate(terms)), terms))
+            rows["demonstration"].append(_solution(pupil_totals(terms, rng), terms))
+        return rows

@@ -1,0 +1,1 @@
+"""What the screen shows: messages, output of commands, progress."""

@@ -1,0 +1,430 @@
+"""Progress: a live bar or plain lines, the stages of a command, the phases of an update."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf.core.formatting import GAP, clock, fitting
+from rlhf.terminal.console import WIDTH_OF_LINES, console, say
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.live import Live
+
+
+# Progress displays: a live bar in a terminal, plain lines elsewhere.
+#
+#     [4/4] dpo tldr_mini  ------------            update 16/40  1:12 left
+#       sampling 64/256  reward 1.460  KL 0.644  5,120 episodes
+#
+# The second line has the phase of the current update and the metrics of the last update.
+
+
+_PLAIN_EVERY_S = 5.0  # seconds between plain progress lines
+PHASE_EVERY_S = 30.0  # seconds without a plain line after which the phase of a long update is printed
+_REFRESHES = 4  # of the live bar per second
+_BAR = (10, 30)  # fewest columns of the bar that leave the title whole, and most columns
+_ESTIMATE_AFTER = (2.0, 0.02)  # seconds and fraction of the work after which all stages are estimated
+
+
+class ProgressDisplay:
+    """A progress display: a live bar, a plain line at most every 5 seconds, or nothing.
+
+    At every width, title, count and time left are visible. Other items are omitted from the right.
+
+    Args:
+        title: the work in progress.
+        total: units of work.
+        mode: "live", "plain", "off", or "auto" (live in a terminal, otherwise plain).
+        unit: name of a unit, printed before the count.
+        done: units of work that are finished already.
+        phases: phases within a unit of work. In plain lines, they are shown if a unit takes long.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        mode: str,
+        *,
+        unit: str = "",
+        done: int = 0,
+        phases: Phases | None = None,
+    ) -> None:
+        self.title = title
+        self.total = total
+        self.mode = default_mode() if mode == "auto" else mode
+        self.unit = unit
+        self.phases = phases
+        self.first = self.done = done
+        self.step = 0  # units that the last update finished
+        self.items: Sequence[str] = ()
+        self.started = self.updated = time.monotonic()
+        self.warm: tuple[int, float] | None = None  # done and time.monotonic() after the first update
+        self.last_line_at = -_PLAIN_EVERY_S  # time.monotonic() of the last plain line
+        self.estimated = False  # whether the time of all stages was printed
+        self.live: Live | None = None
+        self.closed = threading.Event()
+        if self.mode == "plain" and phases is not None:
+            threading.Thread(target=self.say_phases, name="progress", daemon=True).start()
+        if self.mode == "live":
+            from rich.live import Live
+
+            self.live = Live(self, console=console, refresh_per_second=_REFRESHES, transient=True)
+            self.live.start()
+
+    @property
+    def count(self) -> str:
+        """The finished units, such as "update 16/40"."""
+        return f"{self.unit} {self.done:,}/{self.total:,}".lstrip()
+
+    @property
+    def phase(self) -> list[str]:
+        """The phases within the current unit of work, as an item; nothing outside of all phases."""
+        text = "" if self.phases is None else self.phases.text()
+        return [text] if text else []
+
+    @property
+    def left_s(self) -> float | None:
+        """The seconds left at the last update; None before the first unit is finished."""
+        return None if self.pace_s is None else self.pace_s * (self.total - self.done)
+
+    @property
+    def pace_s(self) -> float | None:
+        """The seconds of a unit so far; None before the first unit is finished.
+
+        The first update is often slow (caches, processes that start), so it counts only at the beginning.
+        """
+        if self.done <= self.first:
+            return None
+        first, started = self.first, self.started
+        if self.warm is not None and self.warm[0] < self.done:
+            first, started = self.warm
+        return (self.updated - started) / (self.done - first)
+
+    def begin(self) -> None:
+        """Estimate the time left from now on, because the work before the first unit is not repeated."""
+        self.started = time.monotonic()
+
+    def update(self, done: int, items: Sequence[str] = ()) -> None:
+        """Show that `done` units are finished.
+
+        Args:
+            done: number of finished units.
+            items: further items of the display, the most important first.
+        """
+        self.reach(done)
+        self.items = items
+        if self.mode == "off":
+            return
+        if self.mode == "plain" and (
+            self.updated - self.last_line_at >= _PLAIN_EVERY_S or done >= self.total
+        ):
+            self.last_line_at = self.updated
+            say(self.line(min(console.width, WIDTH_OF_LINES)))
+        early = self.updated - self.started < _ESTIMATE_AFTER[0] or done < _ESTIMATE_AFTER[1] * self.total
+        if not (early or self.estimated):
+            self.estimated = True
+            self.say_total()
+
+    def reach(self, done: int) -> None:
+        """Count finished units without a new line or new items."""
+        if done == self.done:
+            return
+        self.done, self.step, self.updated = done, done - self.done, time.monotonic()
+        self.warm = self.warm or (done, self.updated)
+
+    def say_phases(self) -> None:
+        """Print a plain line whenever there was none for `PHASE_EVERY_S`; runs in a thread of its own."""
+        while not self.closed.wait(PHASE_EVERY_S):
+            if self.phase and time.monotonic() - self.last_line_at >= PHASE_EVERY_S:
+                self.last_line_at = time.monotonic()
+                say(self.line(min(console.width, WIDTH_OF_LINES)))
+
+    def say_total(self) -> None:
+        """Print an estimate of the time of all stages, if another stage follows this one."""
+        stage, left_s = current, self.left_s
+        if stage is None or left_s is None:
+            return
+        total_s = stage.total_s(left_s)
+        if total_s is not None:
+            say(f"{self.title}: {clock(left_s)} left; all {stage.count} stages: about {clock(total_s)}")
+
+    def line(self, width: int) -> str:
+        """Return the state as a line: title, count, time left, phase, and as many items as fit in `width`."""
+        head = [self.title, self.count, *left(self.left_s), *self.phase]
+        return fitting([GAP.join(head), *self.items], width) or GAP.join(head)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the line with the bar, and a line of the phase and the items if there are any."""
+        from rich.text import Text
+
+        width = options.max_width - 1  # some terminals wrap a line that ends in the last column
+        left_s, pace_s = self.left_s, self.pace_s
+        if left_s is not None and pace_s is not None:
+            left_s -= min(time.monotonic() - self.updated, pace_s * self.step)
+        after = GAP + GAP.join([self.count, *left(left_s)])
+        title = fitting(self.title.split(" "), width - len(after) - _BAR[0] - len(GAP), " ") + GAP
+        bar = min(_BAR[1], width - len(title) - len(after))
+        full = bar * min(self.done, self.total) // max(1, self.total)
+        done, rest = "#-" if options.ascii_only else "━─"
+        yield Text.assemble(title, (done * full, "green"), (rest * (bar - full), "dim"), after, no_wrap=True)
+        if items := fitting([*self.phase, *self.items], width - len(GAP)):
+            yield Text(GAP + items, style="dim", no_wrap=True)
+
+    def close(self) -> None:
+        """Stop the display; a live bar is removed from the terminal."""
+        self.closed.set()
+        if self.live is not None:
+            self.live.stop()
+
+
+def default_mode() -> str:
+    """Return "live" for a terminal that can move its cursor and has one live bar, else "plain"."""
+    alone = not job  # the bars of jobs in parallel would overwrite each other
+    return "live" if alone and console.is_interactive and console.file.isatty() else "plain"
+
+
+def left(seconds: float | None) -> list[str]:
+    """Return the time left as an item, such as "1:12 left"; nothing if the time is unknown."""
+    return [] if seconds is None else [f"{clock(seconds)} left"]
+
+
+@contextmanager
+def progress(title: str, total: int, mode: str) -> Iterator[Callable[[int], None]]:
+    """Show the progress of the block: a live bar, a plain line every 5 seconds, or nothing.
+
+    Yields a function for the block to call with the number of units that were finished since the last call.
+
+    Args:
+        title: the work in progress; the number of the current stage is added.
+        total: units of work.
+        mode: value of the config key `progress`: "live", "plain", "off", or "auto" (live in a terminal,
+            otherwise plain).
+    """
+    display = ProgressDisplay(prefix() + title, total, mode)
+    done = 0
+
+    def advance(count: int = 1) -> None:
+        nonlocal done
+        done += count
+        display.update(done)
+
+    try:
+        yield advance
+    finally:
+        display.close()
+
+
+# The stages of a command (SFT model, preference pairs, ...): numbers, names and total time for the terminal.
+#
+#     stages = Stages(["SFT model", "preference pairs", "dpo"])
+#     with stages.enter(1):  # until the end of the block, titles of progress displays begin with "[1/3]"
+#         ...
+#
+# This module imports no torch.
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of a command.
+
+    Attributes:
+        name: name for titles.
+        number: number of the stage, from 1.
+        count: number of stages.
+        began: time.monotonic() at the start of the first stage.
+        skipped: number of earlier stages that were finished before.
+    """
+
+    name: str
+    number: int
+    count: int
+    began: float
+    skipped: int = 0
+
+    @property
+    def prefix(self) -> str:
+        """The number for titles, such as "[1/4] "; empty if the command has one stage."""
+        return numbered(self.number, self.count)
+
+    def total_s(self, left_s: float) -> float | None:
+        """Return about how many seconds all stages take; None if no stage follows.
+
+        The time of a later stage is not known, so it counts as the mean of the stages so far.
+
+        Args:
+            left_s: seconds that this stage still takes.
+        """
+        if self.number == self.count:
+            return None
+        made = self.number - self.skipped
+        return (time.monotonic() - self.began + left_s) * (self.count - self.skipped) / made
+
+
+current: Stage | None = None  # the stage that this process is in
+job = ""  # the beginning of all titles, such as "job 2 ", if jobs of a sweep share the terminal
+
+
+def prefix() -> str:
+    """Return the number of the current stage for titles, such as "[1/4] "; empty without stages."""
+    return current.prefix if current else job
+
+
+def title(name: str) -> str:
+    """Return the number and name of the current stage; `name` if the command has one stage."""
+    return prefix() + (current.name if current and current.count > 1 else name)
+
+
+class Stages:
+    """The stages of a command, in order.
+
+    If the command is a stage itself (a run as a stage of `rlhf.pipeline`), the outer stage stays the current
+    stage, and the methods print nothing.
+
+    Args:
+        names: names of the stages.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.began = time.monotonic()
+        self.skipped = 0
+
+    @property
+    def outermost(self) -> bool:
+        """Whether the command is not a stage itself; between its stages only."""
+        return current is None
+
+    @contextmanager
+    def enter(self, number: int) -> Iterator[None]:
+        """Make stage `number` (from 1) the current stage during the block."""
+        global current
+        outer = current
+        if outer is None:
+            name, count = self.names[number - 1], len(self.names)
+            current = Stage(name, number, count, self.began, self.skipped)
+        try:
+            yield
+        finally:
+            current = outer
+
+    @contextmanager
+    def run(self, number: int, folder: Path) -> Iterator[None]:
+        """Enter stage `number`, and print its folder at the start and its time at the end."""
+        outer, started = current, time.monotonic()
+        with self.enter(number):
+            if outer is None:
+                say(f"{self.title(number)}: {folder}", style="bold")
+            yield
+            if outer is None:
+                say(f"{self.title(number)}: done in {clock(time.monotonic() - started)}", style="bold")
+
+    def skip(self, number: int, folder: Path) -> None:
+        """Print that stage `number` was finished before."""
+        self.skipped += 1
+        if current is None:
+            say(f"{self.title(number)}: finished, in {folder}", style="bold")
+
+    def prefix(self, number: int) -> str:
+        """Return the number for titles in stage `number`, such as "[1/4] "; empty if there is one stage."""
+        return current.prefix if current else numbered(number, len(self.names))
+
+    def title(self, number: int) -> str:
+        """Return the title of stage `number`, such as "[1/4] SFT model"."""
+        return numbered(number, len(self.names)) + self.names[number - 1]
+
+
+def numbered(number: int, count: int) -> str:
+    """Return the number of a stage for titles, such as "[1/4] "; empty if there is one stage."""
+    return job + (f"[{number}/{count}] " if count > 1 else "")
+
+
+# The phases of an update or of an evaluation, such as sampling and training, and their progress.
+#
+#     phases = Phases()
+#     with phases("training", 4) as done:  # four optimizer steps
+#         ...
+#         done()                           # after each of them
+#     phases.text()                        # meanwhile, for example "training 1/4, micro-batch 3/8"
+#
+# The parts of a run enter phases; a progress display reads them. This module imports no torch.
+
+
+@dataclass(slots=True)
+class Phase:
+    """A phase that is not finished.
+
+    Attributes:
+        name: the work, for the display.
+        total: units of work; 0: not known.
+        between: function to call after each unit of this phase and of the phases within it.
+        began: time.monotonic() at the start.
+        done: finished units.
+    """
+
+    name: str
+    total: int
+    between: Callable[[], None] | None
+    began: float
+    done: int = 0
+
+    def __str__(self) -> str:
+        """Return the name and the progress, such as "sampling 64/256"; without a total, the name."""
+        return f"{self.name} {min(self.done, self.total):,}/{self.total:,}" if self.total > 1 else self.name
+
+
+class Phases:
+    """The nested phases that the main thread is in; another thread may read them."""
+
+    def __init__(self) -> None:
+        self.open: list[Phase] = []  # the outermost first
+
+    @contextmanager
+    def __call__(
+        self, name: str, total: int = 0, between: Callable[[], None] | None = None
+    ) -> Iterator[Callable[..., None]]:
+        """Enter a phase for the duration of the block.
+
+        Yields a function for the block to call with the number of units that were finished since the last
+        call, by default one.
+
+        Args:
+            name: the work, for the display.
+            total: units of work; 0: not known.
+            between: function to call after each unit of this phase and of the phases within it. It may raise
+                an exception to end the work.
+        """
+        phase = Phase(name, total, between, time.monotonic())
+
+        def done(count: int = 1) -> None:
+            phase.done += count
+            for each in self.open:
+                if each.between is not None:
+                    each.between()
+
+        self.open.append(phase)
+        try:
+            yield done
+        finally:
+            self.open.pop()
+
+    def text(self) -> str:
+        """Return the phases, such as "evaluating, sampling 64/256"; empty outside of all phases.
+
+        An inner phase of one unit is left out. If no phase counts units, the seconds of the last one follow.
+        """
+        phases = self.open[:]
+        shown = [*phases[:1], *(phase for phase in phases[1:] if phase.total != 1)]
+        if not shown:
+            return ""
+        text = ", ".join(map(str, shown))
+        seconds = time.monotonic() - shown[-1].began
+        counted = any(phase.total > 1 for phase in shown)
+        return text if counted or seconds < 1 else f"{text} {clock(seconds)}"

@@ -1,0 +1,1 @@
+"""Text and tokens: chat formats, dialogues, encoded prompts and responses."""

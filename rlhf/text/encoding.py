@@ -1,0 +1,352 @@
+"""Text as tokens: prompts, stored responses, and pieces of a text."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.core.batch import Completion, Prompts, Rollouts
+from rlhf.text.chat import QUOTED, START, unquoted
+
+# Tokenization of prompts and stored responses.
+#
+# The policy is trained on the sampled token ids, never on decoded and re-encoded responses.
+
+
+def pad_prompts(ids: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Return N token lists as prompt_ids (int64) and prompt_mask (bool), both [N, P], padded on the left."""
+    lengths = torch.tensor([len(row) for row in ids])
+    width = int(lengths.max())
+    prompt_ids = torch.full((len(ids), width), pad_id, dtype=torch.int64)
+    for row, tokens in enumerate(ids):
+        prompt_ids[row, width - len(tokens) :] = torch.tensor(tokens, dtype=torch.int64)
+    return prompt_ids, torch.arange(width)[None, :] >= width - lengths[:, None]
+
+
+def prompt_tokens(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, formatted: bool = False
+) -> list[list[int]]:
+    """Return N prompt texts as token ids, without truncation.
+
+    A prompt begins with the tokens that the tokenizer adds at the start of a text, usually a BOS token. These
+    tokens are not added if the text itself begins with them. Tokens that the tokenizer adds at the end of a
+    text, such as an EOS token, are left out, because a response follows the prompt.
+
+    Args:
+        texts: N texts.
+        tokenizer: the tokenizer.
+        formatted: the texts come from a chat template, which writes all special tokens; nothing is added.
+    """
+    heads, rests = pieces(tokenizer).apart(texts)
+    encoded = tokenizer(heads, add_special_tokens=not formatted, return_special_tokens_mask=not formatted)
+    found: list[list[int]] = encoded["input_ids"]
+    if not formatted:
+        found = list(map(_open_prompt, found, encoded["special_tokens_mask"]))
+    return [ids + rest for ids, rest in zip(found, rests, strict=True)]
+
+
+def _open_prompt(ids: list[int], added: list[int]) -> list[int]:
+    """Return a prompt without a second begin and without an end; `added` marks the added tokens with 1."""
+    if 0 not in added:  # an empty text
+        return ids[:1]
+    first, last = added.index(0), len(added) - added[::-1].index(0)
+    begin, text = ids[:first], ids[first:last]
+    return text if text[:first] == begin else begin + text
+
+
+def encode_prompts(
+    index: Tensor,
+    texts: list[str],
+    references: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    formatted: bool = False,
+) -> Prompts:
+    """Encode N prompt texts as `prompt_tokens` does."""
+    prompt_ids, prompt_mask = pad_prompts(prompt_tokens(texts, tokenizer, formatted), tokenizer.pad_token_id)
+    texts = list(map(unquoted, texts))
+    return Prompts(
+        index=index, texts=texts, references=references, prompt_ids=prompt_ids, prompt_mask=prompt_mask
+    )
+
+
+def encode_completions(
+    prompts: Prompts,
+    completions: Sequence[Sequence[Completion]],
+    tokenizer: PreTrainedTokenizerBase,
+    response_length: int | None,
+    ended: Tensor | None = None,
+) -> Rollouts:
+    """Encode K texts for each of N prompts as rollouts; prompt and response together read as both texts.
+
+    Each part of an episode is encoded alone, as an episode is sampled: its replies, each with an end, are the
+    response, and its messages are those of an environment.
+
+    Args:
+        prompts: N prompts.
+        completions: N lists of K texts, or of K episodes.
+        tokenizer: the tokenizer of the model that is trained.
+        response_length: maximum number of tokens, the EOS token included; None: no limit. A longer text is
+            truncated, has no EOS token, and its `ended` is False.
+        ended: [N, K] bool; an EOS token is appended to the texts with True. None: an EOS token is appended
+            to every text, or reply, that does not end with one of `end_tokens`, such as an answer of a
+            dialogue that a template ends with another special token.
+
+    Returns:
+        Rollouts with response_ids and response_mask [N, K, T] and ended [N, K]; T is the longest response.
+        Of episodes, also with environment_mask.
+    """
+    count, samples = len(completions), len(completions[0])
+    texts = [text for row in completions for text in row]
+    assert count == len(prompts) and len(texts) == count * samples, (
+        "every prompt must have the same number of texts"
+    )
+    episodes = [[text] if isinstance(text, str) else text for text in texts]
+    ends = torch.ones(count, samples, dtype=torch.bool) if ended is None else ended.cpu()
+    before = [prompt for prompt in prompts.texts for _ in range(samples)]
+    heads = [[head, *parts[1::2]] for head, parts in zip(before, episodes, strict=True)]
+    flat = chain.from_iterable
+    replies = iter(pieces(tokenizer).encode([*flat(each[::2] for each in episodes)], [*flat(heads)]))
+    messages = iter(message_tokens(tokenizer, [*flat(each[1::2] for each in episodes)]))
+    own_ends = set(end_tokens(tokenizer).values())
+    encoded: list[list[int]] = []
+    sampled: list[list[bool]] = []
+    for parts, end in zip(episodes, ends.flatten().tolist(), strict=True):
+        ids, own = [], []
+        for i in range(len(parts)):
+            part = next(messages if i % 2 else replies)
+            closed = i % 2 == 0 and (end or i + 1 < len(parts)) and own_ends.isdisjoint(part[-1:])
+            ids += part + [tokenizer.eos_token_id] * closed
+            own += [i % 2 == 0] * (len(part) + closed)
+        encoded.append(ids)
+        sampled.append(own)
+    limit = max(map(len, encoded)) if response_length is None else response_length
+    width = min(limit, max(map(len, encoded)))
+    response_ids = torch.full((len(texts), width), tokenizer.pad_token_id, dtype=torch.int64)
+    response_mask = torch.zeros(len(texts), width, dtype=torch.bool)
+    for row, (ids, own) in enumerate(zip(encoded, sampled, strict=True)):
+        response_ids[row, : len(ids)] = torch.tensor(ids[:limit], dtype=torch.int64)
+        response_mask[row, : len(ids)] = torch.tensor(own[:limit])
+    lengths = torch.tensor([len(ids) for ids in encoded])
+    written = (torch.arange(width)[None, :] < lengths[:, None]) & ~response_mask
+    return prompts.extend(
+        Rollouts,
+        response_ids=response_ids.view(count, samples, width),
+        response_mask=response_mask.view(count, samples, width),
+        environment_mask=None if isinstance(texts[0], str) else written.view(count, samples, width),
+        ended=(lengths <= limit).view(count, samples) & ends,
+    )
+
+
+def message_tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Return the tokens of texts that follow the end token of a reply."""
+    heads, rests = pieces(tokenizer).apart(texts)
+    behind = [f"{tokenizer.eos_token}{text}" for text in heads]  # some tokenizers begin a text with a space
+    ids = tokenizer(behind, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    return [row[1:] + rest for row, rest in zip(ids, rests, strict=True)]
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the special tokens that can end a response, with their ids."""
+    others = {tokenizer.pad_token, tokenizer.bos_token, tokenizer.unk_token} - {tokenizer.eos_token}
+    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {token: number for token, number in added.items() if token not in others}
+
+
+# Tokens of a piece of a text, and the text of a piece of tokens: of what follows a prompt.
+#
+# Many tokenizers treat the start of a text in a special way: those of the Llama 2 kind insert a space, those
+# of the BERT kind take the first letters for the start of a word. A response is not the start of a text.
+# Here, its tokens are chosen so that
+#
+#     decode(prompt tokens + response tokens) == decode(prompt tokens) + response
+#
+# Control tokens that are quoted in a text (`rlhf.text.chat`) are encoded as ordinary text.
+
+
+_Ids = list[int]
+
+_CONTEXTS = ("a", "x", "1", ".", "\n")  # texts that can stand before a piece
+_PROBES = ("b", " b", "  b", "b c", "\nb", "\n\n b", ".", "1", "é", "", " ")
+_TAIL = 32  # characters of a prompt whose tokens can influence the first token of a response
+
+
+class Pieces:
+    """A tokenizer for pieces of texts.
+
+    Args:
+        tokenizer: a fast tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.context: _Ids = []  # tokens before a piece that is decoded
+        self.before = ""  # their text
+        for text in _CONTEXTS:
+            ids = self._plain([text])[0]
+            if (written := self._text(ids)).endswith(text):  # some tokenizers write a space before each text
+                self.context, self.before = ids, written
+                break
+        self.bare = _without_prefix(tokenizer.backend_tokenizer)
+        # Every piece is decoded alone exactly as behind another text, and encoded so, too
+        self.simple = self.bare is None and self._keeps(self._plain)
+        self.exact = self.simple or (self.bare is not None and self._keeps(self._bare))
+
+    def encode(self, texts: list[str], before: list[str]) -> list[_Ids]:
+        """Return the tokens of each text behind the text of `before` at the same place."""
+        heads, rests = self.apart(texts)
+        found = self._plain(heads)
+        for row, (text, prompt) in enumerate(zip(heads, before, strict=True)):
+            if text and not self.simple:
+                found[row] = (
+                    self._exact(text, found[row]) if self.exact else self._best(text, prompt, found[row])
+                )
+        return [ids + rest for ids, rest in zip(found, rests, strict=True)]
+
+    def apart(self, texts: list[str]) -> tuple[list[str], list[_Ids]]:
+        """Return each text up to its first quoted control token, and the tokens of the rest of the text."""
+        heads, rests = list(texts), [_Ids() for _ in texts]
+        behind = self._plain if self.bare is None else self._bare
+        for row, text in enumerate(texts):
+            if START in text:
+                heads[row], *parts = QUOTED.split(text)
+                for number, part in enumerate(parts):
+                    rests[row] += behind([part])[0] if number % 2 else self._letters(unquoted(part))
+        return heads, rests
+
+    def _letters(self, token: str) -> _Ids:
+        """Return the tokens of each letter of a control token, which no vocabulary joins."""
+        core = self.bare or self.tokenizer.backend_tokenizer
+        parts = [core.normalizer.normalize_str(letter) if core.normalizer else letter for letter in token]
+        if core.pre_tokenizer is not None:
+            parts = [part for each in parts for part, _ in core.pre_tokenizer.pre_tokenize_str(each)]
+        return [each.id for part in parts for each in core.model.tokenize(part)]
+
+    def decode(self, ids: list[_Ids]) -> list[str]:
+        """Return the text that each list of tokens adds to a text before it, without special tokens."""
+        whole = self.tokenizer.batch_decode(
+            [self.context + row for row in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return [text.removeprefix(self.before) for text in whole]
+
+    def read(self, ids: _Ids) -> str:
+        """Return the text that tokens add to a text before them, special tokens included."""
+        return self._text(self.context + ids).removeprefix(self.before)
+
+    def _exact(self, text: str, ids: _Ids) -> _Ids:
+        """Return tokens of a text for a tokenizer that can write every text behind every other text."""
+        if self.bare is None or self._text(self.context + ids) == self.before + text:
+            return ids
+        return self._bare([text])[0]
+
+    def _best(self, text: str, prompt: str, ids: _Ids) -> _Ids:
+        """Return tokens of a text that read behind the prompt as in the tokens of both; else `ids`."""
+        tail = self._tail(prompt)
+        start, whole = self._plain([tail, tail + text])
+        wanted = self._text(whole)
+        for each in self._candidates(text, ids, start, whole):
+            if self._text(start + each) == wanted:
+                return each
+        return ids
+
+    def _candidates(self, text: str, ids: _Ids, start: _Ids, whole: _Ids) -> Iterator[_Ids]:
+        yield ids
+        if whole[: len(start)] == start:
+            yield whole[len(start) :]
+        for marker in _CONTEXTS:
+            first, both = self._plain([marker, marker + text])
+            if both[: len(first)] == first:
+                yield both[len(first) :]
+        if self.bare is not None:
+            yield self._bare([text])[0]
+
+    def _tail(self, prompt: str) -> str:
+        """Return the end of a prompt: behind its last special token, and from the start of a word on."""
+        tail = prompt[-_TAIL:]
+        for token in self._specials:
+            tail = tail.rpartition(token)[2]
+        head, space, rest = tail.partition(" ")
+        return rest if space and rest.strip() and len(tail) == _TAIL else tail
+
+    @cached_property
+    def _specials(self) -> list[str]:
+        return [str(token) for token in self.tokenizer.added_tokens_decoder.values() if str(token)]
+
+    def _plain(self, texts: list[str]) -> list[_Ids]:
+        ids: list[_Ids] = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        return ids
+
+    def _bare(self, texts: list[str]) -> list[_Ids]:
+        assert self.bare is not None
+        return [each.ids for each in self.bare.encode_batch(texts, add_special_tokens=False)]
+
+    def _text(self, ids: _Ids) -> str:
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    def _keeps(self, encode: Callable[[list[str]], list[_Ids]]) -> bool:
+        """Return whether `encode` writes each probe behind another text without a change."""
+        return bool(self.context) and all(
+            self._text(self.context + ids) == self.before + text
+            for text, ids in zip(_PROBES, encode(list(_PROBES)), strict=True)
+        )
+
+
+def _without_prefix(core: Any) -> Any | None:
+    """Return a copy of a tokenizer that changes nothing at the start of a text; None: it does not anyway.
+
+    Args:
+        core: a `tokenizers.Tokenizer`.
+    """
+    normalizer, before = _state(core.normalizer), _state(core.pre_tokenizer)
+    changed_normalizer, changed_before = _unprefixed(normalizer), _unprefixed(before)
+    if changed_normalizer == normalizer and changed_before == before:
+        return None
+    bare = copy.deepcopy(core)
+    for name, state in (("normalizer", changed_normalizer), ("pre_tokenizer", changed_before)):
+        if state is not None:
+            part = copy.deepcopy(getattr(core, name))
+            part.__setstate__(json.dumps(state).encode())
+            setattr(bare, name, part)
+    return bare
+
+
+def _state(part: Any | None) -> Any:
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _unprefixed(state: Any) -> Any:
+    """Return the state of a normalizer or pre-tokenizer without its changes at the start of a text."""
+    if not isinstance(state, dict):
+        return state
+    changed = dict(state)
+    for name in ("normalizers", "pretokenizers"):
+        if name in state:
+            kept = [each for each in state[name] if each["type"] != "Prepend"]
+            changed[name] = [_unprefixed(each) for each in kept]
+    if state["type"] == "Prepend":
+        return {"type": "Sequence", "normalizers": []}
+    if state.get("add_prefix_space"):
+        changed["add_prefix_space"] = False
+    if state["type"] == "Metaspace":
+        changed["prepend_scheme"] = "never"
+    if state["type"] == "Strip":
+        changed["strip_left"] = False
+    return changed
+
+
+_known: WeakKeyDictionary[PreTrainedTokenizerBase, Pieces] = WeakKeyDictionary()
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase) -> Pieces:
+    """Return the `Pieces` of a tokenizer, which are made once."""
+    if tokenizer not in _known:
+        _known[tokenizer] = Pieces(tokenizer)
+    return _known[tokenizer]

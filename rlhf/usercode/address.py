@@ -1,0 +1,461 @@
+"""Functions and classes named in a config: `<module>:<name>` or `<file>.py:<name>`, and their parameters."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import shlex
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from rlhf.core.errors import UserError, one_line, setting
+from rlhf.usercode.protection import protected
+
+# Functions and classes named in a config: `<module>:<name>` or `<file>.py:<name>`.
+#
+# The check before a run imports them, and reports what is wrong with them. This module imports no torch.
+
+
+NAME = r"[^\W\d]\w*"
+ONLY_HERE = "only_in_this_process"  # stands for the module of functions that were given as objects
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # folders
+_FORM = re.compile(rf"(?P<place>.+\.py|{NAME}(\.{NAME})*):(?P<name>{NAME})")
+_LAST_NAME = re.compile(rf"(?P<place>.+?)(?:::|[:./#\\])(?P<name>{NAME})")  # after the last separator
+_METHOD = re.compile(rf"(.+:{NAME})\.({NAME})")
+_CLASSES = ("environment.functions",)  # keys of functions that may be classes
+_LISTS = ("hooks", *_CLASSES)  # keys of lists of addresses
+_SEVERAL = ("list", "List", "Sequence", "Iterable", "Collection", "tuple", "Tuple")  # annotations
+
+
+def function_problem(key: str, path: object, arguments: tuple[str, ...] | None) -> str | None:
+    """Return the error message of `load_function` for an address; None if nothing is wrong with it."""
+    return _problem(load_function, key, path, arguments)
+
+
+def class_problem(key: str, path: object) -> str | None:
+    """Return the error message of `load_class` for an address; None if nothing is wrong with it."""
+    return _problem(load_class, key, path)
+
+
+def _problem(load: Callable[..., object], key: str, path: object, *asked: object) -> str | None:
+    """Return the error message of a call of `load`, or None; a new module with an error is forgotten."""
+    before = set(sys.modules)
+    try:
+        load(key, path, *asked)
+    except UserError as error:
+        place = str(path).rpartition(":")[0]
+        file = str(Path(place).expanduser().absolute())
+        for name in sys.modules.keys() - before:
+            if name == place or getattr(sys.modules[name], "__file__", None) == file:
+                del sys.modules[name]
+        return error.problems[0]
+    return None
+
+
+def load_function(key: str, path: object, arguments: tuple[str, ...] | None) -> Callable[..., Any]:
+    """Import and return the function at an address.
+
+    Args:
+        key: the config key of the address.
+        path: the address; None if the key is not set.
+        arguments: names of the arguments that the function may receive by position; None: any.
+
+    Raises:
+        UserError: the address has another form, the module cannot be imported or has no such function, or the
+            function does not accept the arguments.
+    """
+    at = _Address.read(key, path, "function")
+    found = at.load()
+    kind = "a class" if inspect.isclass(found) and key not in _CLASSES else None
+    if not callable(found):
+        kind = f"of type {type(found).__name__}"
+    if kind is not None:
+        raise at.error("name a function", f"{at.name} is {kind}", at.other())
+    signature = signature_of(found)
+    try:
+        if arguments is not None:
+            parameters_of(signature)
+    except TypeError as error:
+        assert signature is not None and arguments is not None
+        plain = signature.replace(
+            parameters=[each.replace(annotation=each.empty) for each in signature.parameters.values()],
+            return_annotation=signature.empty,
+        )
+        raise at.error(
+            f"name a function with a parameter {arguments[1]}, and others with the names {arguments[0]}, "
+            f"{arguments[2]}, messages or of columns of the data",
+            f"{at.name} takes {plain}: {error}",
+            f"write def {at.name}({', '.join(arguments)})",
+        ) from None
+    return found
+
+
+def load_class(key: str, path: object) -> type:
+    """Import and return the class at an address; the errors are those of `load_function`."""
+    at = _Address.read(key, path, "class")
+    if not isinstance(found := at.load(), type):
+        raise at.error("name a class", f"{at.name} is of type {type(found).__name__}", at.other())
+    return found
+
+
+def takes_lists(key: str, path: str) -> bool | None:
+    """Return whether the response of the function at an address is a list, or text (False).
+
+    Its annotation counts, otherwise its name (`responses` or `completions`). Without a parameter of such a
+    name, the response is the second argument. The result is None if neither shows it.
+    """
+    signature = signature_of(load_function(key, path, None))
+    every = list(signature.parameters.values()) if signature is not None else []
+    named = [each for each in every if VALUES.get(each.name) == "response"]
+    second = [each for each in every if each.kind < each.VAR_POSITIONAL][1:2]
+    for response in (named or second)[:1]:
+        hint = response.annotation
+        text = hint.__name__ if type(hint) is type else str(hint)  # list[str] has another type
+        name = text.strip("'\"").partition("[")[0].rpartition(".")[2].strip()
+        if name in (*_SEVERAL, "str"):
+            return name != "str"
+        return True if response.name in PLURAL else None
+    return None
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the signature of a function; None for some built-in functions."""
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        return None
+
+
+def _assigned(key: str, address: str) -> str:
+    """Return the setting of an address, as it is typed in a shell."""
+    return setting(key, [address] if key in _LISTS else address)
+
+
+def addresses(value: object) -> list[str]:
+    """Return the addresses in a value with several: a mapping, or a text with commas or blanks; else []."""
+    texts = value.values() if isinstance(value, Mapping) else re.split(r"[\s,;]+", str(value or ""))
+    found = [str(text) for text in texts]
+    return found if len(found) > 1 and all(map(_FORM.fullmatch, found)) else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """An address, `<place>:<name>`, of valid form, and the error messages about what it names.
+
+    Args:
+        key: the config key of the address.
+        place: the module, or the file.
+        name: the name of the function or class.
+        kind: what the address names, `function` or `class`.
+    """
+
+    key: str
+    place: str
+    name: str
+    kind: str
+
+    @classmethod
+    def read(cls, key: str, path: object, kind: str) -> _Address:
+        """Return the address in a value of the config.
+
+        Raises:
+            UserError: the value has another form.
+        """
+        text = path if isinstance(path, str) else ""
+        several, match = addresses(path), _FORM.fullmatch(text)
+        if match is not None and (not several or Path(match["place"]).expanduser().is_file()):
+            return cls(key, match["place"], match["name"], kind)
+        remedy = f"set {_assigned(key, 'my_module:MyClass' if kind == 'class' else 'my_module:my_function')}"
+        if method := _METHOD.fullmatch(text):
+            whole, name = method.groups()
+            place, _, owner = whole.rpartition(":")
+            remedy = f"write {name} = {owner}().{name} below the class and set {key}={place}:{name}"
+            remedy = f"set {_assigned(key, whole)} (methods are tools)" if key in _CLASSES else remedy
+        elif several:
+            remedy = f"for several functions set {setting(key, several)}"
+        elif close := _suggestion(text):
+            remedy = f"did you mean {_assigned(key, close)}?"
+        form = kind.capitalize() if kind == "class" else kind
+        raise UserError(
+            f"{key} must be <module>:<{form}> or <file>.py:<{form}> (it names a Python {kind}), got "
+            f"{'null' if path is None else repr(path)}; {remedy}"
+        )
+
+    def error(self, rule: str, reason: object, remedy: str) -> UserError:
+        return UserError(f"{self.key} must {rule} ({reason}), got {f'{self.place}:{self.name}'!r}; {remedy}")
+
+    def load(self) -> Any:
+        """Import the module or the file, and return what it has under the name.
+
+        Raises:
+            UserError: it cannot be imported, or has nothing of this name.
+        """
+        if self.place == ONLY_HERE and getattr(sys.modules.get(self.place), self.name, None) is None:
+            raise self.error(
+                "name a function that this process has",
+                "the Python process that started the run had it as an object",
+                "make the call Experiment(..., reward=<function>) again, or set "
+                f"{self.key}=<file>.py:<function>",
+            )
+        try:
+            module = _imported(self.place)
+        except (Exception, SystemExit) as error:  # the user's code may raise any exception
+            raise self.not_importable(error) from None
+        if (found := getattr(module, self.name, None)) is not None:
+            return found
+        names = self.own(module)
+        wanted = f"class {self.name}" if self.kind == "class" else self.name
+        has = f"there is no {wanted} in it" + (f", only {', '.join(names[:20])}" if names else "")
+        raise self.error(f"name a {self.kind} of {self.place}", has, self.other())
+
+    def own(self, module: ModuleType) -> list[str]:
+        """Return the public names of functions or classes that a module defines, and does not import."""
+        kinds = {"class": (type,)}.get(self.kind, (FunctionType, *((type,) if self.key in _CLASSES else ())))
+        found = [(name, value) for name, value in vars(module).items() if isinstance(value, kinds)]
+        found.sort(key=lambda each: isinstance(each[1], type))  # functions first
+        return [name for name, value in found if value.__module__ == module.__name__ and name[0] != "_"]
+
+    def other(self) -> str:
+        """Return the remedy for an address that must name another function or class of the module."""
+        names = [name for name in self.own(_imported(self.place)) if name != self.name]
+        if not names:
+            return f"write the {self.kind} in {self.place}"
+        close = get_close_matches(self.name, names, n=1)
+        other = _assigned(self.key, f"{self.place}:{(close or names)[0]}")
+        return f"did you mean {other}?" if close or self.kind == "class" else f"set {other}"
+
+    def not_importable(self, error: BaseException) -> UserError:
+        """Return the error for a module whose import raised `error`."""
+        missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+        if missing and (self.place == missing or self.place.startswith(f"{missing}.")):
+            other = f"<path of the file>.py:{self.name}"
+            other = f"[{other}]" if self.key in _LISTS else other
+            remedy = f"run the command in the folder that contains it, or set {self.key}={other}"
+            if close := _similar(self.place):
+                remedy = f"did you mean {_assigned(self.key, f'{close}:{self.name}')}?"
+            said = f"no module {missing!r}" if str(error).startswith("No module") else error
+            return self.error(f"name a {self.kind} in an existing module or file", said, remedy)
+        where = _innermost(error, self.place)
+        file, line, raised = where.filename, where.lineno, one_line(error)
+        if "attempted relative import" in str(error) and self.place.endswith(".py"):
+            return self.relative_import(line)
+        if isinstance(error, SyntaxError):  # its text repeats the place
+            file, line, raised = error.filename or file, error.lineno, f"{type(error).__name__}: {error.msg}"
+        remedy, root = f"correct {file}", missing.partition(".")[0]
+        if root and ((beside := Path(file).with_name(root)).is_dir() or beside.with_suffix(".py").is_file()):
+            remedy = f"start the command with PYTHONPATH={shlex.quote(str(beside.parent))}"
+        elif root:
+            remedy = f"install {root}, or {remedy}"
+        reason = f"importing it raised {raised}, in {file}, line {line}"
+        return self.error("name a module that can be imported", reason, remedy)
+
+    def relative_import(self, line: int | None) -> UserError:
+        """Return the error for a file with a relative import, which only a module of a package can have."""
+        file = Path(self.place).expanduser()
+        parts, here = file.resolve().with_suffix("").parts, Path.cwd().parts
+        inside = parts[: len(here)] == here and len(parts) > len(here) + 1
+        module = ".".join(parts[len(here) :] if inside else parts[-2:])
+        where = "" if inside else f" in {Path(*parts[:-2])}, and run the command there"
+        return self.error(
+            "be <package>.<module>:<function> for a file with relative imports",
+            f"line {line} of {file} has one",
+            f"set {_assigned(self.key, f'{module}:{self.name}')}{where}",
+        )
+
+
+def _suggestion(path: str) -> str | None:
+    """Return a valid address that `path`, whose form is wrong, probably means; or None."""
+    bare = path.strip().removesuffix("()").removesuffix(":")
+    guesses: list[tuple[str, str | None]] = [(bare, None), (f"{bare}.py", None)]
+    if match := _LAST_NAME.fullmatch(bare):
+        guesses = [(match["place"], match["name"]), (f"{match['place']}.py", match["name"]), *guesses]
+    for place, name in guesses:
+        try:
+            module = _imported(place) if _FORM.fullmatch(f"{place}:f") else None
+        except (Exception, SystemExit):  # noqa: S112 (the user's code may raise any exception)
+            continue
+        names = (
+            [name] if name is not None else _Address("", place, "", "function").own(module) if module else []
+        )
+        if names and hasattr(module, names[0]):
+            return f"{place}:{names[0]}"
+    return None
+
+
+def _similar(place: str) -> str | None:
+    """Return the file or module beside `place` with the most similar name, in the same form; or None."""
+    file = Path(place if place.endswith(".py") else f"{place}.py")
+    folder = file.parent.expanduser()
+    names = [each.name for each in folder.glob("*.py")] if folder.is_dir() else []
+    if not (close := get_close_matches(file.name, names, n=1)):
+        return None
+    return str(file.with_name(close[0])) if place.endswith(".py") else close[0].removesuffix(".py")
+
+
+# -- imports ---------------------------------------------------------------------------------------
+
+
+def _innermost(error: BaseException, place: str) -> traceback.FrameSummary:
+    """Return the innermost frame of the user's code in the traceback of `error`; if none, of a library.
+
+    An error before the first line of the code has no such frame; the result is the start of `place`.
+    """
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen") and frame.filename != __file__
+    ]
+    start = traceback.FrameSummary(place, 1, "")
+    return ([frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames or [start])[-1]
+
+
+def _imported(place: str) -> ModuleType:
+    """Import and return a module or a file; imports search the working directory, as with `python -m`."""
+    with protected():
+        if (here := str(Path.cwd())) not in sys.path:  # a console script does not have it
+            sys.path.insert(0, here)
+        if place.endswith(".py"):
+            if not (file := Path(place).expanduser()).is_file():
+                raise ModuleNotFoundError(f"no file {place!r} here", name=place)
+            return _load_file(file)
+        module = importlib.import_module(place)
+        if hasattr(module, "__path__") and getattr(module, "__file__", None) is None:
+            raise ModuleNotFoundError(f"{place!r} is a folder", name=place)
+        return module
+
+
+def _load_file(file: Path) -> ModuleType:
+    """Import a Python file as a module that has the name of the file, or a unique name if that is taken.
+
+    The folder of the file becomes the last of the import path, so that processes that the functions start
+    find the module by its name. Imports in the file search the working directory first.
+    """
+    folder, name = str(file.resolve().parent), file.stem
+    if folder not in sys.path:
+        sys.path.append(folder)
+        importlib.invalidate_caches()
+    found = sys.modules[name].__spec__ if name in sys.modules else PathFinder.find_spec(name)
+    if found is None or found.origin is None or Path(found.origin).resolve() != file.resolve():
+        name = f"rlhf_scorer:{file.resolve()}".replace(".", "_")  # a name without a package
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, "a file that ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # a dataclass defined in the file looks up its module here
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # no __pycache__ beside the file
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.dont_write_bytecode = writes
+    return module
+
+
+# The parameters of a reward function: which values of a response, and which columns, it receives.
+#
+# A function with a parameter `response` receives its arguments by name. Any other function receives prompt,
+# response and reference by position. This module imports no torch.
+
+
+# Name of a parameter -> the value that the function receives; in lists, if it takes several responses.
+VALUES = {
+    **{"prompt": "prompt", "response": "response", "reference": "reference", "messages": "messages"},
+    **{"prompts": "prompt", "responses": "response", "references": "reference"},
+    **{"completion": "response", "completions": "response", "episode": "episode", "episodes": "episode"},
+}
+GIVEN = frozenset(VALUES)
+PLURAL = frozenset({"responses", "completions"})  # names of the responses in a function that takes lists
+_BY_POSITION = ("prompt", "response", "reference")
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What a reward function receives.
+
+    Attributes:
+        position: values that it receives by position: none, or prompt, response and reference.
+        taken: names of the parameters that receive these values.
+        values: name of a parameter -> the value that it receives by name.
+        columns: parameters that name a column of the data.
+        optional: parameters with a default that receive a column of the data, if there is one.
+        rest: the function takes `**kwargs`, and so all other columns.
+    """
+
+    position: tuple[str, ...]
+    values: dict[str, str]
+    columns: tuple[str, ...]
+    optional: tuple[str, ...]
+    rest: bool
+    taken: tuple[str, ...] = ()
+
+    @property
+    def asks_columns(self) -> bool:
+        """Whether the function receives columns of the data."""
+        return bool(self.columns or self.optional or self.rest)
+
+    @property
+    def asks_messages(self) -> bool:
+        """Whether the function receives the messages of a dialogue."""
+        return "messages" in self.values
+
+    @property
+    def asks_episode(self) -> bool:
+        """Whether the function receives the replies and messages of an episode."""
+        return "episode" in self.values.values()
+
+
+def parameters_of(signature: inspect.Signature | None) -> Parameters:
+    """Return what a function receives; None: a built-in function without a signature.
+
+    Raises:
+        TypeError: the function cannot be called with these values.
+    """
+    if signature is None:
+        return Parameters(_BY_POSITION, {}, (), (), rest=False)
+    every = list(signature.parameters.values())
+    named = [each for each in every if each.kind in _NAMED]
+    rest = any(each.kind is each.VAR_KEYWORD for each in every)
+    position: tuple[str, ...] = ()
+    by_position: list[inspect.Parameter] = []
+    if not any(VALUES.get(each.name) == "response" for each in named):
+        position = _BY_POSITION
+        signature.bind_partial(*position)
+        taken = [each for each in every if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        by_position = taken[: len(position)]
+        named = [each for each in named if each not in by_position]
+        if any(each.kind is each.VAR_POSITIONAL for each in every):
+            rest = False  # probably a wrapper around a function with other parameters
+        _check_order(taken, position)
+    elif any(each.kind is each.POSITIONAL_ONLY for each in every):
+        raise TypeError("arguments before / have no names")
+    values = {each.name: VALUES[each.name] for each in named if each.name in VALUES}
+    others = [each for each in named if each.name not in VALUES]
+    return Parameters(
+        position,
+        values,
+        columns=tuple(each.name for each in others if each.default is each.empty),
+        optional=tuple(each.name for each in others if each.default is not each.empty),
+        rest=rest,
+        taken=tuple(each.name for each in by_position),
+    )
+
+
+def _check_order(taken: Sequence[inspect.Parameter], position: Sequence[str]) -> None:
+    """Raise TypeError if a parameter by position has the name of another value, such as `messages`."""
+    for each, value in zip(taken, position, strict=False):
+        if VALUES.get(each.name, value) != value:
+            raise TypeError(f"without a parameter response, {each.name} would be the {value}")
