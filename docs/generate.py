@@ -85,7 +85,7 @@ def main() -> None:
 def coming_from() -> str:
     """Return the page coming_from.md with its list of keys."""
     page = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
-    head, mark, tail = page.partition("rlhf/config/foreign.txt -->\n")
+    head, mark, tail = page.partition("rlhf/words/foreign.txt -->\n")
     lines = []
     for row in TABLE:
         key = row.key if row.value in (None, "<value>") else f"{row.key}={row.value}"

@@ -595,14 +595,14 @@ def _wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
         UserError: a function cannot be imported.
     """
     parts = list(cfg.task.shares)
-    found = {part: Wanted(rest=cfg.environment.answers) for part in parts or [""]}
+    found = {each: Wanted(rest=cfg.environment.answers) for each in parts or [""]}
     for at, section in reward_functions(cfg, judge):
         key, path = f"{at}.path", section.path
         asked = parameters_of(signature_of(load_function(key, path, section.arguments)))
         scored = part_of(cfg, at)
-        for part in found if scored is None else [scored]:
-            before = found[part]
-            found[part] = Wanted(
+        for each in found if scored is None else [scored]:
+            before = found[each]
+            found[each] = Wanted(
                 columns={**dict.fromkeys(asked.columns, (key, path)), **before.columns},
                 optional=before.optional | set(asked.optional),
                 rest=before.rest or asked.rest,
@@ -612,6 +612,6 @@ def _wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
         if not scorer.columns:
             continue
         scored = part_of(cfg, at)
-        for part in found if scored is None else [scored]:
-            found[part] = replace(found[part], optional=found[part].optional | scorer.columns)
+        for each in found if scored is None else [scored]:
+            found[each] = replace(found[each], optional=found[each].optional | scorer.columns)
     return Wanted(parts=found) if parts else found[""]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from omegaconf import DictConfig
 
+from rlhf.checks import check
 from rlhf.checks.check import as_objects, warn
-from rlhf.checks.check import problems as problems_composing
 from rlhf.checks.rules import chosen
 from rlhf.config.backends import Device
 from rlhf.config.generators import Transfer
@@ -233,6 +233,6 @@ def suits(cfg: Config) -> bool:
     model faster. On a machine without GPUs, which submits jobs to others, the memory is not checked.
     """
     tiny = cfg.start is None or cfg.stand_ins
-    if tiny or cfg.backend.device is Device.cpu or problems_composing(cfg):
+    if tiny or cfg.backend.device is Device.cpu or check.problems(cfg):
         return False
     return not this_machine().gpus or not [*expandable_segments(cfg), *plan.problems(cfg)]

@@ -17,7 +17,7 @@ from typing import Any
 # torch.
 
 
-# Variables that torchrun and the launcher of DeepSpeed set for a rank, and `rlhf.launch.command_line` for a task.
+# Variables that torchrun and DeepSpeed's launcher set for a rank, and `rlhf.launch.command_line` for a task.
 _OF_RANK = frozenset(
     {
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "CROSS_RANK", "CROSS_SIZE"),

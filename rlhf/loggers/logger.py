@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.files import append, as_line, split_lines, sync, write_atomically
-from rlhf.runs import folder as history
+from rlhf.runs import folder as run_folder
 from rlhf.runs.folder import History
 from rlhf.terminal.console import say
 
@@ -90,7 +90,7 @@ class JsonlLogger(Logger):
         for rows in (self.metrics, self.completions):
             if checkpoint is None:
                 rows.start()
-            elif history.has_copies(checkpoint):
+            elif run_folder.has_copies(checkpoint):
                 warn(rows, rows.resume(checkpoint))
             elif damage := rows.resume_without_copy(state.update):
                 state.lost_rows = [*state.lost_rows, rows.file.name]
@@ -117,7 +117,7 @@ class JsonlLogger(Logger):
     def save(self, checkpoint: Path) -> None:
         """Write a copy of all rows into a checkpoint, after the rows in the run folder are on disk."""
         self.restore()
-        history.save((self.metrics, self.completions), checkpoint)
+        run_folder.save((self.metrics, self.completions), checkpoint)
 
     def close(self) -> None:
         """Restore rows that were damaged since the last checkpoint, if the run is finished."""

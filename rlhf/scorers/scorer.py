@@ -332,11 +332,11 @@ class WeightedScorer(Scorer):
     def __init__(self, config: WeightedScorerConfig, context: ScorerContext) -> None:
         super().__init__(config, context)
         self.parts: dict[str, Scorer] = {}
-        for name, section in config.parts.items():
-            part = context.build(section, f"{context.at}.parts.{name}")
+        for key, section in config.parts.items():
+            part = context.build(section, f"{context.at}.parts.{key}")
             assert part is not None, "validated: every part scores"
             part.alone = False
-            self.parts[name] = part
+            self.parts[key] = part
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the weighted sum [N, K] of the scores, before the missing-EOS settings are applied."""
@@ -387,8 +387,8 @@ class MixtureScorer(Scorer):
     def __init__(self, config: MixtureScorerConfig, context: ScorerContext) -> None:
         super().__init__(config, context)
         self.parts: list[Scorer] = []
-        for name in context.parts:
-            part = context.build(config.parts[name], f"{context.at}.parts.{name}")
+        for key in context.parts:
+            part = context.build(config.parts[key], f"{context.at}.parts.{key}")
             assert part is not None, "validated: every part scores"
             self.parts.append(part)
 

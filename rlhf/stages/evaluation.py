@@ -27,10 +27,9 @@ from rlhf.config.root import Config, threads
 from rlhf.config.run import Progress
 from rlhf.config.schedule import Update
 from rlhf.config.scorers import NoScorerConfig
-from rlhf.core import formatting
+from rlhf.core import files, formatting
 from rlhf.core.errors import UserError, explained, setting
 from rlhf.core.files import append, as_line, component, read_lines, write_atomically
-from rlhf.core.files import digest as digest_candidates
 from rlhf.core.formatting import lines_of
 from rlhf.core.launched import is_first_rank
 from rlhf.core.state import TrainState
@@ -658,16 +657,16 @@ def named_models(models: Sequence[str]) -> list[Candidate]:
     """
     if problems := [problem for model in models if (problem := folder_problem("models", model))]:
         raise UserError(*problems)
-    return [Candidate(model, Path(model).expanduser(), None, files=files(model)) for model in models]
+    return [Candidate(model, Path(model).expanduser(), None, files=_identity_of(model)) for model in models]
 
 
-def files(model: str) -> str | None:
+def _identity_of(model: str) -> str | None:
     """Return a hash of sizes and times of the files of a model, without its card; None for a hub name."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None
     stats = {path.name: path.stat() for path in folder.iterdir() if path.is_file() and path.name != CARD}
-    return digest_candidates({name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()})
+    return files.digest({name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()})
 
 
 # Results of evaluations in the terminal: the metrics of each model, and a table of all models.

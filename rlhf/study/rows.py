@@ -33,13 +33,13 @@ from rlhf.study.spec import (
     VALUE,
     Cell,
     Formula,
+    Operand,
     Spec,
     Task,
     cell_of,
     cells,
     read_formula,
 )
-from rlhf.study.spec import Side as SideClaims
 from rlhf.usercode.address import load_function
 from rlhf.words.suggestions import KNOWN as KNOWN
 
@@ -541,7 +541,7 @@ def _verdict(
     results: Results, formula: Formula, tasks: Sequence[str], key: str
 ) -> tuple[str, str, Mapping[str, Contrast]]:
     """Return verdict, numbers and differences of a claim about tasks; `key`: that of the study file."""
-    chosen, left, terms = "", formula.left, {}  # type: str, Side | None, dict[str, list[Term]]
+    chosen, left, terms = "", formula.left, {}  # type: str, Operand | None, dict[str, list[Term]]
     if left is not None:
         if BEST in left.methods:
             left = replace(left, methods=tuple(results.spec.methods))
@@ -560,7 +560,7 @@ def _verdict(
     remark = ""
     if left is not formula.left and left is not None:
         side, signs = (
-            SideClaims(VALUE, (), left.levels),
+            Operand(VALUE, (), left.levels),
             {n: task.sign for n, task in results.spec.tasks.items()},
         )
         n = min(each.seeds for each in contrasts.values())
@@ -587,7 +587,7 @@ def _verdict(
 
 
 def _differences(
-    results: Results, formula: Formula, left: SideClaims, tasks: Sequence[str]
+    results: Results, formula: Formula, left: Operand, tasks: Sequence[str]
 ) -> dict[str, list[Term]]:
     """Return left minus factor * right of a claim, by name, for all methods and for all values of `every`."""
     right, axes, found = formula.right, results.spec.axes, {}
@@ -607,7 +607,7 @@ def _differences(
 
 def _terms(
     results: Results,
-    side: SideClaims,
+    side: Operand,
     method: str,
     every: Mapping[str, str],
     tasks: Sequence[str],

@@ -174,7 +174,7 @@ _FUNCTION = re.compile(r"\S+:\w+")
 
 
 @dataclass(frozen=True)
-class Side:
+class Operand:
     """One side of a claim: a quantity of methods in a cell."""
 
     quantity: str
@@ -189,11 +189,11 @@ class Formula:
     """A claim: left < or > number + factor * right, or |left - right| < number."""
 
     text: str  # as in the file
-    left: Side | None = None  # None: the claim is a function
+    left: Operand | None = None  # None: the claim is a function
     sign: str = ""  # "<", ">" or "within"
     number: float = 0.0  # or the margin of `within`
     factor: float = 1.0
-    right: Side | None = None
+    right: Operand | None = None
     pooled: bool = False  # whether the quantities are means over the tasks
 
 
@@ -221,7 +221,7 @@ def read_formula(text: str) -> Formula | None:
     return Formula(text, left, sign, number, factor, right, bool(pooled))
 
 
-def _side(text: str) -> Side | None:
+def _side(text: str) -> Operand | None:
     found = _SIDE.fullmatch(text)
     if found is None or _WORDS.sub("", found["words"]).strip():
         return None
@@ -232,10 +232,10 @@ def _side(text: str) -> Side | None:
         return None
     every = tuple(each["every"] for each in words if each["every"])
     over = next((each["over"] for each in words if each["over"]), "")
-    return Side(found["quantity"], methods, levels, every, over) if methods else None
+    return Operand(found["quantity"], methods, levels, every, over) if methods else None
 
 
-def _placed(side: Side, other: Side) -> Side:
+def _placed(side: Operand, other: Operand) -> Operand:
     """Return a side with the axes of the other side, if the side names none."""
     if side.levels or side.every or side.over:
         return side

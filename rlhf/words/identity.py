@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rlhf.config import schema
 from rlhf.config.algorithms import Trains
 from rlhf.config.environments import default_scorer
 from rlhf.config.models import AUTO
 from rlhf.config.schema import SCHEMAS, Affects, Section, fact, sections
-from rlhf.config.schema import values as values_identity
 from rlhf.core import files
 from rlhf.core.errors import override
 from rlhf.core.files import flat
@@ -72,7 +72,7 @@ def digest(cfg: Config | DictConfig) -> str:
 
 def what_counts(cfg: Config | DictConfig) -> dict[str, Any]:
     """Return the settings that the result of a run depends on, resolved, as nested dictionaries."""
-    kept = values_identity(cfg) if isinstance(cfg, Section) else resolved(cfg)
+    kept = schema.values(cfg) if isinstance(cfg, Section) else resolved(cfg)
     for dotted in not_in_name():
         leave_out(kept, dotted)
     if kept.get("model", {}).get("attention") == AUTO:  # sdpa, or another kernel for the same function

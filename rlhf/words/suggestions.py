@@ -229,7 +229,7 @@ class Foreign:
 
 def _tables() -> Iterator[tuple[Foreign, ...]]:
     """Yield the tables of foreign.txt: names in each of `PROJECTS`, then names of `OTHERS`."""
-    text = (files("rlhf.config") / "foreign.txt").read_text(encoding="utf-8")
+    text = (files("rlhf.words") / "foreign.txt").read_text(encoding="utf-8")
     for table in re.sub(r"\n +", " ", text).split("\n\n"):
         width, rows = 0, []
         for line in table.strip().splitlines():
