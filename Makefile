@@ -82,11 +82,12 @@ test-faults: setup  ## inject random faults into short runs: ARGS="--minutes 20 
 test-gpu: setup  ## what needs a GPU, in stages: one GPU, offline, at most 10 minutes; LOCK=gpu, ARGS="--stages 3 4"
 	$(BIN)/python -m tests.gpu $(ARGS)
 
-check: setup  ## lint, format, types, import contracts
+check: setup  ## lint, format, types, import contracts, budgets of code lines
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.budget
 
 format: setup  ## rewrite the code as the formatter has it
 	$(BIN)/ruff check --fix
