@@ -7,7 +7,7 @@ A code line has a token that is neither a comment nor part of a docstring. The b
 pyproject.toml, as `[tool.budget]`; "commands" is for the modules beside the folders. A change that needs more
 lines raises its budget in the same commit and says why; a change that needs fewer lowers it.
 
-Exit code: 1 if a folder has more lines than its budget, no budget, or at least 30 lines fewer than its budget.
+Exit code: 1 if a folder has no budget, more lines than its budget, or at least 30 lines fewer.
 """
 
 from __future__ import annotations

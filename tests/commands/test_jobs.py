@@ -203,8 +203,6 @@ def test_only_the_first_rank_prints_and_moves_folders(command, monkeypatch, tmp_
     command(during=finish)
     monkeypatch.setenv("RANK", "1")
     assert command("resume=never").err == "" and len(run_folders(tmp_path)) == 1
-    silent = command("algo.beta=-1")
-    assert silent.code == 2 and silent.err == ""
 
 
 def test_sweep_writes_its_settings_next_to_the_run_folders(command, tmp_path):

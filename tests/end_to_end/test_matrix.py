@@ -59,14 +59,14 @@ def processes(tmp_path_factory):
     """
     started: dict[str, AnnotatedGenerator] = {}
 
-    def lend(section, context):
-        if not isinstance(section, GeneratorConfig) or not section.has_worker(context.max_lag):
-            return make(section, context)
+    def lend(section, *context):
+        if not isinstance(section, GeneratorConfig) or not section.has_worker(context[0].max_lag):
+            return make(section, *context)
         if section.name not in started:
             log = tmp_path_factory.mktemp("log")
-            started[section.name] = make(replace(section, annotate=True), replace(context, folder=log))
+            started[section.name] = make(replace(section, annotate=True), replace(context[0], folder=log))
         generator = started[section.name]
-        return Lent(generator if context.max_lag else generator.generator)
+        return Lent(generator if context[0].max_lag else generator.generator)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlhf.assembly.training.make", lend)
