@@ -33,8 +33,15 @@ from rlhf.core.launched import world_size
 from rlhf.core.machine import this_machine
 from rlhf.memory.generator import annotates
 from rlhf.memory.plan import device
-from rlhf.words.catalogue import all_keys, option_files, options, read_overrides
-from rlhf.words.mistakes import chosen_by, group_of, option_name
+from rlhf.words.catalogue import (
+    all_keys,
+    chosen_by,
+    group_of,
+    option_files,
+    option_name,
+    options,
+    read_overrides,
+)
 from rlhf.words.suggestions import KNOWN, closest, lacking
 
 # Rules between the algorithm and the generator, the scorer and the schedule.

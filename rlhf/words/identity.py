@@ -19,9 +19,9 @@ from rlhf.config.schema import SCHEMAS, Affects, Section, fact, sections
 from rlhf.core import files
 from rlhf.core.errors import override
 from rlhf.core.files import flat
-from rlhf.words.catalogue import declared_keys
+from rlhf.words.catalogue import chosen_by, declared_keys, option_name
 from rlhf.words.compose import compose_node
-from rlhf.words.mistakes import CONFIG_ERRORS, chosen_by, option_name
+from rlhf.words.mistakes import CONFIG_ERRORS
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
