@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from enum import Enum
-from functools import cache
+from functools import cache, wraps
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -29,6 +29,7 @@ _ORDER = (
     *("algo", "model", "task", "generator", "backend", "scorer", "logger"),
     *("correction", "hardware", "experiment", "sweep", "debug"),
 )
+_F = TypeVar("_F", bound=Callable[..., Any])
 _NOT_LISTED = ("tuned", "length", "hydra")  # folders of conf/ that --help does not list
 
 added: ContextVar[tuple[Path, ...]] = ContextVar("added", default=())  # folders of `also`
@@ -125,21 +126,17 @@ class DeclaredKey:
     hint: Any  # type of the value
 
 
+def until_another_option(function: _F) -> _F:
+    """Cache the results of a function until another option is registered, for example by a package."""
+    cached = cache(lambda options, *arguments: function(*arguments))
+    return wraps(function)(lambda *arguments: cached(len(SCHEMAS), *arguments))  # type: ignore[return-value]
+
+
+@until_another_option
 def declared_keys() -> tuple[DeclaredKey, ...]:
     """Return the keys of all sections and options; a key of several options once for each of them."""
     from rlhf.config.root import Config
 
-    return _declared(Config, len(SCHEMAS))
-
-
-def options_of(section: type) -> list[type]:
-    """Return the classes of the options of a section."""
-    return [cls for cls in SCHEMAS.values() if issubclass(cls, section) and cls is not section]
-
-
-@cache
-def _declared(root: type, options: int) -> tuple[DeclaredKey, ...]:
-    """Return the keys of a root section; `options` is the number of options that are registered."""
     found: dict[DeclaredKey, None] = {}
 
     def walk(section: type, at: str) -> None:
@@ -153,21 +150,19 @@ def _declared(root: type, options: int) -> tuple[DeclaredKey, ...]:
                 for cls in (below, *options_of(below)):
                     walk(cls, f"{key}.*" if parts else key)
 
-    walk(root, "")
+    walk(Config, "")
     return tuple(found)
 
 
-def all_keys() -> list[str]:
+def options_of(section: type) -> list[type]:
+    """Return the classes of the options of a section."""
+    return [cls for cls in SCHEMAS.values() if issubclass(cls, section) and cls is not section]
+
+
+@until_another_option
+def all_keys() -> tuple[str, ...]:
     """Return the dotted keys of all sections and options that have a value, without those of parts."""
-    from rlhf.config.root import Config
-
-    return list(_keys(Config, len(SCHEMAS)))
-
-
-@cache
-def _keys(root: type, options: int) -> tuple[str, ...]:
-    """Return the keys of `all_keys`; `options` is the number of options that are registered."""
-    values = (each for each in _declared(root, options) if section_class(each.hint) is None)
+    values = (each for each in declared_keys() if section_class(each.hint) is None)
     return tuple(dict.fromkeys(each.key for each in values if each.name != "name" and "*" not in each.key))
 
 

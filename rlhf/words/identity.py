@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,11 @@ from rlhf.config import schema
 from rlhf.config.algorithms import Trains
 from rlhf.config.environments import default_scorer
 from rlhf.config.models import AUTO
-from rlhf.config.schema import SCHEMAS, Affects, Section, fact, sections
+from rlhf.config.schema import Affects, Section, fact, sections
 from rlhf.core import files
 from rlhf.core.errors import override
 from rlhf.core.files import flat
-from rlhf.words.catalogue import chosen_by, declared_keys, option_name
+from rlhf.words.catalogue import chosen_by, declared_keys, option_name, until_another_option
 from rlhf.words.compose import compose_node
 from rlhf.words.mistakes import CONFIG_ERRORS
 
@@ -35,9 +34,11 @@ _RUN_NAME = re.compile(r"[^-]+-(?P<model>.+)-(?P<algo>[^-]+)-[^-]+-lag\d+-seed\d
 MODEL_FOLDERS = ("model", "adapter")  # folders of a run that contain a model
 
 
+@until_another_option
 def affecting(*what: Affects) -> tuple[str, ...]:
     """Return the dotted keys that affect only these things; `*` stands for the name of a part."""
-    return _affecting(what, len(SCHEMAS))
+    found = (each.key for each in declared_keys() if fact(each.section, each.name, "affects") in what)
+    return tuple(dict.fromkeys(found))
 
 
 def not_in_name() -> tuple[str, ...]:
@@ -45,21 +46,9 @@ def not_in_name() -> tuple[str, ...]:
     return "hydra", *affecting(Affects.nothing, Affects.speed)
 
 
+@until_another_option
 def added_later() -> Mapping[str, Any]:
     """Return the dotted keys that earlier versions lack, with the values that describe what they do."""
-    return _added_later(len(SCHEMAS))
-
-
-@cache
-def _affecting(what: tuple[Affects, ...], options: int) -> tuple[str, ...]:
-    """Return the keys of `affecting`; `options` is the number of options that are registered."""
-    found = (each.key for each in declared_keys() if fact(each.section, each.name, "affects") in what)
-    return tuple(dict.fromkeys(found))
-
-
-@cache
-def _added_later(options: int) -> Mapping[str, Any]:
-    """Return the keys of `added_later`; `options` is the number of options that are registered."""
     added = [each for each in declared_keys() if fact(each.section, each.name, "added")]
     values = {each.key: fact(each.section, each.name, "declared") for each in added}
     return {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}

@@ -31,22 +31,15 @@ from rlhf.config.schema import SCHEMAS, fact
 from rlhf.core.errors import UserError, as_typed, override, setting, without_escapes
 from rlhf.core.formatting import shortened
 from rlhf.usercode.address import addresses
+from rlhf.words import catalogue
 from rlhf.words.catalogue import (
     Override,
-    all_keys,
     chosen_by,
-    conf_dirs,
-    declared_keys,
-    files_that_set,
     group_of,
     groups,
-    option_name,
     options,
-    owners,
     read_overrides,
     selected_files,
-    takes_list,
-    types_of,
 )
 from rlhf.words.suggestions import closest, guess, keys_of_run, meaning, one_of, own_value, suggestion
 
@@ -117,8 +110,8 @@ def _wrong_word(each: Override, following: Sequence[str], sweep: bool) -> str | 
     if "=" not in each.text and each.sign != "~":
         name, colon, option = key.partition(":")
         value = option if colon else next((word for word in following[:1] if "=" not in word), "<value>")
-        known = name in [*groups(), *all_keys()] and name
-        meant = None if known else guess(key, keys=all_keys())
+        known = name in [*groups(), *catalogue.all_keys()] and name
+        meant = None if known else guess(key, keys=catalogue.all_keys())
         remedy = f"write {as_typed(known, value)}" if known else meant.remedy if meant else "write key=value"
         return f"{key} must read key=value or group=option (it has no '='), got {each.text}; {remedy}"
     parsed = _parsed(each.text)
@@ -164,9 +157,9 @@ def _several_values(key: str, value: str) -> str:
     """Return the message for a value with commas, which is a sweep, in a single run."""
     rule = f"{key} must have one value in a single run (commas separate the values of a sweep), got {value}"
     remedy = "add -m to run each"
-    if key == "logger" or (takes_list(key) and key not in groups()) or addresses(value):
+    if key == "logger" or (catalogue.takes_list(key) and key not in groups()) or addresses(value):
         remedy += f", or write {as_typed(key, f'[{value}]')} for a list"
-    elif str in types_of(key) and key not in groups():
+    elif str in catalogue.types_of(key) and key not in groups():
         remedy += f", or write {setting(key, value)} for one text"
     return f"{rule}; {remedy}"
 
@@ -193,7 +186,7 @@ def _wrong_choice(each: Override) -> str | None:
 def _exists(group: str, option: str) -> bool:
     """Return whether a group has an option, as Hydra finds it."""
     name = f"{group}/{option.removesuffix('.yaml')}"
-    return name in SCHEMAS or any((folder / f"{name}.yaml").is_file() for folder in conf_dirs())
+    return name in SCHEMAS or any((folder / f"{name}.yaml").is_file() for folder in catalogue.conf_dirs())
 
 
 # -- a key or a value that its section refuses -----------------------------------------------------
@@ -204,10 +197,10 @@ def _wrong_setting(error: OmegaConfBaseException, overrides: Sequence[Override])
     key = str(error.full_key).partition("[")[0]  # of a list, if an element is wrong
     section: Any = error.object_type
     if not is_dataclass(section):
-        section = next((each.section for each in declared_keys() if each.key == key), None)
+        section = next((each.section for each in catalogue.declared_keys() if each.key == key), None)
     if section is None or not key:
         return None
-    files = list(files_that_set(key, overrides))
+    files = list(catalogue.files_that_set(key, overrides))
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
         return _unknown_key(key, section, overrides, files[0][0] if files else None)
     own = next((each for each in overrides if f"{each.key}.".startswith(f"{key}.")), None)
@@ -218,8 +211,10 @@ def _wrong_setting(error: OmegaConfBaseException, overrides: Sequence[Override])
         rule = f"be {allowed(hint)}, with nothing inside it"
         return f"{key} must {rule}, got {own.text}; leave {own.text} out"
     if isinstance(error, InterpolationKeyError):
-        wrong = next((name for name in re.findall(r"\$\{([\w.]+)", value) if name not in all_keys()), value)
-        remedy = suggestion(wrong, all_keys(), "did you mean ${{{}}}?") or f"set {key}=<value>"
+        wrong = next(
+            (name for name in re.findall(r"\$\{([\w.]+)", value) if name not in catalogue.all_keys()), value
+        )
+        remedy = suggestion(wrong, catalogue.all_keys(), "did you mean ${{{}}}?") or f"set {key}=<value>"
         return f"{key} must refer to a key of the config{place} (there is no {wrong}), got {value}; {remedy}"
     if is_dataclass(hint) and group_of(key) in groups():
         at, choices = chosen_by(key), ", ".join(options(group_of(key)))
@@ -284,12 +279,12 @@ def _unknown_key(key: str, section: type, overrides: Sequence[Override], file: s
     given = [each for each in overrides if f"{each.key}.".startswith(f"{key}.") and not file]
     typed, got, value = (given[0].key, given[0].text, given[0].value) if given else (key, key, "")
     place = f" in {file}.yaml" if file else ""
-    option = option_name(section)
+    option = catalogue.option_name(section)
     owner = f"{chosen_by(parent)}={option}" if option in options(group_of(parent)) else parent
     rule = f"a setting of {owner}{place} ({', '.join(known) or 'it has none'})"
     rule = rule if parent else f"a setting or a group{place} (there is no {leaf})"
     own = [f"{parent}.{name}" for name in known if parent]
-    others = [f"{chosen_by(parent)}={each}" for each in owners(parent, leaf) if each != option]
+    others = [f"{chosen_by(parent)}={each}" for each in catalogue.owners(parent, leaf) if each != option]
     foreign = meaning(key, own)
     if parent and value in options(group_of(parent)):
         remedy = f"set {chosen_by(parent)}={value}"
@@ -399,7 +394,7 @@ def _as_settings(
         negated = not value and name.startswith("no_") and meaning(name) is None
         name = name[3:] if negated else name
         meant = guess(name, value, keys, arguments) if len(name) > 1 else None
-        if meant and not value and bool in types_of(meant.key):
+        if meant and not value and bool in catalogue.types_of(meant.key):
             meant = meant._replace(words=f"{meant.key}={str(not negated).lower()}")
         if meant is None:
             if not words and not notes:

@@ -275,23 +275,12 @@ def keys_of_run(overrides: Iterable[str], algo: str = "dpo") -> list[str]:
 
 
 # Names of metrics that a study or a sweep may name: those of docs/reference/metrics.md.
-#
-# This module imports no torch.
 
 
-_NAMES = """
-eval: win_rate win_rate_vs_initial tie_rate gold_score score norm_reward kl ppl response_tokens eos_rate loss
-eval: accuracy margin reward; loss: policy value; value: mean returns clipfrac; logps: chosen rejected
-objective: scores scores_margin tie_rate kl entropy non_score_reward rlhf_reward kl_coef eos_rate
-policy: grad_norm lr_scale skipped_steps overflows ratio approxkl clipfrac entropy off_policy_masked
-objective: response_tokens; policy: covariance_limited; rewards: chosen rejected margins accuracies
-mismatch: kl max_ratio ess token_ess step_ess token_lag; correction: truncated masked weight rejected
-rollouts: time_s update_s generators_busy trainer_busy lag lag_p90 oldest queue length_ratio wasted dropped
-rollouts: cut refilled refilled_share no_signal; generator: restarts requeued; annotator: restarts
-weighting: mean truncated ess; prompts: solved; replay: age; oapl: advantage; warning: collapse
-"""
-_FAMILIES = (each.split(": ") for each in re.split("; |\n", _NAMES.strip()))
-KNOWN = [f"{family}/{name}" for family, names in _FAMILIES for name in names.split()]
+_FAMILIES = re.split("; |\n", (files("rlhf.words") / "metrics.txt").read_text(encoding="utf-8").strip())
+KNOWN = [
+    f"{family}/{name}" for family, names in (each.split(": ") for each in _FAMILIES) for name in names.split()
+]
 _EPISODES = "turns token_share tool_errors step_errors out_of_turns cut no_room"
 _OF_EPISODES = [f"environment/{name}" for name in _EPISODES.split()]
 # Figures of environments, scorers and tasks with names of the user.
