@@ -257,9 +257,9 @@ class _Address:
         file, line, raised = where.filename, where.lineno, one_line(error)
         if "attempted relative import" in str(error) and self.place.endswith(".py"):
             module, here = Path(self.place).expanduser().resolve().with_suffix(""), Path.cwd()
-            root = module.parent.parent
-            there = "" if root.is_relative_to(here) else f" in {root}, and run the command there"
-            address = ".".join(module.relative_to(root if there else here).parts)
+            above = module.parent.parent
+            there = "" if above.is_relative_to(here) else f" in {above}, and run the command there"
+            address = ".".join(module.relative_to(above if there else here).parts)
             return self.error(
                 "be <package>.<module>:<function> for a file with relative imports",
                 f"line {line} of {self.place} has one",

@@ -61,22 +61,19 @@ def digest(cfg: Config | DictConfig) -> str:
 
 def what_counts(cfg: Config | DictConfig) -> dict[str, Any]:
     """Return the settings that the result of a run depends on, resolved, as nested dictionaries."""
-    kept = schema.values(cfg) if isinstance(cfg, Section) else resolved(cfg)
+    if isinstance(cfg, Section):
+        kept = schema.values(cfg)
+    else:  # other settings, such as Hydra's, may not resolve
+        names = [str(key) for key in cfg if key not in not_in_name()]
+        kept = OmegaConf.to_container(  # type: ignore[assignment]
+            OmegaConf.masked_copy(default_scorer(cfg), names), resolve=True, enum_to_str=True
+        )
     for dotted in not_in_name():
         leave_out(kept, dotted)
     if kept.get("model", {}).get("attention") == AUTO:  # sdpa, or another kernel for the same function
         kept["model"]["attention"] = "sdpa"
     for dotted, value in added_later().items():
         leave_out(kept, dotted, only=(value,))
-    return kept
-
-
-def resolved(node: DictConfig) -> dict[str, Any]:
-    """Return the settings of a node that may count, resolved. Others, such as Hydra's, may not resolve."""
-    counted = OmegaConf.masked_copy(
-        default_scorer(node), [str(key) for key in node if key not in not_in_name()]
-    )
-    kept: dict[str, Any] = OmegaConf.to_container(counted, resolve=True, enum_to_str=True)  # type: ignore[assignment]
     return kept
 
 
