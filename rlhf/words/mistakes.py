@@ -302,11 +302,14 @@ def _unknown_key(key: str, section: type, overrides: Sequence[Override], file: s
 
 def _not_there(overrides: Sequence[Override]) -> Iterator[str]:
     """Yield a message for each override of something that must be chosen, added or exist before."""
+    new = {each.key for each in overrides if each.sign == "+"}
     for each in overrides:
-        if part := re.match(r"((?:scorer|gold|task)\.parts\.\w+)\.", each.key):
-            kind = "task" if each.key.startswith("task.") else "scorer"
-            rule = f"must be chosen before it is set (the parts of a {kind} are {kind}s)"
-            yield f"{part[1]} {rule}, got {each.text}; add +{chosen_by(part[1])}=<{kind}>"
+        part = re.match(r"(?:\S+@)?((?:scorer|gold|task)\.parts\.\w+)", each.key)
+        if part and chosen_by(part[1]) not in new:
+            kind = "task" if part[1].startswith("task.") else "scorer"
+            why = f"the parts of a {kind} are {kind}s, under names of your choice"
+            remedy = f"choose it by {chosen_by(part[1])}=<{kind}>, with + in front if it is new"
+            yield f"{part[1]} must be chosen before it is set ({why}), got {each.text}; {remedy}"
         elif logger := re.match(r"logger\.(\w+)\.", each.key):
             rule = f"needs the logger {logger[1]} (a logger that is off has no settings)"
             yield f"{each.key} {rule}, got {each.text}; add logger={logger[1]}"

@@ -257,7 +257,7 @@ def test_a_mistake_is_refused_with_its_key_and_a_remedy_that_is_accepted(
     assert re.search(" (must|needs) ", rule) and got and "; " in after
     words = remedy.split()
     for word in words:
-        name, _, value = word.partition("=")
+        name, _, value = word.lstrip("+").partition("=")
         assert word in typed or name in after.partition("; ")[2] or f"{name}=" in rule, answer.err
         options = value and name in groups() and f"{name}={value}" not in typed
         assert not options or value in answer.err
