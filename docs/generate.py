@@ -88,11 +88,13 @@ def coming_from() -> str:
     head, mark, tail = page.partition("rlhf/words/foreign.txt -->\n")
     lines = []
     for row in TABLE:
-        key = row.key if row.value in (None, "<value>") else f"{row.key}={row.value}"
+        key = row.key if row.value in ("", "<value>") else f"{row.key}={row.value}"
         names = [", ".join(f"`{name}`" for name in each.split()) for each in row.names]
         known = "; ".join(
-            f"{project} {found}" for project, found in zip(PROJECTS, names, strict=True) if found
+            f"{project} {found}" for project, found in zip(PROJECTS, names, strict=False) if found
         )
+        if not known:  # a name of other programs
+            continue
         note = f" ({row.note})" if row.note else ""
         lines.append(f"- {'no key' if key == WITHOUT else f'`{key}`'}{note}: {known}")
     return head + mark + "\n" + "\n".join(lines) + "\n\n" + tail[tail.index("<!-- end -->") :]

@@ -34,7 +34,7 @@ COMMANDS = {  # command, a module of this package -> description
 OPTIONS = {
     "--help": "Print this text; for a command: rlhf <command> --help.",
     "--version": "Print the version.",
-    "--completion <shell>": "Print the completion script for bash, zsh or fish.",
+    "--completion bash": "Print the script for tab completion in bash.",
 }
 HELP = """\
 Train language models from human feedback, synchronously or asynchronously.
@@ -80,23 +80,20 @@ def table(rows: dict[str, str], width: int) -> str:
 
 
 def completion_script(arguments: list[str]) -> str:
-    """Return the script for tab completion in a shell.
+    """Return the script for tab completion in bash.
 
     Args:
         arguments: the arguments after `--completion`: the name of the shell.
 
     Raises:
-        SystemExit: there is no script for the shell.
+        SystemExit: the shell is another one.
     """
-    from rlhf.launch.command_line import SCRIPTS
+    from rlhf.launch.command_line import COMPLETION
 
-    shell = " ".join(arguments)
-    if shell not in SCRIPTS:
-        refuse(
-            f"--completion must be followed by a shell ({', '.join(SCRIPTS)}), got {shell or 'nothing'}; "
-            "run: rlhf --completion bash"
-        )
-    return SCRIPTS[shell]
+    if arguments != ["bash"]:
+        got = " ".join(arguments) or "nothing"
+        refuse(f"--completion must be followed by bash, got {got}; run: rlhf --completion bash")
+    return COMPLETION
 
 
 def completions(words: list[str]) -> list[str]:

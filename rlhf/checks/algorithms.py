@@ -33,8 +33,8 @@ from rlhf.core.launched import world_size
 from rlhf.core.machine import this_machine
 from rlhf.memory.generator import annotates
 from rlhf.memory.plan import device
-from rlhf.words.catalogue import all_keys, option_files, options, read_overrides
-from rlhf.words.mistakes import chosen_by, group_of, option_name
+from rlhf.words import catalogue
+from rlhf.words.catalogue import chosen_by, group_of, option_files, options, read_overrides
 from rlhf.words.suggestions import KNOWN, closest, lacking
 
 # Rules between the algorithm and the generator, the scorer and the schedule.
@@ -379,7 +379,7 @@ _NAMED = ("algo", "model", "task", "generator", "backend", "scorer", "gold")
 @rule
 def _names(cfg: Config) -> Iterator[str]:
     for key, section in sections(cfg):
-        name, option = getattr(section, "name", None), option_name(type(section))
+        name, option = getattr(section, "name", None), catalogue.option_name(type(section))
         if name is None or option is None:
             continue
         known = options("model") if key == "model" else [option]
@@ -397,7 +397,7 @@ def typed_names(overrides: Sequence[str]) -> Iterator[str]:
 
 def removed(overrides: Sequence[str]) -> Iterator[str]:
     """Yield an error for each override that removes what every run has, such as `~seed`."""
-    needed = [key for key in all_keys() if not key.startswith("logger.")]
+    needed = [key for key in catalogue.all_keys() if not key.startswith("logger.")]
     for each in read_overrides(overrides):
         if each.sign == "~" and any(key == each.key or key.startswith(f"{each.key}.") for key in needed):
             yield f"{each.key} must not be removed (every run has it), got {each.text}; leave {each.text} out"

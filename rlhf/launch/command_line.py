@@ -328,16 +328,15 @@ def stop(error: RunError | UserError) -> NoReturn:
     raise SystemExit(2 if isinstance(error, UserError) else 1)
 
 
-# Tab completion of the command `rlhf` in bash, zsh and fish. This module imports no torch.
+# Tab completion of the command `rlhf` in bash. This module imports no torch.
 #
-# The script of a shell calls `rlhf --complete <words>` with the words up to the cursor, and gets the
+# The script calls `rlhf --complete <words>` with the words up to the cursor, and gets the
 # candidates for the last word, one per line. Where there are none, the shell completes names of files.
 
 
 _HYDRA_GROUPS = ("hydra/launcher", "hydra/sweeper")
 
-_BASH = r"""
-_rlhf() {
+COMPLETION = r"""_rlhf() {
     local line=${COMP_LINE:0:COMP_POINT} words word breaks IFS=$' \t\n'
     read -ra words <<<"$line"
     [[ $line == *[[:space:]] ]] && words+=("")
@@ -353,31 +352,6 @@ _rlhf() {
 }
 complete -o default -F _rlhf rlhf
 """
-_ZSH = r"""#compdef rlhf
-_rlhf() {
-    local -a found
-    found=(${(f)"$($words[1] --complete "${(@)words[2,CURRENT-1]}" "$PREFIX" 2>/dev/null)"})
-    if (( $#found )); then
-        compadd -S '' -- ${(M)found:#*[=./]}
-        compadd -- ${found:#*[=./]}
-    else
-        compset -P '*='
-        _files
-    fi
-}
-compdef _rlhf rlhf
-"""
-_FISH = r"""
-function __rlhf_complete
-    set -l words (commandline -opc)
-    set -l program $words[1]
-    set -e words[1]
-    set -l word (commandline -ct)
-    $program --complete $words "$word" 2>/dev/null
-end
-complete -c rlhf -a '(__rlhf_complete)'
-"""
-SCRIPTS = {"bash": _BASH.lstrip(), "zsh": _ZSH, "fish": _FISH.lstrip()}
 
 
 def candidates(words: Sequence[str], own: Collection[str] = ()) -> list[str]:

@@ -46,7 +46,7 @@ from rlhf.training.comparison import against_initial
 from rlhf.words.catalogue import options
 from rlhf.words.compose import key_of, load_config, overridden
 from rlhf.words.identity import digest
-from rlhf.words.mistakes import one_of
+from rlhf.words.suggestions import one_of
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Evaluation

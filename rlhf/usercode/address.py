@@ -10,7 +10,8 @@ import shlex
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
@@ -130,10 +131,9 @@ def takes_lists(key: str, path: str) -> bool | None:
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     """Return the signature of a function; None for some built-in functions."""
-    try:
+    with suppress(ValueError):
         return inspect.signature(function)
-    except ValueError:
-        return None
+    return None
 
 
 def _assigned(key: str, address: str) -> str:
@@ -245,10 +245,26 @@ class _Address:
                 remedy = f"did you mean {_assigned(self.key, f'{close}:{self.name}')}?"
             said = f"no module {missing!r}" if str(error).startswith("No module") else error
             return self.error(f"name a {self.kind} in an existing module or file", said, remedy)
-        where = _innermost(error, self.place)
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith("<frozen") and frame.filename != __file__
+        ]
+        start = traceback.FrameSummary(self.place, 1, "")  # the error came before the first line
+        where = ([each for each in frames if not each.filename.startswith(LIBRARIES)] or frames or [start])[
+            -1
+        ]
         file, line, raised = where.filename, where.lineno, one_line(error)
         if "attempted relative import" in str(error) and self.place.endswith(".py"):
-            return self.relative_import(line)
+            module, here = Path(self.place).expanduser().resolve().with_suffix(""), Path.cwd()
+            above = module.parent.parent
+            there = "" if above.is_relative_to(here) else f" in {above}, and run the command there"
+            address = ".".join(module.relative_to(above if there else here).parts)
+            return self.error(
+                "be <package>.<module>:<function> for a file with relative imports",
+                f"line {line} of {self.place} has one",
+                f"set {_assigned(self.key, f'{address}:{self.name}')}{there}",
+            )
         if isinstance(error, SyntaxError):  # its text repeats the place
             file, line, raised = error.filename or file, error.lineno, f"{type(error).__name__}: {error.msg}"
         remedy, root = f"correct {file}", missing.partition(".")[0]
@@ -259,36 +275,18 @@ class _Address:
         reason = f"importing it raised {raised}, in {file}, line {line}"
         return self.error("name a module that can be imported", reason, remedy)
 
-    def relative_import(self, line: int | None) -> UserError:
-        """Return the error for a file with a relative import, which only a module of a package can have."""
-        file = Path(self.place).expanduser()
-        parts, here = file.resolve().with_suffix("").parts, Path.cwd().parts
-        inside = parts[: len(here)] == here and len(parts) > len(here) + 1
-        module = ".".join(parts[len(here) :] if inside else parts[-2:])
-        where = "" if inside else f" in {Path(*parts[:-2])}, and run the command there"
-        return self.error(
-            "be <package>.<module>:<function> for a file with relative imports",
-            f"line {line} of {file} has one",
-            f"set {_assigned(self.key, f'{module}:{self.name}')}{where}",
-        )
-
 
 def _suggestion(path: str) -> str | None:
     """Return a valid address that `path`, whose form is wrong, probably means; or None."""
     bare = path.strip().removesuffix("()").removesuffix(":")
-    guesses: list[tuple[str, str | None]] = [(bare, None), (f"{bare}.py", None)]
-    if match := _LAST_NAME.fullmatch(bare):
-        guesses = [(match["place"], match["name"]), (f"{match['place']}.py", match["name"]), *guesses]
-    for place, name in guesses:
-        try:
-            module = _imported(place) if _FORM.fullmatch(f"{place}:f") else None
-        except (Exception, SystemExit):  # noqa: S112 (the user's code may raise any exception)
-            continue
-        names = (
-            [name] if name is not None else _Address("", place, "", "function").own(module) if module else []
-        )
-        if names and hasattr(module, names[0]):
-            return f"{place}:{names[0]}"
+    match = _LAST_NAME.fullmatch(bare)
+    for place, name in [*([(match["place"], match["name"])] if match else ()), (bare, "")]:
+        for each in (place, f"{place}.py"):
+            with suppress(Exception, SystemExit):  # the user's code may raise any exception
+                module = _imported(each)
+                names = [name] if name else _Address("", each, "", "function").own(module)
+                if hasattr(module, names[0]):
+                    return f"{each}:{names[0]}"
     return None
 
 
@@ -303,20 +301,6 @@ def _similar(place: str) -> str | None:
 
 
 # -- imports ---------------------------------------------------------------------------------------
-
-
-def _innermost(error: BaseException, place: str) -> traceback.FrameSummary:
-    """Return the innermost frame of the user's code in the traceback of `error`; if none, of a library.
-
-    An error before the first line of the code has no such frame; the result is the start of `place`.
-    """
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<frozen") and frame.filename != __file__
-    ]
-    start = traceback.FrameSummary(place, 1, "")
-    return ([frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames or [start])[-1]
 
 
 def _imported(place: str) -> ModuleType:
@@ -439,7 +423,9 @@ def parameters_of(signature: inspect.Signature | None) -> Parameters:
         named = [each for each in named if each not in by_position]
         if any(each.kind is each.VAR_POSITIONAL for each in every):
             rest = False  # probably a wrapper around a function with other parameters
-        _check_order(taken, position)
+        for each, value in zip(taken, position, strict=False):
+            if VALUES.get(each.name, value) != value:
+                raise TypeError(f"without a parameter response, {each.name} would be the {value}")
     elif any(each.kind is each.POSITIONAL_ONLY for each in every):
         raise TypeError("arguments before / have no names")
     values = {each.name: VALUES[each.name] for each in named if each.name in VALUES}
@@ -452,10 +438,3 @@ def parameters_of(signature: inspect.Signature | None) -> Parameters:
         rest=rest,
         taken=tuple(each.name for each in by_position),
     )
-
-
-def _check_order(taken: Sequence[inspect.Parameter], position: Sequence[str]) -> None:
-    """Raise TypeError if a parameter by position has the name of another value, such as `messages`."""
-    for each, value in zip(taken, position, strict=False):
-        if VALUES.get(each.name, value) != value:
-            raise TypeError(f"without a parameter response, {each.name} would be the {value}")

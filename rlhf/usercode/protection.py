@@ -77,8 +77,14 @@ def _read(*settings: Iterable[Setting]) -> list[tuple[Setting, Any]]:
 
 
 def _restore(before: list[tuple[Setting, Any]]) -> None:
+    """Set each setting to its value, if it has another value."""
     for setting, value in before:
-        restore(setting, value)
+        same = False
+        # OSError: the working directory was deleted; otherwise, the comparison of arrays gives no bool
+        with suppress(OSError, ValueError, RuntimeError):
+            same = bool(setting.read() == value)
+        if not same:
+            setting.write(value)
 
 
 @contextmanager
@@ -92,20 +98,11 @@ def _same_inference_mode() -> Iterator[None]:
         yield
 
 
-def restore(setting: Setting, value: Any) -> None:
-    """Set a global setting to `value`, if it has another value."""
-    same = False
-    # OSError: the working directory was deleted; otherwise, the comparison of arrays gives no bool
-    with suppress(OSError, ValueError, RuntimeError):
-        same = bool(setting.read() == value)
-    if not same:
-        setting.write(value)
-
-
 def _of_process() -> Iterator[Setting]:
     """Yield the settings that all threads share."""
     yield Setting(lambda: dict(os.environ), set_environment)
-    yield Setting(lambda: (sys.stdin, sys.stdout, sys.stderr), _set_streams)
+    for name in ("stdin", "stdout", "stderr"):
+        yield Setting(partial(getattr, sys, name), partial(setattr, sys, name))
     yield Setting(sys.getrecursionlimit, sys.setrecursionlimit)
     yield Setting(lambda: logging.root.manager.disable, logging.disable)
     yield Setting(lambda: list(warnings.filters), _set_filters)
@@ -115,16 +112,9 @@ def _of_process() -> Iterator[Setting]:
     if (torch := sys.modules.get("torch")) is None:
         return
 
-    def set_deterministic(value: tuple[bool, bool]) -> None:
-        torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-    def deterministic() -> tuple[bool, bool]:
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        return torch.are_deterministic_algorithms_enabled(), warn_only
-
     yield Setting(torch.get_default_dtype, torch.set_default_dtype, torch.float32)
     yield Setting(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False)
-    yield Setting(deterministic, set_deterministic, (False, False))
+    yield Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0)
     yield Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest")
     for name in ("benchmark", "deterministic", "enabled"):
         cudnn = torch.backends.cudnn
@@ -156,11 +146,6 @@ def set_environment(value: dict[str, str]) -> None:
     for name in os.environ.keys() - value.keys():
         del os.environ[name]
     os.environ.update(value)
-
-
-def _set_streams(value: tuple[Any, Any, Any]) -> None:
-    """Set the standard streams."""
-    sys.stdin, sys.stdout, sys.stderr = value
 
 
 def _set_filters(value: list[Any]) -> None:

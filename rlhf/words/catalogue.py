@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
-from functools import cache
+from functools import cache, wraps
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rlhf.config.schema import ABSENT, SCHEMAS, dotted, section_class, value_at
+from rlhf.config.schema import ABSENT, SCHEMAS, dotted, schema_of, section_class, value_at
 from rlhf.core.errors import UserError, setting
-from rlhf.core.files import flat, read_document
+from rlhf.core.files import flat
 
 # Catalogue of the config groups, options and keys. This module imports no torch.
 
@@ -29,6 +29,7 @@ _ORDER = (
     *("algo", "model", "task", "generator", "backend", "scorer", "logger"),
     *("correction", "hardware", "experiment", "sweep", "debug"),
 )
+_F = TypeVar("_F", bound=Callable[..., Any])
 _NOT_LISTED = ("tuned", "length", "hydra")  # folders of conf/ that --help does not list
 
 added: ContextVar[tuple[Path, ...]] = ContextVar("added", default=())  # folders of `also`
@@ -122,13 +123,35 @@ class DeclaredKey:
     key: str
     section: type
     name: str
+    hint: Any  # type of the value
 
 
+def until_another_option(function: _F) -> _F:
+    """Cache the results of a function until another option is registered, for example by a package."""
+    cached = cache(lambda options, *arguments: function(*arguments))
+    return wraps(function)(lambda *arguments: cached(len(SCHEMAS), *arguments))  # type: ignore[return-value]
+
+
+@until_another_option
 def declared_keys() -> tuple[DeclaredKey, ...]:
     """Return the keys of all sections and options; a key of several options once for each of them."""
     from rlhf.config.root import Config
 
-    return _declared(Config, len(SCHEMAS))
+    found: dict[DeclaredKey, None] = {}
+
+    def walk(section: type, at: str) -> None:
+        hints = get_type_hints(section)
+        for each in fields(section):
+            key, hint = dotted(at, each.name), hints[each.name]
+            found[DeclaredKey(key, section, each.name, hint)] = None
+            parts = get_origin(hint) is dict
+            below = section_class(get_args(hint)[1] if parts else hint)
+            if below is not None and not (parts and "*" in key):  # parts have no parts
+                for cls in (below, *options_of(below)):
+                    walk(cls, f"{key}.*" if parts else key)
+
+    walk(Config, "")
+    return tuple(found)
 
 
 def options_of(section: type) -> list[type]:
@@ -136,57 +159,166 @@ def options_of(section: type) -> list[type]:
     return [cls for cls in SCHEMAS.values() if issubclass(cls, section) and cls is not section]
 
 
-@cache
-def _declared(root: type, options: int) -> tuple[DeclaredKey, ...]:
-    """Return the keys of a root section; `options` is the number of options that are registered."""
-    found: dict[DeclaredKey, None] = {}
-
-    def walk(section: type, at: str) -> None:
-        hints = get_type_hints(section)
-        for each in fields(section):
-            key, hint = dotted(at, each.name), hints[each.name]
-            found[DeclaredKey(key, section, each.name)] = None
-            parts = get_origin(hint) is dict
-            below = section_class(get_args(hint)[1] if parts else hint)
-            if below is not None and not (parts and "*" in key):  # parts have no parts
-                for cls in (below, *options_of(below)):
-                    walk(cls, f"{key}.*" if parts else key)
-
-    walk(root, "")
-    return tuple(found)
+@until_another_option
+def all_keys() -> tuple[str, ...]:
+    """Return the dotted keys of all sections and options that have a value, without those of parts."""
+    values = (each for each in declared_keys() if section_class(each.hint) is None)
+    return tuple(dict.fromkeys(each.key for each in values if each.name != "name" and "*" not in each.key))
 
 
-def all_keys() -> list[str]:
-    """Return the dotted keys of all sections and options."""
-    from rlhf.config.root import Config
-
-    keys = []
-    for name, hint in get_type_hints(Config).items():
-        if is_dataclass(hint):
-            keys += [f"{name}.{inner.name}" for inner in fields(hint) if inner.name != "name"]
-        else:
-            keys.append(name)
-    for name, cls in SCHEMAS.items():
-        keys += [f"{name.split('/')[1]}.{inner.name}" for inner in fields(cls) if inner.name != "name"]
-    return list(dict.fromkeys(keys))
+def owners(section: str, name: str) -> list[str]:
+    """Return the options that declare the field `name`, in the group of the section key `section`."""
+    prefix = f"schema/{group_of(section).removeprefix('schema/')}/"
+    found = {option: cls for option, cls in SCHEMAS.items() if option.startswith(prefix)}
+    return [
+        option.removeprefix(prefix)
+        for option, cls in found.items()
+        if name in {each.name for each in fields(cls)}
+    ]
 
 
-def declarations(key: str) -> list[tuple[type, Any]]:
-    """Return the section classes that declare the last part of a dotted key, with the types of the field."""
-    from rlhf.config import root  # registers all sections
-
-    found: list[type] = [root.Section]
-    for cls in found:
-        found += cls.__subclasses__()
-    leaf = key.rpartition(".")[2]
-    return [(cls, hints[leaf]) for cls in found if leaf in (hints := get_type_hints(cls))]
+def types_of(key: str) -> list[Any]:
+    """Return the types that a dotted key may have in any option; of a union, also its members."""
+    declared = re.sub(r"\.parts\.\w+", ".parts.*", key)
+    hints = [each.hint for each in declared_keys() if each.key == declared]
+    return [part for hint in hints for part in (hint, *get_args(hint))]
 
 
 def takes_list(key: str) -> bool:
     """Return whether a key, such as `optim.betas` or `model.lora.targets`, has a list as its value."""
-    exact = {each.section for each in declared_keys() if each.key == key}
-    hints = [hint for section, hint in declarations(key) if section in exact or not exact]
-    return any(get_origin(each) in (tuple, list) for hint in hints for each in (hint, *get_args(hint)))
+    return any(get_origin(each) in (tuple, list) for each in types_of(key))
+
+
+def option_name(section: type) -> str | None:
+    """Return the name of the option that has the section class `section`; None if no option has it."""
+    stored = schema_of(section)
+    return stored and stored.rpartition("/")[2]
+
+
+def group_of(section: str) -> str:
+    """Return the config group of a section key: `scorer` for `gold` and for parts of a scorer.
+
+    A part of a mixture of tasks is chosen in the group of the schemas, because the options of `task` also set
+    keys of other sections.
+    """
+    if section.startswith("task.parts."):
+        return "schema/task"
+    return "scorer" if section == "gold" or ".parts." in section else section
+
+
+def chosen_by(section: str) -> str:
+    """Return the key that selects the option of a section key, for example `scorer@gold` for `gold`."""
+    group = group_of(section)
+    return section if group == section else f"{group}@{section}"
+
+
+# Overrides as typed, and the config files that they select. This module imports no torch.
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """An override as typed, such as `+scorer@scorer.parts.a=facts`.
+
+    Args:
+        text: the whole override.
+        sign: "", "+", "++" or "~".
+        key: the key without the sign, with the section after `@`.
+        value: the value without quotes around it.
+    """
+
+    text: str
+    sign: str
+    key: str
+    value: str
+
+    @property
+    def group(self) -> str:
+        """The key without the section after `@`."""
+        return self.key.partition("@")[0]
+
+    @property
+    def options(self) -> list[str]:
+        """The words of the value, which may be a list of options."""
+        return [word for word in re.split(r"[\[\],\s]+", self.value) if word]
+
+
+def read_overrides(overrides: Iterable[str]) -> list[Override]:
+    """Return the overrides of a command line."""
+    found = []
+    for text in overrides:
+        typed, _, value = text.partition("=")
+        key = typed.lstrip("+~")
+        value = value[1:-1] if re.fullmatch('"[^"]*"', value) else value
+        found.append(Override(text, typed.removesuffix(key), key, value))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """A file with an option of a group.
+
+    Args:
+        name: group and option, such as "experiment/mine".
+        path: the file.
+        section: the dotted key of the section that the file sets; empty for the root.
+        content: the settings, usually a dictionary.
+        defaults: group and option of each entry of the defaults list: "override /algo", "dpo" or "", "mine".
+    """
+
+    name: str
+    path: Path
+    section: str
+    content: Any
+    defaults: list[tuple[str, str]]
+
+    def value_of(self, key: str) -> Any:
+        """Return the value that the file sets for a dotted key; `ABSENT`: it sets none."""
+        if key == self.section:
+            return self.content
+        return value_at(self.content, key.removeprefix(f"{self.section}.") if self.section else key)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the file by dotted key."""
+        return dict(flat(self.content, f"{self.section}." if self.section else ""))
+
+
+def selected_files(overrides: Iterable[Override]) -> Iterator[ConfigFile]:
+    """Yield the files of the options that overrides select, and of those in their defaults lists."""
+    waiting = [
+        (f"{each.group}/{option}", each.key.rpartition("@")[2])
+        for each in overrides
+        for option in each.options
+    ]
+    for name, section in waiting:  # the list grows
+        group, _, option = name.removesuffix(".yaml").rpartition("/")
+        if (path := option_files(group).get(option)) is None:
+            continue
+        package = re.search(r"^# *@package +(\S+)", path.read_text(encoding="utf-8"), re.M)
+        at = package[1].replace("_global_", "") if package else section.replace("/", ".")
+        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        listed = content.pop("defaults", None) or () if isinstance(content, dict) else ()
+        pairs = [
+            pair for entry in listed for pair in (entry if isinstance(entry, dict) else {"": entry}).items()
+        ]
+        defaults = [
+            (str(own), str(other))
+            for own, value in pairs
+            for other in (value if isinstance(value, list) else [value])
+        ]
+        yield ConfigFile(name, path, at, content, defaults)
+        for entry, other in defaults:
+            own, _, place = entry.split(" ")[-1].partition("@")
+            own = own[1:] if own.startswith("/") else f"{group}/{own}".rstrip("/")
+            found = f"{own}/{other}", place or (section if own == group else own)
+            waiting += [found] if found not in waiting else []
+
+
+def files_that_set(key: str, overrides: Iterable[Override]) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each selected file that sets a dotted key, and the value."""
+    for file in selected_files(overrides):
+        if (value := file.value_of(key)) is not ABSENT:
+            yield file.name, value
 
 
 # Option files of the user, in the folders of `--config-dir`. This module imports no torch.
@@ -195,35 +327,18 @@ def takes_list(key: str) -> bool:
 _LATER = ("correction", "hardware", "experiment", "sweep", "debug")  # groups that come after all others
 
 
-def _own_file(group: str, option: str) -> Path | None:
-    """Return the file of an option in a folder of `--config-dir`; None: there is none."""
-    files = (folder / group / f"{option}.yaml" for folder in conf_dirs()[1:])
-    return next((file for file in files if file.is_file()), None)
-
-
-def _own_settings(group: str, option: str) -> dict[str, Any]:
-    """Return the settings in an option file of the user, by dotted key.
+def _own_settings(group: str, option: str) -> dict[str, tuple[Any, Path]]:
+    """Return the settings in an option file of the user, with the file, by dotted key.
 
     Those of other files of the user in its defaults list are included. A file that cannot be read has none:
     its error is reported when it is composed.
     """
-    file = _own_file(group, option)
-    try:
-        return {} if file is None else _settings_of(group, file)
-    except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException, RecursionError):
-        return {}
-
-
-def _settings_of(group: str, file: Path) -> dict[str, Any]:
-    """Return the settings in the file of an option of `group`, and in the user's files that it inherits."""
-    content: dict[str, Any] = OmegaConf.to_container(read_document(file))  # type: ignore[assignment]
-    found: dict[str, Any] = {}
-    for entry in content.pop("defaults", None) or ():
-        if isinstance(entry, str) and (match := re.fullmatch(r"(?:/(.+)/)?([\w-]+)(?:@.*)?", entry)):
-            inner = _own_file(match[1] or group, match[2])
-            found |= {} if inner is None else _settings_of(match[1] or group, inner)
-    whole = re.search(r"^#\s*@package\s+_global_\s*$", file.read_text(encoding="utf-8"), re.M)
-    return found | dict(flat(content, "" if whole else f"{group}."))
+    found: dict[str, tuple[Any, Path]] = {}
+    with suppress(OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException, RecursionError):
+        for file in selected_files([Override("", "", group, option)]):
+            if not file.path.is_relative_to(conf_dir()):
+                found = {key: (value, file.path) for key, value in file.settings.items()} | found
+    return found
 
 
 def length_of(task: str, algo: str) -> str:
@@ -274,127 +389,21 @@ def replaced(cfg: object, overrides: Sequence[str]) -> list[str]:
     chosen = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     later: set[str] = set(chosen)
     for group in _LATER:
-        shipped = conf_dir() / group / f"{chosen.get(group)}.yaml"
-        later |= _own_settings(group, chosen.get(group, "")).keys()
-        later |= _settings_of(group, shipped).keys() if shipped.is_file() else set()
+        first = next(selected_files([Override("", "", group, chosen.get(group, ""))]), None)
+        later |= _own_settings(group, chosen.get(group, "")).keys() | (first.settings if first else {}).keys()
     found = []
     for group, option in chosen.items():
-        for key, value in _own_settings(group, option).items() if group not in _LATER else ():
+        for key, (value, file) in _own_settings(group, option).items() if group not in _LATER else ():
             actual = value_at(cfg, key)
             actual = actual.name if isinstance(actual, Enum) else actual
-            same = actual == (
-                tuple(value) if isinstance(actual, tuple) and isinstance(value, list) else value
-            )
+            listed = isinstance(actual, tuple) and isinstance(value, list)
+            same = actual == (tuple(value) if listed else value)
             if key not in later and not same and "${" not in str(value) and actual is not ABSENT:
                 found.append(
-                    f"{key} is {value} in {_own_file(group, option)}, but another option sets {actual}; to "
+                    f"{key} is {value} in {file}, but another option sets {actual}; to "
                     f"use the value of the file, add {setting(key, value)}"
                 )
     return found
-
-
-# Overrides as typed, and the config files that they select. This module imports no torch.
-
-
-@dataclass(frozen=True, slots=True)
-class Override:
-    """An override as typed, such as `+scorer@scorer.parts.a=facts`.
-
-    Args:
-        text: the whole override.
-        sign: "", "+", "++" or "~".
-        key: the key without the sign, with the section after `@`.
-        value: the value without quotes around it.
-    """
-
-    text: str
-    sign: str
-    key: str
-    value: str
-
-    @property
-    def typed(self) -> str:
-        """The key with the sign."""
-        return self.sign + self.key
-
-    @property
-    def group(self) -> str:
-        """The key without the section after `@`."""
-        return self.key.partition("@")[0]
-
-    @property
-    def options(self) -> list[str]:
-        """The words of the value, which may be a list of options."""
-        return re.split(r"[\[\],\s]+", self.value)
-
-
-def read_overrides(overrides: Iterable[str]) -> list[Override]:
-    """Return the overrides of a command line."""
-    found = []
-    for text in overrides:
-        typed, _, value = text.partition("=")
-        key = typed.lstrip("+~")
-        value = value[1:-1] if re.fullmatch('"[^"]*"', value) else value
-        found.append(Override(text, typed.removesuffix(key), key, value))
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigFile:
-    """A file with an option of a group.
-
-    Args:
-        name: group and option, such as "experiment/mine".
-        section: the dotted key of the section that the file sets; empty for the root.
-        content: the settings, usually a dictionary.
-    """
-
-    name: str
-    section: str
-    content: Any
-
-    @property
-    def defaults(self) -> Iterator[tuple[str, str]]:
-        """Group and option of each entry of the defaults list: "override /algo", "dpo" or "", "mine"."""
-        for entry in self.content.get("defaults", ()) if isinstance(self.content, dict) else ():
-            for group, value in entry.items() if isinstance(entry, dict) else [("", entry)]:
-                for option in value if isinstance(value, list) else [value]:
-                    yield str(group), str(option)
-
-    def value_of(self, key: str) -> Any:
-        """Return the value that the file sets for a dotted key; `ABSENT`: it sets none."""
-        if key == self.section:
-            return self.content
-        return value_at(self.content, key.removeprefix(f"{self.section}.") if self.section else key)
-
-
-def selected_files(overrides: Iterable[Override]) -> Iterator[ConfigFile]:
-    """Yield the files of the options that overrides select, and of those in their defaults lists."""
-    waiting = [
-        (f"{each.group}/{option}", each.key.rpartition("@")[2])
-        for each in overrides
-        for option in each.options
-    ]
-    for name, section in waiting:  # the list grows
-        group, _, option = name.removesuffix(".yaml").rpartition("/")
-        if (path := option_files(group).get(option)) is None:
-            continue
-        package = re.search(r"^# *@package +(\S+)", path.read_text(encoding="utf-8"), re.M)
-        at = package[1].replace("_global_", "") if package else section.replace("/", ".")
-        file = ConfigFile(name, at, OmegaConf.to_container(OmegaConf.load(path), resolve=False))
-        yield file
-        for entry, other in file.defaults:
-            own, _, place = entry.split(" ")[-1].partition("@")
-            own = own[1:] if own.startswith("/") else f"{group}/{own}".rstrip("/")
-            found = f"{own}/{other}", place or (section if own == group else own)
-            waiting += [found] if found not in waiting else []
-
-
-def files_that_set(key: str, overrides: Iterable[Override]) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each selected file that sets a dotted key, and the value."""
-    for file in selected_files(overrides):
-        if (value := file.value_of(key)) is not ABSENT:
-            yield file.name, value
 
 
 # Config options of other packages, from modules named in the entry-point group `rlhf.options`.

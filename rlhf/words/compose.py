@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -95,11 +94,16 @@ def _load_node(file: Path) -> DictConfig:
     typed = OmegaConf.structured(Config)
     try:
         saved = read_document(file)
-        for section, stored in options(saved.pop("defaults")):
+        chosen = [
+            pair for entry in saved.pop("defaults") if isinstance(entry, DictConfig) for pair in entry.items()
+        ]
+        for key, option in chosen:
+            group, _, section = str(key).partition("@")
+            stored = f"{group}/{option}"
             if stored not in SCHEMAS:
                 raise UserError(
                     f"{section} must be an option that is installed here ({file} was written with an option "
-                    f"of another package), got {stored.rpartition('/')[2]}; install that package"
+                    f"of another package), got {option}; install that package"
                 )
             OmegaConf.update(typed, section, SCHEMAS[stored])
         merged = OmegaConf.merge(typed, saved)
@@ -139,19 +143,6 @@ def overridden(
 def key_of(override: Override) -> str:
     """Return the key of a parsed override, with the package after `@`."""
     return str(override.input_line).partition("=")[0]
-
-
-def options(defaults: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Yield each section of a defaults list that has an option, and the name of the option's schema.
-
-    Raises:
-        ValueError, TypeError: the defaults list is not the list of a run.
-    """
-    for entry in defaults:
-        if isinstance(entry, DictConfig):
-            ((key, option),) = entry.items()
-            group, _, section = str(key).partition("@")
-            yield section, f"{group}/{option}"
 
 
 def damaged(file: Path, error: Exception) -> UserError:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
+from importlib.resources import files
 from typing import Any, get_args, get_type_hints
 
 from rlhf.config.schema import Choice, fact, section_class
@@ -15,62 +17,10 @@ from rlhf.words.mistakes import shown
 from rlhf.words.suggestions import suggestion
 
 WIDTH = 80
-GROUPS = {  # group -> meaning
-    "algo": "The algorithm. sft and reward train on stored responses.",
-    "model": "The models. model.policy=<hub name or folder> sets your own.",
-    "task": "The data. task=local task.path=<file or folder> reads your own.",
-    "generator": "What samples responses: Hugging Face, vLLM or stored data.",
-    "environment": "What answers the replies of the model, over several turns.",
-    "clock": "The time of this machine, or the virtual time of a cluster.",
-    "backend": "What trains: plain torch or DeepSpeed ZeRO.",
-    "scorer": "The reward. scorer@gold=<option> is the judge of evaluations.",
-    "logger": "Where metrics go, in addition to metrics.jsonl.",
-    "correction": "Presets of algo.correction, for samples of an older policy.",
-    "hardware": "Number and roles of the GPUs.",
-    "experiment": "Published recipes, named <task>_<size>_<algorithm>[_<variant>].",
-    "sweep": "Published studies and a search (lr), with -m.",
-    "debug": "A test run of any recipe, with tiny models and data.",
-}
-KEYS = {  # key -> meaning, for the overview
-    "schedule.total_episodes": "responses in the whole run",
-    "schedule.total_epochs": "passes over the data, for stored responses",
-    "schedule.prompts_per_update": "N, prompts of a rollout batch",
-    "algo.samples_per_prompt": "K, responses per prompt",
-    "schedule.max_lag": "0: synchronous; n: up to n batches ahead",
-    "generator.response_length": "maximum response length in tokens",
-    "task.max_prompt_tokens": "longer prompts are skipped",
-    "optim.lr": "learning rate",
-    "backend.micro_batch": "sequences per forward pass",
-    "model.policy": "hub name or folder; for SFT model.base",
-    "scorer.path": "reward model, or <file>.py:<function>",
-    "resume": "auto, never (start again) or must",
-}
 LONG = 20  # groups with more options are named, not listed
-
-_OVERVIEW = """\
-Train language models from human feedback, synchronously or asynchronously.
-
-Usage: python -m rlhf.train [group=option ...] [key=value ...]
-
-Groups and options       --help <group> describes options and keys of a group
-{groups}
-
-Most used keys           --help keys describes all keys, --help <key> one key
-{keys}
-
-Examples
-  python -m rlhf.train                            default run: CPU, no download
-  python -m rlhf.train algo=ppo optim.lr=1e-5     another algorithm and value
-  python -m rlhf.train -m algo=dpo,ppo seed=1,2   sweep: one run per combination
-  python -m rlhf.train experiment=tldr_410m_dpo debug=tiny      test of a recipe
-  python -m rlhf.train algo=reward --cfg job      print the config, run nothing
-
-Other commands: {commands}
-The same command resumes a run. --config-dir <folder> adds your own options."""
-COMMANDS = (
-    *("inspect", "plan", "pipeline", "evaluate", "extend"),
-    *("relabel", "sample", "serve", "study", "report"),
-)
+_OVERVIEW = (files("rlhf.words") / "help.txt").read_text(encoding="utf-8")
+_GROUP = re.compile(r"^  \{(\w+)\} (.*)\n", re.M)
+GROUPS = dict(_GROUP.findall(_OVERVIEW))  # group -> meaning
 
 
 def help_text(topics: Sequence[str]) -> str:
@@ -81,33 +31,33 @@ def help_text(topics: Sequence[str]) -> str:
     Raises:
         UserError: a topic does not exist.
     """
+    if not topics:
+        return _overview()
     parts: list[str] = []
     known = ["keys", *groups(), *_key_sections()]
     for topic in topics:
+        every = {} if topic in known else all_meanings()
+        found = {key: means for key, means in every.items() if f"{key}.".startswith(f"{topic}.")}
         if topic in known:
-            parts += _every_key() if topic == "keys" else about(topic)
-        elif found := _keys_named(topic):
+            parts += _about(topic)
+        elif found := found or {key: every[key] for key in every if key.endswith(f".{topic}")}:
             parts += [line for key, means in found.items() for line in row(key, means, 2, 34)]
         else:
             group = next((group for group in groups() if topic.lower() in options(group)), None)
             guess = f"see --help {group}" if group else None
-            guess = guess or suggestion(topic, [*known, *all_meanings()], "did you mean --help {}?")
+            guess = guess or suggestion(topic, [*known, *every], "did you mean --help {}?")
             rule = (
                 f"--help must be followed by keys, a group ({', '.join(dict.fromkeys(known[1:]))}) or a key"
             )
             raise UserError(f"{rule}, got {topic}; {guess or 'see --help'}")
-    return "\n".join(parts) if topics else _overview()
+    return "\n".join(parts)
 
 
 def _overview() -> str:
-    """Return the text of `--help` without a topic."""
-    keys = [line for key, means in KEYS.items() for line in row(key, means, 2, 30)]
-    commands = textwrap.fill(", ".join(f"rlhf.{name}" for name in COMMANDS), WIDTH - 16)
-    return _OVERVIEW.format(
-        groups="\n".join(line for group in groups() for line in _group_lines(group)),
-        keys="\n".join(keys),
-        commands=commands.replace("\n", "\n" + " " * 16),
-    )
+    """Return the text of `--help` without a topic: help.txt with the options of each group."""
+    rows = list(_GROUP.finditer(_OVERVIEW))
+    lines = "".join(f"{line}\n" for group in groups() for line in _group_lines(group))
+    return f"{_OVERVIEW[: rows[0].start()]}{lines}{_OVERVIEW[rows[-1].end() :]}".rstrip("\n")
 
 
 def _group_lines(group: str) -> Iterator[str]:
@@ -121,28 +71,21 @@ def _group_lines(group: str) -> Iterator[str]:
     yield from row("", "  ".join(names), 2, 12)
 
 
-def about(topic: str) -> Iterator[str]:
-    """Yield the lines about a group or a section: the meaning, the options and the keys."""
+def _about(topic: str) -> Iterator[str]:
+    """Yield the lines about a group or a section: the meaning, the options and the keys; or all keys."""
+    found = [topic] if topic in _key_sections() else []
     if topic in groups():
         yield f"{topic}=<option>    {GROUPS.get(topic, '')}".rstrip()
         for name, means in options(topic).items():
             yield from row(name, means, 2, 24)
-    if topic in _key_sections():
+    if found:
         yield f"Keys of {topic}: {topic}.<key>=<value>"
-        yield from _key_lines(topic, classes(topic))
-
-
-def _every_key() -> Iterator[str]:
-    """Yield the lines of all keys."""
-    yield "Keys: <key>=<value>. The value in brackets is the default of the first option."
-    for section in ("", *_key_sections()):
-        yield from _key_lines(section, classes(section))
-
-
-def _key_lines(section: str, owners: Sequence[type]) -> Iterator[str]:
-    """Yield the lines of the keys of a section; see `_meanings`."""
-    for key, means in _meanings(section, owners):
-        yield from row(key, means, 2, 34)
+    if topic == "keys":
+        yield "Keys: <key>=<value>. The value in brackets is the default of the first option."
+        found = ["", *_key_sections()]
+    for section in found:
+        for key, means in _meanings(section, classes(section)):
+            yield from row(key, means, 2, 34)
 
 
 def all_meanings() -> Mapping[str, str]:
@@ -152,16 +95,6 @@ def all_meanings() -> Mapping[str, str]:
         for section in ("", *_key_sections())
         for key, means in _meanings(section, classes(section))
     }
-
-
-def _keys_named(topic: str) -> Mapping[str, str]:
-    """Return the meaning of each key that a topic names: a key, a section of keys, or the end of keys.
-
-    An example of a section is `model.lora`; an example of the end of a key is `max_lag`.
-    """
-    found = all_meanings()
-    below = {key: means for key, means in found.items() if key == topic or key.startswith(f"{topic}.")}
-    return below or {key: means for key, means in found.items() if key.endswith(f".{topic}")}
 
 
 def _meanings(section: str, owners: Sequence[type]) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +14,13 @@ from rlhf.config import schema
 from rlhf.config.algorithms import Trains
 from rlhf.config.environments import default_scorer
 from rlhf.config.models import AUTO
-from rlhf.config.schema import SCHEMAS, Affects, Section, fact, sections
+from rlhf.config.schema import Affects, Section, fact, sections
 from rlhf.core import files
 from rlhf.core.errors import override
 from rlhf.core.files import flat
-from rlhf.words.catalogue import declared_keys
+from rlhf.words.catalogue import chosen_by, declared_keys, option_name, until_another_option
 from rlhf.words.compose import compose_node
-from rlhf.words.mistakes import CONFIG_ERRORS, chosen_by, option_name
+from rlhf.words.mistakes import CONFIG_ERRORS
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -35,9 +34,11 @@ _RUN_NAME = re.compile(r"[^-]+-(?P<model>.+)-(?P<algo>[^-]+)-[^-]+-lag\d+-seed\d
 MODEL_FOLDERS = ("model", "adapter")  # folders of a run that contain a model
 
 
+@until_another_option
 def affecting(*what: Affects) -> tuple[str, ...]:
     """Return the dotted keys that affect only these things; `*` stands for the name of a part."""
-    return _affecting(what, len(SCHEMAS))
+    found = (each.key for each in declared_keys() if fact(each.section, each.name, "affects") in what)
+    return tuple(dict.fromkeys(found))
 
 
 def not_in_name() -> tuple[str, ...]:
@@ -45,21 +46,9 @@ def not_in_name() -> tuple[str, ...]:
     return "hydra", *affecting(Affects.nothing, Affects.speed)
 
 
+@until_another_option
 def added_later() -> Mapping[str, Any]:
     """Return the dotted keys that earlier versions lack, with the values that describe what they do."""
-    return _added_later(len(SCHEMAS))
-
-
-@cache
-def _affecting(what: tuple[Affects, ...], options: int) -> tuple[str, ...]:
-    """Return the keys of `affecting`; `options` is the number of options that are registered."""
-    found = (each.key for each in declared_keys() if fact(each.section, each.name, "affects") in what)
-    return tuple(dict.fromkeys(found))
-
-
-@cache
-def _added_later(options: int) -> Mapping[str, Any]:
-    """Return the keys of `added_later`; `options` is the number of options that are registered."""
     added = [each for each in declared_keys() if fact(each.section, each.name, "added")]
     values = {each.key: fact(each.section, each.name, "declared") for each in added}
     return {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}
@@ -72,22 +61,19 @@ def digest(cfg: Config | DictConfig) -> str:
 
 def what_counts(cfg: Config | DictConfig) -> dict[str, Any]:
     """Return the settings that the result of a run depends on, resolved, as nested dictionaries."""
-    kept = schema.values(cfg) if isinstance(cfg, Section) else resolved(cfg)
+    if isinstance(cfg, Section):
+        kept = schema.values(cfg)
+    else:  # other settings, such as Hydra's, may not resolve
+        names = [str(key) for key in cfg if key not in not_in_name()]
+        kept = OmegaConf.to_container(  # type: ignore[assignment]
+            OmegaConf.masked_copy(default_scorer(cfg), names), resolve=True, enum_to_str=True
+        )
     for dotted in not_in_name():
         leave_out(kept, dotted)
     if kept.get("model", {}).get("attention") == AUTO:  # sdpa, or another kernel for the same function
         kept["model"]["attention"] = "sdpa"
     for dotted, value in added_later().items():
         leave_out(kept, dotted, only=(value,))
-    return kept
-
-
-def resolved(node: DictConfig) -> dict[str, Any]:
-    """Return the settings of a node that may count, resolved. Others, such as Hydra's, may not resolve."""
-    counted = OmegaConf.masked_copy(
-        default_scorer(node), [str(key) for key in node if key not in not_in_name()]
-    )
-    kept: dict[str, Any] = OmegaConf.to_container(counted, resolve=True, enum_to_str=True)  # type: ignore[assignment]
     return kept
 
 

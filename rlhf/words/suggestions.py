@@ -7,22 +7,24 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlhf.config.algorithms import AlgoConfig, Trains
 from rlhf.config.schema import PARTS, SCHEMAS, sections
 from rlhf.core.errors import as_typed, setting
-from rlhf.words.catalogue import all_keys, groups, options, takes_list
+from rlhf.words.catalogue import all_keys, chosen_by, groups, options, owners, takes_list
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
 
 
-# Suggestions for misspelled options, groups and keys. This module imports no torch.
-
+PROJECTS = ("TRL", "OpenRLHF", "verl")  # TRL 1.16, OpenRLHF 0.11, verl 0.9, and names of earlier versions
+OTHERS = "other programs"
+WITHOUT = "-"  # in place of a key: this project has no such setting
 
 _MANY = 20  # with more options, a message refers to --help instead of listing them
-
+_SIMILAR = 0.6  # of a misspelled word to the word that is meant
 _USUAL = ("grpo", "vllm", "local", "tldr", "function", "tools")  # options that a remedy prefers
 _ALIASES = {  # values of other programs -> values of this project
     **{"fp16": "float16", "half": "float16", "f16": "float16"},
@@ -30,6 +32,19 @@ _ALIASES = {  # values of other programs -> values of this project
     **{"reinforce": "rloo", "reinforce++": "rloo", "group_norm": "grpo", "gae": "ppo", "online_dpo": "dpo"},
     **{"best_of_n": "bok", "raft": "bok"},
 }
+
+
+# A word that is similar to a known one
+
+
+def simple(word: str) -> str:
+    """Return a word in lower case, with `_` in place of `-`, and without .yaml at its end."""
+    return re.sub(r"\.ya?ml$", "", word.lower()).replace("-", "_")
+
+
+def _leaf(key: str) -> str:
+    """Return the part of a word after its last dot, as `simple` returns it."""
+    return simple(key).rpartition(".")[2]
 
 
 def closest(word: str, choices: Iterable[str]) -> str | None:
@@ -41,37 +56,34 @@ def closest(word: str, choices: Iterable[str]) -> str | None:
     known = list(dict.fromkeys(choices))
     if (meant := _ALIASES.get(word.lower())) in known:
         return meant
-    by_leaf = {simple(choice.rpartition(".")[2]): choice for choice in known}
+    by_leaf = {_leaf(choice): choice for choice in known}
     by_name = {**by_leaf, **{simple(choice): choice for choice in known}}
     longer = [name for name in by_leaf if name.startswith(simple(word))] if word else []
     if simple(word) not in by_name and len(longer) == 1:
         return by_leaf[longer[0]]
-    for cutoff in (1.0, 0.6):
+    for cutoff in (1.0, _SIMILAR):
         if found := get_close_matches(simple(word), by_name, n=1, cutoff=cutoff):
             return by_name[found[0]]
     return None
 
 
-def suggestion(word: str, choices: Iterable[str], form: str, *first: str) -> str:
-    """Return `form`, filled with `first` and the choice closest to `word`; empty if no choice is close."""
+def suggestion(word: str, choices: Iterable[str], form: str) -> str:
+    """Return `form`, filled with the choice closest to `word`; empty if no choice is close."""
     found = closest(word, choices)
-    return form.format(*first, found) if found is not None else ""
+    return form.format(found) if found is not None else ""
 
 
 def one_of(key: str, value: str, choices: Iterable[str], note: str = "") -> str:
     """Return the message for a value that is not among the choices of `key`; `note` follows the value."""
     choices = list(choices)
-    if not choices:
-        return f"{key} must be a group with options, got {key}={value}{note}; see --help"
     listed, remedy = ", ".join(choices), "choose one of them"
     if len(choices) > _MANY and key in groups():
         listed, remedy = f"its {len(choices)} options", f"list them with --help {key}"
     elif len(choices) == 1:
         remedy = f"set {key}={choices[0]}"
-    guess, own = suggestion(value, choices, "did you mean {}={}?", key), own_value(key, value)
+    guess, own = suggestion(value, choices, f"did you mean {key}={{}}?"), own_value(key, value)
     remedies = (own, guess) if re.search("[/.:]", value) else (guess, own)
-    remedy = next(filter(None, remedies), remedy)
-    return f"{key} must be one of {listed}, got {value!r}{note}; {remedy}"
+    return f"{key} must be one of {listed}, got {value!r}{note}; {next(filter(None, remedies), remedy)}"
 
 
 def own_value(key: str, value: str) -> str | None:
@@ -97,104 +109,7 @@ def own_value(key: str, value: str) -> str | None:
     return None
 
 
-def key_or_group(word: str) -> str | None:
-    """Return the group or the dotted key that `word` most probably means; None: nothing is similar."""
-    return simple_key(word) or closest(word, groups()) or closest(word, all_keys())
-
-
-def simple_key(word: str, known: Iterable[str] | None = None) -> str | None:
-    """Return the group or the key with the name `word`, or with this last part; None: there is none.
-
-    Args:
-        word: the name as typed.
-        known: the keys to search; None: all.
-    """
-    names = [*groups(), *(all_keys() if known is None else known)]
-    same = [name for name in names if simple(name) == simple(word)]
-    same += [name for name in names if simple(name.rpartition(".")[2]) == simple(word)]
-    return same[0] if same else None
-
-
-def translated(
-    word: str, value: str = "", known: Collection[str] = (), words: Iterable[str] = ()
-) -> str | None:
-    """Return the remedy for a name of TRL, OpenRLHF or verl; None: no such project has the name.
-
-    Args:
-        word: the key as typed.
-        value: the value as typed.
-        known: the keys that the config has, for a name with several meanings; empty: any.
-        words: the arguments of the command.
-    """
-    if (found := meaning(word, known)) is None:
-        return None
-    row, name, project = found
-    if row.key == WITHOUT:
-        return f"{name} of {project} has no key here: {row.note}"
-    return f"set {assigned(row, value, words)} ({name} in {project}{row.note and '; ' + row.note})"
-
-
-def assigned(row: Foreign, value: str, words: Iterable[str] = ()) -> str:
-    """Return the arguments here for a setting of another project and its value there.
-
-    They select the option that has the key, unless the arguments `words` of the command, or the default, do.
-    """
-    if value and value in options(row.key):
-        return as_typed(row.key, value)
-    if row.key == "scorer.path" and re.match("https?://", value):
-        return f"scorer=http {setting('scorer.url', value)}"
-    if row.key == "scorer.path" and ":" in value:
-        return f"scorer=function {as_typed(row.key, value)}"
-    if value and value[0] != "[" and f"{value}: " not in row.note and takes_list(row.key):
-        value = f"[{value}]"
-    typed = setting(row.key, value) if row.key == "task.path" and value else row.setting(value)
-    return f"{_chosen(row.key, words)}{typed}"
-
-
-def _chosen(key: str, words: Iterable[str]) -> str:
-    """Return the choice of an option that has a key, with a blank; empty if the config has the key."""
-    group, _, inside = key.partition(".")
-    leaf = inside.partition(".")[0]
-    own = {
-        name.rpartition("/")[2]: cls for name, cls in SCHEMAS.items() if name.startswith(f"schema/{group}/")
-    }
-    having = [name for name, cls in own.items() if leaf in {each.name for each in fields(cls)}]
-    default = {"algo": "dpo"}.get(group, "")
-    chosen = next((word.partition("=")[2] for word in words if word.startswith(f"{group}=")), default)
-    if group == "logger":
-        return "" if not inside or leaf in chosen else f"logger={leaf} "
-    everywhere = len(having) in (0, len(own)) and key != "task.path"  # embedded tasks have data of their own
-    if everywhere or chosen in having or (chosen and chosen not in own):
-        return ""
-    return f"{group}={next((name for name in _USUAL if name in having), having[0])} "
-
-
-def option_named(word: str) -> str | None:
-    """Return `<group>=<word>` for the first group that has an option `word`; None: no group has it."""
-    return next((f"{group}={word}" for group in groups() if word in options(group)), None)
-
-
-def keys_of_run(overrides: Iterable[str], algo: str = "dpo") -> list[str]:
-    """Return all keys but those of other algorithms than that of the overrides; `algo` is the default."""
-    chosen = next((each[5:] for each in overrides if each.startswith("algo=")), algo)
-    own = {f"algo.{each.name}" for each in fields(SCHEMAS.get(f"schema/algo/{chosen}", AlgoConfig))}
-    return [key for key in all_keys() if not key.startswith("algo.") or key in own]
-
-
-def simple(word: str) -> str:
-    """Return a word in lower case, with `_` in place of `-`, and without .yaml at its end."""
-    return re.sub(r"\.ya?ml$", "", word.lower()).replace("-", "_")
-
-
-# Names of settings in TRL, OpenRLHF and verl, and the key of this project for each.
-#
-# The table serves the suggestions of error messages and docs/coming_from.md. The names are those of TRL 1.16,
-# OpenRLHF 0.11 and verl 0.9, and names of earlier versions. This module imports no torch.
-
-
-PROJECTS = ("TRL", "OpenRLHF", "verl")
-OTHERS = "other programs"
-WITHOUT = "-"  # in place of a key: this project has no such setting
+# A setting of another project
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,49 +118,36 @@ class Foreign:
 
     Attributes:
         key: the key or group of this project; `WITHOUT`: there is none, and `note` says what to do.
-        names: the names in each of `PROJECTS`, with blanks between them; the first is the current name.
+        names: the names in each of `PROJECTS` and in `OTHERS`, with blanks between them; the first is the
+            current name.
+        value: the value here; empty: the value there; `<value>`: it must be converted.
         note: what differs; `<value there>: <value here>` for values that differ.
-        value: the value here; None: the value there; `<value>`: it must be converted.
-        others: names of `OTHERS`, with blanks between them.
     """
 
     key: str
-    names: tuple[str, str, str]
-    note: str = ""
-    value: str | None = None
-    others: str = ""
+    names: tuple[str, ...]
+    value: str
+    note: str
 
     def named(self) -> Iterator[tuple[str, str]]:
         """Yield each name with the project that uses it."""
-        for project, names in zip((*PROJECTS, OTHERS), (*self.names, self.others), strict=True):
+        for project, names in zip((*PROJECTS, OTHERS), self.names, strict=True):
             for name in names.split():
                 yield name, project
 
-    def setting(self, value: str) -> str:
-        """Return the assignment here for a value there."""
-        meant = dict(re.findall(r"([\w-]+): ([\w-]+)", self.note)).get(value)
-        return as_typed(self.key, meant or self.value or value or "<value>")
 
-
-def _tables() -> Iterator[tuple[Foreign, ...]]:
-    """Yield the tables of foreign.txt: names in each of `PROJECTS`, then names of `OTHERS`."""
+def _table() -> Iterator[Foreign]:
+    """Yield the rows of foreign.txt."""
     text = (files("rlhf.words") / "foreign.txt").read_text(encoding="utf-8")
-    for table in re.sub(r"\n +", " ", text).split("\n\n"):
-        width, rows = 0, []
-        for line in table.strip().splitlines():
-            width = width or ("|" in line and line.count("|"))
-            if not line.startswith("#"):
-                key, *names, value, note = (
-                    each.strip() for each in (line + "|" * (width - line.count("|"))).split("|")
-                )
-                if not names[1:]:
-                    rows.append(Foreign(key, ("", "", ""), note, value or None, names[0]))
-                else:
-                    rows.append(Foreign(key, (names[0], names[1], names[2]), note, value or None))
-        yield tuple(rows)
+    for line in re.sub(r"\n +", " ", text).splitlines():
+        if not line.startswith("#"):
+            key, *names, value, note = (
+                cell.strip() for cell in f"{line}{'|' * (6 - line.count('|'))}".split("|")
+            )
+            yield Foreign(key, tuple(names), value, note)
 
 
-TABLE, ELSEWHERE = _tables()
+TABLE = tuple(_table())
 
 
 def meaning(word: str, known: Collection[str] = ()) -> tuple[Foreign, str, str] | None:
@@ -255,42 +157,130 @@ def meaning(word: str, known: Collection[str] = ()) -> tuple[Foreign, str, str] 
         word: the name as typed, with or without the sections before it.
         known: keys of this project that the config has, for a name with several meanings; empty: any.
     """
-    wanted = plain(word)
-    found: dict[bool, list[tuple[Foreign, str, str]]] = {True: [], False: []}
-    for each in (*TABLE, *ELSEWHERE):
-        for name, project in each.named():
-            if f".{wanted}".endswith(f".{plain(name)}"):
-                found[True].append((each, name, project))
-            elif plain(name).rpartition(".")[2] == wanted.rpartition(".")[2]:
-                found[False].append((each, name, project))
-    longest = max((len(name) for _, name, _ in found[True]), default=0)  # with the most sections
-    matches = [match for match in found[True] if len(match[1]) == longest] or found[False]
-    return next((match for match in matches if match[0].key in known), matches[0] if matches else None)
+    wanted = simple(word)
+    matches = []  # the longest name, which has the most sections, is meant
+    for row in TABLE:
+        for name, project in row.named():
+            whole = f".{wanted}".endswith(f".{simple(name)}")
+            if whole or _leaf(name) == _leaf(wanted):
+                matches.append((len(name) if whole else 0, row, name, project))
+    longest = [match for match in matches if match[0] == max(matches, key=itemgetter(0))[0]]
+    found = next((match for match in longest if match[1].key in known), longest[0] if longest else None)
+    return found and found[1:]
 
 
-def plain(name: str) -> str:
-    """Return a name in lower case, with `_` in place of `-` and without signs of Hydra before it."""
-    return name.lower().lstrip("+~-").replace("-", "_")
+def assigned(row: Foreign, value: str, words: Iterable[str] = ()) -> str:
+    """Return the arguments here for a setting of another project and its value there.
+
+    They select the option that has the key, unless the arguments `words` of the command, or the default, do.
+    """
+    if value and value in options(row.key):
+        return as_typed(row.key, value)
+    group = row.key.partition(".")[0]
+    if row.key in ("scorer.path", "task.path") and (own := own_value(group, value)):
+        return own.partition(" set ")[2]
+    meant = dict(re.findall(r"([\w-]+): ([\w-]+)", row.note)).get(value) or row.value
+    if value and not meant and value[0] != "[" and takes_list(row.key):
+        meant = f"[{value}]"
+    return f"{_chosen(row.key, words)}{as_typed(row.key, meant or value or '<value>')}"
+
+
+def _chosen(key: str, words: Iterable[str]) -> str:
+    """Return the choice of an option that has a key, with a blank; empty if the config has the key."""
+    group, _, inside = key.partition(".")
+    leaf = inside.partition(".")[0]
+    having = owners(group, leaf)
+    every = [name.rpartition("/")[2] for name in SCHEMAS if name.startswith(f"schema/{group}/")]
+    default = {"algo": "dpo"}.get(group, "")
+    chosen = next((word.partition("=")[2] for word in words if word.startswith(f"{group}=")), default)
+    if group == "logger":
+        return "" if not inside or leaf in chosen else f"logger={leaf} "
+    everywhere = (
+        len(having) in (0, len(every)) and key != "task.path"
+    )  # embedded tasks have data of their own
+    if everywhere or chosen in having or (chosen and chosen not in every):
+        return ""
+    return f"{group}={next((name for name in _USUAL if name in having), having[0])} "
+
+
+# What a wrong name means
+
+
+class Guess(NamedTuple):
+    """What a wrong name probably means.
+
+    Attributes:
+        remedy: the remedy of a message.
+        key: the key or group that is meant; empty: there is none.
+        words: the arguments to type, with the value.
+        note: what differs from another project.
+    """
+
+    remedy: str
+    key: str = ""
+    words: str = ""
+    note: str = ""
+
+
+def guess(
+    word: str, value: str = "", keys: Collection[str] = (), typed: Collection[str] = ()
+) -> Guess | None:
+    """Return what a wrong name of a key, a group, an option or a flag means; None: nothing is similar.
+
+    In this order: the name of a key or group here, or its last part; a setting of another project; an
+    option; a similar name.
+
+    Args:
+        word: the name as typed.
+        value: the value as typed; empty: there is none.
+        keys: the keys that may be meant.
+        typed: the arguments of the command.
+    """
+    names = [*groups(), *keys]
+    parts = (_leaf(word), simple(word).replace(".", "_"))  # `eval.every` is schedule.eval_every
+    same = [name for name in names if simple(name) == simple(word)]
+    same += [name for name in names if _leaf(name) in parts and not name.startswith("stages.")]
+    if (found := meaning(word, keys)) is not None:
+        row, name, project = found
+        if not same or (row.key not in same and "." in same[0]):
+            if row.key == WITHOUT:
+                return Guess(f"{name} of {project} has no key here: {row.note}", note=row.note)
+            words = assigned(row, value, typed)
+            note = f"{name} in {project}{row.note and '; ' + row.note}"
+            return Guess(f"set {words} ({note})", row.key, words, row.note)
+    near = same[0] if same else None
+    if near is None and (option := next((each for each in groups() if word in options(each)), None)):
+        return Guess(f"did you mean {option}={word}?", option, f"{option}={word}")
+    if near is None:
+        beside = [key for key in all_keys() if key.rpartition(".")[0] == word.rpartition(".")[0] != ""]
+        near = closest(_leaf(word), beside) or closest(word, names) or closest(_leaf(word), names)
+    if near is None:
+        return None
+    section, _, name = near.rpartition(".")
+    having = (
+        "" if near in names else ", ".join(f"{chosen_by(section)}={each}" for each in owners(section, name))
+    )
+    return Guess(
+        f"did you mean {near}{having and ', a setting of '}{having}?",
+        near,
+        as_typed(near, value or "<value>"),
+    )
+
+
+def keys_of_run(overrides: Iterable[str], algo: str = "dpo") -> list[str]:
+    """Return all keys but those of other algorithms than that of the overrides; `algo` is the default."""
+    chosen = next((each[5:] for each in overrides if each.startswith("algo=")), algo)
+    own = {f"algo.{each.name}" for each in fields(SCHEMAS.get(f"schema/algo/{chosen}", AlgoConfig))}
+    return [key for key in all_keys() if ".".join(key.split(".")[:2]) in own or not key.startswith("algo.")]
 
 
 # Names of metrics that a study or a sweep may name: those of docs/reference/metrics.md.
-#
-# This module imports no torch.
 
 
-_NAMES = """
-eval: win_rate win_rate_vs_initial tie_rate gold_score score norm_reward kl ppl response_tokens eos_rate loss
-eval: accuracy margin reward; loss: policy value; value: mean returns clipfrac; logps: chosen rejected
-objective: scores scores_margin tie_rate kl entropy non_score_reward rlhf_reward kl_coef eos_rate
-policy: grad_norm lr_scale skipped_steps overflows ratio approxkl clipfrac entropy off_policy_masked
-objective: response_tokens; policy: covariance_limited; rewards: chosen rejected margins accuracies
-mismatch: kl max_ratio ess token_ess step_ess token_lag; correction: truncated masked weight rejected
-rollouts: time_s update_s generators_busy trainer_busy lag lag_p90 oldest queue length_ratio wasted dropped
-rollouts: cut refilled refilled_share no_signal; generator: restarts requeued; annotator: restarts
-weighting: mean truncated ess; prompts: solved; replay: age; oapl: advantage; warning: collapse
-"""
-_FAMILIES = (each.split(": ") for each in re.split("; |\n", _NAMES.strip()))
-KNOWN = [f"{family}/{name}" for family, names in _FAMILIES for name in names.split()]
+_FAMILIES = re.split("; |\n", (files("rlhf.words") / "metrics.txt").read_text(encoding="utf-8").strip())
+KNOWN = [
+    f"{family}/{name}" for family, names in (each.split(": ") for each in _FAMILIES) for name in names.split()
+]
 _EPISODES = "turns token_share tool_errors step_errors out_of_turns cut no_room"
 _OF_EPISODES = [f"environment/{name}" for name in _EPISODES.split()]
 # Figures of environments, scorers and tasks with names of the user.

@@ -24,8 +24,8 @@ from rlhf.environments import environment
 from rlhf.environments.environment import Answer
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.hf.generator import respond
-from tests.core.test_protection import CHANGES
 from tests.environments.test_episodes import SAMPLING, model, prompts, same, sampled, settings
+from tests.usercode.test_protection import CHANGES
 
 HERE = "tests.environments.test_limits"
 RELEASE = threading.Event()  # lets hanging calls return

@@ -15,9 +15,8 @@ from rlhf.checks.check import problems
 from rlhf.checks.machine import composed
 from rlhf.checks.rules import RULES, TRAINING_RULES, Row
 from rlhf.config.root import Config
-from rlhf.core.errors import UserError
 from rlhf.words.catalogue import all_keys, groups, options
-from rlhf.words.suggestions import ELSEWHERE, PROJECTS, TABLE, WITHOUT, assigned, keys_of_run, meaning
+from rlhf.words.suggestions import PROJECTS, TABLE, WITHOUT, assigned, keys_of_run, meaning
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
 
@@ -45,7 +44,7 @@ VALUES = {  # elsewhere, for keys that take no number
 def remedies() -> list[list[str]]:
     """Return the remedies of all names of the tables, as a shell divides them into arguments."""
     known, found = keys_of_run([]), []
-    names = [name for row in (*TABLE, *ELSEWHERE) for name, _ in row.named()]
+    names = [name for row in TABLE for name, _ in row.named()]
     for row in dict.fromkeys(meant[0] for name in names if (meant := meaning(name, known))):
         value = VALUES.get(row.key, "3")
         words = [shlex.split(assigned(row, value).replace("<value>", value))]
@@ -70,36 +69,6 @@ def test_the_remedy_of_every_name_is_accepted():
             composed([*chosen.split(), *(f"{key}={value}" for key, value in each.items())])
 
 
-@pytest.mark.parametrize(
-    ("typed", "remedy"),
-    [
-        ("vllm_mode=server", "generator=vllm_server"),
-        ("vllm_mode=colocate", "generator=vllm_colocated"),
-        (
-            "vllm_server_base_url=http://127.0.0.1:8000",
-            "generator=vllm_server 'generator.urls=[http://127.0.0.1:8000]'",
-        ),
-        ("model.lora.target_modules=[q_proj]", "'model.lora.targets=[q_proj]'"),
-        ("target_modules=all-linear", "model.lora.targets=null"),
-        ("max_tool_calling_iterations=4", "environment=tools environment.max_turns=4"),
-        ("rollout_func=own.py:f", "environment=python 'environment.path=\"<file>.py:<Class>\"'"),
-        ("environment_factory=own.py:Db", "environment=tools 'environment.functions=[own.py:Db]'"),
-        ("tools=[own.py:f, own.py:g]", "environment=tools 'environment.functions=[own.py:f,own.py:g]'"),
-        ("epsilon=0.2", "algo=grpo algo.clip_low=0.2"),
-        ("algo=ppo epsilon=0.2", "algo.clip_low=0.2"),
-        ("vllm_gpu_memory_utilization=0.5", "generator=vllm generator.memory=0.5"),
-        ("generator=vllm_colocated generator.vllm_gpu_memory_utilization=0.5", "generator.memory=0.5"),
-        ("reward.model_name_or_path=rm", "model.reward=rm"),
-        ("algo=ppo critic.adam.lr=1e-5", "algo.value_lr=1e-5"),
-    ],
-)
-def test_a_message_has_the_remedy_of_a_name_and_it_is_accepted(typed, remedy):
-    *before, wrong = re.split(r" (?=\S+=)", typed)
-    with pytest.raises(UserError, match=rf"; set {re.escape(remedy)} \("):
-        composed([*before, wrong])
-    composed([*before, *shlex.split(remedy)])
-
-
 def test_addresses_without_http_are_reported_with_all_of_them():
     given = ["generator=vllm_server", "generator.urls=[127.0.0.1:8000,http://127.0.0.1:8001]"]
     (found,) = [text for text in problems(composed(given)) if "urls" in text or "key_variable" in text]
@@ -116,18 +85,18 @@ def test_the_remedies_of_the_rules_name_options_and_keys_that_exist():
 
 
 def test_every_key_of_the_table_exists():
-    keys = {row.key for row in (*TABLE, *ELSEWHERE)} - {WITHOUT, *groups()}
+    keys = {row.key for row in TABLE} - {WITHOUT, *groups()}
     assert [key for key in keys if not exists(key)] == []
 
 
 def test_no_row_follows_another_one_that_has_all_of_its_names():
-    for row in ELSEWHERE:
+    for row in (row for row in TABLE if row.names[-1]):
         found = [meaning(name) for name, _ in row.named()]
         assert all(each is not None and each[0].key == row.key for each in found)
 
 
 def test_the_page_has_every_name():
-    for row in TABLE:
+    for row in (row for row in TABLE if any(row.names[:-1])):
         assert all(f"`{name}`" in PAGE for name, _ in row.named())
         assert row.key == WITHOUT or f"- `{row.key}" in PAGE
 

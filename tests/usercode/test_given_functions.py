@@ -144,7 +144,7 @@ def test_the_address_depends_on_what_the_function_does(monkeypatch):
 @pytest.mark.process
 def test_a_new_process_gives_the_same_address():
     code = (
-        "from tests.config import test_given_functions as t\n"
+        "from tests.usercode import test_given_functions as t\n"
         "print(*t.GivenFunctions([t.scaled({'a', 'b', 'c'}), t.Judge.strict, t.Judge(), *t.TWO]).paths)"
     )
     run = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in "12"]

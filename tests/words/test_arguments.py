@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf.words.mistakes import readable, repeated
-from rlhf.words.suggestions import closest, key_or_group
+from rlhf.words.suggestions import closest
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,3 @@ def test_suggestions_ignore_case_and_dashes_and_know_other_names_of_dtypes():
     assert closest("dpo.yaml", ["ppo", "dpo"]) == "dpo"
     assert closest("bf16", ["float16", "bfloat16"]) == "bfloat16"
     assert closest("xyz", ["float16"]) is None
-    assert key_or_group("max-lag") == "schedule.max_lag"
-    assert key_or_group("algo") == "algo" and key_or_group("lr") == "optim.lr"
-    assert key_or_group("quantum") is None
