@@ -27,7 +27,7 @@ from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.protocol import GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Child, Server, command, on_port, variables
 from rlhf.generators.vllm.generator import visible
-from rlhf.generators.weights import FileWeights
+from rlhf.generators.weights import SharedWeights
 from rlhf.generators.weights_gpu import Nccl
 from rlhf.models.modules import Policy, set_head
 from rlhf.processes.signals import members
@@ -83,7 +83,7 @@ def pool(settings, folder: Path, server: Server, in_flight=False, restarts=3, st
     """Yield a pool with one server."""
     made = ServerPool(
         [server],
-        store or FileWeights(folder / "weights"),
+        store or SharedWeights(folder=folder / "weights"),
         settings,
         vocabulary=VOCABULARY,
         restarts=restarts,

@@ -59,7 +59,7 @@ from rlhf.generators.servers.server import (
 from rlhf.generators.shares import most_versions
 from rlhf.generators.vllm.generator import build_store, factory, place, route, visible
 from rlhf.generators.vllm.sampler import rollouts_of, sampling_parameters, seed_of
-from rlhf.generators.weights import FileWeights
+from rlhf.generators.weights import SharedWeights
 from rlhf.processes.worker import environment
 from rlhf.terminal.console import say
 
@@ -647,7 +647,7 @@ def build(config: VLLMServerConfig, context: GeneratorContext) -> Generator:
     folder = Path(config.folder, context.folder.name) if config.folder else context.folder / FOLDER
     dtype, files = getattr(torch, settings.dtype), transfer is Transfer.shared_memory
     workers = config.tensor_parallel_size
-    store = FileWeights(folder, dtype) if files else build_store(transfer, trainer, dtype, workers)
+    store = SharedWeights(dtype, folder) if files else build_store(transfer, trainer, dtype, workers)
     pool = ServerPool(
         servers,
         store,

@@ -285,7 +285,7 @@ class Server:
             "version": offered.version,
             "limit_s": limit_s,
             "group": offered.group,
-            "update": offered.update or offered.described(),  # by NCCL, only the tensors are described
+            "update": offered.update_info(),
         }
         try:
             answer = await self._call("POST", LOAD, body, limit_s)

@@ -155,7 +155,7 @@ class VLLMSampler:
         if manifest.group is not None:
             self.llm.init_weight_transfer_engine({"init_info": manifest.group})
         self.llm.start_weight_update()
-        self.llm.update_weights({"update_info": update_info(manifest)})
+        self.llm.update_weights({"update_info": manifest.update_info()})
         self.llm.finish_weight_update(weight_version=str(manifest.version))
         if not self.llm.llm_engine.has_unfinished_requests():
             self.forget()
@@ -344,13 +344,6 @@ def engine_arguments(settings: VLLMFactory, config: PreTrainedConfig) -> dict[st
         "worker_extension_cls": "rlhf.generators.vllm.worker_extension.WorkerExtension",
         **special,
     }
-
-
-def update_info(manifest: Manifest) -> dict[str, Any]:
-    """Return the data with which vLLM's weight-transfer engine receives the weights of `manifest`."""
-    if manifest.update is None:
-        return {"manifest": manifest}
-    return {**manifest.described(), **manifest.update}
 
 
 def config_folder(model: str) -> str:
