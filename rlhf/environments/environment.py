@@ -534,10 +534,14 @@ class Calls:
         threads: the number of calls at a time; the others wait for their turn.
         limit_s: the most seconds of a call.
         in_loop: functions are asynchronous; all calls are made at the same time, in one event loop.
+        abandoned: gets the threads of calls that are given up; None: those of environments (`too_many_hang`).
     """
 
-    def __init__(self, threads: int, limit_s: float, in_loop: bool = False) -> None:
+    def __init__(
+        self, threads: int, limit_s: float, in_loop: bool = False, abandoned: list[Thread] | None = None
+    ) -> None:
         self.limit_s, self.in_loop = limit_s, in_loop
+        self.abandoned = _abandoned if abandoned is None else abandoned
         self.open: dict[Call, None] = {}  # in the order in which they were asked
         self._settings = ExitStack()  # those before the open calls
         self._asked, self._ended = SimpleQueue[Call | None](), SimpleQueue[Call]()
@@ -583,7 +587,7 @@ class Calls:
         if late and self.in_loop:  # it is blocked, so that no call returns
             late += [call for call in self.open if call.end(late=True)]
         for thread in {call.thread for call in late if call.thread}:
-            _abandoned.append(thread)
+            self.abandoned.append(thread)
             note_children(thread.native_id or 0)
             self._threads[self._threads.index(thread)] = self._thread()
             if isinstance(thread, _Loop):
