@@ -352,11 +352,11 @@ class SharedWeights(WeightStore):
             self.holders[manifest.path] -= 1
             if self.holders[manifest.path]:
                 return
-            del self.holders[manifest.path]
             if self.reuses:
                 self.free.append(manifest.path)
             else:
                 Path(manifest.path).unlink(missing_ok=True)
+            del self.holders[manifest.path]  # last: `kept` counts the files that exist
 
     def close(self) -> None:
         """Remove all files, which frees their memory."""

@@ -22,19 +22,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import cached_file
 
-from rlhf.core.batch import Rollouts
+from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.numerics import derive
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.shares import GIB, forward_tokens, working_memory
-from rlhf.generators.weights import TransferError
+from rlhf.generators.weights import Manifest, TransferError
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from rlhf.core.batch import Prompts, Sampling
     from rlhf.environments.environment import EnvironmentFactory
-    from rlhf.generators.weights import Manifest
 
 
 log = logging.getLogger(__name__)
