@@ -37,7 +37,7 @@ from rlhf.core.state import TrainState
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Server
-from rlhf.generators.weights import FileWeights
+from rlhf.generators.weights import SharedWeights
 from rlhf.terminal.progress import Phases
 from rlhf.training.events import build
 from rlhf.training.stream import StreamContext
@@ -142,7 +142,7 @@ def measure(setting: Setting, seconds: float, updates: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         pool = ServerPool(
             [Server(url, url, None, 30.0, 30.0, 600.0) for url in urls],
-            FileWeights(Path(folder) / "weights"),
+            SharedWeights(folder=Path(folder) / "weights"),
             settings,  # type: ignore[arg-type]
             vocabulary=2**31,
             restarts=0,

@@ -173,7 +173,7 @@ async def _until_signal(options: Namespace, key: str | None) -> None:
         CancelledError: a signal came.
         UserError, RunError: see `_settings` and `keep`.
     """
-    from rlhf.generators.servers.server import Child, Server, command, free_port, on_port, variables
+    from rlhf.generators.servers.server import Child, Server, command, free_port, variables
 
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
@@ -190,7 +190,7 @@ async def _until_signal(options: Namespace, key: str | None) -> None:
         signal.signal(number, signal.SIG_IGN)
     settings = _settings(options)
     arguments, port = command(settings, options.host), options.port or free_port()
-    child = Child(partial(on_port, arguments), variables(settings, key), None, options.host, port)
+    child = Child(arguments, variables(settings, key), None, options.host, port)
     use = f"generator=vllm_server {setting('generator.urls', [_reachable(f'http://{options.host}:{port}')])}"
     if key:
         use += f" generator.key_variable={getattr(options, 'key_variable', KEY)}"

@@ -28,17 +28,7 @@ import torch
 from rlhf.core.errors import RunError, UserError, one_line
 from rlhf.core.formatting import as_score, in_float32, not_a_score
 from rlhf.processes.signals import note_children
-from rlhf.text.chat import (
-    ANSWERS,
-    PLAIN,
-    QUESTION,
-    ROLE_MARK,
-    after_reply,
-    formatted,
-    no_template,
-    render,
-    template_name,
-)
+from rlhf.text import chat
 from rlhf.text.encoding import message_tokens
 from rlhf.usercode.address import LIBRARIES, load_class
 from rlhf.usercode.protection import same_settings
@@ -212,17 +202,9 @@ def factory(
     config: TurnsConfig, turns: Turns, address: str, arguments: Mapping[str, Any]
 ) -> EnvironmentFactory:
     """Return the factory of a class with the limits of a section."""
-    return EnvironmentFactory(
-        address=address,
-        turns=turns,
-        arguments=arguments,
-        max_turns=config.max_turns,
-        reply_tokens=config.reply_tokens,
-        threads=config.threads,
-        step_limit_s=config.step_limit_s,
-        on_error=config.on_error.value,
-        error_reward=config.error_reward,
-    )
+    names = ("max_turns", "reply_tokens", "threads", "step_limit_s", "error_reward")
+    limits = {name: getattr(config, name) for name in names} | {"on_error": config.on_error.value}
+    return EnvironmentFactory(address=address, turns=turns, arguments=arguments, **limits)
 
 
 # Messages of an environment as tokens: what stands between two replies of a model.
@@ -233,7 +215,7 @@ def factory(
 # message in the same way after every reply; `Turns` checks this.
 
 
-_ANSWER, _EARLIER_ANSWER = ANSWERS
+_ANSWER, _EARLIER_ANSWER = chat.ANSWERS
 _MESSAGE, _EARLIER_MESSAGE = "message-of-an-environment", "earlier-words"
 _PROBES = (_MESSAGE, "", "12", f" {_MESSAGE} 1\n", f"{{'a': [1]}}\n\n{_MESSAGE}")
 _THOUGHT = "thought-of-an-assistant"
@@ -259,12 +241,13 @@ class Turns:
         self.tokenizer, self.options = tokenizer, options
         self.role, self.limit = role, limit
         if not tokenizer.chat_template:
-            raise UserError(no_template(tokenizer.name_or_path))
+            raise UserError(chat.no_template(tokenizer.name_or_path))
         if fault := self._fault(role):
             user = "environment.role=user or " if role != "user" and not self._fault("user") else ""
             raise UserError(
                 f"model.chat_template must write a message with the role {role} in the same way after every "
-                f"reply ({fault}), got {template_name(tokenizer)}; set {user}model.chat_template={PLAIN} or "
+                f"reply ({fault}), got {chat.template_name(tokenizer)}; set {user}"
+                f"model.chat_template={chat.PLAIN} or "
                 "model.chat_template=<file with a Jinja template that does so>"
             )
         # Some vocabularies have white space and letters as added tokens
@@ -273,7 +256,7 @@ class Turns:
         self._control -= {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # unknown characters may stay
         self._own = sum(id in self._control for id in self._message("", role)[1])
         self._before, _, self._after = self._message(_MESSAGE, role)[0].partition(_MESSAGE)
-        marks = ROLE_MARK.findall(self._before + self._after)
+        marks = chat.ROLE_MARK.findall(self._before + self._after)
         self._marks = re.compile("|".join(map(re.escape, marks)) or "(?!)")
         if (least := len(self._message(_LEFT_OUT, role)[1])) > limit:
             raise UserError(
@@ -307,8 +290,8 @@ class Turns:
     @property
     def describes_tools(self) -> bool:
         """Whether the template writes the descriptions of tools into a prompt."""
-        plain = render(self.tokenizer, [{"role": "user", "content": QUESTION}])
-        return self._write([("user", QUESTION)]) != plain
+        plain = chat.render(self.tokenizer, [{"role": "user", "content": chat.QUESTION}])
+        return self._write([("user", chat.QUESTION)]) != plain
 
     def warnings(self) -> Iterator[str]:
         """Yield a sentence for each way in which the template formats a dialogue other than as an episode."""
@@ -316,9 +299,9 @@ class Turns:
             yield "the chat template leaves out the thoughts of earlier replies; an episode keeps them"
         if self.options.get("tools") and not self.describes_tools:
             yield "the chat template does not write the descriptions of tools; the prompts must have them"
-        start, whole = self._write([("user", QUESTION)]), self._dialogue(_ANSWER, self.role, _MESSAGE)
+        start, whole = self._write([("user", chat.QUESTION)]), self._dialogue(_ANSWER, self.role, _MESSAGE)
         if not (before := whole.rpartition(_ANSWER)[0]).startswith(start):
-            same = before.rpartition(QUESTION)[0] == start.rpartition(QUESTION)[0]
+            same = before.rpartition(chat.QUESTION)[0] == start.rpartition(chat.QUESTION)[0]
             what = "a finished reply otherwise than the start of a reply" if same else "earlier messages anew"
             yield f"the chat template formats {what}; an episode stays as it was sampled"
 
@@ -341,18 +324,20 @@ class Turns:
 
     def _write(self, turns: list[tuple[str, str]]) -> str:
         messages = [{"role": role, "content": content} for role, content in turns]
-        return formatted(self.tokenizer, messages, "an episode", add_generation_prompt=True, **self.options)
+        return chat.formatted(
+            self.tokenizer, messages, "an episode", add_generation_prompt=True, **self.options
+        )
 
     def _dialogue(self, answer: str, role: str, text: str, earlier: int = 0) -> str:
         between = [("assistant", _EARLIER_ANSWER), (role, _EARLIER_MESSAGE)] * earlier
-        return self._write([("user", QUESTION), *between, ("assistant", answer), (role, text)])
+        return self._write([("user", chat.QUESTION), *between, ("assistant", answer), (role, text)])
 
     def _message(self, text: str, role: str, earlier: int = 0) -> tuple[str, list[int]]:
         """Return a message and the start of the next reply as text and tokens, behind the end of a reply."""
         turn = {"role": "assistant", "content": _EARLIER_ANSWER}, {"role": role, "content": _EARLIER_MESSAGE}
-        message, before = {"role": role, "content": text}, [{"role": "user", "content": QUESTION}]
+        message, before = {"role": role, "content": text}, [{"role": "user", "content": chat.QUESTION}]
         before += turn * earlier
-        after = after_reply(self.tokenizer, [message], before, "an episode", **self.options)
+        after = chat.after_reply(self.tokenizer, [message], before, "an episode", **self.options)
         if after is None:
             raise ValueError(f"it does not end earlier replies with {self.tokenizer.eos_token}")
         return after, message_tokens(self.tokenizer, [after])[0]
@@ -534,10 +519,14 @@ class Calls:
         threads: the number of calls at a time; the others wait for their turn.
         limit_s: the most seconds of a call.
         in_loop: functions are asynchronous; all calls are made at the same time, in one event loop.
+        abandoned: gets the threads of calls that are given up; None: those of environments (`too_many_hang`).
     """
 
-    def __init__(self, threads: int, limit_s: float, in_loop: bool = False) -> None:
+    def __init__(
+        self, threads: int, limit_s: float, in_loop: bool = False, abandoned: list[Thread] | None = None
+    ) -> None:
         self.limit_s, self.in_loop = limit_s, in_loop
+        self.abandoned = _abandoned if abandoned is None else abandoned
         self.open: dict[Call, None] = {}  # in the order in which they were asked
         self._settings = ExitStack()  # those before the open calls
         self._asked, self._ended = SimpleQueue[Call | None](), SimpleQueue[Call]()
@@ -583,7 +572,7 @@ class Calls:
         if late and self.in_loop:  # it is blocked, so that no call returns
             late += [call for call in self.open if call.end(late=True)]
         for thread in {call.thread for call in late if call.thread}:
-            _abandoned.append(thread)
+            self.abandoned.append(thread)
             note_children(thread.native_id or 0)
             self._threads[self._threads.index(thread)] = self._thread()
             if isinstance(thread, _Loop):

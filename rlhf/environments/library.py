@@ -14,18 +14,7 @@ from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from types import UnionType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing import parse_response
@@ -123,7 +112,7 @@ class AsyncTools:
         start: what the chat template writes between a message and a reply, such as a mark of thoughts.
     """
 
-    in_loop: ClassVar[bool] = True  # an event loop runs the methods
+    in_loop = True  # an event loop runs the methods
 
     def __init__(self, functions: Sequence[str], template: ResponseTemplate, start: str) -> None:
         self._tools, self._schemas = _tools(tuple(functions)), schemas(functions)
@@ -250,7 +239,7 @@ def _at_once(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
 class Tools(AsyncTools):
     """Functions of which none is asynchronous: their calls are made in a thread, one after another."""
 
-    in_loop: ClassVar[bool] = False
+    in_loop = False
 
     reset, step, close = map(_at_once, (AsyncTools.reset, AsyncTools.step, AsyncTools.close))  # type: ignore[arg-type]
 
@@ -501,7 +490,7 @@ class Gymnasium:
             return Answer(self._seen + self._words, error=True)
         seen, reward, ended, cut, _ = self._game.step(actions[word] if actions else reply)
         self._seen = str(seen)
-        return Answer(self._seen, cast(float, reward), bool(ended or cut))
+        return Answer(self._seen, float(reward), bool(ended or cut))
 
     def close(self) -> None:
         """End the environment."""

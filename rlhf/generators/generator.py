@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf.core.batch import Prompts, Rollouts, concatenated
+from rlhf.core.batch import Prompts, Rollouts, Sampling, concatenated
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import files, shared, vocabulary
 from rlhf.terminal.progress import Phases
@@ -25,7 +25,6 @@ from rlhf.text.encoding import encode_completions, pad_prompts
 if TYPE_CHECKING:
     from rlhf.config.generators import DatasetConfig
     from rlhf.config.models import ModelConfig
-    from rlhf.core.batch import Sampling
     from rlhf.core.metrics import Metrics
     from rlhf.environments.environment import EnvironmentFactory
     from rlhf.generators.weights import Manifest
@@ -140,6 +139,51 @@ class Generator(ABC):
         """Release the resources of the generator; by default there are none."""
 
 
+class Wrapper(Generator):
+    """A generator that passes to another one what a subclass does not do itself.
+
+    Args:
+        generator: the other generator.
+    """
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load the weights into the other generator."""
+        self.generator.load(weights, version)
+
+    def wait(self) -> None:
+        """Wait until the other generator can take new weights."""
+        self.generator.wait()
+
+    @property
+    def slots(self) -> int:
+        """The number of responses that are sampled at a time."""
+        return self.generator.slots
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version of the weights that may sample a response that is requested now."""
+        return self.generator.oldest
+
+    def when_loaded(self, call: Callable[[], None]) -> None:
+        """Call a function whenever `oldest` may have changed."""
+        self.generator.when_loaded(call)
+
+    def cut(self, answer: Future[Rollouts]) -> None:
+        """End a single response with the tokens that it has."""
+        self.generator.cut(answer)
+
+    def figures(self) -> Metrics:
+        """Return the metrics of the other generator."""
+        return self.generator.figures()
+
+    def close(self) -> None:
+        """Close the other generator."""
+        self.generator.close()
+
+
 def finished(rollouts: Rollouts) -> Future[Rollouts]:
     """Return a finished future with the result `rollouts`."""
     future: Future[Rollouts] = Future()
@@ -222,24 +266,16 @@ class SamplerFactory(Protocol):
 # `generator.request_limit_s`, `.start_limit_s` and `.restarts` limit them.
 
 
-class Answer(Future[Rollouts]):
+class Exchanged(Future[Rollouts]):
     """A future of the rollouts of all prompts, exchanged between the ranks in the first call of `result()`.
 
     Args:
-        prompts: the prompts of the request, the same on every rank.
-        part: future of the rollouts that this rank's generator samples; None if the rank has no generator.
-        ranks: the ranks of the run.
+        exchange: exchanges the rollouts between the ranks, and returns the rollouts of all prompts.
     """
 
-    def __init__(self, prompts: Prompts, part: Future[Rollouts] | None, ranks: Ranks) -> None:
+    def __init__(self, exchange: Callable[[], Rollouts]) -> None:
         super().__init__()
-        self.prompts = prompts
-        self.part = part
-        self.ranks = ranks
-
-    def whole(self) -> Rollouts:
-        """Exchange the rollouts of all prompts between the ranks and return them."""
-        raise NotImplementedError
+        self.exchange = exchange
 
     def result(self, timeout: float | None = None) -> Rollouts:
         """Return the rollouts of all prompts; the first call is a collective.
@@ -252,29 +288,10 @@ class Answer(Future[Rollouts]):
         """
         if not self.done():
             try:
-                self.set_result(self.whole())
+                self.set_result(self.exchange())
             except BaseException as error:
                 self.set_exception(error)
         return super().result(timeout)
-
-
-class Shared(Answer):
-    """A future for a single generator, on the first rank, which samples the rollouts of all prompts."""
-
-    def whole(self) -> Rollouts:
-        """Send the rollouts of all prompts from the first rank to all ranks, and return them."""
-        return self.ranks.from_first(lambda: self.part.result())  # type: ignore[union-attr]
-
-
-class Gathered(Answer):
-    """A future for one generator per rank; each generator samples the rollouts of its rank's prompts."""
-
-    def whole(self) -> Rollouts:
-        """Gather the rollouts of all ranks, and return the rollouts of all prompts."""
-        assert self.part is not None
-        self.ranks.wait_for(self.part)  # a generator may take long, for example while its process restarts
-        parts = self.ranks.gather(self.part.result())
-        return put_together(self.prompts, parts)
 
 
 def put_together(prompts: Prompts, parts: list[Rollouts]) -> Rollouts:
@@ -286,21 +303,6 @@ def put_together(prompts: Prompts, parts: list[Rollouts]) -> Rollouts:
     numbers = {name for name, value in parts[0].as_dict().items() if isinstance(value, int | float)}
     highest = {name: max(getattr(part, name) for part in parts) for name in numbers}
     return replace(parts[0], **{**highest, **concatenated(parts), **prompts.as_dict()})
-
-
-def _in_thread(call: Callable[[], None]) -> Future[None]:
-    """Call a function in another thread and return a future of its end."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            call()
-            future.set_result(None)
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 class SharedGenerator(Generator):
@@ -318,7 +320,7 @@ class SharedGenerator(Generator):
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
         """Request K responses to each prompt from the first rank's generator."""
         part = self.generator.submit(prompts, sampling) if self.generator else None
-        return Shared(prompts, part, self.ranks)
+        return Exchanged(lambda: self.ranks.from_first(lambda: part.result()))  # type: ignore[union-attr]
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load the weights into the first rank's generator.
@@ -333,12 +335,7 @@ class SharedGenerator(Generator):
 
     def wait(self) -> None:
         """Wait on every rank until the first rank's generator can take new weights."""
-
-        def ready() -> None:
-            assert self.generator is not None
-            self.generator.wait()
-
-        self.ranks.from_first(ready)
+        self.ranks.from_first(lambda: self.generator.wait())  # type: ignore[union-attr]
 
     def figures(self) -> Metrics:
         """Return the metrics of the first rank's generator; empty on the other ranks."""
@@ -350,7 +347,7 @@ class SharedGenerator(Generator):
             self.generator.close()
 
 
-class PerRankGenerator(Generator):
+class PerRankGenerator(Wrapper):
     """The generator of one rank, if every rank has a generator; it answers its rank's share of each request.
 
     Args:
@@ -359,37 +356,40 @@ class PerRankGenerator(Generator):
     """
 
     def __init__(self, generator: Generator, ranks: Ranks) -> None:
-        self.generator = generator
+        super().__init__(generator)
         self.ranks = ranks
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
         """Request K responses to each of this rank's prompts from this rank's generator."""
         rows = self.ranks.rows(len(prompts))
-        return Gathered(prompts, self.generator.submit(prompts.select(rows), sampling), self.ranks)
+        part = self.generator.submit(prompts.select(rows), sampling)
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load the weights into the generator of every rank."""
-        self.generator.load(weights, version)
+        def gather() -> Rollouts:
+            self.ranks.wait_for(part)  # a generator may take long, for example while its process restarts
+            return put_together(prompts, self.ranks.gather(part.result()))
+
+        return Exchanged(gather)
 
     def wait(self) -> None:
         """Wait until the generator of every rank can take new weights."""
-        waiting = _in_thread(self.generator.wait)
+        waiting: Future[None] = Future()
+
+        def wait() -> None:
+            try:
+                self.generator.wait()
+                waiting.set_result(None)
+            except BaseException as error:
+                waiting.set_exception(error)
+
+        threading.Thread(target=wait, daemon=True).start()
         self.ranks.wait_for(waiting)
         waiting.result()
-
-    def figures(self) -> Metrics:
-        """Return the metrics of this rank's generator."""
-        return self.generator.figures()
-
-    def close(self) -> None:
-        """Close this rank's generator."""
-        self.generator.close()
 
 
 # A generator that splits a request into chunks and reports progress after each chunk.
 
 
-class ChunkedGenerator(Generator):
+class ChunkedGenerator(Wrapper):
     """A generator that answers a request in chunks of `size` prompts.
 
     After each chunk, the generator calls its attribute `advance` with the number of prompts in the chunk. The
@@ -402,7 +402,7 @@ class ChunkedGenerator(Generator):
     """
 
     def __init__(self, generator: Generator, size: int) -> None:
-        self.generator = generator
+        super().__init__(generator)
         self.size = size
         self.advance: Callable[[int], None] = lambda count: None
 
@@ -413,10 +413,6 @@ class ChunkedGenerator(Generator):
             parts.append(self.generator.submit(prompts.select(rows), sampling).result())
             self.advance(len(rows))
         return finished(put_together(prompts, parts))
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load the weights of a version, for the requests submitted after this call."""
-        self.generator.load(weights, version)
 
 
 # Generators that return stored completions: the completions of the task, or the saved rollouts of a run.
@@ -439,7 +435,14 @@ def build(config: DatasetConfig, context: GeneratorContext) -> Generator:
     return ReplayGenerator(Path(config.path).expanduser(), context.tokenizer)
 
 
-class DatasetGenerator(Generator):
+class StoredGenerator(Generator):
+    """A generator whose completions do not depend on weights."""
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Do nothing."""
+
+
+class DatasetGenerator(StoredGenerator):
     """A generator that returns the completions that the task stores with its prompts, with EOS appended."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -452,11 +455,8 @@ class DatasetGenerator(Generator):
             encode_completions(prompts, prompts.completions, self.tokenizer, sampling.response_length)
         )
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Do nothing: stored completions do not depend on weights."""
 
-
-class ReplayGenerator(Generator):
+class ReplayGenerator(StoredGenerator):
     """A generator that returns the saved rollouts of a run by update, with their versions and log-probs.
 
     Args:
@@ -492,9 +492,6 @@ class ReplayGenerator(Generator):
                 "with this version, or set generator.path=<another folder>"
             )
         return finished(rollouts)
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Do nothing: stored completions do not depend on weights."""
 
 
 def read(file: Path, pad_id: int) -> Rollouts:

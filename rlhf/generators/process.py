@@ -16,28 +16,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhf.core.batch import Batch
+from rlhf.core.batch import Batch, Budget, Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.launched import local_rank, local_world_size
-from rlhf.core.metrics import How, Stat, merge
-from rlhf.generators.generator import Generator, finished
+from rlhf.core.metrics import How, Metrics, Stat, merge
+from rlhf.generators.generator import Generator, GeneratorContext, Sampler, SamplerFactory, Wrapper, finished
 from rlhf.generators.shares import most_versions
-from rlhf.generators.weights import SharedWeights, TransferError, confirm, remove
+from rlhf.generators.weights import Manifest, SharedWeights, TransferError, WeightStore, confirm, remove
 from rlhf.models.placement import infer
-from rlhf.processes.service import Service
+from rlhf.processes.service import Channel, Service
 from rlhf.processes.signals import call_at_signal, do_not_call_at_signal
 from rlhf.processes.worker import Job, Limits, Worker, environment, received
 
 if TYPE_CHECKING:
     from rlhf.config.generators import WorkerConfig
     from rlhf.config.models import Dtype
-    from rlhf.core.batch import Budget, Prompts, Rollouts, Sampling
-    from rlhf.core.metrics import Metrics
-    from rlhf.generators.generator import GeneratorContext, Sampler, SamplerFactory
-    from rlhf.generators.weights import Manifest, WeightStore
     from rlhf.models.modules import Policy
     from rlhf.processes.ranks import Ranks
-    from rlhf.processes.service import Channel
     from rlhf.scorers.scorer import Scorer
 
 
@@ -69,11 +64,8 @@ def start(
         single: creates the generator if there is one replica, from the arguments of `WorkerGenerator`; None:
             `WorkerGenerator`.
     """
-    start_s = config.start_limit(on_gpu=torch.cuda.is_available())
-    limits = Limits(start_s, config.request_limit_s, config.restarts)
-    ranks, folder, in_flight = context.ranks, context.folder, context.in_flight
-    suffix = f"-{ranks.rank}" if ranks.rank else ""
-    log = folder / f"generator{suffix}.log"
+    limits, log = _limits_and_log("generator", config, context)
+    in_flight = context.in_flight
     generator: Generator
     if config.replicas == 1:
         generator = (single or WorkerGenerator)(factory, log, variables[0], limits, in_flight, store)
@@ -93,15 +85,19 @@ def annotated(generator: Generator, config: WorkerConfig, context: GeneratorCont
     ranks = context.ranks
     if not config.annotates(context.max_lag, ranks.size, ranks.device.type == "cuda"):
         return generator
-    start_s = config.start_limit(on_gpu=torch.cuda.is_available())
-    limits = Limits(start_s, config.request_limit_s, config.restarts)
-    suffix = f"-{ranks.rank}" if ranks.rank else ""
+    limits, log = _limits_and_log("annotator", config, context)
     number = config.replicas * (local_world_size() if config.per_rank else 1) + local_rank()
     reserved = config.reserved_gpus(local_world_size())
     own = environment(context.threads, ranks.device, number, reserved)
-    log = context.folder / f"annotator{suffix}.log"
     annotator = Worker("annotator", context.annotator, log, own, limits)
     return AnnotatedGenerator(generator, annotator, context.asks_service)
+
+
+def _limits_and_log(name: str, config: WorkerConfig, context: GeneratorContext) -> tuple[Limits, Path]:
+    rank = context.ranks.rank
+    start_s = config.start_limit(on_gpu=torch.cuda.is_available())
+    limits = Limits(start_s, config.request_limit_s, config.restarts)
+    return limits, context.folder / f"{name}{f'-{rank}' if rank else ''}.log"
 
 
 # Annotation of rollouts in a separate process, the annotator process.
@@ -123,18 +119,10 @@ class Annotator(Service):
     """
 
     def __init__(
-        self,
-        scorer: Scorer,
-        reference: Policy | None,
-        budget: Budget,
-        ranks: Ranks,
-        dtype: Dtype,
+        self, scorer: Scorer, reference: Policy | None, budget: Budget, ranks: Ranks, dtype: Dtype
     ) -> None:
-        self.scorer = scorer
-        self.reference = reference
-        self.budget = budget
-        self.ranks = ranks
-        self.dtype = dtype
+        self.scorer, self.reference = scorer, reference
+        self.budget, self.ranks, self.dtype = budget, ranks, dtype
 
     def annotate(self, rollouts: Rollouts) -> Batch:
         """Return the rollouts as a `Batch` with `scores`, `parts`, `ref_logprobs` and `annotate_ahead_s`.
@@ -150,17 +138,13 @@ class Annotator(Service):
                 raise
             traceback.print_exception(error.__cause__)
             raise RunError(f"{error} (traceback and output: annotator.log)") from error
-        logprobs = self.reference_logprobs(batch)
+        logprobs = None
+        if self.reference is not None:
+            logprobs = infer(self.reference, batch, "logprobs", self.budget, self.ranks, self.dtype)
         return replace(batch, ref_logprobs=logprobs, annotate_ahead_s=time.perf_counter() - start)
 
-    def reference_logprobs(self, rollouts: Rollouts) -> torch.Tensor | None:
-        """Return the log-probs [N, K, T] by the reference model; None without a reference model."""
-        if self.reference is None:
-            return None
-        return infer(self.reference, rollouts, "logprobs", self.budget, self.ranks, self.dtype)
 
-
-class AnnotatedGenerator(Generator):
+class AnnotatedGenerator(Wrapper):
     """A generator that returns training rollouts as a `Batch`, with scores and reference log-probs.
 
     Args:
@@ -171,7 +155,7 @@ class AnnotatedGenerator(Generator):
     """
 
     def __init__(self, generator: Generator, annotator: Worker, asks_service: bool = False) -> None:
-        self.generator = generator
+        super().__init__(generator)
         self.annotator = annotator
         self.stopping = False  # a signal has ended the annotation
         if asks_service:
@@ -199,17 +183,17 @@ class AnnotatedGenerator(Generator):
             annotated: future that receives the batch, or the error of the generator or annotator.
             sampled: finished future of the generator.
         """
+        answer: Future[Batch] = Future()
         try:
             rollouts = sampled.result()
         except Exception as error:  # `add_done_callback` only logs exceptions of the callback
             annotated.set_exception(error)
             return
-        job = Job("annotate", (rollouts,))
-        job.future.add_done_callback(partial(self.deliver, annotated, rollouts))
         try:
-            self.annotator.put(job)
+            answer = self.annotator.put(Job("annotate", (rollouts,)))
         except Exception as error:
-            job.future.set_exception(error)
+            answer.set_exception(error)
+        answer.add_done_callback(partial(self.deliver, annotated, rollouts))
 
     def resume(self, rollouts: Rollouts) -> Future[Rollouts]:
         """Return a future of rollouts of a checkpoint; they are annotated now if they were not before."""
@@ -238,32 +222,6 @@ class AnnotatedGenerator(Generator):
         """
         self.stopping = True
         self.annotator.close()
-
-    @property
-    def slots(self) -> int:
-        """The number of responses that are sampled at a time."""
-        return self.generator.slots
-
-    @property
-    def oldest(self) -> int:
-        """The oldest version of the weights that may sample a response that is requested now."""
-        return self.generator.oldest
-
-    def when_loaded(self, call: Callable[[], None]) -> None:
-        """Call a function whenever `oldest` may have changed."""
-        self.generator.when_loaded(call)
-
-    def cut(self, answer: Future[Rollouts]) -> None:
-        """End a single response with the tokens that it has."""
-        self.generator.cut(answer)
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load the weights into the generator, for later requests."""
-        self.generator.load(weights, version)
-
-    def wait(self) -> None:
-        """Wait until the generator can take new weights."""
-        self.generator.wait()
 
     def figures(self) -> Metrics:
         """Return the metrics of the generator and of the annotator."""
@@ -414,19 +372,13 @@ class WorkerGenerator(Worker, Generator):
             Lost: the process ended, or exceeded the time limit.
             TransferError: version or checksums of the process differ from the weights that were sent.
         """
+        assert self.channel is not None
         start = time.perf_counter()
-        self.check_loaded(manifest, *self.ask("load", self.offer(manifest)))
+        # if the weights cannot be sent, the connection is shut down, and `check` raises the cause
+        offered = self.store.offer(manifest, self.channel.shut)
+        self.check_loaded(manifest, *self.ask("load", offered))
         with self.lock:
             self.load_s += time.perf_counter() - start
-
-    def offer(self, manifest: Manifest) -> Manifest:
-        """Return the manifest to send to the process; the store may start to send the weights in parallel.
-
-        If the weights cannot be sent, the connection to the process is shut down, and `check` raises the
-        cause.
-        """
-        assert self.channel is not None
-        return self.store.offer(manifest, self.channel.shut)
 
     def check_loaded(self, manifest: Manifest, version: int, checksums: dict[str, int]) -> None:
         """Check that the process has loaded the weights that were sent, and release the previous version.
@@ -469,7 +421,7 @@ class WorkerGenerator(Worker, Generator):
                 if time.monotonic() > end:
                     raise TimeoutError
                 for manifest in self.overtake():
-                    channel.send(("load", (self.offer(manifest),)))
+                    channel.send(("load", (self.store.offer(manifest, channel.shut),)))
             rollouts, in_time = received(channel)
             late = [received(channel) for _ in range(len(self.loads) - len(in_time))]
         for answer in (*in_time, *late):

@@ -1,4 +1,4 @@
-"""The transfer of weights from the trainer to generators: in shared memory or as files."""
+"""The transfer of weights from the trainer to generators, as files in memory or in a folder."""
 
 from __future__ import annotations
 
@@ -9,35 +9,31 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf.core.errors import RunError
 
 # The interface of weight transfer from the trainer to a generator process: manifest, store and checksums.
 #
-# A `WeightStore` keeps versions of the weights. The stores are in `rlhf/generators/transfer/`:
-# `shared_memory.py` works everywhere, and `gpu.py` keeps versions on a GPU for CUDA IPC and NCCL. A
-# `Manifest` lists the tensors of a version with their checksums. The generator process reports the checksums
-# of the tensors that it loaded, and `confirm` compares them with the manifest. Origin of the reported
-# checksums:
+# A `WeightStore` keeps versions of the weights: `SharedWeights` in files, which works everywhere, and the
+# stores of `rlhf/generators/weights_gpu.py` on a GPU, for CUDA IPC and NCCL. A `Manifest` lists the tensors
+# of a version with their checksums. The generator process reports the checksums of the tensors that it
+# loaded, and `confirm` compares them with the manifest. Origin of the reported checksums:
 #
-#     HF                     `shared_memory.read` verifies the tensors in the file; after the copy, the
-#     process computes the checksums again, from the tensors of its model vLLM, shared memory
-#     `shared_memory.read` or `files.read_file` verifies the tensors in the file; after or a file
-#     the load, vLLM computes the checksums of these tensors again vLLM, IPC or NCCL      vLLM computes the
-#     checksums of the received tensors before the load
+#     HF                  `read` verifies the tensors in the file; after the copy, the process computes the
+#                         checksums again, from the tensors of its model
+#     vLLM, file          `read` verifies the tensors in the file; after the load, vLLM computes the checksums
+#                         of these tensors again
+#     vLLM, IPC or NCCL   vLLM computes the checksums of the received tensors before the load
 
 
 HEADER = struct.Struct("<q")  # header of a shared file: the version in the file
@@ -55,11 +51,11 @@ class Entry:
     """A tensor in a manifest."""
 
     name: str
-    dtype: torch.dtype
+    dtype: str  # such as "float32"
     shape: tuple[int, ...]
     offset: int  # position in the shared file, in bytes; 0 for weights on a GPU
     bytes: int
-    checksum: int  # `checksum(tensor)`; for weights on a GPU `transfer.gpu.fingerprint(tensor)`
+    checksum: int = 0  # `checksum(tensor)`; for weights on a GPU `transfer.gpu.fingerprint(tensor)`
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +65,23 @@ class Manifest:
     version: int
     path: str  # the shared file with the tensors; empty: the tensors are on a GPU
     entries: tuple[Entry, ...]
-    update: dict[str, Any] | None = None  # what vLLM's engine needs besides names, dtypes and shapes
+    update: dict[str, Any] | None = None  # on a GPU: what vLLM needs besides names, dtypes and shapes
     group: dict[str, Any] | None = None  # NCCL: the group that the process must join first
 
     def checksums(self) -> dict[str, int]:
         """Return the checksums that the process must confirm, by tensor name."""
         return {entry.name: entry.checksum for entry in self.entries}
 
-    def described(self) -> dict[str, list[Any]]:
-        """Return names, dtypes and shapes of the tensors, as vLLM's engines for GPUs read them."""
+    def update_info(self) -> dict[str, Any]:
+        """Return the data with which an engine of vLLM receives the tensors; it can be sent as JSON."""
+        if self.update is None:
+            entries = [astuple(entry) for entry in self.entries]
+            return {"path": self.path, "version": self.version, "entries": entries}
         return {
             "names": [entry.name for entry in self.entries],
-            "dtype_names": [str(entry.dtype).removeprefix("torch.") for entry in self.entries],
+            "dtype_names": [entry.dtype for entry in self.entries],
             "shapes": [list(entry.shape) for entry in self.entries],
+            **self.update,
         }
 
 
@@ -194,15 +194,15 @@ def checksum(tensor: Tensor) -> int:
     return digest(raw(tensor))
 
 
-def rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a floating-point tensor in `dtype`; other tensors, and all tensors without a dtype, as given."""
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.detach().to(dtype)
-
-
 def raw(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor in row-major order; a tensor on a GPU is copied to the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return the dtype of a tensor without the prefix `torch.`."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def digest(data: memoryview) -> int:
@@ -210,9 +210,9 @@ def digest(data: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-# Weight transfer through shared memory, between processes of one host.
+# Weight transfer through files, in memory or in a folder.
 #
-# A version of the weights is a file in memory. The generator process maps the file, and rejects a tensor
+# A version of the weights is a file. The generator process or the server maps the file, and rejects a tensor
 # whose checksum differs from the manifest:
 #
 #     shared = SharedWeights()                        # trainer
@@ -220,46 +220,17 @@ def digest(data: memoryview) -> int:
 #     for name, tensor in read(manifest): ...         # generator: views of the file, to be copied
 #     shared.release(manifest)                        # trainer: the file may be overwritten
 #
-# Several processes may load the same file: `hold` registers one more user, and the file is overwritten only
-# after all users have released it.
+# Several processes may load the same file: `hold` registers one more user, and the file is overwritten or
+# removed only after all users have released it.
 #
 # Weights on a GPU are rounded to the sampler's dtype on the GPU. While a tensor is copied to a pinned buffer,
 # a second thread writes the tensor before it to the file and computes its checksum. For weights on the CPU, a
 # second thread was not faster.
 #
-# On Linux the file has no name (memfd). The kernel frees the file when all processes have ended; /dev/shm may
-# be smaller than the weights. The generator process opens the file as /proc/<trainer's pid>/fd/<number>. On
-# other systems the file is in a temporary folder whose name contains the trainer's pid.
-
-
-class _Staging:
-    """Two buffers in pinned host memory, used in turn. They grow to the size of the largest tensor.
-
-    for tensor in tensors:
-        copy = staging.copy(tensor)            # waits for the use of the copy before the last
-        staging.used_by(thread.submit(use, copy))
-    """
-
-    def __init__(self) -> None:
-        self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
-        self.users: list[Future[int] | None] = [None, None]  # the work that reads each buffer
-        self.turn = 0
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy of `tensor` on the host; it is valid until the call after the next."""
-        self.turn = 1 - self.turn
-        if (user := self.users[self.turn]) is not None:
-            user.result()
-        if len(self.buffers[self.turn]) < tensor.nbytes:
-            self.buffers[self.turn] = torch.empty(  # pageable only in a test without a GPU
-                tensor.nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
-            )
-        copy = self.buffers[self.turn][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return copy.copy_(tensor.detach())
-
-    def used_by(self, work: Future[int]) -> None:
-        """Note the work that reads the last copy."""
-        self.users[self.turn] = work
+# Without a folder, the file is in memory. On Linux it has no name (memfd): the kernel frees the file when all
+# processes have ended; /dev/shm may be smaller than the weights. The generator process opens the file as
+# /proc/<trainer's pid>/fd/<number>. On other systems the file is in a temporary folder whose name contains
+# the trainer's pid.
 
 
 def _in_host_memory(tensor: Tensor) -> bool:
@@ -268,107 +239,135 @@ def _in_host_memory(tensor: Tensor) -> bool:
 
 
 class SharedWeights(WeightStore):
-    """A store of files in shared memory, each with the weights of one version.
+    """A store of files, each with the weights of one version.
 
-    A file is reused after all users of its version have released it. So the number of files is the largest
-    number of versions in use at the same time.
+    A file in memory is reused after all users of its version have released it. So the number of these files
+    is the largest number of versions in use at the same time. A file in a folder is removed, because a
+    network file system may show other hosts the old content of a file that is overwritten.
 
     Args:
         dtype: dtype of the floating-point tensors in a file: the dtype to which the sampler would round them;
             None: the tensors keep their dtypes.
+        folder: where the files are, so that servers on other hosts can read them; it is created, and `close`
+            removes it if nothing else is there. None: in memory.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, dtype: torch.dtype | None = None, folder: Path | None = None) -> None:
         self.dtype = dtype
-        self.staging = _Staging()
-        self.lock = threading.Lock()  # protects `holders`
-        self.holders: dict[str, int] = {}  # number of users of each file, by path
-        self.files: dict[str, BinaryIO] = {}  # open files, by path
-        self.free: deque[str] = deque()  # paths of unused files; another thread may call `release`
-        self.folder: str | None = None  # folder of the files on systems without memfd
+        self.reuses = folder is None
+        self.folder = None if folder is None else folder.absolute()
+        self.staging = [torch.empty(0, dtype=torch.uint8)] * 2  # buffers that grow to the largest tensor
+        self.lock = threading.Lock()  # protects `holders` and `free`
+        self.holders: dict[str, int] = {}  # number of users of each file in use, by path
+        self.free: list[str] = []  # paths of unused files
+        self.nameless: list[int] = []  # descriptors of files without a name
+        self.close()  # removes the files of a run that was killed
 
     @property
     def kept(self) -> int:
         """The number of versions in use."""
-        return len(self.files) - len(self.free)
+        return len(self.holders)
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
         """Copy the weights of a version into an unused file, one tensor at a time, and return their manifest.
 
         Raises:
-            RunError: there is not enough shared memory.
+            RunError: there is not enough memory, or the file cannot be written.
         """
-        path = self.free.pop() if self.free else self.create()
-        file, end = self.files[path].fileno(), HEADER.size
+        end = HEADER.size
         entries: list[Entry] = []
-        checksums: list[Future[int]] = []
+        sums: list[Future[int]] = []
         try:
-            write_at(file, HEADER.pack(NOTHING), 0)
-            with ThreadPoolExecutor(1) as thread:
+            path = self.free.pop() if self.free else self.create(version)
+            with open(path, "r+b", buffering=0) as file, ThreadPoolExecutor(1) as thread:
+                write_at(file.fileno(), HEADER.pack(NOTHING), 0)
                 for name, tensor in weights:
-                    tensor = rounded(tensor, self.dtype)
+                    if self.dtype is not None and tensor.is_floating_point():
+                        tensor = tensor.detach().to(self.dtype)
                     offset = -(-end // ALIGNMENT) * ALIGNMENT
                     end = offset + tensor.nbytes
-                    entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), offset, tensor.nbytes, 0))
-                    checksums.append(self.add(file, offset, tensor, thread))
-                found = [replace(e, checksum=c.result()) for e, c in zip(entries, checksums, strict=True)]
-            os.truncate(file, end)
-            write_at(file, HEADER.pack(version), 0)
+                    entries.append(
+                        Entry(name, dtype_name(tensor), tuple(tensor.shape), offset, tensor.nbytes)
+                    )
+                    if _in_host_memory(tensor):
+                        sums.append(Future())
+                        sums[-1].set_result(write_with_checksum(file.fileno(), raw(tensor), offset))
+                    else:
+                        data = raw(self.staged(tensor, sums))
+                        sums.append(thread.submit(write_with_checksum, file.fileno(), data, offset))
+                found = [replace(e, checksum=s.result()) for e, s in zip(entries, sums, strict=True)]
+                file.truncate(end)
+                write_at(file.fileno(), HEADER.pack(version), 0)
         except OSError as problem:
+            where, remedy = "shared memory", "free memory, or set generator.worker=false"
+            if not self.reuses:
+                where = str(self.folder)
+                with suppress(OSError):
+                    Path(self.folder or "", f"step-{version}").unlink()
+                remedy = "free space, or set generator.folder=<folder that servers can read>"
             raise RunError(
-                f"the weights of version {version} must fit into shared memory (the generator process reads "
-                f"them from there), got: {problem}; free memory, or set generator.worker=false"
+                f"the weights of version {version} must fit into {where} (the generator reads them from "
+                f"there), got: {problem}; {remedy}"
             ) from problem
         self.holders[path] = 1
         return Manifest(version, path, tuple(found))
 
-    def add(self, file: int, offset: int, tensor: Tensor, thread: Executor) -> Future[int]:
-        """Write a tensor to the file at `offset`, and return the future of its checksum.
+    def staged(self, tensor: Tensor, sums: list[Future[int]]) -> Tensor:
+        """Return a copy of a tensor in one of two buffers on the host, after the buffer's last use has ended.
 
-        The tensor may be changed after the method returns.
+        Args:
+            tensor: a tensor on a GPU.
+            sums: the work that uses the copies before.
         """
-        if _in_host_memory(tensor):
-            checksum: Future[int] = Future()
-            checksum.set_result(write_with_checksum(file, raw(tensor), offset))
-        else:
-            data = raw(self.staging.copy(tensor))
-            checksum = thread.submit(write_with_checksum, file, data, offset)
-            self.staging.used_by(checksum)
-        return checksum
+        if len(sums) > 1:
+            sums[-2].result()
+        turn = len(sums) % 2
+        if len(self.staging[turn]) < tensor.nbytes:
+            self.staging[turn] = torch.empty(  # pageable only in a test without a GPU
+                tensor.nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
+            )
+        copy = self.staging[turn][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return copy.copy_(tensor.detach())
 
     def hold(self, manifest: Manifest) -> None:
         """Register one more user of a version; each user must release the version once."""
         with self.lock:
             self.holders[manifest.path] += 1
 
-    def create(self) -> str:
+    def create(self, version: int) -> str:
         """Create a file and return its path, which any process of the same user can open."""
-        if hasattr(os, "memfd_create"):  # Linux
-            number = os.memfd_create("rlhf-weights")
-            file: BinaryIO = os.fdopen(number, "w+b")
-            path = f"/proc/{os.getpid()}/fd/{number}"
-        else:
-            if self.folder is None:
-                self.folder = tempfile.mkdtemp(prefix=f"rlhf-weights-{os.getpid()}-")
-            path = os.path.join(self.folder, str(len(self.files)))
-            file = open(path, "w+b")  # noqa: SIM115
-        self.files[path] = file
-        return path
+        if self.reuses and hasattr(os, "memfd_create"):  # Linux
+            self.nameless.append(os.memfd_create("rlhf-weights"))
+            return f"/proc/{os.getpid()}/fd/{self.nameless[-1]}"
+        if self.folder is None:
+            self.folder = Path(tempfile.mkdtemp(prefix=f"rlhf-weights-{os.getpid()}-"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"step-{version}"
+        path.touch()
+        return str(path)
 
     def release(self, manifest: Manifest) -> None:
-        """Release a version for one user; the file can be reused after all its users have released it."""
+        """Release a version for one user; the file is reused or removed after all users have released it."""
         with self.lock:
             self.holders[manifest.path] -= 1
-            if not self.holders[manifest.path]:
+            if self.holders[manifest.path]:
+                return
+            if self.reuses:
                 self.free.append(manifest.path)
+            else:
+                Path(manifest.path).unlink(missing_ok=True)
+            del self.holders[manifest.path]  # last: `kept` counts the files that exist
 
     def close(self) -> None:
-        """Close and remove all files, which frees their memory."""
-        for file in self.files.values():
-            file.close()
-        for path in self.files:
-            remove(path)
-        self.files, self.free = {}, deque()
+        """Remove all files, which frees their memory."""
+        for descriptor in self.nameless:
+            os.close(descriptor)
+        if self.folder is not None:
+            for path in self.folder.glob("step-*"):
+                path.unlink(missing_ok=True)
+            with suppress(OSError):  # files of others
+                self.folder.rmdir()
+        self.holders, self.free, self.nameless = {}, [], []
 
 
 def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
@@ -417,12 +416,12 @@ def read(manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
     for entry in manifest.entries:
         if entry.offset + entry.bytes > size:
             raise TransferError(
-                f"{entry.name} of version {version} must reach to byte {entry.offset + entry.bytes} of the "
-                f"shared file, got a file of {size} bytes: the file is truncated"
+                f"{entry.name} of version {version} must reach to byte {entry.offset + entry.bytes} of "
+                f"{manifest.path}, got a file of {size} bytes: the file is truncated"
             )
     if written != version:
         raise TransferError(
-            f"the shared file must hold version {version}, got "
+            f"{manifest.path} must hold version {version}, got "
             + ("a version that is not completely written" if written == NOTHING else f"version {written}")
         )
     memory = torch.from_file(manifest.path, shared=False, size=size, dtype=torch.uint8)
@@ -430,111 +429,7 @@ def read(manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
         data = memory[entry.offset : entry.offset + entry.bytes]
         if (computed := digest(data.numpy().data)) != entry.checksum:
             raise TransferError(
-                f"{entry.name} of version {version} must have the checksum {entry.checksum:016x} in the "
-                f"shared file, got {computed:016x}: the tensor differs from what the trainer wrote"
+                f"{entry.name} of version {version} must have the checksum {entry.checksum:016x} in "
+                f"{manifest.path}, got {computed:016x}: the tensor differs from what the trainer wrote"
             )
-        yield entry.name, data.view(entry.dtype).view(entry.shape)
-
-
-# Weight transfer through safetensors files in a folder that trainer and servers share.
-#
-#     store = FileWeights(folder, dtype)                # trainer
-#     manifest = store.write(engine.weights(), 3)       # folder/step-3.safetensors
-#     for name, tensor in read_file(path, 3, sums): ... # server
-#     store.release(manifest)                           # trainer: the file is removed
-#
-# A file is complete as soon as it has its name. A server rejects a tensor whose checksum differs from the one
-# that the trainer computed.
-
-
-class FileWeights(WeightStore):
-    """A store of one file for each version of the weights.
-
-    Args:
-        folder: where the files are written; it is created, and `close` removes it if nothing else is there.
-        dtype: dtype of the floating-point tensors in a file; None: the tensors keep their dtypes.
-    """
-
-    def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        self.folder, self.dtype = folder.absolute(), dtype
-        self.versions: set[int] = set()
-        self.close()  # the files of a run that was killed
-
-    @property
-    def kept(self) -> int:
-        """The number of files."""
-        return len(self.versions)
-
-    def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
-        """Write the weights of a version to a file, and return their manifest.
-
-        Raises:
-            RunError: the file cannot be written.
-        """
-        tensors = {
-            name: rounded(tensor, self.dtype).detach().to("cpu", copy=True).contiguous()
-            for name, tensor in weights
-        }
-        path = self.folder / f"step-{version}.safetensors"
-        part = path.with_suffix(".part")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, part)
-            part.rename(path)
-        except (OSError, SafetensorError) as error:
-            part.unlink(missing_ok=True)
-            raise RunError(
-                f"the weights of version {version} must fit into {self.folder} (the servers read them "
-                f"there), got: {error}; free space, or set generator.folder=<folder that servers can read>"
-            ) from error
-        self.versions.add(version)
-        entries = (
-            Entry(name, tensor.dtype, tuple(tensor.shape), 0, tensor.nbytes, checksum(tensor))
-            for name, tensor in tensors.items()
-        )
-        return Manifest(version, str(path), tuple(entries))
-
-    def offer(self, manifest: Manifest, fail: Callable[[], None]) -> Manifest:
-        """Return the manifest with what a server needs to read the file."""
-        given = {"path": manifest.path, "version": manifest.version, "checksums": manifest.checksums()}
-        return replace(manifest, update=given)
-
-    def release(self, manifest: Manifest) -> None:
-        """Remove the file of a version."""
-        Path(manifest.path).unlink(missing_ok=True)
-        self.versions.discard(manifest.version)
-
-    def close(self) -> None:
-        """Remove all versions."""
-        for path in self.folder.glob("step-*"):
-            path.unlink(missing_ok=True)
-        with suppress(OSError):  # files of others
-            self.folder.rmdir()
-        self.versions.clear()
-
-
-def read_file(path: str, version: int, checksums: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of each tensor of a file.
-
-    Raises:
-        TransferError: the file cannot be read, its tensors have other names, or a checksum differs.
-    """
-    try:
-        with safe_open(path, "pt") as file:
-            if other := set(file.keys()) ^ checksums.keys():
-                raise TransferError(
-                    f"{path} must have the tensors of version {version} that the trainer wrote, got a "
-                    f"difference at {', '.join(sorted(other)[:3])}"
-                )
-            for name in file.keys():  # noqa: SIM118, it is no dict
-                tensor = file.get_tensor(name)
-                if (found := checksum(tensor)) != checksums[name]:
-                    raise TransferError(
-                        f"{name} of version {version} must have the checksum {shown(checksums[name])} in "
-                        f"{path}, got {shown(found)}: the tensor differs from what the trainer wrote"
-                    )
-                yield name, tensor
-    except (OSError, SafetensorError) as error:
-        raise TransferError(
-            f"the weights of version {version} cannot be read from {path}: {error}"
-        ) from error
+        yield entry.name, data.view(getattr(torch, entry.dtype)).view(entry.shape)

@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from rlhf.core.errors import RunError
 from rlhf.core.launched import local_world_size, world_size
-from rlhf.generators.weights import Entry, Manifest, WeightStore
+from rlhf.generators.weights import Entry, Manifest, WeightStore, dtype_name
 
 Weights = list[tuple[str, Tensor]]  # name and tensor
 
@@ -121,7 +121,9 @@ class GpuWeights(WeightStore):
         return Manifest(
             version,
             "",
-            tuple(Entry(name, x.dtype, tuple(x.shape), 0, x.nbytes, values[name]) for name, x in copies),
+            tuple(
+                Entry(name, dtype_name(x), tuple(x.shape), 0, x.nbytes, values[name]) for name, x in copies
+            ),
         )
 
     def release(self, manifest: Manifest) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.core.errors import UserError
 from rlhf.core.files import flat, read_lines, write_atomically
 from rlhf.core.formatting import hide
-from rlhf.loggers.logger import Logger
+from rlhf.loggers.logger import Logger, LoggerContext
 from rlhf.runs.lock import made_by_one
 from rlhf.terminal.console import say
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from rlhf.config.run import MlflowConfig, TensorboardConfig, TrackioConfig, WandbConfig
     from rlhf.core.metrics import Evaluation, Row
     from rlhf.core.state import TrainState
-    from rlhf.loggers.logger import LoggerContext
     from rlhf.runs.folder import RunFolder
 
 
@@ -46,38 +45,30 @@ def run_id(folder: RunFolder, dashboard: str) -> str:
     if (stored := stored_id(folder, dashboard)) is not None:
         return stored
     name = re.sub(r"[/\\#?%:]", "-", folder.path.name)[:100]  # forbidden at W&B; at most 128 characters
-    made = f"{name}-{secrets.token_hex(4)}"
-    store_id(folder, dashboard, made)
-    return made
+    return store_id(folder, dashboard, f"{name}-{secrets.token_hex(4)}")
 
 
 def stored_id(folder: RunFolder, dashboard: str) -> str | None:
     """Return the stored id of the run in a dashboard; None: there is none yet."""
-    file = _id_file(folder, dashboard)
+    file = folder.path / dashboard / "run_id"
     return file.read_text(encoding="utf-8").strip() if file.exists() else None
 
 
-def store_id(folder: RunFolder, dashboard: str, value: str) -> None:
-    """Store the id of the run in a dashboard in the run folder."""
-    file = _id_file(folder, dashboard)
+def store_id(folder: RunFolder, dashboard: str, value: str) -> str:
+    """Store the id of the run in a dashboard in the run folder, and return the id."""
+    file = folder.path / dashboard / "run_id"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, f"{value}\n")
+    return value
 
 
-def _id_file(folder: RunFolder, dashboard: str) -> Path:
-    """Return the file of an id: `<dashboard>/run_id` in the run folder."""
-    return folder.path / dashboard / "run_id"
-
-
-def described(folder: RunFolder) -> dict[str, Any]:
+def _described(folder: RunFolder) -> dict[str, Any]:
     """Return config.yaml and environment.json of the run as one dictionary; neither contains secrets."""
-    return {
-        **folder.read_config(),
-        "environment": json.loads(folder.environment.read_text(encoding="utf-8")),
-    }
+    environment = json.loads(folder.environment.read_text(encoding="utf-8"))
+    return {**folder.read_config(), "environment": environment}
 
 
-# The base of loggers that continue a run in a store, such as MLflow and trackio.
+# The bases of the loggers: a dashboard, and a dashboard whose run is continued by the rows that it lacks.
 
 
 COMPLETIONS = "completions"  # name of the tables of completions, beside the names of metrics
@@ -85,8 +76,27 @@ COMPLETIONS = "completions"  # name of the tables of completions, beside the nam
 Samples = list[dict[str, Any]]  # completions of an evaluation, with the keys of completions.jsonl
 
 
-class ContinuedLogger(Logger):
-    """A logger that sends each metric of an update once to a store, over all sessions of a run.
+class Dashboard(Logger):
+    """A logger that sends rows and completions to another program.
+
+    A subclass starts or continues the run of the dashboard in its constructor, and ends it in `close`.
+    """
+
+    def send(self, row: Row, samples: Samples, update: int) -> None:
+        """Send metrics of an update, or of the evaluation at an update with its completions."""
+        raise NotImplementedError
+
+    def log(self, row: Row, state: TrainState) -> None:
+        """Send the metrics of an update."""
+        self.send(row, [], state.update)
+
+    def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
+        """Send the metrics of an evaluation, and its completions."""
+        self.send(row, evaluation.samples, state.update)
+
+
+class ContinuedDashboard(Dashboard):
+    """A dashboard that gets each metric of an update once, over all sessions of a run.
 
     A resumed run repeats the updates after its checkpoint; the values that the store has are not sent again.
     Rows that the store lacks are read from metrics.jsonl and completions.jsonl when the run resumes.
@@ -102,33 +112,14 @@ class ContinuedLogger(Logger):
     """
 
     def __init__(
-        self,
-        name: str,
-        folder: RunFolder,
-        last: dict[str, int],
-        refusals: tuple[type[Exception], ...] = (),
+        self, name: str, folder: RunFolder, last: dict[str, int], refusals: tuple[type[Exception], ...] = ()
     ) -> None:
-        self.name = name
-        self.folder = folder
-        self.last = last
-        self.refusals = refusals
+        self.name, self.folder, self.last, self.refusals = name, folder, last, refusals
         self.refused = False  # the store refused a row, and nothing was sent after that
 
-    def send(self, row: Row, update: int) -> None:
-        """Send metrics of an update to the store."""
+    def store(self, row: Row, samples: Samples, update: int) -> None:
+        """Send metrics of an update, or completions, to the store."""
         raise NotImplementedError
-
-    def send_completions(self, samples: Samples, update: int) -> None:
-        """Send the completions of the evaluation at an update to the store, as a table."""
-        raise NotImplementedError
-
-    def log(self, row: Row, state: TrainState) -> None:
-        """Send the metrics of an update."""
-        self.send_new(row, [], state.update)
-
-    def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
-        """Send the metrics of an evaluation, and a table of its completions."""
-        self.send_new(row, evaluation.samples, state.update)
 
     def save(self, checkpoint: Path) -> None:
         """Send the rows that the store refused, if any, again."""
@@ -139,20 +130,20 @@ class ContinuedLogger(Logger):
         """Send the rows of metrics.jsonl and completions.jsonl that the store does not have."""
         self.refused = False
         for row in read_lines(self.folder.metrics, ["update"]):
-            self.send_new(row, [], row["update"])
+            self.send(row, [], row["update"])
         evaluated: dict[int, Samples] = {}
         for sample in read_lines(self.folder.completions, ["update"]):
             evaluated.setdefault(sample.pop("update"), []).append(sample)
         for update, samples in evaluated.items():
-            self.send_new({}, samples, update)
+            self.send({}, samples, update)
 
-    def send_new(self, row: Row, samples: Samples, update: int) -> None:
+    def send(self, row: Row, samples: Samples, update: int) -> None:
         """Send the metrics and the completions that the store does not have."""
         new = {name: value for name, value in row.items() if update > self.last.get(name, -1)}
         if new:
-            self.attempt(lambda: self.send(new, update), new, update)
+            self.attempt(lambda: self.store(new, [], update), new, update)
         if samples and update > self.last.get(COMPLETIONS, -1):
-            self.attempt(lambda: self.send_completions(samples, update), [COMPLETIONS], update)
+            self.attempt(lambda: self.store({}, samples, update), [COMPLETIONS], update)
 
     def attempt(self, send: Callable[[], None], names: Iterable[str], update: int) -> None:
         """Send the values `names` of an update, unless the store refused an earlier row."""
@@ -175,7 +166,7 @@ class ContinuedLogger(Logger):
 # The logger of Weights & Biases (W&B).
 
 
-class WandbLogger(Logger):
+class WandbLogger(Dashboard):
     """A logger that sends rows, tables of completions and figures to a W&B run, with the update as x axis.
 
     The config of the W&B run contains config.yaml and environment.json. A resumed run continues the same W&B
@@ -195,10 +186,8 @@ class WandbLogger(Logger):
     def __init__(self, config: WandbConfig, context: LoggerContext) -> None:
         import wandb
 
-        folder = context.folder
-        self.wandb = wandb
-        self.state = context.state
-        self.figures = context.figures
+        folder, self.wandb = context.folder, wandb
+        self.state, self.figures = context.state, context.figures
         try:
             self.run = wandb.init(
                 project=config.project,
@@ -210,7 +199,7 @@ class WandbLogger(Logger):
                 id=run_id(folder, "wandb"),
                 name=folder.path.name,
                 resume="allow",
-                config=described(folder),
+                config=_described(folder),
                 # the metadata of W&B include the command line, which may contain secrets
                 settings=wandb.Settings(x_disable_meta=True),
             )
@@ -221,15 +210,13 @@ class WandbLogger(Logger):
                 "logger=wandb out"
             ) from None
 
-    def log(self, row: Row, state: TrainState) -> None:
-        """Send the row, with the update as its step."""
-        self.run.log(row, step=state.update)
-
-    def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
-        """Send the row and a table of completions, with the update as their step."""
-        columns: list[Any] = list(evaluation.samples[0]) if evaluation.samples else []
-        table = self.wandb.Table(columns, [[sample[c] for c in columns] for sample in evaluation.samples])
-        self.run.log({**row, "completions": table} if columns else row, step=state.update)
+    def send(self, row: Row, samples: Samples, update: int) -> None:
+        """Send the row, and a table of completions, with the update as their step."""
+        sent: dict[str, Any] = dict(row)
+        if samples:
+            columns: list[Any] = list(samples[0])
+            sent["completions"] = self.wandb.Table(columns, [[each[c] for c in columns] for each in samples])
+        self.run.log(sent, step=update)
 
     def close(self) -> None:
         """Finish the W&B run, with the figures of a run that is complete.
@@ -255,10 +242,10 @@ _VARIABLES = {  # read when MLflow is imported or used; the user may set other v
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # the address may contain a password
 }
 _PARAMS = 100  # largest number of parameters of a request
-TABLE = re.compile(r"completions/update-(\d+)\.json")  # artifact of the completions of an evaluation
+_TABLE = re.compile(r"completions/update-(\d+)\.json")  # artifact of the completions of an evaluation
 
 
-class MlflowLogger(ContinuedLogger):
+class MlflowLogger(ContinuedDashboard):
     """A logger that sends rows, tables of completions and figures to an MLflow run.
 
     The parameters of the MLflow run are the settings of the run when it started; the artifact `config.json`
@@ -322,35 +309,26 @@ class MlflowLogger(ContinuedLogger):
 
     def open(self, folder: RunFolder, experiment: str) -> str:
         """Return the id of the MLflow run, which is created or continued, with the settings of the run."""
-        run = stored_id(folder, "mlflow")
-        if run is None or not self.exists(run):
-            run = self.client.create_run(experiment, run_name=folder.path.name).info.run_id
-            store_id(folder, "mlflow", run)
-        self.client.update_run(run, status="RUNNING")
-        self.client.log_dict(run, described(folder), "config.json")
-        known = self.client.get_run(run).data.params  # cannot be changed
-        settings = flat(folder.read_config())  # MLflow forbids some characters in names
-        params = [(re.sub(r"[^\w\-. :/]", "-", key), str(value)) for key, value in settings]
-        self.log_params(run, [(key, value) for key, value in params if key not in known])
-        return run
-
-    def exists(self, run: str) -> bool:
-        """Return whether the store has an MLflow run that is not deleted."""
+        from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
+        found, stored = None, stored_id(folder, "mlflow")
         try:
-            return self.client.get_run(run).info.lifecycle_stage == "active"
+            found = None if stored is None else self.client.get_run(stored)
         except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return False
-            raise
-
-    def log_params(self, run: str, params: list[tuple[str, str]]) -> None:
-        """Send parameters in requests of at most `_PARAMS` parameters."""
-        from mlflow.entities import Param
-
-        for start in range(0, len(params), _PARAMS):
-            self.client.log_batch(run, params=[Param(*each) for each in params[start : start + _PARAMS]])
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+        if found is None or found.info.lifecycle_stage != "active":  # there is none, or it was deleted
+            found = self.client.create_run(experiment, run_name=folder.path.name)
+        run = store_id(folder, "mlflow", found.info.run_id)
+        self.client.update_run(run, status="RUNNING")
+        self.client.log_dict(run, _described(folder), "config.json")
+        settings = flat(folder.read_config())  # MLflow forbids some characters in names
+        params = [(re.sub(r"[^\w\-. :/]", "-", key), str(value)) for key, value in settings]
+        new = [Param(*each) for each in params if each[0] not in found.data.params]  # cannot be changed
+        for start in range(0, len(new), _PARAMS):
+            self.client.log_batch(run, params=new[start : start + _PARAMS])
+        return run
 
     def sent(self) -> dict[str, int]:
         """Return the last update of each metric, and of the completions, in the MLflow run."""
@@ -359,38 +337,40 @@ class MlflowLogger(ContinuedLogger):
             name: max(point.step for point in self.client.get_metric_history(self.run, name))
             for name in names
         }
-        tables = [TABLE.fullmatch(file.path) for file in self.client.list_artifacts(self.run, COMPLETIONS)]
+        tables = [_TABLE.fullmatch(file.path) for file in self.client.list_artifacts(self.run, COMPLETIONS)]
         return last | {COMPLETIONS: max((int(table[1]) for table in tables if table), default=-1)}
 
-    def send(self, row: Row, update: int) -> None:
-        """Send metrics of an update, with the update as their step."""
+    def store(self, row: Row, samples: Samples, update: int) -> None:
+        """Send metrics, or completions as an artifact in the format of a pandas table (`orient="split"`)."""
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, update) for name, value in row.items()]
-        self.client.log_batch(self.run, metrics=metrics)
-
-    def send_completions(self, samples: Samples, update: int) -> None:
-        """Send completions as an artifact, in the format of a pandas table (`orient="split"`)."""
-        columns = list(samples[0])
-        table = {"columns": columns, "data": [[sample[name] for name in columns] for sample in samples]}
-        self.client.log_dict(self.run, table, f"{COMPLETIONS}/update-{update}.json")
+        if samples:
+            columns = list(samples[0])
+            table = {"columns": columns, "data": [[sample[name] for name in columns] for sample in samples]}
+            self.client.log_dict(self.run, table, f"{COMPLETIONS}/update-{update}.json")
+        else:
+            now = int(time.time() * 1000)
+            metrics = [Metric(name, value, now, update) for name, value in row.items()]
+            self.client.log_batch(self.run, metrics=metrics)
 
     def close(self) -> None:
-        """End the MLflow run; an interrupted run is shown as killed until it is resumed."""
+        """End the MLflow run, with the figures of a run that is complete.
+
+        An interrupted run is shown as killed until it is resumed.
+        """
         done = self.context.state.done
+
+        def end() -> None:
+            if done and (figures := self.context.figures()):
+                with TemporaryDirectory() as scratch:
+                    for name, png in figures.items():
+                        Path(scratch, f"{name}.png").write_bytes(png)
+                    self.client.log_artifacts(self.run, scratch, "figures")
+            self.client.set_terminated(self.run, "FINISHED" if done else "KILLED")
+
         if done and self.refused:
             self.send_missing()
-        self.attempt(lambda: self.end(done), [], self.context.state.update)
-
-    def end(self, done: bool) -> None:
-        """Set the final status of the MLflow run; send the figures of a run that is complete."""
-        if done and (figures := self.context.figures()):
-            with TemporaryDirectory() as scratch:
-                for name, png in figures.items():
-                    Path(scratch, f"{name}.png").write_bytes(png)
-                self.client.log_artifacts(self.run, scratch, "figures")
-        self.client.set_terminated(self.run, "FINISHED" if done else "KILLED")
+        self.attempt(end, [], self.context.state.update)
 
 
 # The logger of trackio.
@@ -399,7 +379,7 @@ class MlflowLogger(ContinuedLogger):
 FOLDER = "TRACKIO_DIR"  # the variable of the folder of the store
 
 
-class TrackioLogger(ContinuedLogger):
+class TrackioLogger(ContinuedDashboard):
     """A logger that writes rows and tables of completions to a local store of trackio.
 
     The name of the trackio run is the name of the run folder and a random suffix. A resumed run continues the
@@ -426,7 +406,7 @@ class TrackioLogger(ContinuedLogger):
                 self.run = self.trackio.init(
                     config.project,
                     name=name,
-                    config=described(context.folder),
+                    config=_described(context.folder),
                     resume="allow",
                     embed=False,
                     auto_log_cpu=False,
@@ -443,13 +423,10 @@ class TrackioLogger(ContinuedLogger):
         super().__init__("trackio", context.folder, last)
         self.send_missing()
 
-    def send(self, row: Row, update: int) -> None:
-        """Write metrics of an update, with the update as their step."""
-        self.run.log(row, step=update)
-
-    def send_completions(self, samples: Samples, update: int) -> None:
-        """Write completions as a table."""
-        self.run.log({COMPLETIONS: self.trackio.Table(data=samples)}, step=update)
+    def store(self, row: Row, samples: Samples, update: int) -> None:
+        """Write metrics or a table of completions, with the update as their step."""
+        table = {COMPLETIONS: self.trackio.Table(data=samples)} if samples else {}
+        self.run.log({**row, **table}, step=update)
 
     def close(self) -> None:
         """Wait until all rows are written, and end the trackio run."""
@@ -488,7 +465,7 @@ def import_trackio(folder: Path) -> Any:
 # The logger of TensorBoard event files.
 
 
-class TensorboardLogger(Logger):
+class TensorboardLogger(Dashboard):
     """A logger of scalars, with the update as x axis.
 
     After a resume, events newer than the checkpoint are hidden.
@@ -509,18 +486,13 @@ class TensorboardLogger(Logger):
             purge_step=context.state.update + 1 if context.state.update else 0,
         )
 
-    def log(self, row: Row, state: TrainState) -> None:
-        """Write each metric of the row as a scalar."""
-        for name, value in row.items():
-            self.writer.add_scalar(name, value, state.update)
-
-    def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
+    def send(self, row: Row, samples: Samples, update: int) -> None:
         """Write each metric of the row as a scalar, and the first completion as text."""
-        self.log(row, state)
-        for sample in evaluation.samples[:1]:
-            self.writer.add_text(
-                "completion", f"{sample['prompt']}\n\n**{sample['response']}**", state.update
-            )
+        for name, value in row.items():
+            self.writer.add_scalar(name, value, update)
+        for sample in samples[:1]:
+            text = f"{sample['prompt']}\n\n**{sample['response']}**"
+            self.writer.add_text("completion", text, update)
 
     def close(self) -> None:
         """Write buffered events and close the event file."""

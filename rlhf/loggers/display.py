@@ -10,12 +10,11 @@ from rlhf.core import formatting
 from rlhf.core.formatting import GAP, figure, fitting, shortened
 from rlhf.loggers.logger import Logger
 from rlhf.terminal.console import WIDTH_OF_LINES, console, say, say_items, transcript
-from rlhf.terminal.progress import ProgressDisplay, left
+from rlhf.terminal.progress import Phases, ProgressDisplay, left
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Evaluation, Metrics, Row
     from rlhf.core.state import TrainState
-    from rlhf.terminal.progress import Phases
 
 EVALUATION_METRICS = {  # metrics of an evaluation in the terminal, and their short names
     "eval/win_rate": "win rate",

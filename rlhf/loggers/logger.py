@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.core.files import append, as_line, split_lines, sync, write_atomically
 from rlhf.runs import folder as run_folder
-from rlhf.runs.folder import History
+from rlhf.runs.folder import History, RunFolder
 from rlhf.terminal.console import say
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.core.metrics import Evaluation, Metrics, Row
     from rlhf.core.state import TrainState
-    from rlhf.runs.folder import RunFolder
 
 
 # The interface of a logger.
@@ -172,13 +171,35 @@ class ScoreDoubts(Logger):
 
     def log(self, row: Row, state: TrainState) -> None:
         """Check the row of an update."""
-        self._warn("empty", _all_empty(row))
+        scored = "objective/scores" in row
+        if scored and row["objective/response_tokens"] == row["objective/eos_rate"] == 1:
+            self._warn(
+                "empty",
+                f"all responses of update {row['update']:.0f} are empty (the end token alone); the reward "
+                "may favour short responses, or optim.lr is too high",
+            )
         self._warn("cut", no_reply_ended(row, self.cfg))
-        if "cut" not in self.warned and self.all_equal(row):
-            self._warn("equal", _equal_scores(row, self.samples))
+        if scored and "cut" not in self.warned and self.all_equal(row):
+            several = self.samples > 1
+            which = "all samples of each prompt have the same score" if several else "all scores are equal"
+            ends = "".join(f"; {name} {row[name]:.2g}" for name in _ENDS if row.get(name))
+            self._warn(
+                "equal",
+                f"{which} (mean {row['objective/scores']:.4g}; {row['objective/eos_rate']:.0%} of the "
+                f"responses have an end token{ends}), so there is nothing to learn; check the scorer, its "
+                "missing_eos settings, and generator.response_length",
+            )
         updates, self.update = state.update - self.update, state.update
-        if self.skipped and self.remedy is not None and (seconds := _scoring_s(row)) > _SLOW_S * updates:
-            self._warn("slow", slow(seconds / updates, row["time/update_s"] / updates, self.remedy))
+        if self.skipped and self.remedy is not None:
+            whole, seconds = row["time/update_s"], row.get("time/score_s", 0.0)
+            if row.get("time/wait_s", 0.0) > _SHARE * whole:  # else the annotator delays no update
+                seconds = max(seconds, row.get("time/annotate_ahead_s", 0.0))
+            if seconds > max(_SHARE * whole, _SLOW_S * updates):
+                self._warn(
+                    "slow",
+                    f"scoring takes {seconds / updates:.1f} s of the {whole / updates:.1f} s of an update; "
+                    f"to make it faster, {self.remedy}",
+                )
         self.skipped = True
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
@@ -192,8 +213,6 @@ class ScoreDoubts(Logger):
 
     def all_equal(self, row: Row) -> bool:
         """Return whether the samples of each prompt have equal scores; for one sample: whether all have."""
-        if "objective/scores" not in row:
-            return False
         if self.samples > 1:
             return row["objective/tie_rate"] == 1
         self.means = [*self.means, row["objective/scores"]][-_EQUAL_ROWS:]
@@ -216,44 +235,3 @@ def no_reply_ended(row: Row, cfg: Config) -> str | None:
         f"no reply of the {'evaluation' if at else 'update'} ended: all were cut at {key}={most}, so step of "
         f"the environment was not called; set {key}={longer}"
     )
-
-
-def _all_empty(row: Row) -> str | None:
-    """Return a warning if all scored responses of a row are the end token alone; else None."""
-    if (
-        "objective/scores" not in row
-        or not row["objective/response_tokens"] == row["objective/eos_rate"] == 1
-    ):
-        return None
-    return (
-        f"all responses of update {row['update']:.0f} are empty (the end token alone); the reward may favour "
-        "short responses, or optim.lr is too high"
-    )
-
-
-def _equal_scores(row: Row, samples: int) -> str:
-    """Return the warning about scores that do not depend on the response."""
-    which = "all samples of each prompt have the same score" if samples > 1 else "all scores are equal"
-    ends = "".join(f"; {name} {row[name]:.2g}" for name in _ENDS if row.get(name))
-    return (
-        f"{which} (mean {row['objective/scores']:.4g}; {row['objective/eos_rate']:.0%} of the responses have "
-        f"an end token{ends}), so there is nothing to learn; check the scorer, its missing_eos settings, and "
-        "generator.response_length"
-    )
-
-
-def _scoring_s(row: Row) -> float:
-    """Return the seconds for which scoring delayed the updates of a row; 0 if less than a share of the time.
-
-    Scores of the annotator process delay an update only if the trainer waits for them.
-    """
-    limit = _SHARE * row["time/update_s"]
-    seconds = row.get("time/score_s", 0.0)
-    if row.get("time/wait_s", 0.0) > limit:
-        seconds = max(seconds, row.get("time/annotate_ahead_s", 0.0))
-    return seconds if seconds > limit else 0.0
-
-
-def slow(seconds: float, update: float, remedy: str) -> str:
-    """Return the warning about slow scoring: `seconds` of the `update` seconds of an update."""
-    return f"scoring takes {seconds:.1f} s of the {update:.1f} s of an update; to make it faster, {remedy}"

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,7 @@ from torch import Tensor
 from rlhf.core import launched
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.machine import choose_interfaces
-from rlhf.core.metrics import merge, numbers
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    from rlhf.core.metrics import Metrics
+from rlhf.core.metrics import Metrics, merge, numbers
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """Main program of a worker process: it answers the requests of its trainer one after the other.
 
-    python -m rlhf.processes.service <name> <inherited socket fd> <pid of the trainer> <temporary folder>
+    TMPDIR=<own folder> python -m rlhf.processes.service <name> <inherited socket fd> <pid of the trainer>
 
 The first request is `build`, with the factory of the service. Every other request is the name of a method of
 the service and its arguments. The answer is the returned value, or the error that the method raised. Messages
@@ -168,10 +168,7 @@ class Server:
     """
 
     def __init__(self, name: str, trainer: int, channel: Channel, scratch: str) -> None:
-        self.name = name
-        self.trainer = trainer
-        self.channel = channel
-        self.scratch = scratch
+        self.name, self.trainer, self.channel, self.scratch = name, trainer, channel, scratch
         self.service: Service | None = None
 
     def answer(self, method: str, arguments: tuple[Any, ...]) -> Any:
@@ -184,7 +181,8 @@ class Server:
         """
         try:
             if method == "build":
-                return self.build(*arguments)
+                self.service = arguments[0].build(self.channel)
+                return None
             return getattr(self.service, method)(*arguments)
         except Disconnected:
             raise
@@ -199,10 +197,6 @@ class Server:
             full = OutOfMemory(text)
             full.process = self.name
             return full
-
-    def build(self, factory: ServiceFactory) -> None:
-        """Create the service with `factory`."""
-        self.service = factory.build(self.channel)
 
     def end_with_trainer(self) -> None:
         """Wait until the trainer has ended, then remove temporary files and kill the whole process group."""
@@ -227,11 +221,11 @@ def main() -> None:
     for number in SIGNALS:
         signal.signal(number, ignore)
         signal.siginterrupt(number, False)  # system calls continue
-    name, descriptor, trainer, scratch = sys.argv[1:]
+    name, descriptor, trainer = sys.argv[1:]
     sock = socket.socket(fileno=int(descriptor))
     sock.set_inheritable(False)
     channel = Channel(sock)
-    server = Server(name, int(trainer), channel, scratch)
+    server = Server(name, int(trainer), channel, os.environ["TMPDIR"])
     watcher = threading.Thread(target=server.end_with_trainer, daemon=True)
     watcher.start()
     method = ""

@@ -26,21 +26,17 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO
 
 import torch
 
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import local_rank, local_world_size, without_rank
 from rlhf.core.machine import worker_gpu
-from rlhf.core.metrics import How, Stat
-from rlhf.processes.service import Channel
+from rlhf.core.metrics import How, Metrics, Stat
+from rlhf.processes.service import Channel, ServiceFactory
 from rlhf.processes.signals import kill_group
 from rlhf.terminal.console import say
-
-if TYPE_CHECKING:
-    from rlhf.core.metrics import Metrics
-    from rlhf.processes.service import ServiceFactory
 
 _CLOSE_S = 10.0  # time limit in seconds for a process to release its resources
 
@@ -80,6 +76,63 @@ class Job:
     future: Future[Any] = field(default_factory=Future)
 
 
+class Spawned(subprocess.Popen[bytes]):
+    """A process that leads its own process group and has its own folder for temporary files.
+
+    Ctrl-C in the terminal reaches only this process, which then kills the group. A killed process does not
+    remove its temporary files.
+
+    Args:
+        command: program and arguments.
+        environment: environment variables, in addition to those of this process without its rank. The new
+            process imports the same modules.
+        log: file for the output; None: the output of this process.
+        prefix: begin of the name of the folder for temporary files (`TMPDIR` of the process).
+        inherited: file descriptors that the process gets.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        environment: Mapping[str, str],
+        log: BinaryIO | None,
+        prefix: str,
+        inherited: Collection[int] = (),
+    ) -> None:
+        self.scratch = tempfile.mkdtemp(prefix=prefix)
+        own = without_rank(os.environ)  # first: vLLM needs its first variable to name its processes
+        own.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+        own["TMPDIR"] = self.scratch
+        own["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        super().__init__(
+            command,
+            env={**own, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=inherited,
+            process_group=0,
+        )
+
+    def kill_all(self) -> None:
+        """Kill the process and its process group."""
+        kill_group(self.pid)
+        self.wait()
+
+    def end(self) -> None:
+        """Kill the process group, and remove the temporary files."""
+        self.kill_all()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def ending(self) -> str:
+        """Return how the process ended, for messages."""
+        try:
+            code = self.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return "it closed its connection"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
 class Worker:
     """A queue of jobs that are executed in order in a worker process.
 
@@ -96,12 +149,7 @@ class Worker:
     """
 
     def __init__(
-        self,
-        name: str,
-        factory: ServiceFactory,
-        log: Path,
-        environment: Mapping[str, str],
-        limits: Limits,
+        self, name: str, factory: ServiceFactory, log: Path, environment: Mapping[str, str], limits: Limits
     ) -> None:
         self.name = name
         self.factory = factory
@@ -114,9 +162,8 @@ class Worker:
         self.unanswered = 1  # number of unfinished jobs; the first job starts the process
         self.failure: RunError | UserError | None = None
         self.closing = False
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Spawned | None = None
         self.channel: Channel | None = None
-        self.scratch: str | None = None  # temporary folder of the process
         self.restarts = 0
         self.counted = 0  # restarts that `figures` has reported
         self.carrier = threading.Thread(target=self.carry, name=name, daemon=True)
@@ -152,7 +199,7 @@ class Worker:
         with self.changed:
             self.closing = True
             if self.unanswered and self.process is not None:
-                kill(self.process)
+                self.process.kill_all()
             self.changed.notify()
         self.carrier.join()
 
@@ -231,10 +278,6 @@ class Worker:
     def start(self) -> None:
         """Start a process and create its service.
 
-        The process leads its own process group, so that Ctrl-C in the terminal reaches only the trainer,
-        which then kills the group. The process has its own folder for temporary files, because a killed
-        process does not remove them.
-
         Raises:
             Closed: the worker was closed.
             Lost: a signal killed the process before the service was ready, or the service was not ready
@@ -243,27 +286,13 @@ class Worker:
         """
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
-        self.scratch = tempfile.mkdtemp(prefix=f"rlhf-{self.name}-")
-        arguments = [
-            "-m",
-            "rlhf.processes.service",
-            self.log.stem,
-            str(theirs.fileno()),
-            str(os.getpid()),
-            self.scratch,
-        ]
+        own = {"OMP_WAIT_POLICY": "PASSIVE", **self.environment}
+        command = [sys.executable, "-P", "-u", "-m", "rlhf.processes.service"]  # -u: a complete log
+        command += [self.log.stem, str(theirs.fileno()), str(os.getpid())]
         with theirs, self.log.open("ab") as log, self.lock:
             if self.closing:
                 raise Closed
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-u", *arguments],  # -u: the log is complete if the process is killed
-                env=inherited(self.scratch) | {"OMP_WAIT_POLICY": "PASSIVE", **self.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                process_group=0,
-            )
+            self.process = Spawned(command, own, log, f"rlhf-{self.name}-", [theirs.fileno()])
         try:
             self.ask("build", self.factory, limit=self.limits.start_s)
         except Lost as lost:
@@ -307,7 +336,7 @@ class Worker:
             key = f"generator.{'start' if start else 'request'}_limit_s"
             raise Lost(f"did not {'start' if start else method} within {limit:g} seconds", key) from None
         except (OSError, EOFError, pickle.UnpicklingError):
-            how = ending(self.process)
+            how = self.process.ending()
             if self.process.poll() is None:  # the process runs, so the connection failed on this side
                 self.check()
             raise Lost(f"died ({how})") from None
@@ -318,23 +347,10 @@ class Worker:
     def stop(self) -> None:
         """Kill the process, if any, close its connection and remove its temporary folder."""
         if self.process is not None:
-            kill(self.process)
+            self.process.end()
         if self.channel is not None:
             self.channel.close()
-        if self.scratch is not None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
-        self.process = self.channel = self.scratch = None
-
-
-def inherited(scratch: str) -> dict[str, str]:
-    """Return the environment variables of this process for a child process of no rank.
-
-    The child imports the same modules, and its temporary files are in the folder `scratch`.
-    """
-    own = without_rank(os.environ)  # first: vLLM cannot name its processes if it changes their first variable
-    own.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return own | {"TMPDIR": scratch, "PYTHONPATH": paths}
+        self.process = self.channel = None
 
 
 def received(channel: Channel) -> Any:
@@ -343,21 +359,6 @@ def received(channel: Channel) -> Any:
     if isinstance(answer, (RunError, UserError)):
         raise answer
     return answer
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its process group."""
-    kill_group(process.pid)
-    process.wait()
-
-
-def ending(process: subprocess.Popen[bytes]) -> str:
-    """Return how a process ended, for messages."""
-    try:
-        code = process.wait(timeout=1)
-    except subprocess.TimeoutExpired:
-        return "it closed its connection"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def environment(

@@ -115,14 +115,25 @@ class FunctionScorer(Scorer):
             made, self.made = self.made, None
             given = made.results
             if self.config.batched:
-                given = self.listed(given[0], len(made.examples), made.examples[0])
+                (given,), count = given, len(made.examples)
+                if not isinstance(given, list) or len(given) != count:
+                    what = f"{type(given).__name__} {shortened(repr(given), 80)}"
+                    what = f"{len(given)} scores" if isinstance(given, list) else what
+                    raise RunError(
+                        f"{self.name} returned {what} for {count} responses, the first of "
+                        f"{made.examples[0]}; with {self.at}.batched=true it must return a list with one "
+                        f"score per response: correct the function, or set {self.at}.batched=false"
+                    )
         scores = []
         for value, example in zip(given, made.examples, strict=True):
             score = math.nan if value is None and not self.alone else as_score(value)
             if score is None:
+                several = isinstance(value, Sized) and not isinstance(value, str | bytes | Mapping)
+                hint = f", or set {self.at}.batched=true if it takes and returns lists"
+                hint = hint if several and not self.config.batched else ""
                 raise RunError(
                     f"{self.name} returned {shortened(repr(value), 80)} for {example}; a score must be a "
-                    f"finite number{not_a_score(value)}: correct the function{self.hint(value)}"
+                    f"finite number{not_a_score(value)}: correct the function{hint}"
                 )
             scores.append(score)
         return made.texts.spread(scores)
@@ -135,12 +146,8 @@ class FunctionScorer(Scorer):
         asynchronous = [each for each in self.together if environment.asynchronous_calls(each.function)]
         several = asynchronous if self in asynchronous else [self]
         made = {each: each.calls_for(rollouts) for each in several}
-        keys = [
-            (each, i)
-            for each in several
-            for i, result in enumerate(made[each].results)
-            if isawaitable(result)
-        ]
+        every = [(each, i) for each in several for i in range(len(made[each].results))]
+        keys = [(each, i) for each, i in every if isawaitable(made[each].results[i])]
         waiting = environment.Calls(bool(keys), math.inf, in_loop=bool(keys))
         try:
             for each, i in keys:
@@ -170,7 +177,8 @@ class FunctionScorer(Scorer):
             for example, response in zip(texts.examples, texts.responses, strict=True)
         ]
         if self.config.batched:
-            received = [{name: [each.get(name) for each in received] for name in names_of(received)}]
+            names = dict.fromkeys(name for each in received for name in each)  # some rows lack columns
+            received = [{name: [each.get(name) for each in received] for name in names}]
             of_calls = [f"{len(examples)} responses, the first of {examples[0]}"]
         results = [self.call(*each) for each in zip(received, of_calls, strict=True)]
         return Made(rollouts, texts, examples, of_calls, results)
@@ -255,34 +263,6 @@ class FunctionScorer(Scorer):
         takes = " (it receives lists)" if self.config.batched else ""
         where = place_in_code(error, __file__, str(environment.__file__))
         return RunError(f"{self.name} {did}{where} for {example}; correct the function{takes}")
-
-    def listed(self, given: Any, count: int, example: str) -> list[Any]:
-        """Return the result `given` of a batched function, which must be a list of `count` scores.
-
-        Raises:
-            RunError: the result is not a list of `count` items; `example` describes the first response.
-        """
-        if not isinstance(given, list) or len(given) != count:
-            what = f"{type(given).__name__} {shortened(repr(given), 80)}"
-            if isinstance(given, list):
-                what = f"{len(given)} scores"
-            raise RunError(
-                f"{self.name} returned {what} for {count} responses, the first of {example}; with "
-                f"{self.at}.batched=true it must return a list with one score per response: correct the "
-                f"function, or set {self.at}.batched=false"
-            )
-        return given
-
-    def hint(self, value: object) -> str:
-        """Return an addition to the remedy if `value`, returned for one response, has several items."""
-        if self.config.batched or isinstance(value, str | bytes | Mapping) or not isinstance(value, Sized):
-            return ""
-        return f", or set {self.at}.batched=true if it takes and returns lists"
-
-
-def names_of(received: list[dict[str, Any]]) -> list[str]:
-    """Return the names of all values that a function receives; columns may be missing in some rows."""
-    return list(dict.fromkeys(name for each in received for name in each))
 
 
 def items(given: Any) -> Any:

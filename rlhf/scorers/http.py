@@ -6,12 +6,10 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import requests
@@ -22,13 +20,13 @@ from torch import Tensor
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import as_score, shortened
 from rlhf.core.machine import is_loopback, refusal
+from rlhf.environments.environment import Calls
 from rlhf.processes.signals import end_wait
-from rlhf.scorers.scorer import Scorer, distinct_texts
+from rlhf.scorers.scorer import Scorer, ScorerContext, distinct_texts
 
 if TYPE_CHECKING:
     from rlhf.config.scorers import HttpScorerConfig
     from rlhf.core.batch import Rollouts
-    from rlhf.scorers.scorer import ScorerContext
 
 
 _TRY_AGAIN = (429, *range(500, 600))
@@ -144,19 +142,28 @@ class HttpScorer(Scorer):
 
     def refused(self, answer: requests.Response, body: bytes) -> Exception:
         """Return the error of a try that was answered with another status than 200."""
-        status = answer.status_code
+        status, at = answer.status_code, self.at
         text = shortened(repr(body.decode(errors="replace")), 200)
-        problem = f"{self.at}.url={self.url} answered with status {status} ({text})"
-        error = RunError(f"{problem}; {self.remedy(status)}")
+        problem = f"{at}.url={self.url} answered with status {status} ({text})"
         if status not in _TRY_AGAIN:
-            return error
-        wait_s = retry_after(answer.headers.get("Retry-After", ""))
-        if wait_s is not None and wait_s > self.config.timeout_s:
+            remedy = f"correct {at}.url, or see the log of the service"
+            if status in (401, 403):
+                remedy = (
+                    f"set {at}.token_variable=<environment variable with a token that the service accepts>"
+                )
+            elif status == 413:
+                remedy = f"lower {at}.batch_size"
+            return RunError(f"{problem}; {remedy}")
+        wait_s, limit_s = retry_after(answer.headers.get("Retry-After", "")), self.config.timeout_s
+        if wait_s is not None and wait_s > limit_s:
             return RunError(
                 f"{problem} and asked to wait for {wait_s:,.0f} seconds (Retry-After), more than "
-                f"{self.at}.timeout_s={self.config.timeout_s:g}; run the same command later, or set "
-                f"{self.at}.timeout_s={wait_s:.0f}"
+                f"{at}.timeout_s={limit_s:g}; run the same command later, or set {at}.timeout_s={wait_s:.0f}"
             )
+        error = RunError(
+            f"{problem}; {self.config.retries + 1} tries were made: see the log of the service, lower "
+            f"{at}.concurrency or raise {at}.retries"
+        )
         return Again(error, wait_s or None)
 
     def read(self, body: bytes, count: int) -> list[float]:
@@ -181,21 +188,6 @@ class HttpScorer(Scorer):
             wrong = scores.index(None)
             problem = f"{shortened(repr(given[wrong]), 80)} as score {wrong} of {count}"
         raise RunError(f"{self.at}.url={self.url} answered with status 200 and {problem}; {EXPECTED}")
-
-    def remedy(self, status: int) -> str:
-        """Return the remedy for an HTTP status that is not 200, for an error message."""
-        if status in _TRY_AGAIN:
-            tried = f"{self.config.retries + 1} tries were made"
-            return (
-                f"{tried}: see the log of the service, lower {self.at}.concurrency or raise {self.at}.retries"
-            )
-        if status in (401, 403):
-            return (
-                f"set {self.at}.token_variable=<environment variable with a token that the service accepts>"
-            )
-        if status == 413:
-            return f"lower {self.at}.batch_size"
-        return f"correct {self.at}.url, or see the log of the service"
 
 
 EXPECTED = 'the answer must be {"scores": [...]} with one finite number per response; correct the service'
@@ -265,24 +257,20 @@ def cause_of(error: BaseException) -> str:
     """Return why a request failed, in one phrase: the system's error message, or a time limit."""
     if isinstance(error, requests.Timeout) or "timed out" in str(error):
         return "timed out"
-    causes = [error]
-    while inner := [each for each in _inner_errors(causes[-1]) if each not in causes]:
-        causes.append(inner[0])
-    messages = [cause.strerror for cause in causes if isinstance(cause, OSError) and cause.strerror]
-    return messages[-1] if messages else type(causes[-1]).__name__
-
-
-def _inner_errors(error: BaseException) -> list[BaseException]:
-    """Return the errors inside an error of requests or urllib3."""
-    inner = [getattr(error, "reason", None), error.__cause__, *error.args]
-    return [each for each in inner if isinstance(each, BaseException)]
+    causes, message = [error], ""
+    for cause in causes:  # grows by the errors inside of errors of requests and urllib3
+        message = (cause.strerror if isinstance(cause, OSError) else None) or message
+        inner = (getattr(cause, "reason", None), cause.__cause__, *cause.args)
+        new = (each for each in inner if isinstance(each, BaseException) and each not in causes)
+        causes += [*new][:1]
+    return message or type(causes[-1]).__name__
 
 
 # Calls in parallel daemon threads, each with a time limit and retries, while the calling thread waits.
 #
-# A thread that is blocked in a system call cannot be stopped, for example in a connection to a host that does
-# not answer. So the calling thread abandons a try at its deadline, and the thread ends when its call returns.
-# Only the calling thread waits between tries, in steps of `_POLL_S`. Therefore a signal ends every wait.
+# `Calls` gives up a try at its deadline: a thread that is blocked in a system call, for example in a
+# connection to a host that does not answer, cannot be stopped, and ends when the call returns. Only the
+# calling thread waits between tries, in steps of `_POLL_S`. Therefore a signal ends every wait.
 
 
 T = TypeVar("T")
@@ -303,21 +291,6 @@ class Again(Exception):
         super().__init__(str(error))
         self.error = error
         self.wait_s = wait_s
-
-
-@dataclass(slots=True)
-class Call:
-    """The state of one call.
-
-    Attributes:
-        due: time of the deadline of a running try, or of the start of the next try (`time.monotonic`).
-        tries: number of tries that were started.
-        running: whether a try runs.
-    """
-
-    due: float
-    tries: int = 0
-    running: bool = False
 
 
 def in_parallel(
@@ -346,49 +319,35 @@ def in_parallel(
         Interrupted: a signal was received.
         Exception: an error of `do`, or of `late`, if no try is left.
     """
-    outcomes: SimpleQueue[tuple[int, int, T | BaseException]] = SimpleQueue()
     answers: dict[int, T] = {}
-    active: dict[int, Call] = {}
-
-    def attempt(i: int, number: int, deadline: float) -> None:
-        try:
-            outcomes.put((i, number, do(i, deadline)))
-        except BaseException as error:
-            outcomes.put((i, number, error))
-
-    def settle(i: int, outcome: T | BaseException) -> None:
-        call = active[i]
-        if isinstance(outcome, Again):
-            if call.tries > retries:
-                raise outcome.error
-            wait_s = backoff(call.tries) if outcome.wait_s is None else outcome.wait_s
-            call.running, call.due = False, time.monotonic() + wait_s
-        elif isinstance(outcome, BaseException):
-            raise outcome
-        else:
-            answers[i] = outcome
-            del active[i]
-
-    while len(answers) < count:
-        end_wait()
-        while len(active) < concurrency and len(answers) + len(active) < count:
-            active[len(answers) + len(active)] = Call(due=time.monotonic())
-        now = time.monotonic()
-        for i, call in list(active.items()):
-            if call.due > now:
-                continue
-            if call.running:
-                settle(i, Again(late()))
-            else:
-                call.tries, call.running, call.due = call.tries + 1, True, now + timeout_s
-                Thread(target=attempt, args=(i, call.tries, call.due), daemon=True).start()
-        wait_s = min(call.due for call in active.values()) - time.monotonic()
-        try:
-            i, number, outcome = outcomes.get(timeout=min(max(wait_s, 0.0), _POLL_S))
-        except Empty:
-            continue
-        if i in active and active[i].running and active[i].tries == number:  # else the try was abandoned
-            settle(i, outcome)
+    tries = Counter[int]()
+    due: dict[int, float] = {}  # when the next try of a call begins that has none now
+    calls = Calls(concurrency, timeout_s, abandoned=[])
+    try:
+        while len(answers) < count:
+            end_wait()
+            while len(due) + len(calls.open) < concurrency and len(tries) < count:
+                i = len(tries)
+                tries[i], due[i] = 0, 0.0
+            now = time.monotonic()
+            for i in [i for i, begin in due.items() if begin <= now]:
+                del due[i]
+                tries[i] += 1
+                calls.ask(i, lambda i=i: do(i, time.monotonic() + timeout_s))
+            wait_s = min([_POLL_S, *(begin - now for begin in due.values())])
+            if not calls.open:
+                time.sleep(wait_s)
+            for call in calls.ended(wait_s):
+                error = Again(late()) if call.late else call.error
+                if error is None:
+                    answers[call.key] = call.result
+                elif isinstance(error, Again) and tries[call.key] <= retries:
+                    wait_s = backoff(tries[call.key]) if error.wait_s is None else error.wait_s
+                    due[call.key] = time.monotonic() + wait_s
+                else:
+                    raise error.error if isinstance(error, Again) else error
+    finally:
+        calls.close(0.0, ())
     return [answers[i] for i in range(count)]
 
 

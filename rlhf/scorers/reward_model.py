@@ -9,22 +9,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf.config.scorers import choice
-from rlhf.core.batch import Budget
+from rlhf.config.scorers import RewardModelScorerConfig, choice
+from rlhf.core.batch import Budget, Rollouts
 from rlhf.core.errors import UserError
 from rlhf.models.loading import load_reward_model
 from rlhf.models.modules import RewardModel
 from rlhf.models.placement import infer
 from rlhf.models.tokenizer import check_vocabulary, fill_pad_token, read_tokenizer, same_tokens
-from rlhf.scorers.scorer import Scorer, response_texts
+from rlhf.scorers.scorer import Scorer, ScorerContext, response_texts
 from rlhf.text.chat import Dialogues, control_tokens, end_responses_with_turns, quoted, set_clock
 from rlhf.text.encoding import encode_completions, encode_prompts
 
 if TYPE_CHECKING:
     from rlhf.config.models import ModelConfig
-    from rlhf.config.scorers import RewardModelScorerConfig
-    from rlhf.core.batch import Rollouts
-    from rlhf.scorers.scorer import ScorerContext
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf.core.batch import Batch
+from rlhf.core.batch import Batch, Rollouts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.files import Shared, name, vocabulary
 from rlhf.core.formatting import in_float32
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from rlhf.config.mixture_task import MixtureScorerConfig
     from rlhf.config.models import ModelConfig
     from rlhf.config.scorers import LabelsScorerConfig, NoScorerConfig, ScorerConfig, WeightedScorerConfig
-    from rlhf.core.batch import Rollouts, Sampling
     from rlhf.core.state import TrainState
     from rlhf.environments.environment import Turns
     from rlhf.processes.ranks import Ranks
@@ -102,13 +101,12 @@ class Scorer(ABC):
     """
 
     config: ScorerConfig
+    merges_identical = True  # identical responses to a prompt get one score
     alone = True  # False: a part of a weighted sum; the score is NaN where only other parts judge a response
 
     def __init__(self, config: ScorerConfig, context: ScorerContext) -> None:
-        self.config = config
-        self.at = context.at
+        self.config, self.at, self.ranks = config, context.at, context.ranks
         self.tokenizer: PreTrainedTokenizerBase = context.tokenizer
-        self.ranks = context.ranks
         self.tie_tolerance = context.tie_tolerance
 
     @abstractmethod
@@ -119,13 +117,15 @@ class Scorer(ABC):
         """
 
     def score_once(self, rollouts: Rollouts) -> Tensor:
-        """Return `score` in float64, but identical responses to a prompt get the score of the first of them.
+        """Return `score` in float64; with `merges_identical`, identical responses get the score of the first.
 
         A model gives identical responses scores that differ by rounding, because they are at different
         places of a batch. Weights and penalties are applied in float64, and `merge_ties` rounds the result to
         float32: sums that are equal, such as 0.1 + 0.6 and 0.3 + 0.4, then are equal numbers.
         """
         scores = self.score(rollouts).double()
+        if not self.merges_identical:
+            return scores
         return scores.gather(1, first_of_identical(rollouts).to(scores.device))
 
     def scored(self, rollouts: Rollouts) -> list[Scored]:
@@ -190,6 +190,7 @@ class LabelsScorer(Scorer):
     """A scorer that returns the labels of stored completions; 0 for completions without labels."""
 
     config: LabelsScorerConfig
+    merges_identical = False  # the data may label them differently
 
     def at_end(self, scores: Tensor, ended: Tensor) -> Tensor:
         """Return the labels unchanged: a label is valid whether or not the text was truncated."""
@@ -201,22 +202,16 @@ class LabelsScorer(Scorer):
             return torch.zeros(rollouts.response_ids.shape[:2])
         return rollouts.labels
 
-    def score_once(self, rollouts: Rollouts) -> Tensor:
-        """Return the labels [N, K] in float64: the data may label identical responses differently."""
-        return self.score(rollouts).double()
-
 
 class EnvironmentScorer(Scorer):
     """A scorer that returns the sum of the rewards of an episode."""
+
+    merges_identical = False  # an environment may reward identical replies differently
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the sums [N, K]."""
         assert rollouts.rewards is not None, "validated: the run has an environment"
         return rollouts.rewards.double().sum(-1)
-
-    def score_once(self, rollouts: Rollouts) -> Tensor:
-        """Return the sums [N, K] in float64: an environment may reward identical replies differently."""
-        return self.score(rollouts)
 
 
 class TextScorer(Scorer):
@@ -229,14 +224,8 @@ class TextScorer(Scorer):
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the scores [N, K] of the responses' texts."""
         texts = distinct_texts(rollouts, self.tokenizer)
-        return texts.spread(
-            [
-                self.judge(prompt, response, reference)
-                for prompt, response, reference in zip(
-                    texts.prompts, texts.responses, texts.references, strict=True
-                )
-            ]
-        )
+        each = zip(texts.prompts, texts.responses, texts.references, strict=True)
+        return texts.spread([self.judge(*one) for one in each])
 
 
 def response_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
@@ -265,7 +254,7 @@ def flat_texts(
     return prompts, [text for group in groups for text in group], references
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DistinctTexts:
     """The distinct responses of rollouts as M texts; identical responses to a prompt are one text."""
 
@@ -291,13 +280,7 @@ def distinct_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> Di
         for texts in flat_texts(rollouts, tokenizer)
     )
     examples = torch.arange(len(rollouts)).repeat_interleave(K)[kept]
-    return DistinctTexts(
-        prompts=prompts,
-        responses=responses,
-        references=references,
-        examples=examples.tolist(),
-        places=places,
-    )
+    return DistinctTexts(prompts, responses, references, examples.tolist(), places)
 
 
 def first_of_identical(rollouts: Rollouts) -> Tensor:
@@ -440,12 +423,8 @@ class SavingScorer(Scorer):
         sampling: Sampling,
         state: TrainState,
     ) -> None:
-        self.config = scorer.config
-        self.scorer = scorer
-        self.folder = folder
-        self.tokenizer = tokenizer
-        self.sampling = sampling
-        self.state = state
+        self.config, self.scorer, self.folder = scorer.config, scorer, folder
+        self.tokenizer, self.sampling, self.state = tokenizer, sampling, state
         self.vocabulary = vocabulary(tokenizer.get_vocab())
         folder.mkdir(parents=True, exist_ok=True)
         for file in folder.glob(f"*{SCRATCH}"):
@@ -514,13 +493,8 @@ def write(
         if (values := getattr(batch, column)) is not None:
             columns[column] = cut(values.flatten(0, 1), mask)
     columns |= {key: [*map(in_float32, columns[key])] for key in columns if "/" in key or key == "score"}
-    shared = Shared(
-        prompts=N,
-        samples=K,
-        response_length=T,
-        temperature=sampling.temperature,
-        vocabulary=vocabulary,
-    )
+    temperature = sampling.temperature
+    shared = Shared(prompts=N, samples=K, response_length=T, temperature=temperature, vocabulary=vocabulary)
     table = pyarrow.table(columns).replace_schema_metadata(shared.metadata())
     file = folder / name(update)
     scratch = file.with_name(f"{file.name}{SCRATCH}")

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,7 +16,7 @@ import pytest
 
 from rlhf.generators.servers import pool
 from rlhf.generators.servers.protocol import SCRATCH
-from rlhf.generators.servers.server import Child, on_port, variables
+from rlhf.generators.servers.server import Child, variables
 from rlhf.generators.servers.server import command as serving
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
@@ -65,7 +64,7 @@ def uninterrupted(tiny, served, tmp_path_factory, monkeypatch):
 def url(uninterrupted, served, tmp_path) -> Iterator[str]:
     """Return the address of a server that outlives the trainers."""
     own = variables(served[0], KEY) | {"OMP_NUM_THREADS": "1"}
-    child = Child(partial(on_port, serving(served[0], "127.0.0.1")), own, tmp_path / "server.log")
+    child = Child(serving(served[0], "127.0.0.1"), own, tmp_path / "server.log")
     address = child.start()
     wait_for(lambda: answers(f"{address}/health") or child.ended())
     yield address

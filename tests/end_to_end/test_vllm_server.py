@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from torch import Tensor
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.protocol import GENERATE, LOAD, STATUS
-from rlhf.generators.servers.server import Child, Server, command, on_port, variables
+from rlhf.generators.servers.server import Child, Server, command, variables
 from rlhf.generators.vllm.generator import visible
-from rlhf.generators.weights import FileWeights
+from rlhf.generators.weights import SharedWeights
 from rlhf.generators.weights_gpu import Nccl
 from rlhf.models.modules import Policy, set_head
 from rlhf.processes.signals import members
@@ -83,7 +82,7 @@ def pool(settings, folder: Path, server: Server, in_flight=False, restarts=3, st
     """Yield a pool with one server."""
     made = ServerPool(
         [server],
-        store or FileWeights(folder / "weights"),
+        store or SharedWeights(folder=folder / "weights"),
         settings,
         vocabulary=VOCABULARY,
         restarts=restarts,
@@ -136,7 +135,7 @@ def child(settings, order, tmp_path_factory):
     python, safe, _, *words = command(settings, "127.0.0.1")
     own = variables(settings, KEY) | {"OMP_NUM_THREADS": "1", "ORDER": str(order)}
     log = tmp_path_factory.mktemp("server") / "server.log"
-    child = Child(partial(on_port, [python, safe, "-c", PROGRAM, *words]), own, log)
+    child = Child([python, safe, "-c", PROGRAM, *words], own, log)
     yield child
     child.stop()
 
@@ -248,7 +247,7 @@ def test_weights_come_by_nccl_with_a_socket_in_its_place(settings, tmp_path):
     words = command(settings, "127.0.0.1")
     words[words.index("--worker-extension-cls") + 1] = f"{nccl_over_socket.__name__}.Extension"
     own = variables(settings, KEY) | {"OMP_NUM_THREADS": "1"}
-    child = Child(partial(on_port, words), own, tmp_path / "server.log")
+    child = Child(words, own, tmp_path / "server.log")
     server = Server("server 0", None, KEY, 500.0, 60.0, 60.0, child)
     store = nccl_over_socket.Nccl(torch.device("cpu"), torch.float32, 1)
     with nccl_over_socket.in_place(), pool(settings, tmp_path, server, store=store) as generator:
@@ -268,9 +267,7 @@ def test_on_gpus_weights_come_by_nccl(settings, tmp_path):
     gpu = torch.device("cuda", 0)
     settings = replace(settings, transfer="nccl", gpu=True, memory=0.2)
     visible_gpu = {"CUDA_VISIBLE_DEVICES": visible((1,), os.environ.get("CUDA_VISIBLE_DEVICES"))}
-    child = Child(
-        partial(on_port, command(settings, "127.0.0.1")), variables(settings, KEY) | visible_gpu, None
-    )
+    child = Child(command(settings, "127.0.0.1"), variables(settings, KEY) | visible_gpu, None)
     server = Server("server 0", None, KEY, 900.0, 120.0, 120.0, child)
     with pool(settings, tmp_path, server, store=Nccl(gpu, torch.float32, 1)) as generator:
         for version in (1, 2):
@@ -301,7 +298,7 @@ def strike(owner: ServerPool, child: Child, number: int, role: str) -> None:
     owner.load(weights(old), old)
     expected = sample(owner, given, **more)
     owner.figures()
-    struck, scratch = processes(child), child.scratch
+    struck, scratch = processes(child), child.process.scratch
     files = shared_memory(struck.values())
     assert set(struck) == {*ROLES} and files
     asked = owner.submit(given, sampling(samples=3, **more))

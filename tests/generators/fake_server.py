@@ -22,7 +22,7 @@ from aiohttp import web
 
 from rlhf.core.errors import RunError
 from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
-from rlhf.generators.weights import checksum, read_file
+from rlhf.generators.weights import Entry, Manifest, checksum, read
 from rlhf.generators.weights_gpu import fingerprint
 from tests.generators.test_gpu_transfer import Peer
 
@@ -169,7 +169,9 @@ class FakeServer:
                 if body["group"] is not None:
                     self.peer = await asyncio.to_thread(self.join, body["group"])
                 if "path" in update:
-                    sums = {name: checksum(tensor) for name, tensor in read_file(**update)}
+                    entries = tuple(Entry(*each) for each in update["entries"])
+                    found = read(Manifest(update["version"], update["path"], entries))
+                    sums = {name: checksum(tensor) for name, tensor in found}
                 else:
                     sums = await asyncio.to_thread(self.receive, update)
             except (RunError, OSError) as error:

@@ -9,7 +9,7 @@ from rlhf.core.errors import UserError
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.protocol import FILES, NCCL
 from rlhf.generators.servers.server import Server, check, numbers, ranges
-from rlhf.generators.weights import FileWeights
+from rlhf.generators.weights import SharedWeights
 from rlhf.serve import _parser
 from tests.generators.fake_server import FakeServer, loop_in_a_thread
 from tests.generators.test_server_pool import prompts, sampling, settings, weights
@@ -105,7 +105,7 @@ def test_a_refused_server_ends_the_run_also_after_somebody_has_started_it_again(
     with loop_in_a_thread() as loop:
         fake = FakeServer(loop, "key")
         server = Server("anywhere", fake.start(), "key", 10, 10, 10, accept=accept)
-        store = FileWeights(tmp_path / "weights")
+        store = SharedWeights(folder=tmp_path / "weights")
         pool = ServerPool([server], store, settings(), vocabulary=97, restarts=3, in_flight=False)
         try:
             pool.load(weights(0), 0)

@@ -14,7 +14,7 @@ from rlhf.core.errors import RunError
 from rlhf.generators.process import Replica, Replicas
 from rlhf.processes.worker import environment
 from rlhf.training.stream import Stream
-from tests.processes.test_worker import LIMITS, SECONDS, Fake, answers, ask, gone, load, prompts
+from tests.processes.test_worker import LIMITS, SECONDS, Fake, answers, ask, files_of, gone, load, prompts
 from tests.training.streams import context
 
 pytestmark = [pytest.mark.process, pytest.mark.forks]
@@ -139,14 +139,14 @@ def test_replicas_share_a_snapshot_whose_file_is_reused_after_its_release(count,
     generator = noted(count)
     train(generator, lag, updates=lag + 20)
     store = generator.store
-    assert len(store.files) <= 2 * count
+    assert len(files_of(store)) <= 2 * count
     held = {replica.confirmed.path for replica in generator.replicas} | {generator.latest.path}
-    assert set(store.files) == held | set(store.free) and not held & set(store.free)
+    assert set(files_of(store)) == held | set(store.free) and not held & set(store.free)
     first = noted(count)
     first.load(WEIGHTS, 0)
     for request in range(count):
         first.submit(prompts(), sampling(request))
-    assert len(first.store.files) == 1, "all replicas read the same copy"
+    assert len(files_of(first.store)) == 1, "all replicas read the same copy"
 
 
 def test_shared_memory_is_freed_after_all_processes_have_ended():
@@ -158,7 +158,7 @@ def test_shared_memory_is_freed_after_all_processes_have_ended():
         close(),
     )
     generator.close()
-    assert ended == [[["close"], ["close"]]] and not generator.store.files
+    assert ended == [[["close"], ["close"]]] and not files_of(generator.store)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_lost_replica_is_restarted_and_the_others_continue(start, tmp_path):
     found = processes(generator)
     assert len(set(found)) == 2
     generator.close()
-    assert all(map(gone, found)) and not generator.store.files
+    assert all(map(gone, found)) and not files_of(generator.store)
 
 
 def test_two_replicas_answer_requests_in_parallel(start):

@@ -20,7 +20,7 @@ from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Server
 from rlhf.generators.shares import most_versions
 from rlhf.generators.vllm.sampler import VLLMFactory
-from rlhf.generators.weights import FileWeights, checksum
+from rlhf.generators.weights import SharedWeights, checksum
 from tests.generators import fake_server
 from tests.generators.fake_server import STOP, VOCABULARY, FakeChild, FakeServer, changes, says, token
 
@@ -71,7 +71,7 @@ class Started:
         self.limits = max(1.0, limit_s), limit_s, limit_s
         self.fakes = [FakeServer(loop, KEY, **fake) for _ in range(count)]
         self.children, self.key, self.settings = children, key, (restarts, in_flight)
-        self.store = store or FileWeights(folder / "weights")
+        self.store = store or SharedWeights(folder=folder / "weights")
 
     def __enter__(self):
         made = []
@@ -497,7 +497,7 @@ def test_each_request_has_the_weights_of_the_load_before_it_and_few_versions_are
             check(future.result(10), given, one, version)
         assert started.figures()[0] == 1
         wait_until(lambda: started.store.kept == 1)
-        assert [file.name for file in started.store.folder.iterdir()] == ["step-7.safetensors"]
+        assert [file.name for file in started.store.folder.iterdir()] == ["step-7"]
     assert not started.store.folder.exists()
 
 
@@ -675,7 +675,7 @@ def test_a_damaged_file_is_an_error_that_names_it(damage, loop, tmp_path):
 
         def spoil(given, version):
             manifest = write(given, version)
-            path = one.store.folder / f"step-{version}.safetensors"
+            path = one.store.folder / f"step-{version}"
             content = bytearray(path.read_bytes())
             content[-1] ^= 1
             path.write_bytes(content if damage == "changed" else content[:-3])
@@ -686,21 +686,17 @@ def test_a_damaged_file_is_an_error_that_names_it(damage, loop, tmp_path):
         one.store.write = spoil
         one.pool.load(weights(0), 0)
         error = error_of(one.pool)
-        assert (
-            isinstance(error, RunError)
-            and "step-0.safetensors" in str(error)
-            and one.fakes[0].loads == [0, 0]
-        )
+        assert isinstance(error, RunError) and "step-0" in str(error) and one.fakes[0].loads == [0, 0]
 
 
 def test_a_store_removes_the_versions_of_a_killed_run_and_no_other_file(tmp_path):
     other = tmp_path / "of the user"
-    for name in (other.name, "step-3.safetensors", "step-4.part"):
+    for name in (other.name, "step-3"):
         (tmp_path / name).write_text("")
-    store = FileWeights(tmp_path)
+    store = SharedWeights(folder=tmp_path)
     assert [*tmp_path.iterdir()] == [other] and store.kept == 0
     store.write(weights(5), 5)
-    assert {*tmp_path.iterdir()} == {other, tmp_path / "step-5.safetensors"}
+    assert {*tmp_path.iterdir()} == {other, tmp_path / "step-5"}
     store.close()
     assert [*tmp_path.iterdir()] == [other]
 
@@ -717,6 +713,6 @@ def test_a_full_disk_is_an_error_of_the_load_and_requests_go_on(loop, tmp_path):
                 one.pool.load([("a", torch.zeros(2**19))], 1)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert [file.name for file in one.store.folder.iterdir()] == ["step-0.safetensors"]
+        assert [file.name for file in one.store.folder.iterdir()] == ["step-0"]
         check(future.result(10), given, asked, 0)
         play(one.pool)

@@ -4,7 +4,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from dataclasses import replace
@@ -15,13 +14,11 @@ import torch
 from rlhf.core.errors import RunError
 from rlhf.generators import weights as shared_memory
 from rlhf.generators.weights import (
-    FileWeights,
     SharedWeights,
     TransferError,
     checksum,
     confirm,
     read,
-    read_file,
 )
 
 WEIGHTS = {
@@ -42,12 +39,12 @@ def shared():
     shared.close()
 
 
-@pytest.fixture(params=["nameless", "named"])
-def either(request, monkeypatch):
-    """Yield shared memory without a name, as on Linux, and with a name, as on other systems."""
+@pytest.fixture(params=["nameless", "named", "folder"])
+def either(request, monkeypatch, tmp_path):
+    """Yield a store in memory without a name, as on Linux, with a name, and one in a folder of the user."""
     if request.param == "named":
         monkeypatch.delattr(os, "memfd_create")
-    shared = SharedWeights()
+    shared = SharedWeights(folder=tmp_path / "weights" if request.param == "folder" else None)
     yield shared
     shared.close()
 
@@ -128,20 +125,11 @@ def test_a_buffer_is_not_reused_before_its_tensor_is_written(shared, monkeypatch
     equal(taken(shared.write(weights.items(), 1)), weights)
 
 
-def test_weights_on_a_gpu_are_rounded_there_and_written_and_hashed_by_another_thread(monkeypatch):
-    shared, threads, copied = SharedWeights(torch.bfloat16), [], []
-    write, copy = shared_memory.write_with_checksum, shared.staging.copy
-
-    def recorded(*args):
-        threads.append(threading.current_thread())
-        return write(*args)
-
+def test_half_the_bytes_of_weights_on_a_gpu_are_copied_to_a_buffer(monkeypatch):
+    shared = SharedWeights(torch.bfloat16)
     monkeypatch.setattr(shared_memory, "_in_host_memory", lambda tensor: False)
-    monkeypatch.setattr(shared_memory, "write_with_checksum", recorded)
-    monkeypatch.setattr(shared.staging, "copy", lambda tensor: copied.append(tensor.dtype) or copy(tensor))
-    shared.write([("w", torch.ones(3))], 1)
-    assert copied == [torch.bfloat16], "half the bytes are copied from the GPU"
-    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+    equal(taken(shared.write([("w", torch.ones(3))], 1)), {"w": torch.ones(3, dtype=torch.bfloat16)})
+    assert [len(buffer) for buffer in shared.staging] == [6, 0]
     shared.close()
 
 
@@ -159,7 +147,7 @@ def test_a_version_is_kept_until_it_is_released(shared):
     assert torch.equal(taken(first)["w"], torch.ones(3)) and torch.equal(taken(second)["w"], torch.zeros(3))
     shared.release(first)
     assert shared.write([("w", torch.zeros(3))], 3).path == first.path
-    assert len(shared.files) == 2
+    assert shared.kept == 2
 
 
 def test_reading_a_version_fails_if_its_file_was_reused_for_another_version(shared):
@@ -185,39 +173,20 @@ def test_reading_a_version_fails_if_a_later_write_is_incomplete(shared):
         taken(first)
 
 
-def test_a_truncated_file_gives_an_error_that_names_the_tensor_and_the_version(shared):
-    manifest = shared.write([("a", torch.ones(300)), ("b", torch.ones(300))], 4)
+def test_a_truncated_file_gives_an_error_that_names_the_tensor_and_the_version(either):
+    manifest = either.write([("a", torch.ones(300)), ("b", torch.ones(300))], 4)
     os.truncate(manifest.path, 2000)
     with pytest.raises(TransferError, match=r"b of version 4 must reach .* got a file of 2000 bytes"):
         taken(manifest)
 
 
-def test_a_changed_byte_gives_an_error_that_names_the_tensor_and_the_version(shared):
-    manifest = shared.write([("a", torch.ones(300)), ("b", torch.ones(300))], 4)
+def test_a_changed_byte_gives_an_error_that_names_the_tensor_and_the_version(either):
+    manifest = either.write([("a", torch.ones(300)), ("b", torch.ones(300))], 4)
     with open(manifest.path, "r+b") as file:
         file.seek(manifest.entries[1].offset + 17)
         file.write(b"?")
     with pytest.raises(TransferError, match="b of version 4 must have the checksum"):
         taken(manifest)
-
-
-@pytest.mark.parametrize("names", ["a", "abc", "ac"])
-def test_a_file_with_other_tensors_than_the_trainer_wrote_gives_an_error(names, tmp_path):
-    given = FileWeights(tmp_path)
-    sums = given.write([(name, torch.ones(3)) for name in "ab"], 4).checksums()
-    other = given.write([(name, torch.ones(3)) for name in names], 5)
-    with pytest.raises(TransferError, match="difference at"):
-        list(read_file(other.path, 4, sums))
-
-
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_a_changed_byte_of_a_file_gives_an_error_that_names_the_tensor(name, tmp_path):
-    manifest = FileWeights(tmp_path).write([("a", torch.ones(300)), ("b", torch.ones(300))], 4)
-    content = bytearray((tmp_path / "step-4.safetensors").read_bytes())
-    content[-700 if name == "b" else -2000] ^= 1
-    (tmp_path / "step-4.safetensors").write_bytes(content)
-    with pytest.raises(TransferError, match=f"{name} of version 4 must have the checksum"):
-        list(read_file(manifest.path, 4, manifest.checksums()))
 
 
 def test_a_missing_file_gives_an_error(shared):
@@ -244,13 +213,28 @@ def test_a_wrong_confirmation_gives_an_error_that_names_the_tensor_and_the_versi
         confirm(manifest, version, held)
 
 
-def test_full_shared_memory_gives_a_run_error(shared, monkeypatch):
+def test_a_store_without_space_gives_a_run_error_with_a_remedy(shared, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="version 2 must fit into .*; free space, or set generator.folder="):
+        SharedWeights(folder=tmp_path / "file").write([("a", torch.ones(3))], 2)
+
     def full(data):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shared_memory, "digest", full)
     with pytest.raises(RunError, match="version 2 must fit into shared memory"):
         shared.write([("a", torch.ones(3))], 2)
+
+
+def test_a_folder_has_only_the_files_of_the_kept_versions_and_is_removed_with_them(tmp_path):
+    folder = tmp_path / "weights"
+    SharedWeights(folder=folder).write([("a", torch.ones(3))], 1)  # of a run that was killed
+    store = SharedWeights(folder=folder)
+    first, second = (store.write([("a", torch.full((3,), float(i)))], i) for i in (7, 8))
+    store.release(first)
+    assert [str(file) for file in folder.iterdir()] == [second.path]
+    store.close()
+    assert not folder.exists()
 
 
 def test_close_removes_the_shared_memory(either):

@@ -1,6 +1,7 @@
 """Tests of the engine that loads weights in a worker of vLLM, with replaced parts of vLLM."""
 
 import importlib
+import json
 import sys
 from types import SimpleNamespace
 from typing import Generic, TypeVar
@@ -8,7 +9,7 @@ from typing import Generic, TypeVar
 import pytest
 import torch
 
-from rlhf.generators.weights import FileWeights, SharedWeights, TransferError, checksum, confirm
+from rlhf.generators.weights import SharedWeights, TransferError, checksum, confirm
 
 One, Two = TypeVar("One"), TypeVar("Two")
 WEIGHTS = {"a": torch.randn(3, 2), "b": torch.arange(5.0).to(torch.bfloat16), "c": torch.tensor(2.0)}
@@ -34,8 +35,8 @@ class Model(torch.nn.Module):
 
 
 @pytest.fixture
-def engines(monkeypatch):
-    """Return the modules of both engines, imported with replaced parts of vLLM."""
+def engine_module(monkeypatch):
+    """Return the module of the engine, imported with replaced parts of vLLM."""
     nothing = SimpleNamespace(register_engine=lambda *given: None)
     for name, contents in {
         "vllm": {},
@@ -56,27 +57,31 @@ def engines(monkeypatch):
         "vllm.model_executor.model_loader.reload": {
             "finalize_layerwise_reload": lambda *given: None,
             "initialize_layerwise_reload": lambda *given: None,
+            "__name__": "reload",
         },
+        "vllm.v1": {},
+        "vllm.v1.sample": {},
+        "vllm.v1.sample.logits_processor": {"LogitsProcessor": type("One", (), {})},
+        "vllm.v1.worker": {},
+        "vllm.v1.worker.gpu": {},
+        "vllm.v1.worker.gpu.sample": {},
+        "vllm.v1.worker.gpu.sample.logits_processor": {},
+        "vllm.v1.worker.gpu.sample.logits_processor.interface": {"LogitsProcessor": type("Two", (), {})},
     }.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**contents))
-    names = "rlhf.generators.vllm.worker_extension", "rlhf.generators.servers.extension"
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield [importlib.import_module(name) for name in names]
-    for name in names:  # other tests get the modules with vLLM
-        sys.modules.pop(name, None)
+    name = "rlhf.generators.vllm.worker_extension"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    sys.modules.pop(name, None)  # other tests get the module with vLLM
 
 
 @pytest.fixture(params=["shared memory", "file"])
-def sent(request, engines, tmp_path):
+def sent(request, engine_module, tmp_path):
     """Return an engine with a model, the manifest of weights, and the data of an update."""
-    memory, files = engines
-    store = SharedWeights() if request.param == "shared memory" else FileWeights(tmp_path)
+    store = SharedWeights(folder=tmp_path if request.param == "file" else None)
     manifest = store.offer(store.write(WEIGHTS.items(), 3), lambda: None)
-    if request.param == "file":
-        engine, update = files.FilesEngine(), files.FilesUpdateInfo(**manifest.update)
-    else:
-        engine, update = memory.SharedMemoryEngine(), memory.SharedMemoryUpdateInfo(manifest)
+    data = json.loads(json.dumps(manifest.update_info()))
+    engine, update = engine_module.FileEngine(), engine_module.FileUpdateInfo(**data)
     engine.model, engine.model_config = Model(), None
     engine.start_weight_update()
     yield engine, manifest, update

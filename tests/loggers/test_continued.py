@@ -5,11 +5,11 @@ import pytest
 from rlhf.core.files import append
 from rlhf.core.metrics import Evaluation
 from rlhf.core.state import TrainState
-from rlhf.loggers.dashboards import ContinuedLogger
+from rlhf.loggers.dashboards import ContinuedDashboard
 from rlhf.runs.folder import RunFolder
 
 
-class Store(ContinuedLogger):
+class Store(ContinuedDashboard):
     """A logger that keeps what it sends in a list, and raises OSError while `down`."""
 
     def __init__(self, folder, last=()):
@@ -17,16 +17,10 @@ class Store(ContinuedLogger):
         self.sent = []
         self.down = False
 
-    def send(self, row, update):
-        self.keep(row, update)
-
-    def send_completions(self, samples, update):
-        self.keep(samples, update)
-
-    def keep(self, content, update):
+    def store(self, row, samples, update):
         if self.down:
             raise OSError("no route to http://me:hunter2@host")
-        self.sent.append((update, content))
+        self.sent.append((update, samples or row))
 
 
 @pytest.fixture

@@ -20,12 +20,17 @@ from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.generators.process import WorkerGenerator
 from rlhf.generators.weights import SharedWeights, TransferError, checksum, read
-from rlhf.processes.worker import Limits, kill
+from rlhf.processes.worker import Limits
 
 pytestmark = [pytest.mark.process, pytest.mark.forks]
 
 LIMITS = Limits(start_s=120, request_s=60, restarts=2)
 SECONDS = 120  # timeout of a wait in a test
+
+
+def files_of(store):
+    """Return the paths of all files of a store in memory, used and unused."""
+    return [*store.holders, *store.free]
 
 
 @dataclass
@@ -189,7 +194,7 @@ def test_one_version_is_kept_if_all_requests_are_answered_before_each_load(start
     for version in range(4):
         load(generator, version)
         ask(generator, version).result(SECONDS)
-        assert len(generator.store.files) == 1 and not generator.store.free
+        assert len(files_of(generator.store)) == 1 and not generator.store.free
 
 
 def test_only_versions_in_use_are_kept(start):
@@ -199,7 +204,7 @@ def test_only_versions_in_use_are_kept(start):
         running = ask(generator, version, "slow")
         load(generator, version)
         assert running.result(SECONDS).version == version - 1
-    assert len(generator.store.files) == 2
+    assert len(files_of(generator.store)) == 2
 
 
 def test_a_process_that_died_while_idle_restarts_with_the_weights_loaded_next(start):
@@ -207,7 +212,7 @@ def test_a_process_that_died_while_idle_restarts_with_the_weights_loaded_next(st
     load(generator, 0)
     os.kill(pid(generator), signal.SIGKILL)
     load(generator, 1)  # in the shared memory of version 0
-    assert answers([ask(generator, 1)]) == [(1, 1, 1)] and len(generator.store.files) == 1
+    assert answers([ask(generator, 1)]) == [(1, 1, 1)] and len(files_of(generator.store)) == 1
 
 
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
@@ -246,9 +251,9 @@ def test_temporary_files_are_removed_with_the_process_that_created_them(start):
     generator = start(Fake("writes"))
     load(generator, 0)
     os.kill(pid(generator), signal.SIGKILL)
-    first = Path(generator.scratch)
+    first = Path(generator.process.scratch)
     ask(generator, 1).result(SECONDS)
-    second = Path(generator.scratch)
+    second = Path(generator.process.scratch)
     assert first != second and not first.exists() and (second / "rest").exists()
     generator.close()
     assert not second.exists()
@@ -437,12 +442,12 @@ if state == "sharing":
     ask(generator, 1).result()
 if state in ("working", "answering"):
     ask(generator, 1)
-while state == "answering" and not Path(generator.scratch, "answers").exists():
+while state == "answering" and not Path(generator.process.scratch, "answers").exists():
     time.sleep(0.01)
 if state == "working":
     load(generator, 1)
     time.sleep(0.5)
-print(worker, generator.scratch, *generator.store.files, flush=True)
+print(worker, generator.process.scratch, *generator.store.holders, *generator.store.free, flush=True)
 if state == "answering":
     os.kill(os.getpid(), signal.SIGSTOP)  # the answer does not fit into the buffers of the connection
 time.sleep(1000)
@@ -490,8 +495,8 @@ def test_shared_memory_of_a_killed_process_is_removed(start):
     generator = start(Fake("shares", at=1))
     load(generator, 0)
     ask(generator, 1).result(SECONDS)
-    name, child = Path(generator.scratch, "shared").read_text().split()
-    kill(generator.process)
+    name, child = Path(generator.process.scratch, "shared").read_text().split()
+    generator.process.kill_all()
     end = time.monotonic() + 10
     while not gone(int(child)) or os.path.exists(f"/dev/shm/{name}"):
         assert time.monotonic() < end, "the child process or the shared memory still exists"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rlhf.core.batch import Rollouts, moved_to
+from rlhf.core.batch import Prompts, Rollouts, Sampling, moved_to
 from rlhf.core.errors import UserError
 from rlhf.core.launched import local_rank
 from rlhf.core.numerics import derive
@@ -26,7 +26,7 @@ from rlhf.environments.episodes import Episodes
 from rlhf.generators.generator import Generator, GeneratorContext, finished
 from rlhf.generators.hf.sampling import HFSettings, sample, uniforms
 from rlhf.generators.process import start
-from rlhf.generators.weights import TransferError, checksum, read
+from rlhf.generators.weights import Manifest, TransferError, checksum, read
 from rlhf.models.forward import NoBlocks, compiled_blocks
 from rlhf.models.modules import absent_ids, set_head
 from rlhf.models.placement import autocast, place
@@ -37,8 +37,6 @@ from rlhf.text.encoding import pad_prompts
 if TYPE_CHECKING:
     from rlhf.config.generators import HFConfig
     from rlhf.config.models import Dtype
-    from rlhf.core.batch import Prompts, Sampling
-    from rlhf.generators.weights import Manifest
 
 
 def build(config: HFConfig, context: GeneratorContext) -> Generator:

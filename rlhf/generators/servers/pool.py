@@ -33,44 +33,27 @@ from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from secrets import token_urlsafe
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rlhf.config.generators import Transfer
-from rlhf.core.batch import Rollouts
+from rlhf.config.generators import Transfer, VLLMServerConfig
+from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
-from rlhf.core.metrics import How, Stat
+from rlhf.core.metrics import How, Metrics, Stat
 from rlhf.environments.episodes import Episodes
-from rlhf.generators.generator import Generator
+from rlhf.generators.generator import Generator, GeneratorContext
 from rlhf.generators.process import annotated
-from rlhf.generators.servers.server import (
-    Child,
-    Gone,
-    NoAnswer,
-    Server,
-    check,
-    command,
-    config_of,
-    on_port,
-    variables,
-)
+from rlhf.generators.servers.server import Child, Gone, NoAnswer, Server, check, command, config_of, variables
 from rlhf.generators.shares import most_versions
-from rlhf.generators.vllm.generator import build_store, factory, place, route, visible
-from rlhf.generators.vllm.sampler import rollouts_of, sampling_parameters, seed_of
-from rlhf.generators.weights import FileWeights
-from rlhf.processes.worker import environment
+from rlhf.generators.vllm.generator import build_store, factory, place, route, variables_of
+from rlhf.generators.vllm.sampler import VLLMFactory, rollouts_of, sampling_parameters, seed_of
+from rlhf.generators.weights import Manifest, SharedWeights, WeightStore
 from rlhf.terminal.console import say
 
 if TYPE_CHECKING:
-    from rlhf.config.generators import VLLMServerConfig
-    from rlhf.core.batch import Prompts, Sampling
-    from rlhf.core.metrics import Metrics
-    from rlhf.generators.generator import GeneratorContext
     from rlhf.generators.servers.server import Reply
-    from rlhf.generators.vllm.sampler import VLLMFactory
-    from rlhf.generators.weights import Manifest, WeightStore
 
 
 _ABORT_S = 0.2  # between two requests to end a response
@@ -147,7 +130,12 @@ class ServerPool(Generator):
         self.wait()
         manifest = self.store.write(weights, version)
         self.version = version
-        self._call(self._offer, manifest)
+
+        def offer() -> None:
+            self.manifests[version] = manifest
+            self._change()
+
+        self._call(offer)
 
     def wait(self) -> None:
         """Wait until the store keeps few enough versions.
@@ -202,25 +190,22 @@ class ServerPool(Generator):
         Raises:
             RunError: the servers have failed, so nobody may look at the queue any more.
         """
-        self._call(self._queue, works)
+
+        def queue() -> None:
+            if self.failure is not None:
+                for work in works:
+                    work.done(self.failure)
+            else:
+                self.queue += works
+                self._change()
+
+        self._call(queue)
         self.raise_failure()
 
     def hold(self, version: int | None, more: int) -> None:
         """Count the open requests whose later replies need the same version, from any thread."""
-        self._call(self._hold, version, more)
-
-    def work(self, request: Request, place: int, ids: list[int], parameters: dict[str, Any]) -> Work:
-        """Return a response to sample.
-
-        Raises:
-            RunError: an id is beyond the vocabulary, which would end a server.
-        """
-        if max(ids) >= self.vocabulary:
-            raise RunError(
-                f"token ids must be < {self.vocabulary} (the vocabulary of the model), got {max(ids)}; set "
-                "model.tokenizer to the tokenizer of the model"
-            )
-        return Work(next(self.numbers), request, place, ids, parameters)
+        if version is not None:
+            self._call(self._hold, version, more)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the loop has ended, with a failure or by `close`
@@ -327,22 +312,9 @@ class ServerPool(Generator):
         self._change()
         self.tell()
 
-    def _offer(self, manifest: Manifest) -> None:
-        self.manifests[manifest.version] = manifest
-        self._change()
-
-    def _hold(self, version: int | None, more: int) -> None:
-        if version is not None:
-            self.held[version] += more
-            self.held = +self.held  # without zeros
-            self._change()
-
-    def _queue(self, works: Sequence[Work]) -> None:
-        if self.failure is not None:
-            for work in works:
-                work.done(self.failure)
-            return
-        self.queue += works
+    def _hold(self, version: int, more: int) -> None:
+        self.held[version] += more
+        self.held = +self.held  # without zeros
         self._change()
 
     def _cut(self, answer: Future[Rollouts]) -> None:
@@ -450,22 +422,6 @@ class ServerPool(Generator):
 _LOOK_S = 0.02  # between two looks at answers of environments
 
 
-class Pool(Protocol):
-    """What a request needs of the pool of servers."""
-
-    settings: VLLMFactory
-    in_flight: bool  # whether weights change while a response is sampled
-
-    def ask(self, works: Sequence[Work]) -> None:
-        """Queue responses, from any thread."""
-
-    def hold(self, version: int | None, more: int) -> None:
-        """Count the open requests whose later replies need the same version, from any thread."""
-
-    def work(self, request: Request, place: int, ids: list[int], parameters: dict[str, Any]) -> Work:
-        """Return a response to sample."""
-
-
 @dataclass(slots=True, eq=False)
 class Work:
     """A response to sample."""
@@ -502,7 +458,7 @@ class Request:
         version: of the weights that must sample them; None: any.
     """
 
-    def __init__(self, pool: Pool, prompts: Prompts, sampling: Sampling, version: int | None) -> None:
+    def __init__(self, pool: ServerPool, prompts: Prompts, sampling: Sampling, version: int | None) -> None:
         self.pool, self.prompts, self.sampling, self.version = pool, prompts, sampling, version
         self.answer: Future[Rollouts] = Future()
         self.is_cut = False  # whether responses end with the tokens that they have
@@ -517,14 +473,23 @@ class Request:
         raise NotImplementedError
 
     def work(self, i: int, ids: list[int], turn: int, most: int) -> Work:
-        """Return a reply to sample: turn `turn` of the response at position `i`, from 0 to N K - 1."""
+        """Return a reply to sample: turn `turn` of the response at position `i`, from 0 to N K - 1.
+
+        Raises:
+            RunError: an id is beyond the vocabulary, which would end a server.
+        """
+        if max(ids) >= self.pool.vocabulary:
+            raise RunError(
+                f"token ids must be < {self.pool.vocabulary} (the vocabulary of the model), got {max(ids)}; "
+                "set model.tokenizer to the tokenizer of the model"
+            )
         K, settings = self.sampling.samples, self.pool.settings
         k = self.sampling.begun[i].sample if self.sampling.begun else i % K
         given = sampling_parameters(
             self.sampling, int(self.prompts.index[i // K]), settings.stop_ids, settings.seed
         )
         given |= {"seed": seed_of(given["seed"], k, turn), "max_tokens": most}
-        return self.pool.work(self, i, ids, given)
+        return Work(next(self.pool.numbers), self, i, ids, given)
 
 
 class Replies(Request):
@@ -635,19 +600,23 @@ def build(config: VLLMServerConfig, context: GeneratorContext) -> Generator:
     settings = factory(config, context, bool(devices), transfer)
     start_s = config.start_limit(on_gpu=torch.cuda.is_available())
     limits = start_s, config.answer_limit_s, config.request_limit_s
+    servers = []
     if config.urls:
         key = os.environ[config.key_variable] if config.key_variable else None
-        accept = partial(check, settings, config_of(settings).to_dict())
-        servers = [Server(url, url, key, *limits, accept=partial(accept, url)) for url in config.urls]
-    else:
-        key = token_urlsafe()
-        children = _children(config, context, settings, devices, key)
-        servers = [Server(f"server {i}", None, key, *limits, child) for i, child in enumerate(children)]
+        wanted = config_of(settings).to_dict()
+        for url in config.urls:
+            servers.append(Server(url, url, key, *limits, accept=partial(check, settings, wanted, url)))
+    else:  # the run starts them on this host, each with its GPUs
+        key, arguments = token_urlsafe(), command(settings, "127.0.0.1")
+        for i in range(config.servers):
+            own = variables_of(i, devices, config, context.threads) | variables(settings, key)
+            child = Child(arguments, own, context.folder / f"server-{i}.log")
+            servers.append(Server(f"server {i}", None, key, *limits, child))
     # Several runs may have the same generator.folder
     folder = Path(config.folder, context.folder.name) if config.folder else context.folder / FOLDER
     dtype, files = getattr(torch, settings.dtype), transfer is Transfer.shared_memory
     workers = config.tensor_parallel_size
-    store = FileWeights(folder, dtype) if files else build_store(transfer, trainer, dtype, workers)
+    store = SharedWeights(dtype, folder) if files else build_store(transfer, trainer, dtype, workers)
     pool = ServerPool(
         servers,
         store,
@@ -657,22 +626,3 @@ def build(config: VLLMServerConfig, context: GeneratorContext) -> Generator:
         in_flight=context.in_flight,
     )
     return annotated(pool, config, context)
-
-
-def _children(
-    config: VLLMServerConfig,
-    context: GeneratorContext,
-    settings: VLLMFactory,
-    devices: tuple[int, ...],
-    key: str,
-) -> list[Child]:
-    """Return the servers that the run starts on this host, each with its GPUs."""
-    arguments, children = command(settings, "127.0.0.1"), []
-    for i in range(config.servers):
-        own = environment(context.threads, torch.device("cpu")) | variables(settings, key)
-        if devices:
-            each, now = config.tensor_parallel_size, os.environ.get("CUDA_VISIBLE_DEVICES")
-            own["CUDA_VISIBLE_DEVICES"] = visible(devices[i * each : (i + 1) * each], now)
-        log = context.folder / f"server-{i}.log"
-        children.append(Child(partial(on_port, arguments), own, log))
-    return children

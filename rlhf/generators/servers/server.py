@@ -7,37 +7,28 @@ import json
 import math
 import os
 import shlex
-import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from rlhf.config.generators import Transfer
 from rlhf.core.errors import RunError, UserError
+from rlhf.core.files import flat
 from rlhf.core.formatting import shortened
 from rlhf.core.machine import loopback
 from rlhf.generators.servers.protocol import ABORT, FILES, GENERATE, LOAD, NCCL, PARENT, SCRATCH, STATUS
-from rlhf.generators.vllm.sampler import config_folder, engine_arguments
-from rlhf.generators.weights import TransferError, confirm
-from rlhf.processes.worker import ending, inherited, kill
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    from rlhf.generators.vllm.sampler import VLLMFactory
-    from rlhf.generators.weights import Manifest, WeightStore
-
+from rlhf.generators.vllm.sampler import VLLMFactory, config_folder, engine_arguments
+from rlhf.generators.weights import Manifest, TransferError, WeightStore, confirm
+from rlhf.processes.worker import Spawned
 
 _CONNECT_S = 5.0
 _BYTES_PER_S = 50e6  # at which a server reads weights at least
@@ -68,7 +59,7 @@ class Child:
     """The processes of a server on this machine, which are one process group.
 
     Args:
-        command: returns the command of a server that listens on a port.
+        command: the command of the server, without the port.
         environment: environment variables, in addition to those of the trainer without its rank.
         log: file for the output; None: the output of this process.
         host: the host in the address of the server.
@@ -77,7 +68,7 @@ class Child:
 
     def __init__(
         self,
-        command: Callable[[int], list[str]],
+        command: list[str],
         environment: Mapping[str, str],
         log: Path | None,
         host: str = "127.0.0.1",
@@ -85,36 +76,26 @@ class Child:
     ) -> None:
         self.command, self.environment, self.log = command, environment, log
         self.host, self.port = host, port
-        self.process: subprocess.Popen[bytes] | None = None
-        self.scratch: str | None = None  # folder for temporary files, which a killed process leaves behind
+        self.process: Spawned | None = None
 
     def start(self) -> str:
         """Start the server, and return its address."""
         port = self.port or free_port()
-        self.scratch = tempfile.mkdtemp(prefix=SCRATCH)
+        command = [*self.command, "--port", str(port)]
+        own = {PARENT: str(os.getpid()), **self.environment}
         with self.log.open("ab") if self.log else nullcontext() as log:
-            self.process = subprocess.Popen(
-                self.command(port),
-                env=inherited(self.scratch) | {PARENT: str(os.getpid()), **self.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-            )
+            self.process = Spawned(command, own, log, SCRATCH)
         return f"http://{self.host}:{port}"
 
     def ended(self) -> str | None:
         """Return how the server ended; None: it runs."""
-        running = self.process is None or self.process.poll() is None
-        return None if running or self.process is None else ending(self.process)
+        return None if self.process is None or self.process.poll() is None else self.process.ending()
 
     def stop(self) -> None:
         """Kill all processes of the server, and remove its temporary files."""
         if self.process is not None:
-            kill(self.process)
-        if self.scratch is not None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
-        self.process = self.scratch = None
+            self.process.end()
+        self.process = None
 
     def output(self) -> str:
         """Return where the output is, and its end, for an error."""
@@ -285,7 +266,7 @@ class Server:
             "version": offered.version,
             "limit_s": limit_s,
             "group": offered.group,
-            "update": offered.update or offered.described(),  # by NCCL, only the tensors are described
+            "update": offered.update_info(),
         }
         try:
             answer = await self._call("POST", LOAD, body, limit_s)
@@ -384,17 +365,18 @@ def check(settings: VLLMFactory, config: Mapping[str, Any], url: str, about: Map
         UserError: a setting or the model of the server is another one. The message has the command of a
             server that the run can use.
     """
-    head = "float32" if settings.float32_head else settings.dtype
-    absent = tuple(about["absent_ids"]), settings.absent_ids
-    wrong = [
-        *_different(config, about["model"]),
-        *_other("dtype", about["dtype"], settings.dtype),
-        *_other("head_dtype", about["head_dtype"], head),
-        *_other("weights", about["weights"], way(settings)),
-        *_other("absent_ids", *(ranges(each) or "none" for each in absent)),
-    ]
+    ours, theirs = (
+        {name: value for name, value in flat(tree) if name.rpartition(".")[2] not in _OTHER}
+        for tree in (json.loads(json.dumps(config, default=str)), about["model"])
+    )
+    ours |= {"dtype": settings.dtype, "head_dtype": "float32" if settings.float32_head else settings.dtype}
+    ours |= {"weights": way(settings), "absent_ids": ranges(settings.absent_ids) or "none"}
+    theirs |= {name: about[name] for name in ("dtype", "head_dtype", "weights")}
+    theirs |= {"absent_ids": ranges(about["absent_ids"]) or "none"}
     if about["max_model_len"] < settings.max_model_len:
-        wrong += _other("max_model_len", about["max_model_len"], settings.max_model_len)
+        ours["max_model_len"], theirs["max_model_len"] = settings.max_model_len, about["max_model_len"]
+    shared = (name for name in ours if name in theirs)
+    wrong = [f"{n} {theirs[n]} (the run has {ours[n]})" for n in shared if ours[n] != theirs[n]]
     if wrong:
         flags = [settings.model, "--dtype", settings.dtype, "--max-model-len", str(settings.max_model_len)]
         flags += ["--float32-head"] if settings.float32_head else []
@@ -419,28 +401,11 @@ def numbers(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: the text has another form.
     """
-    parts = [part.partition("-") for part in text.split(",")]
-    return tuple(
-        sorted(
-            {n for first, dash, last in parts for n in range(int(first), int(last if dash else first) + 1)}
-        )
-    )
-
-
-def _different(ours: Mapping[str, Any], theirs: Mapping[str, Any], at: str = "") -> Iterator[str]:
-    """Yield the values that two configs of models do not share; the second one was sent as JSON."""
-    ours = json.loads(json.dumps(ours, default=str))
-    for name in sorted(ours.keys() & theirs.keys() - _OTHER):
-        mine, other = ours[name], theirs[name]
-        if isinstance(mine, dict) and isinstance(other, dict):
-            yield from _different(mine, other, f"{at}{name}.")
-        else:
-            yield from _other(f"{at}{name}", other, mine)
-
-
-def _other(name: str, theirs: Any, ours: Any) -> Iterator[str]:
-    if theirs != ours:
-        yield f"{name} {theirs} (the run has {ours})"
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        found.update(range(int(first), int(last if dash else first) + 1))
+    return tuple(sorted(found))
 
 
 # Start of a server of vLLM: its command and its environment.
@@ -449,7 +414,7 @@ def _other(name: str, theirs: Any, ours: Any) -> Iterator[str]:
 def command(settings: VLLMFactory, host: str) -> list[str]:
     """Return the command that serves the model of `settings`, with random weights until the first load.
 
-    `on_port` adds the port.
+    `Child` adds the port.
 
     Raises:
         UserError: vLLM is not installed, would not find the plugin of this project, or does not support the
@@ -488,11 +453,6 @@ def config_of(settings: VLLMFactory) -> PreTrainedConfig:
         config_folder(settings.model), trust_remote_code=settings.trust_remote_code
     )
     return config
-
-
-def on_port(arguments: list[str], port: int) -> list[str]:
-    """Return the command of a server that listens on a port."""
-    return [*arguments, "--port", str(port)]
 
 
 def variables(settings: VLLMFactory, key: str | None) -> dict[str, str]:

@@ -9,25 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf.config.generators import Transfer
+from rlhf.config.generators import Transfer, VLLMConfig
 from rlhf.core.errors import UserError
 from rlhf.core.launched import local_rank, local_world_size
 from rlhf.generators.generator import Generator, GeneratorContext
 from rlhf.generators.process import WorkerGenerator, start
 from rlhf.generators.vllm.sampler import VLLMFactory
-from rlhf.generators.weights import SharedWeights
+from rlhf.generators.weights import Manifest, SharedWeights, WeightStore
 from rlhf.generators.weights_gpu import CudaIpc, Nccl
 from rlhf.models.modules import absent_ids
-from rlhf.processes.worker import environment
+from rlhf.processes.worker import Job, environment
 from rlhf.terminal.console import say
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from rlhf.config.generators import VLLMConfig
     from rlhf.core.batch import Prompts, Rollouts, Sampling
-    from rlhf.generators.weights import Manifest, WeightStore
-    from rlhf.processes.worker import Job
 
 
 def build(config: VLLMConfig, context: GeneratorContext) -> Generator:
@@ -39,13 +36,8 @@ def build(config: VLLMConfig, context: GeneratorContext) -> Generator:
         UserError: the host has too few GPUs, or `generator.transfer` is not possible on the devices.
     """
     devices = place(config, torch.cuda.device_count())
-    variables = [environment(context.threads, torch.device("cpu")) for _ in range(config.replicas)]
-    if devices:
-        each, now = config.tensor_parallel_size, os.environ.get("CUDA_VISIBLE_DEVICES")
-        for i, own in enumerate(variables):
-            own["CUDA_VISIBLE_DEVICES"] = visible(devices[i * each : (i + 1) * each], now)
-            own["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")  # all are on this host
-    elif config.shares_gpu:
+    variables = [variables_of(i, devices, config, context.threads) for i in range(config.replicas)]
+    if config.shares_gpu and not devices:
         say(f"generator={config.name} frees no memory between requests: on a CPU vLLM cannot sleep")
     trainer = context.policy.device
     transfer = route(config, bool(devices), trainer, torch.distributed.is_nccl_available())
@@ -56,10 +48,7 @@ def build(config: VLLMConfig, context: GeneratorContext) -> Generator:
 
 
 def factory(
-    config: VLLMConfig,
-    context: GeneratorContext,
-    gpu: bool,
-    transfer: Transfer = Transfer.shared_memory,
+    config: VLLMConfig, context: GeneratorContext, gpu: bool, transfer: Transfer = Transfer.shared_memory
 ) -> VLLMFactory:
     """Return the settings that start vLLM for the policy of a run, on GPUs (`gpu`) or on the CPU."""
     assert context.model.policy is not None, "validated: a policy is named or made"
@@ -229,6 +218,16 @@ def place(config: VLLMConfig, gpus: int) -> tuple[int, ...]:
             + f", got {list(devices)}{own}"
         )
     return devices
+
+
+def variables_of(i: int, devices: tuple[int, ...], config: VLLMConfig, threads: int | None) -> dict[str, str]:
+    """Return the environment variables of replica or server `i`, which has its part of the GPUs `devices`."""
+    own = environment(threads, torch.device("cpu"))
+    if devices:
+        size, now = config.tensor_parallel_size, os.environ.get("CUDA_VISIBLE_DEVICES")
+        own["CUDA_VISIBLE_DEVICES"] = visible(devices[i * size : (i + 1) * size], now)
+        own["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")  # all are on this host
+    return own
 
 
 def visible(devices: tuple[int, ...], visible_now: str | None) -> str:

@@ -22,19 +22,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import cached_file
 
-from rlhf.core.batch import Rollouts
+from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.numerics import derive
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.shares import GIB, forward_tokens, working_memory
-from rlhf.generators.weights import TransferError
+from rlhf.generators.weights import Manifest, TransferError
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from rlhf.core.batch import Prompts, Sampling
     from rlhf.environments.environment import EnvironmentFactory
-    from rlhf.generators.weights import Manifest
 
 
 log = logging.getLogger(__name__)
@@ -155,7 +153,7 @@ class VLLMSampler:
         if manifest.group is not None:
             self.llm.init_weight_transfer_engine({"init_info": manifest.group})
         self.llm.start_weight_update()
-        self.llm.update_weights({"update_info": update_info(manifest)})
+        self.llm.update_weights({"update_info": manifest.update_info()})
         self.llm.finish_weight_update(weight_version=str(manifest.version))
         if not self.llm.llm_engine.has_unfinished_requests():
             self.forget()
@@ -344,13 +342,6 @@ def engine_arguments(settings: VLLMFactory, config: PreTrainedConfig) -> dict[st
         "worker_extension_cls": "rlhf.generators.vllm.worker_extension.WorkerExtension",
         **special,
     }
-
-
-def update_info(manifest: Manifest) -> dict[str, Any]:
-    """Return the data with which vLLM's weight-transfer engine receives the weights of `manifest`."""
-    if manifest.update is None:
-        return {"manifest": manifest}
-    return {**manifest.described(), **manifest.update}
 
 
 def config_folder(model: str) -> str:

@@ -7,7 +7,7 @@ vLLM imports this module in each of its workers (`worker_extension_cls`), which 
     update_weights(...)                 receive the tensors, record their checksums, load them
     finish_weight_update(version)       from here on vLLM reports this version
 
-The engine for shared memory is defined here; it verifies all tensors before it loads the first tensor. The
+The engine for files is defined here; it verifies all tensors before it loads the first tensor. The
 engines for CUDA IPC and NCCL are engines of vLLM; a `Witness` in place of the model records the checksum of
 each tensor before the model loads the tensor.
 """
@@ -33,38 +33,38 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as RunnerV2Processor
 
-from rlhf.generators.weights import TransferError, checksum, read
+from rlhf.generators.weights import Entry, Manifest, TransferError, checksum, read
 from rlhf.generators.weights_gpu import checksums, fingerprint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-    from rlhf.generators.weights import Manifest
 
 
 NAME = "rlhf_{}"  # name of an engine; {} is the value of generator.transfer
 
 
 @dataclass
-class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """The initialisation data of the engine, without fields, because every update contains a manifest."""
+class FileInitInfo(WeightTransferInitInfo):
+    """The initialisation data of the engine, without fields, because every update names its file."""
 
 
 @dataclass
-class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """The data of an update: the manifest of one version of the weights."""
+class FileUpdateInfo(WeightTransferUpdateInfo):
+    """The data of an update: the file of a version, and its tensors, each as the fields of an `Entry`."""
 
-    manifest: Manifest
+    path: str
+    version: int
+    entries: list[list[Any]]
 
 
-class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
-    """A weight-transfer engine that loads the tensors of a `Manifest` from shared memory.
+class FileEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+    """A weight-transfer engine that loads the tensors of a file of the trainer, in memory or in a folder.
 
-    If the verification of a manifest fails, the model is not changed.
+    If the verification of a tensor fails, the model is not changed.
     """
 
-    init_info_cls = SharedMemoryInitInfo
-    update_info_cls = SharedMemoryUpdateInfo
+    init_info_cls = FileInitInfo
+    update_info_cls = FileUpdateInfo
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Initialise the engine, without recorded checksums."""
@@ -84,19 +84,13 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
             TransferError: a tensor differs from what the trainer wrote (then the model is not changed), or a
                 parameter of vLLM's model received no tensor.
         """
-        weights = self.verified(update_info)
+        entries = tuple(Entry(*each) for each in update_info.entries)
+        weights = list(read(Manifest(update_info.version, update_info.path, entries)))
         initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(iter(weights))
         finalize_layerwise_reload(self.model, self.model_config)
         _check_reached(self.model, loaded)
         self.taken = {name: checksum(tensor) for name, tensor in weights}
-
-    def verified(self, update_info: Any) -> list[tuple[str, Tensor]]:
-        """Return the tensors by name, which were compared with their checksums.
-
-        The tensors are views of the shared memory, no copies.
-        """
-        return list(read(update_info.manifest))
 
     def finish_weight_update(self) -> None:
         """Check that weights were loaded.
@@ -189,7 +183,8 @@ def _check_reached(model: torch.nn.Module, reached: set[str] | None) -> None:
 
 
 for transfer, engine in (
-    ("shared_memory", SharedMemoryEngine),
+    ("shared_memory", FileEngine),
+    ("files", FileEngine),  # of a server
     ("ipc", IpcEngine),
     ("nccl", NcclEngine),
 ):
