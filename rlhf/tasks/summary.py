@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf.tasks.kinds import LocalSource
-from rlhf.tasks.reading import RECORD, parsed_records
+from rlhf.tasks.reading import RECORD
 from rlhf.tasks.task import Counts, Lengths, Task
 from rlhf.text.chat import unquoted
 from rlhf.text.encoding import pieces
@@ -129,7 +130,7 @@ def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train"
     return Summary(
         splits={split: task.counts(split) for split in splits},
         columns=None if source is None else source.columns(task.data),
-        reward_columns=list(dict.fromkeys(chain.from_iterable(parsed_records(some.get(RECORD, []))))),
+        reward_columns=list(dict.fromkeys(chain.from_iterable(map(json.loads, some.get(RECORD, []))))),
         chat_format=chat_format(task),
         split_off=source is not None and source.splits_off_validation,
         limit=task.max_prompt_tokens,

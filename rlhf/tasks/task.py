@@ -27,7 +27,6 @@ from rlhf.core.numerics import derive
 from rlhf.tasks.columns import before_replies
 from rlhf.tasks.mixture import PromptOrder, check_parts, mixed_order
 from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted
-from rlhf.tasks.reading import parsed_records as parsed
 from rlhf.tasks.source import is_text, mapped
 from rlhf.text.chat import START, Dialogues, Messages, Tools, control_tokens, said, unquoted
 from rlhf.text.encoding import end_tokens, pad_prompts, prompt_tokens
@@ -343,7 +342,7 @@ class Task:
             dialogues=list(rows["messages"]) if "messages" in rows else None,
             tools=list(rows[TOOLS]) if TOOLS in rows else None,
             part=torch.tensor(rows["part"], dtype=torch.int64) if "part" in rows else None,
-            records=parsed(rows[RECORD]) if RECORD in rows else None,
+            records=[json.loads(record) for record in rows[RECORD]] if RECORD in rows else None,
             places=list(rows["place"]),
         )
 

@@ -49,7 +49,7 @@ KINDS = ["jsonl", "json", "parquet", "csv", "saved"]
 
 def split_columns(folder: Path) -> dict[str, list[str]]:
     splits = Splits(str(folder), "task.path")
-    return {name: splits.columns(name) for name in splits.names}
+    return {name: splits.columns(name) for name in splits.files}
 
 
 def content(dataset: Dataset) -> dict[str, list[str]]:
