@@ -19,7 +19,7 @@ from transformers import (
 from rlhf.config.models import NanoConfig
 from rlhf.core.batch import Budget, Rollouts, microbatches
 from rlhf.core.errors import UserError
-from rlhf.models.folder import context_length, context_problem, folder_problem, is_local, rope_problem
+from rlhf.models.folder import context_problem, folder_problem, is_local, on_this_machine, rope_problem
 from rlhf.models.loading import (
     check_context,
     check_saved,
@@ -447,7 +447,7 @@ def test_problems_of_a_model_folder_are_reported(folder, tmp_path):
 
 
 def test_prompt_and_response_must_fit_the_context(folder):
-    assert context_length(folder) == 128 and context_length("EleutherAI/pythia-410m") is None
+    assert on_this_machine(folder).context == 128 and on_this_machine("EleutherAI/pythia-410m") is None
     config = tiny_lm().config
     assert check_context(config, 100, 28) is None
     assert check_context(config, 100, 29).endswith("got 100 + 29 = 129; set generator.response_length=28")
