@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from rlhf.core import machine
 from rlhf.core.errors import UserError, literal, python_command, setting
-from rlhf.models.headers import TWO_HEADS, DamagedFile, ModelConfig, ModelFolder, opened, read_object
+from rlhf.models.headers import TWO_HEADS, DamagedFile, ModelFacts, ModelFolder, opened, read_object
 
 # Checks of local model folders and of context lengths. This module imports no torch.
 
@@ -232,7 +232,7 @@ def rope_problem(config: dict[str, Any], prompt_length: int, response_length: in
         prompt_length: longest prompt in tokens.
         response_length: longest response in tokens.
     """
-    context = ModelConfig(config).original_context
+    context = ModelFacts(config).original_context
     if context is None or prompt_length + response_length <= context:
         return None
     reason = "the original context; with rope_type=longrope, longer sequences change their whole batch"

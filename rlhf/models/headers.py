@@ -224,7 +224,7 @@ def _model_types() -> tuple[frozenset[str], frozenset[str]]:
     return known if "llama" in known else nothing, causal if "llama" in causal else nothing
 
 
-class ModelConfig:
+class ModelFacts:
     """What the content of a config.json states.
 
     Attributes:
@@ -280,7 +280,7 @@ class ModelConfig:
             whole = part.get("rope_parameters") or part.get("rope_scaling")
             for rope in (whole, *whole.values()) if isinstance(whole, dict) else ():  # layers may differ
                 if isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type")):
-                    lengths = (part.get(original), rope.get(original), ModelConfig(part).context)
+                    lengths = (part.get(original), rope.get(original), ModelFacts(part).context)
                     found += [length for length in lengths if isinstance(length, int)][:1]
         return min(found, default=None)
 
@@ -310,7 +310,7 @@ class ModelConfig:
         return f"{what} ({self.name})"
 
 
-class ModelFolder(ModelConfig):
+class ModelFolder(ModelFacts):
     """What the files of a model folder state. No tensor is loaded; `opened` reads each file once.
 
     Attributes:

@@ -19,7 +19,7 @@ from transformers import (
 
 from rlhf.core.errors import UserError
 from rlhf.models.folder import context_problem, fetch, folder_problem, rope_problem
-from rlhf.models.headers import ModelConfig, opened
+from rlhf.models.headers import ModelFacts, opened
 from rlhf.models.modules import is_adapted, score_head, whole_weights
 
 if TYPE_CHECKING:
@@ -299,6 +299,6 @@ def check_context(config: PreTrainedConfig, prompt_length: int, response_length:
         response_length: longest response in tokens.
     """
     settings = config.to_dict()
-    return context_problem(ModelConfig(settings).context, prompt_length, response_length) or rope_problem(
+    return context_problem(ModelFacts(settings).context, prompt_length, response_length) or rope_problem(
         settings, prompt_length, response_length
     )

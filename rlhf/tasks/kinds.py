@@ -98,7 +98,12 @@ class LocalSource(Source):
                 "train.jsonl, or set split=validation"
             )
         rows = self._stored("train", data, wanted)
-        held_out = held_out_rows(_prompts_in(rows), self.config.validation_fraction)
+        column = next(name for name in ("query", "messages", "prompt") if name in rows.column_names)
+        batches = rows.select_columns([column]).iter(1000)
+        prompts = (
+            each if isinstance(each, str) else json.dumps(each) for batch in batches for each in batch[column]
+        )
+        held_out = held_out_rows(prompts, self.config.validation_fraction)
         if held_out.all():
             raise UserError(self.files.one_prompt())
         return rows.select(np.flatnonzero(held_out == (split == "validation")))
@@ -114,13 +119,6 @@ class LocalSource(Source):
         if self.config.all_replies and data is not Data.preferences:
             return converted(rows, lambda row: with_all_replies(convert(row)), KEY)
         return converted(rows, convert, KEY)
-
-
-def _prompts_in(rows: Dataset) -> Iterator[str]:
-    """Yield a text for each row that is equal for equal prompts."""
-    column = next(name for name in ("query", "messages", "prompt") if name in rows.column_names)
-    for batch in rows.select_columns([column]).iter(1000):
-        yield from (value if isinstance(value, str) else json.dumps(value) for value in batch[column])
 
 
 def held_out_rows(prompts: Iterable[str], fraction: float) -> np.ndarray:
@@ -203,10 +201,9 @@ class ChatSource(Source):
     def _example(self, row: Row) -> Row:
         try:
             made = dialogue(row)
-            whole = bool(made["reference_response"])
         except BadRow:
-            whole = False
-        if not whole:
+            made = {}
+        if not made.get("reference_response"):
             raise BadRow(
                 "have dialogues in its column messages (lists of role and content that end with a turn of "
                 "the assistant, after another)",
@@ -215,14 +212,11 @@ class ChatSource(Source):
         turn, reply = self.config.turn, self.config.reply
         if turn is None or reply is None:
             return made
-        texts = (
+        prompt = "".join(
             turn.replace("{role}", each["role"]).replace("{content}", each["content"])
             for each in made["messages"]
         )
-        return {
-            "query": "".join(texts) + reply,
-            "reference_response": made["reference_response"][0]["content"],
-        }
+        return {"query": prompt + reply, "reference_response": made["reference_response"][0]["content"]}
 
 
 # GSM8K (Cobbe et al., 2021, arXiv 2110.14168): school problems whose answers end in `#### <number>`.
@@ -364,17 +358,12 @@ def _generated(version: str, arguments: dict[str, Any]) -> Iterator[dict[str, st
     problems = create_dataset(**arguments)
     for i in range(arguments["size"]):
         entry = problems[i]
+        try:
+            literal_eval(text := repr(entry))  # keeps tuples, which some verifiers compare
+        except ValueError:  # metadata with objects, which become plain as JSON
+            text = repr(json.loads(json.dumps(entry)))
         answer = "" if entry["answer"] is None else entry["answer"]
-        yield {"question": entry["question"], "answer": answer, "entry": _literal(entry)}
-
-
-def _literal(entry: dict[str, Any]) -> str:
-    """Return an entry as a Python literal, which keeps tuples: some verifiers compare them."""
-    try:
-        literal_eval(text := repr(entry))
-    except ValueError:  # metadata with objects, which become plain as JSON
-        text = repr(json.loads(json.dumps(entry)))
-    return text
+        yield {"question": entry["question"], "answer": answer, "entry": text}
 
 
 # The embedded task `arithmetic`: sums with answers that can be checked, similar to GSM8K.
@@ -391,18 +380,6 @@ _TERMS = {Difficulty.easy: 2, Difficulty.medium: 3, Difficulty.hard: 5}  # terms
 _FORGETS_CARRY = 0.1  # times the term: probability that a carry is forgotten; 0.9 for + 9
 _LARGEST = 9 * max(_TERMS.values())
 _TOKEN_PATTERN = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
-
-
-def problem(terms: list[int]) -> str:
-    """Return the prompt that asks for the sum of `terms`."""
-    return f"Problem: {' + '.join(map(str, terms))}\nSolution:"
-
-
-def _solution(totals: list[int], terms: list[int]) -> str:
-    """Return the worked solution with the running totals `totals`, which may be wrong."""
-    steps = zip(totals[:-1], terms[1:], totals[1:], strict=True)
-    work = ", ".join(f"{before} + {term} = {after}" for before, term, after in steps)
-    return f" {work} #### {totals[-1]}"
 
 
 def forgetful_add(before: int, term: int, forgets: bool) -> int:
@@ -440,7 +417,13 @@ class ArithmeticSource(EmbeddedSource):
         rows: dict[str, list[str]] = {"query": [], "reference_response": [], "demonstration": []}
         for _ in range(size):
             terms = [rng.randint(1, 9) for _ in range(count)]
-            rows["query"].append(problem(terms))
-            rows["reference_response"].append(_solution(list(accumulate(terms)), terms))
-            rows["demonstration"].append(_solution(pupil_totals(terms, rng), terms))
+            rows["query"].append(f"Problem: {' + '.join(map(str, terms))}\nSolution:")
+            totals = {
+                "reference_response": list(accumulate(terms)),
+                "demonstration": pupil_totals(terms, rng),
+            }
+            for column, own in totals.items():  # running totals, which may be wrong
+                steps = zip(own[:-1], terms[1:], own[1:], strict=True)
+                work = ", ".join(f"{before} + {term} = {after}" for before, term, after in steps)
+                rows[column].append(f" {work} #### {own[-1]}")
         return rows

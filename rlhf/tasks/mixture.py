@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset, Features, Json, Value, concatenate_datasets
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlhf.config.mixture_task import MixtureConfig
     from rlhf.core.batch import Batch, Prompts
     from rlhf.core.metrics import Metrics
+    from rlhf.tasks.task import Task
 
 
 TEXT, DIALOGUE = Value("string"), Json()
@@ -151,9 +152,11 @@ def mixed_order(parts: np.ndarray, shares: Sequence[float], seed: int, epoch: in
         seed: seed of the run.
         epoch: number of the epoch, from 0.
     """
-    counts = _counts_of(len(parts), shares)
+    counts = np.diff(np.round(np.cumsum([0, *shares]) * len(parts))).astype(np.int64)
+    counts = np.maximum(counts, 1)
+    counts[counts.argmax()] -= counts.sum() - len(parts)
     drawn = []
-    for part, count in enumerate(counts):
+    for part, count in enumerate(counts.tolist()):
         examples = np.flatnonzero(parts == part)
         first, last = epoch * count, (epoch + 1) * count
         for turn in range(first // len(examples), -(-last // len(examples))):
@@ -181,14 +184,6 @@ def check_parts(parts: np.ndarray, names: Sequence[str], limit: int) -> None:
             )
 
 
-def _counts_of(total: int, shares: Sequence[float]) -> list[int]:
-    """Return whole numbers >= 1 with the sum `total` that are in proportion to `shares`, rounded."""
-    counts = np.diff(np.round(np.cumsum([0, *shares]) * total)).astype(np.int64)
-    counts = np.maximum(counts, 1)
-    counts[counts.argmax()] -= counts.sum() - total
-    return [int(count) for count in counts]
-
-
 def figures_of_parts(batch: Batch, names: Sequence[str]) -> Metrics:
     """Return the metrics of each part of a mixture in a scored batch.
 
@@ -197,9 +192,7 @@ def figures_of_parts(batch: Batch, names: Sequence[str]) -> Metrics:
         names: names of the parts.
     """
     figures: Metrics = {}
-    if not names or batch.part is None:
-        return figures
-    for number, name in enumerate(names):
+    for number, name in enumerate(names if batch.part is not None else ()):
         own = batch.part == number
         figures |= {
             f"part/{name}/prompts": Stat(float(own.sum()), 1.0, How.sum),
@@ -232,27 +225,6 @@ def means_of_parts(
 # The order in which a run draws its training examples, epoch after epoch.
 
 
-_SOLVED = "prompts/solved"  # metric
-
-
-class Examples(Protocol):
-    """The training examples of a task."""
-
-    prompts_per_update: int
-
-    def __len__(self) -> int:
-        """Return the number of examples."""
-
-    def order(self, epoch: int) -> np.ndarray:
-        """Return the positions of all examples in the order of an epoch."""
-
-    def rows(self) -> np.ndarray:
-        """Return the row in the data set (`Prompts.index`) of each example."""
-
-    def batch(self, positions: list[int]) -> Prompts:
-        """Return the examples at `positions`."""
-
-
 class PromptOrder:
     """An endless iterator over the training batches of a task.
 
@@ -271,7 +243,7 @@ class PromptOrder:
 
     def __init__(
         self,
-        task: Examples,
+        task: Task,
         solved_at: float | None = None,
         start: int = 0,
         parts: Sequence[str] = (),
@@ -321,7 +293,7 @@ class PromptOrder:
         solved = batch.scores.mean(1) >= self.solved_at
         self.solved.difference_update(batch.index.tolist())
         self.solved.update(batch.index[solved].tolist())
-        return figures | {_SOLVED: Stat(len(self.solved) / len(self.task), 1.0, How.last)}
+        return figures | {"prompts/solved": Stat(len(self.solved) / len(self.task), 1.0, How.last)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the solved examples, as JSON values."""
