@@ -192,7 +192,9 @@ def figures_of_parts(batch: Batch, names: Sequence[str]) -> Metrics:
         names: names of the parts.
     """
     figures: Metrics = {}
-    for number, name in enumerate(names if batch.part is not None else ()):
+    if not names or batch.part is None:
+        return figures
+    for number, name in enumerate(names):
         own = batch.part == number
         figures |= {
             f"part/{name}/prompts": Stat(float(own.sum()), 1.0, How.sum),

@@ -226,7 +226,7 @@ class Task:
         def encode(columns: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
             before = texts = columns[column]
             stored_rows = [list(row) for row in zip(*(columns[name] for name in responses), strict=True)]
-            answers = [[self._bare(each) for each in row] for row in stored_rows]
+            answers: list[list[Any]] = [[self._bare(each) for each in row] for row in stored_rows]
             shown = columns.get("demonstration") if data is Data.references else None
             empty.extend(not all(map(_said, row)) for row in answers)
             equal.extend(len(row) > 1 and row[0] == row[1] for row in answers)
@@ -235,8 +235,8 @@ class Task:
             if dialogues is not None:
                 texts = [self._turns(messages) for messages in texts]
                 tools = [self.tools] * len(rows) if self.tools else columns.get(TOOLS) or [None] * len(rows)
-                write = partial(dialogues.write, prompt_only=data is Data.prompts)
-                write = write if shown is None else dialogues.continued
+                only = data is Data.prompts
+                write = partial(dialogues.write, prompt_only=only) if shown is None else dialogues.continued
                 written = [write(*row) for row in zip(texts, answers, places, tools, strict=True)]
                 before = heads = [head for head, _ in written]
                 answers = [each for _, each in written]
