@@ -431,19 +431,12 @@ def test_a_local_folder_is_distinguished_from_a_hub_name(tmp_path, monkeypatch):
     assert not is_local("gpt2") and not is_local("EleutherAI/pythia-410m-deduped")
 
 
-def test_problems_of_a_model_folder_are_reported(folder, tmp_path):
+def test_hub_names_and_folders_of_unknown_types_have_no_problem(folder, tmp_path):
     assert folder_problem("model.policy", folder) is None
     assert folder_problem("model.policy", "EleutherAI/pythia-410m") is None
-    assert "model.policy must" in folder_problem("model.policy", "./nowhere")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert "no config.json" in folder_problem("model.policy", str(empty))
-    (empty / "config.json").write_text('{"model_type": "mine"}')
-    assert "no *.safetensors" in folder_problem("model.policy", str(empty))
-    write_weights(empty / "model.safetensors", {"weight": (2, 2)})
-    assert folder_problem("model.policy", str(empty)) is None
-    (empty / "config.json").write_text("nonsense")
-    assert "not a JSON object" in folder_problem("model.policy", str(empty))
+    (tmp_path / "config.json").write_text('{"model_type": "mine"}')
+    write_weights(tmp_path / "model.safetensors", {"weight": (2, 2)})
+    assert folder_problem("model.policy", str(tmp_path)) is None
 
 
 def test_prompt_and_response_must_fit_the_context(folder):
