@@ -472,15 +472,9 @@ def _opened(folder: Path, version: tuple[tuple[str, int, int], ...]) -> ModelFol
 
 # Tokens that models reserve for padding, best first.
 _PAD_TOKENS = (
-    "<|padding|>",
-    "<|finetune_right_pad_id|>",
-    "<pad>",
-    "[PAD]",
-    "<|pad|>",
-    "<|pad_token|>",
-    "<|PAD_TOKEN|>",
-    "<|dummy_0|>",
-)
+    "<|padding|>", "<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|pad_token|>",
+    "<|PAD_TOKEN|>", "<|dummy_0|>",
+)  # fmt: skip
 LOOKS_SPECIAL = re.compile(r"<(?!0x)[^<>\s]+>|\[[A-Z]+\]")
 # Kinds of tokens that no ordinary text contains, best first: padding of a part of the input, such as
 # <|fim_pad|>; numbered tokens that stand for nothing, such as <|reserved_special_token_7|>, [control_8] and
@@ -495,13 +489,10 @@ UNUSED = (
 )
 ENDS = ("generation_config.json", "config.json")  # files of a model that declare its end tokens
 UNKNOWN = "<unk>"
-_END_OF_TEXT = (
-    "<|endoftext|>"  # ends a document in pre-training; chat models often end a turn with another token
-)
+_END_OF_TEXT = "<|endoftext|>"  # ends a document in pre-training; chats often end with another token
 _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}  # the tokens of single bytes in SentencePiece
-_BYTE_LEVEL = {
-    chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 324))
-}  # in byte-level BPE
+# The tokens of single bytes in byte-level BPE.
+_BYTE_LEVEL = {chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 324))}
 
 
 def choose_pad_token(

@@ -128,18 +128,15 @@ class Layout:
 
     def _pair(self, row: Row) -> tuple[Prompt, Response, Response]:
         assert self.chosen is not None and self.rejected is not None
-        if not isinstance(row.get(self.chosen), list):
-            if self.prompt is None:
-                if found := without_prompt(text(row, self.chosen), text(row, self.rejected)):
-                    return found
-                raise BadRow(
-                    "have a column of prompts beside texts in chosen and rejected, or whole dialogues with "
-                    "'\\n\\nAssistant:' before each answer",
-                    "without them",
-                    "add the column prompt",
-                )
-            prompt, chosen = answer(self._prompt(row), row, self.chosen)
-            return prompt, chosen, answer(prompt, row, self.rejected)[1]
+        if self.prompt is None and not isinstance(row.get(self.chosen), list):
+            if found := without_prompt(text(row, self.chosen), text(row, self.rejected)):
+                return found
+            raise BadRow(
+                "have a column of prompts beside texts in chosen and rejected, or whole dialogues with "
+                "'\\n\\nAssistant:' before each answer",
+                "without them",
+                "add the column prompt",
+            )
         before = self._prompt(row) if self.prompt is not None else []
         first, chosen = answer(before, row, self.chosen)
         second, rejected = answer(before, row, self.rejected)
@@ -148,7 +145,7 @@ class Layout:
                 f"have the same messages before the answers in {self.chosen} and {self.rejected}",
                 "with different messages",
             )
-        if not first:
+        if first == []:
             raise BadRow(f"have prompts, in a column of their own or in {self.chosen}", "without a prompt")
         return first, chosen, rejected
 

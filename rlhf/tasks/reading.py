@@ -305,20 +305,13 @@ TOOLS = "tools"  # column beside messages: the functions that the assistant may 
 ASSISTANT = "\n\nAssistant:"  # before each answer in dialogues that are one text, as in hh-rlhf
 
 
+@dataclass(eq=False)
 class BadRow(Exception):
-    """A row without the required content; the caller adds the key and the place to the message.
+    """A row without the required content; the caller adds the key and the place to the message."""
 
-    Args:
-        rule: what the data must have, after "<key> must".
-        got: what the row has, after the place of the row.
-        remedy: what to do about such a row.
-    """
-
-    def __init__(self, rule: str, got: str, remedy: str = "correct or remove that row") -> None:
-        super().__init__(rule, got)
-        self.rule = rule
-        self.got = got
-        self.remedy = remedy
+    rule: str  # what the data must have, after "<key> must"
+    got: str  # what the row has, after the place of the row
+    remedy: str = "correct or remove that row"
 
     def problem(self, key: str, place: str) -> str:
         """Return the error message for the row at `place` of the data that `key` names."""
