@@ -29,7 +29,7 @@ from rlhf.tasks.source import EmbeddedSource, Source, as_messages, from_rows, is
 
 if TYPE_CHECKING:
     from rlhf.config.scorers import ReasoningGymConfig
-    from rlhf.config.tasks import ArithmeticConfig, ChatConfig, GSM8KConfig, LocalConfig, PreferencesConfig
+    from rlhf.config.tasks import ArithmeticConfig, GSM8KConfig, LocalConfig
     from rlhf.tasks.reading import Row
 
 
@@ -166,11 +166,8 @@ class PreferencesSource(Source):
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the columns `prompt`, `chosen` and `rejected` of a split; see `Source.preferences`."""
-        return super().preferences(_stored_name(self.config, split), wanted)
-
-
-def _stored_name(config: ChatConfig | PreferencesConfig, split: str) -> str:
-    return config.validation_split if split == "validation" else split
+        stored = self.config.validation_split if split == "validation" else split
+        return super().preferences(stored, wanted)
 
 
 # The task `chat`: the last turn of a dialogue is the reference, the earlier turns are the prompt.
@@ -195,7 +192,7 @@ class ChatSource(Source):
         Raises:
             UserError: a dialogue has only one turn, or does not end with a turn of the assistant.
         """
-        stored = _stored_name(self.config, split)
+        stored = self.config.validation_split if split == "validation" else split
         return self.stored_prompts().load(stored, ["messages"], wanted, self._example)
 
     def _example(self, row: Row) -> Row:

@@ -7,6 +7,7 @@ import csv
 import gzip
 import json
 import logging
+import os
 import re
 import shlex
 import sys
@@ -302,7 +303,7 @@ log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 TOOLS = "tools"  # column beside messages: the functions that the assistant may call, as JSON schemas
-ASSISTANT = "\n\nAssistant:"  # before each answer in dialogues that are one text, as in hh-rlhf
+_ASSISTANT = "\n\nAssistant:"  # before each answer in dialogues that are one text, as in hh-rlhf
 
 
 @dataclass(eq=False)
@@ -377,15 +378,11 @@ def is_dialogue(value: Any) -> bool:
 def without_prompt(chosen: str, rejected: str) -> tuple[str, str, str] | None:
     """Return the prompt and the two answers of a pair of whole dialogues, each one text; None: not so.
 
-    The prompt ends with the last `ASSISTANT` of the part that both texts share, as in hh-rlhf.
+    The prompt ends with the last `_ASSISTANT` of the part that both texts share, as in hh-rlhf.
     """
-    shared = next((at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-    shared = min(len(chosen), len(rejected)) if shared is None else shared
-    at = chosen.rfind(ASSISTANT, 0, shared)
-    if at < 0:
-        return None
-    end = at + len(ASSISTANT)
-    return chosen[:end], chosen[end:], rejected[end:]
+    before, mark, _ = os.path.commonprefix([chosen, rejected]).rpartition(_ASSISTANT)
+    end = len(before) + len(mark)
+    return (chosen[:end], chosen[end:], rejected[end:]) if mark else None
 
 
 def rows_of_table(value: Any) -> list[Row] | None:
