@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from datasets import Dataset, Features, Json, Value, concatenate_datasets
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rlhf.config.mixture_task import MixtureConfig
     from rlhf.core.batch import Batch, Prompts
     from rlhf.core.metrics import Metrics
-    from rlhf.tasks.task import Task
 
 
 TEXT, DIALOGUE = Value("string"), Json()
@@ -227,6 +226,24 @@ def means_of_parts(
 # The order in which a run draws its training examples, epoch after epoch.
 
 
+class Examples(Protocol):
+    """The training examples of a task."""
+
+    prompts_per_update: int
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the positions of all examples in the order of an epoch."""
+
+    def rows(self) -> np.ndarray:
+        """Return the row in the data set (`Prompts.index`) of each example."""
+
+    def batch(self, positions: list[int]) -> Prompts:
+        """Return the examples at `positions`."""
+
+
 class PromptOrder:
     """An endless iterator over the training batches of a task.
 
@@ -245,7 +262,7 @@ class PromptOrder:
 
     def __init__(
         self,
-        task: Task,
+        task: Examples,
         solved_at: float | None = None,
         start: int = 0,
         parts: Sequence[str] = (),

@@ -30,6 +30,7 @@ from rlhf.tasks.files import Splits, data_folder, lacking
 from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted, rows_of_arrow
 
 if TYPE_CHECKING:
+    from rlhf.config.tasks import TaskConfig
     from rlhf.tasks.reading import Row
 
 
@@ -47,8 +48,8 @@ class Source(ABC):
     no_pairs: ClassVar[str] = "it names none"  # why the task has no pairs of its own, for messages
     pairs_beside_prompts: ClassVar[bool] = False  # whether `task.path` may be the folder of the pairs
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
+    def __init__(self, config: TaskConfig) -> None:
+        self.config: Any = config  # each task reads the keys of its own section
 
     @abstractmethod
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
