@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING
 from rlhf.checks.check import checked, warn, warnings
 from rlhf.checks.machine import composed, downloads
 from rlhf.core.errors import UserError, lines
-from rlhf.core.machine import cached_folder
 from rlhf.launch.command_line import Command
 from rlhf.loggers.hooks import load_hooks
 from rlhf.memory.sizes import models
-from rlhf.models.folder import context_of, is_local, named, read_config
+from rlhf.models.folder import is_local, on_this_machine
 from rlhf.terminal.console import console, say_loading
 from rlhf.words import catalogue
 from rlhf.words.catalogue import config_dir_words
@@ -81,12 +80,10 @@ def described(model: Model) -> Iterator[str]:
     yield f"  {model.role:18}{model.name or 'made by the run first'}"
     facts = []
     if model.name is not None:
-        folder = model.name if is_local(model.name) else cached_folder(model.name)
-        config = read_config(str(folder)) if folder is not None else None
-        if config is not None:
-            context = context_of(config)
-            facts += [named(config), *([f"context {context:,} tokens"] if context else [])]
-        elif folder is None:
+        found = on_this_machine(model.name)
+        if found is not None and found.config:
+            facts += [found.name, *([f"context {found.context:,} tokens"] if found.context else [])]
+        elif found is None and not is_local(model.name):
             facts.append("downloaded by the run first")
     if model.size is not None:
         facts.insert(1, f"{model.size.parameters:,} parameters")

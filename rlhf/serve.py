@@ -121,11 +121,12 @@ def _settings(options: Namespace) -> VLLMFactory:
     from transformers import AutoConfig
 
     from rlhf.generators.vllm.sampler import VLLMFactory
-    from rlhf.models.folder import context_of, fetch
+    from rlhf.models.folder import fetch
+    from rlhf.models.headers import ModelFacts
 
     config = fetch(AutoConfig, options.model, "model", trust_remote_code=options.trust_remote_code)
     given, gpus = vars(options), torch.cuda.device_count()
-    length = given.get("max_model_len", context_of(config.to_dict()) or 0)
+    length = given.get("max_model_len", ModelFacts(config.to_dict()).context or 0)
     memory = given.get("memory", VLLMServerConfig.on_gpu if gpus else VLLMServerConfig.in_ram)
     tensor, announce = options.tensor_parallel_size, given.get("announce")
     for flag, value, fits, rule in (

@@ -124,7 +124,7 @@ def _dialogues_have_a_template(cfg: Config) -> Iterator[str]:
     if path is None or cfg.model.chat_template is not None:
         return
     tokenizer = tokenizer_in(path)
-    if tokenizer is not None and not tokenizer.has_chat_template and has_dialogues(cfg.task):
+    if tokenizer is not None and tokenizer.template is None and has_dialogues(cfg.task):
         yield no_template(path)
 
 
@@ -132,7 +132,7 @@ def _dialogues_have_a_template(cfg: Config) -> Iterator[str]:
 def _questions_as_text(cfg: Config) -> Iterator[str]:
     _, path = tokenizer_of(cfg)
     tokenizer = tokenizer_in(path) if path is not None else None
-    if cfg.task.for_base_models and tokenizer is not None and tokenizer.has_chat_template:
+    if cfg.task.for_base_models and tokenizer is not None and tokenizer.template is not None:
         yield (
             "task.chat=false asks the questions as texts, in a form for base models, but the tokenizer of "
             f"{path} has a chat template; if it is a chat model, set task.chat=true"

@@ -24,32 +24,25 @@ from rlhf.config.backends import Device
 from rlhf.config.models import Dtype, float16_needs_gpu
 from rlhf.config.root import Config
 from rlhf.config.scorers import scorers
-from rlhf.core import machine
 from rlhf.core.errors import setting
 from rlhf.core.machine import this_machine
-from rlhf.models import folder as kinds
 from rlhf.models.folder import (
-    context_length,
     context_problem,
     folder_problem,
     is_local,
-    read_config,
+    on_this_machine,
     rope_problem,
     similar_folder,
 )
 from rlhf.models.headers import (
     ENDS,
     LOOKS_SPECIAL,
-    DamagedFile,
-    TensorHeader,
+    ModelFolder,
     TokenizerHeader,
     choose_pad_token,
     end_ids,
-    linear_layers,
     pad_problem,
     pad_remedy,
-    tokenizer_header,
-    weight_headers,
 )
 from rlhf.tasks.files import has_dialogues
 from rlhf.words import catalogue
@@ -201,8 +194,8 @@ def _models(cfg: Config) -> Iterator[str]:
     for key, path in named_models(cfg):
         if problem := folder_problem(key, path):
             yield problem
-        elif is_local(path):
-            contexts.append(context_length(path))
+        elif is_local(path) and (found := on_this_machine(path)) is not None:
+            contexts.append(found.context)
     tokenizer = cfg.model.tokenizer
     if tokenizer is not None and is_local(tokenizer) and not Path(tokenizer).expanduser().is_dir():
         file = Path(tokenizer).expanduser().is_file()
@@ -218,16 +211,11 @@ def _models(cfg: Config) -> Iterator[str]:
     if made and not contexts:
         contexts.append(cfg.model.context)
     context = min((c for c in contexts if c is not None), default=None)
-    if problem := context_problem(context, cfg.task.max_prompt_tokens, cfg.generator.response_length):
-        yield problem
-
-
-@rule
-def _encodings_of_positions(cfg: Config) -> Iterator[str]:
     lengths = cfg.task.max_prompt_tokens, cfg.generator.response_length
-    for key, path in named_models(cfg):
-        sound = is_local(path) and folder_problem(key, path) is None
-        if sound and (problem := rope_problem(read_config(path) or {}, *lengths)):
+    if problem := context_problem(context, *lengths):
+        yield problem
+    for _, path, model in _sound(cfg):
+        if is_local(path) and (problem := rope_problem(model.config, *lengths)):
             yield problem
             return
 
@@ -236,8 +224,13 @@ def named_models(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the config key and the value (hub name or folder) of every model that the config names."""
     found = {f"model.{name}": getattr(cfg.model, name) for name in ("base", "policy", "reference", "reward")}
     yield from ((key, path) for key, path in found.items() if path is not None)
+    yield from _reward_models(cfg, None)
+
+
+def _reward_models(cfg: Config, default: str | None) -> Iterator[tuple[str, str]]:
+    """Yield the config key and the value of the model of each scorer; `default` is that of model.reward."""
     for at, scorer in scorers(cfg):
-        if (named := scorer.reward_model(at, None)) is not None:
+        if (named := scorer.reward_model(at, default)) is not None:
             yield named
 
 
@@ -245,81 +238,59 @@ def named_models(cfg: Config) -> Iterator[tuple[str, str]]:
 #
 # The rules read config.json, tokenizer files and the headers of weights, never the weights. They cover local
 # folders and downloaded hub models; other hub models are checked when they are loaded. A local folder that
-# `rlhf.checks.models` refuses is skipped here.
+# `_models` refuses is skipped here.
 
 
 _CAUSAL = ("model.base", "model.policy", "model.reference")  # keys of causal language models
 
 
-def _folder_of(path: str) -> Path | None:
-    """Return the folder with the files of a model; None if it is not downloaded, or has an evident defect."""
-    if not is_local(path):
-        return machine.cached_folder(path)
-    return None if folder_problem("", path) else Path(path).expanduser()
+def _sound(cfg: Config, *paths: str | None) -> Iterator[tuple[str, str, ModelFolder]]:
+    """Yield key, value and files of each model on this machine whose folder has no evident defect.
 
-
-def _folders(cfg: Config) -> Iterator[tuple[str, str, Path]]:
-    """Yield key, value and folder of each model that the config names and that is on this machine."""
-    for key, path in named_models(cfg):
-        if (folder := _folder_of(path)) is not None:
-            yield key, path, folder
-
-
-def _tensors_of(folder: Path) -> dict[str, TensorHeader]:
-    """Return the headers of the weights in `folder`; empty if they are not downloaded yet."""
-    try:
-        return weight_headers(folder)
-    except DamagedFile:
-        return {}
+    Args:
+        cfg: the config, which names the models.
+        paths: values to look at; none: those of all models that the config names.
+    """
+    for key, path in [("", path) for path in paths if path] if paths else named_models(cfg):
+        found = on_this_machine(path)
+        if found is not None and not (is_local(path) and folder_problem(key, path)):
+            yield key, path, found
 
 
 def tokenizer_in(path: str | None) -> TokenizerHeader | None:
     """Return the tokenizer of the model `path`, or None if its files do not show it."""
-    folder = None if path is None else _folder_of_tokenizer(path)
-    try:
-        return None if folder is None else tokenizer_header(folder)
-    except DamagedFile:
-        return None
-
-
-def _folder_of_tokenizer(path: str) -> Path | None:
-    """Return the folder with the files of a tokenizer, which may contain no model; None if there is none."""
-    folder = Path(path).expanduser() if is_local(path) else machine.cached_folder(path)
-    return folder if folder is not None and folder.is_dir() else None
-
-
-def _may_register_models(cfg: Config) -> bool:
-    """Return whether transformers may learn further types of models: from model folders or from plugins."""
-    return cfg.model.trust_remote_code or bool(entry_points(group=catalogue.GROUP))
+    found = None if path is None else on_this_machine(path)
+    return None if found is None else found.tokenizer
 
 
 @rule
 def _kinds_of_models(cfg: Config) -> Iterator[str]:
-    for key, path, folder in _folders(cfg):
-        config = read_config(str(folder)) or {}
-        if (kind := kinds.unknown_type(config)) is not None and not _may_register_models(cfg):
+    # transformers may learn further types of models from model folders or from plugins
+    learns = cfg.model.trust_remote_code or bool(entry_points(group=catalogue.GROUP))
+    for key, path, model in _sound(cfg):
+        if (kind := model.unknown_type) is not None and not learns:
             remedy = "correct model_type in its config.json, or run: pip install -U transformers"
-            if "auto_map" in config:  # the model comes with code of its own
+            if "auto_map" in model.config:  # the model comes with code of its own
                 remedy = "set model.trust_remote_code=true to run the code in its folder"
             yield (
                 f"{key} must name a model that the installed transformers knows, got {path!r} of type "
                 f"{kind!r}; {remedy}"
             )
-        elif "quantization_config" in config:
+        elif "quantization_config" in model.config:
             yield (
                 f"{key} must name a model with float weights (quantized weights are not supported), got "
                 f"{path!r}, whose config.json has a quantization_config; set {key}=<the model before "
                 "quantization>"
             )
         elif key not in _CAUSAL:
-            if (found := kinds.not_reward(config, _tensors_of(folder))) is not None:
+            if (found := model.not_reward()) is not None:
                 yield (
                     f"{key} must name a reward model (a sequence classifier with one label and a head named "
                     f"score), got {path!r}, {found}; train one with algo=reward model.policy=<model>"
                 )
-        elif (found := kinds.not_causal(config)) is not None:
-            if cfg.algo.trains is Trains.reward and kinds.is_classifier(config):
-                continue  # a reward model may start from a classifier: see `new_head`
+        elif (found := model.not_causal()) is not None:
+            if cfg.algo.trains is Trains.reward and model.is_classifier:
+                continue  # a reward model may start from a classifier: see `_new_head`
             yield (
                 f"{key} must name a causal language model (it predicts the next token), got {path!r}, "
                 f"{found}; set {key}=<hub name or folder>"
@@ -329,25 +300,23 @@ def _kinds_of_models(cfg: Config) -> Iterator[str]:
 @doubt
 def _new_head(cfg: Config) -> Iterator[str]:
     path = cfg.model.policy
-    if cfg.algo.trains is Trains.reward and path is not None and kinds.is_classifier(read_config(path) or {}):
+    model = on_this_machine(path) if cfg.algo.trains is Trains.reward and path is not None else None
+    if model is not None and model.is_classifier:
         yield f"the head of model.policy={path} (a sequence classifier) is replaced by a random head"
 
 
 @rule
 def _tokenizers_are_readable(cfg: Config) -> Iterator[str]:
-    key, path = tokenizer_of(cfg)
-    wanted = [] if path is None else [(key, path, "set model.tokenizer=<hub name or folder>")]
-    for key, path in _reward_models(cfg):
-        wanted.append((key, path, "copy the files of its tokenizer into the folder"))
-    for key, path, remedy in wanted:
-        if not is_local(path) or (folder := _folder_of_tokenizer(path)) is None:
+    own, path = tokenizer_of(cfg)
+    wanted = [] if path is None else [(own, path, "set model.tokenizer=<hub name or folder>")]
+    copy = "copy the files of its tokenizer into the folder"
+    wanted += [(key, name, copy) for key, name in _reward_models(cfg, cfg.model.reward)]
+    for key, name, remedy in wanted:
+        found = on_this_machine(name) if is_local(name) else None
+        if found is None or (key != "model.tokenizer" and folder_problem(key, name)):
             continue
-        if key != "model.tokenizer" and folder_problem(key, path):
-            continue
-        try:
-            tokenizer_header(folder)
-        except DamagedFile as defect:
-            yield f"{key} must come with its tokenizer (tokenizer.json), got {path!r} with {defect}; {remedy}"
+        if (defect := found.tokenizer_defect) is not None:
+            yield f"{key} must come with its tokenizer (tokenizer.json), got {name!r} with {defect}; {remedy}"
 
 
 @rule
@@ -364,11 +333,13 @@ def _special_tokens(cfg: Config) -> Iterator[str]:
             f"{path!r} without one; set eos_token in its tokenizer_config.json"
         )
         return
-    # With dialogues, the chat template determines the end token.
-    known = None if _dialogues_may_end_otherwise(cfg, tokenizer) else end
+    # The chat template may end a turn of a dialogue with another token.
+    has_template = tokenizer.template is not None or cfg.model.chat_template is not None
+    dialogues = has_template and (cfg.reads_pairs or has_dialogues(cfg.task) is not False)
+    known = None if dialogues else end
     if wanted is None and "pad_token" in special and pad in (None, known):
-        models = (_folder_of_tokenizer(each) for each in (path, cfg.start) if each is not None)
-        files = (folder / name for folder in models if folder is not None for name in ENDS)
+        models = (on_this_machine(each) for each in (path, cfg.start) if each is not None)
+        files = (model.path / name for model in models if model is not None for name in ENDS)
         template = tokenizer.template if cfg.model.chat_template is None else None
         used = {known, *end_ids(*files)}
         pad = choose_pad_token(tokenizer.ids, used, special.get("bos_token"), template or "") or pad
@@ -377,12 +348,6 @@ def _special_tokens(cfg: Config) -> Iterator[str]:
         problem = pad_problem("model.pad_token", wanted, path, tokenizer.ids, pad, end)
         if problem is not None:
             yield problem
-
-
-def _dialogues_may_end_otherwise(cfg: Config, tokenizer: TokenizerHeader) -> bool:
-    """Return True if the run may have dialogues, and a chat template may end a turn with another token."""
-    template = tokenizer.has_chat_template or cfg.model.chat_template is not None
-    return template and (cfg.reads_pairs or has_dialogues(cfg.task) is not False)
 
 
 @doubt
@@ -411,76 +376,63 @@ def vocabularies(cfg: Config) -> Iterator[str]:
     A reward model has its own tokenizer. If this is the tokenizer of the policy, the reward model reads the
     ids that the policy samples, and only ids of tokens are sampled.
     """
-    for own, name, folder in _folders(cfg):
-        rows = _embeddings_of(folder)
-        header = None if own in _CAUSAL else tokenizer_in(name)
-        if rows is not None and header is not None and header.largest_id >= rows:
+    key, path = tokenizer_of(cfg)
+    tokenizer, start = tokenizer_in(path), _start_key(cfg)
+    for own, name, model in _sound(cfg):
+        rows, header = model.vocabulary, model.tokenizer
+        if own not in _CAUSAL and rows is not None and header is not None and header.largest_id >= rows:
             yield (
                 f"{own} must have an embedding for every token of its tokenizer, got ids up to "
                 f"{header.largest_id} in the tokenizer of {name!r} and {rows} embeddings; set "
                 f"{own}=<a folder with the tokenizer of the model>"
             )
-    key, path = tokenizer_of(cfg)
-    tokenizer = tokenizer_in(path)
-    if tokenizer is None:
-        return
-    for own, name, folder in _folders(cfg):
-        if own not in (_start_key(cfg), "model.reference"):
+        if tokenizer is None or own not in (start, "model.reference"):
             continue
-        rows = _embeddings_of(folder)
+        reference = own == "model.reference"
         if rows is not None and tokenizer.largest_id >= rows:
-            reference = own == "model.reference"
             kind = "a model with the vocabulary of the policy" if reference else "the tokenizer of the model"
             yield (
                 f"{own if reference else key} must fit the model (every token id needs an embedding), got "
                 f"ids up to {tokenizer.largest_id} in the tokenizer of {path!r} and {rows} embeddings in "
                 f"{name!r}; set {own if reference else 'model.tokenizer'}=<{kind}>"
             )
-        elif own == "model.reference" and (token := _other_id(tokenizer, tokenizer_in(name))) is not None:
-            yield (
-                "model.reference must have the vocabulary of the policy (both read the same token ids), got "
-                f"{name!r}, in which {token!r} has another id than in {path!r}; set model.reference=<a model "
-                "with the vocabulary of the policy>"
-            )
-
-
-def _embeddings_of(folder: Path) -> int | None:
-    """Return the number of rows of the embeddings in a model folder, or None if config.json lacks it."""
-    config = read_config(str(folder)) or {}
-    rows = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
-    return rows if isinstance(rows, int) else None
-
-
-def _other_id(one: TokenizerHeader, other: TokenizerHeader | None) -> str | None:
-    """Return a token that has different ids in two tokenizers, or None; tokens of only one do not count."""
-    ids = {} if other is None else other.ids
-    return next((token for token, number in one.ids.items() if ids.get(token, number) != number), None)
+        elif reference and header is not None:
+            ids = header.ids  # tokens of only one tokenizer do not count
+            other = next((each for each, id in tokenizer.ids.items() if ids.get(each, id) != id), None)
+            if other is not None:
+                yield (
+                    "model.reference must have the vocabulary of the policy (both read the same token ids), "
+                    f"got {name!r}, in which {other!r} has another id than in {path!r}; set "
+                    "model.reference=<a model with the vocabulary of the policy>"
+                )
 
 
 @training_rule
 def _layers_with_adapters(cfg: Config) -> Iterator[str]:
-    lora, folder = cfg.model.lora, None if cfg.start is None else _folder_of(cfg.start)
-    if lora.rank < 1 or not lora.targets or folder is None:
+    lora = cfg.model.lora
+    if lora.rank < 1 or not lora.targets:
         return
-    layers = linear_layers(read_config(str(folder)) or {}, _tensors_of(folder))
-    available = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-    for target in lora.targets if layers else ():
-        if not any(name == target or name.endswith(f".{target}") for name in layers):
-            yield (
-                f"model.lora.targets must name linear layers below the model's head ({available}), got "
-                f"{target}; set model.lora.targets=null for all layers"
-            )
+    for _, _, model in _sound(cfg, cfg.start):
+        layers = model.linear_layers()
+        available = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+        for target in lora.targets if layers else ():
+            if not any(f".{name}".endswith(f".{target}") for name in layers):
+                yield (
+                    f"model.lora.targets must name linear layers below the model's head ({available}), got "
+                    f"{target}; set model.lora.targets=null for all layers"
+                )
 
 
 @doubt
 def _large_adapters(cfg: Config) -> Iterator[str]:
-    rank, folder = cfg.model.lora.rank, None if cfg.start is None else _folder_of(cfg.start)
-    width = None if folder is None or rank < 1 else (read_config(str(folder)) or {}).get("hidden_size")
-    if isinstance(width, int) and rank > width:
-        yield (
-            f"model.lora.rank={rank} is more than the width of the model ({width}), so the adapters are "
-            "larger than its weights; set model.lora.rank=16"
-        )
+    rank = cfg.model.lora.rank
+    for _, _, model in _sound(cfg, cfg.start):
+        width = model.config.get("hidden_size")
+        if isinstance(width, int) and rank > width:
+            yield (
+                f"model.lora.rank={rank} is more than the width of the model ({width}), so the adapters are "
+                "larger than its weights; set model.lora.rank=16"
+            )
 
 
 def _start_key(cfg: Config) -> str:
@@ -492,9 +444,3 @@ def tokenizer_of(cfg: Config) -> tuple[str, str | None]:
     if cfg.model.tokenizer is not None:
         return "model.tokenizer", cfg.model.tokenizer
     return _start_key(cfg), cfg.start
-
-
-def _reward_models(cfg: Config) -> Iterator[tuple[str, str]]:
-    for at, scorer in scorers(cfg):
-        if (named := scorer.reward_model(at, cfg.model.reward)) is not None:
-            yield named

@@ -16,8 +16,8 @@ from rlhf.config.algorithms import Trains, ValueFrom
 from rlhf.config.backends import WITHOUT_GRADIENT
 from rlhf.config.scorers import scorers
 from rlhf.core.machine import cached_folder
-from rlhf.models.folder import is_local, read_config
-from rlhf.models.headers import DamagedFile, weight_headers
+from rlhf.models.folder import is_local
+from rlhf.models.headers import opened
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -155,10 +155,7 @@ def module_parameters(name: str | None, size: ModelSize, modules: list[str]) -> 
 
 def _tensor_counts(folder: Path | None) -> dict[str, int]:
     """Return the number of parameters of each tensor in a model folder; empty if it has no weights."""
-    try:
-        tensors = {} if folder is None else weight_headers(folder)
-    except DamagedFile:  # loading the model reports damaged weights
-        tensors = {}
+    tensors = {} if folder is None else opened(folder).tensors
     return {tensor: math.prod(each.shape) for tensor, each in tensors.items() if not _BUFFERS.search(tensor)}
 
 
@@ -169,7 +166,7 @@ def folder_size(folder: Path) -> ModelSize | None:
         The size; None if config.json lacks a size, or describes a mixture of experts whose weights are
         missing.
     """
-    size = config_size(read_config(str(folder)) or {})
+    size = config_size(opened(folder).config)
     counts = _tensor_counts(folder)
     if size is None or not counts:
         return None if size is None or size.backbone == 0 else size

@@ -5,41 +5,21 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
 from difflib import get_close_matches
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from rlhf.core import machine
 from rlhf.core.errors import UserError, literal, python_command, setting
-from rlhf.models.headers import (
-    DamagedFile,
-    architectures,
-    contradiction,
-    embeddings,
-    has_two_heads,
-    is_causal,
-    missing_tensors,
-    read_object,
-    weight_headers,
-)
-
-if TYPE_CHECKING:
-    from rlhf.models.headers import TensorHeader
-
+from rlhf.models.headers import TWO_HEADS, DamagedFile, ModelFacts, ModelFolder, opened, read_object
 
 # Checks of local model folders and of context lengths. This module imports no torch.
 
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # context length in config.json
-_TWO_HEADS = "config.json ties the output head to the embeddings, but it has values of its own"
-_UNTIE = 'to use the head of the weights, write "tie_word_embeddings": false'
 ADAPTER = "adapter_config.json"  # the file that marks a folder of PEFT
 CARD = "README.md"  # the model card
 
@@ -115,10 +95,11 @@ def folder_problem(key: str, path: str) -> str | None:
             f"set {setting(key, Path(path) / 'model')}",
         )
     elif (folder / ADAPTER).is_file():
-        return adapter_problem(key, path)
-    elif defect := damage(folder):
+        return _adapter_problem(key, path)
+    elif defect := opened(folder).defect:
         missing = f"{path!r}: {defect}"
-        remedy = f"{_UNTIE} in {Path(path) / 'config.json'}" if defect == _TWO_HEADS else repair(key, path)
+        untie = 'to use the head of the weights, write "tie_word_embeddings": false'
+        remedy = f"{untie} in {Path(path) / 'config.json'}" if defect == TWO_HEADS else _repair(key, path)
     else:
         return None
     return (
@@ -127,39 +108,35 @@ def folder_problem(key: str, path: str) -> str | None:
     )
 
 
-def damage(folder: Path) -> str | None:
-    """Return what is missing or damaged in the files of the model in `folder`, or None."""
-    if not (folder / "config.json").is_file() and (gguf := next(folder.glob("*.gguf"), None)):
-        return f"no config.json, only {gguf.name}"
-    try:
-        config, tensors = read_object(folder / "config.json"), weight_headers(folder)
-    except DamagedFile as error:
-        return str(error)
-    if not config.get("model_type"):
-        return "config.json has no model_type"
-    if (found := embeddings(tensors)) is not None and not found.dtype.startswith(("F", "BF")):
-        return f"the weights are integers ({found.dtype}); only float weights can be trained"
-    if missing := missing_tensors(config, tensors):
-        return f"the weights lack {', '.join(missing[:3])}"
-    if has_two_heads(config, tensors):
-        return _TWO_HEADS
-    return contradiction(config, tensors)
+def on_this_machine(path: str) -> ModelFolder | None:
+    """Return what the files of a model or tokenizer state: of a local folder, or of a downloaded hub model.
+
+    Args:
+        path: hub name or local folder.
+
+    Returns:
+        None if there is no such folder on this machine.
+    """
+    folder = Path(path).expanduser() if is_local(path) else machine.cached_folder(path)
+    return opened(folder) if folder is not None and folder.is_dir() else None
 
 
-def repair(key: str, path: str) -> str:
+def _repair(key: str, path: str) -> str:
     """Return the remedy for a folder without a complete model."""
     folder = Path(path).expanduser()
     rewards = key.endswith(("reward", "path"))
     auto = "AutoModelForSequenceClassification" if rewards else "AutoModelForCausalLM"
-    if not (folder / "config.json").is_file() and (gguf := next(folder.glob("*.gguf"), None)):
+    has_config = (folder / "config.json").is_file()
+    has_weights = any(folder.glob("*.safetensors"))
+    if (gguf := next(folder.glob("*.gguf"), None)) and not (has_config and has_weights):
         return _from_gguf(key, Path(path) / gguf.name)
-    if not (folder / "config.json").is_file():
+    if not has_config:
         models = sorted(Path(path) / each.parent.name for each in folder.glob("*/config.json"))
         if len(models) == 1:
             return f"did you mean {setting(key, models[0])}?"
         examples = f", for example {models[0]} or {models[1]}" if models else ""
         return f"set {key}=<hub name or folder>{examples}"
-    if list(folder.glob("*.bin")) and not list(folder.glob("*.safetensors")):
+    if any(folder.glob("*.bin")) and not has_weights:
         written = Path(path).with_name(f"{folder.name}-safetensors")
         code = (
             f"from transformers import {auto} as M, AutoTokenizer as T; "
@@ -167,8 +144,6 @@ def repair(key: str, path: str) -> str:
             f"T.from_pretrained({literal(path)}).save_pretrained({literal(written)})"
         )
         return f"if you trust the files, run: {python_command(code)}, then set {setting(key, written)}"
-    if (gguf := next(folder.glob("*.gguf"), None)) and not list(folder.glob("*.safetensors")):
-        return _from_gguf(key, Path(path) / gguf.name)
     return f"copy or download the model again, or set {key}=<hub name or another folder>"
 
 
@@ -188,7 +163,7 @@ def _from_gguf(key: str, file: Path) -> str:
     )
 
 
-def adapter_problem(key: str, path: str) -> str:
+def _adapter_problem(key: str, path: str) -> str:
     """Return the error message for a folder that contains a PEFT adapter instead of a model."""
     folder = Path(path).expanduser()
     try:
@@ -216,32 +191,6 @@ def adapter_problem(key: str, path: str) -> str:
     )
 
 
-def read_config(path: str) -> dict[str, Any] | None:
-    """Return the config.json of a model folder; None if the file is missing or is not a JSON object."""
-    try:
-        return read_object(Path(path).expanduser() / "config.json")
-    except DamagedFile:
-        return None
-
-
-def context_length(path: str) -> int | None:
-    """Return the context length, in tokens, of the model in the folder `path`.
-
-    The result is None if `path` is not a model folder, or if config.json does not state the length.
-    """
-    return context_of(read_config(path) or {})
-
-
-def context_of(config: dict[str, Any]) -> int | None:
-    """Return the context length, in tokens, that a model config (a dictionary) states; None if not stated."""
-    nested = config.get("text_config")
-    for part in (config, nested if isinstance(nested, dict) else {}):
-        for name in _CONTEXT_KEYS:
-            if isinstance(part.get(name), int):
-                return int(part[name])
-    return None
-
-
 def context_problem(context: int | None, prompt_length: int, response_length: int) -> str | None:
     """Return an error message if prompt and response together are longer than the context, else None.
 
@@ -252,10 +201,10 @@ def context_problem(context: int | None, prompt_length: int, response_length: in
     """
     if context is None or prompt_length + response_length <= context:
         return None
-    return too_long(context, "the context length of the model", prompt_length, response_length)
+    return _too_long(context, "the context length of the model", prompt_length, response_length)
 
 
-def too_long(context: int, reason: str, prompt_length: int, response_length: int) -> str:
+def _too_long(context: int, reason: str, prompt_length: int, response_length: int) -> str:
     """Return the error message for prompts and responses that are longer than `context` for `reason`."""
     if context > prompt_length:
         remedy = f"set generator.response_length={context - prompt_length}"
@@ -283,122 +232,11 @@ def rope_problem(config: dict[str, Any], prompt_length: int, response_length: in
         prompt_length: longest prompt in tokens.
         response_length: longest response in tokens.
     """
-    context = min(_original_contexts(config), default=None)
+    context = ModelFacts(config).original_context
     if context is None or prompt_length + response_length <= context:
         return None
     reason = "the original context; with rope_type=longrope, longer sequences change their whole batch"
-    return too_long(context, reason, prompt_length, response_length)
-
-
-def _original_contexts(config: dict[str, Any]) -> Iterator[int]:
-    """Yield the original context length, in tokens, for each rope_type=longrope in a config."""
-    original = "original_max_position_embeddings"
-    for part in (config, config.get("text_config")):
-        whole = (part.get("rope_parameters") or part.get("rope_scaling")) if isinstance(part, dict) else None
-        if not isinstance(part, dict) or not isinstance(whole, dict):
-            continue
-        for rope in (whole, *whole.values()):  # layers of different types may have different settings
-            if isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type")):
-                lengths = (part.get(original), rope.get(original), context_of(part))
-                yield from [length for length in lengths if isinstance(length, int)][:1]
-
-
-# The kind of a model, from its config.json: causal language model, reward model, encoder. No torch.
-
-
-_ENCODERS = (  # model types that read a text in both directions, unless config.json has is_decoder
-    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet",
-    "roberta", "xlm-roberta",
-)  # fmt: skip
-_NO_CAUSAL_HEAD = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")  # ends of class names
-
-
-def named(config: dict[str, Any]) -> str:
-    """Return the class name of a model for messages; if config.json names none, the model type."""
-    return ", ".join(architectures(config)) or str(config.get("model_type"))
-
-
-def is_classifier(config: dict[str, Any]) -> bool:
-    """Return True if config.json names the architecture of a sequence classifier."""
-    return any(name.endswith("ForSequenceClassification") for name in architectures(config))
-
-
-def labels(config: dict[str, Any]) -> int:
-    """Return the number of labels of a sequence classifier; transformers' default is 2."""
-    names = config.get("id2label")
-    return len(names) if isinstance(names, dict) else int(config.get("num_labels", 2))
-
-
-def unknown_type(config: dict[str, Any]) -> str | None:
-    """Return the model type in config.json if the installed transformers does not know it, else None."""
-    kind = config.get("model_type")
-    known = _known_types()
-    if not kind or not known:
-        return None
-    return None if kind in known else str(kind)
-
-
-def not_causal(config: dict[str, Any]) -> str | None:
-    """Return why a model is no causal language model, or None."""
-    if is_classifier(config):
-        return f"a sequence classifier ({named(config)}), as reward models are"
-    if config.get("is_encoder_decoder") or "decoder_start_token_id" in config:
-        return f"an encoder-decoder ({named(config)})"
-    encodes = config.get("model_type") in _ENCODERS and not config.get("is_decoder")
-    if encodes or any(name.endswith(_NO_CAUSAL_HEAD) for name in architectures(config)):
-        return f"an encoder ({named(config)})"
-    kind, known = str(config.get("model_type")), _causal_types()
-    if kind in _known_types() and known and kind not in known and "auto_map" not in config:
-        media = [part.removesuffix("_config") for part in ("vision_config", "audio_config") if part in config]
-        what = f"a model of {' and '.join([*media, 'language'])}" if media else "a model of another kind"
-        if not media and any(name.endswith("ForConditionalGeneration") for name in architectures(config)):
-            what = "an encoder-decoder"
-        return f"{what} ({named(config)})"
-    return None
-
-
-def not_reward(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> str | None:
-    """Return why a model is no reward model, or None.
-
-    A reward model is a sequence classifier with one label and a head with the name `score`.
-
-    Args:
-        config: content of config.json.
-        tensors: headers of the weights.
-    """
-    head = tensors.get("score.weight")
-    if is_causal(config) and head is None:
-        return f"a causal language model ({named(config)}) without score.weight"
-    if head is not None and head.shape[0] != 1:
-        return f"a model with {head.shape[0]} labels"
-    if labels(config) != 1:
-        return f"a model with {labels(config)} labels"
-    return None if head is not None or not tensors else "a model without score.weight"
-
-
-@cache
-def _known_types() -> frozenset[str]:
-    """Return the model types of the installed transformers; empty if its files have an unknown layout.
-
-    The source is searched for strings, because importing transformers takes seconds.
-    """
-    found = find_spec("transformers")
-    folder = Path(found.origin).parent / "models" / "auto" if found and found.origin else Path("nowhere")
-    files = (folder / name for name in ("auto_mappings.py", "configuration_auto.py"))
-    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
-    types = frozenset(re.findall(r'"([\w.-]+)"', "\n".join(texts)))
-    return types if "llama" in types else frozenset()
-
-
-@cache
-def _causal_types() -> frozenset[str]:
-    """Return the model types with a causal language model in the installed transformers; empty if unknown."""
-    found = find_spec("transformers")
-    file = Path(found.origin).parent / "models/auto/modeling_auto.py" if found and found.origin else Path()
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    table = text.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")[2].partition("MAPPING_NAMES")[0]
-    types = frozenset(re.findall(r'\(\s*"([\w.-]+)"', table))
-    return types if "llama" in types else frozenset()
+    return _too_long(context, reason, prompt_length, response_length)
 
 
 # Rules that decide when the samples of a prompt share the encoding of the prompt, from plain numbers.

@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from rlhf.core.errors import setting
 
-_LARGEST_HEADER = 10**8  # bytes; the limit of the safetensors format
-_Place = tuple[Path, int, int]  # file, first byte, number of bytes
 _LFS_POINTER = "version https://git-lfs"  # begin of a file that stands for a large file in a Git repository
 INDEX = "model.safetensors.index.json"  # tensor -> file, for weights in several files
 # Files from which transformers builds a tokenizer, most common first.
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "tiktoken.model",
-)
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "tiktoken.model",
+)  # fmt: skip
 # Tokenizer classes without special tokens of their own. Other classes have defaults, such as </s> for Llama.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # Model types for which transformers replaces a generic class by a class with special tokens of its own.
@@ -41,13 +35,16 @@ _REPLACED_CLASSES = ("qwen2", "phi3")
 _UNIFORM = (
     "llama", "mistral", "gpt_neox", "gpt2", "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "olmo2",
 )  # fmt: skip
-SPECIAL = ("eos_token", "pad_token", "bos_token")  # keys of special tokens in the files of a tokenizer
-_EMBEDDINGS = (
-    "embed_tokens.weight",
-    "embed_in.weight",
-    "wte.weight",
-)  # ends of the names of input embeddings
-HEADS = ("lm_head.weight", "embed_out.weight")  # names of output heads
+_SPECIAL = ("eos_token", "pad_token", "bos_token")  # keys of special tokens in the files of a tokenizer
+_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight")  # ends of names of input embeddings
+_HEADS = ("lm_head.weight", "embed_out.weight")  # names of output heads
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # context length in config.json
+_ENCODERS = (  # model types that read a text in both directions, unless config.json has is_decoder
+    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet",
+    "roberta", "xlm-roberta",
+)  # fmt: skip
+_NO_CAUSAL_HEAD = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")  # ends of class names
+TWO_HEADS = "config.json ties the output head to the embeddings, but it has values of its own"
 
 
 class DamagedFile(ValueError):
@@ -60,7 +57,7 @@ class TensorHeader:
 
     shape: tuple[int, ...]
     dtype: str  # as in the file, for example "F32" or "BF16"
-    place: _Place = field(default=(Path(), 0, 0), compare=False)
+    file: Path = field(default=Path(), compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +65,8 @@ class TokenizerHeader:
     """The vocabulary and the special tokens of a tokenizer."""
 
     ids: dict[str, int]  # token -> id
-    special: dict[str, str | None]  # key of `SPECIAL` -> token; a key is missing if no file determines it
+    special: dict[str, str | None]  # key of `_SPECIAL` -> token; a key is missing if no file determines it
     template: str | None  # the chat template; several templates as one text
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
-        return self.template is not None
 
     @property
     def largest_id(self) -> int:
@@ -105,115 +97,62 @@ def read_object(file: Path) -> dict[str, Any]:
     return found
 
 
-def versions(files: Iterable[Path]) -> tuple[tuple[int, int], ...]:
-    """Return modification time and size of each existing file, a key for caching what the files contain."""
-    states = [file.stat() for file in files if file.is_file()]
-    return tuple((state.st_mtime_ns, state.st_size) for state in states)
-
-
-# -- weights ---------------------------------------------------------------------------------------
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files from which transformers loads the model in `folder`.
-
-    Raises:
-        DamagedFile: there is no such file, or the index of several files is damaged.
-    """
-    whole, index = folder / "model.safetensors", folder / INDEX
-    if whole.is_file():
-        return [whole]
-    if index.is_file():
-        return [folder / name for name in sorted(set(_read_index(index).values()))]
-    if any(folder.glob("*.safetensors")):
-        raise DamagedFile(f"neither model.safetensors nor {INDEX}")
-    patterns = ("*.bin", "*.pt", "*.pth", "*.h5")
-    other = next((file.name for pattern in patterns for file in folder.glob(pattern)), None)
-    only = f", only {other}" if other else ""
-    raise DamagedFile(f"no *.safetensors{only}; reading other formats can execute code")
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    """Return the file name of every tensor that an index lists.
-
-    Raises:
-        DamagedFile: the index is malformed.
-    """
-    names = read_object(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise DamagedFile(f"{index.name} has no weight_map of tensors and files")
-    return names
-
-
-def weight_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Return the name, shape and dtype of every tensor in the safetensors files of a model folder.
-
-    Raises:
-        DamagedFile: a file is missing, truncated or malformed, or lacks a tensor that the index lists.
-    """
-    files = _weight_files(folder)
-    return _weight_headers(folder, tuple(files), versions([*files, folder / INDEX]))
-
-
-@lru_cache(maxsize=8)  # several rules read the same folder
-def _weight_headers(
-    folder: Path, files: tuple[Path, ...], version: tuple[tuple[int, int], ...]
-) -> dict[str, TensorHeader]:
-    tensors: dict[str, TensorHeader] = {}
-    for file in files:
-        tensors |= read_header(file)
-    if len(files) > 1 and (index := folder / INDEX).is_file():
-        for name, file_name in _read_index(index).items():
-            if name not in tensors:
-                raise DamagedFile(f"{file_name} lacks the tensor {name} of {INDEX}")
-    return tensors
-
-
 def read_header(file: Path) -> dict[str, TensorHeader]:
     """Return the name, shape and dtype of every tensor in a safetensors file.
-
-    The file starts with the length of its header in 8 bytes, and the header in JSON.
 
     Raises:
         DamagedFile: the file is missing, truncated or malformed.
     """
     try:
-        size = file.stat().st_size
         with file.open("rb") as stream:
-            start = stream.read(len(_LFS_POINTER))
-            if start == _LFS_POINTER.encode():
+            if stream.read(len(_LFS_POINTER)) == _LFS_POINTER.encode():
                 raise DamagedFile(f"{file.name} is a pointer of Git LFS, not the weights; run: git lfs pull")
-            stream.seek(8)
-            length = int.from_bytes(start[:8], "little")
-            if size < 8 or not 0 < length <= _LARGEST_HEADER:
-                raise DamagedFile(f"{file.name} is not a safetensors file ({size:,} bytes)")
-            if 8 + length > size:
-                raise DamagedFile(f"{file.name} is truncated: {size:,} bytes, shorter than its header")
-            header = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        tensors = {
-            name: TensorHeader(tuple(entry["shape"]), entry["dtype"], (file, 8 + length + first, end - first))
-            for name, entry in header.items()
-            for first, end in [entry["data_offsets"]]
-        }
-        needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except DamagedFile:
-        raise
+        with safe_open(file, "np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {
+                name: TensorHeader(tuple(found.get_shape()), found.get_dtype(), file)
+                for name, found in slices.items()
+            }
     except FileNotFoundError:
         raise DamagedFile(f"no {file.name}") from None
     except OSError as error:
-        raise DamagedFile(f"{file.name}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise DamagedFile(f"{file.name} is not a safetensors file (its header is malformed)") from None
-    if size < needed:
-        raise DamagedFile(f"{file.name} is truncated: {size:,} bytes instead of {needed:,}")
+        raise DamagedFile(f"{file.name}: {error.strerror or error}") from None
+    except SafetensorError as error:
+        reason = str(error).rpartition("header: ")[2]
+        raise DamagedFile(
+            f"{file.name} is truncated or no safetensors file: {file.stat().st_size:,} bytes ({reason})"
+        ) from None
+
+
+def read_weights(folder: Path) -> dict[str, TensorHeader]:
+    """Return the tensors in the safetensors files from which transformers loads the model in `folder`.
+
+    Raises:
+        DamagedFile: a file is missing, truncated or malformed, or lacks a tensor that the index lists.
+    """
+    index = folder / INDEX
+    if (folder / "model.safetensors").is_file():
+        return read_header(folder / "model.safetensors")
+    if not index.is_file():
+        if any(folder.glob("*.safetensors")):
+            raise DamagedFile(f"neither model.safetensors nor {INDEX}")
+        patterns = ("*.bin", "*.pt", "*.pth", "*.h5")
+        other = next((file.name for pattern in patterns for file in folder.glob(pattern)), None)
+        only = f", only {other}" if other else ""
+        raise DamagedFile(f"no *.safetensors{only}; reading other formats can execute code")
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise DamagedFile(f"{INDEX} has no weight_map of tensors and files")
+    tensors: dict[str, TensorHeader] = {}
+    for name in sorted(set(names.values())):
+        tensors |= read_header(folder / name)
+    for name, file in names.items():
+        if name not in tensors:
+            raise DamagedFile(f"{file} lacks the tensor {name} of {INDEX}")
     return tensors
 
 
-# -- tokenizer -------------------------------------------------------------------------------------
-
-
-def tokenizer_header(folder: Path) -> TokenizerHeader | None:
+def read_tokenizer_header(folder: Path) -> TokenizerHeader | None:
     """Return the vocabulary and the special tokens of the tokenizer in `folder`.
 
     A special token is in the result only if the files determine it: for some tokenizer classes, a token that
@@ -225,15 +164,13 @@ def tokenizer_header(folder: Path) -> TokenizerHeader | None:
     Raises:
         DamagedFile: the folder contains no tokenizer, or one of its files is malformed.
     """
-    names = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json", "config.json")
-    return _tokenizer_header(folder, versions(folder / name for name in names))
 
+    def optional(name: str) -> dict[str, Any]:
+        return read_object(folder / name) if (folder / name).is_file() else {}
 
-@lru_cache(maxsize=4)  # a vocabulary of 10^5 tokens takes about 0.2 s; a sweep checks the same folder often
-def _tokenizer_header(folder: Path, version: tuple[tuple[int, int], ...]) -> TokenizerHeader | None:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise DamagedFile("no tokenizer.json")
-    settings = _optional(folder / "tokenizer_config.json")
+    settings = optional("tokenizer_config.json")
     if not (folder / "tokenizer.json").is_file():
         return None
     stored = read_object(folder / "tokenizer.json")
@@ -251,158 +188,283 @@ def _tokenizer_header(folder: Path, version: tuple[tuple[int, int], ...]) -> Tok
         raise DamagedFile("tokenizer.json is not a tokenizer (no tokens)") from None
     if not isinstance(largest, int):
         raise DamagedFile("tokenizer.json is not a tokenizer (a token id is not a number)")
-    named = {**_optional(folder / "special_tokens_map.json"), **settings}
-    if "added_tokens_decoder" in settings:  # special_tokens_map.json is then not read
-        named = settings
-    defaults = {} if _has_defaults(folder, settings) else dict.fromkeys(SPECIAL)
-    special = {key: _content(named[key]) for key in SPECIAL if key in named}
+    # With added_tokens_decoder, special_tokens_map.json is not read.
+    named = settings if "added_tokens_decoder" in settings else optional("special_tokens_map.json") | settings
+    kind = optional("config.json").get("model_type")
+    generic = settings.get("tokenizer_class") in _GENERIC_CLASSES
+    complete = generic and kind in _UNIFORM and kind not in _REPLACED_CLASSES
+    special = dict.fromkeys(_SPECIAL) if complete else {}
+    for key in _SPECIAL:
+        if key in named:
+            special[key] = named[key].get("content") if isinstance(named[key], dict) else named[key]
     template = json.dumps(stated, ensure_ascii=False) if (stated := settings.get("chat_template")) else None
     if (file := folder / "chat_template.jinja").is_file():
         template = file.read_text(encoding="utf-8", errors="replace")
-    return TokenizerHeader(ids=ids, special={**defaults, **special}, template=template)
+    return TokenizerHeader(ids=ids, special=special, template=template)
 
 
-def _optional(file: Path) -> dict[str, Any]:
-    return read_object(file) if file.is_file() else {}
+@cache
+def _model_types() -> tuple[frozenset[str], frozenset[str]]:
+    """Return the model types of the installed transformers, and those with a causal language model.
 
-
-def _content(token: Any) -> str | None:
-    """Return the text of a special token, which is a string or an object with `content`."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _has_defaults(folder: Path, settings: dict[str, Any]) -> bool:
-    """Return True if the class of the tokenizer may have special tokens that its files do not name."""
-    if settings.get("tokenizer_class") not in _GENERIC_CLASSES:
-        return True
-    kind = _optional(folder / "config.json").get("model_type")
-    return kind in _REPLACED_CLASSES or kind not in _UNIFORM
-
-
-# -- layers ----------------------------------------------------------------------------------------
-
-
-def missing_tensors(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> list[str]:
-    """Return the names of tensors that the weights of a model lack, as far as names alone show it.
-
-    A tensor of one block is expected in all blocks. Only model types whose blocks are alike are checked. A
-    causal model of any type needs an output head, if config.json states that no other weight is its head.
-
-    Args:
-        config: content of config.json.
-        tensors: result of `weight_headers`.
+    A set is empty if its files have an unknown layout. The source is searched for strings, because importing
+    transformers takes seconds.
     """
-    layers = config.get("num_hidden_layers", config.get("n_layer"))
-    own_head = _ties(config) is False and is_causal(config) and embeddings(tensors) is not None
-    missing = [HEADS["embed_in" in "".join(tensors)]] if own_head and not _head(tensors) else []
-    if config.get("model_type") not in _UNIFORM or not isinstance(layers, int):
-        return missing
-    found = set(_in_blocks(tensors))
-    kinds = sorted({(prefix, rest) for prefix, _, rest in found})
-    missing += [
-        f"{prefix}.{layer}.{rest}"
-        for layer in range(layers)
-        for prefix, rest in kinds
-        if (prefix, layer, rest) not in found
-    ]
-    if embeddings(tensors) is None:
-        missing.append("the input embeddings")
-    return missing
+    found = find_spec("transformers")
+    folder = Path(found.origin).parent / "models" / "auto" if found and found.origin else Path("nowhere")
+
+    def read(*names: str) -> str:
+        files = (folder / name for name in names)
+        return "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+
+    table = read("modeling_auto.py").partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")[2]
+    known = frozenset(re.findall(r'"([\w.-]+)"', read("auto_mappings.py", "configuration_auto.py")))
+    causal = frozenset(re.findall(r'\(\s*"([\w.-]+)"', table.partition("MAPPING_NAMES")[0]))
+    nothing: frozenset[str] = frozenset()
+    return known if "llama" in known else nothing, causal if "llama" in causal else nothing
 
 
-def contradiction(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> str | None:
-    """Return a size in config.json that differs from the weights, or None.
+class ModelFacts:
+    """What the content of a config.json states.
 
-    Only model types whose blocks are alike are checked.
-
-    Args:
-        config: content of config.json.
-        tensors: result of `weight_headers`.
+    Attributes:
+        config: the content; empty if the file is missing or damaged.
     """
-    if config.get("model_type") not in _UNIFORM:
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        text = config.get("text_config")
+        self._parts = (config, text if isinstance(text, dict) else {})
+        names = config.get("architectures")
+        self.architectures = [str(name) for name in names] if isinstance(names, list) else []
+        self.uniform = config.get("model_type") in _UNIFORM  # the names of the tensors are known
+
+    def _stated(self, key: str) -> Any:
+        return next((part[key] for part in self._parts if key in part), None)
+
+    @property
+    def name(self) -> str:
+        """The class name of the model for messages; if config.json names none, the model type."""
+        return ", ".join(self.architectures) or str(self.config.get("model_type"))
+
+    def _named(self, *ends: str) -> bool:
+        return any(name.endswith(ends) for name in self.architectures)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether config.json names the architecture of a causal language model with its head."""
+        return self._named("ForCausalLM", "LMHeadModel")
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether config.json names the architecture of a sequence classifier."""
+        return self._named("ForSequenceClassification")
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of rows of the embeddings; None: not stated."""
+        rows = self._stated("vocab_size")
+        return rows if isinstance(rows, int) else None
+
+    @property
+    def context(self) -> int | None:
+        """The context length in tokens; None: not stated."""
+        found = (part.get(name) for part in self._parts for name in _CONTEXT_KEYS)
+        return next((length for length in found if isinstance(length, int)), None)
+
+    @property
+    def original_context(self) -> int | None:
+        """The shortest original context length, in tokens, of a rope_type=longrope; None: there is none."""
+        original, found = "original_max_position_embeddings", []
+        for part in self._parts:
+            whole = part.get("rope_parameters") or part.get("rope_scaling")
+            for rope in (whole, *whole.values()) if isinstance(whole, dict) else ():  # layers may differ
+                if isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type")):
+                    lengths = (part.get(original), rope.get(original), ModelFacts(part).context)
+                    found += [length for length in lengths if isinstance(length, int)][:1]
+        return min(found, default=None)
+
+    @property
+    def unknown_type(self) -> str | None:
+        """The model type if the installed transformers does not know it, else None."""
+        kind, known = self.config.get("model_type"), _model_types()[0]
+        return None if not kind or not known or kind in known else str(kind)
+
+    def not_causal(self) -> str | None:
+        """Return why the model is no causal language model, or None."""
+        config = self.config
+        if self.is_classifier:
+            return f"a sequence classifier ({self.name}), as reward models are"
+        if config.get("is_encoder_decoder") or "decoder_start_token_id" in config:
+            return f"an encoder-decoder ({self.name})"
+        encodes = config.get("model_type") in _ENCODERS and not config.get("is_decoder")
+        if encodes or self._named(*_NO_CAUSAL_HEAD):
+            return f"an encoder ({self.name})"
+        kind, (known, causal) = str(config.get("model_type")), _model_types()
+        if kind not in known or not causal or kind in causal or "auto_map" in config:
+            return None
+        media = [part for part in ("vision", "audio") if f"{part}_config" in config]
+        what = f"a model of {' and '.join([*media, 'language'])}" if media else "a model of another kind"
+        if not media and self._named("ForConditionalGeneration"):
+            what = "an encoder-decoder"
+        return f"{what} ({self.name})"
+
+
+class ModelFolder(ModelFacts):
+    """What the files of a model folder state. No tensor is loaded; `opened` reads each file once.
+
+    Attributes:
+        path: the folder.
+        tensors: name -> header of the weights; empty if a file is missing or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, TensorHeader] = {}
+        self._unreadable: str | None = None
+        config: dict[str, Any] = {}
+        try:
+            config = read_object(path / "config.json")
+            self.tensors = read_weights(path)
+        except DamagedFile as error:
+            self._unreadable = str(error)
+        super().__init__(config)
+        found = self.tensors.items()
+        self._head = next((name for name, _ in found if name.endswith(_HEADS)), None)
+        self._embeddings = next((name for name, _ in found if name.endswith(_EMBEDDINGS)), None)
+
+    @cached_property
+    def defect(self) -> str | None:
+        """What is missing, damaged or contradictory in config.json and the weights; None: nothing."""
+        if not (self.path / "config.json").is_file() and (gguf := next(self.path.glob("*.gguf"), None)):
+            return f"no config.json, only {gguf.name}"
+        if self._unreadable:
+            return self._unreadable
+        if not self.config.get("model_type"):
+            return "config.json has no model_type"
+        dtype = self.tensors[self._embeddings].dtype if self._embeddings else "F32"
+        if not dtype.startswith(("F", "BF")):
+            return f"the weights are integers ({dtype}); only float weights can be trained"
+        if missing := self._missing_tensors():
+            return f"the weights lack {', '.join(missing[:3])}"
+        return TWO_HEADS if self._has_two_heads() else self._contradiction()
+
+    def _blocks(self) -> Iterator[tuple[str, int, str]]:
+        """Yield the tensors of the blocks as (prefix, number of the block, rest of the name)."""
+        for name in self.tensors:
+            if found := re.fullmatch(r"(?:(.*?)\.)?(\d+)(?:\.(.*))?", name):
+                yield found[1] or "", int(found[2]), found[3] or ""
+
+    def _missing_tensors(self) -> list[str]:
+        """Return the names of tensors that the weights lack, as far as names alone show it.
+
+        A tensor of one block is expected in all blocks of uniform model types. A causal model of any type
+        needs an output head, if config.json states that no other weight is its head.
+        """
+        own_head = self._stated("tie_word_embeddings") is False and self.is_causal and self._embeddings
+        missing = []
+        if own_head and self._head is None:
+            missing.append(_HEADS["embed_in" in str(self._embeddings)])
+        layers = self.config.get("num_hidden_layers", self.config.get("n_layer"))
+        if not self.uniform or not isinstance(layers, int):
+            return missing
+        found = set(self._blocks())
+        kinds = sorted({(prefix, rest) for prefix, _, rest in found})
+        each = ((prefix, layer, rest) for layer in range(layers) for prefix, rest in kinds)
+        missing += [f"{block[0]}.{block[1]}.{block[2]}" for block in each if block not in found]
+        return missing if self._embeddings else [*missing, "the input embeddings"]
+
+    def _contradiction(self) -> str | None:
+        """Return a size in config.json that differs from the weights of a uniform model type, or None."""
+        if not self.uniform:
+            return None
+        last, prefix = max([(number, prefix) for prefix, number, _ in self._blocks()], default=(-1, ""))
+        sizes = [("num_hidden_layers", "n_layer", last + 1, f"layers (the last is {prefix}.{last})")]
+        if self._embeddings and len(shape := self.tensors[self._embeddings].shape) == 2:
+            sizes.append(("hidden_size", "n_embd", shape[1], "columns in the embeddings"))
+            sizes.append(("vocab_size", "vocab_size", shape[0], "embeddings"))
+        for name, other, size, unit in sizes:
+            key = name if name in self.config else other
+            if isinstance(self.config.get(key), int) and self.config[key] != size:
+                return f"config.json states {key}={self.config[key]}, and the weights have {size} {unit}"
         return None
-    found = embeddings(tensors)
-    last = max((number, prefix) for prefix, number, _ in [*_in_blocks(tensors), ("", -1, "")])
-    sizes = [("num_hidden_layers", "n_layer", last[0] + 1, f"layers (the last is {last[1]}.{last[0]})")]
-    if found is not None and len(found.shape) == 2:
-        sizes.append(("hidden_size", "n_embd", found.shape[1], "columns in the embeddings"))
-        sizes.append(("vocab_size", "vocab_size", found.shape[0], "embeddings"))
-    for name, other, size, unit in sizes:
-        key = name if name in config else other
-        if isinstance(config.get(key), int) and config[key] != size:
-            return f"config.json states {key}={config[key]}, and the weights have {size} {unit}"
-    return None
+
+    def _has_two_heads(self) -> bool:
+        """Return whether config.json ties the output head to embeddings with other values than the head.
+
+        transformers then uses the head of the weights, and vLLM the embeddings.
+        """
+        if not self._stated("tie_word_embeddings") or self._head is None or self._embeddings is None:
+            return False
+        names = self._head, self._embeddings
+        if self.tensors[names[0]] != self.tensors[names[1]]:
+            return True
+        one, other = (_bytes(self.tensors[name].file, name) for name in names)
+        return not np.array_equal(one, other)
+
+    def not_reward(self) -> str | None:
+        """Return why the model is no reward model, or None.
+
+        A reward model is a sequence classifier with one label and a head with the name `score`.
+        """
+        head = self.tensors.get("score.weight")
+        if self.is_causal and head is None:
+            return f"a causal language model ({self.name}) without score.weight"
+        names = self.config.get("id2label")  # transformers' default are 2 labels
+        stated = len(names) if isinstance(names, dict) else int(self.config.get("num_labels", 2))
+        for labels in (1 if head is None else head.shape[0], stated):
+            if labels != 1:
+                return f"a model with {labels} labels"
+        return None if head is not None or not self.tensors else "a model without score.weight"
+
+    def linear_layers(self) -> list[str]:
+        """Return the names of the linear layers in the blocks, as the weights show them.
+
+        Returns:
+            The full module names; empty if the model type may have other names in transformers than in its
+            files.
+        """
+        return [
+            name.removesuffix(".weight")
+            for name, tensor in self.tensors.items()
+            if self.uniform and re.search(r"(^|\.)\d+\.(.*\.)?weight$", name) and len(tensor.shape) == 2
+        ]
+
+    @cached_property
+    def _tokenizer(self) -> tuple[TokenizerHeader | None, str | None]:
+        try:
+            return read_tokenizer_header(self.path), None
+        except DamagedFile as error:
+            return None, str(error)
+
+    @property
+    def tokenizer(self) -> TokenizerHeader | None:
+        """The tokenizer; None if its files do not show it."""
+        return self._tokenizer[0]
+
+    @property
+    def tokenizer_defect(self) -> str | None:
+        """What is missing or damaged in the files of the tokenizer, or None."""
+        return self._tokenizer[1]
 
 
-def _ties(config: dict[str, Any]) -> Any:
-    """Return whether config.json states that the output head is the input embeddings; None: it does not."""
-    return {**(config.get("text_config") or {}), **config}.get("tie_word_embeddings")
+def _bytes(file: Path, name: str) -> np.ndarray:
+    """Return the content of a tensor of a safetensors file, which stays on the disk."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        first, end = json.loads(stream.read(length))[name]["data_offsets"]
+    return np.memmap(file, np.uint8, "r", 8 + length + first, (end - first,))
 
 
-def _head(tensors: dict[str, TensorHeader]) -> TensorHeader | None:
-    return next((tensor for name, tensor in tensors.items() if name.endswith(HEADS)), None)
+def opened(folder: Path) -> ModelFolder:
+    """Return what the files of a folder state. Files are read again only if a file of the folder changed."""
+    states = [(file.name, file.stat()) for file in sorted(folder.glob("*")) if file.is_file()]
+    return _opened(folder, tuple((name, state.st_mtime_ns, state.st_size) for name, state in states))
 
 
-def has_two_heads(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> bool:
-    """Return whether config.json ties the output head to embeddings that have other values than the head.
-
-    transformers then uses the head of the weights, and vLLM the embeddings.
-    """
-    head, tied = _head(tensors), embeddings(tensors)
-    if not _ties(config) or head is None or tied is None:
-        return False
-    return head != tied or _differ(head.place, tied.place, versions([head.place[0], tied.place[0]]))
-
-
-@lru_cache(maxsize=8)  # several rules read the same folder
-def _differ(one: _Place, other: _Place, version: tuple[tuple[int, int], ...]) -> bool:
-    """Return whether two tensors of one shape and dtype have different values."""
-    a, b = (np.memmap(file, np.uint16, "r", first, (size // 2,)) for file, first, size in (one, other))
-    return not np.array_equal(a, b)
-
-
-def is_causal(config: dict[str, Any]) -> bool:
-    """Return True if config.json names the architecture of a causal language model with its head."""
-    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures(config))
-
-
-def architectures(config: dict[str, Any]) -> list[str]:
-    """Return the class names in `architectures` of config.json."""
-    names = config.get("architectures")
-    return [str(name) for name in names] if isinstance(names, list) else []
-
-
-def embeddings(tensors: dict[str, TensorHeader]) -> TensorHeader | None:
-    """Return the input embeddings [vocabulary, hidden size] of a model; None if their name is not known."""
-    return next((tensor for name, tensor in tensors.items() if name.endswith(_EMBEDDINGS)), None)
-
-
-def _in_blocks(tensors: dict[str, TensorHeader]) -> Iterator[tuple[str, int, str]]:
-    """Yield the tensors of the blocks as (prefix, number of the block, rest of the name)."""
-    for name in tensors:
-        parts = name.split(".")
-        number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-        if number is not None:
-            yield ".".join(parts[:number]), int(parts[number]), ".".join(parts[number + 1 :])
-
-
-def linear_layers(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> list[str]:
-    """Return the names of the linear layers in the blocks of a model, as its weights show them.
-
-    Args:
-        config: content of config.json.
-        tensors: result of `weight_headers`.
-
-    Returns:
-        The full module names; empty if the model type may have other names in transformers than in its files.
-    """
-    if config.get("model_type") not in _UNIFORM:
-        return []
-    return [
-        name.removesuffix(".weight")
-        for name, tensor in tensors.items()
-        if name.endswith(".weight") and len(tensor.shape) == 2 and any(p.isdecimal() for p in name.split("."))
-    ]
+@lru_cache(maxsize=8)  # several rules, and the jobs of a sweep, read the same folders
+def _opened(folder: Path, version: tuple[tuple[str, int, int], ...]) -> ModelFolder:
+    return ModelFolder(folder)
 
 
 # The rule that chooses a pad token, and error messages about pad tokens. This module imports no torch.
@@ -410,15 +472,9 @@ def linear_layers(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> l
 
 # Tokens that models reserve for padding, best first.
 _PAD_TOKENS = (
-    "<|padding|>",
-    "<|finetune_right_pad_id|>",
-    "<pad>",
-    "[PAD]",
-    "<|pad|>",
-    "<|pad_token|>",
-    "<|PAD_TOKEN|>",
-    "<|dummy_0|>",
-)
+    "<|padding|>", "<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|pad_token|>",
+    "<|PAD_TOKEN|>", "<|dummy_0|>",
+)  # fmt: skip
 LOOKS_SPECIAL = re.compile(r"<(?!0x)[^<>\s]+>|\[[A-Z]+\]")
 # Kinds of tokens that no ordinary text contains, best first: padding of a part of the input, such as
 # <|fim_pad|>; numbered tokens that stand for nothing, such as <|reserved_special_token_7|>, [control_8] and
@@ -433,13 +489,10 @@ UNUSED = (
 )
 ENDS = ("generation_config.json", "config.json")  # files of a model that declare its end tokens
 UNKNOWN = "<unk>"
-_END_OF_TEXT = (
-    "<|endoftext|>"  # ends a document in pre-training; chat models often end a turn with another token
-)
+_END_OF_TEXT = "<|endoftext|>"  # ends a document in pre-training; chats often end with another token
 _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}  # the tokens of single bytes in SentencePiece
-_BYTE_LEVEL = {
-    chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 324))
-}  # in byte-level BPE
+# The tokens of single bytes in byte-level BPE.
+_BYTE_LEVEL = {chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 324))}
 
 
 def choose_pad_token(

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from rlhf.core.errors import UserError
-from rlhf.models.folder import context_of, context_problem, damage, fetch, folder_problem, rope_problem
+from rlhf.models.folder import context_problem, fetch, folder_problem, rope_problem
+from rlhf.models.headers import ModelFacts, opened
 from rlhf.models.modules import is_adapted, score_head, whole_weights
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def check_saved(folder: Path) -> None:
     Raises:
         UserError: config.json or weights are missing, truncated or malformed.
     """
-    if defect := damage(folder):
+    if defect := opened(folder).defect:
         raise UserError(
             f"{folder} must contain a whole model (config.json and weights), got a damaged folder "
             f"({defect}); copy the folder again, or choose another model of the run"
@@ -298,6 +299,6 @@ def check_context(config: PreTrainedConfig, prompt_length: int, response_length:
         response_length: longest response in tokens.
     """
     settings = config.to_dict()
-    return context_problem(context_of(settings), prompt_length, response_length) or rope_problem(
+    return context_problem(ModelFacts(settings).context, prompt_length, response_length) or rope_problem(
         settings, prompt_length, response_length
     )

@@ -12,8 +12,8 @@ from rlhf.core import formatting
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import delete_command, whole
 from rlhf.loggers.display import EVALUATION_METRICS, shown
-from rlhf.models.folder import ADAPTER, damage
-from rlhf.models.headers import DamagedFile, read_header, read_object
+from rlhf.models.folder import ADAPTER
+from rlhf.models.headers import DamagedFile, opened, read_header, read_object
 from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.runs.lock import made_by_one
 from rlhf.terminal.console import say
@@ -105,7 +105,7 @@ def model_problem(folder: RunFolder) -> str | None:
     """Return what is missing or damaged in the final model of a run; None if no file shows a defect."""
     if not folder.model.is_dir():
         return f"{folder.model} is missing"
-    defect = damage(folder.model)
+    defect = opened(folder.model).defect
     return defect and f"{folder.model} is damaged: {defect}"
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from functools import cache
 from itertools import dropwhile, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +54,6 @@ class Layout:
         """The names of the columns that are read."""
         return [name for each in fields(self) if isinstance(name := getattr(self, each.name), str)]
 
-    @property
-    def has_references(self) -> bool:
-        """Whether the prompts have reference responses; dialogues may have them."""
-        return bool(self.messages or self.response or self.chosen)
-
     def described(self) -> str:
         """Return the roles and their columns as text: "question as prompt, answer as response"."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -65,6 +61,12 @@ class Layout:
             named["prompt"] = f"{self.prompt} + {named.pop('context')}"
         found = {role: name for role, name in named.items() if isinstance(name, str)}
         return ", ".join(name if name == role else f"{name} as {role}" for role, name in found.items())
+
+    def conversion(self, data: Data) -> Callable[[Row], Row]:
+        """Return the function that converts a row to an example with the content `data`."""
+        if data is Data.preferences:
+            return self.pair
+        return self.demonstration if data is Data.references else self.example
 
     def example(self, row: Row) -> Row:
         """Return the prompt and the reference response of a row.
@@ -126,18 +128,15 @@ class Layout:
 
     def _pair(self, row: Row) -> tuple[Prompt, Response, Response]:
         assert self.chosen is not None and self.rejected is not None
-        if not isinstance(row.get(self.chosen), list):
-            if self.prompt is None:
-                if found := without_prompt(text(row, self.chosen), text(row, self.rejected)):
-                    return found
-                raise BadRow(
-                    "have a column of prompts beside texts in chosen and rejected, or whole dialogues with "
-                    "'\\n\\nAssistant:' before each answer",
-                    "without them",
-                    "add the column prompt",
-                )
-            prompt, chosen = answer(self._prompt(row), row, self.chosen)
-            return prompt, chosen, answer(prompt, row, self.rejected)[1]
+        if self.prompt is None and not isinstance(row.get(self.chosen), list):
+            if found := without_prompt(text(row, self.chosen), text(row, self.rejected)):
+                return found
+            raise BadRow(
+                "have a column of prompts beside texts in chosen and rejected, or whole dialogues with "
+                "'\\n\\nAssistant:' before each answer",
+                "without them",
+                "add the column prompt",
+            )
         before = self._prompt(row) if self.prompt is not None else []
         first, chosen = answer(before, row, self.chosen)
         second, rejected = answer(before, row, self.rejected)
@@ -146,7 +145,7 @@ class Layout:
                 f"have the same messages before the answers in {self.chosen} and {self.rejected}",
                 "with different messages",
             )
-        if not first:
+        if first == []:
             raise BadRow(f"have prompts, in a column of their own or in {self.chosen}", "without a prompt")
         return first, chosen, rejected
 
@@ -160,15 +159,6 @@ class Layout:
         return [{"role": "user", "content": prompt}] if self.chat else prompt
 
 
-def _not_text(value: Any) -> str:
-    """Return the remedy for a value in place of a text."""
-    if value is None or value != value:
-        return "correct or remove the rows without a value"
-    if isinstance(value, dict):
-        return "write the field that is meant as a column of its own"
-    return "write the value as text, in quotes"
-
-
 def text(row: Row, column: str) -> str:
     """Return the text in a column of a row.
 
@@ -178,12 +168,15 @@ def text(row: Row, column: str) -> str:
     if column not in row:
         raise BadRow(f"have the column {column} in every row", f"with the columns {', '.join(row) or 'none'}")
     value = row[column]
+    if (number := number_as_text(value, column)) is not None:
+        return number
     if not isinstance(value, str):
-        if (number := number_as_text(value, column)) is not None:
-            return number
-        raise BadRow(
-            f"have a text in its column {column} in every row", f"with {described(value)}", _not_text(value)
-        )
+        remedy = "write the value as text, in quotes"
+        if value is None or value != value:
+            remedy = "correct or remove the rows without a value"
+        elif isinstance(value, dict):
+            remedy = "write the field that is meant as a column of its own"
+        raise BadRow(f"have a text in its column {column} in every row", f"with {described(value)}", remedy)
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -210,33 +203,32 @@ def conversation(row: Row, column: str) -> list[Message]:
         raise BadRow(rule, f"with {found}" if column in row else "without that column", remedy)
     messages = []
     for message in value:
-        others = {}
-        if isinstance(message, dict):
-            kept = {name: given for name, given in message.items() if given is not None}
-            others = {name: given for name, given in kept.items() if name not in ("role", "content")}
-        if not isinstance(message, dict) or "role" not in message or not ("content" in message or others):
-            found = ", ".join(message) if isinstance(message, dict) else described(message)
+        keys = message if isinstance(message, dict) else {}
+        given = {name: each for name, each in keys.items() if each is not None}
+        others = {name: each for name, each in given.items() if name not in ("role", "content")}
+        if "role" not in keys or not ("content" in keys or others):
+            found = ", ".join(keys) or described(message)
             remedy = 'write {"role": ..., "content": ...} for each message'
-            if isinstance(message, dict) and {"from", "value"} <= message.keys():
+            if {"from", "value"} <= keys.keys():
                 found += " (as in ShareGPT)"
                 remedy += ", with user in place of human and assistant in place of gpt"
             elif isinstance(message, str) and column != "messages":
                 remedy += ", or one text in place of the list"
             raise BadRow(rule, f"with {found} in place of role and content", remedy)
-        silent = message.get("content") is None and others
         try:
-            content = "" if silent else text(message, "content")
-            messages.append({"role": text(message, "role"), "content": content, **others})
+            content = "" if others and "content" not in given else text(keys, "content")
+            role = text(keys, "role")
         except BadRow as error:
-            parts = isinstance(message.get("content"), list)
-            fix = ["write the text of its parts as one text"] if parts else []
-            raise BadRow(rule, f"{error.got} in place of a text", *fix) from None
-        if (meant := _ROLES.get(messages[-1]["role"])) is not None:
+            parts = isinstance(keys.get("content"), list)
+            remedy = "write the text of its parts as one text" if parts else error.remedy
+            raise BadRow(rule, f"{error.got} in place of a text", remedy) from None
+        if (meant := _ROLES.get(role)) is not None:
             raise BadRow(
                 f"have messages with the roles of chat templates in its column {column}",
-                f"with a message of {messages[-1]['role']}",
-                f"write {meant} in place of {messages[-1]['role']} in all rows",
+                f"with a message of {role}",
+                f"write {meant} in place of {role} in all rows",
             )
+        messages.append({"role": role, "content": content, **others})
     return messages
 
 
@@ -278,18 +270,16 @@ def answer(before: Prompt, row: Row, column: str) -> tuple[Prompt, Response]:
     if not isinstance(row.get(column), list):
         written = text(row, column)
         return before, written if isinstance(before, str) else [{"role": "assistant", "content": written}]
-    turns = conversation(row, column)
-    if turns[-1]["role"] != "assistant":
+    *turns, last = conversation(row, column)
+    if last["role"] != "assistant":
         raise BadRow(
             f"have a message of the assistant at the end of its column {column}",
-            f"with a message of {turns[-1]['role']}",
+            f"with a message of {last['role']}",
         )
-    response = [turns.pop()]
-    if isinstance(before, str):
-        asked = any(turn["role"] == "user" for turn in turns)  # the messages then repeat the text
-        return turns if asked else [*turns, {"role": "user", "content": before}], response
-    repeated = turns[: len(before)] == before
-    return turns if repeated else [*before, *turns], response
+    if isinstance(before, list):
+        return turns if turns[: len(before)] == before else [*before, *turns], [last]
+    asked = any(turn["role"] == "user" for turn in turns)  # the messages then repeat the text
+    return turns if asked else [*turns, {"role": "user", "content": before}], [last]
 
 
 def converted(
@@ -300,38 +290,34 @@ def converted(
     Raises:
         UserError: `convert` refuses a row, or a row has dialogues where the first row has texts.
     """
-    first: tuple[str, Row] | None = None
+    first: tuple[str, str] | None = None  # place and form
     for place, row in rows:
         try:
             made = convert(parsed(row))
         except BadRow as error:
             raise UserError(error.problem(key, place)) from None
-        prompt = made.get("messages") or made.get("prompt")
+        prompt = made.get("messages", made.get("prompt"))
         if isinstance(prompt, list) and all(message["role"] == "system" for message in prompt):
             raise UserError(
                 f"{key} must have a message of the user in each dialogue, got {place} with a system message "
                 "only; add the message to answer"
             )
-        first = first or (place, made)
-        if form(made) != form(first[1]):
+        form = "a dialogue" if isinstance(prompt, list) else "a text"
+        first = first or (place, form)
+        if form != first[1]:
             raise UserError(
-                f"{key} must have texts in all rows or dialogues in all rows, got {first[0]} with "
-                f"{form(first[1])} and {place} with {form(made)}; convert one of them"
+                f"{key} must have texts in all rows or dialogues in all rows, got {first[0]} with {first[1]} "
+                f"and {place} with {form}; convert one of them"
             )
         yield place, made
 
 
-def form(row: Row) -> str:
-    """Return the form of the prompt of a converted row: "a dialogue" or "a text"."""
-    is_dialogue = "messages" in row or isinstance(row.get("prompt"), list)
-    return "a dialogue" if is_dialogue else "a text"
-
-
-def conversion(columns: Sequence[str]) -> Callable[[Row], Row]:
+@cache
+def conversion(columns: tuple[str, ...]) -> Callable[[Row], Row]:
     """Return the function that checks and converts a row with the canonical columns `columns`."""
-    if tuple(columns) == PREFERENCE_COLUMNS:
+    if columns == PREFERENCE_COLUMNS:
         return pair
-    if tuple(columns) == ("messages",):
+    if columns == ("messages",):
         return dialogue
     return lambda row: {column: text(row, column) for column in columns}
 
@@ -380,11 +366,8 @@ def pair(row: Row) -> Row:
     return Layout(prompt=prompt, chosen="chosen", rejected="rejected", tools=beside).pair(row)
 
 
-# Which columns of a data set are the prompt, the response, or a dialogue. This module imports no torch.
-
-
 # Recognised names of the columns, in any case. `reference_response` is the name in the embedded tasks.
-NAMES = {
+_NAMES = {
     "prompt": ("prompt", "query", "question", "instruction"),
     "response": ("response", "completion", "answer", "output", "reference", "reference_response"),
     "chosen": ("chosen",),
@@ -397,13 +380,22 @@ _SIMILAR = {
     "rejected": ("reject", "non_prefer", "dispref", "worse", "worst", "lose", "losing", "bad", "negative"),
     "chosen": ("chosen", "prefer", "better", "best", "win", "good", "positive"),
 }
-CONTEXT = "input"  # beside `instruction`, in the format of Alpaca
+_CONTEXT = "input"  # beside `instruction`, in the format of Alpaca
 _MANY = 12  # columns that a message lists
-NEEDS = {  # content of an example -> the columns that it needs, for messages
-    Data.prompts: "a column of prompts (prompt, query, question or instruction) or of dialogues (messages)",
-    Data.references: "a column of prompts (such as prompt) and a column of responses (such as response), or "
-    "dialogues (messages), because SFT imitates responses",
-    Data.preferences: "the columns prompt, chosen and rejected, because the run reads pairs",
+_NEEDS = {  # content of an example -> the roles of the columns that it needs, and what messages say
+    Data.prompts: (
+        ("prompt",),
+        "a column of prompts (prompt, query, question or instruction) or of dialogues (messages)",
+    ),
+    Data.references: (
+        ("prompt", "response"),
+        "a column of prompts (such as prompt) and a column of responses (such as response), or dialogues "
+        "(messages), because SFT imitates responses",
+    ),
+    Data.preferences: (
+        PREFERENCE_COLUMNS,
+        "the columns prompt, chosen and rejected, because the run reads pairs",
+    ),
 }
 
 
@@ -420,25 +412,20 @@ def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str,
     Raises:
         UserError: a named column does not exist, or the columns lack what an example needs or are ambiguous.
     """
-    found: dict[str, Any] = {role: _column(role, names, config, key, place) for role in NAMES}
-    context = _context(found["prompt"], names, config)
+    found: dict[str, Any] = {role: _column(role, names, config, key, place) for role in _NAMES}
+    prompt, response, messages = found["prompt"], found["response"], found["messages"]
     beside = next((name for name in names if name.lower() == TOOLS), None)
-    if data is Data.preferences:
-        if found["chosen"] is None or found["rejected"] is None:
-            raise _lacks(names, data, key, place)
-        return Layout(**{**found, "messages": None, "response": None}, context=context, tools=beside)
-    if found["messages"] is not None and config.prompt is None:
-        if found["prompt"] is None or found["response"] is None or config.messages is not None:
-            return Layout(messages=found["messages"], tools=beside)
+    if messages is not None and config.prompt is None and data is not Data.preferences:
+        if None in (prompt, response) or config.messages is not None:
+            return Layout(messages=messages, tools=beside)
         raise UserError(
             f"{key} must have dialogues or prompts with responses (both can be read), got {place} with "
-            f"{found['messages']}, {found['prompt']} and {found['response']}; set "
-            f"{setting('task.columns.messages', found['messages'])} or "
-            f"{setting('task.columns.prompt', found['prompt'])}"
+            f"{messages}, {prompt} and {response}; set {setting('task.columns.messages', messages)} or "
+            f"{setting('task.columns.prompt', prompt)}"
         )
-    if found["prompt"] is None and None in (found["chosen"], found["rejected"]):
-        raise _lacks(names, data, key, place)
-    if data is Data.references and found["response"] is None and found["chosen"] is None:
+    pairs = None not in (found["chosen"], found["rejected"])
+    asks = pairs or (data is not Data.preferences and prompt is not None)
+    if not asks or (data is Data.references and response is None and found["chosen"] is None):
         raise _lacks(names, data, key, place)
     if data is Data.references and set(names) >= _KTO and config.response is None:
         raise UserError(
@@ -446,27 +433,28 @@ def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str,
             "each completion; keep the rows whose label is true, without the column label, or set "
             "task.columns.response=completion for all rows"
         )
-    return Layout(**{**found, "messages": None}, context=context, tools=beside)
+    context = None  # of Alpaca's format, unless the user names the column of prompts
+    if config.prompt is None and str(prompt).lower() == "instruction":
+        context = next((name for name in names if name.lower() == _CONTEXT), None)
+    unused = {"messages": None} | ({"response": None} if data is Data.preferences else {})
+    return Layout(**{**found, **unused}, context=context, tools=beside)
 
 
 def _column(role: str, names: Sequence[str], config: ColumnsConfig, key: str, place: str) -> str | None:
     """Return the column with the role `role`, or None."""
-    named = getattr(config, role)
-    if named is not None:
-        if named not in names:
-            close = get_close_matches(str(named), names, n=1)
-            remedy = (
-                f"did you mean {setting(f'task.columns.{role}', close[0])}?"
-                if close
-                else "name one of these columns"
-            )
-            raise UserError(
-                f"task.columns.{role} must name a column of the data ({', '.join(names)}), got {named} with "
-                f"{key}={place}; {remedy}"
-            )
-        return str(named)
-    taken = [value for each in fields(config) if (value := getattr(config, each.name)) is not None]
-    found = [name for name in names if name.lower() in NAMES[role] and name not in taken]
+    taken = {each.name: getattr(config, each.name) for each in fields(config)}
+    if (named := taken[role]) is not None:
+        if named in names:
+            return str(named)
+        close = get_close_matches(str(named), names, n=1)
+        remedy = "name one of these columns"
+        if close:
+            remedy = f"did you mean {setting(f'task.columns.{role}', close[0])}?"
+        raise UserError(
+            f"task.columns.{role} must name a column of the data ({', '.join(names)}), got {named} with "
+            f"{key}={place}; {remedy}"
+        )
+    found = [name for name in names if name.lower() in _NAMES[role] and name not in taken.values()]
     if len(found) > 1:
         raise UserError(
             f"{key} must have one column of {role}s (the choice is not clear), got {place} with "
@@ -475,43 +463,27 @@ def _column(role: str, names: Sequence[str], config: ColumnsConfig, key: str, pl
     return found[0] if found else None
 
 
-def _context(prompt: str | None, names: Sequence[str], config: ColumnsConfig) -> str | None:
-    """Return the column `input` of Alpaca's format, unless the user names the column of prompts."""
-    if prompt is None or prompt.lower() != "instruction" or config.prompt is not None:
-        return None
-    return next((name for name in names if name.lower() == CONTEXT), None)
-
-
 def _lacks(names: Sequence[str], data: Data, key: str, place: str) -> UserError:
     """Return the error for data without the columns of an example."""
-    wanted = {
-        Data.prompts: ("prompt",),
-        Data.references: ("prompt", "response"),
-        Data.preferences: ("prompt", "chosen", "rejected"),
-    }[data]
+    roles, needs = _NEEDS[data]
+    listed = ", ".join(names[:_MANY]) + (f" and {len(names) - _MANY} others" if len(names) > _MANY else "")
     if data is Data.preferences and set(names) >= _KTO:
         return UserError(
-            f"{key} must have {NEEDS[data]}, got {place} with {', '.join(names)} (single responses with a "
-            "label); write a row with prompt, chosen and rejected for each prompt with a good and a bad "
-            "completion, or train on the good ones alone with algo=sft"
+            f"{key} must have {needs}, got {place} with {listed} (single responses with a label); write a "
+            "row with prompt, chosen and rejected for each prompt with a good and a bad completion, or train "
+            "on the good ones alone with algo=sft"
         )
-    missing = [role for role in wanted if not any(name.lower() in NAMES[role] for name in names)]
-    free = [name for name in names if not any(name.lower() in each for each in NAMES.values())]
+    missing = [role for role in roles if not any(name.lower() in _NAMES[role] for name in names)]
+    free = [name for name in names if not any(name.lower() in each for each in _NAMES.values())]
     remedy = f"add {' and '.join(missing)}"
     if len(free) >= len(missing):
-        meant: dict[str, str | None] = {}
+        settings = {}
         for role in sorted(missing, key=lambda role: role != "rejected"):  # "non_preferred" contains "prefer"
-            left = [name for name in free if name not in meant.values()]
-            likely = (
-                name for name in left if any(part in name.lower() for part in _SIMILAR.get(role, ("",)))
-            )
-            meant[role] = next(likely, None)
-        settings = [
-            setting(f"task.columns.{role}", name)
-            if (name := meant[role])
-            else f"task.columns.{role}=<column>"
-            for role in missing
-        ]
-        remedy = f"rename the columns or set, for example, {' '.join(settings)}"
-    listed = ", ".join(names[:_MANY]) + (f" and {len(names) - _MANY} others" if len(names) > _MANY else "")
-    return UserError(f"{key} must have {NEEDS[data]}, got {place} with {listed or 'none'}; {remedy}")
+            parts = _SIMILAR.get(role, ("",))
+            likely = next((name for name in free if any(part in name.lower() for part in parts)), None)
+            settings[role] = f"task.columns.{role}=<column>"
+            if likely is not None:
+                free.remove(likely)
+                settings[role] = setting(f"task.columns.{role}", likely)
+        remedy = f"rename the columns or set, for example, {' '.join(settings[role] for role in missing)}"
+    return UserError(f"{key} must have {needs}, got {place} with {listed or 'none'}; {remedy}")

@@ -1,4 +1,4 @@
-"""The files and folders of `task=local`: splits, columns, dialogues, checks before a run. No torch."""
+"""The files and folders of task data: splits, columns, rows, and the checks before a run. No torch."""
 
 from __future__ import annotations
 
@@ -16,25 +16,22 @@ from rlhf.config.algorithms import Data
 from rlhf.config.tasks import TaskConfig
 from rlhf.core.errors import UserError, literal, python_command, setting
 from rlhf.tasks.columns import Layout, conversion, converted, recognise
-from rlhf.tasks.reading import FORMATS, SHARD, Row, rows, stem, suffix_of
+from rlhf.tasks.reading import FORMATS, SHARD, Row, arrow_rows, rows, stem, suffix_of
 
 if TYPE_CHECKING:
     from rlhf.config.tasks import ColumnsConfig
-
-
-# Data folders: their splits and files, and the checks before a run. This module imports no torch.
-#
-# A data folder has one of two forms. `datasets.save_to_disk` wrote the folder, from a DatasetDict or from a
-# Dataset, which counts as the split `train`. Or the folder has one file per split: `train.jsonl`,
-# `validation.parquet`, or parts of a split as on the hub (`train-00000-of-00002.parquet`).
-
 
 _ALIASES = {"train": ("training",), "validation": ("val", "valid", "dev", "eval"), "test": ("testing",)}
 SCANNED_BYTES = 50e6  # files of a split up to this size are read completely before a run starts
 
 
 class Splits:
-    """The splits of local data. One file in place of a folder is the split `train`.
+    """The splits of local data, in one of three forms. This module imports no torch and no `datasets`.
+
+    - A folder that `datasets.save_to_disk` wrote, from a DatasetDict or from a Dataset (the split `train`).
+    - A folder with one file per split: `train.jsonl`, `validation.parquet`, or parts of a split as on the hub
+      (`train-00000-of-00002.parquet`).
+    - One file, which is the split `train`.
 
     Args:
         path: the folder or file, as the user names it.
@@ -43,7 +40,7 @@ class Splits:
     Attributes:
         path: the folder or file.
         saved: `datasets.save_to_disk` wrote the folder.
-        files: split -> its file, or its parts in their order; empty for a saved data set.
+        files: name of a split -> its file, or its parts in their order.
 
     Raises:
         UserError: a split has two files, or lacks a part, or a saved data set is damaged.
@@ -53,46 +50,50 @@ class Splits:
         self.named, self.key = path, key
         self.path = Path(path).expanduser()
         self.saved = any((self.path / f"dataset_{each}.json").is_file() for each in ("dict", "info"))
-        self.files = {} if self.saved else self._files()
-        self._saved_columns = self._columns_of_saved() if self.saved else {}
+        self.files: dict[str, list[Path]] = {}
+        self._columns: dict[str, list[str]] = {}
+        if self.saved:
+            self._find_saved()
+        elif self.path.is_file():
+            self.files = {"train": [self.path]}
+        else:
+            self._find_files()
 
-    def _files(self) -> dict[str, list[Path]]:
-        if self.path.is_file():
-            return {"train": [self.path]}
-        found: dict[str, list[Path]] = {}
+    def _find_saved(self) -> None:
+        try:
+            folders = {"train": self.path}
+            if (listed := self.path / "dataset_dict.json").is_file():
+                folders = {split: self.path / split for split in json.loads(listed.read_text())["splits"]}
+            for split, folder in folders.items():
+                state = json.loads((folder / "state.json").read_text())
+                self.files[split] = [folder / each["filename"] for each in state["_data_files"]]
+                self._columns[split] = list(
+                    json.loads((folder / "dataset_info.json").read_text())["features"]
+                )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self.damaged(error) from None
+
+    def _find_files(self) -> None:
         totals: dict[str, int] = {}
         for file in sorted(self.path.iterdir()):
             if suffix_of(file) is None or not file.is_file():
                 continue
             part = SHARD.fullmatch(stem(file))
             split = part[1] if part else stem(file)
-            if split in found and not (part and split in totals):
+            if split in self.files and not (part and split in totals):
                 raise UserError(
                     f"{self.key} must contain one file per split, got {self.path} with "
-                    f"{found[split][0].name} and {file.name}; remove or rename one of them"
+                    f"{self.files[split][0].name} and {file.name}; remove or rename one of them"
                 )
-            found.setdefault(split, []).append(file)
+            self.files.setdefault(split, []).append(file)
             if part:
                 totals[split] = int(part[3])
         for split, total in totals.items():
-            if len(found[split]) != total:
+            if len(self.files[split]) != total:
                 raise UserError(
                     f"{self.key} must contain all parts of a split, got {self.path} with "
-                    f"{len(found[split])} of {total} parts of {split}; copy the missing files"
+                    f"{len(self.files[split])} of {total} parts of {split}; copy the missing files"
                 )
-        return found
-
-    def _columns_of_saved(self) -> dict[str, list[str]]:
-        try:
-            folders = {"train": self.path}
-            if (listed := self.path / "dataset_dict.json").is_file():
-                folders = {split: self.path / split for split in json.loads(listed.read_text())["splits"]}
-            return {
-                split: list(json.loads((folder / "dataset_info.json").read_text())["features"])
-                for split, folder in folders.items()
-            }
-        except (OSError, ValueError, KeyError) as error:
-            raise self.damaged(error) from None
 
     def damaged(self, error: Exception) -> UserError:
         """Return the error for a saved data set that cannot be read because of `error`."""
@@ -101,20 +102,15 @@ class Splits:
             f"({type(error).__name__}: {error}); save the data set again"
         )
 
-    @property
-    def names(self) -> list[str]:
-        """The names under which splits are stored."""
-        return list(self._saved_columns or self.files)
-
     def stored(self, split: str) -> str | None:
         """Return the name under which a split is stored: its own, or another usual one; None: not stored.
 
         Raises:
             UserError: its own name is missing, and there are two other usual names.
         """
-        usual = [name for name in self.names if name.lower() in (split, *_ALIASES.get(split, ()))]
-        if split in self.names:
+        if split in self.files:
             return split
+        usual = [name for name in self.files if name.lower() in (split, *_ALIASES.get(split, ()))]
         if len(usual) > 1:
             raise UserError(
                 f"{self.key} must contain one split for {split}, got {' and '.join(usual)}; rename one to "
@@ -128,16 +124,49 @@ class Splits:
         Raises:
             UserError: the first row cannot be read.
         """
-        return self._saved_columns[name] if self.saved else list(next(self.rows(name))[1])
+        return self._columns[name] if self.saved else list(next(self.rows(name))[1])
 
-    def rows(self, name: str, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
-        """Yield the rows of all files of a split, each with its place; see `rlhf.tasks.reading.rows`."""
-        return _read(self.files[name], self.key, columns)
+    def rows(self, name: str, columns: Collection[str] | None = None) -> Iterator[tuple[str, Row]]:
+        """Yield the rows of the split that is stored as `name`, each with its place for messages.
+
+        Args:
+            name: name of the split.
+            columns: the columns that the caller reads, if known; others may be missing in the rows.
+
+        Raises:
+            UserError: a file cannot be read, or has no rows; see `rlhf.tasks.reading.rows`.
+        """
+        if not self.saved:
+            yield from chain.from_iterable(rows(file, self.key, columns) for file in self.files[name])
+            return
+        import pyarrow
+
+        number = 0
+        try:
+            found = chain.from_iterable(arrow_rows(file, columns) for file in self.files[name])
+            for number, row in enumerate(found, 1):
+                yield f"row {number} of the split {name} of {self.named}", row
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise self.damaged(error) from None
+        if number == 0:
+            raise UserError(
+                f"{self.key} must contain rows, got the split {name} of {self.named}, which is empty; save "
+                "the data set again"
+            )
 
     def present(self, names: Iterable[str]) -> str:
         """Return what is stored, `names`, and what is not read, for a message about a missing split."""
         found = ", ".join(names) or "no data file"
-        return found if self.saved else found + _ignored(self.path)
+        if self.saved or not self.path.is_dir():
+            return found
+        others = [
+            each for each in sorted(self.path.iterdir()) if each.suffix != ".md" and each.name[0] != "."
+        ]
+        unread = [each.name for each in others if each.is_file() and suffix_of(each) is None]
+        readable = [each for each in others if suffix_of(each)]
+        unread += [f"{each.name}, which is a folder" for each in readable if each.is_dir()]
+        unread += [f"{each.name}, which is a broken link" for each in readable if not each.exists()]
+        return found + (f" (not read: {', '.join(unread[:3])}; the formats are {FORMATS})" if unread else "")
 
     def problems_with(
         self, columns: Iterable[str], splits: Iterable[str], reason: str, whole: bool = True
@@ -153,65 +182,62 @@ class Splits:
         Raises:
             UserError: the first row of a split cannot be read, or the choice of a split is not clear.
         """
-        required, key = tuple(columns), self.key
-        available = {name: self.columns(name) for name in self.names}
-        for split, name in {split: self.stored(split) for split in splits}.items():
-            if name is None:
+        required, local = tuple(columns), self.key == "task.path"
+        for split in splits:
+            if (name := self.stored(split)) is None:
                 remedy = f"add {split}.jsonl with the columns {', '.join(required)}"
-                if key == "task.path" and split != "train" and available:
+                if local and split != "train" and self.files:
                     remedy += ", or set task=local, which splits off rows"
                 yield (
-                    f"{key} must contain the split {split} ({reason}), got {self.named} with "
-                    f"{self.present(available)}; {remedy}"
+                    f"{self.key} must contain the split {split} ({reason}), got {self.named} with "
+                    f"{self.present(self.files)}; {remedy}"
                 )
-            elif missing := lacking(required, available[name]):
+            elif missing := lacking(required, found := self.columns(name)):
                 place = self.named if self.saved else self.files[name][0]
-                other = ", or set task=local, which recognizes other names" if key == "task.path" else ""
+                other = ", or set task=local, which recognizes other names" if local else ""
                 yield (
-                    f"{key} must have the columns {', '.join(required)} in its split {split} ({reason}), got "
-                    f"{place} with {', '.join(available[name]) or 'none'}; rename or add "
+                    f"{self.key} must have the columns {', '.join(required)} in its split {split} "
+                    f"({reason}), got {place} with {', '.join(found) or 'none'}; rename or add "
                     f"{', '.join(missing)}{other}"
                 )
-            elif whole and not self.saved:
-                files = tuple(self.files[name])
-                if problem := _scan(files, tuple(file.stat().st_mtime for file in files), key, required):
-                    yield problem
+            elif whole and (problem := self.scan(name, required, conversion(required))[0]):
+                yield problem
+
+    def scan(
+        self, name: str, columns: Sequence[str], convert: Callable[[Row], Row]
+    ) -> tuple[str | None, bool]:
+        """Return the error message for the first row of a split that `convert` refuses, or None.
+
+        Returns:
+            The message, and whether all rows have the same prompt. Files that are too large for a check
+            before the run are not read; their rows are checked when the run loads them.
+        """
+        states = [(file.name.lower(), file.stat()) for file in self.files[name] if file.exists()]
+        if sum(state.st_size * (5 if file.endswith(".gz") else 1) for file, state in states) > SCANNED_BYTES:
+            return None, False
+        stamps = tuple((state.st_mtime_ns, state.st_size) for _, state in states)
+        return _scan(self.named, self.key, name, tuple(columns), convert, stamps)
+
+
+@lru_cache(maxsize=64)  # the jobs of a sweep read the same files
+def _scan(
+    path: str, key: str, name: str, columns: tuple[str, ...], convert: Callable[[Row], Row], stamps: object
+) -> tuple[str | None, bool]:
+    first, differ = None, False
+    try:
+        for number, (_, row) in enumerate(converted(Splits(path, key).rows(name, columns), convert, key)):
+            prompt = next((row[each] for each in ("query", "messages", "prompt") if each in row), None)
+            first = first if number else prompt
+            differ |= prompt != first
+    except UserError as error:
+        return error.problems[0], False
+    return None, not differ
 
 
 def lacking(required: Collection[str], present: Collection[str]) -> list[str]:
     """Return the required columns that are not present; `chosen` may contain the prompt of a pair."""
     missing = [column for column in required if column not in present]
     return [] if missing == ["prompt"] and "chosen" in required else missing
-
-
-def _read(files: Iterable[Path], key: str, columns: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
-    return chain.from_iterable(rows(file, key, columns) for file in files)
-
-
-def scan(
-    files: Sequence[Path], key: str, columns: Sequence[str], convert: Callable[[Row], Row]
-) -> str | None:
-    """Return the error message for the first row of a split that cannot be used, or None.
-
-    Files that are too large for a check before the run are not read; their rows are checked when the run
-    loads them.
-    """
-    size = sum(file.stat().st_size * (5 if file.name.lower().endswith(".gz") else 1) for file in files)
-    if size > SCANNED_BYTES:
-        return None
-    try:
-        for _ in converted(_read(files, key, columns), convert, key):
-            pass
-    except UserError as error:
-        return error.problems[0]
-    return None
-
-
-@lru_cache(maxsize=64)  # the jobs of a sweep read the same files
-def _scan(
-    files: tuple[Path, ...], stamps: tuple[float, ...], key: str, columns: tuple[str, ...]
-) -> str | None:
-    return scan(files, key, columns, conversion(columns))
 
 
 def data_folder(key: str, path: str, reason: str) -> Splits:
@@ -233,7 +259,7 @@ def data_folder(key: str, path: str, reason: str) -> Splits:
         state = "a file"
         if key == "task.path":
             remedy = f"set task=local {setting('task.path', path)}, or {key}=<folder>"
-    elif near := similar(folder):
+    elif near := _similar(folder):
         remedy = f"did you mean {setting(key, near)}?"
     raise UserError(
         f"{key} must be a folder with one .jsonl, .json, .parquet or .csv file per split, or a folder "
@@ -241,21 +267,12 @@ def data_folder(key: str, path: str, reason: str) -> Splits:
     )
 
 
-def similar(path: Path) -> Path | None:
+def _similar(path: Path) -> Path | None:
     """Return the existing file or folder beside a missing path with the closest name, or None."""
     if not path.parent.is_dir():
         return None
     close = get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
     return path.parent / close[0] if close else None
-
-
-def _ignored(folder: Path) -> str:
-    found = [each for each in sorted(folder.iterdir()) if each.suffix != ".md" and each.name[0] != "."]
-    names = [each.name for each in found if each.is_file() and suffix_of(each) is None]
-    others = {"a folder": Path.is_dir, "a broken link": lambda each: not each.exists()}
-    for what, holds in others.items():
-        names += [f"{each.name}, which is {what}" for each in found if holds(each) and suffix_of(each)]
-    return f" (not read: {', '.join(names[:3])}; the formats are {FORMATS})" if names else ""
 
 
 def folder_problems(
@@ -268,15 +285,12 @@ def folder_problems(
         yield from error.problems
 
 
-# The files of `task=local`: splits, columns, and the checks before a run. No torch, no `datasets`.
-
-
 KEY = "task.path"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class LocalFiles(Splits):
-    """The data that `task.path` names: a file, a folder with a file per split, or a saved data set.
+    """The data that `task.path` names for `task=local`, whose columns are recognised.
 
     Args:
         path: `task.path`.
@@ -290,16 +304,19 @@ class LocalFiles(Splits):
     def __init__(self, path: str, columns: ColumnsConfig, chat: bool = False) -> None:
         self.named_columns, self.chat = columns, chat
         place = Path(path).expanduser()
-        if not (place.is_file() or place.is_dir()):
+        if not place.exists():
             raise UserError(_missing(path, place))
         if place.is_file() and suffix_of(place) is None:
             raise UserError(
                 f"{KEY} must name a file with a suffix that can be read ({FORMATS}), got {path}; "
                 "save the data in one of these formats"
             )
-        super().__init__(path, KEY)
+        super().__init__(str(place), KEY)
         if self.stored("train") is None:
-            raise UserError(self._no_rows())
+            files = [] if self.saved else [file for files in self.files.values() for file in files]
+            remedy = f"set {setting(KEY, files[0])}" if len(files) == 1 else "add a file train.jsonl"
+            present = self.present([file.name for file in files] or self.files)
+            raise UserError(f"{KEY} must contain the split train, got {self.path} with {present}; {remedy}")
 
     def layout(self, split: str, data: Data) -> Layout:
         """Return the columns of a stored split by their role.
@@ -313,32 +330,27 @@ class LocalFiles(Splits):
         found = recognise(self.columns(name), self.named_columns, data, KEY, place)
         return replace(found, chat=self.chat)
 
-    @property
-    def conversational(self) -> bool | None:
-        """Whether the first training row has a dialogue as its prompt; None: unknown, in a saved data set.
+    def first(self) -> tuple[Layout, Row]:
+        """Return the columns of the training rows, and the first row after its conversion.
 
         Raises:
             UserError: the first row cannot be used.
         """
-        if self.saved:
-            return None
         layout, name = self.layout("train", Data.prompts), self.stored("train") or "train"
-        _, first = next(converted(self.rows(name, layout.names), layout.example, KEY))
-        return "messages" in first
+        return layout, next(converted(self.rows(name, layout.names), layout.example, KEY))[1]
 
     @property
     def first_prompt(self) -> str | None:
-        """The first prompt if it is a text that the response does not repeat; "" in a saved data set.
+        """The first prompt if it is a text that the response does not repeat.
 
         Raises:
             UserError: the first row cannot be used.
         """
-        layout, name = self.layout("train", Data.prompts), self.stored("train") or "train"
-        if layout.prompt is None or self.saved:
-            return layout.prompt and ""
-        _, first = next(converted(self.rows(name, layout.names), layout.example, KEY))
-        prompt: str | None = first.get("query")
-        return None if prompt and str(first["reference_response"]).startswith(prompt) else prompt
+        layout, row = self.first()
+        prompt: str | None = row.get("query")
+        if layout.prompt is None or (prompt and str(row["reference_response"]).startswith(prompt)):
+            return None
+        return prompt
 
     def problems(self, data: Data) -> Iterator[str]:
         """Yield an error message for each stored split whose columns or rows a run cannot use.
@@ -347,30 +359,18 @@ class LocalFiles(Splits):
             data: what a training example of the run contains.
         """
         for split in ("train", "validation"):
-            name = self.stored(split)
-            if name is None:
+            if (name := self.stored(split)) is None:
                 continue
             try:
                 layout = self.layout(split, data)
             except UserError as error:
                 yield from error.problems
                 continue
-            if self.saved:
-                continue
-            convert = {
-                Data.prompts: layout.example,
-                Data.references: layout.demonstration,
-                Data.preferences: layout.pair,
-            }[data]
-            if problem := scan(self.files[name], KEY, layout.names, convert):
+            problem, one_prompt = self.scan(name, layout.names, layout.conversion(data))
+            if problem is not None:
                 yield problem
-            elif split == "train" and self.stored("validation") is None:
-                rows = converted(self.rows(name, layout.names), convert, KEY)
-                names = ("query", "messages", "prompt")
-                prompts = (next(row[name] for name in names if name in row) for _, row in rows)
-                first = next(prompts)
-                if all(prompt == first for prompt in prompts):
-                    yield self.one_prompt()
+            elif one_prompt and split == "train" and self.stored("validation") is None:
+                yield self.one_prompt()
 
     def one_prompt(self) -> str:
         """Return the error message for training rows with one prompt, of which none can be split off."""
@@ -379,15 +379,9 @@ class LocalFiles(Splits):
             f"got {self.path} with one prompt; add rows, or a file validation.jsonl beside train.jsonl"
         )
 
-    def _no_rows(self) -> str:
-        names = [file.name for files in self.files.values() for file in files]
-        remedy = f"set {setting(KEY, self.path / names[0])}" if len(names) == 1 else "add a file train.jsonl"
-        present = self.present(names or self.names)
-        return f"{KEY} must contain the split train, got {self.path} with {present}; {remedy}"
-
 
 def _missing(named: str, path: Path) -> str:
-    if near := similar(path):
+    if near := _similar(path):
         remedy = f"did you mean {setting(KEY, near)}?"
     elif HUB_NAME.fullmatch(named) and not path.parent.is_dir():
         saved = f"data/{path.name}"
@@ -397,9 +391,6 @@ def _missing(named: str, path: Path) -> str:
     else:
         remedy = f"set {KEY}=<file or folder>"
     return f"{KEY} must name a file or folder of data, got {named} (no such file or folder); {remedy}"
-
-
-# Whether a task has dialogues: from its section and the first row of local data. No torch is imported.
 
 
 def has_dialogues(task: TaskConfig) -> bool | None:
@@ -413,7 +404,7 @@ def has_dialogues(task: TaskConfig) -> bool | None:
     """
     if task.own_files is not None:
         try:
-            return bool(LocalFiles(*task.own_files).conversational)
+            return "messages" in LocalFiles(*task.own_files).first()[1]
         except UserError:
             return None  # the checks of the data report it
     known = {has_dialogues(part) for part in task.parts.values()} or {task.dialogues}

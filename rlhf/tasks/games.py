@@ -17,13 +17,12 @@ from rlhf.environments.episodes import FIRST_MESSAGE, first_messages
 from rlhf.environments.library import Calculator, GuessNumber
 from rlhf.tasks.kinds import pupil_totals
 from rlhf.tasks.reading import NOTHING, RECORD, Wanted
-from rlhf.tasks.source import EmbeddedSource, as_messages
+from rlhf.tasks.source import EmbeddedSource, Source, as_messages
 from rlhf.text.chat import PLAIN, set_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from rlhf.config.tasks import EnvironmentTaskConfig
     from rlhf.environments.environment import EnvironmentFactory
     from rlhf.tasks.columns import Message
 
@@ -146,7 +145,7 @@ def _said(role: str, content: str) -> Message:
 # The task `environment`: prompts that the environment of a run returns from `reset`.
 
 
-class FirstMessages:
+class FirstMessages(Source):
     """A source of first messages, as messages of the user. The record of a row has its text and `seed`.
 
     Attributes:
@@ -155,9 +154,6 @@ class FirstMessages:
 
     conversational = True
     factory: EnvironmentFactory
-
-    def __init__(self, config: EnvironmentTaskConfig) -> None:
-        self.config = config
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `messages` and `reference_response`, which is empty.
@@ -179,7 +175,3 @@ class FirstMessages:
         made = [{"seed": seed, FIRST_MESSAGE: text} for seed, text in zip(seeds, texts, strict=True)]
         rows = {"query": texts, "reference_response": [""] * size, RECORD: [*map(wanted.record, made)]}
         return as_messages(Dataset.from_dict(rows))
-
-    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
-        """Raise an error: an environment has no pairs."""
-        raise NotImplementedError("validated: no pairs are read with an environment")

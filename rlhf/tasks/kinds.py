@@ -23,49 +23,36 @@ from rlhf.config.tasks import PREFERENCE_COLUMNS, Difficulty
 from rlhf.core.errors import UserError
 from rlhf.core.numerics import derive
 from rlhf.tasks.columns import converted, dialogue, with_all_replies
-from rlhf.tasks.files import KEY, LocalFiles
+from rlhf.tasks.files import KEY, LocalFiles, Splits
 from rlhf.tasks.reading import NOTHING, BadRow, Wanted
-from rlhf.tasks.source import (
-    EmbeddedSource,
-    as_messages,
-    from_rows,
-    is_text,
-    load_pairs,
-    mapped,
-    numbered,
-    pairs_of,
-    prompts_of,
-    prompts_of_pairs,
-    saved_split,
-)
+from rlhf.tasks.source import EmbeddedSource, Source, as_messages, from_rows, is_text, mapped
 
 if TYPE_CHECKING:
     from rlhf.config.scorers import ReasoningGymConfig
-    from rlhf.config.tasks import ArithmeticConfig, ChatConfig, GSM8KConfig, LocalConfig, PreferencesConfig
+    from rlhf.config.tasks import ArithmeticConfig, GSM8KConfig, LocalConfig
     from rlhf.tasks.reading import Row
 
 
 # The task `local`: prompts, responses, dialogues or preference pairs in the user's own files.
 
 
-class LocalSource:
+class LocalSource(Source):
     """A source of local data, whose columns are recognised by their names or named in `task.columns`.
 
     Without a file for validation, a part of the training rows is the validation split. The split depends only
     on the prompts: rows with the same prompt are in the same split, whatever the seed of the run.
 
-    Args:
-        config: config section of the task.
-
     Raises:
         UserError: `task.path` names no data.
     """
 
+    config: LocalConfig
+
     def __init__(self, config: LocalConfig) -> None:
-        self.config = config
+        super().__init__(config)
         assert config.path is not None, "checked by the section"
         self.files = LocalFiles(config.path, config.columns, config.chat)
-        self._stored = lru_cache(maxsize=4)(self._load)  # splits share a file
+        self._stored = lru_cache(maxsize=4)(lambda *args: from_rows(self._rows(*args)))  # splits share a file
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `query` or `messages`, `reference_response` and `place`.
@@ -82,14 +69,14 @@ class LocalSource:
             UserError: the data have no such split or no pairs, or a row has another content.
         """
         if self.config.preferences_path is not None:
-            pairs = load_pairs(pairs_of(self.config), split, "local", "it names none", wanted)
+            pairs = super().preferences(split, wanted)
             return as_messages(pairs) if self.config.chat and is_text(pairs, "prompt") else pairs
         return self._split(split, Data.preferences, wanted)
 
     @property
-    def conversational(self) -> bool:
-        """Whether the prompts of the training rows are dialogues. Of files, only the first row is read."""
-        return "messages" in next(self._rows("train", Data.prompts, NOTHING))[1]
+    def conversational(self) -> bool:  # type: ignore[override]
+        """Whether the prompts of the training rows are dialogues. Only the first row is read."""
+        return "messages" in self.files.first()[1]
 
     @property
     def splits_off_validation(self) -> bool:
@@ -111,13 +98,15 @@ class LocalSource:
                 "train.jsonl, or set split=validation"
             )
         rows = self._stored("train", data, wanted)
-        held_out = held_out_rows(_prompts_in(rows), self.config.validation_fraction)
+        column = next(name for name in ("query", "messages", "prompt") if name in rows.column_names)
+        batches = rows.select_columns([column]).iter(1000)
+        prompts = (
+            each if isinstance(each, str) else json.dumps(each) for batch in batches for each in batch[column]
+        )
+        held_out = held_out_rows(prompts, self.config.validation_fraction)
         if held_out.all():
             raise UserError(self.files.one_prompt())
         return rows.select(np.flatnonzero(held_out == (split == "validation")))
-
-    def _load(self, split: str, data: Data, wanted: Wanted) -> Dataset:
-        return from_rows(self._rows(split, data, wanted))
 
     def _rows(self, split: str, data: Data, wanted: Wanted) -> Iterator[tuple[str, Row]]:
         """Yield the converted rows of a stored split, each with its place."""
@@ -126,21 +115,10 @@ class LocalSource:
         layout = self.files.layout(split, data)
         columns = wanted.read(layout.names, self.files.columns(name), str(self.files.path))
         convert = wanted.recording(layout.pair if data is Data.preferences else layout.example)
-        if self.files.saved:
-            dataset = saved_split(self.files, name)
-            rows = numbered(dataset, f"the split {name} of {self.files.path}", columns)
-        else:
-            rows = self.files.rows(name, columns)
+        rows = self.files.rows(name, columns)
         if self.config.all_replies and data is not Data.preferences:
             return converted(rows, lambda row: with_all_replies(convert(row)), KEY)
         return converted(rows, convert, KEY)
-
-
-def _prompts_in(rows: Dataset) -> Iterator[str]:
-    """Yield a text for each row that is equal for equal prompts."""
-    column = next(name for name in ("query", "messages", "prompt") if name in rows.column_names)
-    for batch in rows.select_columns([column]).iter(1000):
-        yield from (value if isinstance(value, str) else json.dumps(value) for value in batch[column])
 
 
 def held_out_rows(prompts: Iterable[str], fraction: float) -> np.ndarray:
@@ -165,55 +143,43 @@ def held_out_rows(prompts: Iterable[str], fraction: float) -> np.ndarray:
 # The task `preferences`: any data set of prompts with a chosen and a rejected response.
 
 
-class PreferencesSource:
+class PreferencesSource(Source):
     """A source of stored preference pairs.
 
     The prompts of the pairs are also the prompts of the task. The chosen responses are the references.
-
-    Args:
-        config: config section of the task.
     """
 
-    def __init__(self, config: PreferencesConfig) -> None:
-        self.config = config
-        self.pairs = pairs_of(config, config.preferences_name, beside_prompts=True)
+    pairs_beside_prompts = True
+    no_pairs = "it has no data set of its own"
 
     @property
-    def conversational(self) -> bool:
-        """Whether the prompts of the pairs are lists of messages."""
-        return self.pairs is not None and self.pairs.pairs_are_dialogues("train")
+    def conversational(self) -> bool:  # type: ignore[override]
+        """Whether the prompts of the pairs are lists of messages. Of files, only one row is read."""
+        pairs = self.stored_pairs()
+        return pairs is not None and not is_text(pairs.load("train", PREFERENCE_COLUMNS, limit=1), "prompt")
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
-        """Return the split with the columns `query` or `messages`, and `reference_response` (chosen)."""
-        return prompts_of_pairs(self.preferences(split, wanted))
+        """Return the split with the columns `query` or `messages`, `reference_response` and `rejected`."""
+        pairs = self.preferences(split, wanted)
+        prompt = "query" if is_text(pairs, "prompt") else "messages"
+        return pairs.rename_columns({"prompt": prompt, "chosen": "reference_response"})
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
-        """Return the split with the columns `prompt` (text or messages), `chosen` and `rejected`.
-
-        Raises:
-            UserError: the config names no pairs, or the pairs cannot be loaded.
-        """
+        """Return the columns `prompt`, `chosen` and `rejected` of a split; see `Source.preferences`."""
         stored = self.config.validation_split if split == "validation" else split
-        return load_pairs(self.pairs, stored, "preferences", "it has no data set of its own", wanted)
+        return super().preferences(stored, wanted)
 
 
 # The task `chat`: the last turn of a dialogue is the reference, the earlier turns are the prompt.
 
 
-class ChatSource:
-    """A source of dialogues: lists of messages in the column `messages`, the last by the assistant.
+class ChatSource(Source):
+    """A source of dialogues: lists of messages in the column `messages`, the last by the assistant."""
 
-    Args:
-        config: config section of the task.
-    """
-
-    def __init__(self, config: ChatConfig) -> None:
-        self.config = config
-        self.dialogues = prompts_of(config, config.prompts_name)
-        self.pairs = pairs_of(config, config.preferences_name)
+    no_pairs = "No Robots has none"
 
     @property
-    def conversational(self) -> bool:
+    def conversational(self) -> bool:  # type: ignore[override]
         """Whether the prompts are lists of messages: `task.turn` does not format the messages as text."""
         return self.config.turn is None
 
@@ -227,23 +193,14 @@ class ChatSource:
             UserError: a dialogue has only one turn, or does not end with a turn of the assistant.
         """
         stored = self.config.validation_split if split == "validation" else split
-        return self.dialogues.load(stored, ["messages"], wanted, self._example)
-
-    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
-        """Return the split of the pairs: `prompt`, `chosen` and `rejected`, texts or lists of messages.
-
-        Raises:
-            UserError: the config names no pairs, or the pairs cannot be loaded.
-        """
-        return load_pairs(self.pairs, split, "chat", "No Robots has none", wanted)
+        return self.stored_prompts().load(stored, ["messages"], wanted, self._example)
 
     def _example(self, row: Row) -> Row:
         try:
             made = dialogue(row)
-            whole = bool(made["reference_response"])
         except BadRow:
-            whole = False
-        if not whole:
+            made = {}
+        if not made.get("reference_response"):
             raise BadRow(
                 "have dialogues in its column messages (lists of role and content that end with a turn of "
                 "the assistant, after another)",
@@ -252,37 +209,32 @@ class ChatSource:
         turn, reply = self.config.turn, self.config.reply
         if turn is None or reply is None:
             return made
-        texts = (
+        prompt = "".join(
             turn.replace("{role}", each["role"]).replace("{content}", each["content"])
             for each in made["messages"]
         )
-        return {
-            "query": "".join(texts) + reply,
-            "reference_response": made["reference_response"][0]["content"],
-        }
+        return {"query": prompt + reply, "reference_response": made["reference_response"][0]["content"]}
 
 
 # GSM8K (Cobbe et al., 2021, arXiv 2110.14168): school problems whose answers end in `#### <number>`.
 
 
-COLUMNS = ("question", "answer")
+_QUESTIONS = ("question", "answer")  # columns
 
 
-class GSM8KSource:
+class GSM8KSource(Source):
     """A source of GSM8K questions in a prompt template; with `task.chat`, as messages of the user.
 
     The published data set has the splits `train` and `test`. The last `task.validation_size` rows of `train`
     are the validation split, and the training split ends before these rows. A local folder with a split
     `validation` is used as stored.
-
-    Args:
-        config: config section of the task.
     """
 
+    no_pairs = "the data set has none"
+
     def __init__(self, config: GSM8KConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self.conversational = config.chat
-        self.problems = prompts_of(config, config.prompts_name, subset="main")
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with `query` (or `messages`) and `reference_response`, the worked answer.
@@ -290,27 +242,21 @@ class GSM8KSource:
         Raises:
             UserError: the split cannot be loaded, or `task.validation_size` leaves no training rows.
         """
+        form = self.config.question_format
+
+        def formatted(columns: dict[str, list[str]]) -> dict[str, list[str]]:
+            prompts = [form.replace("{question}", text) for text in columns["question"]]
+            return {"query": prompts, "reference_response": columns["answer"]}
+
         rows = self._rows(split, wanted)
-        texts = mapped(rows, self._formatted, batched=True, remove_columns=list(COLUMNS))
+        texts = mapped(rows, formatted, batched=True, remove_columns=list(_QUESTIONS))
         return as_messages(texts) if self.config.chat else texts
 
-    def _formatted(self, columns: dict[str, list[str]]) -> dict[str, list[str]]:
-        prompts = [self.config.question_format.replace("{question}", text) for text in columns["question"]]
-        return {"query": prompts, "reference_response": columns["answer"]}
-
-    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
-        """Return a split of `task.preferences_path` with the text columns `prompt`, `chosen` and `rejected`.
-
-        Raises:
-            UserError: the config names no pairs, or the pairs cannot be loaded.
-        """
-        return load_pairs(pairs_of(self.config), split, "gsm8k", "the data set has none", wanted)
-
     def _rows(self, split: str, wanted: Wanted) -> Dataset:
-        whole = split == "test" or (self.problems.local and "validation" in self.problems.splits())
-        if whole:
-            return self.problems.load(split, COLUMNS, wanted)
-        rows = self.problems.load("train", COLUMNS, wanted)
+        stored = self.stored_prompts(subset="main")
+        if split == "test" or (stored.local and "validation" in Splits(stored.place, stored.key).files):
+            return stored.load(split, _QUESTIONS, wanted)
+        rows = stored.load("train", _QUESTIONS, wanted)
         if self.config.validation_size >= len(rows):
             raise UserError(
                 f"task.validation_size must leave some of the {len(rows)} training rows (the last rows are "
@@ -409,17 +355,12 @@ def _generated(version: str, arguments: dict[str, Any]) -> Iterator[dict[str, st
     problems = create_dataset(**arguments)
     for i in range(arguments["size"]):
         entry = problems[i]
+        try:
+            literal_eval(text := repr(entry))  # keeps tuples, which some verifiers compare
+        except ValueError:  # metadata with objects, which become plain as JSON
+            text = repr(json.loads(json.dumps(entry)))
         answer = "" if entry["answer"] is None else entry["answer"]
-        yield {"question": entry["question"], "answer": answer, "entry": _literal(entry)}
-
-
-def _literal(entry: dict[str, Any]) -> str:
-    """Return an entry as a Python literal, which keeps tuples: some verifiers compare them."""
-    try:
-        literal_eval(text := repr(entry))
-    except ValueError:  # metadata with objects, which become plain as JSON
-        text = repr(json.loads(json.dumps(entry)))
-    return text
+        yield {"question": entry["question"], "answer": answer, "entry": text}
 
 
 # The embedded task `arithmetic`: sums with answers that can be checked, similar to GSM8K.
@@ -436,18 +377,6 @@ _TERMS = {Difficulty.easy: 2, Difficulty.medium: 3, Difficulty.hard: 5}  # terms
 _FORGETS_CARRY = 0.1  # times the term: probability that a carry is forgotten; 0.9 for + 9
 _LARGEST = 9 * max(_TERMS.values())
 _TOKEN_PATTERN = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
-
-
-def problem(terms: list[int]) -> str:
-    """Return the prompt that asks for the sum of `terms`."""
-    return f"Problem: {' + '.join(map(str, terms))}\nSolution:"
-
-
-def _solution(totals: list[int], terms: list[int]) -> str:
-    """Return the worked solution with the running totals `totals`, which may be wrong."""
-    steps = zip(totals[:-1], terms[1:], totals[1:], strict=True)
-    work = ", ".join(f"{before} + {term} = {after}" for before, term, after in steps)
-    return f" {work} #### {totals[-1]}"
 
 
 def forgetful_add(before: int, term: int, forgets: bool) -> int:
@@ -485,7 +414,13 @@ class ArithmeticSource(EmbeddedSource):
         rows: dict[str, list[str]] = {"query": [], "reference_response": [], "demonstration": []}
         for _ in range(size):
             terms = [rng.randint(1, 9) for _ in range(count)]
-            rows["query"].append(problem(terms))
-            rows["reference_response"].append(_solution(list(accumulate(terms)), terms))
-            rows["demonstration"].append(_solution(pupil_totals(terms, rng), terms))
+            rows["query"].append(f"Problem: {' + '.join(map(str, terms))}\nSolution:")
+            totals = {
+                "reference_response": list(accumulate(terms)),
+                "demonstration": pupil_totals(terms, rng),
+            }
+            for column, own in totals.items():  # running totals, which may be wrong
+                steps = zip(own[:-1], terms[1:], own[1:], strict=True)
+                work = ", ".join(f"{before} + {term} = {after}" for before, term, after in steps)
+                rows[column].append(f" {work} #### {own[-1]}")
         return rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,20 +15,18 @@ from rlhf.core.metrics import How, Stat, mean
 from rlhf.core.numerics import derive
 from rlhf.tasks.files import different_forms
 from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted
-from rlhf.tasks.source import is_text, temporary
+from rlhf.tasks.source import Source, is_text, temporary
 
 if TYPE_CHECKING:
     from rlhf.config.mixture_task import MixtureConfig
-    from rlhf.config.tasks import TaskConfig
     from rlhf.core.batch import Batch, Prompts
     from rlhf.core.metrics import Metrics
-    from rlhf.tasks.source import Source
 
 
 TEXT, DIALOGUE = Value("string"), Json()
 
 
-class MixtureSource:
+class MixtureSource(Source):
     """A source of several tasks; the column `part` is the number of the task that a row comes from.
 
     The rows of the training split are those of the first task, then those of the second task, and so on;
@@ -41,11 +38,14 @@ class MixtureSource:
     """
 
     def __init__(self, config: MixtureConfig) -> None:
-        self.config = config
-        self.sources = {name: _source_of(part) for name, part in config.parts.items()}
+        super().__init__(config)
+        self.sources: dict[str, Source] = {}
+        for name, part in config.parts.items():
+            module, _, source = PARTS[type(part)].partition(":")
+            self.sources[name] = getattr(import_module(module), source)(part)
 
     @property
-    def conversational(self) -> bool:
+    def conversational(self) -> bool:  # type: ignore[override]
         """Whether the prompts are dialogues.
 
         Raises:
@@ -65,16 +65,12 @@ class MixtureSource:
         Raises:
             UserError: the split of a part cannot be loaded, or some parts have dialogues, others texts.
         """
-        column = "messages" if self.conversational else "query"
-        parts = []
-        for name, source in self.sources.items():
-            with self.keys_of(name):
-                parts.append(source.prompts(split, wanted.parts.get(name, NOTHING)))
-        columns = [column, "reference_response"]
+        columns = ["messages" if self.conversational else "query", "reference_response"]
+        parts = self._loaded("prompts", split, wanted)
         if any("demonstration" in part.column_names for part in parts):
             columns.append("demonstration")
             parts = [_with_column(part, "demonstration", part["reference_response"][:]) for part in parts]
-        return self.joined(parts, split, columns)
+        return self._joined(parts, split, columns)
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `prompt`, `chosen`, `rejected`, `part`; `place` as in `prompts`.
@@ -82,36 +78,37 @@ class MixtureSource:
         Raises:
             UserError: a part names no pairs, or its pairs cannot be loaded.
         """
-        parts = []
-        for name, source in self.sources.items():
-            with self.keys_of(name):
-                parts.append(source.preferences(split, wanted.parts.get(name, NOTHING)))
+        parts = self._loaded("preferences", split, wanted)
         forms = {
             isinstance(part.features["prompt"], Value): name
             for name, part in zip(self.sources, parts, strict=True)
         }
         if len(forms) > 1:
             raise UserError(different_forms(forms[False], forms[True]))
-        return self.joined(parts, split, ["prompt", "chosen", "rejected"])
+        return self._joined(parts, split, ["prompt", "chosen", "rejected"])
 
-    def joined(self, parts: Sequence[Dataset], split: str, columns: list[str]) -> Dataset:
-        """Return the rows of all parts with `columns` and `part`, and with `place` if a part has it."""
-        if any("place" in rows.column_names for rows in parts):
-            columns = [*columns, "place"]
-            parts = [
-                _with_column(
-                    rows, "place", [f"row {i + 1} of the split {split} of {name}" for i in range(len(rows))]
-                )
-                for name, rows in zip(self.sources, parts, strict=True)
-            ]
-        if any(RECORD in rows.column_names for rows in parts):
-            columns = [*columns, RECORD]
-            parts = [_with_column(rows, RECORD, ["{}"] * len(rows)) for rows in parts]
-        if any(TOOLS in rows.column_names for rows in parts):
-            columns = [*columns, TOOLS]
-            parts = [_with_column(rows, TOOLS, ["null"] * len(rows)) for rows in parts]  # JSON
+    def _loaded(self, method: str, split: str, wanted: Wanted) -> list[Dataset]:
+        """Return the split of each part. Errors name the keys of the part instead of those of `task`."""
+        parts = []
+        for name, source in self.sources.items():
+            try:
+                parts.append(getattr(source, method)(split, wanted.parts.get(name, NOTHING)))
+            except UserError as error:
+                raise UserError(*(self.config.own_key(name, text) for text in error.problems)) from None
+        return parts
+
+    def _joined(self, parts: list[Dataset], split: str, columns: list[str]) -> Dataset:
+        """Return the rows of all parts with `columns` and `part`, and with others that a part has."""
+        others = [
+            name for name in ("place", RECORD, TOOLS) if any(name in part.column_names for part in parts)
+        ]
+        columns = [*columns, *others]
         found = []
-        for number, rows in enumerate(parts):
+        for number, (name, rows) in enumerate(zip(self.sources, parts, strict=True)):
+            places = [f"row {i + 1} of the split {split} of {name}" for i in range(len(rows))]
+            absent = {"place": places, RECORD: ["{}"] * len(rows), TOOLS: ["null"] * len(rows)}  # JSON
+            for column in others:
+                rows = _with_column(rows, column, absent[column])
             rows = rows.select_columns(columns)
             texts = {each for each in columns if each != TOOLS and is_text(rows, each)}
             features = Features({each: TEXT if each in texts else DIALOGUE for each in columns})
@@ -120,23 +117,8 @@ class MixtureSource:
         whole = concatenate_datasets(found)
         if split == "train":
             return whole
-        places = interleaved([len(rows) for rows in found], list(self.config.shares.values()))
-        return whole.select(places)
-
-    @contextmanager
-    def keys_of(self, name: str) -> Iterator[None]:
-        """Return a context in which errors name the keys of the part `name` instead of those of `task`."""
-        try:
-            yield
-        except UserError as error:
-            raise UserError(*(self.config.own_key(name, text) for text in error.problems)) from None
-
-
-def _source_of(section: TaskConfig) -> Source:
-    """Return the source that a section configures."""
-    module, _, name = PARTS[type(section)].partition(":")
-    made: Source = getattr(import_module(module), name)(section)
-    return made
+        sizes, shares = [len(rows) for rows in found], list(self.config.shares.values())
+        return whole.select(interleaved(sizes, shares))
 
 
 def _with_column(rows: Dataset, column: str, default: list[str]) -> Dataset:
@@ -169,9 +151,11 @@ def mixed_order(parts: np.ndarray, shares: Sequence[float], seed: int, epoch: in
         seed: seed of the run.
         epoch: number of the epoch, from 0.
     """
-    counts = _counts_of(len(parts), shares)
+    counts = np.diff(np.round(np.cumsum([0, *shares]) * len(parts))).astype(np.int64)
+    counts = np.maximum(counts, 1)
+    counts[counts.argmax()] -= counts.sum() - len(parts)
     drawn = []
-    for part, count in enumerate(counts):
+    for part, count in enumerate(counts.tolist()):
         examples = np.flatnonzero(parts == part)
         first, last = epoch * count, (epoch + 1) * count
         for turn in range(first // len(examples), -(-last // len(examples))):
@@ -197,14 +181,6 @@ def check_parts(parts: np.ndarray, names: Sequence[str], limit: int) -> None:
                 f"task.parts.{name} must have training prompts with 1 to {limit} tokens "
                 "(task.max_prompt_tokens), got none; set a larger task.max_prompt_tokens, or other data"
             )
-
-
-def _counts_of(total: int, shares: Sequence[float]) -> list[int]:
-    """Return whole numbers >= 1 with the sum `total` that are in proportion to `shares`, rounded."""
-    counts = np.diff(np.round(np.cumsum([0, *shares]) * total)).astype(np.int64)
-    counts = np.maximum(counts, 1)
-    counts[counts.argmax()] -= counts.sum() - total
-    return [int(count) for count in counts]
 
 
 def figures_of_parts(batch: Batch, names: Sequence[str]) -> Metrics:
@@ -248,9 +224,6 @@ def means_of_parts(
 
 
 # The order in which a run draws its training examples, epoch after epoch.
-
-
-_SOLVED = "prompts/solved"  # metric
 
 
 class Examples(Protocol):
@@ -339,7 +312,7 @@ class PromptOrder:
         solved = batch.scores.mean(1) >= self.solved_at
         self.solved.difference_update(batch.index.tolist())
         self.solved.update(batch.index[solved].tolist())
-        return figures | {_SOLVED: Stat(len(self.solved) / len(self.task), 1.0, How.last)}
+        return figures | {"prompts/solved": Stat(len(self.solved) / len(self.task), 1.0, How.last)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the solved examples, as JSON values."""

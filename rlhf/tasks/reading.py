@@ -7,11 +7,12 @@ import csv
 import gzip
 import json
 import logging
+import os
 import re
 import shlex
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
@@ -52,7 +53,7 @@ def stem(file: Path) -> str:
     return Path(name).stem
 
 
-def rows(file: Path, key: str, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
+def rows(file: Path, key: str, columns: Collection[str] | None = None) -> Iterator[tuple[str, Row]]:
     """Yield the rows of a data file, each with its place for messages, such as "line 3 of x.jsonl".
 
     Args:
@@ -69,8 +70,9 @@ def rows(file: Path, key: str, columns: Sequence[str] | None = None) -> Iterator
                 f"{key} must contain rows, got {file}, which is empty (0 bytes); write the file again"
             )
         found = False
-        parse = {".csv": _csv_rows, ".parquet": _parquet_rows}.get(suffix_of(file) or "", _json_rows)
-        for place, row in parse(file, key, columns):
+        suffix = suffix_of(file)
+        parse = _csv_rows if suffix == ".csv" else _json_rows
+        for place, row in _parquet_rows(file, key, columns) if suffix == ".parquet" else parse(file, key):
             found = True
             yield place, row
     except OSError as error:  # no permission, or a disk error
@@ -111,71 +113,69 @@ def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
         ) from None
 
 
-def _json_rows(file: Path, key: str, _: object) -> Iterator[tuple[str, Row]]:
+def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
     lines = _lines(file, key)
-    first = True
-    for number, line in lines:
-        if not line.strip():
-            continue
-        place, start = f"line {number} of {file}", line.strip() if first else ""
-        if start.startswith("[") or start == "{":  # an array, or a table over several lines
-            line = "\n" * (number - 1) + line + "".join(text for _, text in lines)
+    number, line = next((each for each in lines if each[1].strip()), (0, ""))
+    start = line.strip()
+    array, divided = start.startswith("["), start == "{"  # `divided`: a table over several lines, or no row
+    rule, remedy = "one JSON object per line", "correct or remove the line"
+    if array:
+        rule, remedy = "an array of JSON objects", "correct the file"
+    elif divided:
+        remedy = "write the rows as an array: [{...}, {...}]"
+    elif not start.startswith("{"):
+        remedy += "; if the file is CSV, change its suffix to .csv"
+    if array or divided:
+        line = "\n" * (number - 1) + line + "".join(text for _, text in lines)
+
+    def refused(number: int, reason: str) -> UserError:
+        return UserError(f"{key} must contain {rule}, got line {number} of {file} ({reason}); {remedy}")
+
+    def read(text: str, number: int) -> Any:
         try:
-            row = json.loads(line, parse_float=Written)
-            table = row if start.startswith("[") else rows_of_table(row) if first else None
-            name = _wrapper(row) if first and table is None else None
-            if start == "{" and not (table or name):
-                raise ValueError
+            return json.loads(text, parse_float=Written)
         except (ValueError, RecursionError) as error:
-            rule, reason, remedy = "one JSON object per line", _reason(error), "correct or remove the line"
-            if start.startswith("["):
-                rule, remedy = "an array of JSON objects", "correct the file"
-                place = f"line {error.lineno if isinstance(error, json.JSONDecodeError) else 1} of {file}"
-            elif start == "{":
-                reason, remedy = "an object over several lines", "write the rows as an array: [{...}, {...}]"
-            elif start and start[0] != "{":
-                reason = repr(start[:40])
-                remedy += "; if the file is CSV, change its suffix to .csv"
-            raise UserError(f"{key} must contain {rule}, got {place} ({reason}); {remedy}") from None
-        if table is not None:
-            for number, each in enumerate(table, 1):
-                yield (place := f"row {number} of {file}"), _object(each, place, key)
-            return
-        if name is not None:
-            raise UserError(
-                f"{key} must contain an array of rows, got {place} with an object whose {name} is an array; "
-                "write that array alone to the file"
-            )
-        first = False
-        yield place, _object(row, place, key)
+            reason = str(error).partition(";")[0]
+            if divided:
+                reason = "an object over several lines"
+            elif not text.lstrip().startswith(("[", "{")):
+                reason = repr(text.strip()[:40])
+            elif isinstance(error, json.JSONDecodeError):
+                cut = error.msg.startswith("Unterminated") or error.pos >= len(error.doc.rstrip())
+                found = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+                reason = "the text is cut off" if cut else found
+            raise refused(getattr(error, "lineno", 1) if array else number, reason) from None
 
-
-def _wrapper(row: Any) -> str | None:
-    """Return the key of an array of rows in an object that is no row itself, or None."""
-    found = row.items() if isinstance(row, dict) else ()
-    arrays = (name for name, value in found if name in _WRAPPERS and isinstance(value, list) and value)
-    return next((name for name in arrays if all(isinstance(each, dict) for each in row[name])), None)
-
-
-def _reason(error: Exception) -> str:
-    """Return what is wrong with a JSON text, in a few words."""
-    if not isinstance(error, json.JSONDecodeError):
-        return str(error).partition(";")[0]
-    if error.msg.startswith("Unterminated") or error.pos >= len(error.doc.rstrip()):
-        return "the text is cut off"
-    return f"{error.msg.removesuffix(' at')} at column {error.colno}"
-
-
-def _object(row: Any, place: str, key: str) -> Row:
-    if not isinstance(row, dict):
+    def checked(row: Any, place: str) -> tuple[str, Row]:
+        if isinstance(row, dict):
+            return place, row
         raise UserError(
             f"{key} must contain JSON objects with named columns, got {place} with {described(row)}; write "
             '{"prompt": "..."} or other named columns'
         )
-    return row
+
+    if not start:
+        return
+    first = read(line, number)
+    if (table := first if isinstance(first, list) else rows_of_table(first)) is not None:
+        for number, row in enumerate(table, 1):
+            yield checked(row, f"row {number} of {file}")
+        return
+    for name in _WRAPPERS if isinstance(first, dict) else ():
+        if isinstance(rows := first.get(name), list) and rows and all(isinstance(row, dict) for row in rows):
+            raise UserError(
+                f"{key} must contain an array of rows, got line {number} of {file} with an object whose "
+                f"{name} is an array; write that array alone to the file"
+            )
+    if divided:
+        raise refused(number, "an object over several lines")
+    yield checked(first, f"line {number} of {file}")
+    for number, line in lines:
+        if line.strip():
+            yield checked(read(line, number), f"line {number} of {file}")
 
 
-def _csv_rows(file: Path, key: str, _: object) -> Iterator[tuple[str, Row]]:
+def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(sys.maxsize)
     record: list[str] = []  # the lines of the current row
     lines = (record.append(line) or line for _, line in _lines(file, key))  # type: ignore[func-returns-value]
@@ -189,51 +189,71 @@ def _csv_rows(file: Path, key: str, _: object) -> Iterator[tuple[str, Row]]:
         note(f"blanks after the commas of {file.name} are left out of all cells, as its first line has them")
     reader = csv.reader(chain([first], lines), strict=True, skipinitialspace=blanks)
     header: list[str] = []
-    while True:
-        place = f"line {reader.line_num + 1} of {file}"
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise UserError(
-                f"{key} must contain CSV with commas and double quotes, got {place} ({error}); correct the "
-                'line ("" is a double quote inside a text; no blank follows a closing one)'
-            ) from None
-        written = "," + "".join(record)
-        record.clear()
-        if quoted := [each for each in cells if re.match(r'\s+"', each) and f",{each}" in written]:
-            raise UserError(
-                f"{key} must have no blank before a cell in double quotes (the quotes become part of the "
-                f"text), got {place} with {quoted[0][:20]!r}; remove the blank, or write a blank after the "
-                "commas of line 1, too, so that all are left out"
-            )
-        if not header:
-            header = [name.strip() for name in cells]
-            if repeated := sorted({name for name in header if header.count(name) > 1}):
+    start = 1  # the line in which the next row starts
+    try:
+        for cells in reader:
+            place, start = f"line {start} of {file}", reader.line_num + 1
+            written = "," + "".join(record)
+            record.clear()
+            if quoted := [each for each in cells if re.match(r'\s+"', each) and f",{each}" in written]:
                 raise UserError(
-                    f"{key} must have columns with different names, got {place} with {repeated[0]!r} twice; "
-                    "rename one of them"
+                    f"{key} must have no blank before a cell in double quotes (the quotes become part of the "
+                    f"text), got {place} with {quoted[0][:20]!r}; remove the blank, or write a blank after "
+                    "the commas of line 1, too, so that all are left out"
                 )
-        elif len(cells) == len(header):
-            yield place, dict(zip(header, cells, strict=True))
-        elif "".join(cells).strip():
-            raise UserError(
-                f"{key} must have as many cells in each row as in the header ({len(header)}), got {place} "
-                f"with {len(cells)}; put texts that contain commas or line breaks in straight double quotes"
-            )
+            if not header:
+                header = [name.strip() for name in cells]
+                if repeated := sorted({name for name in header if header.count(name) > 1}):
+                    raise UserError(
+                        f"{key} must have columns with different names, got {place} with {repeated[0]!r} "
+                        "twice; rename one of them"
+                    )
+            elif len(cells) == len(header):
+                yield place, dict(zip(header, cells, strict=True))
+            elif "".join(cells).strip():
+                raise UserError(
+                    f"{key} must have as many cells in each row as in the header ({len(header)}), got "
+                    f"{place} with {len(cells)}; put texts that contain commas or line breaks in straight "
+                    "double quotes"
+                )
+    except csv.Error as error:
+        raise UserError(
+            f"{key} must contain CSV with commas and double quotes, got line {start} of {file} ({error}); "
+            'correct the line ("" is a double quote inside a text; no blank follows a closing one)'
+        ) from None
 
 
-def _parquet_rows(file: Path, key: str, columns: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
+def arrow_rows(file: Path, columns: Collection[str] | None = None) -> Iterator[Row]:
+    """Yield the rows of a Parquet file or of an Arrow file of a saved data set; see `rows_of_arrow`.
+
+    Args:
+        file: the file; files of other suffixes than .parquet are streams of Arrow.
+        columns: the columns to read, if the file has them; None: all columns.
+
+    Raises:
+        pyarrow.ArrowException, OSError, ValueError: the file is damaged.
+    """
     import pyarrow.parquet
 
-    try:
+    def kept(schema: pyarrow.Schema) -> list[str]:
+        return [name for name in schema.names if columns is None or name in columns]
+
+    if file.suffix.lower() == ".parquet":
         with pyarrow.parquet.ParquetFile(file) as opened:
-            names = opened.schema_arrow.names
-            read = names if columns is None else [name for name in names if name in columns]
-            batches = opened.iter_batches(1000, columns=read)
-            for number, row in enumerate(chain.from_iterable(map(rows_of_arrow, batches)), 1):
-                yield f"row {number} of {file}", row
+            for batch in opened.iter_batches(1000, columns=kept(opened.schema_arrow)):
+                yield from rows_of_arrow(batch)
+    else:
+        with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
+            for batch in stream:
+                yield from rows_of_arrow(batch.select(kept(batch.schema)))
+
+
+def _parquet_rows(file: Path, key: str, columns: Collection[str] | None) -> Iterator[tuple[str, Row]]:
+    import pyarrow
+
+    try:
+        for number, row in enumerate(arrow_rows(file, columns), 1):
+            yield f"row {number} of {file}", row
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise UserError(
             f"{key} must contain readable Parquet files, got {file} ({str(error).splitlines()[0]}); write or "
@@ -283,23 +303,16 @@ log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 TOOLS = "tools"  # column beside messages: the functions that the assistant may call, as JSON schemas
-ASSISTANT = "\n\nAssistant:"  # before each answer in dialogues that are one text, as in hh-rlhf
+_ASSISTANT = "\n\nAssistant:"  # before each answer in dialogues that are one text, as in hh-rlhf
 
 
+@dataclass(eq=False)
 class BadRow(Exception):
-    """A row without the required content; the caller adds the key and the place to the message.
+    """A row without the required content; the caller adds the key and the place to the message."""
 
-    Args:
-        rule: what the data must have, after "<key> must".
-        got: what the row has, after the place of the row.
-        remedy: what to do about such a row.
-    """
-
-    def __init__(self, rule: str, got: str, remedy: str = "correct or remove that row") -> None:
-        super().__init__(rule, got)
-        self.rule = rule
-        self.got = got
-        self.remedy = remedy
+    rule: str  # what the data must have, after "<key> must"
+    got: str  # what the row has, after the place of the row
+    remedy: str = "correct or remove that row"
 
     def problem(self, key: str, place: str) -> str:
         """Return the error message for the row at `place` of the data that `key` names."""
@@ -365,15 +378,11 @@ def is_dialogue(value: Any) -> bool:
 def without_prompt(chosen: str, rejected: str) -> tuple[str, str, str] | None:
     """Return the prompt and the two answers of a pair of whole dialogues, each one text; None: not so.
 
-    The prompt ends with the last `ASSISTANT` of the part that both texts share, as in hh-rlhf.
+    The prompt ends with the last `_ASSISTANT` of the part that both texts share, as in hh-rlhf.
     """
-    shared = next((at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-    shared = min(len(chosen), len(rejected)) if shared is None else shared
-    at = chosen.rfind(ASSISTANT, 0, shared)
-    if at < 0:
-        return None
-    end = at + len(ASSISTANT)
-    return chosen[:end], chosen[end:], rejected[end:]
+    before, mark, _ = os.path.commonprefix([chosen, rejected]).rpartition(_ASSISTANT)
+    end = len(before) + len(mark)
+    return (chosen[:end], chosen[end:], rejected[end:]) if mark else None
 
 
 def rows_of_table(value: Any) -> list[Row] | None:
@@ -487,8 +496,3 @@ def _has_bytes(value: Any) -> bool:
 
 
 NOTHING = Wanted()
-
-
-def parsed_records(records: Collection[str]) -> list[dict[str, Any]]:
-    """Return records as dictionaries."""
-    return [json.loads(record) for record in records]

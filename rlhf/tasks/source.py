@@ -11,14 +11,14 @@ from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
 import datasets
 import huggingface_hub
 import pyarrow
 import pyarrow.compute
-from datasets import Dataset, DatasetDict, Features, Json, Value, load_dataset, load_from_disk
+from datasets import Dataset, Features, Json, concatenate_datasets, load_dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -30,22 +30,28 @@ from rlhf.tasks.files import Splits, data_folder, lacking
 from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted, rows_of_arrow
 
 if TYPE_CHECKING:
-    from rlhf.config.tasks import EmbeddedTaskConfig, TaskConfig, TLDRConfig
+    from rlhf.config.tasks import TaskConfig
     from rlhf.tasks.reading import Row
 
 
-# Sources of task data, from the hub, a local folder or a seed, as data sets with canonical columns.
-
-
-class Source(Protocol):
+class Source(ABC):
     """The source of the examples of a task. Splits are `train`, `validation` and `test`.
+
+    Args:
+        config: config section of the task.
 
     Attributes:
         conversational: the prompts are dialogues; a response then ends as a turn of the chat template ends.
     """
 
-    conversational: bool
+    conversational: bool = False
+    no_pairs: ClassVar[str] = "it names none"  # why the task has no pairs of its own, for messages
+    pairs_beside_prompts: ClassVar[bool] = False  # whether `task.path` may be the folder of the pairs
 
+    def __init__(self, config: TaskConfig) -> None:
+        self.config: Any = config  # each task reads the keys of its own section
+
+    @abstractmethod
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the text columns `query` and `reference_response`.
 
@@ -62,7 +68,31 @@ class Source(Protocol):
         """Return the columns `prompt`, `chosen` and `rejected` of the split: texts, or lists of messages.
 
         There is a column `record` as in `prompts`.
+
+        Raises:
+            UserError: the config names no pairs, or the pairs cannot be loaded.
         """
+        if (pairs := self.stored_pairs()) is None:
+            raise UserError(
+                f"task.preferences_path must name a folder of preference pairs for task={self.config.name} "
+                f"({self.no_pairs}), got null; set task.preferences_path=<folder>"
+            )
+        return pairs.load(split, PREFERENCE_COLUMNS, wanted)
+
+    def stored_prompts(self, subset: str | None = None) -> Stored:
+        """Return the prompts of the task: `task.path` if it is set, else a subset of the hub data set."""
+        if self.config.path is not None:
+            return Stored(key="task.path", place=self.config.path)
+        return Stored(key="task.prompts_name", place=self.config.prompts_name, subset=subset)
+
+    def stored_pairs(self) -> Stored | None:
+        """Return the preference pairs of the task; None if the config names no pairs."""
+        if self.config.preferences_path is not None:
+            return Stored(key="task.preferences_path", place=self.config.preferences_path)
+        if self.pairs_beside_prompts and self.config.path is not None:
+            return Stored(key="task.path", place=self.config.path)
+        name = getattr(self.config, "preferences_name", None)
+        return None if name is None else Stored(key="task.preferences_name", place=name)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,10 +107,6 @@ class Stored:
     def local(self) -> bool:
         """Return True if `place` is a folder or `key` is `task.path` or `task.preferences_path`."""
         return self.key.endswith("path") or Path(self.place).expanduser().is_dir()
-
-    def splits(self) -> list[str]:
-        """Return the splits of a local folder."""
-        return Splits(self.place, self.key).names
 
     def load(
         self,
@@ -103,30 +129,32 @@ class Stored:
         Raises:
             UserError: the data, the split or a column is missing, or `convert` refuses a row.
         """
+        dataset: Dataset | None = None
         if self.local:
             reason = "training reads the folder"
             data = data_folder(self.key, self.place, reason)
             for problem in data.problems_with(columns, [split], reason, whole=False):
                 raise UserError(problem)
             name = data.stored(split) or split
-        if self.local and not data.saved:
-            kept = wanted.read([*columns, TOOLS], data.columns(name), self.place)
+            available = data.columns(name)
+            dataset = _opened(data, name) if data.saved else None
+        else:
+            dataset = self._from_hub(split)
+            available = dataset.column_names
+            if missing := lacking(columns, available):
+                raise UserError(
+                    f"{self.key} must have the columns {', '.join(columns)}, got {self.place} in its split "
+                    f"{split} with {', '.join(available)}; rename or add {', '.join(missing)}"
+                )
+        kept = wanted.read([*columns, TOOLS], available, self.place)
+        if dataset is not None and not wanted.asks and all(_is_plain(dataset, each) for each in columns):
+            return dataset.select_columns(list(columns))  # a large data set is not copied into memory
+        if self.local:
             rows = data.rows(name, kept)
         else:
-            dataset = saved_split(data, name) if self.local else self._from_hub(split)
-            _check_columns(dataset, columns, self.key, f"{self.place} in its split {split}")
-            kept = wanted.read([*columns, TOOLS], dataset.column_names, self.place)
-            plain = all(is_text(dataset, each) and not has_lists(dataset, each) for each in columns)
-            if plain and not wanted.asks:
-                return dataset.select_columns(list(columns))  # a large data set is not copied into memory
             rows = numbered(dataset, f"the split {split} of {self.place}", kept)
-        convert = wanted.recording(convert or conversion(columns))
+        convert = wanted.recording(convert or conversion(tuple(columns)))
         return from_rows(islice(converted(rows, convert, self.key), limit))
-
-    def pairs_are_dialogues(self, split: str) -> bool:
-        """Return whether the prompts of the pairs are lists of messages. Of files, only one row is read."""
-        first = self.load(split, PREFERENCE_COLUMNS, limit=1)
-        return not isinstance(first.features["prompt"], Value)
 
     def _from_hub(self, split: str) -> Dataset:
         offline = machine.unreachable()
@@ -156,159 +184,65 @@ def _only_cache() -> Iterator[None]:
         yield
 
 
-def saved_split(data: Splits, name: str) -> Dataset:
-    """Return the split that is stored as `name` in a folder that `datasets.save_to_disk` wrote.
-
-    Raises:
-        UserError: the files of the folder are damaged.
-    """
+def _opened(data: Splits, name: str) -> Dataset:
+    """Return a split of a folder that `datasets.save_to_disk` wrote; its rows stay on the disk."""
     try:
-        saved = load_from_disk(str(data.path))
-        return saved[name] if isinstance(saved, DatasetDict) else saved
+        return concatenate_datasets([Dataset.from_file(str(file)) for file in data.files[name]])
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise data.damaged(error) from None
-
-
-def _check_columns(dataset: Dataset, columns: Collection[str], key: str, place: str) -> None:
-    if missing := lacking(columns, dataset.column_names):
-        raise UserError(
-            f"{key} must have the columns {', '.join(columns)}, got {place} with "
-            f"{', '.join(dataset.column_names)}; rename or add {', '.join(missing)}"
-        )
-
-
-def prompts_of(config: TaskConfig, hub_name: str, subset: str | None = None) -> Stored:
-    """Return the prompts of a task: `task.path` if it is set, else the hub data set.
-
-    Args:
-        config: config section of the task.
-        hub_name: the value of `task.prompts_name`.
-        subset: subset of the hub data set.
-    """
-    if config.path is not None:
-        return Stored(key="task.path", place=config.path)
-    return Stored(key="task.prompts_name", place=hub_name, subset=subset)
-
-
-def pairs_of(config: TaskConfig, hub_name: str | None = None, beside_prompts: bool = False) -> Stored | None:
-    """Return the preference pairs of a task; None if the config names no pairs.
-
-    Args:
-        config: config section of the task.
-        hub_name: the value of `task.preferences_name`, if the task has that key.
-        beside_prompts: whether the folder `task.path` also contains pairs.
-    """
-    if config.preferences_path is not None:
-        return Stored(key="task.preferences_path", place=config.preferences_path)
-    if beside_prompts and config.path is not None:
-        return Stored(key="task.path", place=config.path)
-    return None if hub_name is None else Stored(key="task.preferences_name", place=hub_name)
-
-
-def load_pairs(pairs: Stored | None, split: str, task: str, reason: str, wanted: Wanted = NOTHING) -> Dataset:
-    """Return a split of `pairs` with the columns `prompt` (text or messages), and `chosen` and `rejected`.
-
-    Args:
-        pairs: result of `pairs_of`.
-        split: the split to load.
-        task: the name of the task, for error messages.
-        reason: why the task has no pairs of its own, for error messages.
-        wanted: further columns, which become the column `record`.
-
-    Raises:
-        UserError: the config names no pairs, or the pairs cannot be loaded.
-    """
-    if pairs is None:
-        raise UserError(
-            f"task.preferences_path must name a folder of preference pairs for task={task} ({reason}), got "
-            "null; set task.preferences_path=<folder>"
-        )
-    return pairs.load(split, PREFERENCE_COLUMNS, wanted)
-
-
-def prompts_of_pairs(pairs: Dataset) -> Dataset:
-    """Return the prompts of pairs; the chosen responses are the references. The column `rejected` remains.
-
-    Args:
-        pairs: columns `prompt` (text or messages), `chosen` and `rejected`.
-    """
-    prompt = "query" if is_text(pairs, "prompt") else "messages"
-    return pairs.rename_columns({"prompt": prompt, "chosen": "reference_response"})
 
 
 def as_messages(rows: Dataset) -> Dataset:
     """Return rows whose prompts and responses are messages of the user and the assistant, not texts."""
     rows = rows.rename_column("query", "messages") if "query" in rows.column_names else rows
-    named = ("messages", "prompt", "reference_response", "chosen", "rejected")
-    roles = {name: "user" if name in named[:2] else "assistant" for name in named if name in rows.features}
+    roles = dict.fromkeys(("messages", "prompt"), "user")
+    roles |= dict.fromkeys(("reference_response", "chosen", "rejected"), "assistant")
+    roles = {name: role for name, role in roles.items() if name in rows.features}
 
-    def converted(columns: dict[str, list[str]]) -> dict[str, list]:
-        return {
-            name: [
-                [{"role": role, "content": text}] if text or name != named[2] else []
-                for text in columns[name]
-            ]
-            for name, role in roles.items()
-        }
+    def message(name: str, text: str) -> list[dict[str, str]]:
+        absent = name == "reference_response" and not text
+        return [] if absent else [{"role": roles[name], "content": text}]
+
+    def written(columns: dict[str, list[str]]) -> dict[str, list]:
+        return {name: [message(name, text) for text in columns[name]] for name in roles}
 
     features = Features({**rows.features, **{name: Json() for name in roles}})
-    return mapped(rows, converted, features=features, batched=True)
+    return mapped(rows, written, features=features, batched=True)
 
 
-class DialogueSource:
+class DialogueSource(Source):
     """The prompts of another source, whose texts become messages of the user."""
 
     conversational = True
 
     def __init__(self, texts: Source) -> None:
+        super().__init__(texts.config)
         self.texts = texts
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `messages` and `reference_response`."""
         return as_messages(self.texts.prompts(split, wanted))
 
-    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
-        """Raise an error: pairs of texts are not converted."""
-        raise NotImplementedError("validated: no pairs are read with an environment")
 
+class StoredSource(Source):
+    """A source of stored prompts and preference pairs that already have the canonical columns."""
 
-class StoredSource:
-    """A source of stored prompts and preference pairs that already have the canonical columns.
-
-    Args:
-        config: config section of the task.
-    """
-
-    conversational = False
-
-    def __init__(self, config: TLDRConfig) -> None:
-        self.stored_prompts = prompts_of(config, config.prompts_name)
-        self.pairs = pairs_of(config, config.preferences_name, beside_prompts=True)
+    pairs_beside_prompts = True
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the text columns `query` and `reference_response`."""
-        return self.stored_prompts.load(split, PROMPT_COLUMNS, wanted)
-
-    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
-        """Return the split with the columns `prompt`, `chosen` and `rejected`."""
-        return load_pairs(self.pairs, split, "tldr", "it names none", wanted)
+        return self.stored_prompts().load(split, PROMPT_COLUMNS, wanted)
 
 
-class EmbeddedSource(ABC):
+class EmbeddedSource(Source):
     """A source whose prompts and references are generated from a seed.
 
     Preference pairs are not generated: a prerequisite stage samples responses of the SFT model and labels
     them with the gold score.
-
-    Args:
-        config: config section of the task.
     """
 
     pattern: ClassVar[str]  # regular expression that matches one token of a text
-    conversational: bool = False
-
-    def __init__(self, config: EmbeddedTaskConfig) -> None:
-        self.config = config
+    no_pairs = "pairs are sampled from its SFT model and labelled by gold"
 
     @classmethod
     @abstractmethod
@@ -326,17 +260,12 @@ class EmbeddedSource(ABC):
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the columns `query` and `reference_response` of a split, generated or from `task.path`."""
         if self.config.path is not None:
-            return Stored(key="task.path", place=self.config.path).load(split, PROMPT_COLUMNS, wanted)
+            return self.stored_prompts().load(split, PROMPT_COLUMNS, wanted)
         rows = Dataset.from_dict(self.generate(split, getattr(self.config, f"{split}_size")))
         if not wanted:
             return rows
         wanted.read(rows.column_names, rows.column_names, f"task={self.config.name}")
         return rows.add_column(RECORD, [wanted.record(row) for row in rows])
-
-    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
-        """Return the columns `prompt`, `chosen` and `rejected` of a split of `task.preferences_path`."""
-        reason = "pairs are sampled from its SFT model and labelled by gold"
-        return load_pairs(pairs_of(self.config), split, self.config.name, reason, wanted)
 
 
 # Storage of the rows of a task: in memory or in a temporary folder, never beside the data of the user.
@@ -360,21 +289,31 @@ def from_rows(rows: Iterator[tuple[str, Row]]) -> Dataset:
         UserError: the temporary file cannot be written.
     """
     first = next(rows)
-    kinds = {
-        name: pyarrow.string() if isinstance(value, str) else Json().pa_type
-        for name, value in first[1].items()
-    }
-    schema = pyarrow.schema(kinds | {"place": pyarrow.string()})
-    made = tables(chain([first], rows), schema)
+    text, other = pyarrow.string(), Json().pa_type
+    kinds = {name: text if isinstance(value, str) else other for name, value in first[1].items()}
+    schema = pyarrow.schema(kinds | {"place": text})
+    made = _tables(chain([first], rows), schema)
     small: list[pyarrow.Table] = []
     for table in made:
         small.append(table)
         if sum(each.nbytes for each in small) > IN_MEMORY:
-            return _in_file(chain(small, made), schema)
-    return Dataset(pyarrow.concat_tables(small))
+            break
+    else:
+        return Dataset(pyarrow.concat_tables(small))
+    file = f"{scratch().name}/rows-{uuid4().hex}.arrow"
+    try:
+        with pyarrow.OSFile(file, "wb") as sink, pyarrow.ipc.new_stream(sink, schema) as writer:
+            for table in chain(small, made):
+                writer.write_table(table)
+    except OSError as error:
+        raise UserError(
+            "TMPDIR must be a folder with room for rows that are not stored in memory "
+            f"({error.strerror or error}), got {gettempdir()}; run: export TMPDIR=<folder on a disk>"
+        ) from None
+    return Dataset.from_file(file)
 
 
-def tables(rows: Iterator[tuple[str, Row]], schema: pyarrow.Schema) -> Iterator[pyarrow.Table]:
+def _tables(rows: Iterator[tuple[str, Row]], schema: pyarrow.Schema) -> Iterator[pyarrow.Table]:
     """Yield rows as tables of `CHUNK` rows, with the place of each row in the column `place`."""
     while chunk := [{**row, "place": place} for place, row in islice(rows, CHUNK)]:
         columns = []
@@ -416,37 +355,12 @@ def temporary(rows: Dataset) -> dict[str, Any]:
     """Return the arguments of `Dataset.map` and `Dataset.cast` for a result in the temporary folder."""
     if not rows.cache_files:
         return {}
-    return {"cache_file_name": str(scratch() / f"{uuid4().hex}.arrow"), "load_from_cache_file": False}
-
-
-def _in_file(tables: Iterator[pyarrow.Table], schema: pyarrow.Schema) -> Dataset:
-    """Return the rows of `tables` as a data set in a temporary file, which is memory-mapped.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    folder = scratch()
-    file = folder / f"rows-{len(list(folder.iterdir()))}.arrow"
-    try:
-        with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, schema) as writer:
-            for table in tables:
-                writer.write_table(table)
-    except OSError as error:
-        raise UserError(
-            "TMPDIR must be a folder with room for rows that are not stored in memory "
-            f"({error.strerror or error}), got {gettempdir()}; run: export TMPDIR=<folder on a disk>"
-        ) from None
-    return Dataset.from_file(str(file))
-
-
-def scratch() -> Path:
-    """Return the folder of this process for rows that are too large for memory; removed at its end."""
-    return Path(_scratch_folder().name)
+    return {"cache_file_name": f"{scratch().name}/{uuid4().hex}.arrow", "load_from_cache_file": False}
 
 
 @cache
-def _scratch_folder() -> TemporaryDirectory[str]:
-    """Create the folder of `scratch`."""
+def scratch() -> TemporaryDirectory[str]:
+    """Return the folder of this process for rows that are too large for memory; removed at its end."""
     return TemporaryDirectory(prefix="rlhf-data-")
 
 
@@ -458,10 +372,12 @@ def is_text(dataset: Dataset, column: str) -> bool:
     return kind in ("string", "large_string") and not dataset.data.column(column).null_count
 
 
-def has_lists(dataset: Dataset, column: str) -> bool:
-    """Return whether some texts of a column may be lists of objects in JSON, such as dialogues."""
+def _is_plain(dataset: Dataset, column: str) -> bool:
+    """Return whether a data set has a column of texts, none of which may be a list of objects in JSON."""
+    if not is_text(dataset, column):
+        return False
     found = pyarrow.compute.match_substring_regex(dataset.data.column(column), r"^\s*\[[^{]*\{")
-    return bool(pyarrow.compute.any(found).as_py())
+    return not pyarrow.compute.any(found).as_py()
 
 
 # The tokenizer of the embedded tasks: one token per word of the generated texts.

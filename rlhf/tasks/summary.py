@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf.tasks.kinds import LocalSource
-from rlhf.tasks.reading import RECORD, parsed_records
+from rlhf.tasks.reading import RECORD
 from rlhf.tasks.task import Counts, Lengths, Task
 from rlhf.text.chat import unquoted
 from rlhf.text.encoding import pieces
@@ -126,11 +127,16 @@ def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train"
     lengths = np.array([len(ids) + 1 for ids in tokens])
     source = task.source if isinstance(task.source, LocalSource) else None
     firsts = [each[0] for each in stored] if stored else some["reference"]
+    form = None
+    if "messages" in some:
+        of_texts = source is not None and source.config.chat
+        note = " for each prompt (task.chat=false turns it off)" if of_texts else ""
+        form = f"chat template{note}; responses end with {task.tokenizer.eos_token}"
     return Summary(
         splits={split: task.counts(split) for split in splits},
         columns=None if source is None else source.columns(task.data),
-        reward_columns=list(dict.fromkeys(chain.from_iterable(parsed_records(some.get(RECORD, []))))),
-        chat_format=chat_format(task),
+        reward_columns=list(dict.fromkeys(chain.from_iterable(map(json.loads, some.get(RECORD, []))))),
+        chat_format=form,
         split_off=source is not None and source.splits_off_validation,
         limit=task.max_prompt_tokens,
         prompts_per_update=task.prompts_per_update,
@@ -179,15 +185,6 @@ def altered(
         f"the tokenizer changes {len(found):,} of {len(read) + len(texts):,} measured prompts and responses; "
         f"in the first, {text} becomes {other}"
     )
-
-
-def chat_format(task: Task) -> str | None:
-    """Return the format of the dialogues of a task as text; None: its prompts are texts."""
-    if "messages" not in task.examples("train").column_names:
-        return None
-    of_texts = isinstance(task.source, LocalSource) and task.source.config.chat
-    note = " for each prompt (task.chat=false turns it off)" if of_texts else ""
-    return f"chat template{note}; responses end with {task.tokenizer.eos_token}"
 
 
 def shortened(prompt: str, response: str) -> str:

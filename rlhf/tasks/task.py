@@ -6,10 +6,11 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,6 @@ from rlhf.core.numerics import derive
 from rlhf.tasks.columns import before_replies
 from rlhf.tasks.mixture import PromptOrder, check_parts, mixed_order
 from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted
-from rlhf.tasks.reading import parsed_records as parsed
 from rlhf.tasks.source import is_text, mapped
 from rlhf.text.chat import START, Dialogues, Messages, Tools, control_tokens, said, unquoted
 from rlhf.text.encoding import end_tokens, pad_prompts, prompt_tokens
@@ -209,10 +209,15 @@ class Task:
             )
         if dialogues is not None and pairs:
             stored, column = stored.rename_column(column, "messages"), "messages"  # JSON, as in the result
-        elif dialogues is None and "rejected" in stored.column_names:
-            stored = without_repeated_prompts(stored, self._repeating(stored, split, pairs), split)
         responses = ["chosen" if pairs else "reference_response"]
-        responses += [name for name in ("rejected",) if name in stored.column_names]
+        if "rejected" in stored.column_names:
+            responses.append("rejected")
+            train = stored
+            if dialogues is None and split != "train":
+                with suppress(UserError):  # the data may have no training split, which has more rows
+                    train = load("train")
+            if dialogues is None:
+                stored = without_repeated_prompts(stored, train, [column, *responses], split)
         empty: list[bool] = []
         equal: list[bool] = []
         control: list[bool] = []  # whether a row has control tokens in its texts
@@ -220,9 +225,9 @@ class Task:
 
         def encode(columns: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
             before = texts = columns[column]
-            answers: list[list[Any]]
             stored_rows = [list(row) for row in zip(*(columns[name] for name in responses), strict=True)]
-            answers = [[self._bare(each) for each in row] for row in stored_rows]
+            answers: list[list[Any]] = [[self._bare(each) for each in row] for row in stored_rows]
+            shown = columns.get("demonstration") if data is Data.references else None
             empty.extend(not all(map(_said, row)) for row in answers)
             equal.extend(len(row) > 1 and row[0] == row[1] for row in answers)
             places = columns.get("place") or [f"row {row + 1} of the split {split}" for row in rows]
@@ -231,7 +236,6 @@ class Task:
                 texts = [self._turns(messages) for messages in texts]
                 tools = [self.tools] * len(rows) if self.tools else columns.get(TOOLS) or [None] * len(rows)
                 only = data is Data.prompts
-                shown = columns.get("demonstration") if data is Data.references else None
                 write = partial(dialogues.write, prompt_only=only) if shown is None else dialogues.continued
                 written = [write(*row) for row in zip(texts, answers, places, tools, strict=True)]
                 before = heads = [head for head, _ in written]
@@ -247,23 +251,17 @@ class Task:
             made["text"] = texts
             made["ids"] = prompt_tokens(texts, self.tokenizer, formatted=dialogues is not None)
             made["reference"] = [row[0] for row in answers]
-            if "part" in columns:
-                made["part"] = columns["part"]
-            if RECORD in columns:
-                made[RECORD] = columns[RECORD]
+            made |= {name: columns[name] for name in ("part", RECORD) if name in columns}
             meant = dialogues is None and all(map(found, texts))  # all prompts have the marks of a format
             rows_of_texts = [[*row, "" if meant else text] for row, text in zip(answers, before, strict=True)]
             control.extend(any(map(found, row)) for row in rows_of_texts)
             if dialogues is None:
-                answers = [[self._completion(each) for each in row] for row in stored_rows]
+                trained = stored_rows if shown is None else [[text] for text in shown]
+                answers = [[self._completion(each) for each in row] for row in trained]
             if pairs:
-                made["completions"] = answers
-                made["labels"] = [[1.0, 0.0] for _ in texts]
+                made |= {"completions": answers, "labels": [[1.0, 0.0] for _ in texts]}
             elif data is Data.references and "completions" not in made:
-                shown = columns.get("demonstration")
                 made["completions"] = [row[:1] for row in answers]
-                if shown is not None:
-                    made["completions"] = [[self._completion(text)] for text in shown]
             return made
 
         examples = mapped(
@@ -274,7 +272,9 @@ class Task:
             remove_columns=stored.column_names,
             desc=f"tokenize {split}",
         )
-        counts, kept = count(examples, self.max_prompt_tokens, empty, equal, pairs or data is Data.references)
+        counts, kept = Counts.of(
+            examples, self.max_prompt_tokens, empty, equal, pairs or data is Data.references
+        )
         self._counts[split, data] = counts
         for warning in counts.warnings(split, lambda i: examples["place"][i]):
             log.warning("%s", warning)
@@ -285,11 +285,15 @@ class Task:
                 examples["place"][control.index(True)],
             )  # fmt: skip
         if pairs and split == "train" and counts.no_difference.count == counts.rows:
-            raise UserError(no_differences(counts, split))
+            raise UserError(
+                "task.path must contain pairs with different responses (equal ones teach nothing), got "
+                f"{counts.rows:,} pairs of the split {split}, all with chosen equal to rejected; correct the "
+                "columns"
+            )
         for warning in [] if dialogues is None else dialogues.warnings(data is Data.prompts):
             log.warning("%s", warning)
         if not kept.any():
-            raise UserError(all_skipped(counts, split, self.max_prompt_tokens))
+            raise UserError(counts.all_skipped(split, self.max_prompt_tokens))
         if split == "train" and self.shares:
             check_parts(np.asarray(examples["part"])[kept], list(self.shares), self.max_prompt_tokens)
         if counts.too_long.count:
@@ -298,13 +302,6 @@ class Task:
                 counts.too_long.count, counts.rows, split, self.max_prompt_tokens,
             )  # fmt: skip
         return examples if kept.all() else examples.select(np.flatnonzero(kept))
-
-    def _repeating(self, rows: Dataset, split: str, pairs: bool) -> set[int]:
-        """Return the parts of the data that repeat prompts, from the training split, which has more rows."""
-        if split != "train":
-            with suppress(UserError):  # the data may have no training split
-                rows = self.source.preferences("train") if pairs else self.source.prompts("train")
-        return repeating(rows)
 
     def _bare(self, response: Response) -> Response:
         """Return a response, a text or a list of messages, without end tokens at its end."""
@@ -343,7 +340,7 @@ class Task:
             dialogues=list(rows["messages"]) if "messages" in rows else None,
             tools=list(rows[TOOLS]) if TOOLS in rows else None,
             part=torch.tensor(rows["part"], dtype=torch.int64) if "part" in rows else None,
-            records=parsed(rows[RECORD]) if RECORD in rows else None,
+            records=[json.loads(record) for record in rows[RECORD]] if RECORD in rows else None,
             places=list(rows["place"]),
         )
 
@@ -421,6 +418,33 @@ class Counts:
     no_response: Some
     no_difference: Some
 
+    @classmethod
+    def of(
+        cls, examples: Dataset, limit: int, empty: Sequence[bool], equal: Sequence[bool], responses: bool
+    ) -> tuple[Counts, np.ndarray]:
+        """Return the counts of a tokenized split, and a bool mask of the rows that are not skipped.
+
+        Args:
+            examples: the rows of the split with the columns `text` and `ids`.
+            limit: largest length of a prompt in tokens.
+            empty: whether a row has an empty response, for each row.
+            equal: whether both responses of a pair are equal, for each row.
+            responses: whether the rows must have responses; otherwise the data may be prompts only.
+        """
+        table = examples.data
+        lengths = pc.list_value_length(table.column("ids")).to_numpy()
+        no_prompt = (lengths == 0) | pc.equal(table.column("text"), "").to_numpy()
+        no_response = np.asarray(empty, dtype=bool) & (responses or not all(empty))
+        counts = cls(
+            rows=len(examples),
+            too_long=Some.where(lengths > limit),
+            no_prompt=Some.where(no_prompt),
+            prompt_tokens=Lengths.of(lengths),
+            no_response=Some.where(no_response),
+            no_difference=Some.where(np.asarray(equal)),
+        )
+        return counts, ~no_prompt & (lengths <= limit)
+
     @property
     def kept(self) -> int:
         """The number of examples that are not skipped."""
@@ -445,81 +469,26 @@ class Counts:
                     f"(first: {place(some.first)})"
                 )
 
-
-def count(
-    examples: Dataset, limit: int, empty: Sequence[bool], equal: Sequence[bool], has_responses: bool
-) -> tuple[Counts, np.ndarray]:
-    """Return the counts of a tokenized split, and a bool mask of the rows that are not skipped.
-
-    Args:
-        examples: the rows of the split with the columns `text` and `ids`.
-        limit: largest length of a prompt in tokens.
-        empty: whether a row has an empty response, for each row.
-        equal: whether both responses of a pair are equal, for each row.
-        has_responses: whether the rows must have responses; otherwise the data may be prompts only.
-    """
-    table = examples.data
-    lengths = pc.list_value_length(table.column("ids")).to_numpy()
-    no_prompt = (lengths == 0) | pc.equal(table.column("text"), "").to_numpy()
-    nowhere = np.zeros(len(examples), dtype=bool)
-    no_response = np.asarray(empty) if has_responses or not all(empty) else nowhere
-    counts = Counts(
-        rows=len(examples),
-        too_long=Some.where(lengths > limit),
-        no_prompt=Some.where(no_prompt),
-        prompt_tokens=Lengths.of(lengths),
-        no_response=Some.where(no_response),
-        no_difference=Some.where(np.asarray(equal)),
-    )
-    return counts, ~no_prompt & (lengths <= limit)
-
-
-def no_differences(counts: Counts, split: str) -> str:
-    """Return the error message for pairs that all have equal responses."""
-    return (
-        f"task.path must contain pairs with different responses (equal ones teach nothing), got "
-        f"{counts.rows:,} pairs of the split {split}, all with chosen equal to rejected; correct the columns"
-    )
-
-
-def all_skipped(counts: Counts, split: str, limit: int) -> str:
-    """Return the error message for a split of which no prompt is used."""
-    if counts.no_prompt.count == counts.rows:
+    def all_skipped(self, split: str, limit: int) -> str:
+        """Return the error message for a split of which no prompt is used; `limit` as in `of`."""
+        if self.no_prompt.count == self.rows:
+            return (
+                f"task.path must contain prompts, got {self.rows:,} rows with empty prompts in the split "
+                f"{split}; fill the column of the prompts"
+            )
+        lengths = self.prompt_tokens
         return (
-            f"task.path must contain prompts, got {counts.rows:,} rows with empty prompts in the split "
-            f"{split}; fill the column of the prompts"
+            f"task.max_prompt_tokens must be at least the length of some of the {self.rows:,} prompts of the "
+            f"split {split} (longer prompts are skipped), got {limit}; the shortest prompt has "
+            f"{lengths.least:,} tokens, the median is {lengths.median:,}, the longest {lengths.largest:,}; "
+            f"set task.max_prompt_tokens={lengths.most_of}"
         )
-    lengths = counts.prompt_tokens
-    return (
-        f"task.max_prompt_tokens must be at least the length of some of the {counts.rows:,} prompts of the "
-        f"split {split} (longer prompts are skipped), got {limit}; the shortest prompt has {lengths.least:,} "
-        f"tokens, the median is {lengths.median:,}, the longest {lengths.largest:,}; set "
-        f"task.max_prompt_tokens={lengths.most_of}"
-    )
 
 
 # Preference pairs whose responses repeat the prompt: a property of a data set, never of a row alone.
 
 
 _REPEATED = 0.9  # share of the pairs that repeat the prompt in both responses, in data that do so
-_ROLES = (("prompt", "query"), ("chosen", "reference_response"), ("rejected",))  # names of the columns
-
-
-def repeating(pairs: Dataset) -> set[int]:
-    """Return the parts of pairs of texts that repeat the prompt; data that are no mixture are part 0.
-
-    A part repeats the prompt if both responses of at least `_REPEATED` of its rows begin with the prompt, and
-    do not continue its last word. Otherwise, a response that begins with the prompt does so by accident.
-
-    Args:
-        pairs: columns `prompt` or `query`, `chosen` or `reference_response`, `rejected`; perhaps `part`.
-    """
-    total: Counter[int] = Counter()
-    found: Counter[int] = Counter()
-    for part, prompt, *responses in _rows(pairs):
-        total[part] += 1
-        found[part] += repeats(prompt, responses)
-    return {part for part in total if found[part] >= _REPEATED * total[part]}
 
 
 def repeats(prompt: str, responses: list[str]) -> bool:
@@ -529,17 +498,40 @@ def repeats(prompt: str, responses: list[str]) -> bool:
     return bool(prompt) and whole and len(ends) == len(responses)
 
 
-def without_repeated_prompts(pairs: Dataset, parts: set[int], split: str) -> Dataset:
-    """Return pairs of texts; in `parts`, without the prompt at the start of both responses."""
+def without_repeated_prompts(pairs: Dataset, train: Dataset, names: list[str], split: str) -> Dataset:
+    """Return pairs of texts without the prompt at the start of both responses, in data that repeat prompts.
+
+    A part of a mixture (or data that are no mixture) repeats prompts if both responses of at least
+    `_REPEATED` of its training rows begin with the prompt, and do not continue its last word. Otherwise, a
+    response that begins with the prompt does so by accident.
+
+    Args:
+        pairs: the rows of the split.
+        train: the rows of the training split.
+        names: the columns of the prompt and of both responses.
+        split: name of the split, for messages.
+    """
+
+    def rows_of(columns: Mapping[str, list]) -> Iterator[tuple]:
+        return zip(columns.get("part") or repeat(0), *(columns[name] for name in names), strict=False)
+
+    total: Counter[int] = Counter()
+    found: Counter[int] = Counter()
+    for columns in train.select_columns(
+        [name for name in (*names, "part") if name in train.column_names]
+    ).iter(1000):
+        for part, prompt, *responses in rows_of(columns):
+            total[part] += 1
+            found[part] += repeats(prompt, responses)
+    parts = {part for part in total if found[part] >= _REPEATED * total[part]}
     if not parts:
         return pairs
-    names = _names(pairs)
     changed = 0
 
-    def cut(columns: dict[str, list[str]]) -> dict[str, list[str]]:
+    def cut(columns: Mapping[str, list]) -> dict[str, list[str]]:
         nonlocal changed
         made: dict[str, list[str]] = {name: [] for name in names[1:]}
-        for part, prompt, *responses in _rows_of(columns, names):
+        for part, prompt, *responses in rows_of(columns):
             repeated = part in parts and repeats(prompt, responses)
             changed += repeated
             for name, response in zip(made, responses, strict=True):
@@ -552,21 +544,3 @@ def without_repeated_prompts(pairs: Dataset, parts: set[int], split: str) -> Dat
         changed, len(pairs), split,
     )  # fmt: skip
     return result
-
-
-def _names(pairs: Dataset) -> list[str]:
-    return [next(name for name in usual if name in pairs.column_names) for usual in _ROLES]
-
-
-def _rows(pairs: Dataset) -> Iterator[tuple]:
-    names = _names(pairs)
-    kept = [name for name in (*names, "part") if name in pairs.column_names]
-    for columns in pairs.select_columns(kept).iter(1000):
-        yield from _rows_of(columns, names)
-
-
-def _rows_of(columns: dict[str, list], names: list[str]) -> Iterator[tuple]:
-    """Yield part, prompt and both responses of each row."""
-    texts = [columns[name] for name in names]
-    parts = columns["part"] if "part" in columns else [0] * len(texts[0])
-    return zip(parts, *texts, strict=True)

@@ -11,7 +11,8 @@ import pytest
 
 from rlhf.checks import check, machine
 from rlhf.core import machine as hub
-from rlhf.models.folder import folder_problem, not_causal
+from rlhf.models.folder import folder_problem
+from rlhf.models.headers import ModelFacts
 from rlhf.words.compose import compose
 from tests.model_folders import (
     HEAD,
@@ -294,7 +295,7 @@ def test_models_that_cannot_be_downloaded_are_reported_before_the_run(policy, mo
     ],
 )
 def test_models_without_a_causal_language_model_are_named_in_words(config, words):
-    found = not_causal(config)
+    found = ModelFacts(config).not_causal()
     assert found is None if words is None else found is not None and found.startswith(words)
 
 

@@ -27,7 +27,7 @@ def test_the_message_about_a_finished_run_names_the_model_or_how_to_write_it_aga
     weights = folder.model / "model.safetensors"
     os.truncate(weights, weights.stat().st_size - 1)
     announce(folder, state, "eval/win_rate")
-    message = f"{folder.model} is damaged: model.safetensors is truncated: "
+    message = f"{folder.model} is damaged: model.safetensors is truncated "
     assert message in capsys.readouterr().out
     write_model(folder.model)
     announce(folder, state, "eval/win_rate")

@@ -19,7 +19,7 @@ from transformers import (
 from rlhf.config.models import NanoConfig
 from rlhf.core.batch import Budget, Rollouts, microbatches
 from rlhf.core.errors import UserError
-from rlhf.models.folder import context_length, context_problem, folder_problem, is_local, rope_problem
+from rlhf.models.folder import context_problem, folder_problem, is_local, on_this_machine, rope_problem
 from rlhf.models.loading import (
     check_context,
     check_saved,
@@ -431,23 +431,16 @@ def test_a_local_folder_is_distinguished_from_a_hub_name(tmp_path, monkeypatch):
     assert not is_local("gpt2") and not is_local("EleutherAI/pythia-410m-deduped")
 
 
-def test_problems_of_a_model_folder_are_reported(folder, tmp_path):
+def test_hub_names_and_folders_of_unknown_types_have_no_problem(folder, tmp_path):
     assert folder_problem("model.policy", folder) is None
     assert folder_problem("model.policy", "EleutherAI/pythia-410m") is None
-    assert "model.policy must" in folder_problem("model.policy", "./nowhere")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert "no config.json" in folder_problem("model.policy", str(empty))
-    (empty / "config.json").write_text('{"model_type": "mine"}')
-    assert "no *.safetensors" in folder_problem("model.policy", str(empty))
-    write_weights(empty / "model.safetensors", {"weight": (2, 2)})
-    assert folder_problem("model.policy", str(empty)) is None
-    (empty / "config.json").write_text("nonsense")
-    assert "not a JSON object" in folder_problem("model.policy", str(empty))
+    (tmp_path / "config.json").write_text('{"model_type": "mine"}')
+    write_weights(tmp_path / "model.safetensors", {"weight": (2, 2)})
+    assert folder_problem("model.policy", str(tmp_path)) is None
 
 
 def test_prompt_and_response_must_fit_the_context(folder):
-    assert context_length(folder) == 128 and context_length("EleutherAI/pythia-410m") is None
+    assert on_this_machine(folder).context == 128 and on_this_machine("EleutherAI/pythia-410m") is None
     config = tiny_lm().config
     assert check_context(config, 100, 28) is None
     assert check_context(config, 100, 29).endswith("got 100 + 29 = 129; set generator.response_length=28")

@@ -167,12 +167,6 @@ def test_dialogues_of_another_kind_get_a_remedy_for_all_rows(tmp_path, turn, rem
     assert re.search(remedy, str(refused.value))
 
 
-def test_an_array_of_rows_beside_other_keys_is_named(tmp_path):
-    (tmp_path / "own.json").write_text('{"schema": {}, "data": [{"prompt": "a"}]}')
-    with pytest.raises(UserError, match="an object whose data is an array; write that array alone"):
-        list(rows(tmp_path / "own.json", "task.path"))
-
-
 def test_a_dialogue_with_a_system_message_only_is_refused(tmp_path):
     rows = [{"messages": [{"role": "system", "content": "Be kind."}]}] * 2
     with pytest.raises(UserError, match="line 1 of .* with a system message only"):

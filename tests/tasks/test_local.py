@@ -15,6 +15,7 @@ from rlhf.checks.data import data_folders, data_of_tasks
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.tasks import ColumnsConfig, LocalConfig, PreferencesConfig
 from rlhf.core.errors import UserError
+from rlhf.tasks.files import LocalFiles
 from rlhf.tasks.kinds import held_out_rows
 from rlhf.tasks.reading import Wanted
 from rlhf.tasks.source import word_tokenizer
@@ -118,6 +119,9 @@ def test_a_saved_data_set_is_read_with_and_without_splits(tmp_path):
     DatasetDict({"train": rows, "dev": rows.select(range(5))}).save_to_disk(str(tmp_path / "two"))
     for name, sizes in (("one", (90, 10)), ("two", (100, 5))):
         path = str(tmp_path / name)
+        assert LocalFiles(path, ColumnsConfig()).first_prompt == PAIRS[0]["prompt"], (
+            "without loading the rows"
+        )
         source = make(LocalConfig(path=path))
         assert tuple(len(source.preferences(split)) for split in ("train", "validation")) == sizes
         assert found(path, Data.preferences) == found(path) == []

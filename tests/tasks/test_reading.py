@@ -114,7 +114,11 @@ def test_places_count_lines_from_one(tmp_path):
             "line 1 of {file} ('not JSON'); correct or remove the line; if the file is CSV",
         ),
         ("a.json", '{\n"a": "b"}', "(an object over several lines); write the rows as an array"),
-        ("a.json", '{"data": [{"a": "b"}]}', "an object whose data is an array; write that array alone"),
+        (
+            "a.json",
+            '{"schema": {}, "data": [{"a": "b"}]}',
+            "an object whose data is an array; write that array alone",
+        ),
         ("a.jsonl", "1" * 5000, "('1111"),
         ("a.jsonl", "[" * 100_000, "line 1 of {file} ("),
         ("a.jsonl", "", "which is empty (0 bytes)"),

@@ -10,7 +10,6 @@ from rlhf.config.algorithms import Data
 from rlhf.config.scorers import ReasoningGymConfig
 from rlhf.core.errors import UserError
 from rlhf.processes.ranks import ALONE
-from rlhf.tasks import kinds
 from rlhf.text.encoding import encode_completions
 from rlhf.words.compose import compose
 
@@ -68,7 +67,7 @@ def test_a_data_set_whose_problems_are_all_held_out_is_an_error():
 
 def test_problems_are_generated_once_and_then_come_from_the_cache(monkeypatch):
     first = source("gcd").prompts("train")["query"][:]
-    monkeypatch.setattr(kinds, "_literal", None)  # a second generation would fail
+    monkeypatch.setattr("reasoning_gym.create_dataset", None)  # a second generation would fail
     assert source("gcd").prompts("train")["query"][:] == first
     with pytest.raises(UserError, match="with which gcd makes 4 problems .TypeError: "):
         source("gcd", data_seed=1).prompts("train")

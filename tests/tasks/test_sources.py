@@ -49,7 +49,7 @@ KINDS = ["jsonl", "json", "parquet", "csv", "saved"]
 
 def split_columns(folder: Path) -> dict[str, list[str]]:
     splits = Splits(str(folder), "task.path")
-    return {name: splits.columns(name) for name in splits.names}
+    return {name: splits.columns(name) for name in splits.files}
 
 
 def content(dataset: Dataset) -> dict[str, list[str]]:
@@ -113,11 +113,21 @@ def test_a_saved_data_set_without_splits_is_the_train_split(tmp_path: Path):
     assert make(TLDRConfig(path=str(tmp_path / "one"))).prompts("train").to_dict() == ROWS
 
 
-def test_a_broken_file_is_a_problem_not_a_crash(tmp_path: Path):
-    (tmp_path / "train.jsonl").write_text("{not json\n")
-    (problem,) = folder_problems("task.path", str(tmp_path), ["query"], ["train"], "why")
-    file = tmp_path / "train.jsonl"
-    assert problem.startswith(f"task.path must contain one JSON object per line, got line 1 of {file} (")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unusable_row_is_a_problem_before_the_run_in_every_format(tmp_path: Path, kind: str):
+    write(tmp_path / kind, kind, {"query": ["a", "b"], "reference_response": ["c", None]})  # type: ignore[list-item]
+    path, columns = str(tmp_path / kind), ("query", "reference_response")
+    found = list(folder_problems("task.path", path, columns, ["train"], "why"))
+    assert found == [] if kind == "csv" else "with null; correct or remove the rows" in found[0]
+
+
+@pytest.mark.parametrize("lost", ["data-00000-of-00001.arrow", "state.json"])
+def test_a_saved_data_set_without_a_file_is_a_problem_before_the_run(tmp_path: Path, lost: str):
+    folder = write(tmp_path / "saved", "saved", ROWS)
+    (folder / "train" / lost).unlink()
+    (problem,) = folder_problems("task.path", str(folder), list(ROWS), ["train"], "why")
+    assert problem.startswith("task.path must contain a complete data set of datasets.save_to_disk, got ")
+    assert problem.endswith("; save the data set again")
 
 
 @pytest.mark.parametrize("kind", KINDS)
