@@ -76,12 +76,12 @@ class AlgoConfig(Section):
     learns_from_ties: ClassVar[bool] = False  # True: prompts whose scores are all equal are trained on, too
 
     name: str = MISSING
-    samples_per_prompt: int = entry(1, means="K, responses of one prompt")
+    samples_per_prompt: int = entry(1, "K, responses of one prompt")
     tie_tolerance: float | None = number(
         None,
-        least=0,
-        means="scores a and b tie if |a - b| <= tie_tolerance * max(1, |a|, |b|); 0: only equal scores tie; "
+        "scores a and b tie if |a - b| <= tie_tolerance * max(1, |a|, |b|); 0: only equal scores tie; "
         "null: for a reward model 1e-5 in float32, 1e-2 in bfloat16, 1e-3 in float16, else 0",
+        least=0,
         remedy="null",
         added=True,
     )
@@ -100,9 +100,8 @@ class AlgoConfig(Section):
         """Return settings that make updates on samples of older weights more stable."""
         return []
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield the errors of single fields, then an error if there are too few samples of a prompt."""
-        yield from Section.problems(self, at)
         if self.samples_per_prompt < self.min_samples:
             reason = "it ranks completions of one prompt" if self.min_samples == 2 else "it needs a sample"
             yield (
@@ -124,28 +123,24 @@ class DPOConfig(AlgoConfig):
     samples_per_prompt: int = 2
     loss_type: DPOLoss = DPOLoss.sigmoid
     beta: float = number(
-        0.1,
-        above=0,
-        means="strength of the KL constraint; a higher value keeps the policy near the reference",
+        0.1, "strength of the KL constraint; a higher value keeps the policy near the reference", above=0
     )
     label_smoothing: float = number(
-        0.0, least=0, below=0.5, means="fraction of labels that are assumed wrong; sigmoid and robust"
+        0.0, "fraction of labels that are assumed wrong; sigmoid and robust", least=0, below=0.5
     )
-    length_normalised: bool = entry(
-        False, means="divide each log-ratio by the number of tokens of its response"
-    )
+    length_normalised: bool = entry(False, "divide each log-ratio by the number of tokens of its response")
     ties: Ties = Ties.drop
     weighting: PairWeighting = entry(
         PairWeighting.none,
-        means="weight of the loss of a pair: `is`: probability ratio of policy to sampler, of both responses "
+        "weight of the loss of a pair: `is`: probability ratio of policy to sampler, of both responses "
         "together; `wpo`: how probable both responses are under the policy, per token; `none`: 1",
         added=True,
     )
     weighting_eps: float = number(
-        1.0, least=0, means="weighting=is: weights have the upper bound exp(2 weighting_eps)", added=True
+        1.0, "weighting=is: weights have the upper bound exp(2 weighting_eps)", least=0, added=True
     )
     weighting_clamp: float | None = number(
-        1.0, above=0, means="weighting=wpo: upper bound of the weights; null: no bound", added=True
+        1.0, "weighting=wpo: upper bound of the weights; null: no bound", above=0, added=True
     )
 
     def corrections(self) -> list[str]:
@@ -262,47 +257,42 @@ class PolicyGradientConfig(AlgoConfig):
 
     sequence_ratio: ClassVar[bool] = False  # one ratio per response, not per token
 
-    clip_low: float = number(0.2, least=0, most=1, means="ratios are clipped at 1 - clip_low")
-    clip_high: float = number(0.2, above=0, means="ratios are clipped at 1 + clip_high")
-    kl_coef: float = number(
-        0.0, least=0, means="beta, weight of the KL penalty; 0: no penalty", remedy="0.05"
-    )
+    clip_low: float = number(0.2, "ratios are clipped at 1 - clip_low", least=0, most=1)
+    clip_high: float = number(0.2, "ratios are clipped at 1 + clip_high", above=0)
+    kl_coef: float = number(0.0, "beta, weight of the KL penalty; 0: no penalty", least=0, remedy="0.05")
     kl_in: KLIn = KLIn.loss
     kl_estimator: KLEstimator = KLEstimator.k3
     kl_unbiased: bool = entry(
-        True, means="kl_in=loss: multiply the KL estimate by the ratio, for the gradient of the KL"
+        True, "kl_in=loss: multiply the KL estimate by the ratio, for the gradient of the KL"
     )
     normalize_scores: bool = entry(
-        False, means="scale scores to mean 0 and standard deviation 1 over the rollout batch"
+        False, "scale scores to mean 0 and standard deviation 1 over the rollout batch"
     )
     clip_scores: float | None = number(
-        None,
-        above=0,
-        means="limit of the absolute value of scores, applied after normalising; null: no limit",
+        None, "limit of the absolute value of scores, applied after normalising; null: no limit", above=0
     )
     anchor: Anchor = entry(Anchor.old, added=True)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     off_policy_mask: float | None = number(
         None,
-        least=0,
-        means="responses with A < 0 get no policy loss if the mean of sampler - policy log-probs of their "
+        "responses with A < 0 get no policy loss if the mean of sampler - policy log-probs of their "
         "tokens exceeds this; null: off",
+        least=0,
         remedy="0.5",
         added=True,
     )
     dual_clip: float | None = number(
         None,
+        "with A < 0 the loss of a token is at most -dual_clip A; null: no limit",
         above=1,
-        means="with A < 0 the loss of a token is at most -dual_clip A; null: no limit",
         remedy="3",
         added=True,
     )
-    entropy_coef: float = number(0.0, least=0, means="weight of the entropy bonus of the policy", added=True)
+    entropy_coef: float = number(0.0, "weight of the entropy bonus of the policy", least=0, added=True)
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if two settings contradict each other, or if the loss ignores a key that is set."""
-        yield from AlgoConfig.problems(self, at)
         correction, anchor = self.correction, self.anchor
         if anchor is Anchor.behaviour and correction.kind is not CorrectionKind.none:
             yield (
@@ -387,34 +377,33 @@ class PPOConfig(PolicyGradientConfig):
     kl_estimator: KLEstimator = KLEstimator.k1
     kl_target: float | None = number(
         None,
+        "target KL of a response, to which kl_coef adapts; null: kl_coef is constant",
         above=0,
-        means="target KL of a response, to which kl_coef adapts; null: kl_coef is constant",
         remedy="6",
     )
     kl_horizon: float = number(
-        10000, above=0, means="episodes over which kl_coef adapts; a larger value adapts more slowly"
+        10000, "episodes over which kl_coef adapts; a larger value adapts more slowly", above=0
     )
-    gamma: float = number(1.0, least=0, most=1, means="discount of later rewards")
-    lam: float = number(0.95, least=0, most=1, means="lambda of the advantage estimation")
-    vf_coef: float = number(0.1, least=0, means="weight of the value loss")
+    gamma: float = number(1.0, "discount of later rewards", least=0, most=1)
+    lam: float = number(0.95, "lambda of the advantage estimation", least=0, most=1)
+    vf_coef: float = number(0.1, "weight of the value loss", least=0)
     clip_value: float = number(
-        0.2, above=0, means="largest difference of new and old values before the value loss is clipped"
+        0.2, "largest difference of new and old values before the value loss is clipped", above=0
     )
-    whiten_advantages: bool = entry(True, means="scale advantages to mean 0 and standard deviation 1")
-    whiten_rewards: bool = entry(False, means="scale rewards to standard deviation 1; keep their mean")
+    whiten_advantages: bool = entry(True, "scale advantages to mean 0 and standard deviation 1")
+    whiten_rewards: bool = entry(False, "scale rewards to standard deviation 1; keep their mean")
     end_state: bool = entry(
-        True, means="the state after the last token is a separate step, which receives the score"
+        True, "the state after the last token is a separate step, which receives the score"
     )
     value_from: ValueFrom | None = entry(
-        None, means="null: the reward model if the scorer uses one, else the policy"
+        None, "null: the reward model if the scorer uses one, else the policy"
     )
     value_lr: float | None = number(
-        None, above=0, means="learning rate of the value model; null: optim.lr", remedy="null"
+        None, "learning rate of the value model; null: optim.lr", above=0, remedy="null"
     )
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if `kl_target` is set and `kl_coef` is 0: a coefficient of 0 cannot adapt."""
-        yield from PolicyGradientConfig.problems(self, at)
         if self.kl_target is not None and not self.kl_coef:
             yield (
                 "algo.kl_coef must be > 0 with algo.kl_target (the coefficient adapts by factors), got 0; "
@@ -444,9 +433,8 @@ class RLOOConfig(PolicyGradientConfig):
         ratio_of_kl = self.kl_coef > 0 and self.kl_in is KLIn.loss and self.kl_unbiased
         return self.loss_type is RLOOLoss.clip or weighted or ratio_of_kl
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if `anchor` is set and the loss has no ratio."""
-        yield from PolicyGradientConfig.problems(self, at)
         if self.anchor is not Anchor.old and not self.reads_anchor:
             yield (
                 "algo.anchor must be old with algo.loss_type=reinforce (this loss has no ratio; "
@@ -581,7 +569,7 @@ class M2POConfig(UnclippedConfig):
     name: str = "m2po"
     form: M2POForm = M2POForm.mask
     limit: float = number(
-        0.04, above=0, means="bound of the mean of (log ratio)^2 over the tokens whose ratio rises with A"
+        0.04, "bound of the mean of (log ratio)^2 over the tokens whose ratio rises with A", above=0
     )
 
     def unused(self) -> tuple[str, ...]:
@@ -596,7 +584,7 @@ class TOPRConfig(UnclippedConfig):
 
     name: str = "topr"
     scale: Scale = Scale.none
-    level: Level = entry(Level.sequence, means="the unit of one ratio")
+    level: Level = entry(Level.sequence, "the unit of one ratio")
 
 
 @option("algo", "dppo", part="rlhf.objectives.dppo:DPPO")
@@ -607,12 +595,12 @@ class DPPOConfig(UnclippedConfig):
     name: str = "dppo"
     divergence: DPPODivergence = DPPODivergence.tv
     limit_low: float | None = number(
-        None, above=0, means="A < 0: largest fall in probability; null: tv 0.15, kl 0.05", remedy="null"
+        None, "A < 0: largest fall in probability; null: tv 0.15, kl 0.05", above=0, remedy="null"
     )
     limit_high: float | None = number(
-        None, above=0, means="A > 0: largest rise in probability; null: tv 0.15, kl 0.05", remedy="null"
+        None, "A > 0: largest rise in probability; null: tv 0.15, kl 0.05", above=0, remedy="null"
     )
-    cap: float = number(3.0, above=0, means="the largest ratio that weighs a token")
+    cap: float = number(3.0, "the largest ratio that weighs a token", above=0)
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -630,7 +618,7 @@ class ScaleRLConfig(UnclippedConfig):
     name: str = "scalerl"
     scale: Scale = Scale.batch
     ties: Ties = Ties.drop
-    cap: float = number(5.0, above=0, means="the largest ratio that weighs a token")
+    cap: float = number(5.0, "the largest ratio that weighs a token", above=0)
 
 
 @option("algo", "oapl", part="rlhf.objectives.oapl:OAPL")
@@ -645,9 +633,9 @@ class OAPLConfig(AlgoConfig):
     samples_per_prompt: int = 4
     anchor: OAPLAnchor = OAPLAnchor.behaviour
     beta_value: float = number(
-        1.0, above=0, means="temperature of the mean of exponentials that estimates the optimal value"
+        1.0, "temperature of the mean of exponentials that estimates the optimal value", above=0
     )
-    beta: float = number(1e-3, above=0, means="factor of the log-ratio that is compared with the advantage")
+    beta: float = number(1e-3, "factor of the log-ratio that is compared with the advantage", above=0)
 
     @property
     def needs_sampler(self) -> bool:

@@ -121,36 +121,31 @@ class BackendConfig(Section):
     for_stages: ClassVar[tuple[str, ...]] = ("device", "threads", "portable", "timeout_s")
 
     name: str = MISSING
-    micro_batch: int = number(16, least=1, means="sequences per forward pass and rank")
+    micro_batch: int = number(16, "sequences per forward pass and rank", least=1)
     tokens: int | None = number(
         None,
-        least=0,
-        means="tokens per forward pass and rank (sequences x padded length), besides micro_batch; "
+        "tokens per forward pass and rank (sequences x padded length), besides micro_batch; "
         f"{WITHOUT_GRADIENT} times both without gradients; 0: as many as the memory plan allows; null: 0 on "
         "GPUs, and on CPUs with too little memory for passes without a limit",
+        least=0,
         remedy="0",
         added=True,
     )
     device: Device = Device.auto
     threads: int | None = number(
-        None, least=1, means="CPU threads of torch; null: one per core", affects=Affects.speed
+        None, "CPU threads of torch; null: one per core", least=1, affects=Affects.speed
     )
     ranks: int | None = number(
-        None,
-        least=1,
-        means="number of ranks that the launcher must start; null: any number",
-        affects=Affects.speed,
+        None, "number of ranks that the launcher must start; null: any number", least=1, affects=Affects.speed
     )
     compile: bool | None = entry(
-        None, means="compile the blocks of models; null: only on a GPU where this saves time", added=True
+        None, "compile the blocks of models; null: only on a GPU where this saves time", added=True
     )
     portable: bool = entry(
-        False,
-        means="the same bits on every x86 processor with AVX2, at about 1.8 times the CPU time",
-        added=True,
+        False, "the same bits on every x86 processor with AVX2, at about 1.8 times the CPU time", added=True
     )
     timeout_s: float = entry(
-        1800.0, means="seconds that a rank waits for other ranks before the run fails", affects=Affects.speed
+        1800.0, "seconds that a rank waits for other ranks before the run fails", affects=Affects.speed
     )
 
     def footprint(self) -> Footprint:
@@ -221,7 +216,7 @@ class ZeroConfig(BackendConfig):
     for_stages: ClassVar[tuple[str, ...]] = (*BackendConfig.for_stages, "deepspeed")
 
     deepspeed: dict[str, Any] = entry(
-        factory=dict, means="native keys of DeepSpeed; they replace the values that this project sets"
+        dict, "native keys of DeepSpeed; they replace the values that this project sets"
     )
 
     def footprint(self) -> Footprint:
@@ -258,9 +253,8 @@ class ZeroConfig(BackendConfig):
         }
         return merged(ours, self.deepspeed)
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if DeepSpeed is missing, and for each native key that is unknown or in `OWNED`."""
-        yield from BackendConfig.problems(self, at)
         yield from missing_package(
             f"backend={self.name}", "deepspeed", "deepspeed", otherwise="set backend=torch"
         )

@@ -70,32 +70,30 @@ class CorrectionConfig(Section):
 
     kind: CorrectionKind = CorrectionKind.none
     level: Level = Level.token
-    cap: float = number(2.0, above=0, means="truncate: the largest weight")
-    floor: float = number(0.0, least=0, most=1, means="truncate: the smallest weight", added=True)
-    low: float = entry(0.5, means="kind=mask: smaller weights are set to 0")
-    high: float = entry(2.0, means="kind=mask: larger weights are set to 0")
-    normalise: bool = entry(
-        False, means="divide the weights by their mean over the rollout batch", added=True
-    )
+    cap: float = number(2.0, "truncate: the largest weight", above=0)
+    floor: float = number(0.0, "truncate: the smallest weight", least=0, most=1, added=True)
+    low: float = entry(0.5, "kind=mask: smaller weights are set to 0")
+    high: float = entry(2.0, "kind=mask: larger weights are set to 0")
+    normalise: bool = entry(False, "divide the weights by their mean over the rollout batch", added=True)
     reject: Reject | None = entry(
-        None, means="what is left out of the sum and of the count of the loss; null: nothing", added=True
+        None, "what is left out of the sum and of the count of the loss; null: nothing", added=True
     )
     reject_by: Divergence = entry(Divergence.k1, added=True)
     reject_low: float = number(
         0.5,
+        "reject_by=k1: smaller w is rejected (with reject=mean the geometric mean)",
         least=0,
         most=1,
-        means="reject_by=k1: smaller w is rejected (with reject=mean the geometric mean)",
         added=True,
     )
     reject_high: float | None = number(
-        2.0, least=1, means="reject_by=k1: larger w is rejected; null: no limit", remedy="2", added=True
+        2.0, "reject_by=k1: larger w is rejected; null: no limit", least=1, remedy="2", added=True
     )
     reject_limit: float = number(
-        0.04, above=0, means="reject_by=k2 or k3, and reject=m2: larger values are rejected", added=True
+        0.04, "reject_by=k2 or k3, and reject=m2: larger values are rejected", above=0, added=True
     )
     reject_counted: bool = entry(
-        False, means="whether rejected tokens still count in the mean of the loss", added=True
+        False, "whether rejected tokens still count in the mean of the loss", added=True
     )
 
     @property
@@ -103,9 +101,8 @@ class CorrectionConfig(Section):
         """Whether a weight depends on other tokens of the rollout batch, or changes the count of the loss."""
         return self.reject is not None or (self.normalise and self.kind is not CorrectionKind.none)
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if [low, high] does not contain 1, the weight of on-policy samples."""
-        yield from Section.problems(self, at)
         if not 0 <= self.low <= 1 <= self.high:
             yield (
                 "algo.correction.low and algo.correction.high must have 1 between them (1 is the weight of "
@@ -148,19 +145,14 @@ class CovarianceConfig(Section):
 
     kind: Covariance = entry(Covariance.none, added=True)
     share: float = number(
-        2e-3,
-        above=0,
-        most=1,
-        means="share of the response tokens of a rollout batch that is limited",
-        added=True,
+        2e-3, "share of the response tokens of a rollout batch that is limited", above=0, most=1, added=True
     )
-    low: float = number(1.0, means="kind=clip: the smallest covariance of a limited token", added=True)
-    high: float = number(5.0, means="kind=clip: the largest covariance of a limited token", added=True)
-    coef: float = number(1.0, least=0, means="kind=kl: weight of the penalty |logp - old|", added=True)
+    low: float = number(1.0, "kind=clip: the smallest covariance of a limited token", added=True)
+    high: float = number(5.0, "kind=clip: the largest covariance of a limited token", added=True)
+    coef: float = number(1.0, "kind=kl: weight of the penalty |logp - old|", least=0, added=True)
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if no covariance is between the bounds."""
-        yield from Section.problems(self, at)
         if self.kind is Covariance.clip and self.low >= self.high:
             yield (
                 "algo.covariance.low must be < algo.covariance.high (the covariance of a limited token is "

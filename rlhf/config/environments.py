@@ -44,25 +44,23 @@ class TurnsConfig(EnvironmentConfig):
     answers: ClassVar[bool] = True
     rewards: ClassVar[bool] = True
 
-    max_turns: int = number(8, least=1, means="largest number of replies in an episode")
+    max_turns: int = number(8, "largest number of replies in an episode", least=1)
     reply_tokens: int | None = number(
-        None, least=1, means="largest number of tokens of a reply; null: all that are left", remedy="64"
+        None, "largest number of tokens of a reply; null: all that are left", least=1, remedy="64"
     )
     message_tokens: int = number(
-        512, least=1, means="largest number of tokens of a message; a longer one loses its middle"
+        512, "largest number of tokens of a message; a longer one loses its middle", least=1
     )
-    role: str = entry("user", means="role of the messages in the chat template, such as user or tool")
+    role: str = entry("user", "role of the messages in the chat template, such as user or tool")
     threads: int = number(
         0,
+        "calls of reset and step at a time; 0: one, for which sampling waits",
         least=0,
-        means="calls of reset and step at a time; 0: one, for which sampling waits",
         affects=Affects.speed,
     )
-    step_limit_s: float = number(60.0, above=0, means="seconds that a call may take", affects=Affects.speed)
-    on_error: OnError = entry(
-        OnError.stop, means="what follows a call that fails or takes too long", added=True
-    )
-    error_reward: float = number(0.0, means="reward of an episode that on_error=end ends", added=True)
+    step_limit_s: float = number(60.0, "seconds that a call may take", above=0, affects=Affects.speed)
+    on_error: OnError = entry(OnError.stop, "what follows a call that fails or takes too long", added=True)
+    error_reward: float = number(0.0, "reward of an episode that on_error=end ends", added=True)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,12 +110,12 @@ class ToolsConfig(TurnsConfig):
     name: str = "tools"
     role: str = "tool"
     functions: list[str] = entry(
-        factory=list,
-        means="<file>.py:<function> or <module>:<function>, with type hints and a docstring that has Args:; "
+        list,
+        "<file>.py:<function> or <module>:<function>, with type hints and a docstring that has Args:; "
         "or a class of such methods",
     )
     response_template: str | None = entry(
-        None, means="JSON file with a response template of transformers, which reads calls; null: the model's"
+        None, "JSON file with a response template of transformers, which reads calls; null: the model's"
     )
 
     @property
@@ -125,9 +123,8 @@ class ToolsConfig(TurnsConfig):
         """The addresses of the functions."""
         return self.functions
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if there is no function, or one cannot be imported."""
-        yield from TurnsConfig.problems(self, at)
         if not self.functions:
             key = f"{at}.functions"
             yield f"{key} must name at least one function, got []; set '{key}=[<file>.py:<function>]'"
@@ -142,8 +139,8 @@ class PythonEnvironmentConfig(ClassConfig):
     """A class of the user with the methods `reset(example)` and `step(reply)`."""
 
     name: str = "python"
-    path: str | None = entry(None, means="<file>.py:<Class> or <module>:<Class>")
-    arguments: dict[str, Any] = entry(factory=dict, means="arguments of the class, such as {scale: 15}")
+    path: str | None = entry(None, "<file>.py:<Class> or <module>:<Class>")
+    arguments: dict[str, Any] = entry(dict, "arguments of the class, such as {scale: 15}")
 
     @property
     def address(self) -> str:
@@ -156,9 +153,8 @@ class PythonEnvironmentConfig(ClassConfig):
         """The arguments of the class."""
         return self.arguments
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the class cannot be imported."""
-        yield from TurnsConfig.problems(self, at)
         if self.path is None:
             yield f"{at}.path must name a class, got null; set {at}.path=<file>.py:<Class>"
         elif problem := class_problem(f"{at}.path", self.path):
@@ -194,15 +190,14 @@ class GymnasiumConfig(ClassConfig):
     address: ClassVar[str] = "rlhf.environments.library:Gymnasium"
 
     name: str = "gymnasium"
-    id: str | None = entry(None, means="its name, such as FrozenLake-v1")
+    id: str | None = entry(None, "its name, such as FrozenLake-v1")
     actions: dict[str, Any] = entry(
-        factory=dict, means="the action that each word means, such as {left: 0}; {}: a reply is the action"
+        dict, "the action that each word means, such as {left: 0}; {}: a reply is the action"
     )
-    options: dict[str, Any] = entry(factory=dict, means="further arguments of gymnasium.make")
+    options: dict[str, Any] = entry(dict, "further arguments of gymnasium.make")
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error without `id`, and if the package is not installed."""
-        yield from ClassConfig.problems(self, at)
         if self.id is None:
             yield f"{at}.id must name an environment, got null; set {at}.id=FrozenLake-v1"
         yield from missing_package("environment=gymnasium", "gymnasium", "gymnasium")
@@ -244,15 +239,14 @@ class OpenEnvConfig(ClassConfig):
     address: ClassVar[str] = "rlhf.environments.library:OpenEnv"
 
     name: str = "openenv"
-    url: str | None = entry(None, means="address of the server, http or https")
-    action: str = entry("message", means="field of an action that has the reply")
+    url: str | None = entry(None, "address of the server, http or https")
+    action: str = entry("message", "field of an action that has the reply")
     observation: str | None = entry(
-        None, means="field of an observation that is the message; null: all fields, as JSON"
+        None, "field of an observation that is the message; null: all fields, as JSON"
     )
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error without `url`, and if the package is not installed."""
-        yield from ClassConfig.problems(self, at)
         if not (self.url or "").startswith(("http://", "https://")):
             yield (
                 f"{at}.url must begin with http:// or https://, got {self.url or 'null'}; "

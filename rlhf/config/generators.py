@@ -63,14 +63,14 @@ class GeneratorConfig(Section):
 
     name: str = MISSING
     temperature: float = number(
-        0.7, above=0, means="sampling temperature; log-probs are computed from logits / temperature"
+        0.7, "sampling temperature; log-probs are computed from logits / temperature", above=0
     )
     response_length: int = number(
-        53, least=1, means="largest response length in tokens; longer responses are truncated"
+        53, "largest response length in tokens; longer responses are truncated", least=1
     )
-    top_p: float = entry(1.0, means="must be 1.0: training with top-p sampling is refused")
-    top_k: int = entry(0, means="must be 0: training with top-k sampling is refused")
-    min_p: float = entry(0.0, means="must be 0.0: training with min-p sampling is refused")
+    top_p: float = entry(1.0, "must be 1.0: training with top-p sampling is refused")
+    top_k: int = entry(0, "must be 0: training with top-k sampling is refused")
+    min_p: float = entry(0.0, "must be 0.0: training with min-p sampling is refused")
 
     @property
     def rollouts(self) -> bool:
@@ -144,9 +144,8 @@ class GeneratorConfig(Section):
         """Return whether every rank has a generator; otherwise rank 0's generator serves all ranks."""
         return not self.has_worker(max_lag)
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each setting that truncates the distribution of samples."""
-        yield from Section.problems(self, at)
         for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             value = getattr(self, key)
             if value != off:
@@ -164,44 +163,38 @@ class WorkerConfig(GeneratorConfig):
 
     replicas: int = number(
         1,
+        "generator processes, which take requests in turn; useful up to schedule.max_lag + 1",
         least=1,
-        means="generator processes, which take requests in turn; useful up to schedule.max_lag + 1",
         affects=Affects.speed,
     )
     threads: int | None = number(
         None,
+        "CPU threads of each generator process; null: an equal share of the cores (max_lag=0: all)",
         least=1,
-        means="CPU threads of each generator process; null: an equal share of the cores (max_lag=0: all)",
         affects=Affects.speed,
     )
     start_limit_s: float | None = number(
         None,
-        least=1,
-        means="seconds until the process must be ready; null: 1200 for vLLM on GPUs, else 600 for servers "
+        "seconds until the process must be ready; null: 1200 for vLLM on GPUs, else 600 for servers "
         "and 300 for others",
+        least=1,
         affects=Affects.speed,
     )
     request_limit_s: float = number(
         1800.0,
+        "seconds that a request may take; then the process is treated as hung",
         least=1,
-        means="seconds that a request may take; then the process is treated as hung",
         affects=Affects.speed,
     )
     per_rank: bool = entry(
-        False,
-        means="one process per rank; false: the process of rank 0 serves all ranks",
-        affects=Affects.speed,
+        False, "one process per rank; false: the process of rank 0 serves all ranks", affects=Affects.speed
     )
     restarts: int = number(
-        3,
-        least=0,
-        means="times per session that a process which died or hung is replaced",
-        affects=Affects.speed,
+        3, "times per session that a process which died or hung is replaced", least=0, affects=Affects.speed
     )
     annotate: bool | None = entry(
         None,
-        means="score in a separate process; null: only with schedule.max_lag above 0, on the CPU and "
-        "with one rank",
+        "score in a separate process; null: only with schedule.max_lag above 0, on the CPU and with one rank",
         affects=Affects.speed,
     )
 
@@ -231,9 +224,8 @@ class WorkerConfig(GeneratorConfig):
         """Return `start_limit_s`, or its default for a host with GPUs (`on_gpu`) or without."""
         return self.start_limit_s or 300.0
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for several replicas on each rank."""
-        yield from GeneratorConfig.problems(self, at)
         if self.replicas > 1 and self.per_rank and not self.shares_gpu:
             yield (
                 f"{at}.per_rank must be false with {at}.replicas above 1 (the replicas of rank 0 serve all "
@@ -251,24 +243,19 @@ class HFConfig(WorkerConfig):
     samples_parts: ClassVar[bool] = True
 
     name: str = "hf"
-    batch_size: int = number(256, least=1, means="sequences decoded in parallel")
+    batch_size: int = number(256, "sequences decoded in parallel", least=1)
     worker: bool | None = entry(
-        None,
-        means="sample in a separate process; null: only if schedule.max_lag is above 0",
-        affects=Affects.speed,
+        None, "sample in a separate process; null: only if schedule.max_lag is above 0", affects=Affects.speed
     )
     noise: float = number(
         0.0,
-        least=0,
-        means="standard deviation of Gaussian noise on the logits of training samples, before the "
+        "standard deviation of Gaussian noise on the logits of training samples, before the "
         "temperature; evaluations have no noise",
+        least=0,
         added=True,
     )
     compile: bool = entry(
-        False,
-        means="compile the blocks of the model for sampling on a GPU",
-        affects=Affects.speed,
-        added=True,
+        False, "compile the blocks of the model for sampling on a GPU", affects=Affects.speed, added=True
     )
 
     def has_worker(self, max_lag: int) -> bool:
@@ -307,23 +294,21 @@ class VLLMConfig(WorkerConfig):
     name: str = "vllm"
     memory: float | None = number(
         None,
+        "share of the GPU memory for vLLM; null: 0.9, colocated 0.45; "
+        "without GPUs share of RAM for the KV cache; null: 0.1",
         above=0,
         most=1,
-        means="share of the GPU memory for vLLM; null: 0.9, colocated 0.45; "
-        "without GPUs share of RAM for the KV cache; null: 0.1",
         affects=Affects.speed,
     )
-    max_num_seqs: int = number(256, least=1, means="sequences decoded in parallel")
-    dtype: Precision | None = entry(None, means="null: model.dtype")
-    enforce_eager: bool | None = entry(None, means="do not compile; null: compile on GPUs only")
-    tensor_parallel_size: int = number(1, least=1, means="GPUs that share the model")
+    max_num_seqs: int = number(256, "sequences decoded in parallel", least=1)
+    dtype: Precision | None = entry(None, "null: model.dtype")
+    enforce_eager: bool | None = entry(None, "do not compile; null: compile on GPUs only")
+    tensor_parallel_size: int = number(1, "GPUs that share the model", least=1)
     devices: list[int] | None = entry(
-        None,
-        means="GPUs of all replicas, by number; null: the GPUs after the trainer's",
-        affects=Affects.speed,
+        None, "GPUs of all replicas, by number; null: the GPUs after the trainer's", affects=Affects.speed
     )
     transfer: Transfer = entry(
-        Transfer.auto, means="how weights go from the trainer to vLLM", affects=Affects.speed
+        Transfer.auto, "how weights go from the trainer to vLLM", affects=Affects.speed
     )
 
     @property
@@ -361,9 +346,8 @@ class VLLMConfig(WorkerConfig):
         alone = self.replicas == 1 and not self.shares_gpu
         return Transfer.nccl if gpus and alone and nccl else Transfer.shared_memory
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if vLLM is not installed, the temperature is too low, or `devices` is invalid."""
-        yield from WorkerConfig.problems(self, at)
         if importlib.util.find_spec("vllm") is None:
             yield (
                 f"generator={self.name} needs vLLM, which is not installed; "
@@ -414,9 +398,8 @@ class VLLMColocatedConfig(VLLMConfig):
 
     name: str = "vllm_colocated"
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for more than one replica: only one request is in flight at a time."""
-        yield from VLLMConfig.problems(self, at)
         if self.replicas > 1:
             yield (
                 f"{at}.replicas must be 1 with generator=vllm_colocated (it sleeps while the trainer uses "
@@ -432,10 +415,8 @@ class DatasetConfig(GeneratorConfig):
     samples: ClassVar[bool] = False
 
     name: str = "dataset"
-    temperature: float = entry(1.0, means="temperature of the log-probs")
-    path: str | None = entry(
-        None, means="saved rollouts (generations/ of a run); null: completions of the task"
-    )
+    temperature: float = entry(1.0, "temperature of the log-probs")
+    path: str | None = entry(None, "saved rollouts (generations/ of a run); null: completions of the task")
 
     @property
     def rollouts(self) -> bool:
@@ -462,28 +443,26 @@ class VLLMServerConfig(VLLMConfig):
     samples_singly: ClassVar[bool] = True
 
     name: str = "vllm_server"
-    servers: int = number(
-        1, least=1, means="servers that the run starts on this machine", affects=Affects.speed
-    )
+    servers: int = number(1, "servers that the run starts on this machine", least=1, affects=Affects.speed)
     urls: list[str] | None = entry(
         None,
-        means="addresses of servers that run already (launchers/serve.sh); null: the run starts them",
+        "addresses of servers that run already (launchers/serve.sh); null: the run starts them",
         affects=Affects.speed,
     )
     key_variable: str | None = entry(
         None,
-        means="environment variable with the key of the servers in urls; beyond this machine they need one",
+        "environment variable with the key of the servers in urls; beyond this machine they need one",
         affects=Affects.speed,
     )
     folder: str | None = entry(
         None,
-        means="folder for the weights, which trainer and servers can read; null: in the run folder",
+        "folder for the weights, which trainer and servers can read; null: in the run folder",
         affects=Affects.speed,
     )
     answer_limit_s: float = number(
         60.0,
+        "seconds in which a server must answer a call that samples nothing; then it is given up",
         above=0,
-        means="seconds in which a server must answer a call that samples nothing; then it is given up",
         affects=Affects.speed,
     )
 
@@ -504,9 +483,8 @@ class VLLMServerConfig(VLLMConfig):
         """Return nccl if it was chosen; otherwise weights are files, which leave the GPU at once."""
         return Transfer.nccl if self.transfer is Transfer.nccl else Transfer.shared_memory
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for keys of one process, or if the addresses or the key of the servers are wrong."""
-        yield from VLLMConfig.problems(self, at)
         per_rank = str(self.per_rank).lower()
         for key, value, only in ("replicas", self.replicas, 1), ("per_rank", per_rank, "false"):
             if value != only:

@@ -27,8 +27,8 @@ class MixtureConfig(TaskConfig):
     own_data: ClassVar[bool] = True
 
     name: str = "mixture"
-    parts: dict[str, TaskConfig] = entry(factory=dict, means="name chosen by the user -> task")
-    weights: dict[str, float] = entry(factory=dict, means="name of a part -> weight; 1 for other parts")
+    parts: dict[str, TaskConfig] = entry(dict, "name chosen by the user -> task")
+    weights: dict[str, float] = entry(dict, "name of a part -> weight; 1 for other parts")
 
     @property
     def dialogues(self) -> bool | None:
@@ -52,9 +52,8 @@ class MixtureConfig(TaskConfig):
         keys = "|".join(each.name for each in fields(self.parts[name]))
         return re.sub(rf"(?<![\w/.-])task\.(?=(?:{keys})\b)", f"task.parts.{name}.", text)
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for missing or nested parts, wrong weights, and data outside of the parts."""
-        yield from TaskConfig.problems(self, at)
         if not self.parts:
             yield (
                 f"{at}.parts must contain at least one task (prompts are drawn from it), got none; set "

@@ -37,16 +37,13 @@ class ScorerConfig(Section):
 
     name: str = MISSING
     missing_eos_score: float | None = number(
-        None, means="score of a response without EOS, in place of its own; null: its own score", remedy="-1"
+        None, "score of a response without EOS, in place of its own; null: its own score", remedy="-1"
     )
     missing_eos_penalty: float | None = number(
-        None,
-        least=0,
-        means="number subtracted from the score of a response without EOS; null: nothing",
-        remedy="1",
+        None, "number subtracted from the score of a response without EOS; null: nothing", least=0, remedy="1"
     )
     weight: float = number(
-        1.0, means="factor of the score of this part in a weighted scorer; 0: the score is only logged"
+        1.0, "factor of the score of this part in a weighted scorer; 0: the score is only logged"
     )
 
     @property
@@ -120,9 +117,8 @@ class ScorerConfig(Section):
         found = getattr(self, "path", None) or getattr(self, "url", None) or self.name
         return ", ".join(map(str, found)) if isinstance(found, list) else str(found)
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if both missing-EOS keys are set, or if a scorer that is no part has a weight."""
-        yield from Section.problems(self, at)
         score, penalty = self.missing_eos_score, self.missing_eos_penalty
         if score is not None and penalty is not None:
             yield (
@@ -165,10 +161,10 @@ class RewardModelScorerConfig(ScorerConfig):
     """A sequence-classification model with one output, read at the last response token."""
 
     name: str = "reward_model"
-    path: str | None = entry(None, means="hub name or local folder; null: model.reward")
-    batch_size: int = number(32, least=1, means="sequences per forward pass")
+    path: str | None = entry(None, "hub name or local folder; null: model.reward")
+    batch_size: int = number(32, "sequences per forward pass", least=1)
     pad_token: str | None = entry(
-        None, means="pad token of the reward model's tokenizer; null: its own, or its end token", added=True
+        None, "pad token of the reward model's tokenizer; null: its own, or its end token", added=True
     )
 
     @property
@@ -195,9 +191,8 @@ class RewardModelScorerConfig(ScorerConfig):
         """Return an identifier of the scorer: its model."""
         return self.name, self.path or reward
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if a judge has no `path`."""
-        yield from ScorerConfig.problems(self, at)
         if at.startswith("gold") and self.path is None:
             yield (
                 f"{at}.path must name a reward model (the judge must not be the model that training sees), "
@@ -225,7 +220,7 @@ class AnswerScorerConfig(ScorerConfig):
     verifies: ClassVar[bool] = True
 
     name: str = "answer"
-    pattern: str = entry(r"#### (\-?[0-9\.\,]+)", means="regular expression whose group matches the answer")
+    pattern: str = entry(r"#### (\-?[0-9\.\,]+)", "regular expression whose group matches the answer")
 
     def cannot_score(self, task: TaskConfig) -> str | None:
         """Return a reason for a task whose references contain no answer."""
@@ -255,9 +250,8 @@ class PartsScorerConfig(ScorerConfig):
     reason: ClassVar[str]  # why each part must judge a text by itself
 
     parts: dict[str, ScorerConfig] = entry(
-        factory=dict,
-        means="name -> scorer; the name is chosen by the user, for scorer=mixture it is that of a part of "
-        "the task",
+        dict,
+        "name -> scorer; the name is chosen by the user, for scorer=mixture it is that of a part of the task",
     )
 
     @property
@@ -274,9 +268,8 @@ class PartsScorerConfig(ScorerConfig):
         """Return an identifier that no other scorer has. The parts have their own identifiers."""
         return id(self)
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each part that does not judge a text by itself."""
-        yield from ScorerConfig.problems(self, at)
         for name, part in self.parts.items():
             if part.name in ("labels", "none", self.name):
                 key = choice(f"{at}.parts.{name}")
@@ -304,9 +297,8 @@ class WeightedScorerConfig(PartsScorerConfig):
         """Return the weighted sum of the rounding errors of the parts."""
         return sum(abs(part.weight) * part.rounding(dtype) for part in self.parts.values())
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if there are no parts, and the errors of `PartsScorerConfig`."""
-        yield from PartsScorerConfig.problems(self, at)
         if not self.parts:
             yield (
                 f"{at}.parts must contain at least one scorer (the score is their weighted sum), "
@@ -322,13 +314,12 @@ class FunctionScorerConfig(ScorerConfig):
     name: str = "function"
     path: Any = entry(
         None,
-        means="<file>.py:<function> or <module>:<function>, or a list of these; the working directory is "
-        "searched",
+        "<file>.py:<function> or <module>:<function>, or a list of these; the working directory is searched",
     )
     weights: list[float] | None = entry(
-        None, means="factor of the score of each function in a list; null: 1", added=True
+        None, "factor of the score of each function in a list; null: 1", added=True
     )
-    batched: bool = entry(False, means="the functions take lists (of the rollout batch) and return a list")
+    batched: bool = entry(False, "the functions take lists (of the rollout batch) and return a list")
 
     @property
     def paths(self) -> list[Any]:
@@ -373,9 +364,8 @@ class FunctionScorerConfig(ScorerConfig):
         """Return an identifier of the scorer: its functions."""
         return self.name, tuple(self.paths)
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each function that cannot be imported or called."""
-        yield from ScorerConfig.problems(self, at)
         for path in self.paths:
             if problem := function_problem(f"{at}.path", path, self.arguments):
                 yield problem
@@ -436,23 +426,23 @@ class HttpScorerConfig(ScorerConfig):
     """A service that returns scores over HTTP; docs/rewards.md describes the protocol."""
 
     name: str = "http"
-    url: str | None = entry(None, means="address of the service; texts are posted there")
-    batch_size: int = number(32, least=1, means="responses per request")
-    concurrency: int = number(4, least=1, means="requests in parallel", affects=Affects.speed)
+    url: str | None = entry(None, "address of the service; texts are posted there")
+    batch_size: int = number(32, "responses per request", least=1)
+    concurrency: int = number(4, "requests in parallel", least=1, affects=Affects.speed)
     timeout_s: float = number(
         60.0,
+        "seconds until a try without a complete answer fails; longest Retry-After",
         above=0,
-        means="seconds until a try without a complete answer fails; longest Retry-After",
         affects=Affects.speed,
     )
     retries: int = number(
         5,
+        "retries of a failed request: the first immediately, then after 1, 2, 4, ... s",
         least=0,
-        means="retries of a failed request: the first immediately, then after 1, 2, 4, ... s",
         affects=Affects.speed,
     )
     token_variable: str | None = entry(
-        None, means="environment variable with the bearer token; null: none is sent", affects=Affects.speed
+        None, "environment variable with the bearer token; null: none is sent", affects=Affects.speed
     )
 
     @property
@@ -464,9 +454,8 @@ class HttpScorerConfig(ScorerConfig):
         """Return an identifier of the scorer: its service."""
         return self.name, self.url
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the address is invalid, or if the variable with the token is not set."""
-        yield from ScorerConfig.problems(self, at)
         yield from url_problems(f"{at}.url", self.url, f"{at}.token_variable", "texts are posted there", _URL)
         if self.token_variable is not None:
             yield from token_problems(f"{at}.token_variable", self.token_variable)
@@ -502,22 +491,19 @@ class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
     reads_path: ClassVar[bool] = False
 
     name: str = "reasoning_gym"
-    dataset: str = entry("chain_sum", means="name of the data set in reasoning-gym")
-    arguments: dict[str, Any] = entry(
-        factory=dict, means="arguments of the data set, such as {min_terms: 2, max_terms: 3}"
-    )
+    dataset: str = entry("chain_sum", "name of the data set in reasoning-gym")
+    arguments: dict[str, Any] = entry(dict, "arguments of the data set, such as {min_terms: 2, max_terms: 3}")
     chat: bool = entry(
-        False, means="the prompt is a message of the user, in the format of the model's chat template"
+        False, "the prompt is a message of the user, in the format of the model's chat template"
     )
     template: str = entry(
-        "{question}\n", means="format of a prompt with {question}; the default with chat is an instruction"
+        "{question}\n", "format of a prompt with {question}; the default with chat is an instruction"
     )
     train_size: int = 8192
     max_prompt_tokens: int = 256
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for a missing package, a refused data set, a `path`, or a template without field."""
-        yield from EmbeddedTaskConfig.problems(self, at)
         yield from self.template_problems(at)
         yield from missing_package("task=reasoning_gym", "reasoning_gym", "reasoning", "reasoning-gym")
         if (reason := _REFUSED.get(self.dataset)) is not None:
@@ -555,9 +541,9 @@ class ReasoningGymScorerConfig(ScorerConfig):
     name: str = "reasoning_gym"
     pattern: str | None = entry(
         r"<answer>([\s\S]*?)</answer>",
-        means="regular expression whose group matches the answer; null: the whole response",
+        "regular expression whose group matches the answer; null: the whole response",
     )
-    exact: bool = entry(True, means="1 for a full score of the verifier, else 0; false: its score")
+    exact: bool = entry(True, "1 for a full score of the verifier, else 0; false: its score")
 
     def cannot_score(self, task: TaskConfig) -> str | None:
         """Return a reason for every other task."""

@@ -31,19 +31,14 @@ class TaskConfig(Section):
     prompt_splits: ClassVar[tuple[str, ...]] = SPLITS  # splits of `path`, if it contains prompts
 
     name: str = MISSING
-    path: str | None = entry(
-        None, means="folder with a data file per split; with task=local also a single file"
-    )
-    preferences_path: str | None = entry(
-        None, means="folder of preference pairs; null: task.path, else the hub"
-    )
+    path: str | None = entry(None, "folder with a data file per split; with task=local also a single file")
+    preferences_path: str | None = entry(None, "folder of preference pairs; null: task.path, else the hub")
     max_prompt_tokens: int = number(
-        512, least=1, means="largest prompt length in tokens; longer prompts are skipped"
+        512, "largest prompt length in tokens; longer prompts are skipped", least=1
     )
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for a `path` that is not read."""
-        yield from Section.problems(self, at)
         if self.path is not None and not self.reads_path:
             yield (
                 f"{at}.path must be null for task={self.name} (its examples are generated), got {self.path}; "
@@ -130,10 +125,10 @@ class EmbeddedTaskConfig(TaskConfig):
     """A task that is generated from a seed."""
 
     embedded: ClassVar[bool] = True
-    data_seed: int = entry(0, means="seed of the generated data; the run's own seed does not change the data")
-    train_size: int = number(MISSING, least=1, means="examples to generate", remedy="512")
-    validation_size: int = number(512, least=1, means="examples to generate")
-    test_size: int = number(512, least=1, means="examples to generate")
+    data_seed: int = entry(0, "seed of the generated data; the run's own seed does not change the data")
+    train_size: int = number(MISSING, "examples to generate", least=1, remedy="512")
+    validation_size: int = number(512, "examples to generate", least=1)
+    test_size: int = number(512, "examples to generate", least=1)
 
 
 class Difficulty(Choice):
@@ -168,11 +163,11 @@ class TLDRConfig(TaskConfig):
     name: str = "tldr"
     prompts_name: str = entry(
         "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
-        means="hub name of the prompts and references",
+        "hub name of the prompts and references",
     )
     preferences_name: str = entry(
         "mnoukhov/summarize_from_feedback_oai_preprocessing_1706381144_relabel_pythia6.9b",
-        means="hub name of the preference pairs",
+        "hub name of the preference pairs",
     )
 
 
@@ -229,22 +224,19 @@ class GSM8KConfig(QuestionsConfig, TaskConfig):
     prompt_splits: ClassVar[tuple[str, ...]] = ("train",)
 
     name: str = "gsm8k"
-    prompts_name: str = entry("openai/gsm8k", means="hub name of the prompts and references")
+    prompts_name: str = entry("openai/gsm8k", "hub name of the prompts and references")
     chat: bool = entry(
-        False,
-        means="the prompt is a message of the user, in the format of the model's chat template",
-        added=True,
+        False, "the prompt is a message of the user, in the format of the model's chat template", added=True
     )
     template: str = entry(
-        _QUESTION, means="format of a prompt with {question}; the default with chat is an instruction"
+        _QUESTION, "format of a prompt with {question}; the default with chat is an instruction"
     )
     validation_size: int = number(
-        473, least=1, means="last rows of train for evaluation, unless there is a validation split"
+        473, "last rows of train for evaluation, unless there is a validation split", least=1
     )
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the template does not contain `{question}`."""
-        yield from TaskConfig.problems(self, at)
         yield from self.template_problems(at)
 
 
@@ -270,16 +262,16 @@ class ChatConfig(TaskConfig):
     prompt_columns: ClassVar[tuple[str, ...]] = ("messages",)
 
     name: str = "chat"
-    prompts_name: str = entry("HuggingFaceH4/no_robots", means="hub name of the prompts and references")
+    prompts_name: str = entry("HuggingFaceH4/no_robots", "hub name of the prompts and references")
     preferences_name: str | None = entry(
-        None, means="hub name of pairs with prompt, chosen, rejected in this format"
+        None, "hub name of pairs with prompt, chosen, rejected in this format"
     )
-    validation_split: str = entry("test", means="the name of the validation split in the data set")
+    validation_split: str = entry("test", "the name of the validation split in the data set")
     turn: str | None = entry(
-        None, means="format of a turn, with {role} and {content}; null: the tokenizer's chat template"
+        None, "format of a turn, with {role} and {content}; null: the tokenizer's chat template"
     )
     reply: str | None = entry(
-        None, means="text at the end of every prompt, before the response; set together with turn"
+        None, "text at the end of every prompt, before the response; set together with turn"
     )
 
     @property
@@ -300,9 +292,8 @@ class ChatConfig(TaskConfig):
             elif key != "task.path":
                 yield key, folder, columns, splits, reason
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for an invalid split, and for a `turn` that lacks `reply` or a field."""
-        yield from TaskConfig.problems(self, at)
         yield from _split_problems(f"{at}.validation_split", self.validation_split)
         if (self.turn is None) != (self.reply is None):
             missing, given = ("turn", "reply") if self.turn is None else ("reply", "turn")
@@ -327,8 +318,8 @@ class PreferencesConfig(TaskConfig):
     has_answers: ClassVar[bool] = False
 
     name: str = "preferences"
-    preferences_name: str | None = entry(None, means="hub name")
-    validation_split: str = entry("validation", means="the name of the validation split in the data set")
+    preferences_name: str | None = entry(None, "hub name")
+    validation_split: str = entry("validation", "the name of the validation split in the data set")
 
     @property
     def dialogues(self) -> bool | None:
@@ -348,9 +339,8 @@ class PreferencesConfig(TaskConfig):
             splits = ("train", self.validation_split)
             yield *self.folder, PREFERENCE_COLUMNS, splits, "the run reads preference pairs from it"
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if no data set is named, or if the name of the split is invalid."""
-        yield from TaskConfig.problems(self, at)
         yield from _split_problems(f"{at}.validation_split", self.validation_split)
         if self.folder is None and self.preferences_name is None:
             yield (
@@ -379,12 +369,12 @@ def _split_problems(key: str, split: str) -> Iterator[str]:
 class ColumnsConfig(Section):
     """Columns of `task=local` with names that are not recognised; null: recognised by name."""
 
-    prompt: str | None = entry(None, means="texts, or lists of messages")
-    response: str | None = entry(None, means="reference responses; needed for SFT")
-    chosen: str | None = entry(None, means="preferred responses")
-    rejected: str | None = entry(None, means="other responses")
+    prompt: str | None = entry(None, "texts, or lists of messages")
+    response: str | None = entry(None, "reference responses; needed for SFT")
+    chosen: str | None = entry(None, "preferred responses")
+    rejected: str | None = entry(None, "other responses")
     messages: str | None = entry(
-        None, means="dialogues; the last message of the assistant is the reference response"
+        None, "dialogues; the last message of the assistant is the reference response"
     )
 
 
@@ -398,16 +388,16 @@ class LocalConfig(TaskConfig):
     name: str = "local"
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     validation_fraction: float = number(
-        0.1, above=0, below=1, means="share of the rows for validation, if there is no validation file"
+        0.1, "share of the rows for validation, if there is no validation file", above=0, below=1
     )
     chat: bool = entry(
         False,
-        means="texts are messages of a dialogue; default: true if the model has a chat template and the "
+        "texts are messages of a dialogue; default: true if the model has a chat template and the "
         "texts do not begin with its marks",
         added=True,
     )
     all_replies: bool = entry(
-        False, means="SFT trains on all replies of a dialogue; false: on the last", added=True
+        False, "SFT trains on all replies of a dialogue; false: on the last", added=True
     )
 
     @property
@@ -432,9 +422,8 @@ class LocalConfig(TaskConfig):
             reason = "the run reads preference pairs from it"
             yield "task.preferences_path", self.preferences_path, PREFERENCE_COLUMNS, SPLITS, reason
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if no data set is named."""
-        yield from TaskConfig.problems(self, at)
         if self.path is None:
             yield (
                 f"{at}.path must name a file or folder for task=local (it has no data set of its own), got "
@@ -490,10 +479,10 @@ class EnvironmentTaskConfig(TaskConfig):
     has_answers: ClassVar[bool] = False
 
     name: str = "environment"
-    data_seed: int = entry(0, means="seed of the seeds; the run's own seed does not change the data")
-    train_size: int = number(1024, least=1, means="first messages to ask for")
-    validation_size: int = number(256, least=1, means="first messages to ask for")
-    test_size: int = number(256, least=1, means="first messages to ask for")
+    data_seed: int = entry(0, "seed of the seeds; the run's own seed does not change the data")
+    train_size: int = number(1024, "first messages to ask for", least=1)
+    validation_size: int = number(256, "first messages to ask for", least=1)
+    test_size: int = number(256, "first messages to ask for", least=1)
 
     @property
     def dialogues(self) -> bool:
