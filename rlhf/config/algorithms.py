@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from operator import attrgetter
 from typing import ClassVar
 
 from omegaconf import MISSING
@@ -19,7 +18,7 @@ from rlhf.config.correction import (
     Level,
     Reject,
 )
-from rlhf.config.schema import Choice, Section, entry, number, option, plain
+from rlhf.config.schema import Choice, Section, entry, number, option, value_at
 
 # Sections of the algorithms (`algo=...`): what all have, pairs, best-of-K and supervised training.
 #
@@ -104,10 +103,8 @@ class AlgoConfig(Section):
         """Yield the errors of single fields, then an error if there are too few samples of a prompt."""
         if self.samples_per_prompt < self.min_samples:
             reason = "it ranks completions of one prompt" if self.min_samples == 2 else "it needs a sample"
-            yield (
-                f"algo.samples_per_prompt must be >= {self.min_samples} for {self.name} ({reason}), "
-                f"got {self.samples_per_prompt}; set algo.samples_per_prompt={self.min_samples}"
-            )
+            rule = f"be >= {self.min_samples} for {self.name}"
+            yield self.refused(at, "samples_per_prompt", rule, reason, self.min_samples)
 
 
 @option("algo", "dpo", part="rlhf.objectives.dpo:OnlineDPO")
@@ -293,32 +290,19 @@ class PolicyGradientConfig(AlgoConfig):
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if two settings contradict each other, or if the loss ignores a key that is set."""
-        correction, anchor = self.correction, self.anchor
-        if anchor is Anchor.behaviour and correction.kind is not CorrectionKind.none:
-            yield (
-                "algo.correction.kind must be none with algo.anchor=behaviour (the ratio of the loss is the "
-                f"weight already), got {correction.kind.value}; set algo.correction.kind=none"
-            )
-        if anchor is Anchor.loglinear and correction.coupled:
-            yield (
-                "algo.correction.reject and algo.correction.normalise must not be set with "
-                "algo.anchor=loglinear (they need the log-probs that this anchor saves); set algo.anchor=old"
-            )
-        limits = self.covariance.kind
-        if self.sequence_ratio and limits is not Covariance.none and "covariance.kind" not in self.unused():
-            yield (
-                f"algo.covariance.kind must be none for algo={self.name} (it limits single tokens, but the "
-                f"ratio is that of a whole response), got {limits.value}; set algo.covariance.kind=none"
-            )
-        default = type(self)()
-        for key in self.unused():
-            value, unset = (attrgetter(key)(section) for section in (self, default))
-            if value != unset:
-                unset = unset.value if isinstance(unset, Choice) else plain(unset)
-                yield (
-                    f"algo.{key} must not be set for algo={self.name} (its loss does not use it), got "
-                    f"{value.value if isinstance(value, Choice) else plain(value)}; set algo.{key}={unset}"
-                )
+        correction, limits, unused, default = self.correction, self.covariance, self.unused(), type(self)()
+        if self.anchor is Anchor.behaviour and correction.kind is not CorrectionKind.none:
+            reason = "the ratio of the loss is the weight already"
+            yield self.refused(at, "correction.kind", "be none with algo.anchor=behaviour", reason)
+        if self.anchor is Anchor.loglinear and correction.coupled:
+            rule = "not be loglinear with algo.correction.reject or algo.correction.normalise"
+            yield self.refused(at, "anchor", rule, "they need the log-probs that this anchor saves", "old")
+        if self.sequence_ratio and limits.kind is not Covariance.none and "covariance.kind" not in unused:
+            reason = "it limits single tokens, but the ratio is that of a whole response"
+            yield self.refused(at, "covariance.kind", f"be none for algo={self.name}", reason)
+        for key in unused:
+            if value_at(self, key) != value_at(default, key):
+                yield self.refused(at, key, f"not be set for algo={self.name}", "its loss does not use it")
 
     def corrections(self) -> list[str]:
         """Return the setting that weights samples of older weights, if the loss does not correct for them."""
@@ -405,10 +389,8 @@ class PPOConfig(PolicyGradientConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if `kl_target` is set and `kl_coef` is 0: a coefficient of 0 cannot adapt."""
         if self.kl_target is not None and not self.kl_coef:
-            yield (
-                "algo.kl_coef must be > 0 with algo.kl_target (the coefficient adapts by factors), got 0; "
-                "set algo.kl_coef=0.05"
-            )
+            rule = "be > 0 with algo.kl_target"
+            yield self.refused(at, "kl_coef", rule, "the coefficient adapts by factors")
 
 
 @option("algo", "rloo", part="rlhf.objectives.rloo:RLOO")
@@ -436,10 +418,8 @@ class RLOOConfig(PolicyGradientConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if `anchor` is set and the loss has no ratio."""
         if self.anchor is not Anchor.old and not self.reads_anchor:
-            yield (
-                "algo.anchor must be old with algo.loss_type=reinforce (this loss has no ratio; "
-                f"algo.correction corrects for older samples), got {self.anchor.value}; set algo.anchor=old"
-            )
+            reason = "this loss has no ratio; algo.correction corrects for older samples"
+            yield self.refused(at, "anchor", "be old with algo.loss_type=reinforce", reason)
 
     def unused(self) -> tuple[str, ...]:
         """Return the keys of the clipped loss for `loss_type=reinforce`, which has no ratio."""
@@ -536,12 +516,6 @@ class DPPODivergence(Choice):
     kl = "kl", "KL(q || p) of the two outcomes"
 
 
-_DEFAULT_LIMITS = {
-    DPPODivergence.tv: 0.15,
-    DPPODivergence.kl: 0.05,
-}  # values of the authors, arXiv 2602.04879
-
-
 class OAPLAnchor(Choice):
     """The policy to which OAPL regresses."""
 
@@ -605,7 +579,7 @@ class DPPOConfig(UnclippedConfig):
     @property
     def limits(self) -> tuple[float, float]:
         """The limits `limit_low` and `limit_high`; where they are null, the default of the divergence."""
-        default = _DEFAULT_LIMITS[self.divergence]
+        default = 0.15 if self.divergence is DPPODivergence.tv else 0.05  # of the authors, arXiv 2602.04879
         low, high = (default if limit is None else limit for limit in (self.limit_low, self.limit_high))
         return low, high
 

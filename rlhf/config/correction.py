@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rlhf.config.schema import Choice, Section, entry, number, plain
+from rlhf.config.schema import Choice, Section, entry, number
 
 
 class CorrectionKind(Choice):
@@ -104,16 +104,12 @@ class CorrectionConfig(Section):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if [low, high] does not contain 1, the weight of on-policy samples."""
         if not 0 <= self.low <= 1 <= self.high:
-            yield (
-                "algo.correction.low and algo.correction.high must have 1 between them (1 is the weight of "
-                f"an on-policy sample), got {self.low:g} and {self.high:g}; set algo.correction.low=0.5 "
-                "algo.correction.high=2"
-            )
+            rule = f"be >= 0 and <= 1, and {at}.high={self.high:g} >= 1"
+            remedy = f"set {at}.low=0.5 {at}.high=2"
+            yield self.refused(at, "low", rule, "1 is the weight of an on-policy sample", remedy=remedy)
         if self.cap < self.floor:
-            yield (
-                f"algo.correction.cap must be >= algo.correction.floor (weights are between the two), got "
-                f"{plain(self.cap)} and {plain(self.floor)}; set algo.correction.cap=2"
-            )
+            rule = f"be >= {at}.floor={self.floor:g}"
+            yield self.refused(at, "cap", rule, "weights are between the two")
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each key that is set and has no effect."""
@@ -154,11 +150,9 @@ class CovarianceConfig(Section):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if no covariance is between the bounds."""
         if self.kind is Covariance.clip and self.low >= self.high:
-            yield (
-                "algo.covariance.low must be < algo.covariance.high (the covariance of a limited token is "
-                f"between the two), got {self.low:g} and {self.high:g}; set algo.covariance.low=1 "
-                "algo.covariance.high=5"
-            )
+            reason = "the covariance of a limited token is between the two"
+            remedy = f"set {at}.low=1 {at}.high=5"
+            yield self.refused(at, "low", f"be < {at}.high={self.high:g}", reason, remedy=remedy)
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each key that is set and has no effect."""

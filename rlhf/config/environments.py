@@ -126,8 +126,8 @@ class ToolsConfig(TurnsConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if there is no function, or one cannot be imported."""
         if not self.functions:
-            key = f"{at}.functions"
-            yield f"{key} must name at least one function, got []; set '{key}=[<file>.py:<function>]'"
+            remedy = f"set '{at}.functions=[<file>.py:<function>]'"
+            yield self.refused(at, "functions", "name at least one function", remedy=remedy)
         for address in self.functions:
             if problem := function_problem(f"{at}.functions", address, None):
                 yield problem
@@ -156,7 +156,7 @@ class PythonEnvironmentConfig(ClassConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the class cannot be imported."""
         if self.path is None:
-            yield f"{at}.path must name a class, got null; set {at}.path=<file>.py:<Class>"
+            yield self.refused(at, "path", "name a class", instead="<file>.py:<Class>")
         elif problem := class_problem(f"{at}.path", self.path):
             yield problem
 
@@ -168,18 +168,15 @@ class PythonEnvironmentConfig(ClassConfig):
             yield from error.problems
             return
         if missing := [name for name in ("reset", "step") if not callable(getattr(found, name, None))]:
-            yield (
-                f"{at}.path must name a class with reset(example) and step(reply), got {self.path} without "
-                f"{' and '.join(missing)}; add {missing[0]}"
-            )
+            reason = f"it has no {' and no '.join(missing)}"
+            rule, remedy = "name a class with reset(example) and step(reply)", f"add {missing[0]}"
+            yield self.refused(at, "path", rule, reason, remedy=remedy)
         try:
             if signature := signature_of(found):
                 signature.bind(**self.arguments)
         except TypeError as error:
-            yield (
-                f"{at}.arguments must be arguments of {self.path} ({error}), got {self.arguments}; "
-                "correct them"
-            )
+            rule = f"be arguments of {self.path}"
+            yield self.refused(at, "arguments", rule, str(error), remedy="correct them")
 
 
 @option("environment", "gymnasium", part="rlhf.environments.environment:build")
@@ -199,7 +196,7 @@ class GymnasiumConfig(ClassConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error without `id`, and if the package is not installed."""
         if self.id is None:
-            yield f"{at}.id must name an environment, got null; set {at}.id=FrozenLake-v1"
+            yield self.refused(at, "id", "name an environment", instead="FrozenLake-v1")
         yield from missing_package("environment=gymnasium", "gymnasium", "gymnasium")
 
     def job_problems(self, at: str) -> Iterator[str]:
@@ -210,24 +207,21 @@ class GymnasiumConfig(ClassConfig):
         try:
             game = make(self.id, **self.options)
         except Exception as error:  # an environment may raise anything
-            yield (
-                f"{at}.id must be an environment that gymnasium makes with {at}.options ({one_line(error)}), "
-                f"got {self.id}; correct it"
-            )
+            rule = f"be an environment that gymnasium makes with {at}.options"
+            yield self.refused(at, "id", rule, one_line(error), remedy="correct it")
             return
         space = game.action_space
         for word, action in self.actions.items():
             if not space.contains(action):
-                yield (
-                    f"{at}.actions must be actions of {self.id} ({space}), got {{{word}: {action}}}; "
-                    "correct it"
-                )
+                rule = f"be actions of {self.id}, unlike {word}"
+                yield self.refused(at, "actions", rule, str(space), remedy="correct it")
         numbers = spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete
         if not self.actions and isinstance(space, numbers):
-            yield (
-                f"{at}.actions must say which action of {self.id} each word means ({space} has no texts), "
-                f"got {{}}; set +{at}.actions={{<word>: <action>}}"
+            rule, remedy = (
+                f"say which action of {self.id} each word means",
+                f"set +{at}.actions={{<word>: <action>}}",
             )
+            yield self.refused(at, "actions", rule, f"{space} has no texts", remedy=remedy)
         game.close()
 
 
@@ -248,10 +242,8 @@ class OpenEnvConfig(ClassConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error without `url`, and if the package is not installed."""
         if not (self.url or "").startswith(("http://", "https://")):
-            yield (
-                f"{at}.url must begin with http:// or https://, got {self.url or 'null'}; "
-                f"set {at}.url=http://{self.url or 'localhost:8000'}"
-            )
+            whole = f"http://{self.url or 'localhost:8000'}"
+            yield self.refused(at, "url", "begin with http:// or https://", instead=whole)
         yield from missing_package("environment=openenv", "websockets", "openenv")
 
 

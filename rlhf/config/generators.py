@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import ClassVar
 from omegaconf import MISSING
 
 from rlhf.config.models import Dtype
-from rlhf.config.schema import Affects, Choice, Section, entry, number, option
+from rlhf.config.schema import Affects, Choice, Section, entry, missing_package, number, option, plain
 from rlhf.config.services import service_problems, token_problems, url_problems
 from rlhf.core.errors import setting
 from rlhf.core.machine import STATUS, is_loopback
@@ -147,12 +146,9 @@ class GeneratorConfig(Section):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each setting that truncates the distribution of samples."""
         for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-            value = getattr(self, key)
-            if value != off:
-                yield (
-                    f"{at}.{key} must be off for training (a truncated distribution differs from the one "
-                    f"that is trained, so its log-probs would be wrong), got {value}; set {at}.{key}={off}"
-                )
+            if getattr(self, key) != off:
+                reason = "log-probs of a truncated distribution are not those that are trained"
+                yield self.refused(at, key, "be off for training", reason, off)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -227,11 +223,9 @@ class WorkerConfig(GeneratorConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for several replicas on each rank."""
         if self.replicas > 1 and self.per_rank and not self.shares_gpu:
-            yield (
-                f"{at}.per_rank must be false with {at}.replicas above 1 (the replicas of rank 0 serve all "
-                f"ranks), got true with {self.replicas}; set {at}.per_rank=false, and {at}.replicas to the "
-                "number of processes"
-            )
+            rule = f"be false with {at}.replicas above 1"
+            reason = "the replicas of rank 0 serve all ranks"
+            yield self.refused(at, "per_rank", rule, reason)
 
 
 @option("generator", "hf", part="rlhf.generators.hf.generator:build")
@@ -348,44 +342,34 @@ class VLLMConfig(WorkerConfig):
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if vLLM is not installed, the temperature is too low, or `devices` is invalid."""
-        if importlib.util.find_spec("vllm") is None:
-            yield (
-                f"generator={self.name} needs vLLM, which is not installed; "
-                "run: pip install -e '.[vllm]', or set generator=hf"
-            )
-        if 0 < self.temperature < self.lowest_temperature:
-            yield (
-                f"{at}.temperature must be >= {self.lowest_temperature} with generator={self.name} (vLLM "
-                f"raises lower values to {self.lowest_temperature}), got {self.temperature}; "
-                f"set {at}.temperature=0.7"
-            )
-        wrong_gpus = self.devices is not None and (
-            len(set(self.devices)) != self.gpus or min(self.devices) < 0
-        )
-        if self.tensor_parallel_size >= 1 and wrong_gpus:
+        yield from missing_package(f"generator={self.name}", "vllm", "vllm", "vLLM", "set generator=hf")
+        lowest, name, transfer = self.lowest_temperature, self.name, self.transfer
+        if 0 < self.temperature < lowest:
+            reason = f"vLLM raises lower values to {lowest}"
+            yield self.refused(at, "temperature", f"be >= {lowest} with generator={name}", reason, 0.7)
+        right = self.devices is None or (len(set(self.devices)) == self.gpus and min(self.devices) >= 0)
+        if self.tensor_parallel_size >= 1 and not right:
             many = f" x {at}.replicas" if self.replicas > 1 else ""
-            yield (
-                f"{at}.devices must name {at}.tensor_parallel_size{many} = {self.gpus} GPUs, each once by "
-                f"its number, got {self.devices}; set {at}.devices=null"
-            )
-        if (why := self._transfer_fails()) is not None:
-            yield (
-                f"{at}.transfer must not be {self.transfer.value} with {why}, got {self.transfer.value}; "
-                f"set {at}.transfer=auto"
-            )
-
-    def _transfer_fails(self) -> str | None:
-        """Return why `transfer` cannot work with the other keys of this section; None: it can."""
-        if self.transfer is Transfer.ipc and not self.shares_gpu:
-            return f"generator={self.name} (CUDA IPC shares memory of one GPU, and vLLM has another)"
-        if self.transfer is Transfer.ipc and self.tensor_parallel_size > 1:
-            return "generator.tensor_parallel_size above 1 (CUDA IPC shares memory of one GPU)"
-        if self.transfer is Transfer.nccl and self.shares_gpu:
-            return f"generator={self.name} (NCCL does not connect two processes on one GPU)"
-        if self.transfer in (Transfer.ipc, Transfer.nccl) and self.replicas > 1:
-            reason = "all replicas read one snapshot of the weights in shared memory"
-            return f"generator.replicas above 1 ({reason})"
-        return None
+            rule = f"name {at}.tensor_parallel_size{many} = {self.gpus} GPUs, each once by its number"
+            yield self.refused(at, "devices", rule)
+        ipc, nccl, one_gpu = (
+            transfer is Transfer.ipc,
+            transfer is Transfer.nccl,
+            "CUDA IPC shares memory of one GPU",
+        )
+        for fails, setting_, reason in (
+            (ipc and not self.shares_gpu, f"generator={name}", f"{one_gpu}, and vLLM has another"),
+            (ipc and self.tensor_parallel_size > 1, f"{at}.tensor_parallel_size above 1", one_gpu),
+            (nccl and self.shares_gpu, f"generator={name}", "NCCL does not connect two processes on one GPU"),
+            (
+                (ipc or nccl) and self.replicas > 1,
+                f"{at}.replicas above 1",
+                "all replicas read one snapshot of the weights in shared memory",
+            ),
+        ):
+            if fails:
+                yield self.refused(at, "transfer", f"not be {transfer.value} with {setting_}", reason, "auto")
+                return
 
 
 @option("generator", "vllm_colocated", part="rlhf.generators.vllm.generator:build")
@@ -401,10 +385,9 @@ class VLLMColocatedConfig(VLLMConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for more than one replica: only one request is in flight at a time."""
         if self.replicas > 1:
-            yield (
-                f"{at}.replicas must be 1 with generator=vllm_colocated (it sleeps while the trainer uses "
-                f"the device, so only one request is in flight), got {self.replicas}; set generator=vllm"
-            )
+            reason = "it sleeps while the trainer uses the device, so only one request is in flight"
+            rule, remedy = "be 1 with generator=vllm_colocated", "set generator=vllm"
+            yield self.refused(at, "replicas", rule, reason, remedy=remedy)
 
 
 @option("generator", "dataset", part="rlhf.generators.generator:build")
@@ -485,18 +468,13 @@ class VLLMServerConfig(VLLMConfig):
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for keys of one process, or if the addresses or the key of the servers are wrong."""
-        per_rank = str(self.per_rank).lower()
-        for key, value, only in ("replicas", self.replicas, 1), ("per_rank", per_rank, "false"):
-            if value != only:
-                yield (
-                    f"{at}.{key} must be {only} with generator=vllm_server (all ranks use the same servers), "
-                    f"got {value}; set {at}.{key}={only}"
-                )
+        for key, only in ("replicas", 1), ("per_rank", False):
+            if getattr(self, key) != only:
+                rule = f"be {plain(only)} with generator=vllm_server"
+                yield self.refused(at, key, rule, "all ranks use the same servers")
         if self.transfer not in (Transfer.auto, Transfer.nccl):
-            yield (
-                f"{at}.transfer must be auto (servers read weights from files) or nccl (between GPUs) with "
-                f"generator=vllm_server, got {self.transfer.value}; set {at}.transfer=auto"
-            )
+            rule = "be auto (servers read weights from files) or nccl (between GPUs)"
+            yield self.refused(at, "transfer", f"{rule} with generator=vllm_server")
         if not self.urls:
             return
         whole = [
@@ -509,14 +487,13 @@ class VLLMServerConfig(VLLMConfig):
         remedy = f"set {setting(f'{at}.urls', whole)}"
         yield from (text.replace(f"set {at}.urls={example}", remedy) for text in wrong)
         if len({*self.urls}) < len(self.urls):
-            yield f"{at}.urls must name each server once, got {self.urls}; remove the second of both"
+            yield self.refused(at, "urls", "name each server once", remedy="remove the second of both")
         if self.key_variable is not None:
             yield from token_problems(f"{at}.key_variable", self.key_variable)
         elif not wrong and not all(map(is_loopback, self.urls)):
-            yield (
-                f"{at}.key_variable must name an environment variable with the key of the servers (they are "
-                f"on other hosts, where everybody could use them), got null; set {at}.key_variable=RLHF_KEY"
-            )
+            rule = "name an environment variable with the key of the servers"
+            reason = "they are on other hosts, where everybody could use them"
+            yield self.refused(at, "key_variable", rule, reason, "RLHF_KEY")
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error for a server that refuses connections or the key, and without a network of NCCL."""

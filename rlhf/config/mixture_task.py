@@ -13,8 +13,6 @@ from rlhf.config.schema import entry, option
 from rlhf.config.scorers import PartsScorerConfig
 from rlhf.config.tasks import Need, TaskConfig
 
-_PART = re.compile(r"[a-z0-9_]+")  # name of a part of a mixture, which is in the names of its metrics
-
 
 @option("task", "mixture", part="rlhf.tasks.mixture:MixtureSource")
 @dataclass(kw_only=True, slots=True)
@@ -55,38 +53,29 @@ class MixtureConfig(TaskConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for missing or nested parts, wrong weights, and data outside of the parts."""
         if not self.parts:
-            yield (
-                f"{at}.parts must contain at least one task (prompts are drawn from it), got none; set "
-                f"+schema/task@{at}.parts.<name>=<task>"
-            )
+            rule, remedy = "contain at least one task", f"set +schema/task@{at}.parts.<name>=<task>"
+            yield self.refused(at, "parts", rule, "prompts are drawn from it", remedy=remedy)
         for name, part in self.parts.items():
-            if not _PART.fullmatch(name):
-                yield (
-                    f"{at}.parts must have names of lower-case letters, digits and _ (metrics have these "
-                    f"names), got {name}; rename it"
-                )
+            if not re.fullmatch("[a-z0-9_]+", name):
+                rule = f"{at}.parts must have names of lower-case letters, digits and _"
+                yield f"{rule} (metrics have these names), got {name}; rename it"
             if isinstance(part, MixtureConfig):
-                yield (
-                    f"{at}.parts.{name} must not be a mixture (its parts would have no weights), got "
-                    f"mixture; add its parts to {at}.parts"
-                )
+                rule, remedy = "not be in a mixture", f"add its parts to {at}.parts"
+                reason = "its parts would have no weights"
+                yield part.refused(f"{at}.parts.{name}", "name", rule, reason, remedy=remedy)
         for name, weight in self.weights.items():
             if name not in self.parts:
-                yield (
-                    f"{at}.weights must name parts of the mixture ({', '.join(self.parts) or 'none'}), got "
-                    f"{name}; leave it out, or add +schema/task@{at}.parts.{name}=<task>"
-                )
+                rule = f"{at}.weights must name parts of the mixture ({', '.join(self.parts) or 'none'})"
+                remedy = f"leave it out, or add +schema/task@{at}.parts.{name}=<task>"
+                yield f"{rule}, got {name}; {remedy}"
             elif not 0 < weight < math.inf:
-                yield (
-                    f"{at}.weights.{name} must be > 0 (the share of its prompts is proportional to it), got "
-                    f"{weight:g}; set {at}.weights.{name}=1"
-                )
+                reason = "the share of its prompts is proportional to it"
+                yield self.refused(at, f"weights.{name}", "be > 0", reason, 1)
         for key in ("path", "preferences_path"):
             if (value := getattr(self, key)) is not None:
-                yield (
-                    f"{at}.{key} must be null for task=mixture (each part has its own data), got {value}; "
-                    f"set {at}.parts.<name>.{key}={value} {at}.{key}=null"
-                )
+                remedy = f"set {at}.parts.<name>.{key}={value} {at}.{key}=null"
+                rule = "be null for task=mixture"
+                yield self.refused(at, key, rule, "each part has its own data", remedy=remedy)
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each part with a limit of prompt tokens, which has no effect."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -11,7 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rlhf.config.schema import Affects, Choice, Section, dotted, entry, number, option
+from rlhf.config.schema import Affects, Choice, Section, dotted, entry, missing_package, number, option
 from rlhf.text.chat import PLAIN
 
 AUTO = "auto"  # value of model.attention
@@ -42,18 +41,11 @@ class LoRAConfig(Section):
         """Yield an error for each number out of bounds, if PEFT is missing, and if `targets` is empty."""
         if self.rank < 1:
             return
-        if importlib.util.find_spec("peft") is None:
-            yield (
-                f"{at}.rank needs PEFT (it makes the adapters), which is not installed, got {self.rank}; "
-                f"run: pip install -e '.[lora]', or set {at}.rank=0"
-            )
+        yield from missing_package(f"{at}.rank={self.rank}", "peft", "lora", "PEFT", f"set {at}.rank=0")
         if self.alpha < 1:
-            yield (
-                f"{at}.alpha must be >= 1 (the update is multiplied by alpha / rank), got {self.alpha}; "
-                f"set {at}.alpha=32"
-            )
+            yield self.refused(at, "alpha", "be >= 1", "the update is multiplied by alpha / rank")
         if self.targets == []:
-            yield f"{at}.targets must name a layer (nothing would be trained), got []; set {at}.targets=null"
+            yield self.refused(at, "targets", "name a layer", "nothing would be trained")
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each other key of this section that is set although `rank` is 0."""
@@ -116,19 +108,18 @@ class ModelConfig(Section):
         try:
             datetime.fromisoformat(self.clock or "2026-01-31")
         except ValueError:
-            yield (
-                f"{at}.clock must be a time in ISO format (the chat template reads it), got {self.clock!r}; "
-                f"set {at}.clock=2026-01-31T09:00"
-            )
-        chosen = self.chat_template
-        if chosen not in (None, PLAIN) and not Path(chosen).expanduser().is_file():
-            yield (
-                f"{at}.chat_template must be a file with a Jinja template or plain (there is no such file), "
-                f"got {chosen!r}; set {at}.chat_template=plain (a line such as <|user|> before each message)"
-            )
-        elif chosen not in (None, PLAIN) and (reason := _syntax_error(Path(chosen).expanduser())):
-            rule = f"{at}.chat_template must be a valid Jinja template"
-            yield f"{rule}, got {chosen}, {reason}; correct the file"
+            rule, now = "be a time in ISO format", "2026-01-31T09:00"
+            yield self.refused(at, "clock", rule, "the chat template reads it", now)
+        if self.chat_template in (None, PLAIN):
+            return
+        file = Path(self.chat_template).expanduser()
+        if not file.is_file():
+            remedy = f"set {at}.chat_template=plain (a line such as <|user|> before each message)"
+            rule = "be a file with a Jinja template or plain"
+            yield self.refused(at, "chat_template", rule, "there is no such file", remedy=remedy)
+        elif (reason := _syntax_error(file)) is not None:
+            remedy = "correct the file"
+            yield self.refused(at, "chat_template", "be a valid Jinja template", reason, remedy=remedy)
 
     @property
     def loaded_attention(self) -> str:
@@ -165,9 +156,9 @@ def _syntax_error(file: Path) -> str | None:
     except TemplateSyntaxError as error:
         if "generation" in str(error.message):  # a tag of transformers
             return None
-        return f"line {error.lineno} ({str(error.message).rstrip('.')})"
+        return f"line {error.lineno}: {str(error.message).rstrip('.')}"
     except (OSError, ValueError) as error:
-        return f"which cannot be read ({error})"
+        return f"the file cannot be read: {error}"
     return None
 
 
@@ -205,7 +196,5 @@ class NanoConfig(ModelConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if `hidden_size` is not divisible by `heads`."""
         if self.heads < 1 or self.hidden_size % self.heads:
-            yield (
-                f"{at}.hidden_size must be divisible by {at}.heads (each head has an equal part), "
-                f"got {self.hidden_size} and {self.heads}; set {at}.heads=4"
-            )
+            rule, remedy = f"be divisible by {at}.heads={self.heads}", f"set {at}.heads=4"
+            yield self.refused(at, "hidden_size", rule, "each head has an equal part", remedy=remedy)

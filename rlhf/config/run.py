@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hydra.core.config_store import ConfigStore
 
@@ -60,10 +61,27 @@ class WandbMode(Choice):
     offline = "offline"
 
 
+@dataclass(kw_only=True, slots=True)
+class DashboardConfig(Section):
+    """A logger that needs packages of its own."""
+
+    modules: ClassVar[tuple[str, ...]]  # the modules that the logger imports
+
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error for each package that is not installed; the extra has the name of the logger."""
+        for module in self.modules:
+            extra = self.modules[0]
+            yield from missing_package(
+                f"logger={extra}", module, extra, otherwise=f"leave logger={extra} out"
+            )
+
+
 @option("logger", "wandb", part="rlhf.loggers.dashboards:WandbLogger")
 @dataclass(kw_only=True, slots=True)
-class WandbConfig(Section):
+class WandbConfig(DashboardConfig):
     """Weights & Biases."""
+
+    modules: ClassVar[tuple[str, ...]] = ("wandb",)
 
     project: str = entry("rlhf", "project at W&B")
     entity: str | None = entry(None, "user or team at W&B; null: the default of the account")
@@ -73,27 +91,23 @@ class WandbConfig(Section):
         None, "null: the value of the variable WANDB_MODE, online if that is not set"
     )
 
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if the package wandb is missing."""
-        yield from _missing_package("wandb")
-
 
 @option("logger", "tensorboard", part="rlhf.loggers.dashboards:TensorboardLogger")
 @dataclass(kw_only=True, slots=True)
-class TensorboardConfig(Section):
+class TensorboardConfig(DashboardConfig):
     """TensorBoard event files in `tensorboard/` of the run folder."""
 
-    flush_secs: int = entry(30, "seconds until buffered rows are written to disk")
+    modules: ClassVar[tuple[str, ...]] = ("tensorboard",)
 
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if the package tensorboard is missing."""
-        yield from _missing_package("tensorboard")
+    flush_secs: int = entry(30, "seconds until buffered rows are written to disk")
 
 
 @option("logger", "mlflow", part="rlhf.loggers.dashboards:MlflowLogger")
 @dataclass(kw_only=True, slots=True)
-class MlflowConfig(Section):
+class MlflowConfig(DashboardConfig):
     """MLflow, in a local SQLite store or on a tracking server."""
+
+    modules: ClassVar[tuple[str, ...]] = ("mlflow", "sqlalchemy", "alembic")
 
     experiment: str = entry("rlhf", "experiment at MLflow")
     uri: str | None = entry(
@@ -103,15 +117,12 @@ class MlflowConfig(Section):
     )
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if a package is missing, or if MLflow would write files without a database."""
-        yield from _missing_package("mlflow", "mlflow", "sqlalchemy", "alembic")
-        if self.uri is not None and not self.uri.startswith("databricks"):
-            scheme, separator, _ = self.uri.partition("://")
-            if not separator or scheme == "file":
-                yield (
-                    f"{at}.uri must be the address of a tracking server or a database (MLflow does not "
-                    f"maintain its store of files), got {self.uri}; set {at}.uri=sqlite:///mlflow.db"
-                )
+        """Yield an error if MLflow would write files without a database."""
+        scheme, separator, _ = (self.uri or "databricks").partition("://")
+        if not scheme.startswith("databricks") and (not separator or scheme == "file"):
+            rule = "be the address of a tracking server or a database"
+            reason = "MLflow does not maintain its store of files"
+            yield self.refused(at, "uri", rule, reason, "sqlite:///mlflow.db")
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error if the tracking server accepts no connections."""
@@ -126,8 +137,10 @@ class MlflowConfig(Section):
 
 @option("logger", "trackio", part="rlhf.loggers.dashboards:TrackioLogger")
 @dataclass(kw_only=True, slots=True)
-class TrackioConfig(Section):
+class TrackioConfig(DashboardConfig):
     """Trackio, in a local store."""
+
+    modules: ClassVar[tuple[str, ...]] = ("trackio",)
 
     project: str = entry("rlhf", "project at trackio")
     dir: str | None = entry(
@@ -137,8 +150,7 @@ class TrackioConfig(Section):
     )
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if the package trackio is missing, or if a variable selects a remote store."""
-        yield from _missing_package("trackio")
+        """Yield an error if a variable selects a remote store."""
         for place in ("SPACE_ID", "SERVER_URL", "BUCKET_ID", "DATASET_ID"):
             if os.environ.get(variable := f"TRACKIO_{place}"):
                 yield (
@@ -156,17 +168,6 @@ class LoggersConfig(Section):
     tensorboard: TensorboardConfig | None = None
     mlflow: MlflowConfig | None = None
     trackio: TrackioConfig | None = None
-
-
-def _missing_package(logger: str, *modules: str) -> Iterator[str]:
-    """Yield an error if a package that a logger needs is not installed.
-
-    Args:
-        logger: the option of the logger, which is also the name of the extra.
-        modules: the modules that the logger imports; empty: one with the name of the logger.
-    """
-    for name in modules or [logger]:
-        yield from missing_package(f"logger={logger}", name, logger, otherwise=f"leave logger={logger} out")
 
 
 # Settings of `hydra/sweeper=search`, a search for the best values of keys with Optuna.

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.schema import Affects, Choice, Section, dotted, entry, number, option, plain
+from rlhf.config.schema import Affects, Choice, Section, entry, number, option, plain
 
 MOST_EPISODES = 10**9
 _MOMENTUM = 0.95
@@ -122,11 +122,8 @@ class OptimConfig(Section):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if `betas` are not two numbers in [0, 1)."""
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            key = dotted(at, "betas")
-            yield (
-                f"{key} must be two numbers >= 0 and < 1 (decay rates of the gradient and of its square), "
-                f"got [{','.join(map(plain, self.betas))}]; set {key}=[0.9,0.999]"
-            )
+            reason = "decay rates of the gradient and of its square"
+            yield self.refused(at, "betas", "be two numbers >= 0 and < 1", reason)
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning if the momentum of Muon is set and the optimizer is not Muon."""
@@ -224,16 +221,11 @@ class ScheduleConfig(Section):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if `max_lag` is 0 with `update=in_flight`, or above `max_age`."""
         if self.in_flight and self.max_lag < 1:
-            yield (
-                "schedule.max_lag must be >= 1 with schedule.update=in_flight (otherwise no request is "
-                f"running when the weights change), got {self.max_lag}; set schedule.max_lag=1"
-            )
-        age, lag = self.max_age, self.max_lag
-        if age is not None and age < lag:
-            yield (
-                "schedule.max_age must be >= schedule.max_lag (groups start up to that many updates ahead), "
-                f"got {age} with schedule.max_lag={lag}; set schedule.max_age={lag}"
-            )
+            reason = "otherwise no request is running when the weights change"
+            yield self.refused(at, "max_lag", f"be >= 1 with {at}.update=in_flight", reason, 1)
+        if self.max_age is not None and self.max_age < self.max_lag:
+            reason = "groups start up to that many updates ahead"
+            yield self.refused(at, "max_age", f"be >= {at}.max_lag={self.max_lag}", reason, self.max_lag)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -69,20 +69,21 @@ class Section:
 
         Args:
             at: the dotted key of this section.
-            name: the field.
+            name: the field, or the dotted key of one below this section.
             rule: the rule, as it follows "must", such as "be > 0 with algo.kl_target".
             because: the reason of the rule.
-            instead: a valid value; by default that of the field.
+            instead: a valid value, or a placeholder for one; by default that of the field.
             remedy: what to do, if it is not to set the key to `instead`.
         """
         key = dotted(at, name)
         if instead is ABSENT:
             bound = fact(type(self), name, "bound")
-            instead = bound and bound.remedy or next(f.default for f in fields(self) if f.name == name)
+            default = value_at(type(self)(), name)
+            instead = bound and bound.remedy or ("<value>" if default == MISSING else default)
         reason = because and f" ({because})"
-        value = "<value>" if instead in (MISSING, _REQUIRED) else plain(instead)
+        value = instead if isinstance(instead, str) else plain(instead)
         return (
-            f"{key} must {rule}{reason}, got {plain(getattr(self, name))}; {remedy or f'set {key}={value}'}"
+            f"{key} must {rule}{reason}, got {plain(value_at(self, name))}; {remedy or f'set {key}={value}'}"
         )
 
     def warnings(self, at: str) -> Iterator[str]:
@@ -307,7 +308,7 @@ def entry(
 def number(
     default: Any, means: str, *, affects: Affects = Affects.result, added: bool = False, **rule: Any
 ) -> Any:
-    """Declare a numeric field with its rule (the arguments of `Bound`) and the facts about its key (`entry`)."""
+    """Declare a numeric field with its rule (as in `Bound`) and the facts about its key (as in `entry`)."""
     facts = {"means": means, "affects": affects, "added": added, "declared": default, "bound": Bound(**rule)}
     return field(default=default, metadata=facts)
 
@@ -341,6 +342,8 @@ def plain(value: Any) -> str:
             return str(value.value)
         case float():
             return f"{value:g}"
+        case str() if value.split() != [value]:  # empty, or with spaces
+            return repr(value)
         case list() | tuple():
             return f"[{','.join(map(plain, value))}]"
     return str(value)

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from rlhf.config.models import Dtype
-from rlhf.config.schema import Affects, Section, entry, missing_package, number, option, sections
+from rlhf.config.schema import Affects, Section, entry, missing_package, number, option, plain, sections
 from rlhf.config.services import service_problems, token_problems, url_problems
 from rlhf.config.tasks import EmbeddedTaskConfig, QuestionsConfig, TaskConfig
-from rlhf.core.errors import setting
+from rlhf.core.errors import one_line, setting
 from rlhf.usercode.address import ONLY_HERE, function_problem, takes_lists
 
 # Relative difference of the scores of a reward model for one response at different places of a batch.
@@ -121,16 +121,12 @@ class ScorerConfig(Section):
         """Yield an error if both missing-EOS keys are set, or if a scorer that is no part has a weight."""
         score, penalty = self.missing_eos_score, self.missing_eos_penalty
         if score is not None and penalty is not None:
-            yield (
-                f"{at}.missing_eos_score and {at}.missing_eos_penalty must not both be set (one replaces the "
-                f"score that the other lowers), got {score:g} and {penalty:g}; "
-                f"set {at}.missing_eos_score=null or {at}.missing_eos_penalty=null"
-            )
+            rule = f"be null with {at}.missing_eos_penalty={penalty:g}"
+            remedy = f"set {at}.missing_eos_score=null or {at}.missing_eos_penalty=null"
+            reason = "it replaces the score that the other lowers"
+            yield self.refused(at, "missing_eos_score", rule, reason, remedy=remedy)
         if math.isfinite(self.weight) and self.weight != 1 and ".parts." not in at:
-            yield (
-                f"{at}.weight must be 1 outside of a weighted scorer (only parts have weights), "
-                f"got {self.weight:g}; set {at}.weight=1"
-            )
+            yield self.refused(at, "weight", "be 1 outside of a weighted scorer", "only parts have weights")
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each missing-EOS key of a judge, where these keys have no effect."""
@@ -194,10 +190,8 @@ class RewardModelScorerConfig(ScorerConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if a judge has no `path`."""
         if at.startswith("gold") and self.path is None:
-            yield (
-                f"{at}.path must name a reward model (the judge must not be the model that training sees), "
-                f"got null; set {at}.path=<hub name or folder>"
-            )
+            reason = "the judge must not be the model that training sees"
+            yield self.refused(at, "path", "name a reward model", reason, "<hub name or folder>")
 
 
 @option("scorer", "facts", part="rlhf.scorers.function:FactsScorer")
@@ -300,10 +294,8 @@ class WeightedScorerConfig(PartsScorerConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if there are no parts, and the errors of `PartsScorerConfig`."""
         if not self.parts:
-            yield (
-                f"{at}.parts must contain at least one scorer (the score is their weighted sum), "
-                f"got none; set +scorer@{at}.parts.<name>=<scorer>"
-            )
+            reason, remedy = "the score is their weighted sum", f"set +scorer@{at}.parts.<name>=<scorer>"
+            yield self.refused(at, "parts", "contain at least one scorer", reason, remedy=remedy)
 
 
 @option("scorer", "function", part="rlhf.scorers.function:build")
@@ -371,31 +363,24 @@ class FunctionScorerConfig(ScorerConfig):
                 yield problem
             elif (lists := takes_lists(f"{at}.path", path)) is not None and lists != self.batched:
                 takes = "lists" if lists else "the text of one response"
-                right, wrong = ("true", "false") if lists else ("false", "true")
-                yield (
-                    f"{at}.batched must be {right} for a function that takes {takes} (see the parameters of "
-                    f"{path}), got {wrong}; set {at}.batched={right}"
-                )
-        yield from self.problems_of_list(at)
+                rule = f"be {plain(lists)} for a function that takes {takes}"
+                yield self.refused(at, "batched", rule, f"see the parameters of {path}", lists)
+        yield from self._problems_of_list(at)
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error for each function that this process cannot import or call."""
         found = (function_problem(f"{at}.path", path, self.arguments) for path in self.paths)
         yield from filter(None, found)
 
-    def problems_of_list(self, at: str) -> Iterator[str]:
+    def _problems_of_list(self, at: str) -> Iterator[str]:
         """Yield an error if the list of functions is empty or repeats one, or has other weights."""
         paths, weights = self.paths, self.weights
         if not paths:
-            yield (
-                f"{at}.path must name a function (it returns the score), got []; set "
-                f"{at}.path=my_module:my_function"
-            )
-        if repeated := [path for path, count in Counter(map(str, paths)).items() if count > 1]:
-            yield (
-                f"{at}.path must name each function once (its scores have one name in metrics.jsonl), got "
-                f"{repeated[0]} twice; leave one out, or set its weight in {at}.weights"
-            )
+            yield self.refused(at, "path", "name a function", "it returns the score", "my_module:my_function")
+        if len(set(map(str, paths))) < len(paths):
+            reason = "its scores have one name in metrics.jsonl"
+            remedy = f"leave one out, or set its weight in {at}.weights"
+            yield self.refused(at, "path", "name each function once", reason, remedy=remedy)
         if weights is None:
             return
         ones = ",".join(["1"] * max(1, len(paths)))
@@ -403,15 +388,11 @@ class FunctionScorerConfig(ScorerConfig):
             remedy = f"set '{at}.weights=[{ones}]'"
             if not isinstance(self.path, list):
                 remedy = f"leave it out, or set {setting(f'{at}.path', paths)}"
-            yield (
-                f"{at}.weights must have a number for each function of a list in {at}.path (they are factors "
-                f"of its scores), got {len(weights)} for {len(paths)}; {remedy}"
-            )
+            rule = f"have a number for each of the {len(paths)} functions in {at}.path"
+            yield self.refused(at, "weights", rule, "they are factors of its scores", remedy=remedy)
         if not all(map(math.isfinite, weights)):
-            yield (
-                f"{at}.weights must be finite (scores are multiplied by them), got {weights}; set "
-                f"'{at}.weights=[{ones}]'"
-            )
+            remedy = f"set '{at}.weights=[{ones}]'"
+            yield self.refused(at, "weights", "be finite", "scores are multiplied by them", remedy=remedy)
 
 
 # Section of the scorer that asks a service over HTTP.
@@ -504,13 +485,9 @@ class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for a missing package, a refused data set, a `path`, or a template without field."""
-        yield from self.template_problems(at)
         yield from missing_package("task=reasoning_gym", "reasoning_gym", "reasoning", "reasoning-gym")
         if (reason := _REFUSED.get(self.dataset)) is not None:
-            yield (
-                f"{at}.dataset must not be {self.dataset} ({reason}), got {self.dataset}; "
-                f"set {at}.dataset=chain_sum"
-            )
+            yield self.refused(at, "dataset", f"not be {self.dataset}", reason)
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error if reasoning-gym has no such data set, or refuses the arguments."""
@@ -518,16 +495,14 @@ class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
 
         if self.dataset not in DATASETS:
             near = [*get_close_matches(self.dataset, DATASETS, n=1), "chain_sum"][0]
-            yield f"{at}.dataset must be in reasoning-gym, got {self.dataset}; set {at}.dataset={near}"
+            yield self.refused(at, "dataset", "be in reasoning-gym", instead=near)
             return
         try:
             create_dataset(self.dataset, seed=0, size=self.train_size, **self.arguments)
         except Exception as error:  # the package checks with assert, and data sets with errors of their own
             names = {each.name for each in fields(DATASETS[self.dataset][1])} - {"seed", "size"}
-            yield (
-                f"{at}.arguments must be arguments of {self.dataset} ({', '.join(sorted(names))}) that it "
-                f"accepts ({type(error).__name__}: {error}), got {self.arguments}; correct them"
-            )
+            rule = f"be arguments of {self.dataset} ({', '.join(sorted(names))}) that it accepts"
+            yield self.refused(at, "arguments", rule, one_line(error), remedy="correct them")
 
 
 @option("scorer", "reasoning_gym", part="rlhf.scorers.function:ReasoningGymScorer")

@@ -40,10 +40,8 @@ class TaskConfig(Section):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for a `path` that is not read."""
         if self.path is not None and not self.reads_path:
-            yield (
-                f"{at}.path must be null for task={self.name} (its examples are generated), got {self.path}; "
-                f"set {at}.path=null, or task=local"
-            )
+            rule, remedy = f"be null for task={self.name}", f"set {at}.path=null, or task=local"
+            yield self.refused(at, "path", rule, "its examples are generated", remedy=remedy)
 
     @property
     def parts(self) -> dict[str, TaskConfig]:
@@ -171,7 +169,7 @@ class TLDRConfig(TaskConfig):
     )
 
 
-class QuestionsConfig:
+class QuestionsConfig(TaskConfig):
     """Questions in a template, as texts that a base model continues, or as messages of the user.
 
     A task of questions has the keys `chat` and `template`. A template with its default is replaced by
@@ -200,13 +198,11 @@ class QuestionsConfig:
         usual = fact(type(self), "template", "declared")
         return self.chat_question if self.chat and self.template == usual else self.template
 
-    def template_problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the template does not contain `{question}`."""
         if "{question}" not in self.template:
-            yield (
-                f"{at}.template must contain {{question}} (it is replaced by the problem), "
-                f"got {self.template!r}; set {at}.template='Problem: {{question}} Solution:'"
-            )
+            reason, template = "it is replaced by the problem", "'Problem: {question} Solution:'"
+            yield self.refused(at, "template", "contain {question}", reason, template)
 
 
 _QUESTION = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # for base models, as in the paper
@@ -214,7 +210,7 @@ _QUESTION = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # for base models, 
 
 @option("task", "gsm8k", part="rlhf.tasks.kinds:GSM8KSource")
 @dataclass(kw_only=True, slots=True)
-class GSM8KConfig(QuestionsConfig, TaskConfig):
+class GSM8KConfig(QuestionsConfig):
     """Grade-school mathematics with answers that can be checked (Cobbe et al., 2021)."""
 
     chat_question: ClassVar[str] = (
@@ -234,10 +230,6 @@ class GSM8KConfig(QuestionsConfig, TaskConfig):
     validation_size: int = number(
         473, "last rows of train for evaluation, unless there is a validation split", least=1
     )
-
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if the template does not contain `{question}`."""
-        yield from self.template_problems(at)
 
 
 @option("task", "arithmetic", part="rlhf.tasks.kinds:ArithmeticSource")
@@ -297,16 +289,14 @@ class ChatConfig(TaskConfig):
         yield from _split_problems(f"{at}.validation_split", self.validation_split)
         if (self.turn is None) != (self.reply is None):
             missing, given = ("turn", "reply") if self.turn is None else ("reply", "turn")
-            yield (
-                f"{at}.{missing} must be set together with {at}.{given} (both replace the chat template of "
-                f"the tokenizer), got null; set {at}.{given}=null"
-            )
+            rule, remedy = f"be set together with {at}.{given}", f"set {at}.{given}=null"
+            reason = "both replace the chat template of the tokenizer"
+            yield self.refused(at, missing, rule, reason, remedy=remedy)
         for part in ("{role}", "{content}"):
             if self.turn is not None and part not in self.turn:
-                yield (
-                    f"{at}.turn must contain {part} (it is the format of each turn of a dialogue), got "
-                    f"{self.turn!r}; add {part}, or set {at}.turn=null {at}.reply=null"
-                )
+                reason = "it is the format of each turn of a dialogue"
+                remedy = f"add {part}, or set {at}.turn=null {at}.reply=null"
+                yield self.refused(at, "turn", f"contain {part}", reason, remedy=remedy)
 
 
 @option("task", "preferences", part="rlhf.tasks.kinds:PreferencesSource")
@@ -343,10 +333,9 @@ class PreferencesConfig(TaskConfig):
         """Yield an error if no data set is named, or if the name of the split is invalid."""
         yield from _split_problems(f"{at}.validation_split", self.validation_split)
         if self.folder is None and self.preferences_name is None:
-            yield (
-                f"{at}.path must name a folder for task=preferences (it has no data set of its own), got "
-                f"null; set {at}.path=<folder> or {at}.preferences_name=<hub name>"
-            )
+            rule, reason = "name a folder for task=preferences", "it has no data set of its own"
+            remedy = f"set {at}.path=<folder> or {at}.preferences_name=<hub name>"
+            yield self.refused(at, "path", rule, reason, remedy=remedy)
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each data set key without effect, because another key names the pairs."""
@@ -425,10 +414,8 @@ class LocalConfig(TaskConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if no data set is named."""
         if self.path is None:
-            yield (
-                f"{at}.path must name a file or folder for task=local (it has no data set of its own), got "
-                f"null; set {at}.path=<file or folder>"
-            )
+            rule, reason = "name a file or folder for task=local", "it has no data set of its own"
+            yield self.refused(at, "path", rule, reason, "<file or folder>")
 
 
 # Sections of the tasks that belong to an environment: `calculator`, `guess_number`, `environment`.
