@@ -146,14 +146,14 @@ class DPOConfig(AlgoConfig):
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each key that is set and that the loss or the weighting does not use."""
-        if self.label_smoothing and self.loss_type in (DPOLoss.ipo, DPOLoss.hinge):
-            yield f"algo.label_smoothing has no effect with algo.loss_type={self.loss_type.value}"
-        for name, user in (("weighting_eps", PairWeighting["is"]), ("weighting_clamp", PairWeighting.wpo)):
-            if self.weighting is not user and getattr(self, name) != 1.0:
-                yield (
-                    f"algo.{name} has no effect with algo.weighting={self.weighting.value} (it belongs to "
-                    f"algo.weighting={user.value})"
-                )
+        loss, weighting = f"{at}.loss_type={self.loss_type.value}", f"{at}.weighting={self.weighting.value}"
+        smooth = self.loss_type in (DPOLoss.sigmoid, DPOLoss.robust)
+        uses = {
+            "label_smoothing": (smooth, loss, "sigmoid and robust"),
+            "weighting_eps": (self.weighting is PairWeighting["is"], weighting, f"{at}.weighting=is"),
+            "weighting_clamp": (self.weighting is PairWeighting.wpo, weighting, f"{at}.weighting=wpo"),
+        }
+        yield from self.without_effect(at, uses)
 
 
 @option("algo", "bok", part="rlhf.objectives.bok:BestOfK")

@@ -7,10 +7,20 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from rlhf.config.models import Dtype
-from rlhf.config.schema import Affects, Choice, Section, entry, missing_package, number, option
+from rlhf.config.schema import (
+    ABSENT,
+    Affects,
+    Choice,
+    Section,
+    entry,
+    missing_package,
+    number,
+    option,
+    value_at,
+)
 
 # Bytes per parameter that training needs, on the device and in RAM; each backend states its own footprint.
 #
@@ -251,45 +261,25 @@ class ZeroConfig(BackendConfig):
                 "lower_precision_safe_modules": [],
             },
         }
-        return merged(ours, self.deepspeed)
+        both = OmegaConf.to_container(OmegaConf.merge(ours, self.deepspeed))
+        assert isinstance(both, dict)
+        return {str(key): value for key, value in both.items()}
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if DeepSpeed is missing, and for each native key that is unknown or in `OWNED`."""
         yield from missing_package(
             f"backend={self.name}", "deepspeed", "deepspeed", otherwise="set backend=torch"
         )
-        for key in self.deepspeed:
-            if key not in KNOWN:
-                close = get_close_matches(key, KNOWN, n=1)
-                remedy = f"did you mean {close[0]}?" if close else "see DeepSpeed's documentation"
-                yield (
-                    f"backend.deepspeed.{key} must be a key of DeepSpeed's configuration (an unknown key has "
-                    f"no effect), got {key}; {remedy}"
-                )
+        for key in [each for each in self.deepspeed if each not in KNOWN]:
+            close = get_close_matches(key, KNOWN, n=1)
+            remedy = f"did you mean {close[0]}?" if close else "see DeepSpeed's documentation"
+            rule, reason = "be a key of DeepSpeed's configuration", "an unknown key has no effect"
+            yield self.refused(at, f"deepspeed.{key}", rule, reason, remedy=remedy)
         for key, instead in OWNED.items():
-            found = nested(self.deepspeed, key)
-            if found is not None:
+            if value_at(self.deepspeed, key) not in (ABSENT, None):
                 remedy = "leave it out" if instead == "nothing" else f"set {instead}"
-                yield (
-                    f"backend.deepspeed.{key} must not be set (another key of the run sets it; results would "
-                    f"differ from backend=torch), got {found}; {remedy}"
-                )
-
-
-def merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return two nested dictionaries merged; values of `theirs` replace values of `ours`."""
-    found = dict(ours)
-    for key, value in theirs.items():
-        both = isinstance(value, dict) and isinstance(found.get(key), dict)
-        found[key] = merged(found[key], value) if both else value
-    return found
-
-
-def nested(tree: dict[str, Any], dotted: str) -> Any:
-    """Return the value at a dotted key of nested dictionaries; None if the key is absent."""
-    name, _, rest = dotted.partition(".")
-    value = tree.get(name)
-    return nested(value, rest) if rest and isinstance(value, dict) else None if rest else value
+                reason = "another key of the run sets it; results would differ from backend=torch"
+                yield self.refused(at, f"deepspeed.{key}", "not be set", reason, remedy=remedy)
 
 
 @option("backend", "zero0", part="rlhf.engines.deepspeed_engine:DeepSpeedEngine")

@@ -7,7 +7,7 @@ A bound on w is stated as a bound of w itself, never of its logarithm or its inv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlhf.config.schema import Choice, Section, entry, number
@@ -132,7 +132,7 @@ class CorrectionConfig(Section):
             bands = self.reject_by is Divergence.k1
             uses |= {name: (bands, by, "k1") for name in ("reject_low", "reject_high")}
             uses["reject_limit"] = (not bands, by, "k2 and k3")
-        yield from _without_effect(self, at, uses)
+        yield from self.without_effect(at, uses)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -163,18 +163,4 @@ class CovarianceConfig(Section):
             "high": (self.kind is Covariance.clip, kind, "clip"),
             "coef": (self.kind is Covariance.kl, kind, "kl"),
         }
-        yield from _without_effect(self, at, uses)
-
-
-def _without_effect(section: Section, at: str, uses: Mapping[str, tuple[bool, str, str]]) -> Iterator[str]:
-    """Yield a warning for each key of a section that is not used, but differs from its default.
-
-    Args:
-        section: the section.
-        at: key of the section.
-        uses: for each key, whether it is used, the setting that decides this, and what uses the key.
-    """
-    default = type(section)()
-    for name, (used, decided_by, owner) in uses.items():
-        if not used and getattr(section, name) != getattr(default, name):
-            yield f"{at}.{name} has no effect with {decided_by} (it belongs to {owner})"
+        yield from self.without_effect(at, uses)

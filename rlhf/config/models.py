@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rlhf.config.schema import Affects, Choice, Section, dotted, entry, missing_package, number, option
+from rlhf.config.schema import Affects, Choice, Section, entry, missing_package, number, option
 from rlhf.text.chat import PLAIN
 
 AUTO = "auto"  # value of model.attention
@@ -49,10 +49,8 @@ class LoRAConfig(Section):
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each other key of this section that is set although `rank` is 0."""
-        if self.rank == 0:
-            for name, off in (("alpha", 32), ("targets", None), ("modules_to_save", [])):
-                if getattr(self, name) != off:
-                    yield f"{dotted(at, name)} has no effect with {at}.rank=0 (no adapters)"
+        names = ("alpha", "targets", "modules_to_save")
+        yield from self.without_effect(at, dict.fromkeys(names, (self.rank != 0, f"{at}.rank=0", "adapters")))
 
 
 @option("model", "hub")

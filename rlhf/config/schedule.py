@@ -12,10 +12,9 @@ from typing import ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.schema import Affects, Choice, Section, entry, number, option, plain
+from rlhf.config.schema import Affects, Choice, Section, entry, number, option
 
 MOST_EPISODES = 10**9
-_MOMENTUM = 0.95
 DEFAULT_EPOCHS = 3  # passes over the data of a task that reads your own data
 
 
@@ -99,7 +98,7 @@ class OptimConfig(Section):
         "clipping",
         above=0,
     )
-    momentum: float = number(_MOMENTUM, "decay rate of the momentum of Muon", least=0, below=1, added=True)
+    momentum: float = number(0.95, "decay rate of the momentum of Muon", least=0, below=1, added=True)
     eps: float = number(
         1e-8,
         "epsilon in the denominator of Adam, also for ppo (Huang et al., arXiv 2403.17031: 1e-5)",
@@ -127,11 +126,8 @@ class OptimConfig(Section):
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning if the momentum of Muon is set and the optimizer is not Muon."""
-        if self.optimizer is not Optimizer.muon and self.momentum != _MOMENTUM:
-            yield (
-                f"{at}.momentum={plain(self.momentum)} has no effect with {at}.optimizer="
-                f"{self.optimizer.value}; set {at}.optimizer=muon"
-            )
+        chosen, muon = f"{at}.optimizer={self.optimizer.value}", self.optimizer is Optimizer.muon
+        yield from self.without_effect(at, {"momentum": (muon, chosen, f"{at}.optimizer=muon")})
 
 
 @dataclass(kw_only=True, slots=True)

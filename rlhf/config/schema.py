@@ -90,6 +90,18 @@ class Section:
         """Yield a warning for each setting of this section that has no effect, or is allowed but doubtful."""
         return iter(())
 
+    def without_effect(self, at: str, uses: Mapping[str, tuple[bool, str, str]]) -> Iterator[str]:
+        """Yield a warning for each field that is not used, but differs from its default.
+
+        Args:
+            at: the dotted key of this section.
+            uses: for each field, whether it is used, the setting that decides this, and what uses the field.
+        """
+        default = type(self)()
+        for name, (used, decided_by, owner) in uses.items():
+            if not used and getattr(self, name) != getattr(default, name):
+                yield f"{dotted(at, name)} has no effect with {decided_by} (it belongs to {owner})"
+
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error for each value that fails in the process of a job.
 
