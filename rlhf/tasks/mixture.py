@@ -19,7 +19,7 @@ from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted
 from rlhf.tasks.source import is_text, temporary
 
 if TYPE_CHECKING:
-    from rlhf.config.mixture_task import MixtureConfig
+    from rlhf.config.scorers import MixtureConfig
     from rlhf.config.tasks import TaskConfig
     from rlhf.core.batch import Batch, Prompts
     from rlhf.core.metrics import Metrics
