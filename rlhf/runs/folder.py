@@ -39,7 +39,7 @@ from rlhf.core.files import (
     write_json,
 )
 from rlhf.core.formatting import HIDDEN, hide, is_secret_key
-from rlhf.core.launched import is_first_rank
+from rlhf.core.launched import cpu_cores, is_first_rank
 from rlhf.terminal.console import show, transcript
 
 if TYPE_CHECKING:
@@ -472,7 +472,7 @@ def environment(devices: list[str], instructions: str = "") -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": processor(),
         "instructions": instructions,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cpu_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "devices": devices,
     }

@@ -28,13 +28,7 @@ from rlhf.text.encoding import pieces
 
 if TYPE_CHECKING:
     from rlhf.config.models import ModelConfig
-    from rlhf.config.scorers import (
-        LabelsScorerConfig,
-        MixtureScorerConfig,
-        NoScorerConfig,
-        ScorerConfig,
-        WeightedScorerConfig,
-    )
+    from rlhf.config.scorers import MixtureScorerConfig, ScorerConfig, WeightedScorerConfig
     from rlhf.core.batch import Rollouts, Sampling
     from rlhf.core.state import TrainState
     from rlhf.environments.environment import Turns
@@ -187,14 +181,12 @@ class Scored:
     scores: Tensor
 
 
-def no_scorer(config: NoScorerConfig, context: ScorerContext) -> None:
+def no_scorer(config: ScorerConfig, context: ScorerContext) -> None:
     """Return None: with `scorer@gold=none` there is no judge."""
 
 
 class LabelsScorer(Scorer):
     """A scorer that returns the labels of stored completions; 0 for completions without labels."""
-
-    config: LabelsScorerConfig
 
     def at_end(self, scores: Tensor, ended: Tensor) -> Tensor:
         """Return the labels unchanged: a label is valid whether or not the text was truncated."""

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.config.algorithms import M2POForm, Ties
-from rlhf.config.correction import (
+from rlhf.config.algorithms import (
     Anchor,
     CorrectionConfig,
     CorrectionKind,
@@ -15,7 +14,9 @@ from rlhf.config.correction import (
     CovarianceConfig,
     Divergence,
     Level,
+    M2POForm,
     Reject,
+    Ties,
 )
 from rlhf.core.batch import Outputs
 from rlhf.objectives.correction import accepted, clip_bound, importance_weights, largest_kept
