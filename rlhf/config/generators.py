@@ -350,23 +350,20 @@ class VLLMConfig(WorkerConfig):
             many = f" x {at}.replicas" if self.replicas > 1 else ""
             rule = f"name {at}.tensor_parallel_size{many} = {self.gpus} GPUs, each once by its number"
             yield self.refused(at, "devices", rule)
-        ipc, nccl, one_gpu = (
-            transfer is Transfer.ipc,
-            transfer is Transfer.nccl,
+        ipc, nccl = transfer is Transfer.ipc, transfer is Transfer.nccl
+        one_gpu, snapshot = (
             "CUDA IPC shares memory of one GPU",
+            "all replicas read one snapshot of the weights",
         )
-        for fails, setting_, reason in (
+        for fails, together_with, reason in (
             (ipc and not self.shares_gpu, f"generator={name}", f"{one_gpu}, and vLLM has another"),
             (ipc and self.tensor_parallel_size > 1, f"{at}.tensor_parallel_size above 1", one_gpu),
             (nccl and self.shares_gpu, f"generator={name}", "NCCL does not connect two processes on one GPU"),
-            (
-                (ipc or nccl) and self.replicas > 1,
-                f"{at}.replicas above 1",
-                "all replicas read one snapshot of the weights in shared memory",
-            ),
+            ((ipc or nccl) and self.replicas > 1, f"{at}.replicas above 1", snapshot),
         ):
             if fails:
-                yield self.refused(at, "transfer", f"not be {transfer.value} with {setting_}", reason, "auto")
+                rule = f"not be {transfer.value} with {together_with}"
+                yield self.refused(at, "transfer", rule, reason, "auto")
                 return
 
 
