@@ -300,7 +300,7 @@ def test_the_entropy_bonus_is_subtracted_from_the_loss():
             {"anchor": Anchor.behaviour, "correction": CorrectionConfig(kind=TRUNCATE)},
             "correction.kind must be none",
         ),
-        ({"anchor": Anchor.loglinear, **rejecting(Reject.mean)}, "must not be set"),
+        ({"anchor": Anchor.loglinear, **rejecting(Reject.mean)}, "must not be loglinear"),
         ({"correction": CorrectionConfig(cap=0.5, floor=0.9)}, ""),
         ({"dual_clip": 1.0}, "algo.dual_clip must be > 1"),
     ],
