@@ -5,25 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from operator import attrgetter
 from typing import ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.correction import (
-    Anchor,
-    CorrectionConfig,
-    CorrectionKind,
-    Covariance,
-    CovarianceConfig,
-    Level,
-    Reject,
-)
-from rlhf.config.schema import Choice, Section, entry, number, option, plain
+from rlhf.config.schema import Choice, Section, entry, number, option, value_at
 
-# Sections of the algorithms (`algo=...`): what all have, pairs, best-of-K and supervised training.
-#
-# Policy gradients are in `rlhf.config.algorithms` and `rlhf.config.algorithms`.
+# What all algorithms have, pairs, best-of-K and supervised training.
 
 
 class Trains(Choice):
@@ -76,12 +64,12 @@ class AlgoConfig(Section):
     learns_from_ties: ClassVar[bool] = False  # True: prompts whose scores are all equal are trained on, too
 
     name: str = MISSING
-    samples_per_prompt: int = entry(1, means="K, responses of one prompt")
+    samples_per_prompt: int = entry(1, "K, responses of one prompt")
     tie_tolerance: float | None = number(
         None,
-        least=0,
-        means="scores a and b tie if |a - b| <= tie_tolerance * max(1, |a|, |b|); 0: only equal scores tie; "
+        "scores a and b tie if |a - b| <= tie_tolerance * max(1, |a|, |b|); 0: only equal scores tie; "
         "null: for a reward model 1e-5 in float32, 1e-2 in bfloat16, 1e-3 in float16, else 0",
+        least=0,
         remedy="null",
         added=True,
     )
@@ -100,15 +88,12 @@ class AlgoConfig(Section):
         """Return settings that make updates on samples of older weights more stable."""
         return []
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield the errors of single fields, then an error if there are too few samples of a prompt."""
-        yield from Section.problems(self, at)
         if self.samples_per_prompt < self.min_samples:
             reason = "it ranks completions of one prompt" if self.min_samples == 2 else "it needs a sample"
-            yield (
-                f"algo.samples_per_prompt must be >= {self.min_samples} for {self.name} ({reason}), "
-                f"got {self.samples_per_prompt}; set algo.samples_per_prompt={self.min_samples}"
-            )
+            rule = f"be >= {self.min_samples} for {self.name}"
+            yield self.refused(at, "samples_per_prompt", rule, reason, self.min_samples)
 
 
 @option("algo", "dpo", part="rlhf.objectives.dpo:OnlineDPO")
@@ -124,28 +109,24 @@ class DPOConfig(AlgoConfig):
     samples_per_prompt: int = 2
     loss_type: DPOLoss = DPOLoss.sigmoid
     beta: float = number(
-        0.1,
-        above=0,
-        means="strength of the KL constraint; a higher value keeps the policy near the reference",
+        0.1, "strength of the KL constraint; a higher value keeps the policy near the reference", above=0
     )
     label_smoothing: float = number(
-        0.0, least=0, below=0.5, means="fraction of labels that are assumed wrong; sigmoid and robust"
+        0.0, "fraction of labels that are assumed wrong; sigmoid and robust", least=0, below=0.5
     )
-    length_normalised: bool = entry(
-        False, means="divide each log-ratio by the number of tokens of its response"
-    )
+    length_normalised: bool = entry(False, "divide each log-ratio by the number of tokens of its response")
     ties: Ties = Ties.drop
     weighting: PairWeighting = entry(
         PairWeighting.none,
-        means="weight of the loss of a pair: `is`: probability ratio of policy to sampler, of both responses "
+        "weight of the loss of a pair: `is`: probability ratio of policy to sampler, of both responses "
         "together; `wpo`: how probable both responses are under the policy, per token; `none`: 1",
         added=True,
     )
     weighting_eps: float = number(
-        1.0, least=0, means="weighting=is: weights have the upper bound exp(2 weighting_eps)", added=True
+        1.0, "weighting=is: weights have the upper bound exp(2 weighting_eps)", least=0, added=True
     )
     weighting_clamp: float | None = number(
-        1.0, above=0, means="weighting=wpo: upper bound of the weights; null: no bound", added=True
+        1.0, "weighting=wpo: upper bound of the weights; null: no bound", above=0, added=True
     )
 
     def corrections(self) -> list[str]:
@@ -154,14 +135,14 @@ class DPOConfig(AlgoConfig):
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each key that is set and that the loss or the weighting does not use."""
-        if self.label_smoothing and self.loss_type in (DPOLoss.ipo, DPOLoss.hinge):
-            yield f"algo.label_smoothing has no effect with algo.loss_type={self.loss_type.value}"
-        for name, user in (("weighting_eps", PairWeighting["is"]), ("weighting_clamp", PairWeighting.wpo)):
-            if self.weighting is not user and getattr(self, name) != 1.0:
-                yield (
-                    f"algo.{name} has no effect with algo.weighting={self.weighting.value} (it belongs to "
-                    f"algo.weighting={user.value})"
-                )
+        loss, weighting = f"{at}.loss_type={self.loss_type.value}", f"{at}.weighting={self.weighting.value}"
+        smooth = self.loss_type in (DPOLoss.sigmoid, DPOLoss.robust)
+        uses = {
+            "label_smoothing": (smooth, loss, "sigmoid and robust"),
+            "weighting_eps": (self.weighting is PairWeighting["is"], weighting, f"{at}.weighting=is"),
+            "weighting_clamp": (self.weighting is PairWeighting.wpo, weighting, f"{at}.weighting=wpo"),
+        }
+        yield from self.without_effect(at, uses)
 
 
 @option("algo", "bok", part="rlhf.objectives.bok:BestOfK")
@@ -252,83 +233,226 @@ class ValueFrom(Choice):
     policy = "policy", "the policy, with a head whose initial values are 0"
 
 
-CLIP_RANGE = ("clip_low", "clip_high")
-CLIPPED_LOSS = ("dual_clip", "covariance.kind")  # options of PPO's clipped loss
+# What a policy-gradient loss does about samples of an older or another policy.
+#
+#     w = exp(old - behaviour)    probability ratio of a token: trainer before the update / sampler
+#
+# A bound on w is stated as a bound of w itself, never of its logarithm or its inverse.
+
+
+class CorrectionKind(Choice):
+    """The weight of a loss term, given the probability ratio w = trainer / sampler."""
+
+    none = "none", "1"
+    truncate = "truncate", "w, at least floor and at most cap"
+    mask = "mask", "w if low <= w <= high, else 0; the token still counts in the mean"
+    decoupled = "decoupled", "w, without a bound"
+
+
+class Level(Choice):
+    """The unit to which one importance weight applies."""
+
+    token = "token", "the w of the token"
+    sequence = "sequence", "the product of w over the tokens of the response"
+    geometric = "geometric", "the geometric mean of w over the tokens of the response"
+
+
+class Reject(Choice):
+    """What is rejected: single tokens, or whole responses by a statistic of their tokens."""
+
+    token = "token", "each token by its own value"
+    sum = "sum", "a response by the sum over its tokens; for k1: by the product of w"
+    mean = "mean", "a response by the mean over its tokens; for k1: by the geometric mean of w"
+    max = "max", "a response if one of its tokens is out of bounds"
+    m2 = "m2", "the tokens of largest (log w)^2, until its mean over the others is below reject_limit"
+
+
+class Divergence(Choice):
+    """The value of a token that a rejection compares with its bounds."""
+
+    k1 = "k1", "w itself, between reject_low and reject_high"
+    k2 = "k2", "(log w)^2 / 2, at most reject_limit"
+    k3 = "k3", "w - 1 - log w, at most reject_limit"
+
+
+class Anchor(Choice):
+    """The policy in the denominator of the ratio u of the loss."""
+
+    old = "old", "the trainer just before the update"
+    behaviour = "behaviour", "the sampler: no forward pass for `old`, and u contains the lag"
+    loglinear = "loglinear", "between sampler and current policy, in logarithms, by the lag of each token"
+
+
+class Covariance(Choice):
+    """What happens to tokens whose log-prob and advantage have a large covariance."""
+
+    none = "none", "nothing"
+    kl = "kl", "KL-Cov: they get a penalty coef |logp - old|; no ratio is clipped"
+    clip = "clip", "Clip-Cov: a random share of them has no gradient"
+
+
+@dataclass(kw_only=True, slots=True)
+class CorrectionConfig(Section):
+    """Importance weights (trainer / sampler) and rejection, for lag and for other numerics of the sampler."""
+
+    kind: CorrectionKind = CorrectionKind.none
+    level: Level = Level.token
+    cap: float = number(2.0, "truncate: the largest weight", above=0)
+    floor: float = number(0.0, "truncate: the smallest weight", least=0, most=1, added=True)
+    low: float = entry(0.5, "kind=mask: smaller weights are set to 0")
+    high: float = entry(2.0, "kind=mask: larger weights are set to 0")
+    normalise: bool = entry(False, "divide the weights by their mean over the rollout batch", added=True)
+    reject: Reject | None = entry(
+        None, "what is left out of the sum and of the count of the loss; null: nothing", added=True
+    )
+    reject_by: Divergence = entry(Divergence.k1, added=True)
+    reject_low: float = number(
+        0.5,
+        "reject_by=k1: smaller w is rejected (with reject=mean the geometric mean)",
+        least=0,
+        most=1,
+        added=True,
+    )
+    reject_high: float | None = number(
+        2.0, "reject_by=k1: larger w is rejected; null: no limit", least=1, remedy="2", added=True
+    )
+    reject_limit: float = number(
+        0.04, "reject_by=k2 or k3, and reject=m2: larger values are rejected", above=0, added=True
+    )
+    reject_counted: bool = entry(
+        False, "whether rejected tokens still count in the mean of the loss", added=True
+    )
+
+    @property
+    def coupled(self) -> bool:
+        """Whether a weight depends on other tokens of the rollout batch, or changes the count of the loss."""
+        return self.reject is not None or (self.normalise and self.kind is not CorrectionKind.none)
+
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error if [low, high] does not contain 1, the weight of on-policy samples."""
+        if not 0 <= self.low <= 1 <= self.high:
+            rule = f"be >= 0 and <= 1, and {at}.high={self.high:g} >= 1"
+            remedy = f"set {at}.low=0.5 {at}.high=2"
+            yield self.refused(at, "low", rule, "1 is the weight of an on-policy sample", remedy=remedy)
+        if self.cap < self.floor:
+            rule = f"be >= {at}.floor={self.floor:g}"
+            yield self.refused(at, "cap", rule, "weights are between the two")
+
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning for each key that is set and has no effect."""
+        kind, by = f"{at}.kind={self.kind.value}", f"{at}.reject_by={self.reject_by.value}"
+        uses = {
+            "cap": (self.kind is CorrectionKind.truncate, kind, "truncate"),
+            "floor": (self.kind is CorrectionKind.truncate, kind, "truncate"),
+            "low": (self.kind is CorrectionKind.mask, kind, "mask"),
+            "high": (self.kind is CorrectionKind.mask, kind, "mask"),
+            "normalise": (self.kind is not CorrectionKind.none, kind, "truncate, mask and decoupled"),
+        }
+        if self.reject is None:
+            nothing = f"{at}.reject=null"
+            names = ("reject_by", "reject_low", "reject_high", "reject_limit", "reject_counted")
+            uses |= {name: (False, nothing, "a rejection") for name in names}
+        elif self.reject is Reject.m2:
+            bounds = ("reject_by", "reject_low", "reject_high")
+            uses |= {name: (False, f"{at}.reject=m2", "other rejections") for name in bounds}
+        else:
+            bands = self.reject_by is Divergence.k1
+            uses |= {name: (bands, by, "k1") for name in ("reject_low", "reject_high")}
+            uses["reject_limit"] = (not bands, by, "k2 and k3")
+        yield from self.without_effect(at, uses)
+
+
+@dataclass(kw_only=True, slots=True)
+class CovarianceConfig(Section):
+    """Limits on tokens that lower the entropy most: (A - mean A) (logp - mean logp) is large."""
+
+    kind: Covariance = entry(Covariance.none, added=True)
+    share: float = number(
+        2e-3, "share of the response tokens of a rollout batch that is limited", above=0, most=1, added=True
+    )
+    low: float = number(1.0, "kind=clip: the smallest covariance of a limited token", added=True)
+    high: float = number(5.0, "kind=clip: the largest covariance of a limited token", added=True)
+    coef: float = number(1.0, "kind=kl: weight of the penalty |logp - old|", least=0, added=True)
+
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error if no covariance is between the bounds."""
+        if self.kind is Covariance.clip and self.low >= self.high:
+            reason = "the covariance of a limited token is between the two"
+            remedy = f"set {at}.low=1 {at}.high=5"
+            yield self.refused(at, "low", f"be < {at}.high={self.high:g}", reason, remedy=remedy)
+
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning for each key that is set and has no effect."""
+        kind = f"{at}.kind={self.kind.value}"
+        uses = {
+            "share": (self.kind is not Covariance.none, kind, "kl and clip"),
+            "low": (self.kind is Covariance.clip, kind, "clip"),
+            "high": (self.kind is Covariance.clip, kind, "clip"),
+            "coef": (self.kind is Covariance.kl, kind, "kl"),
+        }
+        yield from self.without_effect(at, uses)
+
+
+_CLIP_RANGE = ("clip_low", "clip_high")
+_CLIPPED_LOSS = ("dual_clip", "covariance.kind")  # options of PPO's clipped loss
 
 
 @dataclass(kw_only=True, slots=True)
 class PolicyGradientConfig(AlgoConfig):
     """The keys that policy-gradient algorithms share."""
 
+    needs_sampler: ClassVar[bool] = True
     sequence_ratio: ClassVar[bool] = False  # one ratio per response, not per token
 
-    clip_low: float = number(0.2, least=0, most=1, means="ratios are clipped at 1 - clip_low")
-    clip_high: float = number(0.2, above=0, means="ratios are clipped at 1 + clip_high")
-    kl_coef: float = number(
-        0.0, least=0, means="beta, weight of the KL penalty; 0: no penalty", remedy="0.05"
-    )
+    clip_low: float = number(0.2, "ratios are clipped at 1 - clip_low", least=0, most=1)
+    clip_high: float = number(0.2, "ratios are clipped at 1 + clip_high", above=0)
+    kl_coef: float = number(0.0, "beta, weight of the KL penalty; 0: no penalty", least=0, remedy="0.05")
     kl_in: KLIn = KLIn.loss
     kl_estimator: KLEstimator = KLEstimator.k3
     kl_unbiased: bool = entry(
-        True, means="kl_in=loss: multiply the KL estimate by the ratio, for the gradient of the KL"
+        True, "kl_in=loss: multiply the KL estimate by the ratio, for the gradient of the KL"
     )
     normalize_scores: bool = entry(
-        False, means="scale scores to mean 0 and standard deviation 1 over the rollout batch"
+        False, "scale scores to mean 0 and standard deviation 1 over the rollout batch"
     )
     clip_scores: float | None = number(
-        None,
-        above=0,
-        means="limit of the absolute value of scores, applied after normalising; null: no limit",
+        None, "limit of the absolute value of scores, applied after normalising; null: no limit", above=0
     )
     anchor: Anchor = entry(Anchor.old, added=True)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     off_policy_mask: float | None = number(
         None,
-        least=0,
-        means="responses with A < 0 get no policy loss if the mean of sampler - policy log-probs of their "
+        "responses with A < 0 get no policy loss if the mean of sampler - policy log-probs of their "
         "tokens exceeds this; null: off",
+        least=0,
         remedy="0.5",
         added=True,
     )
     dual_clip: float | None = number(
         None,
+        "with A < 0 the loss of a token is at most -dual_clip A; null: no limit",
         above=1,
-        means="with A < 0 the loss of a token is at most -dual_clip A; null: no limit",
         remedy="3",
         added=True,
     )
-    entropy_coef: float = number(0.0, least=0, means="weight of the entropy bonus of the policy", added=True)
+    entropy_coef: float = number(0.0, "weight of the entropy bonus of the policy", least=0, added=True)
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if two settings contradict each other, or if the loss ignores a key that is set."""
-        yield from AlgoConfig.problems(self, at)
-        correction, anchor = self.correction, self.anchor
-        if anchor is Anchor.behaviour and correction.kind is not CorrectionKind.none:
-            yield (
-                "algo.correction.kind must be none with algo.anchor=behaviour (the ratio of the loss is the "
-                f"weight already), got {correction.kind.value}; set algo.correction.kind=none"
-            )
-        if anchor is Anchor.loglinear and correction.coupled:
-            yield (
-                "algo.correction.reject and algo.correction.normalise must not be set with "
-                "algo.anchor=loglinear (they need the log-probs that this anchor saves); set algo.anchor=old"
-            )
-        limits = self.covariance.kind
-        if self.sequence_ratio and limits is not Covariance.none and "covariance.kind" not in self.unused():
-            yield (
-                f"algo.covariance.kind must be none for algo={self.name} (it limits single tokens, but the "
-                f"ratio is that of a whole response), got {limits.value}; set algo.covariance.kind=none"
-            )
-        default = type(self)()
-        for key in self.unused():
-            value, unset = (attrgetter(key)(section) for section in (self, default))
-            if value != unset:
-                unset = unset.value if isinstance(unset, Choice) else plain(unset)
-                yield (
-                    f"algo.{key} must not be set for algo={self.name} (its loss does not use it), got "
-                    f"{value.value if isinstance(value, Choice) else plain(value)}; set algo.{key}={unset}"
-                )
+        correction, limits, unused, default = self.correction, self.covariance, self.unused, type(self)()
+        if self.anchor is Anchor.behaviour and correction.kind is not CorrectionKind.none:
+            reason = "the ratio of the loss is the weight already"
+            yield self.refused(at, "correction.kind", "be none with algo.anchor=behaviour", reason)
+        if self.anchor is Anchor.loglinear and correction.coupled:
+            rule = "not be loglinear with algo.correction.reject or algo.correction.normalise"
+            yield self.refused(at, "anchor", rule, "they need the log-probs that this anchor saves", "old")
+        if self.sequence_ratio and limits.kind is not Covariance.none and "covariance.kind" not in unused:
+            reason = "it limits single tokens, but the ratio is that of a whole response"
+            yield self.refused(at, "covariance.kind", f"be none for algo={self.name}", reason)
+        for key in unused:
+            if value_at(self, key) != value_at(default, key):
+                yield self.refused(at, key, f"not be set for algo={self.name}", "its loss does not use it")
 
     def corrections(self) -> list[str]:
         """Return the setting that weights samples of older weights, if the loss does not correct for them."""
@@ -338,17 +462,13 @@ class PolicyGradientConfig(AlgoConfig):
         return [f"algo.correction.kind=truncate{level}"]
 
     @property
-    def needs_sampler(self) -> bool:
-        """Whether the loss needs the log-probs of the sampler: always, for ratios."""
-        return True
-
-    @property
     def reads_anchor(self) -> bool:
         """Whether the loss reads the log-probs of `anchor`."""
         return True
 
+    @property
     def unused(self) -> tuple[str, ...]:
-        """Return the keys of the clipped loss that the loss of this algorithm does not use."""
+        """The keys of the clipped loss that the loss of this algorithm does not use."""
         return ()
 
     def warnings(self, at: str) -> Iterator[str]:
@@ -387,39 +507,36 @@ class PPOConfig(PolicyGradientConfig):
     kl_estimator: KLEstimator = KLEstimator.k1
     kl_target: float | None = number(
         None,
+        "target KL of a response, to which kl_coef adapts; null: kl_coef is constant",
         above=0,
-        means="target KL of a response, to which kl_coef adapts; null: kl_coef is constant",
         remedy="6",
     )
     kl_horizon: float = number(
-        10000, above=0, means="episodes over which kl_coef adapts; a larger value adapts more slowly"
+        10000, "episodes over which kl_coef adapts; a larger value adapts more slowly", above=0
     )
-    gamma: float = number(1.0, least=0, most=1, means="discount of later rewards")
-    lam: float = number(0.95, least=0, most=1, means="lambda of the advantage estimation")
-    vf_coef: float = number(0.1, least=0, means="weight of the value loss")
+    gamma: float = number(1.0, "discount of later rewards", least=0, most=1)
+    lam: float = number(0.95, "lambda of the advantage estimation", least=0, most=1)
+    vf_coef: float = number(0.1, "weight of the value loss", least=0)
     clip_value: float = number(
-        0.2, above=0, means="largest difference of new and old values before the value loss is clipped"
+        0.2, "largest difference of new and old values before the value loss is clipped", above=0
     )
-    whiten_advantages: bool = entry(True, means="scale advantages to mean 0 and standard deviation 1")
-    whiten_rewards: bool = entry(False, means="scale rewards to standard deviation 1; keep their mean")
+    whiten_advantages: bool = entry(True, "scale advantages to mean 0 and standard deviation 1")
+    whiten_rewards: bool = entry(False, "scale rewards to standard deviation 1; keep their mean")
     end_state: bool = entry(
-        True, means="the state after the last token is a separate step, which receives the score"
+        True, "the state after the last token is a separate step, which receives the score"
     )
     value_from: ValueFrom | None = entry(
-        None, means="null: the reward model if the scorer uses one, else the policy"
+        None, "null: the reward model if the scorer uses one, else the policy"
     )
     value_lr: float | None = number(
-        None, above=0, means="learning rate of the value model; null: optim.lr", remedy="null"
+        None, "learning rate of the value model; null: optim.lr", above=0, remedy="null"
     )
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if `kl_target` is set and `kl_coef` is 0: a coefficient of 0 cannot adapt."""
-        yield from PolicyGradientConfig.problems(self, at)
         if self.kl_target is not None and not self.kl_coef:
-            yield (
-                "algo.kl_coef must be > 0 with algo.kl_target (the coefficient adapts by factors), got 0; "
-                "set algo.kl_coef=0.05"
-            )
+            rule = "be > 0 with algo.kl_target"
+            yield self.refused(at, "kl_coef", rule, "the coefficient adapts by factors")
 
 
 @option("algo", "rloo", part="rlhf.objectives.rloo:RLOO")
@@ -444,19 +561,16 @@ class RLOOConfig(PolicyGradientConfig):
         ratio_of_kl = self.kl_coef > 0 and self.kl_in is KLIn.loss and self.kl_unbiased
         return self.loss_type is RLOOLoss.clip or weighted or ratio_of_kl
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if `anchor` is set and the loss has no ratio."""
-        yield from PolicyGradientConfig.problems(self, at)
         if self.anchor is not Anchor.old and not self.reads_anchor:
-            yield (
-                "algo.anchor must be old with algo.loss_type=reinforce (this loss has no ratio; "
-                f"algo.correction corrects for older samples), got {self.anchor.value}; set algo.anchor=old"
-            )
+            reason = "this loss has no ratio; algo.correction corrects for older samples"
+            yield self.refused(at, "anchor", "be old with algo.loss_type=reinforce", reason)
 
+    @property
     def unused(self) -> tuple[str, ...]:
-        """Return the keys of the clipped loss for `loss_type=reinforce`, which has no ratio."""
-        reinforce = self.loss_type is RLOOLoss.reinforce
-        return (*CLIP_RANGE, *CLIPPED_LOSS) if reinforce else ()
+        """The keys of the clipped loss for `loss_type=reinforce`, which has no ratio."""
+        return (*_CLIP_RANGE, *_CLIPPED_LOSS) if self.loss_type is RLOOLoss.reinforce else ()
 
 
 @option("algo", "grpo", part="rlhf.objectives.grpo:GRPO")
@@ -521,14 +635,12 @@ class GSPOConfig(GRPOConfig):
 class CISPOConfig(GRPOConfig):
     """CISPO: REINFORCE on every token, weighted by the ratio of the token, which has an upper bound."""
 
+    unused: ClassVar[tuple[str, ...]] = _CLIPPED_LOSS
+
     name: str = "cispo"
     clip_low: float = 1.0
     clip_high: float = 4.0
     kl_coef: float = 0.0
-
-    def unused(self) -> tuple[str, ...]:
-        """Return the keys that change only the clipped loss."""
-        return CLIPPED_LOSS
 
 
 # Sections of the algorithms that were designed for samples of an older policy (`algo=...`).
@@ -548,12 +660,6 @@ class DPPODivergence(Choice):
     kl = "kl", "KL(q || p) of the two outcomes"
 
 
-_DEFAULT_LIMITS = {
-    DPPODivergence.tv: 0.15,
-    DPPODivergence.kl: 0.05,
-}  # values of the authors, arXiv 2602.04879
-
-
 class OAPLAnchor(Choice):
     """The policy to which OAPL regresses."""
 
@@ -565,12 +671,10 @@ class OAPLAnchor(Choice):
 class UnclippedConfig(GRPOConfig):
     """The keys of the algorithms whose loss is a ratio to the sampler, limited in another way than PPO's."""
 
+    unused: ClassVar[tuple[str, ...]] = (*_CLIP_RANGE, *_CLIPPED_LOSS)
+
     kl_coef: float = 0.0
     anchor: Anchor = Anchor.behaviour
-
-    def unused(self) -> tuple[str, ...]:
-        """Return the keys of PPO's clipped loss."""
-        return (*CLIP_RANGE, *CLIPPED_LOSS)
 
 
 @option("algo", "m2po", part="rlhf.objectives.m2po:M2PO")
@@ -578,15 +682,14 @@ class UnclippedConfig(GRPOConfig):
 class M2POConfig(UnclippedConfig):
     """M2PO: a policy gradient whose ratios to the sampler have a bounded second moment."""
 
+    # The limited ratio is that to the sampler.
+    unused: ClassVar[tuple[str, ...]] = (*UnclippedConfig.unused, "anchor")
+
     name: str = "m2po"
     form: M2POForm = M2POForm.mask
     limit: float = number(
-        0.04, above=0, means="bound of the mean of (log ratio)^2 over the tokens whose ratio rises with A"
+        0.04, "bound of the mean of (log ratio)^2 over the tokens whose ratio rises with A", above=0
     )
-
-    def unused(self) -> tuple[str, ...]:
-        """Return the keys of PPO's clipped loss, and `anchor`: the limited ratio is that to the sampler."""
-        return (*UnclippedConfig.unused(self), "anchor")
 
 
 @option("algo", "topr", part="rlhf.objectives.topr:TOPR")
@@ -596,7 +699,7 @@ class TOPRConfig(UnclippedConfig):
 
     name: str = "topr"
     scale: Scale = Scale.none
-    level: Level = entry(Level.sequence, means="the unit of one ratio")
+    level: Level = entry(Level.sequence, "the unit of one ratio")
 
 
 @option("algo", "dppo", part="rlhf.objectives.dppo:DPPO")
@@ -607,17 +710,17 @@ class DPPOConfig(UnclippedConfig):
     name: str = "dppo"
     divergence: DPPODivergence = DPPODivergence.tv
     limit_low: float | None = number(
-        None, above=0, means="A < 0: largest fall in probability; null: tv 0.15, kl 0.05", remedy="null"
+        None, "A < 0: largest fall in probability; null: tv 0.15, kl 0.05", above=0, remedy="null"
     )
     limit_high: float | None = number(
-        None, above=0, means="A > 0: largest rise in probability; null: tv 0.15, kl 0.05", remedy="null"
+        None, "A > 0: largest rise in probability; null: tv 0.15, kl 0.05", above=0, remedy="null"
     )
-    cap: float = number(3.0, above=0, means="the largest ratio that weighs a token")
+    cap: float = number(3.0, "the largest ratio that weighs a token", above=0)
 
     @property
     def limits(self) -> tuple[float, float]:
         """The limits `limit_low` and `limit_high`; where they are null, the default of the divergence."""
-        default = _DEFAULT_LIMITS[self.divergence]
+        default = 0.15 if self.divergence is DPPODivergence.tv else 0.05  # of the authors, arXiv 2602.04879
         low, high = (default if limit is None else limit for limit in (self.limit_low, self.limit_high))
         return low, high
 
@@ -630,7 +733,7 @@ class ScaleRLConfig(UnclippedConfig):
     name: str = "scalerl"
     scale: Scale = Scale.batch
     ties: Ties = Ties.drop
-    cap: float = number(5.0, above=0, means="the largest ratio that weighs a token")
+    cap: float = number(5.0, "the largest ratio that weighs a token", above=0)
 
 
 @option("algo", "oapl", part="rlhf.objectives.oapl:OAPL")
@@ -645,9 +748,9 @@ class OAPLConfig(AlgoConfig):
     samples_per_prompt: int = 4
     anchor: OAPLAnchor = OAPLAnchor.behaviour
     beta_value: float = number(
-        1.0, above=0, means="temperature of the mean of exponentials that estimates the optimal value"
+        1.0, "temperature of the mean of exponentials that estimates the optimal value", above=0
     )
-    beta: float = number(1e-3, above=0, means="factor of the log-ratio that is compared with the advantage")
+    beta: float = number(1e-3, "factor of the log-ratio that is compared with the advantage", above=0)
 
     @property
     def needs_sampler(self) -> bool:

@@ -7,10 +7,20 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from rlhf.config.models import Dtype
-from rlhf.config.schema import Affects, Choice, Section, entry, missing_package, number, option
+from rlhf.config.schema import (
+    ABSENT,
+    Affects,
+    Choice,
+    Section,
+    entry,
+    missing_package,
+    number,
+    option,
+    value_at,
+)
 
 # Bytes per parameter that training needs, on the device and in RAM; each backend states its own footprint.
 #
@@ -121,36 +131,31 @@ class BackendConfig(Section):
     for_stages: ClassVar[tuple[str, ...]] = ("device", "threads", "portable", "timeout_s")
 
     name: str = MISSING
-    micro_batch: int = number(16, least=1, means="sequences per forward pass and rank")
+    micro_batch: int = number(16, "sequences per forward pass and rank", least=1)
     tokens: int | None = number(
         None,
-        least=0,
-        means="tokens per forward pass and rank (sequences x padded length), besides micro_batch; "
+        "tokens per forward pass and rank (sequences x padded length), besides micro_batch; "
         f"{WITHOUT_GRADIENT} times both without gradients; 0: as many as the memory plan allows; null: 0 on "
         "GPUs, and on CPUs with too little memory for passes without a limit",
+        least=0,
         remedy="0",
         added=True,
     )
     device: Device = Device.auto
     threads: int | None = number(
-        None, least=1, means="CPU threads of torch; null: one per core", affects=Affects.speed
+        None, "CPU threads of torch; null: one per core", least=1, affects=Affects.speed
     )
     ranks: int | None = number(
-        None,
-        least=1,
-        means="number of ranks that the launcher must start; null: any number",
-        affects=Affects.speed,
+        None, "number of ranks that the launcher must start; null: any number", least=1, affects=Affects.speed
     )
     compile: bool | None = entry(
-        None, means="compile the blocks of models; null: only on a GPU where this saves time", added=True
+        None, "compile the blocks of models; null: only on a GPU where this saves time", added=True
     )
     portable: bool = entry(
-        False,
-        means="the same bits on every x86 processor with AVX2, at about 1.8 times the CPU time",
-        added=True,
+        False, "the same bits on every x86 processor with AVX2, at about 1.8 times the CPU time", added=True
     )
     timeout_s: float = entry(
-        1800.0, means="seconds that a rank waits for other ranks before the run fails", affects=Affects.speed
+        1800.0, "seconds that a rank waits for other ranks before the run fails", affects=Affects.speed
     )
 
     def footprint(self) -> Footprint:
@@ -221,7 +226,7 @@ class ZeroConfig(BackendConfig):
     for_stages: ClassVar[tuple[str, ...]] = (*BackendConfig.for_stages, "deepspeed")
 
     deepspeed: dict[str, Any] = entry(
-        factory=dict, means="native keys of DeepSpeed; they replace the values that this project sets"
+        dict, "native keys of DeepSpeed; they replace the values that this project sets"
     )
 
     def footprint(self) -> Footprint:
@@ -256,46 +261,25 @@ class ZeroConfig(BackendConfig):
                 "lower_precision_safe_modules": [],
             },
         }
-        return merged(ours, self.deepspeed)
+        both = OmegaConf.to_container(OmegaConf.merge(ours, self.deepspeed))
+        assert isinstance(both, dict)
+        return {str(key): value for key, value in both.items()}
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if DeepSpeed is missing, and for each native key that is unknown or in `OWNED`."""
-        yield from BackendConfig.problems(self, at)
         yield from missing_package(
             f"backend={self.name}", "deepspeed", "deepspeed", otherwise="set backend=torch"
         )
-        for key in self.deepspeed:
-            if key not in KNOWN:
-                close = get_close_matches(key, KNOWN, n=1)
-                remedy = f"did you mean {close[0]}?" if close else "see DeepSpeed's documentation"
-                yield (
-                    f"backend.deepspeed.{key} must be a key of DeepSpeed's configuration (an unknown key has "
-                    f"no effect), got {key}; {remedy}"
-                )
+        for key in [each for each in self.deepspeed if each not in KNOWN]:
+            close = get_close_matches(key, KNOWN, n=1)
+            remedy = f"did you mean {close[0]}?" if close else "see DeepSpeed's documentation"
+            rule, reason = "be a key of DeepSpeed's configuration", "an unknown key has no effect"
+            yield self.refused(at, f"deepspeed.{key}", rule, reason, remedy=remedy)
         for key, instead in OWNED.items():
-            found = nested(self.deepspeed, key)
-            if found is not None:
+            if value_at(self.deepspeed, key) not in (ABSENT, None):
                 remedy = "leave it out" if instead == "nothing" else f"set {instead}"
-                yield (
-                    f"backend.deepspeed.{key} must not be set (another key of the run sets it; results would "
-                    f"differ from backend=torch), got {found}; {remedy}"
-                )
-
-
-def merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return two nested dictionaries merged; values of `theirs` replace values of `ours`."""
-    found = dict(ours)
-    for key, value in theirs.items():
-        both = isinstance(value, dict) and isinstance(found.get(key), dict)
-        found[key] = merged(found[key], value) if both else value
-    return found
-
-
-def nested(tree: dict[str, Any], dotted: str) -> Any:
-    """Return the value at a dotted key of nested dictionaries; None if the key is absent."""
-    name, _, rest = dotted.partition(".")
-    value = tree.get(name)
-    return nested(value, rest) if rest and isinstance(value, dict) else None if rest else value
+                reason = "another key of the run sets it; results would differ from backend=torch"
+                yield self.refused(at, f"deepspeed.{key}", "not be set", reason, remedy=remedy)
 
 
 @option("backend", "zero0", part="rlhf.engines.deepspeed_engine:DeepSpeedEngine")

@@ -44,25 +44,23 @@ class TurnsConfig(EnvironmentConfig):
     answers: ClassVar[bool] = True
     rewards: ClassVar[bool] = True
 
-    max_turns: int = number(8, least=1, means="largest number of replies in an episode")
+    max_turns: int = number(8, "largest number of replies in an episode", least=1)
     reply_tokens: int | None = number(
-        None, least=1, means="largest number of tokens of a reply; null: all that are left", remedy="64"
+        None, "largest number of tokens of a reply; null: all that are left", least=1, remedy="64"
     )
     message_tokens: int = number(
-        512, least=1, means="largest number of tokens of a message; a longer one loses its middle"
+        512, "largest number of tokens of a message; a longer one loses its middle", least=1
     )
-    role: str = entry("user", means="role of the messages in the chat template, such as user or tool")
+    role: str = entry("user", "role of the messages in the chat template, such as user or tool")
     threads: int = number(
         0,
+        "calls of reset and step at a time; 0: one, for which sampling waits",
         least=0,
-        means="calls of reset and step at a time; 0: one, for which sampling waits",
         affects=Affects.speed,
     )
-    step_limit_s: float = number(60.0, above=0, means="seconds that a call may take", affects=Affects.speed)
-    on_error: OnError = entry(
-        OnError.stop, means="what follows a call that fails or takes too long", added=True
-    )
-    error_reward: float = number(0.0, means="reward of an episode that on_error=end ends", added=True)
+    step_limit_s: float = number(60.0, "seconds that a call may take", above=0, affects=Affects.speed)
+    on_error: OnError = entry(OnError.stop, "what follows a call that fails or takes too long", added=True)
+    error_reward: float = number(0.0, "reward of an episode that on_error=end ends", added=True)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,12 +110,12 @@ class ToolsConfig(TurnsConfig):
     name: str = "tools"
     role: str = "tool"
     functions: list[str] = entry(
-        factory=list,
-        means="<file>.py:<function> or <module>:<function>, with type hints and a docstring that has Args:; "
+        list,
+        "<file>.py:<function> or <module>:<function>, with type hints and a docstring that has Args:; "
         "or a class of such methods",
     )
     response_template: str | None = entry(
-        None, means="JSON file with a response template of transformers, which reads calls; null: the model's"
+        None, "JSON file with a response template of transformers, which reads calls; null: the model's"
     )
 
     @property
@@ -125,12 +123,11 @@ class ToolsConfig(TurnsConfig):
         """The addresses of the functions."""
         return self.functions
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if there is no function, or one cannot be imported."""
-        yield from TurnsConfig.problems(self, at)
         if not self.functions:
-            key = f"{at}.functions"
-            yield f"{key} must name at least one function, got []; set '{key}=[<file>.py:<function>]'"
+            remedy = f"set '{at}.functions=[<file>.py:<function>]'"
+            yield self.refused(at, "functions", "name at least one function", remedy=remedy)
         for address in self.functions:
             if problem := function_problem(f"{at}.functions", address, None):
                 yield problem
@@ -142,8 +139,8 @@ class PythonEnvironmentConfig(ClassConfig):
     """A class of the user with the methods `reset(example)` and `step(reply)`."""
 
     name: str = "python"
-    path: str | None = entry(None, means="<file>.py:<Class> or <module>:<Class>")
-    arguments: dict[str, Any] = entry(factory=dict, means="arguments of the class, such as {scale: 15}")
+    path: str | None = entry(None, "<file>.py:<Class> or <module>:<Class>")
+    arguments: dict[str, Any] = entry(dict, "arguments of the class, such as {scale: 15}")
 
     @property
     def address(self) -> str:
@@ -156,11 +153,10 @@ class PythonEnvironmentConfig(ClassConfig):
         """The arguments of the class."""
         return self.arguments
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the class cannot be imported."""
-        yield from TurnsConfig.problems(self, at)
         if self.path is None:
-            yield f"{at}.path must name a class, got null; set {at}.path=<file>.py:<Class>"
+            yield self.refused(at, "path", "name a class", instead="<file>.py:<Class>")
         elif problem := class_problem(f"{at}.path", self.path):
             yield problem
 
@@ -172,18 +168,15 @@ class PythonEnvironmentConfig(ClassConfig):
             yield from error.problems
             return
         if missing := [name for name in ("reset", "step") if not callable(getattr(found, name, None))]:
-            yield (
-                f"{at}.path must name a class with reset(example) and step(reply), got {self.path} without "
-                f"{' and '.join(missing)}; add {missing[0]}"
-            )
+            reason = f"it has no {' and no '.join(missing)}"
+            rule, remedy = "name a class with reset(example) and step(reply)", f"add {missing[0]}"
+            yield self.refused(at, "path", rule, reason, remedy=remedy)
         try:
             if signature := signature_of(found):
                 signature.bind(**self.arguments)
         except TypeError as error:
-            yield (
-                f"{at}.arguments must be arguments of {self.path} ({error}), got {self.arguments}; "
-                "correct them"
-            )
+            rule = f"be arguments of {self.path}"
+            yield self.refused(at, "arguments", rule, str(error), remedy="correct them")
 
 
 @option("environment", "gymnasium", part="rlhf.environments.environment:build")
@@ -194,17 +187,16 @@ class GymnasiumConfig(ClassConfig):
     address: ClassVar[str] = "rlhf.environments.library:Gymnasium"
 
     name: str = "gymnasium"
-    id: str | None = entry(None, means="its name, such as FrozenLake-v1")
+    id: str | None = entry(None, "its name, such as FrozenLake-v1")
     actions: dict[str, Any] = entry(
-        factory=dict, means="the action that each word means, such as {left: 0}; {}: a reply is the action"
+        dict, "the action that each word means, such as {left: 0}; {}: a reply is the action"
     )
-    options: dict[str, Any] = entry(factory=dict, means="further arguments of gymnasium.make")
+    options: dict[str, Any] = entry(dict, "further arguments of gymnasium.make")
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error without `id`, and if the package is not installed."""
-        yield from ClassConfig.problems(self, at)
         if self.id is None:
-            yield f"{at}.id must name an environment, got null; set {at}.id=FrozenLake-v1"
+            yield self.refused(at, "id", "name an environment", instead="FrozenLake-v1")
         yield from missing_package("environment=gymnasium", "gymnasium", "gymnasium")
 
     def job_problems(self, at: str) -> Iterator[str]:
@@ -215,24 +207,21 @@ class GymnasiumConfig(ClassConfig):
         try:
             game = make(self.id, **self.options)
         except Exception as error:  # an environment may raise anything
-            yield (
-                f"{at}.id must be an environment that gymnasium makes with {at}.options ({one_line(error)}), "
-                f"got {self.id}; correct it"
-            )
+            rule = f"be an environment that gymnasium makes with {at}.options"
+            yield self.refused(at, "id", rule, one_line(error), remedy="correct it")
             return
         space = game.action_space
         for word, action in self.actions.items():
             if not space.contains(action):
-                yield (
-                    f"{at}.actions must be actions of {self.id} ({space}), got {{{word}: {action}}}; "
-                    "correct it"
-                )
+                rule = f"be actions of {self.id}, unlike {word}"
+                yield self.refused(at, "actions", rule, str(space), remedy="correct it")
         numbers = spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete
         if not self.actions and isinstance(space, numbers):
-            yield (
-                f"{at}.actions must say which action of {self.id} each word means ({space} has no texts), "
-                f"got {{}}; set +{at}.actions={{<word>: <action>}}"
+            rule, remedy = (
+                f"say which action of {self.id} each word means",
+                f"set +{at}.actions={{<word>: <action>}}",
             )
+            yield self.refused(at, "actions", rule, f"{space} has no texts", remedy=remedy)
         game.close()
 
 
@@ -244,20 +233,17 @@ class OpenEnvConfig(ClassConfig):
     address: ClassVar[str] = "rlhf.environments.library:OpenEnv"
 
     name: str = "openenv"
-    url: str | None = entry(None, means="address of the server, http or https")
-    action: str = entry("message", means="field of an action that has the reply")
+    url: str | None = entry(None, "address of the server, http or https")
+    action: str = entry("message", "field of an action that has the reply")
     observation: str | None = entry(
-        None, means="field of an observation that is the message; null: all fields, as JSON"
+        None, "field of an observation that is the message; null: all fields, as JSON"
     )
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error without `url`, and if the package is not installed."""
-        yield from ClassConfig.problems(self, at)
         if not (self.url or "").startswith(("http://", "https://")):
-            yield (
-                f"{at}.url must begin with http:// or https://, got {self.url or 'null'}; "
-                f"set {at}.url=http://{self.url or 'localhost:8000'}"
-            )
+            whole = f"http://{self.url or 'localhost:8000'}"
+            yield self.refused(at, "url", "begin with http:// or https://", instead=whole)
         yield from missing_package("environment=openenv", "websockets", "openenv")
 
 

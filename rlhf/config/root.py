@@ -17,7 +17,6 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from rlhf.config import algorithms as algorithms  # registers its options
 from rlhf.config import generators as generators  # registers its option
-from rlhf.config import mixture_task as mixture_task  # registers its option
 from rlhf.config import run as run  # registers its settings
 from rlhf.config import scorers as scorers  # registers its option
 from rlhf.config import tasks as tasks  # registers its optionss
@@ -110,37 +109,35 @@ class Config(Section):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     stages: StagesConfig = field(default_factory=StagesConfig)
-    logger: LoggersConfig = entry(factory=LoggersConfig, affects=Affects.nothing)
-    seed: int = number(1, least=0, means="seed of everything random in the run")
+    logger: LoggersConfig = entry(LoggersConfig, affects=Affects.nothing)
+    seed: int = number(1, "seed of everything random in the run", least=0)
     resume: Resume = entry(Resume.auto, affects=Affects.nothing)
     save_total_limit: int = number(
-        2, least=1, means="checkpoints that are kept; a run resumes from the newest", affects=Affects.nothing
+        2, "checkpoints that are kept; a run resumes from the newest", least=1, affects=Affects.nothing
     )
     save_generations: bool = entry(
         False,
-        means="write every rollout with its scores to generations/ of the run folder",
+        "write every rollout with its scores to generations/ of the run folder",
         affects=Affects.nothing,
     )
     hooks: list[str] = entry(
-        factory=list, means="your classes, as module:Class, called during training", affects=Affects.nothing
+        list, "your classes, as module:Class, called during training", affects=Affects.nothing
     )
     objective_metric: str | None = entry(
         None,
-        means="metric that a sweeper optimises; null: eval/win_rate; if answers are checked eval/accuracy; "
+        "metric that a sweeper optimises; null: eval/win_rate; if answers are checked eval/accuracy; "
         "without a judge eval/score; otherwise eval/accuracy on pairs or, for SFT, eval/loss",
         affects=Affects.nothing,
     )
-    output_dir: str = entry(
-        "outputs", means="folder in which run folders are created", affects=Affects.nothing
-    )
+    output_dir: str = entry("outputs", "folder in which run folders are created", affects=Affects.nothing)
     cache_dir: str = entry(
         "outputs/artefacts",
-        means="folder of models and pairs that runs make as prerequisites",
+        "folder of models and pairs that runs make as prerequisites",
         affects=Affects.nothing,
     )
     push_to: str | None = entry(
         None,
-        means="hub repository <owner>/<name>, to which a finished run uploads its model; a new repository is "
+        "hub repository <owner>/<name>, to which a finished run uploads its model; a new repository is "
         "private",
         affects=Affects.nothing,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hydra.core.config_store import ConfigStore
 
@@ -40,13 +41,13 @@ class StagesConfig(Section):
     models and data from the hub or, to try a recipe offline, use tiny stand-ins.
     """
 
-    seed: int = entry(0, means="seed of every stage; the run's own seed does not change the stages")
-    sft: list[str] = entry(factory=list, means="overrides of the SFT stage, as on the command line")
-    reward: list[str] = entry(factory=list, means="overrides of the reward-model stage")
-    pairs: int = entry(4096, means="prompts for which two responses are sampled")
-    pairs_temperature: float = entry(0.7, means="sampling temperature of the pairs")
+    seed: int = entry(0, "seed of every stage; the run's own seed does not change the stages")
+    sft: list[str] = entry(list, "overrides of the SFT stage, as on the command line")
+    reward: list[str] = entry(list, "overrides of the reward-model stage")
+    pairs: int = entry(4096, "prompts for which two responses are sampled")
+    pairs_temperature: float = entry(0.7, "sampling temperature of the pairs")
     stand_ins: bool = entry(
-        False, means="tiny models and generated data, where a hub task names no model or folder", added=True
+        False, "tiny models and generated data, where a hub task names no model or folder", added=True
     )
 
 
@@ -60,58 +61,68 @@ class WandbMode(Choice):
     offline = "offline"
 
 
+@dataclass(kw_only=True, slots=True)
+class DashboardConfig(Section):
+    """A logger that needs packages of its own."""
+
+    modules: ClassVar[tuple[str, ...]]  # the modules that the logger imports
+
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error for each package that is not installed; the extra has the name of the logger."""
+        for module in self.modules:
+            extra = self.modules[0]
+            yield from missing_package(
+                f"logger={extra}", module, extra, otherwise=f"leave logger={extra} out"
+            )
+
+
 @option("logger", "wandb", part="rlhf.loggers.dashboards:WandbLogger")
 @dataclass(kw_only=True, slots=True)
-class WandbConfig(Section):
+class WandbConfig(DashboardConfig):
     """Weights & Biases."""
 
-    project: str = entry("rlhf", means="project at W&B")
-    entity: str | None = entry(None, means="user or team at W&B; null: the default of the account")
-    group: str | None = entry(None, means="groups runs in the W&B interface")
-    tags: list[str] | None = entry(None, means="labels of the run at W&B")
-    mode: WandbMode | None = entry(
-        None, means="null: the value of the variable WANDB_MODE, online if that is not set"
-    )
+    modules: ClassVar[tuple[str, ...]] = ("wandb",)
 
-    def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if the package wandb is missing."""
-        yield from _missing_package("wandb")
+    project: str = entry("rlhf", "project at W&B")
+    entity: str | None = entry(None, "user or team at W&B; null: the default of the account")
+    group: str | None = entry(None, "groups runs in the W&B interface")
+    tags: list[str] | None = entry(None, "labels of the run at W&B")
+    mode: WandbMode | None = entry(
+        None, "null: the value of the variable WANDB_MODE, online if that is not set"
+    )
 
 
 @option("logger", "tensorboard", part="rlhf.loggers.dashboards:TensorboardLogger")
 @dataclass(kw_only=True, slots=True)
-class TensorboardConfig(Section):
+class TensorboardConfig(DashboardConfig):
     """TensorBoard event files in `tensorboard/` of the run folder."""
 
-    flush_secs: int = entry(30, means="seconds until buffered rows are written to disk")
+    modules: ClassVar[tuple[str, ...]] = ("tensorboard",)
 
-    def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if the package tensorboard is missing."""
-        yield from _missing_package("tensorboard")
+    flush_secs: int = entry(30, "seconds until buffered rows are written to disk")
 
 
 @option("logger", "mlflow", part="rlhf.loggers.dashboards:MlflowLogger")
 @dataclass(kw_only=True, slots=True)
-class MlflowConfig(Section):
+class MlflowConfig(DashboardConfig):
     """MLflow, in a local SQLite store or on a tracking server."""
 
-    experiment: str = entry("rlhf", means="experiment at MLflow")
+    modules: ClassVar[tuple[str, ...]] = ("mlflow", "sqlalchemy", "alembic")
+
+    experiment: str = entry("rlhf", "experiment at MLflow")
     uri: str | None = entry(
         None,
-        means="address of a tracking server or a database: http://<host>:<port> or sqlite:///<file>; null: "
+        "address of a tracking server or a database: http://<host>:<port> or sqlite:///<file>; null: "
         "the value of the variable MLFLOW_TRACKING_URI, mlflow/mlflow.db in output_dir if that is not set",
     )
 
-    def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if a package is missing, or if MLflow would write files without a database."""
-        yield from _missing_package("mlflow", "mlflow", "sqlalchemy", "alembic")
-        if self.uri is not None and not self.uri.startswith("databricks"):
-            scheme, separator, _ = self.uri.partition("://")
-            if not separator or scheme == "file":
-                yield (
-                    f"{at}.uri must be the address of a tracking server or a database (MLflow does not "
-                    f"maintain its store of files), got {self.uri}; set {at}.uri=sqlite:///mlflow.db"
-                )
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error if MLflow would write files without a database."""
+        scheme, separator, _ = (self.uri or "databricks").partition("://")
+        if not scheme.startswith("databricks") and (not separator or scheme == "file"):
+            rule = "be the address of a tracking server or a database"
+            reason = "MLflow does not maintain its store of files"
+            yield self.refused(at, "uri", rule, reason, "sqlite:///mlflow.db")
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error if the tracking server accepts no connections."""
@@ -126,19 +137,20 @@ class MlflowConfig(Section):
 
 @option("logger", "trackio", part="rlhf.loggers.dashboards:TrackioLogger")
 @dataclass(kw_only=True, slots=True)
-class TrackioConfig(Section):
+class TrackioConfig(DashboardConfig):
     """Trackio, in a local store."""
 
-    project: str = entry("rlhf", means="project at trackio")
+    modules: ClassVar[tuple[str, ...]] = ("trackio",)
+
+    project: str = entry("rlhf", "project at trackio")
     dir: str | None = entry(
         None,
-        means="folder of the store; null: the value of the variable TRACKIO_DIR, trackio/ in output_dir if "
+        "folder of the store; null: the value of the variable TRACKIO_DIR, trackio/ in output_dir if "
         "that is not set",
     )
 
-    def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if the package trackio is missing, or if a variable selects a remote store."""
-        yield from _missing_package("trackio")
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error if a variable selects a remote store."""
         for place in ("SPACE_ID", "SERVER_URL", "BUCKET_ID", "DATASET_ID"):
             if os.environ.get(variable := f"TRACKIO_{place}"):
                 yield (
@@ -156,17 +168,6 @@ class LoggersConfig(Section):
     tensorboard: TensorboardConfig | None = None
     mlflow: MlflowConfig | None = None
     trackio: TrackioConfig | None = None
-
-
-def _missing_package(logger: str, *modules: str) -> Iterator[str]:
-    """Yield an error if a package that a logger needs is not installed.
-
-    Args:
-        logger: the option of the logger, which is also the name of the extra.
-        modules: the modules that the logger imports; empty: one with the name of the logger.
-    """
-    for name in modules or [logger]:
-        yield from missing_package(f"logger={logger}", name, logger, otherwise=f"leave logger={logger} out")
 
 
 # Settings of `hydra/sweeper=search`, a search for the best values of keys with Optuna.
@@ -201,26 +202,20 @@ class SearchConfig(Section):
     """The settings of a search."""
 
     _target_: str = SEARCH_SWEEPER
-    n_trials: int = number(20, least=1, means="trials of the whole study, over all sessions")
-    n_jobs: int = number(1, least=1, means="trials in parallel, with a launcher that runs jobs in parallel")
-    direction: Direction | None = entry(None, means="null: the direction in which objective_metric is better")
+    n_trials: int = number(20, "trials of the whole study, over all sessions", least=1)
+    n_jobs: int = number(1, "trials in parallel, with a launcher that runs jobs in parallel", least=1)
+    direction: Direction | None = entry(None, "null: the direction in which objective_metric is better")
     sampler: Sampler = Sampler.tpe
-    seed: int = number(1, least=0, means="seed of the sampler")
-    warmup_trials: int = number(
-        4, least=0, means="finished trials before results guide the sampler and the pruner"
-    )
+    seed: int = number(1, "seed of the sampler", least=0)
+    warmup_trials: int = number(4, "finished trials before results guide the sampler and the pruner", least=0)
     pruner: Pruner = Pruner.median
-    warmup: float = number(
-        0.2, least=0, most=1, means="part of a run's updates before which the run is not pruned"
-    )
+    warmup: float = number(0.2, "part of a run's updates before which the run is not pruned", least=0, most=1)
     max_failure_rate: float = number(
-        1.0, least=0, most=1, means="largest share of failed trials among those that run in parallel"
+        1.0, "largest share of failed trials among those that run in parallel", least=0, most=1
     )
-    storage: str | None = entry(
-        None, means="file of the study, or URL of a database; null: <output_dir>/.search/"
-    )
-    study_name: str | None = entry(None, means="null: derived from the settings of the search")
-    params: dict[str, str] | None = entry(None, means="search space of a recipe, as in the basic sweeper")
+    storage: str | None = entry(None, "file of the study, or URL of a database; null: <output_dir>/.search/")
+    study_name: str | None = entry(None, "null: derived from the settings of the search")
+    params: dict[str, str] | None = entry(None, "search space of a recipe, as in the basic sweeper")
 
 
 ConfigStore.instance().store(group="hydra/sweeper", name="search_schema", node=SearchConfig)

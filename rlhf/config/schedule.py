@@ -12,10 +12,9 @@ from typing import ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.schema import Affects, Choice, Section, dotted, entry, number, option, plain
+from rlhf.config.schema import Affects, Choice, Section, entry, number, option
 
 MOST_EPISODES = 10**9
-_MOMENTUM = 0.95
 DEFAULT_EPOCHS = 3  # passes over the data of a task that reads your own data
 
 
@@ -84,60 +83,51 @@ class OptimConfig(Section):
     """The optimizer and its learning-rate schedule."""
 
     optimizer: Optimizer = entry(Optimizer.adamw, added=True)
-    lr: float = number(MISSING, above=0, means="learning rate", remedy="3e-06")
+    lr: float = number(MISSING, "learning rate", above=0, remedy="3e-06")
     schedule: LRSchedule = LRSchedule.linear
     warmup: float = number(
         0.0,
+        "optimizer steps of warm-up, w; below 1: a fraction of the run; step t, from 0, has "
+        "(t + 1) / (w + 1) of the learning rate",
         least=0,
         counts="optimizer steps",
-        means="optimizer steps of warm-up, w; below 1: a fraction of the run; step t, from 0, has "
-        "(t + 1) / (w + 1) of the learning rate",
     )
     max_grad_norm: float | None = number(
         1.0,
-        above=0,
-        means="gradients are scaled down to this norm; ppo: one norm over policy and value model; null: no "
+        "gradients are scaled down to this norm; ppo: one norm over policy and value model; null: no "
         "clipping",
+        above=0,
     )
-    momentum: float = number(
-        _MOMENTUM, least=0, below=1, means="decay rate of the momentum of Muon", added=True
-    )
+    momentum: float = number(0.95, "decay rate of the momentum of Muon", least=0, below=1, added=True)
     eps: float = number(
         1e-8,
+        "epsilon in the denominator of Adam, also for ppo (Huang et al., arXiv 2403.17031: 1e-5)",
         above=0,
-        means="epsilon in the denominator of Adam, also for ppo (Huang et al., arXiv 2403.17031: 1e-5)",
     )
-    betas: tuple[float, float] = entry((0.9, 0.999), means="decay rates of Adam's moments")
+    betas: tuple[float, float] = entry((0.9, 0.999), "decay rates of Adam's moments")
     weight_decay: float = number(
-        0.0, least=0, means="decay of all trained weights towards zero, also of biases, norms and embeddings"
+        0.0, "decay of all trained weights towards zero, also of biases, norms and embeddings", least=0
     )
     ess_scaling: ESSScaling = entry(
         ESSScaling.none,
-        means="lower the learning rate of a step whose samples are stale (VCPO), by their effective sample "
+        "lower the learning rate of a step whose samples are stale (VCPO), by their effective sample "
         "size (ESS)",
         added=True,
     )
     ess_on_policy: float = number(
-        1.0, above=0, most=1, means="ESS of on-policy samples as a fraction of their number", added=True
+        1.0, "ESS of on-policy samples as a fraction of their number", above=0, most=1, added=True
     )
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if `betas` are not two numbers in [0, 1)."""
-        yield from Section.problems(self, at)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            key = dotted(at, "betas")
-            yield (
-                f"{key} must be two numbers >= 0 and < 1 (decay rates of the gradient and of its square), "
-                f"got [{','.join(map(plain, self.betas))}]; set {key}=[0.9,0.999]"
-            )
+            reason = "decay rates of the gradient and of its square"
+            yield self.refused(at, "betas", "be two numbers >= 0 and < 1", reason)
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning if the momentum of Muon is set and the optimizer is not Muon."""
-        if self.optimizer is not Optimizer.muon and self.momentum != _MOMENTUM:
-            yield (
-                f"{at}.momentum={plain(self.momentum)} has no effect with {at}.optimizer="
-                f"{self.optimizer.value}; set {at}.optimizer=muon"
-            )
+        chosen, muon = f"{at}.optimizer={self.optimizer.value}", self.optimizer is Optimizer.muon
+        yield from self.without_effect(at, {"momentum": (muon, chosen, f"{at}.optimizer=muon")})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,74 +135,72 @@ class ScheduleConfig(Section):
     """How long a run is, how large its batches are, and how far off-policy it may be."""
 
     total_episodes: int | None = number(
-        None, least=1, most=MOST_EPISODES, means="responses of the whole run", remedy="12800"
+        None, "responses of the whole run", least=1, most=MOST_EPISODES, remedy="12800"
     )
     total_epochs: float | None = number(
         None,
-        above=0,
-        means="passes over the data, instead of total_episodes; with task=local or task=preferences and both "
+        "passes over the data, instead of total_episodes; with task=local or task=preferences and both "
         f"null: {DEFAULT_EPOCHS}",
+        above=0,
         remedy="1",
     )
-    prompts_per_update: int = number(
-        MISSING, least=1, means="N, prompts of one update over all ranks", remedy="64"
-    )
-    minibatches: int = number(1, least=1, means="optimizer steps in one pass over a rollout batch")
-    epochs: int = number(1, least=1, means="passes over a rollout batch")
+    prompts_per_update: int = number(MISSING, "N, prompts of one update over all ranks", least=1, remedy="64")
+    minibatches: int = number(1, "optimizer steps in one pass over a rollout batch", least=1)
+    epochs: int = number(1, "passes over a rollout batch", least=1)
     max_lag: int = number(
-        0, least=0, means="later rollout batches in flight while a batch is trained on; 0: synchronous"
+        0, "later rollout batches in flight while a batch is trained on; 0: synchronous", least=0
     )
-    update: Update = entry(Update.between, means="when the generator loads new weights")
-    order: Order = entry(Order.fifo, means="which groups are trained next", added=True)
+    update: Update = entry(Update.between, "when the generator loads new weights")
+    order: Order = entry(Order.fifo, "which groups are trained next", added=True)
     max_age: int | None = number(
         None,
+        "largest age of a trained group, in updates, with order=completed; null: no bound",
         least=1,
-        means="largest age of a trained group, in updates, with order=completed; null: no bound",
         remedy="8",
         added=True,
     )
-    stale: Stale = entry(Stale.wait, means="what happens to a group at max_age", added=True)
-    unit: Unit = entry(Unit.group, means="what starts together when slots are free", added=True)
-    dropped: Dropped = entry(Dropped.again, means="the prompt of a discarded group", added=True)
+    stale: Stale = entry(Stale.wait, "what happens to a group at max_age", added=True)
+    unit: Unit = entry(Unit.group, "what starts together when slots are free", added=True)
+    dropped: Dropped = entry(Dropped.again, "the prompt of a discarded group", added=True)
     refill: int = number(
         0,
-        least=0,
-        means="most groups without signal (equal scores) that groups of other prompts replace for an update, "
+        "most groups without signal (equal scores) that groups of other prompts replace for an update, "
         "in multiples of N; 0: none",
+        least=0,
         added=True,
     )
     replay: int = number(
         1,
+        "last rollout batches from which the prompts of an update are drawn; 1: only the new batch",
         least=1,
-        means="last rollout batches from which the prompts of an update are drawn; 1: only the new batch",
         added=True,
     )
     solved_at: float | None = number(
         None,
-        means="mean score of a prompt's samples from which on later epochs leave the prompt out; null: none "
+        "mean score of a prompt's samples from which on later epochs leave the prompt out; null: none "
         "is left out",
         remedy="0.9",
         added=True,
     )
     eval_every: float = number(
         0.2,
+        "updates between evaluations, besides those before and after training; below 1: a fraction of "
+        "the run; more than the run has: only before and after; 0: none at all",
         least=0,
         counts="updates",
-        means="updates between evaluations, besides those before and after training; below 1: a fraction of "
-        "the run; more than the run has: only before and after; 0: none at all",
     )
     save_every: float = number(
         0.25,
+        "updates between checkpoints; below 1: a fraction of the run; 0: never",
         least=0,
         counts="updates",
-        means="updates between checkpoints; below 1: a fraction of the run; 0: never",
         affects=Affects.nothing,
     )
     log_every: float = number(
         1,
+        "updates between training rows; below 1: a fraction of the run; 0: never",
         least=0,
         counts="updates",
-        means="updates between training rows; below 1: a fraction of the run; 0: never",
         affects=Affects.nothing,
     )
 
@@ -226,39 +214,27 @@ class ScheduleConfig(Section):
         """Whether a generator may load new weights during a request."""
         return self.update is Update.in_flight
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if `max_lag` is 0 with `update=in_flight`, or above `max_age`."""
-        yield from Section.problems(self, at)
         if self.in_flight and self.max_lag < 1:
-            yield (
-                "schedule.max_lag must be >= 1 with schedule.update=in_flight (otherwise no request is "
-                f"running when the weights change), got {self.max_lag}; set schedule.max_lag=1"
-            )
-        age, lag = self.max_age, self.max_lag
-        if age is not None and age < lag:
-            yield (
-                "schedule.max_age must be >= schedule.max_lag (groups start up to that many updates ahead), "
-                f"got {age} with schedule.max_lag={lag}; set schedule.max_age={lag}"
-            )
+            reason = "otherwise no request is running when the weights change"
+            yield self.refused(at, "max_lag", f"be >= 1 with {at}.update=in_flight", reason, 1)
+        if self.max_age is not None and self.max_age < self.max_lag:
+            reason = "groups start up to that many updates ahead"
+            yield self.refused(at, "max_age", f"be >= {at}.max_lag={self.max_lag}", reason, self.max_lag)
 
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig(Section):
     """Evaluation during training."""
 
-    prompts: int = number(256, least=1, means="held-out prompts or pairs of an evaluation")
+    prompts: int = number(256, "held-out prompts or pairs of an evaluation", least=1)
     batch_size: int = number(
-        256,
-        least=1,
-        means="sequences decoded in parallel if the generator does not sample",
-        affects=Affects.speed,
+        256, "sequences decoded in parallel if the generator does not sample", least=1, affects=Affects.speed
     )
-    temperature: float = number(0.01, above=0, means="sampling temperature; the default is near-greedy")
+    temperature: float = number(0.01, "sampling temperature; the default is near-greedy", above=0)
     samples: int = number(
-        3,
-        least=0,
-        means="completions in the terminal after the last evaluation; 0: none",
-        affects=Affects.nothing,
+        3, "completions in the terminal after the last evaluation; 0: none", least=0, affects=Affects.nothing
     )
 
     @property
@@ -290,44 +266,42 @@ class VirtualConfig(ClockConfig):
     name: str = "virtual"
     slots: int | None = number(
         None,
+        "sequences decoded at the same time; null: as many as can be in flight, N K (max_lag + 1)",
         least=1,
-        means="sequences decoded at the same time; null: as many as can be in flight, N K (max_lag + 1)",
         remedy="64",
     )
-    step_s: float = number(1.0, above=0, means="seconds of a decoding step of one sequence")
-    step_growth: float = number(0.0, least=0, means="growth of these seconds with each running sequence")
+    step_s: float = number(1.0, "seconds of a decoding step of one sequence", above=0)
+    step_growth: float = number(0.0, "growth of these seconds with each running sequence", least=0)
     prefill: float = number(
         0.0,
+        "steps per token that is encoded: prompts, messages of environments, and both after each load",
         least=0,
-        means="steps per token that is encoded: prompts, messages of environments, and both after each load",
     )
-    spread: float = number(
-        0.0, least=0, means="standard deviation of the log of a factor on the steps per token"
-    )
+    spread: float = number(0.0, "standard deviation of the log of a factor on the steps per token", least=0)
     shared: float = number(
-        0.8, least=0, most=1, means="part of the spread that belongs to the prompt, not to the sample"
+        0.8, "part of the spread that belongs to the prompt, not to the sample", least=0, most=1
     )
     longest: float | None = number(
-        None, least=1, means="largest factor, as a multiple of its median; null: no limit", remedy="20"
+        None, "largest factor, as a multiple of its median; null: no limit", least=1, remedy="20"
     )
     stretch: float = number(
         1.0,
-        least=1,
-        means="exponent: n of at most T tokens take T (n / T)^stretch steps, times the factor; "
+        "exponent: n of at most T tokens take T (n / T)^stretch steps, times the factor; "
         "1: n steps, 8: a tail of long responses that the policy can learn to avoid",
+        least=1,
     )
     balance: float = number(
-        1.0, above=0, means="seconds of an update, as a multiple of the ideal generation of its batch"
+        1.0, "seconds of an update, as a multiple of the ideal generation of its batch", above=0
     )
     train_s: float | None = number(
-        None, least=0, means="constant seconds of an update, instead of balance", remedy="10"
+        None, "constant seconds of an update, instead of balance", least=0, remedy="10"
     )
-    train_token_s: float = number(0.0, least=0, means="with train_s, further seconds per token of the batch")
-    score_s: float = number(0.0, least=0, means="seconds from the end of a group until it is scored")
+    train_token_s: float = number(0.0, "with train_s, further seconds per token of the batch", least=0)
+    score_s: float = number(0.0, "seconds from the end of a group until it is scored", least=0)
     sync_s: float = number(
-        0.0, least=0, means="seconds from the end of training until the generators have the weights"
+        0.0, "seconds from the end of training until the generators have the weights", least=0
     )
-    pause_s: float = number(0.0, least=0, means="seconds after a load in which no sequence advances")
+    pause_s: float = number(0.0, "seconds after a load in which no sequence advances", least=0)
 
     def seconds_of_step(self, running: int) -> float:
         """Return the seconds of a decoding step with `running` sequences."""

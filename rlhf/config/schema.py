@@ -44,16 +44,63 @@ class Section:
     """One section of the configuration."""
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error message for each field of this section that has an invalid value.
+        """Yield an error message for each number out of its bounds, and for each rule that is broken.
 
         Args:
             at: the dotted key of this section in the config; empty for the root.
         """
-        yield from _number_problems(self, at)
+        for each in fields(self):
+            bound, value = fact(type(self), each.name, "bound"), getattr(self, each.name)
+            if bound is not None and value is not None and (rule := bound.broken(value)) is not None:
+                whole = round(value) if rule.startswith("be whole") else ABSENT
+                yield self.refused(at, each.name, rule, fact(type(self), each.name, "means"), whole)
+        for cls in reversed(type(self).__mro__):
+            if "rules" in vars(cls):
+                yield from vars(cls)["rules"](self, at)
+
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error message for each rule of this class that is broken; `problems` calls all bases'."""
+        return iter(())
+
+    def refused(
+        self, at: str, name: str, rule: str, because: str = "", instead: Any = ABSENT, remedy: str = ""
+    ) -> str:
+        """Return the error message for the value of a field.
+
+        Args:
+            at: the dotted key of this section.
+            name: the field, or the dotted key of one below this section.
+            rule: the rule, as it follows "must", such as "be > 0 with algo.kl_target".
+            because: the reason of the rule.
+            instead: a valid value, or a placeholder for one; by default that of the field.
+            remedy: what to do, if it is not to set the key to `instead`.
+        """
+        key = dotted(at, name)
+        if instead is ABSENT:
+            bound = fact(type(self), name, "bound")
+            default = value_at(type(self)(), name)
+            instead = bound and bound.remedy or ("<value>" if default == MISSING else default)
+        reason = because and f" ({because})"
+        value = instead if isinstance(instead, str) else plain(instead)
+        return (
+            f"{key} must {rule}{reason}, got {plain(value_at(self, name))}; {remedy or f'set {key}={value}'}"
+        )
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each setting of this section that has no effect, or is allowed but doubtful."""
         return iter(())
+
+    def without_effect(self, at: str, uses: Mapping[str, tuple[bool, str, str]]) -> Iterator[str]:
+        """Yield a warning for each field that is not used, but differs from its default.
+
+        Args:
+            at: the dotted key of this section.
+            uses: for each field, whether it is used, the setting that decides this, and what uses the field.
+        """
+        default = type(self)()
+        for name, (used, decided_by, owner) in uses.items():
+            if not used and getattr(self, name) != getattr(default, name):
+                yield f"{dotted(at, name)} has no effect with {decided_by} (it belongs to {owner})"
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error for each value that fails in the process of a job.
@@ -216,7 +263,6 @@ class Bound:
     The value None passes every rule, because the type of the field determines whether None is allowed.
 
     Args:
-        means: what the number is, for messages and the reference of config keys.
         least: the value must be >= this.
         above: the value must be > this.
         most: the value must be <= this.
@@ -226,7 +272,6 @@ class Bound:
         remedy: a valid value, for messages; None: the default of the field.
     """
 
-    means: str
     least: float | None = None
     above: float | None = None
     most: float | None = None
@@ -253,48 +298,31 @@ class Bound:
 
 
 def entry(
-    default: Any = _REQUIRED,
-    *,
-    factory: Callable[[], Any] | None = None,
-    means: str = "",
-    affects: Affects = Affects.result,
-    added: bool = False,
+    default: Any = _REQUIRED, means: str = "", *, affects: Affects = Affects.result, added: bool = False
 ) -> Any:
     """Declare a field of a section with the facts about its key.
 
     A subclass may declare the field again with only another default; the facts of the base class remain.
 
     Args:
-        default: the value of a config that does not set the key.
-        factory: a function that returns the default, for lists and dictionaries.
+        default: the value of a config that does not set the key; or a function that makes it, such as `list`.
         means: the meaning of the key, for `--help` and docs/reference/config.md (docs/generate.py writes it).
         affects: what of a run depends on the key.
         added: an earlier version has no such key, and does what the default says. A key with its default is
             then not part of the name of a run, so that earlier runs keep their names.
     """
     facts = {"means": means, "affects": affects, "added": added, "declared": default}
-    if factory is not None:
-        return field(default_factory=factory, metadata=facts)
+    if callable(default):
+        return field(default_factory=default, metadata={**facts, "declared": _REQUIRED})
     return field(default=default, metadata=facts)
 
 
 def number(
-    default: Any,
-    *,
-    means: str,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    counts: str | None = None,
-    remedy: str | None = None,
-    affects: Affects = Affects.result,
-    added: bool = False,
+    default: Any, means: str, *, affects: Affects = Affects.result, added: bool = False, **rule: Any
 ) -> Any:
-    """Declare a numeric field with its rule (see `Bound`) and the facts about its key (see `entry`)."""
-    bound = Bound(means=means, least=least, above=above, most=most, below=below, counts=counts, remedy=remedy)
-    declared = entry(default, means=means, affects=affects, added=added)
-    return field(default=default, metadata={**declared.metadata, "bound": bound})
+    """Declare a numeric field with its rule (as in `Bound`) and the facts about its key (as in `entry`)."""
+    facts = {"means": means, "affects": affects, "added": added, "declared": default, "bound": Bound(**rule)}
+    return field(default=default, metadata=facts)
 
 
 def fact(cls: type, name: str, kind: str) -> Any:
@@ -315,23 +343,22 @@ def fact(cls: type, name: str, kind: str) -> Any:
     return None
 
 
-def _number_problems(section: Section, at: str) -> Iterator[str]:
-    """Yield an error message for each number of `section` that breaks its rule."""
-    for each in fields(section):
-        bound, value = fact(type(section), each.name, "bound"), getattr(section, each.name)
-        if bound is None or value is None or (rule := bound.broken(value)) is None:
-            continue
-        key = dotted(at, each.name)
-        default = "<value>" if each.default in (MISSING, _REQUIRED) else plain(each.default)
-        remedy = str(round(value)) if rule.startswith("be whole") else bound.remedy or default
-        yield f"{key} must {rule} ({bound.means}), got {plain(value)}; set {key}={remedy}"
-
-
-def plain(value: float | None) -> str:
-    """Format a number as a user types it on the command line; None is `null`."""
-    if value is None:
-        return "null"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def plain(value: Any) -> str:
+    """Format a value as a user types it on the command line; None is `null`."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case Enum():
+            return str(value.value)
+        case float():
+            return f"{value:g}"
+        case str() if value.split() != [value]:  # empty, or with spaces
+            return repr(value)
+        case list() | tuple():
+            return f"[{','.join(map(plain, value))}]"
+    return str(value)
 
 
 # Errors for packages that an option needs and that are not installed.

@@ -6,6 +6,7 @@ The same options configure the training score (`scorer`) and the judge (`gold`).
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, fields
@@ -16,10 +17,10 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from rlhf.config.models import Dtype
-from rlhf.config.schema import Affects, Section, entry, missing_package, number, option, sections
+from rlhf.config.schema import Affects, Section, entry, missing_package, number, option, plain, sections
 from rlhf.config.services import service_problems, token_problems, url_problems
-from rlhf.config.tasks import EmbeddedTaskConfig, QuestionsConfig, TaskConfig
-from rlhf.core.errors import setting
+from rlhf.config.tasks import EmbeddedTaskConfig, Need, QuestionsConfig, TaskConfig
+from rlhf.core.errors import one_line, setting
 from rlhf.usercode.address import ONLY_HERE, function_problem, takes_lists
 
 # Relative difference of the scores of a reward model for one response at different places of a batch.
@@ -37,16 +38,13 @@ class ScorerConfig(Section):
 
     name: str = MISSING
     missing_eos_score: float | None = number(
-        None, means="score of a response without EOS, in place of its own; null: its own score", remedy="-1"
+        None, "score of a response without EOS, in place of its own; null: its own score", remedy="-1"
     )
     missing_eos_penalty: float | None = number(
-        None,
-        least=0,
-        means="number subtracted from the score of a response without EOS; null: nothing",
-        remedy="1",
+        None, "number subtracted from the score of a response without EOS; null: nothing", least=0, remedy="1"
     )
     weight: float = number(
-        1.0, means="factor of the score of this part in a weighted scorer; 0: the score is only logged"
+        1.0, "factor of the score of this part in a weighted scorer; 0: the score is only logged"
     )
 
     @property
@@ -120,21 +118,16 @@ class ScorerConfig(Section):
         found = getattr(self, "path", None) or getattr(self, "url", None) or self.name
         return ", ".join(map(str, found)) if isinstance(found, list) else str(found)
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if both missing-EOS keys are set, or if a scorer that is no part has a weight."""
-        yield from Section.problems(self, at)
         score, penalty = self.missing_eos_score, self.missing_eos_penalty
         if score is not None and penalty is not None:
-            yield (
-                f"{at}.missing_eos_score and {at}.missing_eos_penalty must not both be set (one replaces the "
-                f"score that the other lowers), got {score:g} and {penalty:g}; "
-                f"set {at}.missing_eos_score=null or {at}.missing_eos_penalty=null"
-            )
+            rule = f"be null with {at}.missing_eos_penalty={penalty:g}"
+            remedy = f"set {at}.missing_eos_score=null or {at}.missing_eos_penalty=null"
+            reason = "it replaces the score that the other lowers"
+            yield self.refused(at, "missing_eos_score", rule, reason, remedy=remedy)
         if math.isfinite(self.weight) and self.weight != 1 and ".parts." not in at:
-            yield (
-                f"{at}.weight must be 1 outside of a weighted scorer (only parts have weights), "
-                f"got {self.weight:g}; set {at}.weight=1"
-            )
+            yield self.refused(at, "weight", "be 1 outside of a weighted scorer", "only parts have weights")
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each missing-EOS key of a judge, where these keys have no effect."""
@@ -165,10 +158,10 @@ class RewardModelScorerConfig(ScorerConfig):
     """A sequence-classification model with one output, read at the last response token."""
 
     name: str = "reward_model"
-    path: str | None = entry(None, means="hub name or local folder; null: model.reward")
-    batch_size: int = number(32, least=1, means="sequences per forward pass")
+    path: str | None = entry(None, "hub name or local folder; null: model.reward")
+    batch_size: int = number(32, "sequences per forward pass", least=1)
     pad_token: str | None = entry(
-        None, means="pad token of the reward model's tokenizer; null: its own, or its end token", added=True
+        None, "pad token of the reward model's tokenizer; null: its own, or its end token", added=True
     )
 
     @property
@@ -195,14 +188,11 @@ class RewardModelScorerConfig(ScorerConfig):
         """Return an identifier of the scorer: its model."""
         return self.name, self.path or reward
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if a judge has no `path`."""
-        yield from ScorerConfig.problems(self, at)
         if at.startswith("gold") and self.path is None:
-            yield (
-                f"{at}.path must name a reward model (the judge must not be the model that training sees), "
-                f"got null; set {at}.path=<hub name or folder>"
-            )
+            reason = "the judge must not be the model that training sees"
+            yield self.refused(at, "path", "name a reward model", reason, "<hub name or folder>")
 
 
 @option("scorer", "facts", part="rlhf.scorers.function:FactsScorer")
@@ -225,7 +215,7 @@ class AnswerScorerConfig(ScorerConfig):
     verifies: ClassVar[bool] = True
 
     name: str = "answer"
-    pattern: str = entry(r"#### (\-?[0-9\.\,]+)", means="regular expression whose group matches the answer")
+    pattern: str = entry(r"#### (\-?[0-9\.\,]+)", "regular expression whose group matches the answer")
 
     def cannot_score(self, task: TaskConfig) -> str | None:
         """Return a reason for a task whose references contain no answer."""
@@ -255,9 +245,8 @@ class PartsScorerConfig(ScorerConfig):
     reason: ClassVar[str]  # why each part must judge a text by itself
 
     parts: dict[str, ScorerConfig] = entry(
-        factory=dict,
-        means="name -> scorer; the name is chosen by the user, for scorer=mixture it is that of a part of "
-        "the task",
+        dict,
+        "name -> scorer; the name is chosen by the user, for scorer=mixture it is that of a part of the task",
     )
 
     @property
@@ -274,9 +263,8 @@ class PartsScorerConfig(ScorerConfig):
         """Return an identifier that no other scorer has. The parts have their own identifiers."""
         return id(self)
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each part that does not judge a text by itself."""
-        yield from ScorerConfig.problems(self, at)
         for name, part in self.parts.items():
             if part.name in ("labels", "none", self.name):
                 key = choice(f"{at}.parts.{name}")
@@ -304,14 +292,11 @@ class WeightedScorerConfig(PartsScorerConfig):
         """Return the weighted sum of the rounding errors of the parts."""
         return sum(abs(part.weight) * part.rounding(dtype) for part in self.parts.values())
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if there are no parts, and the errors of `PartsScorerConfig`."""
-        yield from PartsScorerConfig.problems(self, at)
         if not self.parts:
-            yield (
-                f"{at}.parts must contain at least one scorer (the score is their weighted sum), "
-                f"got none; set +scorer@{at}.parts.<name>=<scorer>"
-            )
+            reason, remedy = "the score is their weighted sum", f"set +scorer@{at}.parts.<name>=<scorer>"
+            yield self.refused(at, "parts", "contain at least one scorer", reason, remedy=remedy)
 
 
 @option("scorer", "function", part="rlhf.scorers.function:build")
@@ -322,13 +307,12 @@ class FunctionScorerConfig(ScorerConfig):
     name: str = "function"
     path: Any = entry(
         None,
-        means="<file>.py:<function> or <module>:<function>, or a list of these; the working directory is "
-        "searched",
+        "<file>.py:<function> or <module>:<function>, or a list of these; the working directory is searched",
     )
     weights: list[float] | None = entry(
-        None, means="factor of the score of each function in a list; null: 1", added=True
+        None, "factor of the score of each function in a list; null: 1", added=True
     )
-    batched: bool = entry(False, means="the functions take lists (of the rollout batch) and return a list")
+    batched: bool = entry(False, "the functions take lists (of the rollout batch) and return a list")
 
     @property
     def paths(self) -> list[Any]:
@@ -373,39 +357,31 @@ class FunctionScorerConfig(ScorerConfig):
         """Return an identifier of the scorer: its functions."""
         return self.name, tuple(self.paths)
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each function that cannot be imported or called."""
-        yield from ScorerConfig.problems(self, at)
         for path in self.paths:
             if problem := function_problem(f"{at}.path", path, self.arguments):
                 yield problem
             elif (lists := takes_lists(f"{at}.path", path)) is not None and lists != self.batched:
                 takes = "lists" if lists else "the text of one response"
-                right, wrong = ("true", "false") if lists else ("false", "true")
-                yield (
-                    f"{at}.batched must be {right} for a function that takes {takes} (see the parameters of "
-                    f"{path}), got {wrong}; set {at}.batched={right}"
-                )
-        yield from self.problems_of_list(at)
+                rule = f"be {plain(lists)} for a function that takes {takes}"
+                yield self.refused(at, "batched", rule, f"see the parameters of {path}", lists)
+        yield from self._problems_of_list(at)
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error for each function that this process cannot import or call."""
         found = (function_problem(f"{at}.path", path, self.arguments) for path in self.paths)
         yield from filter(None, found)
 
-    def problems_of_list(self, at: str) -> Iterator[str]:
+    def _problems_of_list(self, at: str) -> Iterator[str]:
         """Yield an error if the list of functions is empty or repeats one, or has other weights."""
         paths, weights = self.paths, self.weights
         if not paths:
-            yield (
-                f"{at}.path must name a function (it returns the score), got []; set "
-                f"{at}.path=my_module:my_function"
-            )
-        if repeated := [path for path, count in Counter(map(str, paths)).items() if count > 1]:
-            yield (
-                f"{at}.path must name each function once (its scores have one name in metrics.jsonl), got "
-                f"{repeated[0]} twice; leave one out, or set its weight in {at}.weights"
-            )
+            yield self.refused(at, "path", "name a function", "it returns the score", "my_module:my_function")
+        if len(set(map(str, paths))) < len(paths):
+            reason = "its scores have one name in metrics.jsonl"
+            remedy = f"leave one out, or set its weight in {at}.weights"
+            yield self.refused(at, "path", "name each function once", reason, remedy=remedy)
         if weights is None:
             return
         ones = ",".join(["1"] * max(1, len(paths)))
@@ -413,15 +389,11 @@ class FunctionScorerConfig(ScorerConfig):
             remedy = f"set '{at}.weights=[{ones}]'"
             if not isinstance(self.path, list):
                 remedy = f"leave it out, or set {setting(f'{at}.path', paths)}"
-            yield (
-                f"{at}.weights must have a number for each function of a list in {at}.path (they are factors "
-                f"of its scores), got {len(weights)} for {len(paths)}; {remedy}"
-            )
+            rule = f"have a number for each of the {len(paths)} functions in {at}.path"
+            yield self.refused(at, "weights", rule, "they are factors of its scores", remedy=remedy)
         if not all(map(math.isfinite, weights)):
-            yield (
-                f"{at}.weights must be finite (scores are multiplied by them), got {weights}; set "
-                f"'{at}.weights=[{ones}]'"
-            )
+            remedy = f"set '{at}.weights=[{ones}]'"
+            yield self.refused(at, "weights", "be finite", "scores are multiplied by them", remedy=remedy)
 
 
 # Section of the scorer that asks a service over HTTP.
@@ -435,38 +407,34 @@ _URL = "http://127.0.0.1:8000/score"
 class HttpScorerConfig(ScorerConfig):
     """A service that returns scores over HTTP; docs/rewards.md describes the protocol."""
 
+    asks_service: ClassVar[bool] = True
+
     name: str = "http"
-    url: str | None = entry(None, means="address of the service; texts are posted there")
-    batch_size: int = number(32, least=1, means="responses per request")
-    concurrency: int = number(4, least=1, means="requests in parallel", affects=Affects.speed)
+    url: str | None = entry(None, "address of the service; texts are posted there")
+    batch_size: int = number(32, "responses per request", least=1)
+    concurrency: int = number(4, "requests in parallel", least=1, affects=Affects.speed)
     timeout_s: float = number(
         60.0,
+        "seconds until a try without a complete answer fails; longest Retry-After",
         above=0,
-        means="seconds until a try without a complete answer fails; longest Retry-After",
         affects=Affects.speed,
     )
     retries: int = number(
         5,
+        "retries of a failed request: the first immediately, then after 1, 2, 4, ... s",
         least=0,
-        means="retries of a failed request: the first immediately, then after 1, 2, 4, ... s",
         affects=Affects.speed,
     )
     token_variable: str | None = entry(
-        None, means="environment variable with the bearer token; null: none is sent", affects=Affects.speed
+        None, "environment variable with the bearer token; null: none is sent", affects=Affects.speed
     )
-
-    @property
-    def asks_service(self) -> bool:
-        """Whether this scorer waits for the answers of a service: always."""
-        return True
 
     def source(self, reward: str | None) -> Hashable:
         """Return an identifier of the scorer: its service."""
         return self.name, self.url
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the address is invalid, or if the variable with the token is not set."""
-        yield from ScorerConfig.problems(self, at)
         yield from url_problems(f"{at}.url", self.url, f"{at}.token_variable", "texts are posted there", _URL)
         if self.token_variable is not None:
             yield from token_problems(f"{at}.token_variable", self.token_variable)
@@ -502,29 +470,22 @@ class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
     reads_path: ClassVar[bool] = False
 
     name: str = "reasoning_gym"
-    dataset: str = entry("chain_sum", means="name of the data set in reasoning-gym")
-    arguments: dict[str, Any] = entry(
-        factory=dict, means="arguments of the data set, such as {min_terms: 2, max_terms: 3}"
-    )
+    dataset: str = entry("chain_sum", "name of the data set in reasoning-gym")
+    arguments: dict[str, Any] = entry(dict, "arguments of the data set, such as {min_terms: 2, max_terms: 3}")
     chat: bool = entry(
-        False, means="the prompt is a message of the user, in the format of the model's chat template"
+        False, "the prompt is a message of the user, in the format of the model's chat template"
     )
     template: str = entry(
-        "{question}\n", means="format of a prompt with {question}; the default with chat is an instruction"
+        "{question}\n", "format of a prompt with {question}; the default with chat is an instruction"
     )
     train_size: int = 8192
     max_prompt_tokens: int = 256
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for a missing package, a refused data set, a `path`, or a template without field."""
-        yield from EmbeddedTaskConfig.problems(self, at)
-        yield from self.template_problems(at)
         yield from missing_package("task=reasoning_gym", "reasoning_gym", "reasoning", "reasoning-gym")
         if (reason := _REFUSED.get(self.dataset)) is not None:
-            yield (
-                f"{at}.dataset must not be {self.dataset} ({reason}), got {self.dataset}; "
-                f"set {at}.dataset=chain_sum"
-            )
+            yield self.refused(at, "dataset", f"not be {self.dataset}", reason)
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error if reasoning-gym has no such data set, or refuses the arguments."""
@@ -532,16 +493,14 @@ class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
 
         if self.dataset not in DATASETS:
             near = [*get_close_matches(self.dataset, DATASETS, n=1), "chain_sum"][0]
-            yield f"{at}.dataset must be in reasoning-gym, got {self.dataset}; set {at}.dataset={near}"
+            yield self.refused(at, "dataset", "be in reasoning-gym", instead=near)
             return
         try:
             create_dataset(self.dataset, seed=0, size=self.train_size, **self.arguments)
         except Exception as error:  # the package checks with assert, and data sets with errors of their own
             names = {each.name for each in fields(DATASETS[self.dataset][1])} - {"seed", "size"}
-            yield (
-                f"{at}.arguments must be arguments of {self.dataset} ({', '.join(sorted(names))}) that it "
-                f"accepts ({type(error).__name__}: {error}), got {self.arguments}; correct them"
-            )
+            rule = f"be arguments of {self.dataset} ({', '.join(sorted(names))}) that it accepts"
+            yield self.refused(at, "arguments", rule, one_line(error), remedy="correct them")
 
 
 @option("scorer", "reasoning_gym", part="rlhf.scorers.function:ReasoningGymScorer")
@@ -555,10 +514,110 @@ class ReasoningGymScorerConfig(ScorerConfig):
     name: str = "reasoning_gym"
     pattern: str | None = entry(
         r"<answer>([\s\S]*?)</answer>",
-        means="regular expression whose group matches the answer; null: the whole response",
+        "regular expression whose group matches the answer; null: the whole response",
     )
-    exact: bool = entry(True, means="1 for a full score of the verifier, else 0; false: its score")
+    exact: bool = entry(True, "1 for a full score of the verifier, else 0; false: its score")
 
     def cannot_score(self, task: TaskConfig) -> str | None:
         """Return a reason for every other task."""
         return None if task.name == "reasoning_gym" else "it verifies only problems of task=reasoning_gym"
+
+
+# Sections of the task that consists of other tasks (`task=mixture`), and of its scorer.
+
+
+@option("task", "mixture", part="rlhf.tasks.mixture:MixtureSource")
+@dataclass(kw_only=True, slots=True)
+class MixtureConfig(TaskConfig):
+    """Several tasks with weights: the prompts of each part are drawn in proportion to its weight.
+
+    Add a part with `+schema/task@task.parts.<name>=<task>`.
+    """
+
+    own_data: ClassVar[bool] = True
+    dialogues: ClassVar[None] = None  # the parts decide
+
+    name: str = "mixture"
+    parts: dict[str, TaskConfig] = entry(dict, "name chosen by the user -> task")
+    weights: dict[str, float] = entry(dict, "name of a part -> weight; 1 for other parts")
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each part in the training prompts, by its name."""
+        weights = {name: self.weights.get(name, 1.0) for name in self.parts}
+        return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+
+    def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
+        """Yield the local folders that the parts read."""
+        for name, part in self.parts.items():
+            for key, folder, columns, splits, reason in part.needs(pairs, evaluates):
+                yield self.own_key(name, key), folder, columns, splits, reason
+
+    def own_key(self, name: str, text: str) -> str:
+        """Return a text in which the keys of `task` are those of the part `name`."""
+        keys = "|".join(each.name for each in fields(self.parts[name]))
+        return re.sub(rf"(?<![\w/.-])task\.(?=(?:{keys})\b)", f"task.parts.{name}.", text)
+
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error for missing or nested parts, wrong weights, and data outside of the parts."""
+        if not self.parts:
+            rule, remedy = "contain at least one task", f"set +schema/task@{at}.parts.<name>=<task>"
+            yield self.refused(at, "parts", rule, "prompts are drawn from it", remedy=remedy)
+        for name, part in self.parts.items():
+            if not re.fullmatch("[a-z0-9_]+", name):
+                rule = f"{at}.parts must have names of lower-case letters, digits and _"
+                yield f"{rule} (metrics have these names), got {name}; rename it"
+            if isinstance(part, MixtureConfig):
+                rule, remedy = "not be in a mixture", f"add its parts to {at}.parts"
+                reason = "its parts would have no weights"
+                yield part.refused(f"{at}.parts.{name}", "name", rule, reason, remedy=remedy)
+        for name, weight in self.weights.items():
+            if name not in self.parts:
+                rule = f"{at}.weights must name parts of the mixture ({', '.join(self.parts) or 'none'})"
+                remedy = f"leave it out, or add +schema/task@{at}.parts.{name}=<task>"
+                yield f"{rule}, got {name}; {remedy}"
+            elif not 0 < weight < math.inf:
+                reason = "the share of its prompts is proportional to it"
+                yield self.refused(at, f"weights.{name}", "be > 0", reason, 1)
+        for key in ("path", "preferences_path"):
+            if (value := getattr(self, key)) is not None:
+                remedy = f"set {at}.parts.<name>.{key}={value} {at}.{key}=null"
+                rule = "be null for task=mixture"
+                yield self.refused(at, key, rule, "each part has its own data", remedy=remedy)
+
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning for each part with a limit of prompt tokens, which has no effect."""
+        for name, part in self.parts.items():
+            if part.max_prompt_tokens != type(part)().max_prompt_tokens:
+                yield (
+                    f"{at}.parts.{name}.max_prompt_tokens has no effect ({at}.max_prompt_tokens applies to "
+                    f"all parts), got {part.max_prompt_tokens}; leave it out"
+                )
+
+
+@option("scorer", "mixture", part="rlhf.scorers.scorer:MixtureScorer")
+@dataclass(kw_only=True, slots=True)
+class MixtureScorerConfig(PartsScorerConfig):
+    """A scorer for each part of `task=mixture`, under the name of the part.
+
+    Add a scorer with `+scorer@scorer.parts.<name>=<option>`. Each score is multiplied by its `weight`.
+    The missing-EOS settings of a part apply to its score, those of this section to the weighted scores.
+    """
+
+    reason: ClassVar[str] = "each part has one"
+    of_mixture: ClassVar[bool] = True
+
+    name: str = "mixture"
+
+    def cannot_score(self, task: TaskConfig) -> str | None:
+        """Return a reason for a task without parts."""
+        return None if task.name == "mixture" else "only task=mixture has parts"
+
+    @property
+    def verifies(self) -> bool:  # type: ignore[override]
+        """Whether the score is 1 for a correct response, else 0: each part verifies, with the weight 1."""
+        return bool(self.parts) and all(part.verifies and part.weight == 1 for part in self.parts.values())
+
+    def rounding(self, dtype: Dtype) -> float:
+        """Return the largest rounding error of the parts."""
+        return max((part.rounding(dtype) for part in self.parts.values()), default=0.0)

@@ -31,24 +31,17 @@ class TaskConfig(Section):
     prompt_splits: ClassVar[tuple[str, ...]] = SPLITS  # splits of `path`, if it contains prompts
 
     name: str = MISSING
-    path: str | None = entry(
-        None, means="folder with a data file per split; with task=local also a single file"
-    )
-    preferences_path: str | None = entry(
-        None, means="folder of preference pairs; null: task.path, else the hub"
-    )
+    path: str | None = entry(None, "folder with a data file per split; with task=local also a single file")
+    preferences_path: str | None = entry(None, "folder of preference pairs; null: task.path, else the hub")
     max_prompt_tokens: int = number(
-        512, least=1, means="largest prompt length in tokens; longer prompts are skipped"
+        512, "largest prompt length in tokens; longer prompts are skipped", least=1
     )
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for a `path` that is not read."""
-        yield from Section.problems(self, at)
         if self.path is not None and not self.reads_path:
-            yield (
-                f"{at}.path must be null for task={self.name} (its examples are generated), got {self.path}; "
-                f"set {at}.path=null, or task=local"
-            )
+            rule, remedy = f"be null for task={self.name}", f"set {at}.path=null, or task=local"
+            yield self.refused(at, "path", rule, "its examples are generated", remedy=remedy)
 
     @property
     def parts(self) -> dict[str, TaskConfig]:
@@ -130,10 +123,10 @@ class EmbeddedTaskConfig(TaskConfig):
     """A task that is generated from a seed."""
 
     embedded: ClassVar[bool] = True
-    data_seed: int = entry(0, means="seed of the generated data; the run's own seed does not change the data")
-    train_size: int = number(MISSING, least=1, means="examples to generate", remedy="512")
-    validation_size: int = number(512, least=1, means="examples to generate")
-    test_size: int = number(512, least=1, means="examples to generate")
+    data_seed: int = entry(0, "seed of the generated data; the run's own seed does not change the data")
+    train_size: int = number(MISSING, "examples to generate", least=1, remedy="512")
+    validation_size: int = number(512, "examples to generate", least=1)
+    test_size: int = number(512, "examples to generate", least=1)
 
 
 class Difficulty(Choice):
@@ -168,15 +161,15 @@ class TLDRConfig(TaskConfig):
     name: str = "tldr"
     prompts_name: str = entry(
         "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
-        means="hub name of the prompts and references",
+        "hub name of the prompts and references",
     )
     preferences_name: str = entry(
         "mnoukhov/summarize_from_feedback_oai_preprocessing_1706381144_relabel_pythia6.9b",
-        means="hub name of the preference pairs",
+        "hub name of the preference pairs",
     )
 
 
-class QuestionsConfig:
+class QuestionsConfig(TaskConfig):
     """Questions in a template, as texts that a base model continues, or as messages of the user.
 
     A task of questions has the keys `chat` and `template`. A template with its default is replaced by
@@ -205,13 +198,11 @@ class QuestionsConfig:
         usual = fact(type(self), "template", "declared")
         return self.chat_question if self.chat and self.template == usual else self.template
 
-    def template_problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the template does not contain `{question}`."""
         if "{question}" not in self.template:
-            yield (
-                f"{at}.template must contain {{question}} (it is replaced by the problem), "
-                f"got {self.template!r}; set {at}.template='Problem: {{question}} Solution:'"
-            )
+            reason, template = "it is replaced by the problem", "'Problem: {question} Solution:'"
+            yield self.refused(at, "template", "contain {question}", reason, template)
 
 
 _QUESTION = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # for base models, as in the paper
@@ -219,7 +210,7 @@ _QUESTION = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # for base models, 
 
 @option("task", "gsm8k", part="rlhf.tasks.kinds:GSM8KSource")
 @dataclass(kw_only=True, slots=True)
-class GSM8KConfig(QuestionsConfig, TaskConfig):
+class GSM8KConfig(QuestionsConfig):
     """Grade-school mathematics with answers that can be checked (Cobbe et al., 2021)."""
 
     chat_question: ClassVar[str] = (
@@ -229,23 +220,16 @@ class GSM8KConfig(QuestionsConfig, TaskConfig):
     prompt_splits: ClassVar[tuple[str, ...]] = ("train",)
 
     name: str = "gsm8k"
-    prompts_name: str = entry("openai/gsm8k", means="hub name of the prompts and references")
+    prompts_name: str = entry("openai/gsm8k", "hub name of the prompts and references")
     chat: bool = entry(
-        False,
-        means="the prompt is a message of the user, in the format of the model's chat template",
-        added=True,
+        False, "the prompt is a message of the user, in the format of the model's chat template", added=True
     )
     template: str = entry(
-        _QUESTION, means="format of a prompt with {question}; the default with chat is an instruction"
+        _QUESTION, "format of a prompt with {question}; the default with chat is an instruction"
     )
     validation_size: int = number(
-        473, least=1, means="last rows of train for evaluation, unless there is a validation split"
+        473, "last rows of train for evaluation, unless there is a validation split", least=1
     )
-
-    def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if the template does not contain `{question}`."""
-        yield from TaskConfig.problems(self, at)
-        yield from self.template_problems(at)
 
 
 @option("task", "arithmetic", part="rlhf.tasks.kinds:ArithmeticSource")
@@ -270,16 +254,16 @@ class ChatConfig(TaskConfig):
     prompt_columns: ClassVar[tuple[str, ...]] = ("messages",)
 
     name: str = "chat"
-    prompts_name: str = entry("HuggingFaceH4/no_robots", means="hub name of the prompts and references")
+    prompts_name: str = entry("HuggingFaceH4/no_robots", "hub name of the prompts and references")
     preferences_name: str | None = entry(
-        None, means="hub name of pairs with prompt, chosen, rejected in this format"
+        None, "hub name of pairs with prompt, chosen, rejected in this format"
     )
-    validation_split: str = entry("test", means="the name of the validation split in the data set")
+    validation_split: str = entry("test", "the name of the validation split in the data set")
     turn: str | None = entry(
-        None, means="format of a turn, with {role} and {content}; null: the tokenizer's chat template"
+        None, "format of a turn, with {role} and {content}; null: the tokenizer's chat template"
     )
     reply: str | None = entry(
-        None, means="text at the end of every prompt, before the response; set together with turn"
+        None, "text at the end of every prompt, before the response; set together with turn"
     )
 
     @property
@@ -300,22 +284,19 @@ class ChatConfig(TaskConfig):
             elif key != "task.path":
                 yield key, folder, columns, splits, reason
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error for an invalid split, and for a `turn` that lacks `reply` or a field."""
-        yield from TaskConfig.problems(self, at)
         yield from _split_problems(f"{at}.validation_split", self.validation_split)
         if (self.turn is None) != (self.reply is None):
             missing, given = ("turn", "reply") if self.turn is None else ("reply", "turn")
-            yield (
-                f"{at}.{missing} must be set together with {at}.{given} (both replace the chat template of "
-                f"the tokenizer), got null; set {at}.{given}=null"
-            )
+            rule, remedy = f"be set together with {at}.{given}", f"set {at}.{given}=null"
+            reason = "both replace the chat template of the tokenizer"
+            yield self.refused(at, missing, rule, reason, remedy=remedy)
         for part in ("{role}", "{content}"):
             if self.turn is not None and part not in self.turn:
-                yield (
-                    f"{at}.turn must contain {part} (it is the format of each turn of a dialogue), got "
-                    f"{self.turn!r}; add {part}, or set {at}.turn=null {at}.reply=null"
-                )
+                reason = "it is the format of each turn of a dialogue"
+                remedy = f"add {part}, or set {at}.turn=null {at}.reply=null"
+                yield self.refused(at, "turn", f"contain {part}", reason, remedy=remedy)
 
 
 @option("task", "preferences", part="rlhf.tasks.kinds:PreferencesSource")
@@ -325,15 +306,11 @@ class PreferencesConfig(TaskConfig):
 
     own_data: ClassVar[bool] = True
     has_answers: ClassVar[bool] = False
+    dialogues: ClassVar[None] = None  # the rows decide
 
     name: str = "preferences"
-    preferences_name: str | None = entry(None, means="hub name")
-    validation_split: str = entry("validation", means="the name of the validation split in the data set")
-
-    @property
-    def dialogues(self) -> bool | None:
-        """None: the rows of the data set decide."""
-        return None
+    preferences_name: str | None = entry(None, "hub name")
+    validation_split: str = entry("validation", "the name of the validation split in the data set")
 
     @property
     def folder(self) -> tuple[str, str] | None:
@@ -348,15 +325,13 @@ class PreferencesConfig(TaskConfig):
             splits = ("train", self.validation_split)
             yield *self.folder, PREFERENCE_COLUMNS, splits, "the run reads preference pairs from it"
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if no data set is named, or if the name of the split is invalid."""
-        yield from TaskConfig.problems(self, at)
         yield from _split_problems(f"{at}.validation_split", self.validation_split)
         if self.folder is None and self.preferences_name is None:
-            yield (
-                f"{at}.path must name a folder for task=preferences (it has no data set of its own), got "
-                f"null; set {at}.path=<folder> or {at}.preferences_name=<hub name>"
-            )
+            rule, reason = "name a folder for task=preferences", "it has no data set of its own"
+            remedy = f"set {at}.path=<folder> or {at}.preferences_name=<hub name>"
+            yield self.refused(at, "path", rule, reason, remedy=remedy)
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each data set key without effect, because another key names the pairs."""
@@ -379,12 +354,12 @@ def _split_problems(key: str, split: str) -> Iterator[str]:
 class ColumnsConfig(Section):
     """Columns of `task=local` with names that are not recognised; null: recognised by name."""
 
-    prompt: str | None = entry(None, means="texts, or lists of messages")
-    response: str | None = entry(None, means="reference responses; needed for SFT")
-    chosen: str | None = entry(None, means="preferred responses")
-    rejected: str | None = entry(None, means="other responses")
+    prompt: str | None = entry(None, "texts, or lists of messages")
+    response: str | None = entry(None, "reference responses; needed for SFT")
+    chosen: str | None = entry(None, "preferred responses")
+    rejected: str | None = entry(None, "other responses")
     messages: str | None = entry(
-        None, means="dialogues; the last message of the assistant is the reference response"
+        None, "dialogues; the last message of the assistant is the reference response"
     )
 
 
@@ -394,26 +369,22 @@ class LocalConfig(TaskConfig):
     """Your own files: prompts, prompts with responses, dialogues, or preference pairs."""
 
     own_data: ClassVar[bool] = True
+    dialogues: ClassVar[None] = None  # the rows decide
 
     name: str = "local"
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     validation_fraction: float = number(
-        0.1, above=0, below=1, means="share of the rows for validation, if there is no validation file"
+        0.1, "share of the rows for validation, if there is no validation file", above=0, below=1
     )
     chat: bool = entry(
         False,
-        means="texts are messages of a dialogue; default: true if the model has a chat template and the "
+        "texts are messages of a dialogue; default: true if the model has a chat template and the "
         "texts do not begin with its marks",
         added=True,
     )
     all_replies: bool = entry(
-        False, means="SFT trains on all replies of a dialogue; false: on the last", added=True
+        False, "SFT trains on all replies of a dialogue; false: on the last", added=True
     )
-
-    @property
-    def dialogues(self) -> bool | None:
-        """None: the rows of the files decide."""
-        return None
 
     @property
     def own_files(self) -> tuple[str, ColumnsConfig, bool] | None:
@@ -432,14 +403,11 @@ class LocalConfig(TaskConfig):
             reason = "the run reads preference pairs from it"
             yield "task.preferences_path", self.preferences_path, PREFERENCE_COLUMNS, SPLITS, reason
 
-    def problems(self, at: str) -> Iterator[str]:
+    def rules(self, at: str) -> Iterator[str]:
         """Yield an error if no data set is named."""
-        yield from TaskConfig.problems(self, at)
         if self.path is None:
-            yield (
-                f"{at}.path must name a file or folder for task=local (it has no data set of its own), got "
-                f"null; set {at}.path=<file or folder>"
-            )
+            rule, reason = "name a file or folder for task=local", "it has no data set of its own"
+            yield self.refused(at, "path", rule, reason, "<file or folder>")
 
 
 # Sections of the tasks that belong to an environment: `calculator`, `guess_number`, `environment`.
@@ -450,14 +418,10 @@ class GameConfig(EmbeddedTaskConfig):
     """A task of generated dialogues with an environment."""
 
     reads_path: ClassVar[bool] = False
+    dialogues: ClassVar[bool] = True  # of messages of the user
 
     train_size: int = 4096
     max_prompt_tokens: int = 32
-
-    @property
-    def dialogues(self) -> bool:
-        """Whether the prompts are dialogues: they are messages of the user."""
-        return True
 
 
 @option("task", "calculator", part="rlhf.tasks.games:CalculatorSource")
@@ -488,14 +452,10 @@ class EnvironmentTaskConfig(TaskConfig):
 
     reads_path: ClassVar[bool] = False
     has_answers: ClassVar[bool] = False
+    dialogues: ClassVar[bool] = True  # a first message is a message of the user
 
     name: str = "environment"
-    data_seed: int = entry(0, means="seed of the seeds; the run's own seed does not change the data")
-    train_size: int = number(1024, least=1, means="first messages to ask for")
-    validation_size: int = number(256, least=1, means="first messages to ask for")
-    test_size: int = number(256, least=1, means="first messages to ask for")
-
-    @property
-    def dialogues(self) -> bool:
-        """Whether the prompts are dialogues: a first message is a message of the user."""
-        return True
+    data_seed: int = entry(0, "seed of the seeds; the run's own seed does not change the data")
+    train_size: int = number(1024, "first messages to ask for", least=1)
+    validation_size: int = number(256, "first messages to ask for", least=1)
+    test_size: int = number(256, "first messages to ask for", least=1)

@@ -30,6 +30,7 @@ from typing import Annotated, Any, NamedTuple, Self, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlhf.core.numerics import derive
 
@@ -268,7 +269,9 @@ def concatenated(parts: Sequence[Prompts], pad_id: int | None = None) -> dict[st
         if pad_id is not None and shape.dims[-1] in ("P", "T", "T+1"):
             longest = max(value.shape[-1] for value in values)
             fill = pad_id if shape.token_ids else 0
-            values = tuple(_padded(value, longest, fill, left=shape.dims[-1] == "P") for value in values)
+            missing = [longest - value.shape[-1] for value in values]
+            sides = [(count, 0) if shape.dims[-1] == "P" else (0, count) for count in missing]
+            values = tuple(pad(x, side, value=fill) for x, side in zip(values, sides, strict=True))
         return torch.cat(values)
 
     versions = [part.version for part in parts if isinstance(part, Rollouts)]
@@ -287,11 +290,6 @@ def grouped(samples: Sequence[Rollouts]) -> Rollouts:
         version=min(each.version for each in samples),
         generate_s=max(each.generate_s for each in samples),
     )
-
-
-def _padded(x: Tensor, length: int, fill: int, left: bool) -> Tensor:
-    missing = length - x.shape[-1]
-    return torch.nn.functional.pad(x, (missing, 0) if left else (0, missing), value=fill)
 
 
 @dataclass(frozen=True, slots=True)

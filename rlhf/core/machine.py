@@ -10,7 +10,7 @@ import platform
 import re
 import socket
 import subprocess
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -188,10 +188,12 @@ def _interface_to(host: str, variables: list[str]) -> str:
             return interface
         reason = f"here it is {own}"
     remedy = " ".join(f"{variable}=<interface>" for variable in variables)
+    interfaces = psutil.net_if_stats().items()
+    others = [name for name, state in interfaces if state.isup and name != loopback()]
     raise UserError(
         f"MASTER_ADDR must be a host that all hosts of the run reach (the ranks connect over the network), "
         f"got {host} ({reason}); correct it, or export {remedy} with one of this host's interfaces: "
-        f"{', '.join(_external()) or 'none is up'}"
+        f"{', '.join(others) or 'none is up'}"
     )
 
 
@@ -210,24 +212,15 @@ def source_address(host: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the network interface of this machine that has an address; None if no interface has it."""
-    return next(
-        (
-            name
-            for name, addresses in psutil.net_if_addrs().items()
-            if any(each.address.partition("%")[0] == address for each in addresses)
-        ),
-        None,
-    )
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return name
+    return None
 
 
 def loopback() -> str:
     """Return the name of the loopback network interface."""
     return interface_of("127.0.0.1") or "lo"
-
-
-def _external() -> list[str]:
-    """Return the network interfaces of this machine that are up, except the loopback interface."""
-    return [name for name, state in psutil.net_if_stats().items() if state.isup and name != loopback()]
 
 
 # Whether a service can be reached. This module imports no torch.
@@ -250,22 +243,28 @@ def refusal(url: str) -> str | None:
     host, port = parsed.hostname or "", parsed.port or (443 if parsed.scheme == "https" else 80)
     if _behind_proxy(url):
         return None
-    found: SimpleQueue[str | None] = SimpleQueue()
 
-    def connect() -> None:
-        reason = None
+    def connect() -> str | None:
         try:
             with suppress(TimeoutError):
                 socket.create_connection((host, port), _CONNECT_S).close()
         except (OSError, UnicodeError) as error:  # UnicodeError: the name of the host is too long
-            reason = getattr(error, "strerror", None) or str(error)
-        found.put(reason)
+            return getattr(error, "strerror", None) or str(error)
+        return None
 
-    # A look-up of a name has no time limit, and no signal interrupts it, so another thread waits for it.
-    Thread(target=connect, daemon=True).start()
+    return _within(_CONNECT_S, connect, late=None)
+
+
+def _within(seconds: float, ask: Callable[[], str | None], late: str | None) -> str | None:
+    """Return what `ask` returns, or `late` if it takes longer.
+
+    A look-up of a name has no time limit, and no signal interrupts it, so another thread waits for it.
+    """
+    found: SimpleQueue[str | None] = SimpleQueue()
+    Thread(target=lambda: found.put(ask()), daemon=True).start()
     with suppress(Empty):
-        return found.get(timeout=_CONNECT_S)
-    return None
+        return found.get(timeout=seconds)
+    return late
 
 
 def refused_key(url: str, key: str | None, body: Any = None) -> int | None:
@@ -347,23 +346,18 @@ def unreachable() -> str | None:
 
 def _no_answer(address: str) -> str | None:
     """Return why the server at `address` gave no answer, or None; any HTTP status is an answer."""
-    found: list[str | None] = []
 
-    def ask() -> None:
+    def ask() -> str | None:
         import requests
 
         try:
             requests.head(address, timeout=HUB_TIMEOUT_S)
         except requests.RequestException as error:
-            found.append(f"no connection to {address} ({type(error).__name__})")
-        else:
-            found.append(None)
+            return f"no connection to {address} ({type(error).__name__})"
+        return None
 
-    # Looking up the name of the host has no timeout of its own.
-    thread = Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(HUB_TIMEOUT_S + 1)
-    return found[0] if found else f"no connection to {address} within {HUB_TIMEOUT_S:g} s"
+    late = f"no connection to {address} within {HUB_TIMEOUT_S:g} s"
+    return _within(HUB_TIMEOUT_S + 1, ask, late)
 
 
 # Settings of the C library's heap, from which CPU tensors are allocated.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhf.config.correction import Anchor
+from rlhf.config.algorithms import Anchor
 from rlhf.objectives.objective import before_update, sampler_logprobs
 
 if TYPE_CHECKING:

@@ -41,12 +41,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlhf.config.correction import CorrectionKind, Divergence, Level, Reject
+from rlhf.config.algorithms import CorrectionKind, Divergence, Level, Reject
 from rlhf.core.metrics import mean, selected
 from rlhf.objectives.objective import MAX_LOG_WEIGHT, old_or_behaviour, sampler_logprobs
 
 if TYPE_CHECKING:
-    from rlhf.config.correction import CorrectionConfig
+    from rlhf.config.algorithms import CorrectionConfig
     from rlhf.core.batch import Batch
     from rlhf.core.metrics import Metrics
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlhf.config.correction import Covariance
+from rlhf.config.algorithms import Covariance
 from rlhf.core.metrics import selected
 from rlhf.core.numerics import derive
 from rlhf.objectives.objective import old_or_behaviour
 
 if TYPE_CHECKING:
-    from rlhf.config.correction import CovarianceConfig
+    from rlhf.config.algorithms import CovarianceConfig
     from rlhf.core.batch import Batch
 
 

@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlhf.config.algorithms import KLIn
-from rlhf.config.correction import Anchor, Covariance
+from rlhf.config.algorithms import Anchor, Covariance, KLIn
 from rlhf.core.metrics import mean, selected
 from rlhf.objectives.anchor import anchor_logprobs
 from rlhf.objectives.correction import corrected, importance_weights, over_tokens

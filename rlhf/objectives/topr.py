@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlhf.config.correction import Level
+from rlhf.config.algorithms import Level
 from rlhf.core.metrics import selected
 from rlhf.objectives.correction import over_tokens
 from rlhf.objectives.dapo import DAPO

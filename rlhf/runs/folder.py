@@ -39,7 +39,7 @@ from rlhf.core.files import (
     write_json,
 )
 from rlhf.core.formatting import HIDDEN, hide, is_secret_key
-from rlhf.core.launched import is_first_rank
+from rlhf.core.launched import cpu_cores, is_first_rank
 from rlhf.terminal.console import show, transcript
 
 if TYPE_CHECKING:
@@ -66,66 +66,33 @@ COMPLETE = "COMPLETE"  # the marker file of a complete checkpoint
 _CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]*)")  # name of a checkpoint, with its update
 
 
+class _Inside:
+    """The path of a file or folder in a run folder, as an attribute of `RunFolder`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: RunFolder, kind: type[RunFolder]) -> Path:
+        return folder.path / self.name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """A run folder: the paths of its files, and methods to read and write them."""
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        """The file of the resolved config."""
-        return self.path / "config.yaml"
-
-    @property
-    def environment(self) -> Path:
-        """The file of the environment record: versions, hardware, command line."""
-        return self.path / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
-        """The file of metrics: one row per update and one per evaluation."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def completions(self) -> Path:
-        """The file of the completions of evaluations."""
-        return self.path / "completions.jsonl"
-
-    @property
-    def groups(self) -> Path:
-        """The file of the times, lengths and versions of each group of samples of a prompt."""
-        return self.path / "groups.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """The file of `rlhf.evaluate`: one row per evaluated checkpoint or model."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def log(self) -> Path:
-        """The log file, with the messages that were printed in the terminal."""
-        return self.path / "train.log"
-
-    @property
-    def state(self) -> Path:
-        """The file of the run's progress and result."""
-        return self.path / "trainer_state.json"
-
-    @property
-    def generations(self) -> Path:
-        """The folder of all rollouts, written if `save_generations` is true."""
-        return self.path / "generations"
-
-    @property
-    def model(self) -> Path:
-        """The folder of the final model."""
-        return self.path / "model"
-
-    @property
-    def adapter(self) -> Path:
-        """The folder of the final model's adapter, written if `model.lora.rank` is above 0."""
-        return self.path / "adapter"
+    config = _Inside("config.yaml")  # the resolved config
+    environment = _Inside("environment.json")  # the environment record: versions, hardware, command line
+    metrics = _Inside("metrics.jsonl")  # one row per update and one per evaluation
+    completions = _Inside("completions.jsonl")  # the completions of evaluations
+    groups = _Inside("groups.jsonl")  # times, lengths and versions of each group of samples of a prompt
+    evaluations = _Inside("evaluations.jsonl")  # one row per evaluated checkpoint or model
+    log = _Inside("train.log")  # the messages that were printed in the terminal
+    state = _Inside("trainer_state.json")  # the run's progress and result
+    generations = _Inside("generations")  # the folder of all rollouts, written if `save_generations` is true
+    model = _Inside("model")  # the folder of the final model
+    adapter = _Inside("adapter")  # the folder of its adapter, written if `model.lora.rank` is above 0
 
     def write_config(self, cfg: Config) -> None:
         """Write the resolved config as YAML, with the option of each section, which `load_config` needs."""
@@ -209,8 +176,7 @@ class RunFolder:
 
     def last_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint, or None."""
-        checkpoints = complete_checkpoints(self.path)
-        return checkpoints[-1] if checkpoints else None
+        return next(reversed(complete_checkpoints(self.path)), None)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -506,7 +472,7 @@ def environment(devices: list[str], instructions: str = "") -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": processor(),
         "instructions": instructions,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cpu_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "devices": devices,
     }

@@ -64,6 +64,9 @@ def nearest(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if os.path.lexists(path))
 
 
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
+
+
 @contextmanager
 def creating(folder: Path, key: str = "output_dir") -> Iterator[None]:
     """Raise UserError instead of OSError if the block fails because `folder` cannot be created.
@@ -102,67 +105,29 @@ def unusable_file(folder: Path, error: Exception) -> UserError | RunError | None
     """
     if not isinstance(error, OSError):
         return None
-    if problem := _unusable_cache(error, folder):
-        return UserError(problem)
-    if file := _file_in(folder, error):
+    named = error.filename is not None and not isinstance(error.filename, int)
+    if named and folder.absolute() in (file := Path(os.fsdecode(error.filename)).absolute()).parents:
         return RunError(
             f"cannot read or write {file}: {error.strerror}; when this is repaired, the same command "
             "resumes the run from its last checkpoint"
         )
-    return None
-
-
-def _file_in(folder: Path, error: OSError) -> Path | None:
-    """Return the file that an error names if it is in `folder`, else None."""
-    if error.filename is None or isinstance(error.filename, int):
+    if error.errno not in (_REFUSED if named else (errno.ENOENT,)):
         return None
-    file = Path(os.fsdecode(error.filename)).absolute()
-    return file if folder.absolute() in file.parents else None
-
-
-def _unusable_cache(error: OSError, folder: Path) -> str | None:
-    """Return the message for an error of a library that writes to a cache or a temporary folder; or None.
-
-    Args:
-        error: the error.
-        folder: the run folder.
-    """
-    if error.errno == errno.ENOENT and error.filename is None:
-        return _temporary_folder_problem()
-    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR):
-        return None
-    if error.filename is None or _file_in(folder, error) is not None:
-        return None
-    return _cache_problem() or _temporary_folder_problem()
-
-
-def _cache_problem() -> str | None:
-    """Return the message for a cache folder of Hugging Face in which no files can be created; or None."""
-    cache = _hugging_face_cache()
-    if (reason := unwritable(cache)) is None:
-        return None
-    return (
-        f"HF_HOME must be a folder that can be written (models and data sets are cached there; {reason}), "
-        f"got {cache}; run: export HF_HOME=<folder>"
-    )
-
-
-def _temporary_folder_problem() -> str | None:
-    """Return the message for a machine without a folder for temporary files; or None."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    cache = Path(os.environ.get("HF_HOME") or default).expanduser()
+    if named and (reason := unwritable(cache)) is not None:
+        return UserError(
+            "HF_HOME must be a folder that can be written (models and data sets are cached there; "
+            f"{reason}), got {cache}; run: export HF_HOME=<folder>"
+        )
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
-        return (
+        return UserError(
             "TMPDIR must be a folder that can be written (libraries create temporary files), got "
             f"{os.environ.get('TMPDIR')}; run: export TMPDIR=<folder>"
         )
     return None
-
-
-def _hugging_face_cache() -> Path:
-    """Return the folder in which the libraries of Hugging Face cache models and data sets."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(os.environ.get("HF_HOME") or default).expanduser()
 
 
 # Detection and error messages of a full disk. This module imports no torch.
@@ -179,13 +144,12 @@ def full(error: BaseException, folder: Path) -> str | None:
     in its message. torch leaves the disk full and names no error number in its message, so this function
     tries a small write.
     """
-    number = error.errno if isinstance(error, OSError) else _number_in_text(error) or _number_of_probe(folder)
+    if isinstance(error, OSError):
+        number = error.errno
+    else:
+        named = (each for each in _FULL if f"os error {each}" in str(error))
+        number = next(named, None) or _number_of_probe(folder)
     return os.strerror(number) if number in _FULL else None
-
-
-def _number_in_text(error: BaseException) -> int | None:
-    """Return the error number of a full disk if the error message contains it."""
-    return next((number for number in _FULL if f"os error {number}" in str(error)), None)
 
 
 def _number_of_probe(folder: Path) -> int | None:

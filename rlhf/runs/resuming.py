@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import re
 import sys
@@ -14,7 +15,7 @@ from yaml import YAMLError
 
 from rlhf.config.run import Resume
 from rlhf.config.schedule import DEFAULT_EPOCHS
-from rlhf.core.errors import UserError, setting
+from rlhf.core.errors import UserError, as_text, setting
 from rlhf.core.files import component
 from rlhf.core.launched import is_first_rank
 from rlhf.runs.folder import RunFolder
@@ -58,7 +59,8 @@ def prepare(folder: RunFolder, cfg: Config, *, wait: bool = False) -> dict[str, 
     if cfg.resume is Resume.never:
         # A job that SLURM requeued resumes its own work, so that work is not moved aside.
         if exists and is_first_rank() and int(os.environ.get("SLURM_RESTART_COUNT", "0")) == 0:
-            aside = _free_name(folder.path)
+            names = (folder.path.with_name(f"{folder.path.name}{ASIDE}{n}") for n in itertools.count(1))
+            aside = next(path for path in names if not path.exists())
             folder.path.rename(aside)
             print(f"resume=never: moved the existing run {folder.path} to {aside}", file=sys.stderr)
         return None
@@ -108,7 +110,7 @@ def refuse_another_run(cfg: Config, folder: RunFolder) -> None:
         remedy = f"set {' '.join(length(saved))}, or set resume=never to move that run aside"
         if length_value(cfg) > length_value(saved):
             remedy = f"extend that run with: {_extend_command(folder, *length(cfg))}"
-    shown = [f"{key}={text(there)} instead of {text(here)}" for key, (there, here) in differ.items()]
+    shown = [f"{key}={as_text(there)} instead of {as_text(here)}" for key, (there, here) in differ.items()]
     more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
     raise UserError(
         "hydra.run.dir must not be the folder of a run with other settings (its checkpoint or result is "
@@ -163,18 +165,21 @@ def length_value(cfg: Config) -> float:
 
 def length(cfg: Config) -> list[str]:
     """Return the length of a run as overrides; empty for the default length of a task."""
-    lengths = {key: getattr(cfg.schedule, key.partition(".")[2]) for key in LENGTH}
-    return [f"{key}={value}" for key, value in lengths.items() if value is not None]
+    return _as_overrides(cfg.schedule.total_episodes, cfg.schedule.total_epochs)
 
 
 def saved_length(folder: RunFolder) -> list[str] | None:
     """Return the length of a run according to config.yaml, as overrides; None if it cannot be read."""
     try:
         schedule = folder.read_config()["schedule"]
-        lengths = {key: schedule.get(key.partition(".")[2]) for key in LENGTH}
+        return _as_overrides(schedule.get("total_episodes"), schedule.get("total_epochs"))
     except (OSError, ValueError, KeyError, AttributeError, YAMLError, OmegaConfBaseException):
         return None
-    return [f"{key}={value}" for key, value in lengths.items() if value is not None]
+
+
+def _as_overrides(*lengths: float | None) -> list[str]:
+    """Return the values of the keys `LENGTH` as overrides, without those that are null."""
+    return [f"{key}={value}" for key, value in zip(LENGTH, lengths, strict=True) if value is not None]
 
 
 def _extend_command(folder: RunFolder, *lengths: str) -> str:
@@ -190,19 +195,6 @@ def twice_as_long(folder: RunFolder) -> str | None:
     key, _, value = (lengths or [f"{LENGTH[1]}={DEFAULT_EPOCHS}"])[0].partition("=")
     twice = f"{2 * int(value)}" if key == LENGTH[0] else f"{2 * float(value):g}"
     return _extend_command(folder, f"{key}={twice}")
-
-
-def text(value: Any) -> str:
-    """Return the value of a key as it is written in an override."""
-    return "null" if value is None else str(value)
-
-
-def _free_name(path: Path) -> Path:
-    """Return `path` with the suffix `.old-<n>`, with the first number that is not in use."""
-    count = 1
-    while (aside := path.with_name(f"{path.name}{ASIDE}{count}")).exists():
-        count += 1
-    return aside
 
 
 # The folder of a run: a new one, or the existing folder of a run with the same settings.

@@ -27,9 +27,8 @@ from rlhf.text.chat import unquoted
 from rlhf.text.encoding import pieces
 
 if TYPE_CHECKING:
-    from rlhf.config.mixture_task import MixtureScorerConfig
     from rlhf.config.models import ModelConfig
-    from rlhf.config.scorers import LabelsScorerConfig, NoScorerConfig, ScorerConfig, WeightedScorerConfig
+    from rlhf.config.scorers import MixtureScorerConfig, ScorerConfig, WeightedScorerConfig
     from rlhf.core.state import TrainState
     from rlhf.environments.environment import Turns
     from rlhf.processes.ranks import Ranks
@@ -182,14 +181,13 @@ class Scored:
     scores: Tensor
 
 
-def no_scorer(config: NoScorerConfig, context: ScorerContext) -> None:
+def no_scorer(config: ScorerConfig, context: ScorerContext) -> None:
     """Return None: with `scorer@gold=none` there is no judge."""
 
 
 class LabelsScorer(Scorer):
     """A scorer that returns the labels of stored completions; 0 for completions without labels."""
 
-    config: LabelsScorerConfig
     merges_identical = False  # the data may label them differently
 
     def at_end(self, scores: Tensor, ended: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted
 from rlhf.tasks.source import Source, is_text, temporary
 
 if TYPE_CHECKING:
-    from rlhf.config.mixture_task import MixtureConfig
+    from rlhf.config.scorers import MixtureConfig
     from rlhf.core.batch import Batch, Prompts
     from rlhf.core.metrics import Metrics
 

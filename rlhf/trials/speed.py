@@ -107,8 +107,7 @@ def compare(engine: Engine, batch: Batch) -> Trial:
     except (RuntimeError, OSError, ImportError) as error:  # of the compiler, or of a program that it starts
         return Trial(usual_s=usual_s, error=described(error))
     finally:
-        for module in parts(engine, RolloutModule):
-            module.use_compiled(False)
+        _use(engine, False)
         engine.discard()
     change = torch.stack([(a - b).norm() for a, b in zip(gradients, usual_gradients, strict=True)]).norm()
     norm = torch.stack([each.norm() for each in usual_gradients]).norm()
@@ -129,9 +128,9 @@ def fault(trial: Trial, dtype: Dtype) -> str | None:
     return None if right else f"compiled blocks give wrong results: {trial.differences('output')}"
 
 
-def _use(engine: Engine) -> None:
+def _use(engine: Engine, compiled: bool = True) -> None:
     for module in parts(engine, RolloutModule):
-        module.use_compiled(True)
+        module.use_compiled(compiled)
 
 
 def run(engine: Engine, batch: Batch) -> tuple[list[Tensor], list[Tensor], float]:

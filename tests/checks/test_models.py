@@ -127,6 +127,6 @@ def test_a_chat_template_with_a_syntax_error_is_refused_with_its_line(tmp_path):
     file = tmp_path / "template, mine.jinja"
     file.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
     [found] = ModelConfig(name="hub", chat_template=str(file)).problems("model")
-    assert "must be a valid Jinja template" in found and "line 2 (unexpected '}')" in found
+    assert "must be a valid Jinja template" in found and "line 2: unexpected '}'" in found
     file.write_text("{% for m in x %}{% generation %}{{ m }}{% endgeneration %}{% break %}{% endfor %}")
     assert list(ModelConfig(name="hub", chat_template=str(file)).problems("model")) == []

@@ -21,8 +21,8 @@ MIX = "scorer=weighted +scorer@scorer.parts.x"
 NO_SUCH = "NO_SUCH_TOKEN_OF_THE_TESTS"
 
 PROBLEMS = {  # overrides: text that one of the problems must contain
-    "scorer.missing_eos_penalty=1": "scorer.missing_eos_score and scorer.missing_eos_penalty must not both "
-    "be set (one replaces the score that the other lowers), got -1 and 1; set scorer.missing_eos_score=null",
+    "scorer.missing_eos_penalty=1": "scorer.missing_eos_score must be null with "
+    "scorer.missing_eos_penalty=1 (it replaces the score that the other lowers), got -1; set ",
     "scorer.missing_eos_penalty=-1": "scorer.missing_eos_penalty must be >= 0",
     "scorer.missing_eos_penalty=inf": "scorer.missing_eos_penalty must be finite",
     "scorer.missing_eos_score=nan": "scorer.missing_eos_score must be finite",
@@ -32,7 +32,7 @@ PROBLEMS = {  # overrides: text that one of the problems must contain
     f"{MIX}=facts scorer.parts.x.weight=nan": "scorer.parts.x.weight must be finite",
     f"{MIX}=facts scorer.parts.x.missing_eos_penalty=-1": "scorer.parts.x.missing_eos_penalty must be >= 0",
     "scorer=weighted": "scorer.parts must contain at least one scorer (the score is their weighted sum"
-    "), got none; set +scorer@scorer.parts.<name>=<scorer>",
+    "), got {}; set +scorer@scorer.parts.<name>=<scorer>",
     "scorer@gold=weighted": "gold.parts must contain at least one scorer",
     f"{MIX}=labels": "scorer@scorer.parts.x must be a scorer that judges a text by itself",
     f"{MIX}=none": "scorer@scorer.parts.x must be a scorer that judges a text by itself",

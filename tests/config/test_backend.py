@@ -19,7 +19,7 @@ MISTAKES = {  # value of backend.deepspeed: texts that the message must contain
         "backend.deepspeed.zero_optimisation must be a key of DeepSpeed's configuration",
         "did you mean zero_optimization?",
     ],
-    "{xyz: 1}": ["backend.deepspeed.xyz must be a key", "got xyz; see DeepSpeed's documentation"],
+    "{xyz: 1}": ["backend.deepspeed.xyz must be a key", "got 1; see DeepSpeed's documentation"],
     "{amp: {enabled: true}}": ["backend.deepspeed.amp must be a key"],
     "{gradient_clipping: 0.5}": [
         "backend.deepspeed.gradient_clipping must not be set",
@@ -33,7 +33,7 @@ MISTAKES = {  # value of backend.deepspeed: texts that the message must contain
     "{bf16: {enabled: true}}": ["set model.dtype"],
     "{torch_autocast: {enabled: false}}": [
         "backend.deepspeed.torch_autocast.enabled",
-        "got False; set model.dtype",
+        "got false; set model.dtype",
     ],
     "{zero_optimization: {stage: 3}}": ["got 3; set backend=zero0, zero1, zero2 or zero3"],
     "{zero_optimization: {offload_optimizer: {device: nvme}}}": ["got nvme; set backend=zero2_offload"],

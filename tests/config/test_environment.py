@@ -47,7 +47,7 @@ def test_a_class_with_reset_and_step_has_no_problem(file):
     ("name", "words", "said"),
     [
         ("Conter", [], "did you mean environment.path="),
-        ("Half", [], "without step; add step"),
+        ("Half", [], "it has no step"),
         ("Counter", ["+environment.arguments={least: 2}"], "got an unexpected keyword argument 'least'"),
     ],
 )

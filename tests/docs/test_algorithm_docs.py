@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.config.correction import Covariance, CovarianceConfig
+from rlhf.config.algorithms import Covariance, CovarianceConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.words.catalogue import options
 from rlhf.words.compose import compose

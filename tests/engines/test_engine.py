@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
-from rlhf.config.algorithms import DPOConfig, PPOConfig, SFTConfig
-from rlhf.config.correction import CorrectionConfig, Reject
+from rlhf.config.algorithms import CorrectionConfig, DPOConfig, PPOConfig, Reject, SFTConfig
 from rlhf.config.models import Dtype
 from rlhf.config.schedule import LRSchedule, OptimConfig
 from rlhf.config.schema import SCHEMAS

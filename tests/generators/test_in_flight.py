@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.config.correction import CorrectionConfig, CorrectionKind
+from rlhf.config.algorithms import CorrectionConfig, CorrectionKind
 from rlhf.config.models import Dtype
 from rlhf.core.batch import Batch, Prompts, Rollouts, Sampling, trim
 from rlhf.core.errors import RunError

@@ -60,7 +60,7 @@ def test_the_default_settings_are_valid(name):
 def test_without_vllm_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (problem,) = validate.problems(compose(["generator=vllm"]))
-    assert "generator=vllm needs vLLM" in problem and "pip install -e '.[vllm]'" in problem
+    assert "generator=vllm needs the package vLLM" in problem and "pip install -e '.[vllm]'" in problem
 
 
 def test_vllm_colocated_requires_max_lag_0():

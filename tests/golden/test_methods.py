@@ -14,16 +14,22 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
-from rlhf.config.algorithms import Advantage, DPPODivergence, KLIn, M2POForm, OAPLAnchor, RLOOLoss, Scale
-from rlhf.config.correction import (
+from rlhf.config.algorithms import (
+    Advantage,
     Anchor,
     CorrectionConfig,
     CorrectionKind,
     Covariance,
     CovarianceConfig,
     Divergence,
+    DPPODivergence,
+    KLIn,
     Level,
+    M2POForm,
+    OAPLAnchor,
     Reject,
+    RLOOLoss,
+    Scale,
 )
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Outputs

@@ -6,6 +6,11 @@ import pytest
 import torch
 
 from rlhf.config.algorithms import (
+    Anchor,
+    CorrectionConfig,
+    CorrectionKind,
+    Covariance,
+    CovarianceConfig,
     DPOLoss,
     DPPODivergence,
     KLEstimator,
@@ -13,15 +18,8 @@ from rlhf.config.algorithms import (
     M2POForm,
     OAPLAnchor,
     PairWeighting,
-    RLOOLoss,
-)
-from rlhf.config.correction import (
-    Anchor,
-    CorrectionConfig,
-    CorrectionKind,
-    Covariance,
-    CovarianceConfig,
     Reject,
+    RLOOLoss,
 )
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Outputs

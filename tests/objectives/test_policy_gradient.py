@@ -7,8 +7,18 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
-from rlhf.config.algorithms import KLEstimator, KLIn, PolicyGradientConfig, RLOOLoss, Scale, Ties
-from rlhf.config.correction import Anchor, CorrectionConfig, CorrectionKind, Level
+from rlhf.config.algorithms import (
+    Anchor,
+    CorrectionConfig,
+    CorrectionKind,
+    KLEstimator,
+    KLIn,
+    Level,
+    PolicyGradientConfig,
+    RLOOLoss,
+    Scale,
+    Ties,
+)
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget, Outputs, microbatches
 from rlhf.objectives.objective import Objective

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
-from rlhf.config.mixture_task import MixtureScorerConfig
-from rlhf.config.scorers import FunctionScorerConfig
+from rlhf.config.scorers import FunctionScorerConfig, MixtureScorerConfig
 from tests.tiny_models import scorer_context, tiny_rollouts, tiny_tokenizer
 
 

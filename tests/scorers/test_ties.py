@@ -10,9 +10,14 @@ import torch
 
 from rlhf.assembly.parts import make
 from rlhf.config.algorithms import BestOfKConfig, DPOConfig, RLOOConfig
-from rlhf.config.mixture_task import MixtureScorerConfig
 from rlhf.config.models import Dtype
-from rlhf.config.scorers import FunctionScorerConfig, LabelsScorerConfig, ScorerConfig, WeightedScorerConfig
+from rlhf.config.scorers import (
+    FunctionScorerConfig,
+    LabelsScorerConfig,
+    MixtureScorerConfig,
+    ScorerConfig,
+    WeightedScorerConfig,
+)
 from rlhf.core.batch import Batch, Rollouts
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.scorers.scorer import (

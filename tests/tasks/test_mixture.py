@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlhf.config.algorithms import Data
-from rlhf.config.mixture_task import MixtureConfig
 from rlhf.config.schema import SCHEMAS
+from rlhf.config.scorers import MixtureConfig
 from rlhf.config.tasks import ArithmeticConfig, LocalConfig
 from rlhf.core.batch import Batch
 from rlhf.core.errors import UserError
