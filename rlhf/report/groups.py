@@ -60,9 +60,9 @@ class Group:
         return self.finished or self.unfinished
 
     @property
-    def furthest(self) -> Run | None:
-        """The unfinished run with the most updates; None if all runs are finished."""
-        return max(self.unfinished, key=lambda run: run.update, default=None)
+    def furthest(self) -> list[Run]:
+        """The unfinished run with the most updates; empty if all runs are finished."""
+        return sorted(self.unfinished, key=lambda run: -run.update)[:1]
 
     @property
     def seeds(self) -> str:
@@ -146,7 +146,7 @@ def _section_of(kind: Kind, data: str, runs: Sequence[Run], index: int) -> Secti
     keys = differing([run.config for run in runs])
     together: dict[str, list[Run]] = {}
     for run in runs:
-        together.setdefault(identity(run.config, keys), []).append(run)
+        together.setdefault(_identity(run.config, keys), []).append(run)
     members = [
         Group("", tuple(sorted(group, key=lambda run: (run.seed, str(run.folder)))), 0, None)
         for group in together.values()
@@ -223,22 +223,16 @@ def by_scale(groups: Sequence[Group], scale: str, also: Sequence[str] = ()) -> l
 
 def _scale_of(config: Config, scale: str, also: Sequence[str] = ()) -> Config:
     """Return the settings of a run that determine the scale of a metric, and `also`; see `Metric.scale`."""
+    keys: list[str] = []
     if scale == "algo":
         keys = ["algo.name", "algo.loss_type"]
     elif scale:
-        keys = [key for key in config if key.startswith(f"{scale}.") and _not_timing(key)]
+        timing = ("batch_size", "concurrency", "timeout_s", "retries")  # do not influence scores
+        own = [key for key in config if key.startswith(f"{scale}.") and not key.endswith(timing)]
+        keys = [key for key in own if key not in not_in_name()]
         if config.get(f"{scale}.name") == "reward_model" and config.get(f"{scale}.path") is None:
-            keys += [key for key in ("model.reward", "stages.reward") if key in config]
-    else:
-        keys = []
+            keys += ["model.reward", "stages.reward"]
     return {key: config[key] for key in (*keys, *also) if config.get(key) is not None}
-
-
-def _not_timing(key: str) -> bool:
-    """Return whether a key of a scorer influences the scores."""
-    return key not in not_in_name() and not key.endswith(
-        ("batch_size", "concurrency", "timeout_s", "retries")
-    )
 
 
 # Labels: the settings in which runs differ, as at most three `key=value` pairs.
@@ -270,12 +264,12 @@ def differing(configs: Sequence[Config]) -> list[str]:
     every = dict.fromkeys(key for config in configs for key in config)
     hidden, last = {"seed", *affecting(Affects.nothing)}, set(not_in_name())
     kept = [key for key in every if key not in hidden and not key.startswith("logger.")]
-    found = [key for key in kept if len({identity(config, [key]) for config in configs}) > 1]
+    found = [key for key in kept if len({_identity(config, [key]) for config in configs}) > 1]
     first = {key: place for place, key in enumerate(_FIRST.split())}
     return sorted(found, key=lambda key: (key in last, first.get(key, len(first))))
 
 
-def identity(config: Config, keys: Iterable[str]) -> str:
+def _identity(config: Config, keys: Iterable[str]) -> str:
     """Return the values of `keys` as one string, for comparison."""
     added = added_later()
     return json.dumps([config.get(key, added.get(key)) for key in keys], default=str)
@@ -317,16 +311,14 @@ def joined(keys: Sequence[str], values: Sequence[str | None]) -> str:
 
 
 def headings(keys: Sequence[str]) -> list[str]:
-    """Return the last part of each key; the whole key if two keys end alike, or in an unclear word."""
-    ends = [ending(key) for key in keys]
+    """Return the last part of each key, for the name of an option its config group.
+
+    If two keys end alike, or in an unclear word, the heading is the whole key.
+    """
+    parts = [key.split(".") for key in keys]
+    ends = [part[-2] if part[-1] == "name" and len(part) > 1 else part[-1] for part in parts]
     whole = [ends.count(end) > 1 or end in _UNCLEAR for end in ends]
     return [key if keep else end for key, end, keep in zip(keys, ends, whole, strict=True)]
-
-
-def ending(key: str) -> str:
-    """Return the last part of a dotted key; for the name of an option, the config group."""
-    section, _, name = key.rpartition(".")
-    return section.rpartition(".")[2] if name == "name" and section else name
 
 
 def pair(key: str, value: Any) -> str:

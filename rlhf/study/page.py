@@ -8,8 +8,9 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import combinations, product
 from pathlib import Path
@@ -22,7 +23,7 @@ from rlhf.core import statistics
 from rlhf.core.errors import UserError
 from rlhf.core.files import component, write_atomically
 from rlhf.core.statistics import LEVEL, Estimate
-from rlhf.report.drawing import Chart, Panel, Point, trace
+from rlhf.report.drawing import Chart, Panel, trace
 from rlhf.report.groups import Group
 from rlhf.study import spec as history
 from rlhf.study.plan import read_choices
@@ -97,8 +98,16 @@ def write_page(results: Results, *, final: bool = False, latex: bool = False) ->
         UserError: `final`, and the study is not; or the page lacks one of the two marks.
     """
     spec, made, found = results.spec, list(tables(results)), list(families(results))
-    if final and (problems := list(_not_final(results))):
-        raise UserError(*problems)
+    if final:
+        problems, run = [], f"run: rlhf study run {spec.file}"
+        if lacking := results.missing + len(results.failed):
+            rule = f"{spec.name} must be complete for --final"
+            problems.append(f"{rule}, got {lacking} runs without a result; {run}")
+        if changed := sum("+ changes" in row.versions for row in results.rows):
+            rule = f"{spec.name} must have rows of committed code for --final"
+            problems.append(f"{rule}, got {changed} from changed code; commit, delete these rows, and {run}")
+        if problems:
+            raise UserError(*problems)
     contents: dict[Path, str | bytes] = {
         spec.folder / "tables/tables.csv": tables_csv(made),
         spec.folder / "tables/tests.csv": tests_csv(found),
@@ -115,7 +124,9 @@ def write_page(results: Results, *, final: bool = False, latex: bool = False) ->
     page = f"# {spec.title}\n\n{MARKS[0]}\n{MARKS[1]}\n"
     if spec.page.exists():
         page = spec.page.read_text(encoding="utf-8")
-    shown = "\n\n".join(_tables_by_task(results, made))
+    by_task = {task: [as_table(each.lines) for each in made if each.task == task] for task in spec.tasks}
+    parts = ([f"## Tables: `{task}`", *texts] for task, texts in by_task.items() if texts)
+    shown = "\n\n".join(text for part in parts for text in part)
     if spec.page.parent != spec.folder:  # a page of a documentation, of which tables would be most
         file = spec.folder / "tables/tables.md"
         contents[file] = f"# {spec.title}\n\n{shown}\n"
@@ -142,13 +153,6 @@ def fill(page: str, marks: tuple[str, str], text: str, name: str = "the page") -
             "got neither or one; restore the missing line"
         )
     return f"{before}{first}\n{text}\n{second}{after}"
-
-
-def _tables_by_task(results: Results, made: Sequence[Shown]) -> Iterator[str]:
-    """Yield the tables as Markdown, those of a task below a heading."""
-    for task in results.spec.tasks:
-        of_task = [as_table(each.lines) for each in made if each.task == task]
-        yield from [f"## Tables: `{task}`", *of_task] if of_task else []
 
 
 def _as_markdown(results: Results, shown: str, found: Sequence[Family], images: Sequence[str]) -> str:
@@ -254,16 +258,6 @@ def verdicts(results: Results, found: Sequence[Family]) -> Iterator[Judged]:
             yield each._replace(verdict=weaker, numbers=f"{each.numbers}; alone it {each.verdict}")
 
 
-def _not_final(results: Results) -> Iterator[str]:
-    """Yield an error message for each reason why a page cannot be final."""
-    name, run = results.spec.name, f"run: rlhf study run {results.spec.file}"
-    if lacking := results.missing + len(results.failed):
-        yield f"{name} must be complete for --final, got {lacking} runs without a result; {run}"
-    if changed := sum("+ changes" in row.versions for row in results.rows):
-        rule = f"{name} must have rows of committed code for --final"
-        yield f"{rule}, got {changed} from changed code; commit, delete these rows, and {run}"
-
-
 def _charts(results: Results) -> Iterator[Chart]:
     """Yield the figures: a quantity over an axis for all tasks, in several panels if methods are many."""
     for declared in results.spec.figures:
@@ -271,33 +265,34 @@ def _charts(results: Results) -> Iterator[Chart]:
         for table in tables(results, [declared]):
             methods = list(table.rows)
             size = math.ceil(len(methods) / math.ceil(len(methods) / _PER_PANEL))  # panels are about equal
-            parts = [methods[start : start + size] for start in range(0, len(methods), size)]
-            panels += [Panel(_drawer(table, part)) for part in parts]
+            parts = (methods[start : start + size] for start in range(0, len(methods), size))
+            panels += [Panel(partial(_draw, table, part)) for part in parts]
         if panels:
             yield Chart(declared.file_name, "", "", panels)
 
 
-def _drawer(table: Shown, methods: Sequence[str]) -> Callable[[Axes], None]:
-    """Return a function that draws a panel, with the intervals of the table as bands.
+def _draw(table: Shown, methods: Sequence[str], axes: Axes) -> None:
+    """Draw a panel, with the intervals of the table as bands.
 
     Values of the axis have equal distances. A value is drawn if more than half of the runs have it.
     """
+    import pandas
 
-    def draw(axes: Axes) -> None:
-        for place, method in enumerate(methods):
-            points = []
-            for x, entry in enumerate(table.rows[method]):
-                bounds = entry.estimate[:3] if 2 * entry.having > entry.runs else (math.nan,) * 3
-                points.append(Point(x, *bounds, x, x))
-            if not all(math.isnan(point.y) for point in points):
-                trace(axes, Group(method, (), place, place), points, True, band=True)
-                axes.lines[-1].set_label(method)
-        axes.set_xticks(range(len(table.columns)), [column.rpartition(" ")[2] for column in table.columns])
-        axes.set(xlabel=table.table.axis, title=f"{table.task}: {table.title}")
-        if axes.lines:
-            axes.legend(fontsize=7, ncols=2)
-
-    return draw
+    for place, method in enumerate(methods):
+        points = pandas.DataFrame(
+            [
+                each.estimate[:3] if 2 * each.having > each.runs else [math.nan] * 3
+                for each in table.rows[method]
+            ],
+            columns=["y", "low", "high"],
+        )
+        if points.y.notna().any():
+            trace(axes, Group(method, (), place, place), points.assign(x=points.index))
+            axes.lines[-1].set_label(method)
+    axes.set_xticks(range(len(table.columns)), [column.rpartition(" ")[2] for column in table.columns])
+    axes.set(xlabel=table.table.axis, title=f"{table.task}: {table.title}")
+    if axes.lines:
+        axes.legend(fontsize=7, ncols=2)
 
 
 # Tables of a study, the differences that it supports, and what its seeds can show; as text in all forms.
@@ -517,17 +512,14 @@ def weaker_finding(spec: Spec, claim: Judged, found: Sequence[Family]) -> str | 
     differs = sign * limit >= 0
     tests = [each for family in found for each in family.findings if differs or family.what != _AGAINST]
     known = []
-    for c in claim.contrasts.values():
-        same = [each.verdict if differs else each.small for each in tests if _same(c, each.contrast)]
-        known.append(same[0] if same else SUPPORTED)
+    for c in claim.contrasts.values():  # of the test of the same difference, apart from its sign
+        a = np.abs(c.values)
+        others = ((each, np.abs(each.contrast.values)) for each in tests if a.any())
+        same = (each for each, b in others if a.shape == b.shape and np.allclose(a, b, rtol=0, atol=1e-12))
+        test = next(same, None)
+        known.append(SUPPORTED if test is None else test.verdict if differs else test.small)
     weak = [verdict for verdict in known if verdict != SUPPORTED]
     return weak[0] if weak and (holds or len(weak) == len(known)) else None
-
-
-def _same(one: Contrast, other: Contrast) -> bool:
-    """Return whether two contrasts are the same difference, apart from its sign."""
-    a, b = np.abs(one.values), np.abs(other.values)
-    return a.shape == b.shape and bool(a.any()) and np.allclose(a, b, rtol=0, atol=1e-12)
 
 
 def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
@@ -580,7 +572,11 @@ def tuned(spec: Spec) -> list[list[str]]:
 
 
 def resolution(results: Results) -> list[list[str]]:
-    """Return the noise ceilings of rankings and the numbers of seeds of each column, with headings."""
+    """Return the noise ceilings of rankings and the numbers of seeds of each column, with headings.
+
+    The last column is the share of evaluation noise in the spread between seeds: the median of cells with
+    bits, or no column if no row has bits.
+    """
     spec, margin = results.spec, results.spec.margin or _MARGIN
     order = f" ({' / '.join(spec.tasks)})" if len(spec.tasks) > 1 else ""
     heads = ("tau of halves", "ceiling", "seeds for 0.8", "detectable", f"seeds for {margin:g} (up to)")
@@ -590,22 +586,20 @@ def resolution(results: Results) -> list[list[str]]:
     for axis, value in [(name, v) for name in axes for v in (spec.axes[name].values if name else [""])]:
         cells = [[cell_of(spec, task, m, {axis: value}) for m in spec.methods] for task in spec.tasks]
         values = [table for column in cells if (table := results.table(column[0])) is not None]
-        if len(values) == len(cells) and len(spec.methods) > 1:
-            noise = " / ".join(_noise(results, column) for column in cells)
-            found.append([f"{axis} {value}".strip() or "all", *_seen(values, margin), noise])
-    if all(set(line[-1]) <= set("- /") for line in found[1:]):  # no row has bits
+        if len(values) < len(cells) or len(spec.methods) < 2:
+            continue
+        noise = []
+        for column in cells:
+            shares = []
+            for rows in (list(results.cells.get(cell, {}).values()) for cell in column):
+                outcomes = [bits for row in rows if (bits := unpacked(row)) is not None]
+                if 1 < len(outcomes) == len(rows) and len({row.prompts for row in rows}) == 1:
+                    shares.append(statistics.evaluation_share(np.array(outcomes, float), rows[0].prompts))
+            noise.append(f"{np.median(shares):.2f}" if shares else "-")
+        found.append([f"{axis} {value}".strip() or "all", *_seen(values, margin), " / ".join(noise)])
+    if all(set(line[-1]) <= set("- /") for line in found[1:]):
         found = [line[:-1] for line in found]
     return found if len(found) > 1 else []
-
-
-def _noise(results: Results, cells: Sequence[Cell]) -> str:
-    """Return the share of evaluation noise in the spread between seeds, the median of cells with bits."""
-    shares = []
-    for rows in (list(results.cells.get(cell, {}).values()) for cell in cells):
-        outcomes = [bits for row in rows if (bits := unpacked(row)) is not None]
-        if 1 < len(outcomes) == len(rows) and len({row.prompts for row in rows}) == 1:
-            shares.append(statistics.evaluation_share(np.array(outcomes, float), rows[0].prompts))
-    return f"{np.median(shares):.2f}" if shares else "-"
 
 
 def _seen(values: Sequence[np.ndarray], margin: float) -> list[str]:
@@ -690,15 +684,13 @@ def tables_csv(tables: Sequence[Shown]) -> str:
 def tests_csv(found: Sequence[Family]) -> str:
     """Return the tests as CSV: estimates, p-values, verdicts, and what the seeds could detect."""
     lines = []
-    for task, column, what, family in found:
-        for each in family:
-            c = each.contrast
-            exact = statistics.p_sign_flip(c.values) if c.paired else ""
-            sds = c.sd, statistics.sd_limit(c.sd, c.seeds)
-            needed = [statistics.seeds_needed(_MARGIN, sd) for sd in sds]
-            numbers = [*c.estimate[:3], each.p, each.holm, exact, each.verdict]
-            numbers += [statistics.detectable(c.sd, c.seeds), *needed]
-            lines.append([task, column, what, " = ".join(each.names), *numbers])
+    for task, column, what, each in ((*family[:3], each) for family in found for each in family.findings):
+        c = each.contrast
+        exact = statistics.p_sign_flip(c.values) if c.paired else ""
+        needed = [statistics.seeds_needed(_MARGIN, sd) for sd in (c.sd, statistics.sd_limit(c.sd, c.seeds))]
+        numbers = [*c.estimate[:3], each.p, each.holm, exact, each.verdict]
+        numbers += [statistics.detectable(c.sd, c.seeds), *needed]
+        lines.append([task, column, what, " = ".join(each.names), *numbers])
     names = f"mean,low,high,p,p_holm,p_exact,verdict,detectable,seeds_for_{_MARGIN:g},up_to"
     return _csv(f"task,column,test,name,{names}", lines)
 
