@@ -25,8 +25,8 @@ from rlhf.report.runs import find_runs
 from rlhf.report.tables import differences, for_markdown, for_terminal, remarks, result, results, some
 from rlhf.terminal.console import console, prepare_output
 
-WIDTH = 80  # columns of the output if it is not a terminal
-NEEDS = ("matplotlib", "jinja2")  # packages of the extra `report`
+_WIDTH = 80  # columns of the output if it is not a terminal
+_NEEDS = ("matplotlib", "jinja2")  # packages of the extra `report`
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,7 +65,7 @@ def report(folders: Sequence[str], out: Path, count: int, markdown: bool = False
         UserError: a folder contains no run, `count` is negative, `out` cannot be written, or matplotlib or
             Jinja2 is not installed.
     """
-    missing = [] if markdown else [name for name in NEEDS if find_spec(name) is None]
+    missing = [] if markdown else [name for name in _NEEDS if find_spec(name) is None]
     if missing:
         raise UserError(
             f"rlhf.report needs {' and '.join(missing)} (for the figures and the page), got no such package; "
@@ -86,7 +86,7 @@ def report(folders: Sequence[str], out: Path, count: int, markdown: bool = False
         for note in notes:
             console.print(f"- {note}", markup=False, soft_wrap=True)
         return
-    width = console.width if console.is_terminal else WIDTH
+    width = console.width if console.is_terminal else _WIDTH
 
     def say(text: str, style: str | None = None) -> None:
         lines = wrap(text, width, break_long_words=False, break_on_hyphens=False)

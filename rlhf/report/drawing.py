@@ -63,8 +63,8 @@ STYLE: dict[Any, Any] = {
 _DECIMALS = re.compile(r"(\d\.\d)\d+")  # decimals of a coordinate after the first
 _UNFINISHED = (0, (2, 2))  # line style of unfinished runs
 WIDTH, HEIGHT = 4.8, 3.1  # inches of a panel
-LEFT, RIGHT, TOP, BOTTOM = 0.74, 0.3, 0.42, 0.5  # inches of a panel beside its axes
-LEGEND_ROW, LEGEND_COLUMN, CHARACTER = 0.22, 0.6, 0.095  # inches in the legend of a PNG file
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.74, 0.3, 0.42, 0.5  # inches of a panel beside its axes
+_LEGEND_ROW, _LEGEND_COLUMN, _CHARACTER = 0.22, 0.6, 0.095  # inches in the legend of a PNG file
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ class Chart:
         rows = [self.panels[i : i + columns] for i in range(0, len(self.panels), columns)]
         width = max(WIDTH * columns, 6.4)
         longest = max((len(key.label) for key in self.keys), default=0)
-        across = max(1, int(width / (CHARACTER * longest + LEGEND_COLUMN)))
-        below = LEGEND_ROW * -(-len(self.keys) // across) + 0.2 if self.keys else 0.0
+        across = max(1, int(width / (_CHARACTER * longest + _LEGEND_COLUMN)))
+        below = _LEGEND_ROW * -(-len(self.keys) // across) + 0.2 if self.keys else 0.0
         height = sum(max(panel.height for panel in row) for row in rows) + below
         out = io.BytesIO()
         with rc_context({**STYLE, "svg.hashsalt": self.name}):
@@ -202,8 +202,8 @@ def axes_at(drawing: Figure, left: float, bottom: float, height: float) -> Axes:
         height: inches of the panel, with labels and title.
     """
     across, up = drawing.get_size_inches()
-    size = (WIDTH - LEFT - RIGHT) / across, (height - TOP - BOTTOM) / up
-    return drawing.add_axes(((left + LEFT) / across, (bottom + BOTTOM) / up, *size))
+    size = (WIDTH - _LEFT - _RIGHT) / across, (height - _TOP - _BOTTOM) / up
+    return drawing.add_axes(((left + _LEFT) / across, (bottom + _BOTTOM) / up, *size))
 
 
 def _as_element(text: str) -> str:

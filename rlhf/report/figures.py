@@ -41,7 +41,7 @@ PHASES = {
 }
 
 # Work that may run in another process, in parallel with the trainer: phase -> label and colour.
-ELSEWHERE = {
+_ELSEWHERE = {
     "generate": ("sampling", "#aa3377"),
     "annotate_ahead": ("scores and log-probs computed ahead", "#228833"),
 }
@@ -64,16 +64,16 @@ _PROGRESS = {"episode": "episodes", "examples": "examples", "update": "updates"}
 _WIDE = 30  # ratio of largest to smallest value from which a logarithmic axis is used
 _SCALES = 4  # largest number of panels of one metric, one for each scale
 
-MEANS = "Lines are means over seeds, and bands are the range over seeds. "
+_MEANS = "Lines are means over seeds, and bands are the range over seeds. "
 _SCALED = (
-    f"{MEANS}All values are those of training rows. Losses and margins of different algorithms have "
+    f"{_MEANS}All values are those of training rows. Losses and margins of different algorithms have "
     "different scales, so each algorithm has its own axes."
 )
 _LAG = (
     "Lag is the version being trained minus the version that sampled the batch. Mismatch compares the "
     "log-probs of the sampled tokens by the trainer, just before the update, with those by the sampler "
     "(mismatch/kl, mismatch/max_ratio). The effective sample size of the weights trainer / sampler of "
-    f"responses is 1 on-policy (mismatch/ess). {MEANS}"
+    f"responses is 1 on-policy (mismatch/ess). {_MEANS}"
 )
 _INTERVALS = "With a single seed, the band is the 95 % confidence interval, where the run reports one. "
 
@@ -84,7 +84,7 @@ def charts(section: Section) -> tuple[list[Chart], list[str]]:
     runs = [run for group in section.drawn for run in group.runs]
     progress = next(name for name in _PROGRESS if all(name in run.rows[0] for run in runs))
     learning = [each for each in LEARNING if sampled or not each.name.startswith("objective/")]
-    said = MEANS + _INTERVALS + _meanings(section.drawn)
+    said = _MEANS + _INTERVALS + _meanings(section.drawn)
     made = [
         _against_kl(section),
         _curves(section, "learning_curves", "Learning curves", said, learning, progress),
@@ -103,8 +103,8 @@ _Made = tuple[Chart | None, list[str]]  # a figure, None without data, and remar
 
 def _against_kl(section: Section) -> _Made:
     """Return the figure of win rate, reward and judge score over the KL to the reference."""
-    groups = [group for group in section.drawn if has(group, "eval/kl")]
-    metrics = [METRICS[name] for name in _OVER_KL if any(has(group, name) for group in groups)]
+    groups = [group for group in section.drawn if _has(group, "eval/kl")]
+    metrics = [METRICS[name] for name in _OVER_KL if any(_has(group, name) for group in groups)]
     if not metrics:
         return None, []
     unit = METRICS["eval/kl"].title
@@ -143,7 +143,7 @@ def _curves(
 def _against_time(section: Section) -> _Made:
     """Return the figure of the main metric over the time of training."""
     main = section.main
-    timed = [group for group in section.drawn if has(group, "time/update_s")]
+    timed = [group for group in section.drawn if _has(group, "time/update_s")]
     if main is None or not main.evaluated or not timed:
         return None, []
     longest = max(run.seconds() for group in timed for run in group.runs)
@@ -151,14 +151,14 @@ def _against_time(section: Section) -> _Made:
     panels, _ = panels_of(timed, main, unit, f"time of training ({unit})")
     if not panels:
         return None, []
-    virtual = [group for group in timed if has(group, "rollouts/time_s")]
+    virtual = [group for group in timed if _has(group, "rollouts/time_s")]
     panels += panels_of(virtual, main, "virtual_s", "virtual time (seconds)")[0]
     chart = Chart(
         "win_rate_against_time",
         f"{_topic(main)} vs. time",
         f"Each point is an evaluation ({main.name}) over the total time of the updates before it: waiting, "
         "scoring, log-probs, training and weight transfer (time/update_s), without loading, evaluation and "
-        f"checkpoints. {MEANS}{_INTERVALS}Times are comparable only on the same hardware without other load"
+        f"checkpoints. {_MEANS}{_INTERVALS}Times are comparable only on the same hardware without other load"
         + (", virtual times (rollouts/time_s) on all machines." if virtual else "."),
         panels,
         drawing.legend(timed),
@@ -171,7 +171,7 @@ def time_per_phase(section: Section) -> Chart | None:
     groups = [group for group in section.drawn if any(run.seconds() for run in group.measured)]
     if not groups:
         return None
-    used = {**ELSEWHERE, **PHASES}
+    used = {**_ELSEWHERE, **PHASES}
     times = [times_of(group) for group in groups]
 
     def stack(axes: Axes, at: float, height: float, parts: Mapping[str, float]) -> float:
@@ -221,11 +221,11 @@ def times_of(group: Group) -> tuple[dict[str, float], dict[str, float]]:
     runs = [run for run in group.measured if run.trained]
     means = {
         phase: sum(run.seconds(phase) / run.trained[-1]["update"] for run in runs) / max(1, len(runs))
-        for phase in (*PHASES, *ELSEWHERE)
+        for phase in (*PHASES, *_ELSEWHERE)
     }
-    thick, thin = ({phase: means[phase] for phase in phases} for phases in (PHASES, ELSEWHERE))
+    thick, thin = ({phase: means[phase] for phase in phases} for phases in (PHASES, _ELSEWHERE))
     if group.config.get("schedule.max_lag", 0) == 0 or group.config.get("clock.name") == "virtual":
-        for phase in reversed(ELSEWHERE):
+        for phase in reversed(_ELSEWHERE):
             inside = min(thin.pop(phase), thick["wait"])
             thick = {phase: inside, **thick, "wait": thick["wait"] - inside}
     least = 0.001 * sum(thick.values())
@@ -248,7 +248,7 @@ def panels_of(
     Returns:
         The panels, and a remark if the metric or one of its scales is not drawn.
     """
-    measured = [group for group in groups if has(group, metric.name)]
+    measured = [group for group in groups if _has(group, metric.name)]
     if not measured:
         return [], []
     if all(_quiet(group, metric) for group in measured):
@@ -301,7 +301,7 @@ def _draw_metric(
     drawing.plain_labels(axes.yaxis)
 
 
-def has(group: Group, name: str) -> bool:
+def _has(group: Group, name: str) -> bool:
     """Return whether a row of the group has the metric `name`."""
     return any(name in run.frame for run in group.runs)
 
@@ -314,7 +314,7 @@ def _quiet(group: Group, metric: Metric) -> bool:
 
 def _meanings(groups: Sequence[Group]) -> str:
     """Return the sentences of `_OVER_KL` about the metrics that a group has."""
-    return "".join(text for name, text in _OVER_KL.items() if any(has(group, name) for group in groups))
+    return "".join(text for name, text in _OVER_KL.items() if any(_has(group, name) for group in groups))
 
 
 def _topic(metric: Metric) -> str:

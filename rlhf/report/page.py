@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlhf.report.groups import Group, Section
     from rlhf.report.runs import FoundRuns, Run
 
-NAMES = 4  # largest number of algorithms in the title
+_NAMES = 4  # largest number of algorithms in the title
 _FOLDED = 8  # longer lists of runs and of commands are folded
 
 
@@ -80,7 +80,7 @@ def write(sections: Sequence[Section], found: FoundRuns, count: int, made: str) 
 def _heading(runs: Sequence[Run]) -> str:
     """Return the title of the page: algorithms and data set, or the number of runs if there are many."""
     names, tasks = (_distinct(run.config[key] for run in runs) for key in ("algo.name", "task.name"))
-    if len(tasks) > 1 or len(names) > NAMES:
+    if len(tasks) > 1 or len(names) > _NAMES:
         return f"Report of {len(runs)} runs"
     return f"{', '.join(names)} on {tasks[0]}"
 

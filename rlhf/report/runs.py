@@ -372,12 +372,12 @@ def _read_config(files: RunFolder) -> dict[str, Any]:
     if not isinstance(config["seed"], int):
         raise ValueError(f"{name}: seed is {config['seed']!r}, not a whole number")
     if option := config.get("model.name"):
-        start = "model.base" if trains(config) is Trains.base else "model.policy"
+        start = "model.base" if _trains(config) is Trains.base else "model.policy"
         config["model.name"] = start_label(config.get(start), option, str(config.get("cache_dir")))
     return config
 
 
-def trains(config: Mapping[str, Any]) -> Trains:
+def _trains(config: Mapping[str, Any]) -> Trains:
     """Return the model that the algorithm of a flat config trains; policy for an unknown algorithm."""
     return getattr(SCHEMAS.get(f"schema/algo/{config['algo.name']}"), "trains", Trains.policy)
 
@@ -449,7 +449,7 @@ def kind_of(run: Run) -> Kind:
     """Return the kind of a run, given by the model that its algorithm trains and by its generator."""
     offline = run.config.get("generator.name") == "dataset"
     policy = Kind.offline if offline else Kind.rl
-    return {Trains.base: Kind.sft, Trains.reward: Kind.reward}.get(trains(run.config), policy)
+    return {Trains.base: Kind.sft, Trains.reward: Kind.reward}.get(_trains(run.config), policy)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ _COSTS: Mapping[str, tuple[Callable[[Run], float | None], Callable[[float], str]
 }
 
 TERMINAL_ROWS = 20  # largest number of rows in the terminal
-TERMINAL_LABEL, TERMINAL_COLUMN = 26, 3  # largest width of a label; space between two columns
+_TERMINAL_LABEL, _TERMINAL_COLUMN = 26, 3  # largest width of a label; space between two columns
 
 
 class Cell(NamedTuple):
@@ -168,15 +168,15 @@ def for_terminal(found: Results, width: int) -> Table:
         width: largest width in columns. Columns that do not fit are left out, from the right. Rows after
             the first `TERMINAL_ROWS` are left out, too.
     """
-    label = min(TERMINAL_LABEL, max(len(group.label) for group, _ in found.rows))
-    left = width - label - max(5, *(len(group.count) for group, _ in found.rows)) - 3 * TERMINAL_COLUMN
+    label = min(_TERMINAL_LABEL, max(len(group.label) for group, _ in found.rows))
+    left = width - label - max(5, *(len(group.count) for group, _ in found.rows)) - 3 * _TERMINAL_COLUMN
     texts = [["" if each is None else each.final for each in cells] for _, cells in found.rows]
     shown: dict[int, int] = {}  # index of the column -> width
     for place, heading in enumerate(found.columns):
         wide = max(map(len, [*(row[place] for row in texts), *heading.split(), heading[:8]]))
-        if wide + TERMINAL_COLUMN <= left:
+        if wide + _TERMINAL_COLUMN <= left:
             shown[place] = wide
-            left -= wide + TERMINAL_COLUMN
+            left -= wide + _TERMINAL_COLUMN
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("setting", style="bold", width=label)
     table.add_column("seeds", min_width=5)
@@ -328,7 +328,7 @@ def some(names: Sequence[str]) -> str:
 # Differences between the settings of a section: paired, with an interval and a verdict in words.
 
 
-SEEDS, PROMPTS = 3, 20  # fewest seeds, and fewest prompts, over which a difference is estimated
+_SEEDS, _PROMPTS = 3, 20  # fewest seeds, and fewest prompts, over which a difference is estimated
 
 
 class Difference(NamedTuple):
@@ -366,7 +366,7 @@ class Difference(NamedTuple):
 def differences(section: Section) -> list[Difference]:
     """Return the differences of the main metric between the best setting and other comparable settings.
 
-    If the settings have at least `SEEDS` seeds in common, values are paired over seeds. Otherwise they are
+    If the settings have at least `_SEEDS` seeds in common, values are paired over seeds. Otherwise they are
     paired over held-out prompts, which are the same in all runs; this says nothing about other seeds.
     Unfinished runs are not compared.
     """
@@ -384,13 +384,13 @@ def differences(section: Section) -> list[Difference]:
             # Values of both settings by seed, and if there are few seeds, means over the seeds by prompt.
             both = [{run.seed: run.last(metric.name) for run in group.finished} for group in (best, other)]
             gaps = _gaps(*({seed: x for seed, x in each.items() if x is not None} for each in both))
-            if len(gaps) >= SEEDS:
+            if len(gaps) >= _SEEDS:
                 p, pairs = p_value(gaps, family=len(family)), f"{len(gaps)} seeds"
             else:
                 runs = [[scores(run) for run in group.finished] for group in (best, other)]
                 common = set.intersection(*(set(each) for several in runs for each in several))
                 means = ({at: sum(x[at] for x in each) / len(each) for at in common} for each in runs)
-                if len(gaps := _gaps(*means)) < PROMPTS:
+                if len(gaps := _gaps(*means)) < _PROMPTS:
                     continue
                 count = min(map(len, runs))
                 p = p_t(gaps) if any(gaps) else 1.0

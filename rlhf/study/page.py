@@ -54,7 +54,6 @@ from rlhf.study.spec import (
     Cell,
     Spec,
     Table,
-    cell_of,
     read_formula,
 )
 
@@ -109,7 +108,7 @@ def write_page(results: Results, *, final: bool = False, latex: bool = False) ->
         if problems:
             raise UserError(*problems)
     contents: dict[Path, str | bytes] = {
-        spec.folder / "tables/tables.csv": tables_csv(made),
+        spec.folder / "tables/tables.csv": _tables_csv(made),
         spec.folder / "tables/tests.csv": tests_csv(found),
     }
     for each in made if latex else ():
@@ -132,14 +131,14 @@ def write_page(results: Results, *, final: bool = False, latex: bool = False) ->
         contents[file] = f"# {spec.title}\n\n{shown}\n"
         shown = f"Tables: [tables.md]({Path(os.path.relpath(file, spec.page.parent)).as_posix()})"
     text = _as_markdown(results, shown, found, images)
-    contents[spec.page] = fill(page, MARKS, f"\n{text}\n", str(spec.page))
+    contents[spec.page] = _fill(page, MARKS, f"\n{text}\n", str(spec.page))
     for file, content in contents.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, content)
     return list(contents)
 
 
-def fill(page: str, marks: tuple[str, str], text: str, name: str = "the page") -> str:
+def _fill(page: str, marks: tuple[str, str], text: str, name: str = "the page") -> str:
     """Return a page with `text` between its two marks.
 
     Raises:
@@ -174,7 +173,7 @@ def _as_markdown(results: Results, shown: str, found: Sequence[Family], images: 
         parts += ["## All tasks", _OVER_TASKS, *shares]
     if spec.tune and (chosen := tuned(spec)):
         texts = [text for line in chosen[1:] for text in line[2:] if text]
-        edges = sum(EDGE in text for text in texts)
+        edges = sum(_EDGE in text for text in texts)
         said = _EDGES.format(edges, len(texts), len(spec.tune.seeds))
         parts += ["## Tuned values", said, as_table(chosen, left=2)]
     parts += [shown] if shown else []
@@ -209,7 +208,7 @@ def state(results: Results) -> Iterator[str]:
             apart += f" Seeds with rows of several classes: {', '.join(map(str, mixed))}."
         versions = "; ".join(sorted({row.versions for row in rows}))
         yield f"Machine: {'; '.join(classes)}.{apart} Code: {versions}."
-    for event in history.events(spec, "anchors")[-1:]:
+    for event in spec.events("anchors")[-1:]:
         gaps = [*event["differences"]]
         yield "Included rows and new ones " + (
             "are paired by seed: repeated rows had equal bits."
@@ -226,8 +225,8 @@ def _named(rows: Sequence[Row]) -> str:
 
 def claims(results: Results, found: Sequence[Family] = ()) -> Iterator[str]:
     """Yield the numbers of verdicts, claims and looks, and the table of claims; `found`: the findings."""
-    spec, late = results.spec, history.added_later(results.spec)
-    looks = 0 if results.missing else history.look(spec, [asdict(row) for row in results.rows])
+    spec, late = results.spec, results.spec.added_later()
+    looks = 0 if results.missing else spec.look([asdict(row) for row in results.rows])
     if looks > spec.looks:
         yield f"**{looks} looks** at these claims, {spec.looks} declared: verdicts may be chosen by the data."
     made = list(verdicts(results, found))
@@ -247,10 +246,10 @@ def verdicts(results: Results, found: Sequence[Family]) -> Iterator[Judged]:
         results: the rows of the study.
         found: the findings.
     """
-    late = history.added_later(results.spec)
-    early = {*results.spec.claims} - late if history.events(results.spec, history.CLAIMS) else set()
+    late = results.spec.added_later()
+    early = {*results.spec.claims} - late if results.spec.events(history.CLAIMS) else set()
     for each in judged(results):
-        if (weaker := weaker_finding(results.spec, each, found)) is None:
+        if (weaker := _weaker_finding(results.spec, each, found)) is None:
             yield each
         elif each.said in early:
             yield each._replace(numbers=f"{each.numbers}; as a finding {weaker}")
@@ -298,8 +297,8 @@ def _draw(table: Shown, methods: Sequence[str], axes: Axes) -> None:
 # Tables of a study, the differences that it supports, and what its seeds can show; as text in all forms.
 
 
-SUPPORTED, SUGGESTED = "supported", "suggested"
-EDGE = " (chosen on an edge)"
+_SUPPORTED, _SUGGESTED = "supported", "suggested"
+_EDGE = " (chosen on an edge)"
 _AGAINST = "methods against their bases"
 _MARGIN = 0.02  # difference for which seeds are counted, if the study has no margin
 _ENOUGH = 20  # values from which on an interquartile mean is shown
@@ -354,8 +353,7 @@ def tables(results: Results, declared: Sequence[Table] | None = None) -> Iterato
                 title = title or f"loss of {task.name} against {axis}{' = ' if len(axis) == 1 else ' '}{base}"
             found = {
                 f"{axis} {value}" if axis else "value": [
-                    _entry(results, table, cell_of(spec, name, method, {axis: value}))
-                    for method in spec.methods
+                    _entry(results, table, spec.cell(name, method, {axis: value})) for method in spec.methods
                 ]
                 for value in values
             }
@@ -400,7 +398,7 @@ def over_tasks(results: Results) -> Iterator[list[list[str]]]:
         columns = [*spec.axes[axis].values] if axis else [""]
         places, strata = list(product(spec.methods, columns)), []
         for task in spec.tasks:
-            cells = [cell_of(spec, task, method, {axis: value}) for method, value in places]
+            cells = [spec.cell(task, method, {axis: value}) for method, value in places]
             start = [x for cell in cells for x in results.measured(cell, START).values()]
             found = [np.array([*results.measured(cell, VALUE).values()]) for cell in cells]
             if not start or not all(map(len, found)):
@@ -430,7 +428,7 @@ class Finding:
     contrast: Contrast
     p: float  # of the t test, or of the sign-flip test if that is larger and could reach the level
     holm: float  # the same, corrected for all differences of the family
-    verdict: str  # `SUPPORTED`, `SUGGESTED`, `UNDECIDED`, or that these seeds cannot decide
+    verdict: str  # `_SUPPORTED`, `_SUGGESTED`, `UNDECIDED`, or that these seeds cannot decide
     small: str  # the same about the statement that the difference is below the margin
 
     @property
@@ -459,7 +457,7 @@ def families(results: Results) -> Iterator[Family]:
         known = spec.axes[axis] if axis else Axis({}, {}, None)
         others = [value for value in known.values if value != known.bases[task]]
         at = {axis: others[-1]} if others else {}
-        cells = {method: cell_of(spec, task, method, at) for method in spec.methods}
+        cells = {method: spec.cell(task, method, at) for method in spec.methods}
         losses = {m: results.terms(LOSS, cell, axis) for m, cell in cells.items()} if at else {}
         gains = {
             f"{m} - {method.base}": [Term(1.0, cells[m], VALUE), Term(-1.0, cells[method.base], VALUE)]
@@ -488,16 +486,16 @@ def tested(
     tests = zip(names.values(), cases, p, statistics.holm(p), below, statistics.holm(below), strict=True)
     found = []
     for same, each, raw, corrected, low, lower in tests:
-        verdict = SUPPORTED if corrected < level else SUGGESTED if raw < level else UNDECIDED
+        verdict = _SUPPORTED if corrected < level else _SUGGESTED if raw < level else UNDECIDED
         if each.unsure("greater" if each.estimate.centre > 0 else "less", n, level):
             verdict = f"cannot be decided with {each.seeds} seeds"
-        small = SUPPORTED if lower < level / 2 else SUGGESTED if low < level / 2 else UNDECIDED
+        small = _SUPPORTED if lower < level / 2 else _SUGGESTED if low < level / 2 else UNDECIDED
         small = UNDECIDED if each.unsure("less", n, level) else small
         found.append(Finding(same, each, raw, corrected, verdict, small))
     return sorted(found, key=lambda finding: -finding.contrast.estimate.centre)
 
 
-def weaker_finding(spec: Spec, claim: Judged, found: Sequence[Family]) -> str | None:
+def _weaker_finding(spec: Spec, claim: Judged, found: Sequence[Family]) -> str | None:
     """Return the verdict of a finding that does not support what a decided claim says; None: there is none.
 
     A claim says that a difference is not 0, or that a loss is below the margin, and findings are about both.
@@ -517,8 +515,8 @@ def weaker_finding(spec: Spec, claim: Judged, found: Sequence[Family]) -> str | 
         others = ((each, np.abs(each.contrast.values)) for each in tests if a.any())
         same = (each for each, b in others if a.shape == b.shape and np.allclose(a, b, rtol=0, atol=1e-12))
         test = next(same, None)
-        known.append(SUPPORTED if test is None else test.verdict if differs else test.small)
-    weak = [verdict for verdict in known if verdict != SUPPORTED]
+        known.append(_SUPPORTED if test is None else test.verdict if differs else test.small)
+    weak = [verdict for verdict in known if verdict != _SUPPORTED]
     return weak[0] if weak and (holds or len(weak) == len(known)) else None
 
 
@@ -529,25 +527,25 @@ def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
     margin, level = results.spec.margin, results.level
     for task, column, what, family in found:
         parts, seeds = [], min(each.contrast.seeds for each in family)
-        for verdict in dict.fromkeys((SUPPORTED, SUGGESTED, *(each.verdict for each in family))):
+        for verdict in dict.fromkeys((_SUPPORTED, _SUGGESTED, *(each.verdict for each in family))):
             same = (each for each in family if each.verdict == verdict)
             said = ", ".join(f"{each.name} {shown(each.contrast.estimate)}" for each in same)
-            if verdict == SUPPORTED:
-                parts.append(f"**{SUPPORTED}**: {said or 'none'}")
+            if verdict == _SUPPORTED:
+                parts.append(f"**{_SUPPORTED}**: {said or 'none'}")
             elif said and verdict != UNDECIDED:
                 parts.append(f"{verdict}: {said}")
         parts.append(f"{UNDECIDED}: {sum(each.verdict == UNDECIDED for each in family)} of {len(family)}")
         unable = statistics.smallest_p(seeds) * len(family) > level
-        if unable and any(each.verdict == SUPPORTED for each in family):
+        if unable and any(each.verdict == _SUPPORTED for each in family):
             parts.append(f"by t test alone: {seeds} seeds cannot confirm one of {len(family)} exactly")
         yield f"`{task}`, {column}, {what}: {'; '.join(parts)}."
         if margin is not None and what != _AGAINST:
             sure, more = (
                 ", ".join(each.name for each in family if each.small == verdict)
-                for verdict in (SUPPORTED, SUGGESTED)
+                for verdict in (_SUPPORTED, _SUGGESTED)
             )
-            said = f"{sure or 'no method'}{more and f' ({SUGGESTED}: {more})'}"
-            yield f"`{task}`, {column}: a loss of at most {margin:g} is {SUPPORTED} for {said}."
+            said = f"{sure or 'no method'}{more and f' ({_SUGGESTED}: {more})'}"
+            yield f"`{task}`, {column}: a loss of at most {margin:g} is {_SUPPORTED} for {said}."
     if tests := [each for family in found for each in family.findings]:
         low = sum(each.p < level for each in tests)
         said = f"Of {len(tests)} two-sided tests, {low} have p < {level:g} before the correction"
@@ -562,7 +560,7 @@ def tuned(spec: Spec) -> list[list[str]]:
     heads = ["task", "method", *dict.fromkeys(point or "value" for *_, point in known)]
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for (task, method, point), each in known.items():
-        text = ", ".join(f"{key}={value}" for key, value in each.chosen.items()) + EDGE * each.edge
+        text = ", ".join(f"{key}={value}" for key, value in each.chosen.items()) + _EDGE * each.edge
         lines.setdefault((task, method), {})[point or "value"] = text
     rows = [[f"`{x}`" for x in name] + [each.get(x, "") for x in heads[2:]] for name, each in lines.items()]
     return [heads, *rows] if lines else []
@@ -584,7 +582,7 @@ def resolution(results: Results) -> list[list[str]]:
     found = [[f"column{order}", *heads, *more]]
     axes = dict.fromkeys(table.axis for table in spec.tables if table.quantity == VALUE)
     for axis, value in [(name, v) for name in axes for v in (spec.axes[name].values if name else [""])]:
-        cells = [[cell_of(spec, task, m, {axis: value}) for m in spec.methods] for task in spec.tasks]
+        cells = [[spec.cell(task, m, {axis: value}) for m in spec.methods] for task in spec.tasks]
         values = [table for column in cells if (table := results.table(column[0])) is not None]
         if len(values) < len(cells) or len(spec.methods) < 2:
             continue
@@ -669,7 +667,7 @@ def for_terminal(table: Shown) -> Iterator[str]:
             yield f"{line[0]:{first}}" + "".join(f"  {text:>{wide}}" for text in line[start : start + count])
 
 
-def tables_csv(tables: Sequence[Shown]) -> str:
+def _tables_csv(tables: Sequence[Shown]) -> str:
     """Return tables as CSV, one line per task, method and column."""
     lines = [
         [each.table.quantity, each.task, method, column, *entry.estimate[:3], *entry[2:]]

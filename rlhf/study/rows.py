@@ -6,13 +6,14 @@ import base64
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from runpy import run_path
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -30,14 +31,13 @@ from rlhf.study.spec import (
     LOSS,
     SAME,
     SLOPE,
+    TABLE,
     VALUE,
     Cell,
     Formula,
     Operand,
     Spec,
     Task,
-    cell_of,
-    cells,
     read_formula,
 )
 from rlhf.usercode.address import load_function
@@ -46,7 +46,6 @@ from rlhf.words.suggestions import KNOWN as KNOWN
 # rows.jsonl: the results of a study, one row a run. Tables, figures and claims are made of it alone.
 
 
-TABLE, TUNE = "table", "tune"  # parts of a study
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
 
 
@@ -79,30 +78,19 @@ class Row:
     versions: str  # commit, with "+ changes" if files were changed; version of torch
 
 
-_NAMES = tuple(each.name for each in fields(Row))
+_FIELDS = get_type_hints(Row)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_points(value: object) -> bool:
-    return isinstance(value, list) and all(each is None or finite(each) for each in value)
-
-
-def _each(holds: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, dict) and all(map(holds, value.values()))
-
-
-_HOLDS: Mapping[str, Callable[[object], bool]] = {  # of a field as studies write it
-    **dict.fromkeys(("run", "task", "method", "part", "metric", "machine", "versions"), _is_text),
-    **dict.fromkeys(("inputs", "levels", "tuned", "models"), _each(_is_text)),
-    **dict.fromkeys(("metrics", "means"), _each(finite)),
-    "evaluations": _each(_is_points),
-    **dict.fromkeys(("results", "seed", "prompts"), lambda value: isinstance(value, int)),
-    **dict.fromkeys(("cpu_s", "gpu_s"), finite),
-    "status": lambda value: value in (FINISHED, DIVERGED, FAILED),
-}
+def fits(value: object, hint: Any) -> bool:
+    """Return whether a value of a JSON file has the type `hint`; numbers are finite."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is UnionType:
+        return any(fits(value, each) for each in inner)
+    if kind is Mapping:
+        return isinstance(value, dict) and all(fits(each, inner[1]) for each in value.values())
+    if kind is Sequence:
+        return isinstance(value, list) and all(fits(each, inner[0]) for each in value)
+    return finite(value) if hint is float else isinstance(value, hint)
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -111,18 +99,30 @@ def read_rows(file: Path) -> list[Row]:
     Raises:
         UserError: the file cannot be read, or a line is not a row; the error names the line.
     """
-    rows = read_lines(file, _NAMES)
+    rows = read_lines(file, tuple(_FIELDS))
     for row in rows:
-        if wrong := [name for name, holds in _HOLDS.items() if not holds(row[name])]:
-            rule = f"{file} must have {', '.join(wrong)} as studies write them"
+        wrong = [name for name, hint in _FIELDS.items() if not fits(row[name], hint)]
+        if wrong or row["status"] not in (FINISHED, DIVERGED, FAILED):
+            rule = f"{file} must have {', '.join(wrong) or 'status'} as studies write them"
             raise UserError(f"{rule}, got others in run {row['run']}; restore the file, or delete the line")
-    return [Row(**{name: row[name] for name in _NAMES}) for row in rows]
+    return [Row(**{name: row[name] for name in _FIELDS}) for row in rows]
 
 
 def write_rows(file: Path, rows: Iterable[Row]) -> None:
-    """Write rows in place of a file, whole and sorted by part, cell, tuned values and seed."""
+    """Write rows in place of a file, whole and sorted by part, cell, tuned values and seed.
+
+    Values of axes that are numbers are sorted as numbers, and before texts.
+    """
+
+    def number(text: str) -> tuple[float, str]:
+        return (float(text), "") if re.fullmatch(r"-?\d+\.?\d*(e-?\d+)?", text) else (math.inf, text)
+
+    def order(row: Row) -> tuple:
+        levels = [(axis, number(value)) for axis, value in row.levels.items()]
+        return row.part, row.task, row.method, levels, sorted(row.tuned.items()), row.seed, row.run
+
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, "".join(as_line(asdict(row)) for row in sorted(rows, key=_order)))
+    write_atomically(file, "".join(as_line(asdict(row)) for row in sorted(rows, key=order)))
 
 
 def packed(outcomes: Sequence[bool]) -> str:
@@ -135,16 +135,6 @@ def unpacked(row: Row) -> np.ndarray | None:
     if row.bits is None:
         return None
     return np.unpackbits(np.frombuffer(base64.b64decode(row.bits), np.uint8), count=row.prompts).astype(bool)
-
-
-def _order(row: Row) -> tuple:
-    levels = [(axis, _number(value)) for axis, value in row.levels.items()]
-    return row.part, row.task, row.method, levels, sorted(row.tuned.items()), row.seed, row.run
-
-
-def _number(text: str) -> tuple[float, str]:
-    """Return a key that sorts numbers by their value, and texts after numbers."""
-    return (float(text), "") if re.fullmatch(r"-?\d+\.?\d*(e-?\d+)?", text) else (float("inf"), text)
 
 
 # The rows of a study as values per cell and seed, and sums of cells with intervals and tests.
@@ -250,12 +240,12 @@ class Results:
         self.level = LEVEL / spec.looks
         self.lacking: Counter[Cell] = Counter()  # how many runs of a cell failed
         self.seeds: dict[Cell, int] = {}  # how many seeds a complete cell has
-        own = cells(spec)
+        own = spec.cells()
         self.expected = len(own) * len(spec.seeds)
         self._add(spec, own, (row for row in rows if row.seed in spec.seeds), {})
         self.missing = self.expected - sum(map(len, self.cells.values())) - len(self.failed)
         for each, found in zip(spec.include, included, strict=False):
-            self._add(each.spec, cells(each.spec, each.grids), found, each.levels)
+            self._add(each.spec, each.spec.cells(each.grids), found, each.levels)
 
     @classmethod
     def read(cls, spec: Spec) -> Results:
@@ -269,14 +259,14 @@ class Results:
     def _add(self, spec: Spec, wanted: Iterable[Cell], rows: Iterable[Row], more: Mapping[str, str]) -> None:
         """Add the rows of some cells of a study; `more`: values of axes that the study lacks."""
         own = {
-            cell: cell_of(self.spec, cell.task, cell.method, {**dict(cell.levels), **more})
+            cell: self.spec.cell(cell.task, cell.method, {**dict(cell.levels), **more})
             for cell in wanted
             if cell.task in self.spec.tasks and cell.method in self.spec.methods
         }
         own = {cell: shown for cell, shown in own.items() if shown not in self.seeds}
         self.seeds |= dict.fromkeys(own.values(), len(spec.seeds))
         for row in rows:
-            cell = cell_of(spec, row.task, row.method, row.levels)
+            cell = spec.cell(row.task, row.method, row.levels)
             if row.part != TABLE or cell not in own or not row.levels.keys() <= spec.axes.keys():
                 continue
             if row.status == FAILED:
@@ -524,19 +514,6 @@ def call_own(spec: Spec, key: str, address: str, rows: Sequence[Row]) -> Any:
         raise UserError(f"{spec.at(key)} must be a function of rows, got {got}; correct {address}") from None
 
 
-def _own_differences(spec: Spec, key: str, address: str, rows: Sequence[Row]) -> dict[str, Contrast]:
-    """Return the differences that a function of the user makes of rows."""
-    found = call_own(spec, key, address, rows)
-    try:
-        samples = {str(name): np.array([values], float) for name, values in found.items()}
-    except (AttributeError, TypeError, ValueError):
-        samples = {}
-    if not samples or not all(x.ndim == 2 and np.isfinite(x).all() for x in samples.values()):
-        rule = f"{spec.at(key)} must return differences by name, one number for each seed"
-        raise UserError(f'{rule}, got {shortened(repr(found), 60)}; return {{"a - b": [0.1, -0.2, 0.3]}}')
-    return {name: Contrast(x, [1.0], True, 0) for name, x in samples.items()}
-
-
 def _verdict(
     results: Results, formula: Formula, tasks: Sequence[str], key: str
 ) -> tuple[str, str, Mapping[str, Contrast]]:
@@ -552,22 +529,26 @@ def _verdict(
         return "runs are missing", "", {}
     contrasts = {name: results.contrast(each) for name, each in terms.items()}
     if left is None:
-        contrasts = _own_differences(results.spec, key, formula.text, results.rows)
+        own = call_own(results.spec, key, formula.text, results.rows)
+        try:
+            samples = {str(name): np.array([values], float) for name, values in own.items()}
+        except (AttributeError, TypeError, ValueError):
+            samples = {}
+        if not samples or not all(x.ndim == 2 and np.isfinite(x).all() for x in samples.values()):
+            rule = f"{results.spec.at(key)} must return differences by name, one number for each seed"
+            raise UserError(f'{rule}, got {shortened(repr(own), 60)}; return {{"a - b": [0.1, -0.2, 0.3]}}')
+        contrasts = {name: Contrast(x, [1.0], True) for name, x in samples.items()}
     if not contrasts or not all(map(results.complete, terms.values())):
         return f"{UNDECIDED}: a run failed, or does not have the value", "", {}
     contrasts = {name: contrasts[name] for name in distinct({n: c.samples for n, c in contrasts.items()})}
     told = about = contrasts
     remark = ""
     if left is not formula.left and left is not None:
-        side, signs = (
-            Operand(VALUE, (), left.levels),
-            {n: task.sign for n, task in results.spec.tasks.items()},
-        )
         n = min(each.seeds for each in contrasts.values())
         half = n // 2 if n // 2 >= FEWEST else 0  # seeds that choose the method
-        values = {}
-        for name in contrasts:
-            cells = _terms(results, side, name, {}, tasks, 1.0)
+        signs, values = {name: task.sign for name, task in results.spec.tasks.items()}, {}
+        every = Operand(VALUE, tuple(contrasts), left.levels)
+        for name, cells in _differences(results, replace(formula, right=None), every, tasks).items():
             scores = [each._replace(weight=each.weight * signs[each.cell.task]) for each in cells]
             values[name] = results.contrast(scores).values[: half or None].mean()
         chosen = max(values, key=values.__getitem__)
@@ -589,35 +570,27 @@ def _verdict(
 def _differences(
     results: Results, formula: Formula, left: Operand, tasks: Sequence[str]
 ) -> dict[str, list[Term]]:
-    """Return left minus factor * right of a claim, by name, for all methods and for all values of `every`."""
-    right, axes, found = formula.right, results.spec.axes, {}
+    """Return left minus factor * right of a claim as sums of cells, the mean over the tasks.
+
+    The sums have names, and are those of all methods and of all values of `every`.
+    """
+    right, axes, found = formula.right, results.spec.axes, {}  # type: Operand | None, Any, dict[str, list[Term]]
+
+    def terms(side: Operand, method: str, weight: float) -> list[Term]:
+        levels = {**side.levels, **every}
+        axis = side.over or next(iter(levels), "")
+        cells = (results.spec.cell(task, method, levels) for task in tasks)
+        parts = (term for cell in cells for term in results.terms(side.quantity, cell, axis))
+        return [term._replace(weight=weight / len(tasks) * term.weight) for term in parts]
+
     for method, levels in product(left.methods, product(*(axes[axis].values for axis in left.every))):
         every = dict(zip(left.every, levels, strict=True))
         place = "".join(f" {axis}={value}" for axis, value in every.items())
-        terms = _terms(results, left, method, every, tasks, 1.0)
         if right is None:
-            found[method + place] = terms
+            found[method + place] = terms(left, method, 1.0)
             continue
         same = right.methods == (SAME,)
         for other in [method] if same else [each for each in right.methods if each != method]:
             name = method if same else f"{method} - {other}"
-            found[name + place] = terms + _terms(results, right, other, every, tasks, -formula.factor)
+            found[name + place] = terms(left, method, 1.0) + terms(right, other, -formula.factor)
     return found
-
-
-def _terms(
-    results: Results,
-    side: Operand,
-    method: str,
-    every: Mapping[str, str],
-    tasks: Sequence[str],
-    weight: float,
-) -> list[Term]:
-    """Return a side of a claim about a method as a sum of cells, the mean over the tasks."""
-    levels = {**side.levels, **every}
-    axis = side.over or next(iter(levels), "")
-    return [
-        term._replace(weight=weight / len(tasks) * term.weight)
-        for task in tasks
-        for term in results.terms(side.quantity, cell_of(results.spec, task, method, levels), axis)
-    ]

@@ -13,7 +13,6 @@ from rlhf.report.runs import read_run
 from rlhf.study import work
 from rlhf.study.plan import DONE
 from rlhf.study.rows import read_rows, unpacked
-from rlhf.study.spec import events
 from rlhf.study.study import Study, difference, differing
 from rlhf.study.work import machine_class, read_pilots
 from tests.study.test_kills import TIMES
@@ -63,7 +62,7 @@ def test_a_study_has_a_row_for_each_run_and_no_models(study):
         *study.spec.folder.glob("runs/*/model"),
         *study.spec.folder.glob("runs/*/.lock"),
     ]
-    assert events(study.spec, "claims")[0]["claims"] == study.spec.claims
+    assert study.spec.events("claims")[0]["claims"] == study.spec.claims
     assert study.rows().shape[0] == 2
 
 
