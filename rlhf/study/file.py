@@ -11,22 +11,7 @@ from typing import Any
 import yaml
 
 from rlhf.core.errors import UserError
-from rlhf.study.spec import (
-    VALUE,
-    Axis,
-    Grid,
-    Include,
-    Method,
-    Spec,
-    Table,
-    Task,
-    Tune,
-    folder_of,
-    problems,
-    quantities,
-    read_formula,
-    read_table,
-)
+from rlhf.study.spec import Axis, Formula, Grid, Include, Method, Quantity, Spec, Table, Task, Tune, folder_of
 from rlhf.usercode.address import function_problem
 from rlhf.words.suggestions import closest, suggestion
 
@@ -273,7 +258,7 @@ class _Reading(Document):
     def __init__(self, file: Path, around: tuple[Path, ...], made_of: Path | None = None) -> None:
         super().__init__(file, made_of)
         self.around = (*around, file.resolve())
-        self.top = self.mapping("", _KEYS)
+        self.mapping("", _KEYS)
         self.name = self.text("study", file.stem)
         if not re.fullmatch(r"\w[\w.-]{0,59}", self.name):
             rule = "must be a name of at most 60 letters, digits, ., _ and -"
@@ -291,8 +276,13 @@ class _Reading(Document):
         for name in self.axes.keys() - used:
             remedy = f"write grids: [{{{name}: all}}]"
             self.wrong(f"axes.{name}", "must be used by a grid", "none", remedy)
-        resources = self.mapping("resources", ("threads", "gpus", "minutes"))
-        folder = folder_of(self.file, self.name)
+        resources = {
+            each: str(self.number(f"resources.{each}", 1, int, int(each != "gpus")))
+            for each in self.mapping("resources", ("threads", "gpus", "minutes"))
+        }
+        page = self.path("page", "page.md", r".+\.md", "<file>.md")
+        interval = self.values.get("interval", "t")
+        values = [Table(Quantity.VALUE, axis) for axis in self.axes or [""]]
         spec = Spec(
             file=self.file,
             name=self.name,
@@ -305,24 +295,18 @@ class _Reading(Document):
             axes=self.axes,
             grids=grids,
             tune=self.read_tune(),
-            tables=[*self.read_tables("tables")] or [Table(VALUE, axis) for axis in [*self.axes] or [""]],
+            tables=[*self.read_tables("tables")] or values,
             figures=list(self.read_tables("figures")),
             claims=self.read_claims(),
             budget={each: self.number(f"budget.{each}", 0.0) for each in self.mapping("budget", _BUDGET)},
             looks=self.number("looks", 1, int, 1),
-            resources={
-                each: str(self.number(f"resources.{each}", 1, int, int(each != "gpus"))) for each in resources
-            },
+            resources=resources,
             include=included,
-            config_dir=self.path("config_dir") if "config_dir" in self.top else None,
-            page=self.path("page", "page.md", r".+\.md", "<file>.md")
-            if "page" in self.top
-            else folder / "page.md",
-            interval=self.one_of(
-                "interval", ("t", "percentile"), "an interval", self.top.get("interval", "t")
-            ),
+            config_dir=self.path("config_dir") if "config_dir" in self.values else None,
+            page=page if "page" in self.values else folder_of(self.file, self.name) / "page.md",
+            interval=self.one_of("interval", ("t", "percentile"), "an interval", interval),
             margin=self.number("margin", None),
-            analysis=self.address("analysis") if "analysis" in self.top else None,
+            analysis=self.address("analysis") if "analysis" in self.values else None,
             accept=tuple(self.number(each, 0, int) for each in self.items("accept")),
             keep=self.some_of("keep", ("models", "stages"), "what to keep"),
             lines=self.lines,
@@ -445,7 +429,7 @@ class _Reading(Document):
     def read_tune(self) -> Tune | None:
         """Return the tuning; what is not given is that of `from`."""
         content = self.mapping("tune")
-        if "tune" not in self.top:
+        if "tune" not in self.values:
             return None
         source = self.other(content["from"], "tune.from") if "from" in content else None
         if source is not None and source.tune is None:
@@ -490,20 +474,20 @@ class _Reading(Document):
         """Return the formula of each claim; the form and the names in it are checked."""
         found = {said: str(text) for said, text in self.mapping("claims").items()}
         for said, text in found.items():
-            formula, at = read_formula(text), f"claims.{said}"
+            formula, at = Formula.read(text), f"claims.{said}"
             if formula is not None and formula.left is None:
                 self.address(at)
             if formula is None:
                 remedy = "write loss(dpo) < 0.5 * loss(ppo, rloo) at lag=64"
                 self.wrong(at, "must compare quantities of methods", text, remedy)
-            for rule in problems(formula, self.methods, self.axes, quantities(self.tasks)) if formula else ():
+            for rule in formula.problems(self.methods, self.axes, self.tasks) if formula else ():
                 self.wrong(at, f"must {rule}", text, "fix the formula")
         return found
 
     def read_tables(self, key: str) -> Iterable[Table]:
         """Yield what the page shows: quantities over axes, or at the bases of all axes."""
         for at, text in self.items(key).items():
-            found = read_table(text, quantities(self.tasks), self.axes)
+            found = Table.read(text, self.tasks, self.axes)
             if isinstance(found, Table):
                 yield found
             else:

@@ -25,37 +25,9 @@ from rlhf.core.files import component, write_atomically
 from rlhf.core.statistics import LEVEL, Estimate
 from rlhf.report.drawing import Chart, Panel, trace
 from rlhf.report.groups import Group
-from rlhf.study import spec as history
 from rlhf.study.plan import read_choices
-from rlhf.study.rows import (
-    DIVERGED,
-    FEWEST,
-    HOLDS,
-    NOT,
-    START,
-    UNDECIDED,
-    Contrast,
-    Judged,
-    Results,
-    Row,
-    Term,
-    call_own,
-    judged,
-    shown,
-    unpacked,
-)
-from rlhf.study.spec import (
-    AT_KL,
-    AT_TIME,
-    COLLAPSED,
-    LOSS,
-    VALUE,
-    Axis,
-    Cell,
-    Spec,
-    Table,
-    read_formula,
-)
+from rlhf.study.rows import DIVERGED, FEWEST, UNDECIDED, Contrast, Judged, Results, Row, Term, judged, shown
+from rlhf.study.spec import CLAIMS, Axis, Cell, Formula, Quantity, Spec, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -178,7 +150,7 @@ def _as_markdown(results: Results, shown: str, found: Sequence[Family], images: 
         parts += ["## Tuned values", said, as_table(chosen, left=2)]
     parts += [shown] if shown else []
     if spec.analysis:
-        parts.append(str(call_own(spec, "analysis", spec.analysis, results.rows)))
+        parts.append(str(spec.call("analysis", spec.analysis, results.rows)))
     return "\n\n".join(parts)
 
 
@@ -247,7 +219,7 @@ def verdicts(results: Results, found: Sequence[Family]) -> Iterator[Judged]:
         found: the findings.
     """
     late = results.spec.added_later()
-    early = {*results.spec.claims} - late if results.spec.events(history.CLAIMS) else set()
+    early = {*results.spec.claims} - late if results.spec.events(CLAIMS) else set()
     for each in judged(results):
         if (weaker := _weaker_finding(results.spec, each, found)) is None:
             yield each
@@ -340,15 +312,16 @@ def tables(results: Results, declared: Sequence[Table] | None = None) -> Iterato
     for name, task in spec.tasks.items():
         for table in spec.tables if declared is None else declared:
             quantity, axis, title = table
-            titles = {VALUE: f"final {task.name}", COLLAPSED: "collapsed runs"}
-            if task.at_kl is not None:
-                titles[AT_KL] = f"gold score at KL {task.at_kl:g}"
-            if task.at_time is not None:
-                titles[AT_TIME] = f"{task.name} at {task.at_time:g} virtual s"
-            if quantity in (AT_KL, AT_TIME) and quantity not in titles:
+            titles: dict[str, str] = {
+                Quantity.VALUE: f"final {task.name}",
+                Quantity.COLLAPSED: "collapsed runs",
+                Quantity.AT_KL: f"gold score at KL {task.at_kl or 0:g}",
+                Quantity.AT_TIME: f"{task.name} at {task.at_time or 0:g} virtual s",
+            }
+            if getattr(task, quantity, 0) is None:  # at_kl or at_time
                 continue
             values = [*spec.axes[axis].values] if axis else [""]
-            if quantity == LOSS:
+            if quantity == Quantity.LOSS:
                 values.remove(base := spec.axes[axis].bases[name])
                 title = title or f"loss of {task.name} against {axis}{' = ' if len(axis) == 1 else ' '}{base}"
             found = {
@@ -371,14 +344,14 @@ def _entry(results: Results, table: Table, cell: Cell) -> Entry:
     runs = len(results.cells.get(cell, {})) + results.lacking[cell]
     fallen = results.collapsed(cell)
     estimate, having = found.estimate, found.seeds
-    if table.quantity == COLLAPSED:
+    if table.quantity == Quantity.COLLAPSED:
         text = f"{fallen}/{runs}"
         if fallen and not percentile:
             text += " ({:.2f}, {:.2f})".format(*statistics.wilson(fallen, runs))
-    elif table.quantity in (VALUE, LOSS, AT_KL, AT_TIME):
+    elif table.quantity in (Quantity.VALUE, Quantity.LOSS, Quantity.AT_KL, Quantity.AT_TIME):
         if percentile and having > 1:
             estimate = statistics.bootstrap_interval(found.values)
-        text = shown(estimate, 2 if table.quantity == AT_KL else 3, "" if percentile else "z")
+        text = shown(estimate, 2 if table.quantity == Quantity.AT_KL else 3, "" if percentile else "z")
         text += f" [{having}/{runs}]" if having < runs else ""
         text += " \\*" if fallen and not percentile else ""
     else:
@@ -394,13 +367,13 @@ def over_tasks(results: Results) -> Iterator[list[list[str]]]:
     table is shown from `_ENOUGH` values in each cell on; intervals are those of the stratified bootstrap.
     """
     spec = results.spec
-    for axis in dict.fromkeys(table.axis for table in spec.tables if table.quantity == VALUE):
+    for axis in dict.fromkeys(table.axis for table in spec.tables if table.quantity == Quantity.VALUE):
         columns = [*spec.axes[axis].values] if axis else [""]
         places, strata = list(product(spec.methods, columns)), []
         for task in spec.tasks:
             cells = [spec.cell(task, method, {axis: value}) for method, value in places]
-            start = [x for cell in cells for x in results.measured(cell, START).values()]
-            found = [np.array([*results.measured(cell, VALUE).values()]) for cell in cells]
+            start = [x for cell in cells for x in results.measured(cell, Quantity.START).values()]
+            found = [np.array([*results.measured(cell, Quantity.VALUE).values()]) for cell in cells]
             if not start or not all(map(len, found)):
                 break
             gains = [spec.tasks[task].sign * (values - np.mean(start)) for values in found]
@@ -452,19 +425,22 @@ def families(results: Results) -> Iterator[Family]:
     Without a table of losses, methods are compared with their bases at the bases of all axes.
     """
     spec = results.spec
-    axes = [table.axis for table in spec.tables if table.quantity == LOSS] or [""]
+    axes = [table.axis for table in spec.tables if table.quantity == Quantity.LOSS] or [""]
     for task, axis in product(spec.tasks, axes):
         known = spec.axes[axis] if axis else Axis({}, {}, None)
         others = [value for value in known.values if value != known.bases[task]]
         at = {axis: others[-1]} if others else {}
         cells = {method: spec.cell(task, method, at) for method in spec.methods}
-        losses = {m: results.terms(LOSS, cell, axis) for m, cell in cells.items()} if at else {}
+        losses = {m: results.terms(Quantity.LOSS, cell, axis) for m, cell in cells.items()} if at else {}
         gains = {
-            f"{m} - {method.base}": [Term(1.0, cells[m], VALUE), Term(-1.0, cells[method.base], VALUE)]
+            f"{m} - {method.base}": [
+                Term(1.0, cells[m], Quantity.VALUE),
+                Term(-1.0, cells[method.base], Quantity.VALUE),
+            ]
             for m, method in spec.methods.items()
             if method.base is not None
         }
-        for what, family in ((f"{LOSS} of {spec.tasks[task].name}", losses), (_AGAINST, gains)):
+        for what, family in ((f"{Quantity.LOSS} of {spec.tasks[task].name}", losses), (_AGAINST, gains)):
             made = {n: results.contrast(terms) for n, terms in family.items() if results.complete(terms)}
             made = {
                 n: c for n, c in made.items() if c.seeds >= FEWEST and (what != _AGAINST or any(c.values))
@@ -500,8 +476,8 @@ def _weaker_finding(spec: Spec, claim: Judged, found: Sequence[Family]) -> str |
 
     A claim says that a difference is not 0, or that a loss is below the margin, and findings are about both.
     """
-    formula, holds = read_formula(claim.formula), claim.verdict.startswith(HOLDS)
-    if formula is None or formula.sign not in ("<", ">") or not (holds or claim.verdict == NOT):
+    formula, holds = Formula.read(claim.formula), claim.holds
+    if formula is None or formula.sign not in ("<", ">") or holds is None:
         return None
     sign = 1 if (formula.sign == ">") == holds else -1
     limit = 0.0 if formula.right else formula.number
@@ -580,7 +556,7 @@ def resolution(results: Results) -> list[list[str]]:
     heads = ("tau of halves", "ceiling", "seeds for 0.8", "detectable", f"seeds for {margin:g} (up to)")
     more = ("equal values", "tau between the tasks", "evaluation noise")
     found = [[f"column{order}", *heads, *more]]
-    axes = dict.fromkeys(table.axis for table in spec.tables if table.quantity == VALUE)
+    axes = dict.fromkeys(table.axis for table in spec.tables if table.quantity == Quantity.VALUE)
     for axis, value in [(name, v) for name in axes for v in (spec.axes[name].values if name else [""])]:
         cells = [[spec.cell(task, m, {axis: value}) for m in spec.methods] for task in spec.tasks]
         values = [table for column in cells if (table := results.table(column[0])) is not None]
@@ -590,7 +566,7 @@ def resolution(results: Results) -> list[list[str]]:
         for column in cells:
             shares = []
             for rows in (list(results.cells.get(cell, {}).values()) for cell in column):
-                outcomes = [bits for row in rows if (bits := unpacked(row)) is not None]
+                outcomes = [bits for row in rows if (bits := row.outcomes) is not None]
                 if 1 < len(outcomes) == len(rows) and len({row.prompts for row in rows}) == 1:
                     shares.append(statistics.evaluation_share(np.array(outcomes, float), rows[0].prompts))
             noise.append(f"{np.median(shares):.2f}" if shares else "-")

@@ -30,15 +30,7 @@ from rlhf.core.machine import cached_folder
 from rlhf.core.statistics import detectable
 from rlhf.runs.lock import LOCK, Lock
 from rlhf.study.rows import FAILED, FINISHED, Results, Row, judged, named, read_rows, write_rows
-from rlhf.study.spec import (
-    TABLE,
-    TUNE,
-    Cell,
-    Run,
-    Spec,
-    Tune,
-    Tuned,
-)
+from rlhf.study.spec import TABLE, TUNE, Cell, Run, Spec, Tune, Tuned
 from rlhf.usercode.address import ONLY_HERE
 from rlhf.words import catalogue
 from rlhf.words.catalogue import Override, read_overrides

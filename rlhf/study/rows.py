@@ -11,36 +11,18 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from runpy import run_path
 from types import UnionType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from rlhf.core import statistics
-from rlhf.core.errors import UserError, one_line, place_in_code
+from rlhf.core.errors import UserError
 from rlhf.core.files import as_line, read_lines, write_atomically
 from rlhf.core.formatting import shortened
 from rlhf.core.statistics import LEVEL, Estimate, Side, distinct, holm
 from rlhf.report.runs import finite
-from rlhf.study.spec import (
-    AT_KL,
-    AT_TIME,
-    BEST,
-    COLLAPSED,
-    LOSS,
-    SAME,
-    SLOPE,
-    TABLE,
-    VALUE,
-    Cell,
-    Formula,
-    Operand,
-    Spec,
-    Task,
-    read_formula,
-)
-from rlhf.usercode.address import load_function
+from rlhf.study.spec import BEST, SAME, TABLE, Cell, Formula, Operand, Quantity, Spec, Task
 from rlhf.words.suggestions import KNOWN as KNOWN
 
 # rows.jsonl: the results of a study, one row a run. Tables, figures and claims are made of it alone.
@@ -76,6 +58,14 @@ class Row:
     machine: str  # machine class: processor, instruction set, GPU, threads, libraries; "": unknown
     models: Mapping[str, str]  # digest of each stage model (SFT, pairs, reward model)
     versions: str  # commit, with "+ changes" if files were changed; version of torch
+
+    @property
+    def outcomes(self) -> np.ndarray | None:
+        """The outcomes [prompts] as booleans; None if the row has no bits."""
+        if self.bits is None:
+            return None
+        bits = np.frombuffer(base64.b64decode(self.bits), np.uint8)
+        return np.unpackbits(bits, count=self.prompts).astype(bool)
 
 
 _FIELDS = get_type_hints(Row)
@@ -130,17 +120,9 @@ def packed(outcomes: Sequence[bool]) -> str:
     return base64.b64encode(np.packbits(np.asarray(outcomes, bool)).tobytes()).decode()
 
 
-def unpacked(row: Row) -> np.ndarray | None:
-    """Return the outcomes [prompts] of a row as booleans; None if it has no bits."""
-    if row.bits is None:
-        return None
-    return np.unpackbits(np.frombuffer(base64.b64decode(row.bits), np.uint8), count=row.prompts).astype(bool)
-
-
 # The rows of a study as values per cell and seed, and sums of cells with intervals and tests.
 
 
-START = "start"  # the value before training, as a quantity
 FEWEST = 3  # seeds without which nothing is stated
 _OTHER: Mapping[Side, Side] = {"greater": "less", "less": "greater"}
 
@@ -289,19 +271,22 @@ class Results:
 
     def collapsed(self, cell: Cell) -> int:
         """Return the number of collapsed runs of a cell."""
-        return int(sum(self.measured(cell, COLLAPSED).values()))
+        return int(sum(self.measured(cell, Quantity.COLLAPSED).values()))
 
     def terms(self, quantity: str, cell: Cell, axis: str = "") -> list[Term]:
         """Return a quantity of tables, a slope or a metric as a sum of cells; `axis`: of loss or slope."""
-        if quantity == LOSS:
+        if quantity == Quantity.LOSS:
             base = cell.at({axis: self.spec.axes[axis].bases[cell.task]})
             sign = self.spec.tasks[cell.task].sign
-            return [Term(sign, base, VALUE), Term(-sign, cell, VALUE)]
-        if quantity == SLOPE:
+            return [Term(sign, base, Quantity.VALUE), Term(-sign, cell, Quantity.VALUE)]
+        if quantity == Quantity.SLOPE:
             levels = list(self.spec.axes[axis].values)
             x = np.log2(np.asarray(levels, float))
             weights = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
-            return [Term(w, cell.at({axis: level}), VALUE) for w, level in zip(weights, levels, strict=True)]
+            return [
+                Term(w, cell.at({axis: level}), Quantity.VALUE)
+                for w, level in zip(weights, levels, strict=True)
+            ]
         return [Term(1.0, cell, quantity)]
 
     def contrast(self, terms: Sequence[Term]) -> Contrast:
@@ -318,7 +303,11 @@ class Results:
         fallen = {term.cell: self.collapsed(term.cell) for term in terms}
         doubtful: set[Side] = set()
         for weight, cell, quantity in (term for term in terms if fallen[term.cell]):
-            known = quantity in (VALUE, AT_KL, AT_TIME)  # in which direction the quantity is better
+            known = quantity in (
+                Quantity.VALUE,
+                Quantity.AT_KL,
+                Quantity.AT_TIME,
+            )  # in which direction the quantity is better
             up = weight * self.spec.tasks[cell.task].sign > 0
             doubtful |= {"greater" if up else "less"} if known else {"greater", "less"}
         weights = [term.weight for term in terms]
@@ -330,7 +319,9 @@ class Results:
 
     def table(self, cell: Cell) -> np.ndarray | None:
         """Return the values [methods, seeds] of the column of a cell; None if values are missing."""
-        column = self.contrast([Term(1.0, cell.at({}, method), VALUE) for method in self.spec.methods])
+        column = self.contrast(
+            [Term(1.0, cell.at({}, method), Quantity.VALUE) for method in self.spec.methods]
+        )
         whole = ~np.isnan(column.samples).any(axis=0)
         few = min(map(len, column.apart)) < len(self.spec.seeds) or sum(whole) < 2
         return None if few else column.samples[:, whole]
@@ -339,22 +330,22 @@ class Results:
 def _measured(row: Row, task: Task, quantity: str, exact: bool) -> float | None:
     """Return a quantity of a run; None if the run does not have it."""
     metric = task.metric or row.metric
-    if quantity == COLLAPSED:
+    if quantity == Quantity.COLLAPSED:
         values = [task.sign * value for value in row.evaluations.get(metric, ()) if value is not None]
         fallen = bool(values) and values[-1] <= max(values) - task.fall + 1e-9
         return float(row.status == DIVERGED or fallen)
-    if quantity in (AT_KL, AT_TIME):
+    if quantity in (Quantity.AT_KL, Quantity.AT_TIME):
         names, x, power = (
             (("eval/kl", "eval/gold_score"), task.at_kl, 0.5)
-            if quantity == AT_KL
+            if quantity == Quantity.AT_KL
             else (("rollouts/time_s", metric), task.at_time, 1.0)
         )
         points = (row.evaluations.get(name, ()) for name in names)
         return None if x is None else _value_at(zip(*points, strict=False), x, power)
-    if quantity == START:
+    if quantity == Quantity.START:
         first = [row.evaluations.get(name, ()) for name in ("update", metric)]
         return first[1][0] if all(first) and first[0][0] == 0 else None
-    if quantity != VALUE:
+    if quantity != Quantity.VALUE:
         return row.metrics.get(quantity, row.means.get(quantity))
     value = task.worst if row.status == DIVERGED else row.metrics.get(metric)
     if value is not None and exact and row.prompts:
@@ -384,7 +375,7 @@ def _value_at(points: Iterable[tuple[float | None, float | None]], at: float, po
 
 def named(spec: Spec) -> Iterator[tuple[str, str]]:
     """Yield the metrics that a study names: key of the study file, name."""
-    formulas = {f"claims.{said}": read_formula(text) for said, text in spec.claims.items()}
+    formulas = {f"claims.{said}": Formula.read(text) for said, text in spec.claims.items()}
     found = [(f"tasks.{name}.metric", task.metric) for name, task in spec.tasks.items()]
     found += [(f"tables.{place}", each.quantity) for place, each in enumerate(spec.tables)]
     found += [(f"figures.{place}", each.quantity) for place, each in enumerate(spec.figures)]
@@ -397,7 +388,7 @@ def named(spec: Spec) -> Iterator[tuple[str, str]]:
 
 
 _ELSEWHERE = "no grid of the task has such a cell"
-HOLDS, NOT, UNDECIDED = "holds", "does not hold", "undecided"
+_HOLDS, _NOT, UNDECIDED = "holds", "does not hold", "undecided"
 _MANY = 1000  # more seeds are not counted
 
 
@@ -411,11 +402,16 @@ class Judged(NamedTuple):
     numbers: str
     contrasts: Mapping[str, Contrast] = {}  # the differences that it is about, of all seeds
 
+    @property
+    def holds(self) -> bool | None:
+        """Whether the claim holds; None if this is not decided."""
+        return True if self.verdict.startswith(_HOLDS) else False if self.verdict == _NOT else None
+
 
 def judged(results: Results) -> Iterator[Judged]:
     """Yield the claims with their verdicts: for each task whose grids have the cells, or for all together."""
     for said, text in results.spec.claims.items():
-        formula = read_formula(text)
+        formula = Formula.read(text)
         assert formula is not None
         together = formula.pooled or formula.left is None
         for tasks in [[*results.spec.tasks]] if together else [[task] for task in results.spec.tasks]:
@@ -463,9 +459,9 @@ def decided(
     sides = [[c.unsure(side, family, level) for c in contrasts.values()] for side in doubts]
     if max(above) < level / 2 and not any(sides[0]):
         exact = all(c.paired and 2.0**-c.seeds < level / 2 for c in contrasts.values())
-        return HOLDS if exact else f"{HOLDS} (by t test, not confirmed exactly)"
+        return _HOLDS if exact else f"{_HOLDS} (by t test, not confirmed exactly)"
     if any(p < level / 2 and not doubt for p, doubt in zip(below, sides[1], strict=True)):
-        return NOT
+        return _NOT
     if max(above) < level / 2 or min(below) < level / 2:
         return f"cannot be decided with {n} seeds"
     _, worst = max(zip(above, contrasts.values(), strict=True), key=lambda pair: pair[0])
@@ -492,28 +488,6 @@ def shown(estimate: Estimate, decimals: int = 3, zero: str = "z") -> str:
     return centre if estimate.seeds < 2 else f"{centre} ({low}, {high})"
 
 
-def call_own(spec: Spec, key: str, address: str, rows: Sequence[Row]) -> Any:
-    """Return what a function of the user, <file>.py:<function> or <module>:<function>, returns for rows.
-
-    Args:
-        spec: the study; the path of a file is relative to the folder of its file.
-        key: the key of the address.
-        address: the function.
-        rows: the rows of a study.
-
-    Raises:
-        UserError: there is no such function, or it failed.
-    """
-    place, _, name = address.rpartition(":")
-    try:
-        if place.endswith(".py"):
-            return run_path(str(spec.file.parent / place))[name](rows)
-        return load_function(key, address, None)(rows)
-    except (Exception, SystemExit) as error:
-        got = f"{one_line(error)}{place_in_code(error, __file__)}"
-        raise UserError(f"{spec.at(key)} must be a function of rows, got {got}; correct {address}") from None
-
-
 def _verdict(
     results: Results, formula: Formula, tasks: Sequence[str], key: str
 ) -> tuple[str, str, Mapping[str, Contrast]]:
@@ -529,7 +503,7 @@ def _verdict(
         return "runs are missing", "", {}
     contrasts = {name: results.contrast(each) for name, each in terms.items()}
     if left is None:
-        own = call_own(results.spec, key, formula.text, results.rows)
+        own = results.spec.call(key, formula.text, results.rows)
         try:
             samples = {str(name): np.array([values], float) for name, values in own.items()}
         except (AttributeError, TypeError, ValueError):
@@ -547,7 +521,7 @@ def _verdict(
         n = min(each.seeds for each in contrasts.values())
         half = n // 2 if n // 2 >= FEWEST else 0  # seeds that choose the method
         signs, values = {name: task.sign for name, task in results.spec.tasks.items()}, {}
-        every = Operand(VALUE, tuple(contrasts), left.levels)
+        every = Operand(Quantity.VALUE, tuple(contrasts), left.levels)
         for name, cells in _differences(results, replace(formula, right=None), every, tasks).items():
             scores = [each._replace(weight=each.weight * signs[each.cell.task]) for each in cells]
             values[name] = results.contrast(scores).values[: half or None].mean()
@@ -557,7 +531,7 @@ def _verdict(
         if half:
             contrasts = told = {chosen: replace(told[chosen], samples=told[chosen].samples[:, half:])}
             chosen, remark = "", f", chosen by {half} seeds and judged by {n - half}"
-    decimals = 4 if left and left.quantity == SLOPE else 3
+    decimals = 4 if left and left.quantity == Quantity.SLOPE else 3
     numbers = ", ".join(f"{name} {shown(each.estimate, decimals)}" for name, each in told.items()) + remark
     fallen = ", ".join(f"{each.collapsed} in {name}" for name, each in told.items() if each.collapsed)
     numbers += f"; collapsed runs: {fallen}" if fallen else ""

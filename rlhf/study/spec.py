@@ -6,12 +6,16 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from enum import StrEnum
 from itertools import product
 from pathlib import Path
+from runpy import run_path
 from typing import Any, NamedTuple
 
 from rlhf.core import files
+from rlhf.core.errors import UserError, one_line, place_in_code
 from rlhf.core.files import component
+from rlhf.usercode.address import load_function
 from rlhf.words.catalogue import read_overrides
 from rlhf.words.suggestions import KNOWN, suggestion
 
@@ -20,8 +24,19 @@ from rlhf.words.suggestions import KNOWN, suggestion
 # Values of axes and tuned values are texts, as in the file (`studies/*.yaml`). This module imports no torch.
 
 
-VALUE, LOSS, AT_KL, AT_TIME, COLLAPSED = "value", "loss", "at_kl", "at_time", "collapsed"
-_QUANTITIES = (VALUE, LOSS, AT_KL, AT_TIME, COLLAPSED)  # of tables and figures, beside names of metrics
+class Quantity(StrEnum):
+    """A quantity of tables and figures (the first five) and of claims, beside names of metrics."""
+
+    VALUE = "value"
+    LOSS = "loss"
+    AT_KL = "at_kl"
+    AT_TIME = "at_time"
+    COLLAPSED = "collapsed"
+    SLOPE = "slope"
+    START = "start"  # the value before training
+
+
+_QUANTITIES = tuple(Quantity)[:5]
 Levels = Mapping[str, str]  # axis -> value
 Grid = Mapping[str, tuple[str, ...]]  # "task", "method" or axis -> the values that are combined
 
@@ -82,6 +97,30 @@ class Table(NamedTuple):
     def file_name(self) -> str:
         """The name of a file with the table, without suffix."""
         return component("_over_".join(filter(None, (self.quantity.replace("/", "_"), self.axis))))
+
+    @staticmethod
+    def read(text: str, tasks: Mapping[str, Task], axes: Collection[str]) -> Table | tuple[str, str, str]:
+        """Return the table of a text such as "loss over lag as the loss"; else rule, value and remedy.
+
+        Args:
+            text: the text.
+            tasks: the tasks, which determine the quantities that runs have, beside metrics.
+            axes: the axes.
+        """
+        known = _quantities(tasks)
+        said, _, title = text.partition(" as ")
+        quantity, over, axis = said.partition(" over ")
+        quantity = quantity.removeprefix("value ").strip()
+        if quantity not in known and "/" not in quantity:
+            guess = suggestion(quantity, [*known, *KNOWN], "did you mean {}?") or "write value over <axis>"
+            remedy = f"add tasks.<name>.{quantity}" if quantity in _QUANTITIES else guess
+            return f"must be <quantity> over <axis> ({', '.join(known)}, or a metric)", text, remedy
+        if quantity == Quantity.LOSS and not over:
+            return "must be over an axis", text, f"write {Quantity.LOSS} over <axis>"
+        if over and axis not in axes:
+            guess = suggestion(axis, axes, "did you mean {}?") or "choose one of them"
+            return f"must be over an axis ({', '.join(axes) or 'there are none'})", axis, guess
+        return Table(quantity, axis, title)
 
 
 @dataclass(frozen=True)
@@ -271,6 +310,28 @@ class Spec:
         assert self.tune is not None
         return self.cell(cell.task, cell.method, self.tune.at[self.tuning_point(cell)])
 
+    def call(self, key: str, address: str, rows: Sequence[object]) -> Any:
+        """Return what a function of the user, <file>.py:<function> or <module>:<function>, returns for rows.
+
+        Args:
+            key: the key of the address.
+            address: the function; the path of a file is relative to the folder of the study file.
+            rows: the rows of a study.
+
+        Raises:
+            UserError: there is no such function, or it failed.
+        """
+        place, _, name = address.rpartition(":")
+        try:
+            if place.endswith(".py"):
+                return run_path(str(self.file.parent / place))[name](rows)
+            return load_function(key, address, None)(rows)
+        except (Exception, SystemExit) as error:
+            got = f"{one_line(error)}{place_in_code(error, __file__)}"
+            raise UserError(
+                f"{self.at(key)} must be a function of rows, got {got}; correct {address}"
+            ) from None
+
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of a kind, in the order of time."""
         every = files.read_lines(self.folder / "history.jsonl", ["kind", "time"])
@@ -324,7 +385,7 @@ def folder_of(file: Path, name: str) -> Path:
 # rows and returns {name: one difference per seed}. The claim holds if all means are above 0.
 
 
-SAME, BEST, SLOPE = "same", "best", "slope"
+SAME, BEST = "same", "best"
 _SIDE = re.compile(r"(?P<quantity>[\w/]+)\((?P<methods>[^()]*)\)(?P<words>[^<>()*]*)")
 _WORDS = re.compile(
     r"(?<!\S)(?:over (?P<over>\S+)|at every (?P<every>\S+)|(?:at )?(?P<axis>[^\s=]+)=(?P<value>\S*))"
@@ -357,29 +418,67 @@ class Formula:
     right: Operand | None = None
     pooled: bool = False  # whether the quantities are means over the tasks
 
-
-def read_formula(text: str) -> Formula | None:
-    """Return a claim; None if the text is not of the grammar."""
-    if _FUNCTION.fullmatch(text):
-        return Formula(text)
-    words, pooled = re.subn(r" pooled$", "", text)
-    first, sign, second = (re.split(r" (<|>|within) ", words, maxsplit=1) + ["", ""])[:3]
-    found = _NUMBER.match(second)
-    number, link = (float(found[1]), found[2]) if found else (0.0, "")
-    rest = second[found.end() :] if found else second
-    if link not in ((None, "of") if sign == "within" else (None, "", "*")):
-        return None
-    if link is None:  # a number alone: the words after it belong to the left side
-        left, right = _side(first + rest), None
-    else:
-        left, right = _side(first), _side(rest.strip())
-        if left is None or right is None:
+    @staticmethod
+    def read(text: str) -> Formula | None:
+        """Return a claim; None if the text is not of the grammar."""
+        if _FUNCTION.fullmatch(text):
+            return Formula(text)
+        words, pooled = re.subn(r" pooled$", "", text)
+        first, sign, second = (re.split(r" (<|>|within) ", words, maxsplit=1) + ["", ""])[:3]
+        found = _NUMBER.match(second)
+        number, link = (float(found[1]), found[2]) if found else (0.0, "")
+        rest = second[found.end() :] if found else second
+        if link not in ((None, "of") if sign == "within" else (None, "", "*")):
             return None
-        left, right = _placed(left, right), _placed(right, left)
-    if left is None:
-        return None
-    factor, number = (number, 0.0) if link == "*" else (1.0, number)
-    return Formula(text, left, sign, number, factor, right, bool(pooled))
+        if link is None:  # a number alone: the words after it belong to the left side
+            left, right = _side(first + rest), None
+        else:
+            left, right = _side(first), _side(rest.strip())
+            if left is None or right is None:
+                return None
+            left, right = _placed(left, right), _placed(right, left)
+        if left is None:
+            return None
+        factor, number = (number, 0.0) if link == "*" else (1.0, number)
+        return Formula(text, left, sign, number, factor, right, bool(pooled))
+
+    def problems(
+        self, methods: Iterable[str], axes: Mapping[str, Axis], tasks: Mapping[str, Task] | None = None
+    ) -> list[str]:
+        """Return what is wrong with the names of a claim: a rule for each problem."""
+        known, quantities, found = [*methods, SAME, BEST], _quantities(tasks or {}), []
+        sides = [side for side in (self.left, self.right) if side is not None]
+        if any(BEST in side.methods for side in sides) and (
+            len(sides[0].methods) > 1 or sides[0].every or sides[1:]
+        ):
+            found.append(f"compare {BEST} with a number")
+        if sides and SAME in sides[0].methods:
+            found.append(f"have {SAME} on the right only")
+        if sides[1:] and sides[0].methods == sides[1].methods and len(sides[0].methods) == 1:
+            found.append(f"compare different methods, or {SAME} at other values")
+        for side in sides:
+            named = [*side.levels, *side.every, *filter(None, [side.over])]
+            said = [("methods", m, known) for m in side.methods] + [("axes", axis, [*axes]) for axis in named]
+            said += [(f"a value of {a}", v, [*axes[a].values]) for a, v in side.levels.items() if a in axes]
+            for what, name, names in said:
+                if name not in names:
+                    guess = suggestion(name, names, " (did you mean {}?)")
+                    found.append(f"name {what} ({', '.join(names) or 'there are none'}), not {name}{guess}")
+            if side.quantity not in (*quantities, Quantity.SLOPE) and "/" not in side.quantity:
+                every = ", ".join([*quantities, Quantity.SLOPE])
+                why = suggestion(side.quantity, [*quantities, Quantity.SLOPE, *KNOWN], " (did you mean {}?)")
+                why = f" (add tasks.<name>.{side.quantity})" if side.quantity in _QUANTITIES else why
+                found.append(f"be about {every} or a metric, not {side.quantity}{why}")
+            if (side.quantity == Quantity.SLOPE) != bool(side.over):
+                found.append(f"have 'over <axis>' after {Quantity.SLOPE}, and nowhere else")
+            if side.over in axes and not all(map(_POSITIVE.fullmatch, axes[side.over].values)):
+                found.append(f"have a slope over an axis of positive numbers, not {side.over}")
+            if side.quantity == Quantity.LOSS and not side.levels and not side.every:
+                found.append("say at which value of an axis a loss is meant, as 'at lag=64'")
+            axis, value = next(iter(side.levels.items()), ("", ""))
+            if side.quantity == Quantity.LOSS and axis in axes and {*axes[axis].bases.values()} == {value}:
+                found.append(f"be about a loss at another value than the base ({axis}={value})")
+        return found
 
 
 def _side(text: str) -> Operand | None:
@@ -403,71 +502,7 @@ def _placed(side: Operand, other: Operand) -> Operand:
     return replace(side, levels=other.levels, every=other.every, over=other.over)
 
 
-def problems(
-    formula: Formula,
-    methods: Iterable[str],
-    axes: Mapping[str, Axis],
-    quantities: Collection[str] = _QUANTITIES,
-) -> list[str]:
-    """Return what is wrong with the names of a claim: a rule for each problem."""
-    known, found = [*methods, SAME, BEST], []
-    sides = [side for side in (formula.left, formula.right) if side is not None]
-    if any(BEST in side.methods for side in sides) and (
-        len(sides[0].methods) > 1 or sides[0].every or sides[1:]
-    ):
-        found.append(f"compare {BEST} with a number")
-    if sides and SAME in sides[0].methods:
-        found.append(f"have {SAME} on the right only")
-    if sides[1:] and sides[0].methods == sides[1].methods and len(sides[0].methods) == 1:
-        found.append(f"compare different methods, or {SAME} at other values")
-    for side in sides:
-        named = [*side.levels, *side.every, *filter(None, [side.over])]
-        said = [("methods", m, known) for m in side.methods] + [("axes", axis, [*axes]) for axis in named]
-        said += [(f"a value of {a}", v, [*axes[a].values]) for a, v in side.levels.items() if a in axes]
-        for what, name, names in said:
-            if name not in names:
-                guess = suggestion(name, names, " (did you mean {}?)")
-                found.append(f"name {what} ({', '.join(names) or 'there are none'}), not {name}{guess}")
-        if side.quantity not in (*quantities, SLOPE) and "/" not in side.quantity:
-            why = suggestion(side.quantity, [*quantities, SLOPE, *KNOWN], " (did you mean {}?)")
-            why = f" (add tasks.<name>.{side.quantity})" if side.quantity in _QUANTITIES else why
-            found.append(f"be about {', '.join(quantities)}, {SLOPE} or a metric, not {side.quantity}{why}")
-        if (side.quantity == SLOPE) != bool(side.over):
-            found.append(f"have 'over <axis>' after {SLOPE}, and nowhere else")
-        if side.over in axes and not all(map(_POSITIVE.fullmatch, axes[side.over].values)):
-            found.append(f"have a slope over an axis of positive numbers, not {side.over}")
-        if side.quantity == LOSS and not side.levels and not side.every:
-            found.append("say at which value of an axis a loss is meant, as 'at lag=64'")
-        axis, value = next(iter(side.levels.items()), ("", ""))
-        if side.quantity == LOSS and axis in axes and {*axes[axis].bases.values()} == {value}:
-            found.append(f"be about a loss at another value than the base ({axis}={value})")
-    return found
-
-
-def quantities(tasks: Mapping[str, Task]) -> list[str]:
+def _quantities(tasks: Mapping[str, Task]) -> list[str]:
     """Return the quantities that the runs of tasks have: at_kl and at_time need the key of a task."""
     declared = tasks.values() or [Task(at_kl=1, at_time=1)]
     return [each for each in _QUANTITIES if any(getattr(task, each, 0) is not None for task in declared)]
-
-
-def read_table(text: str, known: Collection[str], axes: Collection[str]) -> Table | tuple[str, str, str]:
-    """Return the table of a text such as "loss over lag as the loss"; else rule, value and remedy.
-
-    Args:
-        text: the text.
-        known: the quantities that runs have, beside metrics.
-        axes: the axes.
-    """
-    said, _, title = text.partition(" as ")
-    quantity, over, axis = said.partition(" over ")
-    quantity = quantity.removeprefix("value ").strip()
-    if quantity not in known and "/" not in quantity:
-        guess = suggestion(quantity, [*known, *KNOWN], "did you mean {}?") or "write value over <axis>"
-        remedy = f"add tasks.<name>.{quantity}" if quantity in _QUANTITIES else guess
-        return f"must be <quantity> over <axis> ({', '.join(known)}, or a metric)", text, remedy
-    if quantity == LOSS and not over:
-        return "must be over an axis", text, f"write {LOSS} over <axis>"
-    if over and axis not in axes:
-        guess = suggestion(axis, axes, "did you mean {}?") or "choose one of them"
-        return f"must be over an axis ({', '.join(axes) or 'there are none'})", axis, guess
-    return Table(quantity, axis, title)

@@ -33,7 +33,7 @@ from rlhf.study.file import Document, read_spec
 from rlhf.study.page import families, tables, verdicts, write_page
 from rlhf.study.plan import ROW, Collection, Configs, Only, Plan, Planned
 from rlhf.study.rows import Judged, Results, Row, read_rows
-from rlhf.study.spec import TABLE, Cell, Spec, Table, quantities, read_table
+from rlhf.study.spec import TABLE, Cell, Spec, Table
 from rlhf.study.work import run
 from rlhf.words.suggestions import suggestion
 
@@ -97,7 +97,7 @@ class Study:
         """
         import pandas
 
-        table = read_table(text, quantities(self.spec.tasks), self.spec.axes)
+        table = Table.read(text, self.spec.tasks, self.spec.axes)
         if not isinstance(table, Table):
             rule, got, remedy = table
             raise UserError(f"a table {rule}, got {got}; {remedy}")

@@ -19,7 +19,7 @@ from rlhf.study.__main__ import main
 from rlhf.study.file import read_spec
 from rlhf.study.page import MARKS, write_page
 from rlhf.study.rows import DIVERGED, FAILED, Contrast, Results, Term, packed, read_rows, write_rows
-from rlhf.study.spec import Include, Table, problems, read_formula
+from rlhf.study.spec import Formula, Include, Table
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/atlas_percentile.md"
@@ -567,9 +567,9 @@ def test_claims_have_a_grammar(spec):
         "value(best) > value(dpo)": "compare best with a number",
     }
     for text, rule in wrong.items():
-        formula = read_formula(text)
+        formula = Formula.read(text)
         assert (formula is None) == (rule is None), text
-        assert rule is None or rule in " ".join(problems(formula, spec.methods, spec.axes)), text
+        assert rule is None or rule in " ".join(formula.problems(spec.methods, spec.axes)), text
 
 
 def test_claims_over_tasks_over_axes_with_factors_and_as_functions(spec, rows, tmp_path):

@@ -10,7 +10,7 @@ from rlhf.checks.machine import composed
 from rlhf.core.errors import UserError
 from rlhf.study import spec as cells
 from rlhf.study.file import read_spec
-from rlhf.study.rows import Row, packed, read_rows, unpacked, write_rows
+from rlhf.study.rows import Row, packed, read_rows, write_rows
 
 STUDY = """\
 study: lags
@@ -147,7 +147,7 @@ def test_rows_are_written_sorted_and_a_damaged_line_is_named(tmp_path):
     ]
     write_rows(file, rows)
     assert read_rows(file) == rows[::-1]
-    assert unpacked(read_rows(file)[0]).tolist() == outcomes
+    assert read_rows(file)[0].outcomes.tolist() == outcomes
     good = file.read_text()
     for name, value in {
         "metrics": {"eval/kl": math.nan},
