@@ -25,8 +25,8 @@ from rlhf.report.runs import find_runs
 from rlhf.report.tables import differences, for_markdown, for_terminal, remarks, result, results, some
 from rlhf.terminal.console import console, prepare_output
 
-WIDTH = 80  # columns of the output if it is not a terminal
-NEEDS = ("matplotlib", "jinja2")  # packages of the extra `report`
+_WIDTH = 80  # columns of the output if it is not a terminal
+_NEEDS = ("matplotlib", "jinja2")  # packages of the extra `report`
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,7 +65,7 @@ def report(folders: Sequence[str], out: Path, count: int, markdown: bool = False
         UserError: a folder contains no run, `count` is negative, `out` cannot be written, or matplotlib or
             Jinja2 is not installed.
     """
-    missing = [] if markdown else [name for name in NEEDS if find_spec(name) is None]
+    missing = [] if markdown else [name for name in _NEEDS if find_spec(name) is None]
     if missing:
         raise UserError(
             f"rlhf.report needs {' and '.join(missing)} (for the figures and the page), got no such package; "
@@ -86,34 +86,35 @@ def report(folders: Sequence[str], out: Path, count: int, markdown: bool = False
         for note in notes:
             console.print(f"- {note}", markup=False, soft_wrap=True)
         return
-    width = console.width if console.is_terminal else WIDTH
+    width = console.width if console.is_terminal else _WIDTH
+
+    def say(text: str, style: str | None = None) -> None:
+        lines = wrap(text, width, break_long_words=False, break_on_hyphens=False)
+        console.print(*lines, sep="\n", markup=False, style=style)
+
     for section in made:
         console.print(section.title, style="bold", markup=False)
-        console.print(*lines(result(section), width), sep="\n", markup=False)
+        say(result(section))
         console.print(for_terminal(results(section), width))
         for each in differences(section):
-            console.print(*lines(str(each), width), sep="\n", markup=False)
-    from rlhf.report.page import Page
+            say(str(each))
+    from rlhf.report import page
 
-    page = Page(made, found, count, f"made {datetime.now():%Y-%m-%d %H:%M} by rlhf {__version__}")
+    date = f"made {datetime.now():%Y-%m-%d %H:%M} by rlhf {__version__}"
+    html, charts = page.write(made, found, count, date)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for chart in page.charts:
-            (out / f"{chart.name}.png").write_bytes(chart.png())
-        write_atomically(out / "index.html", page.html())
+        for chart in charts:
+            (out / f"{chart.name}.png").write_bytes(chart.image("png"))
+        write_atomically(out / "index.html", html)
     except OSError as error:
         raise UserError(
             f"--out must be a folder that can be written (the page and its figures), got {out}: "
             f"{error.strerror}; set --out <another folder>"
         ) from None
     for note in notes:
-        console.print(*lines(note, width), sep="\n", markup=False, style="yellow")
-    console.print(f"page: {out / 'index.html'} ({len(page.charts)} figures as PNG beside it)", markup=False)
-
-
-def lines(text: str, width: int) -> list[str]:
-    """Return a text as lines of at most `width` columns, broken between words."""
-    return wrap(text, width, break_long_words=False, break_on_hyphens=False)
+        say(note, style="yellow")
+    console.print(f"page: {out / 'index.html'} ({len(charts)} figures as PNG beside it)", markup=False)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,12 @@
-"""Drawing of figures with matplotlib: curves, axes, legends, the timeline."""
+"""Drawing with matplotlib: curves of groups, axes, legends, and output as PNG and SVG."""
 
 from __future__ import annotations
 
 import io
 import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from heapq import heappush, heapreplace
-from itertools import pairwise
-from math import inf
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,13 +14,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
-    from rlhf.core.metrics import Row
-    from rlhf.report.groups import Group, Section
-    from rlhf.report.runs import Run
-
-
-# Drawing of figures with matplotlib: colours, curves, axes, legends, and output as PNG and SVG.
+    from rlhf.report.groups import Group
+    from rlhf.report.runs import Metric, Run
 
 
 # The colour-blind-safe palette of Okabe and Ito, with a grey and a wine red instead of black and yellow.
@@ -72,8 +63,8 @@ STYLE: dict[Any, Any] = {
 _DECIMALS = re.compile(r"(\d\.\d)\d+")  # decimals of a coordinate after the first
 _UNFINISHED = (0, (2, 2))  # line style of unfinished runs
 WIDTH, HEIGHT = 4.8, 3.1  # inches of a panel
-LEFT, RIGHT, TOP, BOTTOM = 0.74, 0.3, 0.42, 0.5  # inches of a panel beside its axes
-LEGEND_ROW, LEGEND_COLUMN, CHARACTER = 0.22, 0.6, 0.095  # inches in the legend of a PNG file
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.74, 0.3, 0.42, 0.5  # inches of a panel beside its axes
+_LEGEND_ROW, _LEGEND_COLUMN, _CHARACTER = 0.22, 0.6, 0.095  # inches in the legend of a PNG file
 
 
 @dataclass(frozen=True)
@@ -147,10 +138,6 @@ class Chart:
     panels: Sequence[Panel]
     keys: Sequence[Key] = ()
 
-    def png(self) -> bytes:
-        """Return the figure as PNG on white (see `image`)."""
-        return self.image("png")
-
     def image(self, form: str) -> bytes:
         """Return the figure as an image file: the panels two in a row, and the legend below the panels.
 
@@ -166,8 +153,8 @@ class Chart:
         rows = [self.panels[i : i + columns] for i in range(0, len(self.panels), columns)]
         width = max(WIDTH * columns, 6.4)
         longest = max((len(key.label) for key in self.keys), default=0)
-        across = max(1, int(width / (CHARACTER * longest + LEGEND_COLUMN)))
-        below = LEGEND_ROW * -(-len(self.keys) // across) + 0.2 if self.keys else 0.0
+        across = max(1, int(width / (_CHARACTER * longest + _LEGEND_COLUMN)))
+        below = _LEGEND_ROW * -(-len(self.keys) // across) + 0.2 if self.keys else 0.0
         height = sum(max(panel.height for panel in row) for row in rows) + below
         out = io.BytesIO()
         with rc_context({**STYLE, "svg.hashsalt": self.name}):
@@ -196,10 +183,12 @@ class Chart:
         made = []
         for place, panel in enumerate(self.panels):
             salt = f"{self.name}-{place}"  # element ids are unique on the page
+            out = io.StringIO()
             with rc_context({**STYLE, "svg.hashsalt": salt}):
                 drawing = Figure(figsize=(WIDTH, panel.height))
                 panel.draw(axes_at(drawing, 0.0, 0.0, panel.height))
-                made.append(_as_element(drawing))
+                drawing.savefig(out, format="svg", transparent=True)
+            made.append(_as_element(out.getvalue()))
         return made
 
 
@@ -213,15 +202,12 @@ def axes_at(drawing: Figure, left: float, bottom: float, height: float) -> Axes:
         height: inches of the panel, with labels and title.
     """
     across, up = drawing.get_size_inches()
-    size = (WIDTH - LEFT - RIGHT) / across, (height - TOP - BOTTOM) / up
-    return drawing.add_axes(((left + LEFT) / across, (bottom + BOTTOM) / up, *size))
+    size = (WIDTH - _LEFT - _RIGHT) / across, (height - _TOP - _BOTTOM) / up
+    return drawing.add_axes(((left + _LEFT) / across, (bottom + _BOTTOM) / up, *size))
 
 
-def _as_element(drawing: Figure) -> str:
-    """Return a figure as an SVG element that takes its colours from the style sheet of the page."""
-    out = io.StringIO()
-    drawing.savefig(out, format="svg", transparent=True)
-    text = out.getvalue()
+def _as_element(text: str) -> str:
+    """Return an SVG file as an element that takes its colours from the style sheet of the page."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"', "", text, count=1)
@@ -234,65 +220,31 @@ def _as_element(drawing: Figure) -> str:
     return text
 
 
-def lines(
-    group: Group, x: Read, y: Read, interval: Bounds | None = None
-) -> Iterator[tuple[list[Point], bool]]:
-    """Yield the curves of a group and whether the curve is finished.
+def lines(group: Group, x: str, metric: Metric) -> Iterator[tuple[DataFrame, bool]]:
+    """Yield the curves of a group (see `curve`) and whether the curve is finished.
 
     The first curve is that of the finished runs (True). The second curve is that of the unfinished run with
     the most updates (False).
     """
-    if points := curve(group.finished, x, y, interval):
-        yield points, True
-    if group.furthest is not None and (points := curve([group.furthest], x, y, interval)):
-        yield points, False
+    for runs, finished in ((group.finished, True), (group.furthest, False)):
+        if runs and len(points := curve(runs, x, metric)):
+            yield points, finished
 
 
-def draw_all(axes: Axes, groups: Sequence[Group], x: Read, y: Read, interval: Bounds | None = None) -> None:
-    """Draw the curves of groups, with the range over seeds or the confidence interval as a band."""
-    for group in groups:
-        for points, finished in lines(group, x, y, interval):
-            trace(axes, group, points, finished, band=True)
-
-
-def trace(axes: Axes, group: Group, points: list[Point], finished: bool, band: bool) -> None:
+def trace(axes: Axes, group: Group, points: DataFrame, finished: bool = True, band: bool = True) -> None:
     """Draw a curve, with its range if `band`; unfinished curves are dashed and end in a cross."""
-    style = look(group.place or 0)
+    style, gid = look(group.place or 0), mark(group)
     if not finished:
         style |= {"linestyle": _UNFINISHED, "linewidth": 1.0, "marker": ""}
     elif len(points) > 25:
         style["marker"] = ""
-    xs, ys, low, high, *_ = zip(*points, strict=True)
-    axes.plot(xs, ys, gid=mark(group), **style)
+    axes.plot(points.x, points.y, gid=gid, **style)
     if not finished:
         cross = {"marker": "x", "markersize": 6, "markeredgecolor": style["color"]}
-        axes.plot(xs[-1:], ys[-1:], gid=mark(group), **{**style, **cross})
-    if band and finished and any(point.low < point.high for point in points):
-        axes.fill_between(xs, low, high, color=style["color"], alpha=0.16, linewidth=0, gid=mark(group))
-
-
-def crosshair(axes: Axes, group: Group, point: Point) -> None:
-    """Draw a large point with its ranges in x and y."""
-    style = look(group.place or 0)
-    gid = mark(group)
-    axes.plot([point.x_low, point.x_high], [point.y, point.y], color=style["color"], linewidth=1.2, gid=gid)
-    axes.plot([point.x, point.x], [point.low, point.high], color=style["color"], linewidth=1.2, gid=gid)
-    axes.plot([point.x], [point.y], gid=gid, **{**style, "markersize": 9})
-
-
-def widen(axes: Axes, smallest: float) -> None:
-    """Make the y axis at least `smallest` high, so that tiny differences do not look like changes."""
-    low, high = axes.get_ylim()
-    if high - low < smallest:
-        middle = (high + low) / 2
-        axes.set_ylim(middle - smallest / 2, middle + smallest / 2)
-
-
-def within_a_rate(axes: Axes) -> None:
-    """Limit the y axis to the range 0 to 1, with a margin."""
-    low, high = axes.get_ylim()
-    margin = 0.04 * (high - low)
-    axes.set_ylim(max(low, -margin), min(high, 1 + margin))
+        axes.plot(points.x[-1:], points.y[-1:], gid=gid, **{**style, **cross})
+    elif band and (points.low < points.high).any():
+        colour = style["color"]
+        axes.fill_between(points.x, points.low, points.high, color=colour, alpha=0.16, linewidth=0, gid=gid)
 
 
 def whole_numbers(axis: Axis) -> None:
@@ -344,246 +296,42 @@ def legend(groups: Sequence[Group]) -> list[Key]:
     return keys if len(groups) > 1 or unfinished else []
 
 
-def bar(axes: Axes, at: float, height: float, left: float, width: float, colour: str) -> float:
-    """Draw one part of a stacked horizontal bar and return its width."""
-    if width:
-        axes.barh(at, width, height, left=left, color=colour)
-    return width
-
-
 # Curves of a figure: the mean over the seeds of a group, with the range or the confidence interval.
 
-
-if TYPE_CHECKING:
-    # A function that returns a value of a row, or None if the row has no such value.
-    Read = Callable[[Run, Row], float | None]
-    Bounds = Callable[[Row], tuple[float, float] | None]  # reads the bounds of a confidence interval
 
 POINTS = 250  # largest number of points of a curve; longer curves are averaged over blocks of updates
 
 
-class Point(NamedTuple):
-    """A point of a curve: statistics over the runs of a group at one update, or averaged over a few updates.
-
-    Attributes:
-        x: mean of x over the runs.
-        y: mean of y over the runs.
-        low: smallest y of a run; for a single run with a confidence interval, the lower bound.
-        high: largest y of a run; for a single run with a confidence interval, the upper bound.
-        x_low: smallest x of a run.
-        x_high: largest x of a run.
-    """
-
-    x: float
-    y: float
-    low: float
-    high: float
-    x_low: float
-    x_high: float
-
-
-def figure(name: str) -> Read:
-    """Return a function that reads the metric `name` from a row of metrics.jsonl."""
-    return lambda run, row: row.get(name)
-
-
-def seconds(run: Run, row: Row) -> float | None:
-    """Return the seconds of training that `run` had spent until the update of `row`."""
-    return run.seconds_at(row["update"])
-
-
-def curve(runs: Sequence[Run], x: Read, y: Read, interval: Bounds | None = None) -> list[Point]:
-    """Return the curve of y over x, with at most `POINTS` points in the order of updates.
+def curve(runs: Sequence[Run], x: str, metric: Metric) -> DataFrame:
+    """Return the curve of a metric over x, with at most `POINTS` points in the order of updates.
 
     Rows of different runs are matched by their `update`. Updates at which a run has no x or no y are skipped.
 
     Args:
         runs: the runs of a group.
-        x: returns the x value of a row.
-        y: returns the y value of a row.
-        interval: returns the bounds of the confidence interval of y; used if there is a single run.
+        x: a column of `Run.frame`.
+        metric: the metric; a metric of training is read from the rows of updates only.
+
+    Returns:
+        Columns `x` and `y` (means over the runs), `low` and `high` (smallest and largest y of a run; of a
+        single run the bounds of the confidence interval, if it has one), `x_low` and `x_high`.
     """
-    bounds = interval if len(runs) == 1 else None
-    by_run = [dict(_points(run, x, y, bounds)) for run in runs]
-    shared = sorted(set.intersection(*map(set, by_run))) if by_run else []
-    return _thin([_merged([points[update] for points in by_run]) for update in shared])
+    import pandas
 
-
-def _points(run: Run, x: Read, y: Read, interval: Bounds | None) -> Iterator[tuple[float, Point]]:
-    """Yield update and point of each row of a run that has x and y."""
-    for row in run.rows:
-        if (y_value := y(run, row)) is not None and (x_value := x(run, row)) is not None:
-            low, high = (interval and interval(row)) or (y_value, y_value)
-            yield row["update"], Point(x_value, y_value, low, high, x_value, x_value)
-
-
-def _merged(points: Sequence[Point]) -> Point:
-    """Return the point of a group from those of its runs."""
-    xs, ys, low, high, *_ = zip(*points, strict=True)
-    return Point(fmean(xs), fmean(ys), min(low), max(high), min(xs), max(xs))
-
-
-def _thin(points: list[Point]) -> list[Point]:
-    """Return at most `POINTS` points, each the mean of a block of neighbouring points."""
+    tables = []
+    for run in runs:
+        names = ["update", x, *(f"{metric.name}{end}" for end in ("", "_low", "_high", "_ci95"))]
+        rows = run.frame if metric.evaluated else run.frame[run.frame["trained"]]
+        table = rows.reindex(columns=names).set_axis(["update", "x", "y", "low", "high", "half"], axis=1)
+        table = table.dropna(subset=["x", "y"]).drop_duplicates("update", keep="last")
+        if len(runs) > 1:
+            table[["low", "high", "half"]] = np.nan
+        half = table["half"].fillna(0.0)
+        low, high = table["low"].fillna(table["y"] - half), table["high"].fillna(table["y"] + half)
+        tables.append(table.assign(low=low, high=high))
+    of_update = pandas.concat(tables).groupby("update")
+    columns = {"x": ("x", "mean"), "y": ("y", "mean"), "low": ("low", "min"), "high": ("high", "max")}
+    points = of_update.agg(**columns, x_low=("x", "min"), x_high=("x", "max"))
+    points = points[of_update.size() == len(runs)]
     size = -(-len(points) // POINTS)
-    if size <= 1:
-        return points
-    blocks = (points[i : i + size] for i in range(0, len(points), size))
-    return [Point(*map(fmean, zip(*block, strict=True))) for block in blocks]
-
-
-# The figure of groups.jsonl: slots and trainer over time, ages of groups, and which lengths are trained.
-
-
-_UPDATES = 6  # updates of a timeline: with those before the first and after the last, seven versions
-_SLOTS = 32  # largest number of slots of a timeline
-_TIMELINES = 4  # largest number of timelines
-_PITCH = 0.1  # inches from one slot to the next
-_GREY = 6  # index in SERIES; grey is the colour of discarded groups
-_COLOURS = SERIES[:_GREY] + SERIES[_GREY + 1 :]  # of versions
-
-_CAPTION = (
-    "Timeline: six updates in the middle of the run with the lowest seed. A row is a slot, which decodes "
-    "one response after another; gaps are idle time. At most 32 slots are shown, evenly chosen. The colour "
-    "is the version of the weights that sample; colours repeat after seven versions. The trainer is on top, "
-    "in the colour of the version that it makes; thin lines are loads of weights. Grey: responses of groups "
-    "that are discarded or replaced. Tick at the end: the response was cut. Age: updates between the first "
-    "token of a group and its training."
-)
-_DURATION = (
-    " Duration: mean time of the samples of a group in their slots, until they ended, were cut or discarded; "
-    "a decile is a tenth of all groups that were trained or discarded."
-)
-
-_Rows = list[dict[str, Any]]  # rows of groups.jsonl
-
-
-class Response(NamedTuple):
-    """A response in its slot: times of start and end, and whether it was not trained, or cut."""
-
-    start: float
-    end: float
-    dropped: bool
-    cut: bool
-
-
-def asynchrony(section: Section) -> tuple[Chart | None, list[str]]:
-    """Return the figure of the runs in virtual time, and a remark about each file that is damaged."""
-    found: dict[Group, list[tuple[Run, _Rows]]] = {}
-    remarks = []
-    for group in section.drawn:
-        for run in group.measured:
-            try:
-                rows = run.groups() if run.loads else []
-                if any("loaded" in row for row in rows):
-                    found.setdefault(group, []).append((run, rows))
-            except ValueError as error:
-                remarks.append(f"groups of {run.folder.name} ({error})")
-    every = {group: [row for _, rows in runs for row in rows] for group, runs in found.items()}
-    timelines = [
-        _timeline(*runs[0], group.label if len(section.groups) > 1 else "timeline")
-        for group, runs in list(found.items())[:_TIMELINES]
-    ]
-    panels, caption = [*timelines, Panel(partial(_draw_ages, every))], _CAPTION
-    if any(row["fate"] in ("cut", "dropped") for rows in every.values() for row in rows):
-        panels, caption = [*panels, Panel(partial(_draw_deciles, every))], caption + _DURATION
-    chart = Chart("asynchrony", "Asynchrony", caption, panels, legend(list(every)))
-    return chart if found else None, remarks
-
-
-def in_slots(responses: Iterable[Response], count: int) -> list[list[Response]]:
-    """Return the responses of each slot; a response gets the slot that has been free for the longest time.
-
-    Args:
-        responses: responses in any order.
-        count: number of slots; more are added if more responses overlap.
-    """
-    slots: list[list[Response]] = [[] for _ in range(count)]
-    free = [(-inf, slot) for slot in range(count)]  # heap: since when a slot is free, or from when on
-    for response in sorted(responses):
-        if not free or free[0][0] > response.start:
-            heappush(free, (-inf, len(slots)))
-            slots.append([])
-        _, slot = heapreplace(free, (response.end, free[0][1]))
-        slots[slot].append(response)
-    return slots
-
-
-def _timeline(run: Run, rows: _Rows, label: str) -> Panel:
-    """Return the panel of slots and trainer in the middle of a run."""
-    updates = sorted({(row["loaded"], row["taken"]) for row in rows if "loaded" in row})
-    loads = [loaded for loaded, _ in updates]
-    first = max(0, (len(loads) - _UPDATES) // 2)
-    begin, end = [0.0, *loads][first], loads[: first + _UPDATES][-1]
-    responses = [
-        Response(*times, "loaded" not in row, row["fate"] == "cut" and times[1] == max(row["ends"]))
-        for row in rows
-        for times in zip(row["starts"], row["ends"], strict=True)
-        if times[0] < end and times[1] > begin
-    ]
-    slots = in_slots(responses, run.config.get("clock.slots") or 0)
-    shown = slots[:: -(-len(slots) // _SLOTS)]
-    placed = [(y, response) for y, slot in enumerate(shown) for response in slot]
-    in_flight = run.config.get("schedule.update") == "in_flight"
-    bars = [(y, *piece) for y, response in placed for piece in _pieces(response, loads, in_flight)]
-    trainer = [
-        (-2.5, taken, loaded - run.config.get("clock.sync_s", 0.0), _colour(version))
-        for version, (loaded, taken) in enumerate(updates[first : first + _UPDATES], first + 1)
-    ]
-    work = sum(min(right, end) - max(left, begin) for _, left, right, _ in trainer)
-
-    def draw(axes: Axes) -> None:
-        axes.vlines(loads[max(0, first - 1) : first + _UPDATES], -3.5, len(shown), RULE, linewidth=0.8)
-        axes.hlines(*zip(*bars, *trainer, strict=True), linewidth=72 * _PITCH * 0.8)
-        ends = [
-            (each.end, y - 0.45, y + 0.45, INK if each.cut else PAPER, 1.6 if each.cut else 0.8)
-            for y, each in placed
-        ]
-        *at, widths = zip(*ends, strict=True)
-        axes.vlines(*at, linewidth=widths)
-        axes.set(xlim=(begin, end), ylim=(len(shown), -3.5), xlabel="virtual time (seconds)", title=title)
-        axes.set_yticks([-2.5, (len(shown) - 1) / 2], ["trainer", "slots"])
-        axes.tick_params(axis="y", length=0)
-        axes.grid(visible=False)
-        plain_labels(axes.xaxis)
-
-    title = f"{label}\ntrainer works {100 * work / (end - begin):.0f} % of this time"
-    return Panel(draw, 1.0 + _PITCH * (len(shown) + 4))
-
-
-def _pieces(response: Response, loads: list[float], in_flight: bool) -> Iterator[tuple[float, float, str]]:
-    """Yield begin, end and colour of the parts of a response that different versions sampled."""
-    version = bisect_right(loads, response.start)
-    later = loads[version : bisect_left(loads, response.end)] if in_flight else []
-    for begin, end in pairwise([response.start, *later, response.end]):
-        yield begin, end, FAINT if response.dropped else _colour(version)
-        version += 1
-
-
-def _colour(version: int) -> str:
-    return _COLOURS[version % len(_COLOURS)]
-
-
-def _draw_ages(rows: dict[Group, _Rows], axes: Axes) -> None:
-    """Draw the distribution of the ages of the trained groups."""
-    for group, own in rows.items():
-        ages = [row["update"] - 1 - row["version"] for row in own if "loaded" in row]
-        shares, edges = np.histogram(ages, np.arange(max(ages) + 2) - 0.5, density=True)
-        colour = look(group.place or 0)["color"]
-        axes.stairs(shares, edges, color=colour, fill=len(rows) == 1, linewidth=1.8, gid=mark(group))
-    axes.set(title="ages of trained groups", xlabel="age (updates)", ylabel="share")
-    whole_numbers(axes.xaxis)
-
-
-def _draw_deciles(rows: dict[Group, _Rows], axes: Axes) -> None:
-    """Draw the share of groups that are trained whole, by decile of the duration of all groups."""
-    for group, own in rows.items():
-        own = [row for row in own if row["fate"] != "replaced"]  # they were decoded whole
-        ordered = sorted(own, key=lambda row: (sum(row["ends"]) - sum(row["starts"])) / len(row["ends"]))
-        deciles = np.array_split([row["fate"] == "trained" for row in ordered], 10)
-        points = [(decile, whole.mean()) for decile, whole in enumerate(deciles, 1) if len(whole)]
-        axes.plot(*zip(*points, strict=True), gid=mark(group), **look(group.place or 0))
-    axes.set(
-        title="groups that are trained whole", xlabel="decile of duration", ylabel="share", ylim=(-0.04, 1.04)
-    )
-    axes.set_xticks(range(1, 11))
+    return points.groupby(np.arange(len(points)) // size).mean() if size > 1 else points

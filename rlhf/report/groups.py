@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 LINES = 8  # largest number of lines of a figure
-LENGTH = ("schedule.total_episodes", "schedule.total_epochs")  # runs of other lengths are not ranked together
+_LENGTH = (
+    "schedule.total_episodes",
+    "schedule.total_epochs",
+)  # runs of other lengths are not ranked together
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +63,9 @@ class Group:
         return self.finished or self.unfinished
 
     @property
-    def furthest(self) -> Run | None:
-        """The unfinished run with the most updates; None if all runs are finished."""
-        return max(self.unfinished, key=lambda run: run.update, default=None)
+    def furthest(self) -> list[Run]:
+        """The unfinished run with the most updates; empty if all runs are finished."""
+        return sorted(self.unfinished, key=lambda run: -run.update)[:1]
 
     @property
     def seeds(self) -> str:
@@ -89,7 +92,7 @@ class Section:
     Attributes:
         kind: the kind of the runs.
         data: the name of the data set.
-        groups: the groups, best first; see `ordered`.
+        groups: the groups, best first; see `_ordered`.
     """
 
     kind: Kind
@@ -132,7 +135,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
             task, path = str(run.config["task.name"]), str(run.config.get("task.path") or "")
             found.setdefault((kind_of(run), task, path), []).append(run)
     paths = list(dict.fromkeys(path for _, _, path in found if path))
-    names = dict(zip(paths, short(paths), strict=True))
+    names = dict(zip(paths, _short(paths), strict=True))
     made: list[Section] = []
     for kind, task, path in sorted(found, key=lambda key: list(Kind).index(key[0])):
         data = f"{task} ({names[path]})" if path else task
@@ -146,13 +149,13 @@ def _section_of(kind: Kind, data: str, runs: Sequence[Run], index: int) -> Secti
     keys = differing([run.config for run in runs])
     together: dict[str, list[Run]] = {}
     for run in runs:
-        together.setdefault(identity(run.config, keys), []).append(run)
+        together.setdefault(_identity(run.config, keys), []).append(run)
     members = [
         Group("", tuple(sorted(group, key=lambda run: (run.seed, str(run.folder)))), 0, None)
         for group in together.values()
     ]
     main = main_metric(kind, runs)
-    members, chosen = ordered(members, main)
+    members, chosen = _ordered(members, main)
     places = {group: place for place, group in enumerate(chosen)}
     names = labels([group.config for group in members])
     groups = [
@@ -162,7 +165,7 @@ def _section_of(kind: Kind, data: str, runs: Sequence[Run], index: int) -> Secti
     return Section(kind, data, tuple(groups))
 
 
-def ordered(groups: Sequence[Group], main: Metric | None) -> tuple[list[Group], list[Group]]:
+def _ordered(groups: Sequence[Group], main: Metric | None) -> tuple[list[Group], list[Group]]:
     """Return all groups, best first, and the groups to draw.
 
     Groups that are not `comparable` are ordered separately, one list after the other. A list contributes its
@@ -195,7 +198,7 @@ def ordered(groups: Sequence[Group], main: Metric | None) -> tuple[list[Group], 
 
 def comparable(groups: Sequence[Group], scale: str) -> list[tuple[str, list[Group]]]:
     """Return groups that can be ranked: runs of one length, with one scale of the metric; see `by_scale`."""
-    return by_scale(groups, scale, LENGTH)
+    return by_scale(groups, scale, _LENGTH)
 
 
 def by_scale(groups: Sequence[Group], scale: str, also: Sequence[str] = ()) -> list[tuple[str, list[Group]]]:
@@ -223,22 +226,16 @@ def by_scale(groups: Sequence[Group], scale: str, also: Sequence[str] = ()) -> l
 
 def _scale_of(config: Config, scale: str, also: Sequence[str] = ()) -> Config:
     """Return the settings of a run that determine the scale of a metric, and `also`; see `Metric.scale`."""
+    keys: list[str] = []
     if scale == "algo":
         keys = ["algo.name", "algo.loss_type"]
     elif scale:
-        keys = [key for key in config if key.startswith(f"{scale}.") and _not_timing(key)]
+        timing = ("batch_size", "concurrency", "timeout_s", "retries")  # do not influence scores
+        own = [key for key in config if key.startswith(f"{scale}.") and not key.endswith(timing)]
+        keys = [key for key in own if key not in not_in_name()]
         if config.get(f"{scale}.name") == "reward_model" and config.get(f"{scale}.path") is None:
-            keys += [key for key in ("model.reward", "stages.reward") if key in config]
-    else:
-        keys = []
+            keys += ["model.reward", "stages.reward"]
     return {key: config[key] for key in (*keys, *also) if config.get(key) is not None}
-
-
-def _not_timing(key: str) -> bool:
-    """Return whether a key of a scorer influences the scores."""
-    return key not in not_in_name() and not key.endswith(
-        ("batch_size", "concurrency", "timeout_s", "retries")
-    )
 
 
 # Labels: the settings in which runs differ, as at most three `key=value` pairs.
@@ -246,8 +243,8 @@ def _not_timing(key: str) -> bool:
 
 Config = Mapping[str, Any]  # a flat config: dotted key -> value
 
-PAIRS = 3  # largest number of pairs of a label
-LONGEST_VALUE, LONGEST_LABEL = 28, 60  # characters
+_PAIRS = 3  # largest number of pairs of a label
+_LONGEST_VALUE, LONGEST_LABEL = 28, 60  # characters
 _CANDIDATES = 24  # number of keys whose combinations are tried
 
 # Keys that labels and tables prefer; other keys follow in the order of the config.
@@ -270,12 +267,12 @@ def differing(configs: Sequence[Config]) -> list[str]:
     every = dict.fromkeys(key for config in configs for key in config)
     hidden, last = {"seed", *affecting(Affects.nothing)}, set(not_in_name())
     kept = [key for key in every if key not in hidden and not key.startswith("logger.")]
-    found = [key for key in kept if len({identity(config, [key]) for config in configs}) > 1]
+    found = [key for key in kept if len({_identity(config, [key]) for config in configs}) > 1]
     first = {key: place for place, key in enumerate(_FIRST.split())}
     return sorted(found, key=lambda key: (key in last, first.get(key, len(first))))
 
 
-def identity(config: Config, keys: Iterable[str]) -> str:
+def _identity(config: Config, keys: Iterable[str]) -> str:
     """Return the values of `keys` as one string, for comparison."""
     added = added_later()
     return json.dumps([config.get(key, added.get(key)) for key in keys], default=str)
@@ -284,7 +281,7 @@ def identity(config: Config, keys: Iterable[str]) -> str:
 def labels(configs: Sequence[Config], noun: str = "run") -> list[str]:
     """Return a label for each config; the configs differ from each other.
 
-    A label has up to `PAIRS` pairs `key=value`, as few as distinguish all configs. The first pair is the
+    A label has up to `_PAIRS` pairs `key=value`, as few as distinguish all configs. The first pair is the
     algorithm if the configs differ in the algorithm. If no such labels exist, the labels are numbered:
     "run 1", "run 2", ...
 
@@ -296,10 +293,10 @@ def labels(configs: Sequence[Config], noun: str = "run") -> list[str]:
         return [pair("algo.name", configs[0]["algo.name"])] if "algo.name" in configs[0] else [noun]
     keys = differing(configs)
     shown = {key: column(configs, key) for key in keys}
-    usable = [key for key in keys if all(len(value or "") <= LONGEST_VALUE for value in shown[key])]
+    usable = [key for key in keys if all(len(value or "") <= _LONGEST_VALUE for value in shown[key])]
     required = [key for key in usable if key == "algo.name"]
     others = [key for key in usable if key not in required][:_CANDIDATES]
-    for count in range(PAIRS + 1 - len(required)):
+    for count in range(_PAIRS + 1 - len(required)):
         for added in combinations(others, count):
             chosen = [*required, *added]
             rows = list(zip(*(shown[key] for key in chosen), strict=True))
@@ -317,21 +314,19 @@ def joined(keys: Sequence[str], values: Sequence[str | None]) -> str:
 
 
 def headings(keys: Sequence[str]) -> list[str]:
-    """Return the last part of each key; the whole key if two keys end alike, or in an unclear word."""
-    ends = [ending(key) for key in keys]
+    """Return the last part of each key, for the name of an option its config group.
+
+    If two keys end alike, or in an unclear word, the heading is the whole key.
+    """
+    parts = [key.split(".") for key in keys]
+    ends = [part[-2] if part[-1] == "name" and len(part) > 1 else part[-1] for part in parts]
     whole = [ends.count(end) > 1 or end in _UNCLEAR for end in ends]
     return [key if keep else end for key, end, keep in zip(keys, ends, whole, strict=True)]
 
 
-def ending(key: str) -> str:
-    """Return the last part of a dotted key; for the name of an option, the config group."""
-    section, _, name = key.rpartition(".")
-    return section.rpartition(".")[2] if name == "name" and section else name
-
-
 def pair(key: str, value: Any) -> str:
     """Return a setting as `key=value`; folders are left out of a path."""
-    return joined([key], short([_shown_value(value)]))
+    return joined([key], _short([_shown_value(value)]))
 
 
 def column(configs: Sequence[Config], key: str) -> list[str | None]:
@@ -340,7 +335,7 @@ def column(configs: Sequence[Config], key: str) -> list[str | None]:
     Folders are left out of paths, as long as different values remain different.
     """
     present = [_shown_value(config[key]) for config in configs if key in config]
-    names = dict(zip(present, short(present), strict=True))
+    names = dict(zip(present, _short(present), strict=True))
     return [names[_shown_value(config[key])] if key in config else None for config in configs]
 
 
@@ -349,7 +344,7 @@ def _shown_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str).replace('"', "")
 
 
-def short(values: Sequence[str]) -> list[str]:
+def _short(values: Sequence[str]) -> list[str]:
     """Return each value without the folders before its last part, or with as few as keep values different."""
     parts = [value.rstrip("/").split("/") for value in values]
     different = len(set(values))

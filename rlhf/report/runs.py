@@ -28,7 +28,12 @@ from rlhf.runs.resuming import ASIDE
 from rlhf.words.identity import start_label
 
 if TYPE_CHECKING:
+    import pandas
+
     from rlhf.core.metrics import Row
+
+
+UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}  # of the training time, in seconds
 
 
 class Status(StrEnum):
@@ -138,11 +143,6 @@ class Run:
         return next((row[metric] for row in reversed(self.trained) if metric in row), None)
 
     @property
-    def collapse_warning(self) -> int | None:
-        """The update at which the run warned of a collapse; None: it did not."""
-        return next((int(row["update"]) for row in self.trained if row.get("warning/collapse")), None)
-
-    @property
     def peak_gib(self) -> float | None:
         """The peak memory in GiB; None before the first update."""
         return max((row["memory/peak_gib"] for row in self.trained if "memory/peak_gib" in row), default=None)
@@ -157,30 +157,27 @@ class Run:
         """Return the seconds that all updates spent in `phase`: the sum of `time/<phase>_s` over the rows."""
         return sum(row.get(f"time/{phase}_s", 0.0) for row in self.trained)
 
-    def seconds_at(self, update: float) -> float | None:
-        """Return the seconds that the updates up to `update` took, interpolated linearly between rows.
-
-        Evaluations and loading are not counted. The result is None if `update` is after the last row.
-        """
-        done, before = 0.0, 0.0
-        for row in self.trained:
-            took = row.get("time/update_s", 0.0)
-            if row["update"] >= update:
-                return done + took * (update - before) / (row["update"] - before)
-            done, before = done + took, row["update"]
-        return done if update <= before else None
-
     @cached_property
-    def loads(self) -> dict[float, float]:
-        """The virtual time at which the weights of an update were loaded; empty without a virtual clock."""
-        name = "rollouts/time_s"
-        times = {row["update"]: row[name] for row in self.trained if name in row}
-        return {0: 0.0, **times} if times else {}
+    def frame(self) -> pandas.DataFrame:
+        """The rows as a table: a column for each metric, nan where a row lacks the metric.
 
-    @property
-    def episodes(self) -> float:
-        """The number of responses that the run has trained on."""
-        return self.state.get("episode", 0)
+        Further columns: `trained` (whether an update wrote the row); `seconds`, `minutes` and `hours` (time
+        of the updates until then, without evaluations and loading; nan after the last one); with a virtual
+        clock `virtual_s` (when the weights of the update were loaded).
+        """
+        import numpy as np
+        import pandas
+
+        table = pandas.DataFrame(self.rows)
+        updates, took = ([row.get(name, 0.0) for row in self.trained] for name in ("update", "time/update_s"))
+        seconds = np.interp(table["update"], [0.0, *updates], np.cumsum([0.0, *took]), right=math.nan)
+        table["trained"] = ["lr" in row for row in self.rows]
+        for unit, size in UNITS.items():
+            table[unit] = seconds / size
+        name = "rollouts/time_s"
+        if loads := {row["update"]: row[name] for row in self.trained if name in row}:
+            table["virtual_s"] = table["update"].map({0: 0.0, **loads})
+        return table
 
     @property
     def command(self) -> str:
@@ -256,7 +253,7 @@ def find_runs(arguments: Sequence[str], own: Path | None = None) -> FoundRuns:
             left_out.append(f"{path} (not a folder of runs)")
             continue
         read, skipped = 0, {}
-        for folder in [path] if _is_run(path) else run_folders(path):
+        for folder in _run_folders(path):
             if ASIDE in folder.name and folder != path:
                 skipped[folder] = "moved aside by resume=never"
                 continue
@@ -265,7 +262,9 @@ def find_runs(arguments: Sequence[str], own: Path | None = None) -> FoundRuns:
             except ValueError as error:
                 broken[folder] = str(error)
                 continue
-            if folder != path and _is_stage(run, path):
+            # Inside of the cache folder of its run: a stage of an embedded task.
+            cache, output = (Path(str(run.config.get(key))).name for key in ("cache_dir", "output_dir"))
+            if path not in (folder, folder.parent) and folder.parent.name == cache != output:
                 skipped[folder] = "a stage of other runs"
                 continue
             read += 1
@@ -279,31 +278,23 @@ def find_runs(arguments: Sequence[str], own: Path | None = None) -> FoundRuns:
                 "rlhf.train made: outputs/<run name>"
             )
     if not runs and not problems:
-        problems = [unreadable(*each, "pass the folder of another run") for each in broken.items()]
+        problems = [_unreadable(*each, "pass the folder of another run") for each in broken.items()]
     if problems:
         raise UserError(*problems)
     return FoundRuns(list(runs.values()), broken, left_out)
 
 
-def _is_run(folder: Path) -> bool:
-    """Return whether `folder` is a run folder: it contains at least two of the files of every run."""
-    files = RunFolder(folder)
-    return sum(file.is_file() for file in (files.config, files.environment, files.metrics, files.state)) >= 2
+def _run_folders(path: Path) -> list[Path]:
+    """Return `path` if it is a run folder, else the run folders inside at any depth, ordered by name.
 
-
-def _is_stage(run: Run, argument: Path) -> bool:
-    """Return whether a run found inside the folder `argument` is a stage of an embedded task."""
-    cache, output = (Path(str(run.config.get(key))).name for key in ("cache_dir", "output_dir"))
-    return run.folder.parent != argument and run.folder.parent.name == cache != output
-
-
-def run_folders(folder: Path) -> list[Path]:
-    """Return the run folders inside `folder` at any depth, ordered by name; run folders are not searched."""
-    found = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.is_dir() and not path.is_symlink():
-            found += [path] if _is_run(path) else run_folders(path)
-    return found
+    A run folder contains at least two of the files of every run.
+    """
+    files = RunFolder(path)
+    if sum(file.is_file() for file in (files.config, files.environment, files.metrics, files.state)) >= 2:
+        return [path]
+    inside = sorted(path.iterdir()) if path.is_dir() else []
+    folders = (each for each in inside if each.is_dir() and not each.is_symlink())
+    return [found for folder in folders for found in _run_folders(folder)]
 
 
 def read_run(folder: Path) -> Run:
@@ -315,10 +306,10 @@ def read_run(folder: Path) -> Run:
     try:
         return load(folder, hide=dict)
     except ValueError as error:
-        raise UserError(unreadable(folder, error, "leave the folder out")) from None
+        raise UserError(_unreadable(folder, error, "leave the folder out")) from None
 
 
-def unreadable(folder: Path, reason: object, remedy: str) -> str:
+def _unreadable(folder: Path, reason: object, remedy: str) -> str:
     """Return the message about a run folder that cannot be read."""
     restore = f"{delete_command(RunFolder(folder).state)}, then the command of the run"
     return (
@@ -339,11 +330,14 @@ def load(folder: Path, hide: Callable[[Row], Row] = shown) -> Run:
     """
     files = RunFolder(folder)
     try:
-        rows = [hide(_numbers(row)) for row in _read_rows(files.metrics, ["update"])]
+        numbers = (
+            {name: value for name, value in row.items() if finite(value)}
+            for row in _read_rows(files.metrics, ["update"])
+        )
         run = Run(
             folder=folder,
             config=_read_config(files),
-            rows=sorted(rows, key=lambda row: row["update"]),
+            rows=sorted(map(hide, numbers), key=lambda row: row["update"]),
             state=_read_json(files.state, counters_problem) if os.path.lexists(files.state) else {},
             environment=_read_json(files.environment, record_problem),
         )
@@ -378,19 +372,14 @@ def _read_config(files: RunFolder) -> dict[str, Any]:
     if not isinstance(config["seed"], int):
         raise ValueError(f"{name}: seed is {config['seed']!r}, not a whole number")
     if option := config.get("model.name"):
-        start = "model.base" if trains(config) is Trains.base else "model.policy"
+        start = "model.base" if _trains(config) is Trains.base else "model.policy"
         config["model.name"] = start_label(config.get(start), option, str(config.get("cache_dir")))
     return config
 
 
-def trains(config: Mapping[str, Any]) -> Trains:
+def _trains(config: Mapping[str, Any]) -> Trains:
     """Return the model that the algorithm of a flat config trains; policy for an unknown algorithm."""
     return getattr(SCHEMAS.get(f"schema/algo/{config['algo.name']}"), "trains", Trains.policy)
-
-
-def _numbers(row: dict[str, Any]) -> Row:
-    """Return the values of a row that are finite numbers."""
-    return {name: value for name, value in row.items() if finite(value)}
 
 
 def finite(value: object) -> bool:
@@ -452,22 +441,15 @@ class Kind(StrEnum):
     @property
     def heading(self) -> str:
         """The kind in headings."""
-        return _TITLES[self]
-
-
-_TITLES = {
-    Kind.rl: "RL",
-    Kind.offline: "Offline training of the policy",
-    Kind.reward: "Reward model",
-    Kind.sft: "SFT",
-}
+        offline, reward = "Offline training of the policy", "Reward model"
+        return {Kind.rl: "RL", Kind.offline: offline, Kind.reward: reward, Kind.sft: "SFT"}[self]
 
 
 def kind_of(run: Run) -> Kind:
     """Return the kind of a run, given by the model that its algorithm trains and by its generator."""
     offline = run.config.get("generator.name") == "dataset"
     policy = Kind.offline if offline else Kind.rl
-    return {Trains.base: Kind.sft, Trains.reward: Kind.reward}.get(trains(run.config), policy)
+    return {Trains.base: Kind.sft, Trains.reward: Kind.reward}.get(_trains(run.config), policy)
 
 
 @dataclass(frozen=True)
@@ -564,27 +546,12 @@ METRICS = {each.name: each for each in (*LEARNING, *OPTIMIZATION, *OFF_POLICY, _
 
 # Metrics that state the result of a run, by kind; the first that most runs have is the result. The metrics of
 # training rows follow, for runs without evaluations.
+_HELD_OUT = "eval/win_rate eval/accuracy eval/win_rate_vs_initial eval/score eval/gold_score"
 _RESULTS = {
-    Kind.rl: (
-        "eval/win_rate",
-        "eval/accuracy",
-        "eval/win_rate_vs_initial",
-        "eval/score",
-        "eval/gold_score",
-        "objective/scores",
-    ),
-    Kind.offline: (
-        "eval/win_rate",
-        "eval/accuracy",
-        "eval/win_rate_vs_initial",
-        "eval/score",
-        "eval/gold_score",
-        "eval/loss",
-        "rewards/accuracies",
-        "loss/policy",
-    ),
-    Kind.reward: ("eval/accuracy", "eval/loss", "rewards/accuracies", "loss/policy"),
-    Kind.sft: ("eval/loss", "eval/win_rate", "loss/policy"),
+    Kind.rl: f"{_HELD_OUT} objective/scores",
+    Kind.offline: f"{_HELD_OUT} eval/loss rewards/accuracies loss/policy",
+    Kind.reward: "eval/accuracy eval/loss rewards/accuracies loss/policy",
+    Kind.sft: "eval/loss eval/win_rate loss/policy",
 }
 
 
@@ -593,7 +560,7 @@ def main_metric(kind: Kind, runs: Sequence[Run]) -> Metric | None:
 
     A metric of training is returned only if no run has a metric of evaluations.
     """
-    counts = {name: sum(run.last(name) is not None for run in runs) for name in _RESULTS[kind]}
+    counts = {name: sum(run.last(name) is not None for run in runs) for name in _RESULTS[kind].split()}
     name = max(counts, key=lambda name: (counts[name] > 0 and METRICS[name].evaluated, counts[name]))
     return METRICS[name] if counts[name] else None
 

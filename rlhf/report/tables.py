@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
 from rich.markup import escape
@@ -28,17 +27,11 @@ if TYPE_CHECKING:
 
 
 # Metrics of the columns, by decreasing importance. Columns without values are left out.
-_COLUMNS = (
-    "eval/win_rate",
-    "eval/accuracy",
-    "eval/loss",
-    "eval/gold_score",
-    "eval/score",
-    "eval/kl",
-    "eval/win_rate_vs_initial",
-    "eval/response_tokens",
-    "eval/ppl",
-)
+_METRICS = """
+eval/win_rate eval/accuracy eval/loss eval/gold_score eval/score eval/kl eval/win_rate_vs_initial
+eval/response_tokens eval/ppl
+"""
+_COLUMNS = _METRICS.split()
 _DETAILS = _COLUMNS[6:]  # metrics whose columns follow the time
 
 # Settings that a reader looks for even if all runs have the same value.
@@ -51,76 +44,41 @@ generator.response_length backend.name clock.name clock.slots clock.spread
 """
 _SETTINGS = _KEYS.split()
 
+# Columns of costs: what they read from a run (None: not measured), and its text.
+_COSTS: Mapping[str, tuple[Callable[[Run], float | None], Callable[[float], str]]] = {
+    "time": (lambda run: run.seconds() or None, duration),
+    "episodes/s": (
+        lambda run: run.state.get("episode", 0) / run.seconds() if run.seconds() else None,
+        lambda value: number(value, 1 if value < 10 else 0),
+    ),
+    "peak GiB": (lambda run: run.peak_gib, lambda value: number(value, 1)),
+}
+
 TERMINAL_ROWS = 20  # largest number of rows in the terminal
-TERMINAL_LABEL, TERMINAL_COLUMN = 26, 3  # largest width of a label; space between two columns
+_TERMINAL_LABEL, _TERMINAL_COLUMN = 26, 3  # largest width of a label; space between two columns
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A value of a group.
+class Cell(NamedTuple):
+    """A value of a group, and its texts.
 
     Attributes:
-        before: mean before training; None if the value was not measured before training.
         after: mean over the runs, at the last evaluation.
-        limits: smallest and largest value of a run.
-        interval: 95 % confidence interval; None if not measured, or with several runs.
-        show: returns a value as text.
+        final: `after` as text.
+        initial: mean before training; None if the value was not measured before training.
+        spread: range over seeds, or the 95 % confidence interval of a single run; empty without either.
     """
 
-    before: float | None
     after: float
-    limits: tuple[float, float]
-    interval: tuple[float, float] | None
-    show: Callable[[float], str]
+    final: str
+    initial: str | None = None
+    spread: str = ""
 
     def __str__(self) -> str:
         change = self.final if self.initial is None else f"{self.initial} → {self.final}"
         return f"{change} ({self.spread})" if self.spread else change
 
-    @property
-    def initial(self) -> str | None:
-        """The value before training as text; None if there is no such value."""
-        return None if self.before is None else self.show(self.before)
 
-    @property
-    def final(self) -> str:
-        """The value at the last evaluation as text."""
-        return self.show(self.after)
-
-    @property
-    def spread(self) -> str:
-        """The range over seeds, or the confidence interval of a single run, as text; empty without either."""
-        low, high = map(self.show, self.limits)
-        if low != high:
-            return f"{low} to {high}"
-        return "" if self.interval is None else "95 %: {} to {}".format(*map(self.show, self.interval))
-
-
-_Column = tuple[str, Callable[[Sequence["Run"]], Cell | None]]  # heading, and the cell of the runs of a group
-
-
-def _cost(heading: str, read: Callable[[Run], float | None], show: Callable[[float], str]) -> _Column:
-    """Return the column of a cost: the mean over the runs that have a value."""
-
-    def cell(runs: Sequence[Run]) -> Cell | None:
-        known = [value for run in runs if (value := read(run)) is not None]
-        return Cell(None, mean(known), (0.0, 0.0), None, show) if known else None
-
-    return heading, cell
-
-
-def _pace(run: Run) -> float | None:
-    """Return the episodes per second of update time; None if the run has no times."""
-    return run.episodes / run.seconds() if run.seconds() else None
-
-
-_TIME = _cost("time", lambda run: run.seconds() or None, duration)
-_PACE = _cost("episodes/s", _pace, lambda value: number(value, 1 if value < 10 else 0))
-_MEMORY = _cost("peak GiB", lambda run: run.peak_gib, lambda value: number(value, 1))
-
-
-@dataclass(frozen=True)
-class Results:
+class Results(NamedTuple):
     """A table of column headings and one row of cells per group; None: the group lacks the metric."""
 
     columns: list[str]
@@ -136,49 +94,46 @@ def results(section: Section) -> Results:
     present = [name for name in _COLUMNS if any(run.last(name) is not None for run in section.runs)]
     names = list(dict.fromkeys([*main, *present]))
     late = [name for name in names if name in _DETAILS and name not in main]
-    early = [name for name in names if name not in late]
-    costs = [_PACE, _MEMORY] if section.kind is Kind.rl else [_MEMORY]
-    columns = [*map(_metric, early), _TIME, *map(_metric, late), *costs]
-    rows = [(group, [read(group.measured) for _, read in columns]) for group in section.groups]
-    return Results([heading for heading, _ in columns], rows)
+    pace = ["episodes/s"] if section.kind is Kind.rl else []
+    columns = [*(name for name in names if name not in late), "time", *late, *pace, "peak GiB"]
+    rows = [(group, [_cell(group.measured, name) for name in columns]) for group in section.groups]
+    return Results([METRICS[name].heading if name in METRICS else name for name in columns], rows)
 
 
-def _metric(name: str) -> _Column:
-    """Return the column of a metric."""
-    return METRICS[name].heading, partial(metric_cell, metric=METRICS[name])
-
-
-def metric_cell(runs: Sequence[Run], metric: Metric) -> Cell | None:
-    """Return the cell of a metric; None if no run has a value."""
-    known = [value for run in runs if (value := run.last(metric.name)) is not None]
+def _cell(runs: Sequence[Run], name: str) -> Cell | None:
+    """Return the cell of a metric or of a cost; None if no run has a value."""
+    if name in _COSTS:
+        read, show = _COSTS[name]
+        costs = [value for run in runs if (value := read(run)) is not None]
+        return Cell(mean(costs), show(mean(costs))) if costs else None
+    known = {run: value for run in runs if (value := run.last(name)) is not None}
     if not known:
         return None
-    start = [run.first(metric.name) for run in runs if run.last(metric.name) is not None]
-    before = [value for value in start if value is not None]
+    show = METRICS[name].text
+    before = [value for run in known if (value := run.first(name)) is not None]
+    low, high = show(min(known.values())), show(max(known.values()))
+    spread = f"{low} to {high}" if low != high else ""
     alone = len(runs) == 1 and runs[0].evaluations
-    interval = bounds(alone[-1], metric.name) if alone else None
-    change = mean(before) if len(before) == len(known) else None  # both means are of the same runs
-    return Cell(change, mean(known), (min(known), max(known)), interval, metric.text)
+    if not spread and alone and (interval := bounds(alone[-1], name)):
+        spread = "95 %: {} to {}".format(*map(show, interval))
+    initial = show(mean(before)) if len(before) == len(known) else None  # both means are of the same runs
+    return Cell(mean(known.values()), show(mean(known.values())), initial, spread)
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """The settings of a section.
 
     Attributes:
         shared: settings that all groups share, each as `key=value`; only those in `_SETTINGS`.
         keys: keys in which the groups differ.
+        headings: headings of these keys.
         rows: one row per group: the value of each key, None if the group does not have the key.
     """
 
     shared: list[str]
     keys: list[str]
+    headings: list[str]
     rows: list[tuple[Group, list[str | None]]]
-
-    @property
-    def headings(self) -> list[str]:
-        """The headings of the keys."""
-        return headings(self.keys)
 
 
 def settings(section: Section) -> Settings:
@@ -188,11 +143,11 @@ def settings(section: Section) -> Settings:
     `_SETTINGS`.
     """
     configs = [group.config for group in section.groups]
-    keys = []
-    for key in differing(configs):
-        present = {str(config[key]) for config in configs if key in config}
-        if len(present) > 1 or key in _SETTINGS:
-            keys.append(key)
+    keys = [
+        key
+        for key in differing(configs)
+        if key in _SETTINGS or len({str(config[key]) for config in configs if key in config}) > 1
+    ]
     columns = [column(configs, key) for key in keys]
     shared = [
         pair(key, configs[0][key])
@@ -201,8 +156,8 @@ def settings(section: Section) -> Settings:
     ]
     if all(group.label == joined(keys, row) for group, *row in zip(section.groups, *columns, strict=True)):
         keys, columns = [], []  # the labels contain all settings
-    cells: list[list[Any]] = [list(row) for row in zip(*columns, strict=True)] or [[] for _ in configs]
-    return Settings(shared, keys, list(zip(section.groups, cells, strict=True)))
+    rows = [(group, [values[place] for values in columns]) for place, group in enumerate(section.groups)]
+    return Settings(shared, keys, headings(keys), rows)
 
 
 def for_terminal(found: Results, width: int) -> Table:
@@ -213,27 +168,23 @@ def for_terminal(found: Results, width: int) -> Table:
         width: largest width in columns. Columns that do not fit are left out, from the right. Rows after
             the first `TERMINAL_ROWS` are left out, too.
     """
-    label = min(TERMINAL_LABEL, max(len(group.label) for group, _ in found.rows))
-    left = width - label - max(5, *(len(group.count) for group, _ in found.rows)) - 3 * TERMINAL_COLUMN
+    label = min(_TERMINAL_LABEL, max(len(group.label) for group, _ in found.rows))
+    left = width - label - max(5, *(len(group.count) for group, _ in found.rows)) - 3 * _TERMINAL_COLUMN
+    texts = [["" if each is None else each.final for each in cells] for _, cells in found.rows]
     shown: dict[int, int] = {}  # index of the column -> width
     for place, heading in enumerate(found.columns):
-        texts = [each.final for _, cells in found.rows if (each := cells[place]) is not None]
-        wide = max(map(len, [*texts, *heading.split(), heading[:8]]), default=0)
-        if wide + TERMINAL_COLUMN <= left:
+        wide = max(map(len, [*(row[place] for row in texts), *heading.split(), heading[:8]]))
+        if wide + _TERMINAL_COLUMN <= left:
             shown[place] = wide
-            left -= wide + TERMINAL_COLUMN
+            left -= wide + _TERMINAL_COLUMN
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("setting", style="bold", width=label)
     table.add_column("seeds", min_width=5)
     for place, wide in shown.items():
         table.add_column(found.columns[place], justify="right", width=wide)
-    for group, cells in found.rows[:TERMINAL_ROWS]:
-        table.add_row(
-            escape(group.label),
-            group.count,
-            *("" if (each := cells[place]) is None else each.final for place in shown),
-            style=None if group.finished else "dim",
-        )
+    for (group, _), row in zip(found.rows[:TERMINAL_ROWS], texts, strict=False):
+        cells = (row[place] for place in shown)
+        table.add_row(escape(group.label), group.count, *cells, style=None if group.finished else "dim")
     if len(found.rows) > TERMINAL_ROWS:
         table.caption = f"{len(found.rows) - TERMINAL_ROWS} more settings: see the page, or add --markdown"
     return table
@@ -280,32 +231,32 @@ def _of_scale(groups: Sequence[Group], main: Metric, label: str) -> str:
         label: the label of their scale and length; empty if there is only one.
     """
     best = groups[0]
-    cell = metric_cell(best.measured, main)
+    cell = _cell(best.measured, main.name)
     assert cell is not None  # the group has the metric
     alone = cell.initial is None or (cell.initial == cell.final and not best.finished)
-    change = cell.final if alone else f"from {cell.initial} to {cell.final}"
     count = sum(run.last(main.name) is not None for run in best.measured)
-    seeds = f"{count} seeds: " if count > 1 else ""
-    spread = f" ({seeds}{cell.spread})" if cell.spread else ""
-    text = f"{capital(main.title)} {change}{spread}"
+    said = f"{main.title} {cell.final if alone else f'from {cell.initial} to {cell.final}'}"
+    if cell.spread:
+        said += f" ({f'{count} seeds: ' if count > 1 else ''}{cell.spread})"
+    parts = [capital(said)]
+    fair = [group for group in groups if group.finished or not best.finished]
+    values = [group.value(main) or 0.0 for group in fair]
+    tied = [
+        group.label
+        for group, value in zip(fair, values, strict=True)
+        if main.text(value) == main.text(values[0])
+    ]
     if len(groups) > 1:
-        fair = [group for group in groups if group.finished or not best.finished]
-        rivals = [(group.label, group.value(main) or 0.0) for group in fair]
-        tied = [label for label, value in rivals if main.text(value) == main.text(rivals[0][1])]
-        first = f"Best of {len(groups)} settings: {best.label}"
-        first = first if len(tied) == 1 else f"{len(tied)} of {len(groups)} settings tie: {some(tied)}"
-        text = f"{first}, {main.title} {change}{spread}"
-    kl = metric_cell(best.measured, METRICS["eval/kl"])
-    parts = [text] + ([f"KL {kl.final}"] if kl is not None and main.evaluated else [])
-    seconds = [run.seconds() for run in best.measured if run.seconds()]
-    if seconds:
+        tie = f"{len(tied)} of {len(groups)} settings tie: {some(tied)}"
+        parts = [f"Best of {len(groups)} settings: {best.label}" if len(tied) == 1 else tie, said]
+    if main.evaluated and (kl := _cell(best.measured, "eval/kl")):
+        parts.append(f"KL {kl.final}")
+    if seconds := [run.seconds() for run in best.measured if run.seconds()]:
         parts.append(f"{duration(sum(seconds) / len(seconds))} of training")
     if not best.finished:
         parts.append("unfinished")
-    if len(groups) > 1:
-        values = [value for _, value in rivals]
-        worst = main.text(min(values) if main.better >= 0 else max(values))
-        parts += [f"worst setting {worst}"] if len(tied) < len(values) else []
+    if len(groups) > 1 and len(tied) < len(values):
+        parts.append(f"worst setting {main.text(min(values) if main.better >= 0 else max(values))}")
     return (f"{label}: " if label else "") + ", ".join(parts) + "."
 
 
@@ -325,10 +276,9 @@ def remarks(sections: Sequence[Section], found: FoundRuns) -> list[str]:
         )
     few = []
     for group, name in product(groups, METRICS):
-        count = sum(run.last(name) is not None for run in group.measured)
-        few += [f"{name} ({count} of {len(group.measured)} of {group.label})"] * (
-            0 < count < len(group.measured)
-        )
+        count, every = sum(run.last(name) is not None for run in group.measured), len(group.measured)
+        if 0 < count < every:
+            few.append(f"{name} ({count} of {every} of {group.label})")
     if few:
         notes.append(f"Means over fewer runs than all, those that have the metric: {some(few)}.")
     if len({run.commit for run in runs}) > 1:
@@ -339,7 +289,8 @@ def remarks(sections: Sequence[Section], found: FoundRuns) -> list[str]:
         notes.append(f"No metrics yet: {some(empty)} (see Runs).")
     if lost := [f"{run.folder.name} ({run.lost})" for run in found.runs if run.lost]:
         notes.append(f"Rows are lost: {some(lost)}.")
-    if warned := [f"{run.folder.name} (update {update})" for run in runs if (update := run.collapse_warning)]:
+    warnings = {run: [row["update"] for row in run.trained if row.get("warning/collapse")] for run in runs}
+    if warned := [f"{run.folder.name} (update {at[0]:.0f})" for run, at in warnings.items() if at]:
         notes.append(
             f"Runs that warned of a collapse of the policy: {some(warned)}. Compare their evaluations before "
             "and after the warning. If they fall, lower optim.lr or schedule.max_lag, or set an off-policy "
@@ -377,13 +328,10 @@ def some(names: Sequence[str]) -> str:
 # Differences between the settings of a section: paired, with an interval and a verdict in words.
 
 
-SEEDS, PROMPTS = 3, 20  # fewest seeds, and fewest prompts, over which a difference is estimated
-Prompt = tuple[str, int]  # text of a held-out prompt, and its number among equal texts
-Scores = Callable[["Run"], Mapping[Prompt, float]]
+_SEEDS, _PROMPTS = 3, 20  # fewest seeds, and fewest prompts, over which a difference is estimated
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The difference of the main metric between the best setting and another setting.
 
     Attributes:
@@ -403,13 +351,13 @@ class Difference:
     pairs: str
 
     def __str__(self) -> str:
-        show = self.metric.text
-        by, low, high = self.estimate.centre, self.estimate.low, self.estimate.high
-        if self.metric.better < 0:
-            by, low, high = -by, -high, -low
-        interval = f"{show(by)} [{show(low)}, {show(high)}], paired over {self.pairs}"
         from rlhf.core.statistics import LEVEL
 
+        by, low, high, _ = self.estimate
+        if self.metric.better < 0:
+            by, low, high = -by, -high, -low
+        by_text, *limits = map(self.metric.text, (by, low, high))
+        interval = f"{by_text} [{', '.join(limits)}], paired over {self.pairs}"
         if self.p < LEVEL and by > 0:
             return f"{self.best.label} beats {self.other.label} by {interval}."
         return f"{self.best.label} vs. {self.other.label}: undecided, difference {interval}."
@@ -418,7 +366,7 @@ class Difference:
 def differences(section: Section) -> list[Difference]:
     """Return the differences of the main metric between the best setting and other comparable settings.
 
-    If the settings have at least `SEEDS` seeds in common, values are paired over seeds. Otherwise they are
+    If the settings have at least `_SEEDS` seeds in common, values are paired over seeds. Otherwise they are
     paired over held-out prompts, which are the same in all runs; this says nothing about other seeds.
     Unfinished runs are not compared.
     """
@@ -431,47 +379,35 @@ def differences(section: Section) -> list[Difference]:
     found: list[Difference] = []
     finished = [group for group in section.groups if group.finished and group.value(metric) is not None]
     for _, (best, *others) in comparable(finished, metric.scale):
-        compared = []
-        for other in others[: LINES - 1]:
-            seeds = _by_seed(best, other, metric)
-            if len(seeds) >= SEEDS:
-                family = len(others[: LINES - 1])
-                p, pairs = p_value(seeds, family=family), f"{len(seeds)} seeds"
-                compared.append((other, mean_interval(seeds), p, pairs))
-            elif len(prompts := _by_prompt(best, other, scores)) >= PROMPTS:
-                count = min(len(best.finished), len(other.finished))
-                pairs = f"{len(prompts)} prompts of {count} seed{'s' * (count > 1)}"
-                p = p_t(prompts) if any(prompts) else 1.0
-                compared.append((other, mean_interval(prompts), p, pairs))
-        for (other, estimate, _, pairs), p in zip(
-            compared, holm([each[2] for each in compared]), strict=True
-        ):
-            found.append(Difference(best, other, metric, estimate, p, pairs))
+        family, made = others[: LINES - 1], []
+        for other in family:
+            # Values of both settings by seed, and if there are few seeds, means over the seeds by prompt.
+            both = [{run.seed: run.last(metric.name) for run in group.finished} for group in (best, other)]
+            gaps = _gaps(*({seed: x for seed, x in each.items() if x is not None} for each in both))
+            if len(gaps) >= _SEEDS:
+                p, pairs = p_value(gaps, family=len(family)), f"{len(gaps)} seeds"
+            else:
+                runs = [[scores(run) for run in group.finished] for group in (best, other)]
+                common = set.intersection(*(set(each) for several in runs for each in several))
+                means = ({at: sum(x[at] for x in each) / len(each) for at in common} for each in runs)
+                if len(gaps := _gaps(*means)) < _PROMPTS:
+                    continue
+                count = min(map(len, runs))
+                p = p_t(gaps) if any(gaps) else 1.0
+                pairs = f"{len(gaps)} prompts of {count} seed{'s' * (count > 1)}"
+            made.append(Difference(best, other, metric, mean_interval(gaps), p, pairs))
+        corrected = holm([each.p for each in made])
+        found += [each._replace(p=p) for each, p in zip(made, corrected, strict=True)]
     return found
 
 
-def _by_seed(best: Group, other: Group, metric: Metric) -> list[float]:
-    """Return the differences of a metric, one per seed that both groups finished."""
-    values = [
-        {run.seed: value for run in group.finished if (value := run.last(metric.name)) is not None}
-        for group in (best, other)
-    ]
-    return [values[0][seed] - values[1][seed] for seed in sorted(values[0].keys() & values[1].keys())]
+def _gaps(best: Mapping[Any, float], other: Mapping[Any, float]) -> list[float]:
+    """Return the differences of two settings, one for each seed or prompt that both have."""
+    return [best[key] - other[key] for key in sorted(best.keys() & other.keys())]
 
 
-def _by_prompt(best: Group, other: Group, scores: Scores) -> list[float]:
-    """Return the differences of a metric, one per held-out prompt that all runs of both groups have.
-
-    The value of a group is the mean over its runs.
-    """
-    values = [[scores(run) for run in group.finished] for group in (best, other)]
-    common = set.intersection(*(set(each) for runs in values for each in runs))
-    means = [{key: sum(each[key] for each in runs) / len(runs) for key in common} for runs in values]
-    return [means[0][key] - means[1][key] for key in sorted(common)]
-
-
-def _scores_of(run: Run, name: str) -> Mapping[Prompt, float]:
-    """Return the value of a metric for each held-out prompt at the last evaluation of a run.
+def _scores_of(run: Run, name: str) -> Mapping[tuple[str, int], float]:
+    """Return the value of a metric at the last evaluation by held-out prompt and number among equal texts.
 
     The result is empty if completions.jsonl has no such values, or cannot be read.
     """
@@ -479,13 +415,13 @@ def _scores_of(run: Run, name: str) -> Mapping[Prompt, float]:
         rows = run.completions()
     except ValueError:  # the page names the file
         return {}
-    last = [row for row in rows if row["update"] == rows[-1]["update"]]
     numbers: Counter[str] = Counter()
     found = {}
-    for row in last:
-        numbers[row["prompt"]] += 1
-        if (value := value_of(row, name)) is not None:
-            found[row["prompt"], numbers[row["prompt"]]] = value
+    for row in rows:
+        if row["update"] == rows[-1]["update"]:
+            numbers[row["prompt"]] += 1
+            if (value := value_of(row, name)) is not None:
+                found[row["prompt"], numbers[row["prompt"]]] = value
     return found
 
 
@@ -506,8 +442,7 @@ def value_of(row: Mapping[str, object], name: str) -> float | None:
 # Completions of the same held-out prompt by several groups, for comparison side by side.
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """A response of one run to a held-out prompt; `row` is the row of its completions.jsonl."""
 
     group: Group
@@ -515,8 +450,7 @@ class Answer:
     row: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A held-out prompt with the reference response and the responses of the groups.
 
     Attributes:
@@ -547,9 +481,14 @@ def samples(section: Section, count: int) -> tuple[list[Sample], list[str]]:
     answers: dict[str, list[Answer]] = {}
     before: dict[str, list[dict[str, Any]]] = {}
     remarks: list[str] = []
-    for group in section.drawn if count else []:
-        run, rows = _first_with_completions(group, remarks)
-        if run is None:
+    for group in section.drawn if count else ():
+        for run in group.measured:
+            try:
+                if rows := run.completions():
+                    break
+            except ValueError as error:
+                remarks.append(f"The completions of {run.folder.name} are not shown ({error}).")
+        else:
             continue
         last = rows[-1]["update"]
         for prompt, row in {row["prompt"]: row for row in rows if row["update"] == last}.items():
@@ -557,31 +496,10 @@ def samples(section: Section, count: int) -> tuple[list[Sample], list[str]]:
         for row in rows:
             if row["update"] == 0 < last:
                 before.setdefault(row["prompt"], []).append(row)
-    prompts = sorted(answers, key=lambda prompt: -len(answers[prompt]))[:count]
-    found = [
-        Sample(
-            prompt=prompt,
-            reference=answers[prompt][0].row.get("reference"),
-            reference_score=answers[prompt][0].row.get("reference_gold_score"),
-            before=same(before.get(prompt, [])),
-            answers=answers[prompt],
-        )
-        for prompt in prompts
-    ]
+    found = []
+    for prompt in sorted(answers, key=lambda prompt: -len(answers[prompt]))[:count]:
+        first, earlier = answers[prompt][0].row, before.get(prompt, [])
+        same = len({row["response"] for row in earlier}) == 1
+        scores = first.get("reference"), first.get("reference_gold_score")
+        found.append(Sample(prompt, *scores, earlier[0] if same else None, answers[prompt]))
     return found, remarks
-
-
-def _first_with_completions(group: Group, remarks: list[str]) -> tuple[Run | None, list[dict[str, Any]]]:
-    """Return the first run of a group with completions, and its rows; add unreadable runs to `remarks`."""
-    for run in group.measured:
-        try:
-            if rows := run.completions():
-                return run, rows
-        except ValueError as error:
-            remarks.append(f"The completions of {run.folder.name} are not shown ({error}).")
-    return None, []
-
-
-def same(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the first row if all rows have the same response, else None; None if `rows` is empty."""
-    return rows[0] if len({row["response"] for row in rows}) == 1 else None

@@ -131,7 +131,7 @@ _COMMANDS = {
     show: (),
     page: ("--final", "--latex"),
 }
-DOES = "Evaluate a study of tasks, methods, axes and seeds that a YAML file declares."
+_DOES = "Evaluate a study of tasks, methods, axes and seeds that a YAML file declares."
 
 
 def _only(options: Namespace) -> dict[str, list[str]]:
@@ -143,7 +143,7 @@ def _only(options: Namespace) -> dict[str, list[str]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command with `arguments`, by default those of the command line."""
     prepare_output()
-    parser = argparse.ArgumentParser(prog="python -m rlhf.study", description=DOES, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m rlhf.study", description=_DOES, allow_abbrev=False)
     parsers = parser.add_subparsers(required=True, metavar="<command>")
     for command, names in _COMMANDS.items():
         does = command.__doc__

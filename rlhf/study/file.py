@@ -11,22 +11,7 @@ from typing import Any
 import yaml
 
 from rlhf.core.errors import UserError
-from rlhf.study.spec import (
-    VALUE,
-    Axis,
-    Grid,
-    Include,
-    Method,
-    Spec,
-    Table,
-    Task,
-    Tune,
-    folder_of,
-    problems,
-    quantities,
-    read_formula,
-    read_table,
-)
+from rlhf.study.spec import Axis, Formula, Grid, Include, Method, Quantity, Spec, Table, Task, Tune, folder_of
 from rlhf.usercode.address import function_problem
 from rlhf.words.suggestions import closest, suggestion
 
@@ -50,251 +35,6 @@ def read_spec(file: Path | str, made_of: Path | None = None) -> Spec:
         UserError: the file cannot be read or is invalid; the error has all problems, each with its line.
     """
     return _Reading(Path(file), (), made_of).spec()
-
-
-class _Reading:
-    """The reading of one study file; `around`: the files that include the file."""
-
-    tasks: Mapping[str, Task]
-    methods: Mapping[str, Method]
-    axes: Mapping[str, Axis]
-
-    def __init__(self, file: Path, around: tuple[Path, ...], made_of: Path | None = None) -> None:
-        self.doc = Document(file, made_of)
-        self.around = (*around, file.resolve())
-        self.top = self.doc.mapping("", _KEYS)
-        self.name = self.doc.text("study", file.stem)
-        if not re.fullmatch(r"\w[\w.-]{0,59}", self.name):
-            rule = "must be a name of at most 60 letters, digits, ., _ and -"
-            self.doc.wrong("study", rule, self.name, "write study: <name>")
-
-    def spec(self) -> Spec:
-        """Return the declaration. The order matters: grids name tasks, methods and axes."""
-        doc, top = self.doc, self.top
-        self.seeds = doc.seeds("seeds", (1, 2, 3, 4, 5))
-        self.tasks, self.methods = self.read_tasks(), dict(self.read_methods())
-        self.axes = dict(self.read_axes())
-        grids = self.read_grids("grids", self) or [{}]
-        included = list(self.read_include())
-        others = (names for each in included for names in (each.levels, *each.grids))
-        used = {name for names in (*grids, *others) for name in names}
-        for name in self.axes.keys() - used:
-            remedy = f"write grids: [{{{name}: all}}]"
-            doc.wrong(f"axes.{name}", "must be used by a grid", "none", remedy)
-        resources = doc.mapping("resources", ("threads", "gpus", "minutes"))
-        folder = folder_of(doc.file, self.name)
-        spec = Spec(
-            file=doc.file,
-            name=self.name,
-            title=doc.text("title", self.name),
-            overrides=doc.overrides("set"),
-            repeat=doc.texts("repeat") or ("seed",),
-            seeds=self.seeds,
-            tasks=self.tasks,
-            methods=self.methods,
-            axes=self.axes,
-            grids=grids,
-            tune=self.read_tune(),
-            tables=[*self.read_tables("tables")] or [Table(VALUE, axis) for axis in [*self.axes] or [""]],
-            figures=list(self.read_tables("figures")),
-            claims=self.read_claims(),
-            budget={each: doc.number(f"budget.{each}", 0.0) for each in doc.mapping("budget", _BUDGET)},
-            looks=doc.number("looks", 1, int, 1),
-            resources={
-                each: str(doc.number(f"resources.{each}", 1, int, int(each != "gpus"))) for each in resources
-            },
-            include=included,
-            config_dir=doc.path("config_dir") if "config_dir" in top else None,
-            page=doc.path("page", "page.md", r".+\.md", "<file>.md") if "page" in top else folder / "page.md",
-            interval=doc.one_of("interval", ("t", "percentile"), "an interval", top.get("interval", "t")),
-            margin=doc.number("margin", None),
-            analysis=doc.address("analysis") if "analysis" in top else None,
-            accept=tuple(doc.number(each, 0, int) for each in doc.items("accept")),
-            keep=doc.some_of("keep", ("models", "stages"), "what to keep"),
-            lines=doc.lines,
-        )
-        doc.check()
-        return spec
-
-    def other(self, name: object, key: str) -> Spec | None:
-        """Return the study that `from` or `include` names, or None after adding the problem."""
-        beside, root = self.doc.file.parent, folder_of(self.doc.file, self.name).parent
-        files = (beside / f"{name}.yaml", root / f"{name}.yaml", root / f"{name}/study.yaml")
-        found = [file for file in files if file.is_file()]
-        if not found or found[0].resolve() in self.around:
-            known = [file.stem for file in (*beside.glob("*.yaml"), *root.glob("*.yaml"))]
-            guess = (
-                suggestion(str(name), {*known} - {self.name}, "did you mean {}?") or f"choose one in {root}"
-            )
-            self.doc.wrong(key, "must name another study", name, guess)
-            return None
-        try:
-            return _Reading(found[0], self.around).spec()
-        except UserError as error:
-            self.doc.problems += [(self.doc.line(key), problem) for problem in error.problems]
-            return None
-
-    def read_tasks(self) -> dict[str, Task]:
-        """Return the tasks; without tasks, all runs belong to one task with the name of the study."""
-        doc, found = self.doc, {}
-        if isinstance(source := doc.values.get("tasks.from"), str):
-            doc.mapping("tasks", ("from",))
-            other = self.other(source, "tasks.from")
-            return dict(other.tasks) if other else {}
-        for name, content in doc.named("tasks").items():
-            at = f"tasks.{name}"
-            if not isinstance(content, list):
-                doc.mapping(at, ("set", "metric", "name", "at_kl", "at_time", "better", "worst", "fall"))
-            rule = "a metric of the evaluations, eval/<name>"
-            metric = doc.text(f"{at}.metric", "", "eval/.+", rule) or None
-            better = doc.one_of(f"{at}.better", _BETTER, "a direction", doc.text(f"{at}.better", _BETTER[0]))
-            if better == _BETTER[1] and f"{at}.worst" not in doc.values:
-                rule = "must be given if lower values are better (a run that diverged has this value)"
-                doc.wrong(f"{at}.worst", rule, "none", "write worst: 100")
-            found[name] = Task(
-                overrides=doc.overrides(at if isinstance(content, list) else f"{at}.set"),
-                metric=metric,
-                name=doc.text(f"{at}.name", (metric or "value").rpartition("/")[2].replace("_", " ")),
-                at_kl=doc.number(f"{at}.at_kl", None),
-                at_time=doc.number(f"{at}.at_time", None),
-                sign=-1 if better == _BETTER[1] else 1,
-                worst=doc.number(f"{at}.worst", 0.0),
-                fall=doc.number(f"{at}.fall", 0.1),
-            )
-        return found or {self.name: Task()}
-
-    def read_methods(self) -> Iterator[tuple[str, Method]]:
-        """Yield the methods by name: a list of overrides, or a mapping with set and base."""
-        doc, tree = self.doc, self.doc.named("methods")
-        if not tree:
-            doc.wrong("methods", "must have a method", "none", "write methods: {dpo: [algo=dpo]}")
-        for name, content in tree.items():
-            at, base = f"methods.{name}", None
-            if isinstance(content, dict) and "base" in doc.mapping(at, ("set", "base")):
-                base = doc.one_of(f"{at}.base", [each for each in tree if each != name], "another method")
-            yield name, Method(doc.overrides(f"{at}.set" if isinstance(content, dict) else at), base)
-
-    def read_axes(self) -> Iterator[tuple[str, Axis]]:
-        """Yield the axes by name: a key with values, or overrides of each value."""
-        doc = self.doc
-        for name, content in doc.named("axes").items():
-            at = f"axes.{name}"
-            each = doc.mapping(at, ("key", "values", "base"))
-            key, base = each.get("key"), each.get("base")
-            if isinstance(tree := each.get("values"), dict):
-                values = {value: doc.overrides(f"{at}.values.{value}") for value in tree}
-            else:
-                values = {value: (f"{key}={value}",) for value in doc.texts(f"{at}.values")}
-                if not key or not values or len(values) < len(doc.texts(f"{at}.values")):
-                    remedy = "write {key: <config key>, values: [0, 1]}"
-                    doc.wrong(at, "must have key and different values", content, remedy)
-            if isinstance(base, dict):
-                for task in self.tasks.keys() ^ base.keys():
-                    tasks = f"tasks: {', '.join(self.tasks)}"
-                    doc.wrong(f"{at}.base", "must have a value for each task", task, tasks)
-                bases = {task: doc.one_of(f"{at}.base.{task}", values, "one of its values") for task in base}
-            else:
-                bases = dict.fromkeys(self.tasks, doc.one_of(f"{at}.base", values, "one of its values"))
-            yield name, Axis(values, bases, key)
-
-    def read_grids(self, key: str, names: Spec | _Reading) -> list[Grid]:
-        """Return grids; `names`: the tasks, methods and axes, of this study or of one that it includes."""
-        doc = self.doc
-        found: list[Grid] = []
-        axes = {name: list(axis.values) for name, axis in names.axes.items()}
-        values = {"task": list(names.tasks), "method": list(names.methods), **axes}
-        tree = doc.values.get(key) or []
-        if not isinstance(tree, list):
-            doc.wrong(key, "must be a list of grids", tree, f"write {key}: [{{<axis>: all}}]")
-            return []
-        for at in (f"{key}.{place}" for place in range(len(tree))):
-            grid = doc.mapping(at, list(values))
-            found.append({name: doc.some_of(f"{at}.{name}", values[name], f"a {name}") for name in grid})
-        return found
-
-    def read_levels(self, key: str) -> dict[str, str]:
-        """Return one value of each axis that is named."""
-        return {
-            axis: self.doc.one_of(f"{key}.{axis}", self.axes[axis].values, f"a value of {axis}")
-            for axis in self.doc.mapping(key, list(self.axes))
-        }
-
-    def read_include(self) -> Iterable[Include]:
-        """Yield the studies whose rows are shown beside those of this one."""
-        for name in self.doc.mapping("include"):
-            at = f"include.{name}"
-            self.doc.mapping(at, ("grids", "as"))
-            if (other := self.other(name, at)) is not None:
-                grids = self.read_grids(f"{at}.grids", other) or other.grids
-                yield Include(other, grids, self.read_levels(f"{at}.as"))
-
-    def read_tune(self) -> Tune | None:
-        """Return the tuning; what is not given is that of `from`."""
-        doc, content = self.doc, self.doc.mapping("tune")
-        if "tune" not in self.top:
-            return None
-        source = self.other(content["from"], "tune.from") if "from" in content else None
-        if source is not None and source.tune is None:
-            doc.wrong("tune.from", "must name a study that tunes", source.name, "choose another one")
-        if "from" in content and (source is None or source.tune is None):
-            return None
-        if source is None and "check" in content:
-            doc.wrong("tune.check", "must have tune.from, whose choices it checks", "none", "leave it out")
-        given = Tune({}, (), {"": {}}, {}) if source is None or source.tune is None else source.tune
-        keys = content.keys() - {"set", "seeds", "at", "reach", "extend", "from", "check"}
-        values = {key: doc.texts(f"tune.{key}") for key in content if key in keys} or given.values
-        if not values:
-            doc.wrong("tune", "must have a config key", "none", "write tune: {optim.lr: [3e-5, 1e-4, 3e-4]}")
-        for key, several in values.items():
-            if len({*several}) < max(2, len(several)):
-                remedy = f"write {key}: [1e-4, 3e-4], or set it"
-                doc.wrong(f"tune.{key}", "must have several different values", several, remedy)
-        named = list(doc.mapping("tune.at"))
-        points = {point: self.read_levels(f"tune.at.{point}") for point in named} or given.at
-        limits = doc.mapping("tune.reach", list(points))
-        for point in named[1:]:
-            if point != "+".join(each for each in limits or given.reach if each in point.split("+")):
-                remedy = "say in tune.reach which cells use it; a+b names points in the order of tune.reach"
-                doc.wrong(f"tune.at.{point}", "must be reached by a cell", point, remedy)
-        seeds = doc.seeds("tune.seeds", given.seeds)
-        if both := {*seeds} & {*self.seeds}:
-            remedy = "choose others, as [101, 102]"
-            doc.wrong("tune.seeds", "must not be seeds of the tables", sorted(both), remedy)
-        return Tune(
-            values=values,
-            seeds=seeds,
-            at=points,
-            reach={point: self.read_levels(f"tune.reach.{point}") for point in limits} or given.reach,
-            extend=doc.number("tune.extend", 0, int),
-            source=source,
-            overrides=doc.overrides("tune.set") if "set" in content else given.overrides,
-            check=doc.one_of("tune.check", ("true", "false"), "a boolean", content.get("check", "false"))
-            == "true",
-        )
-
-    def read_claims(self) -> dict[str, str]:
-        """Return the formula of each claim; the form and the names in it are checked."""
-        found = {said: str(text) for said, text in self.doc.mapping("claims").items()}
-        for said, text in found.items():
-            formula, at = read_formula(text), f"claims.{said}"
-            if formula is not None and formula.left is None:
-                self.doc.address(at)
-            if formula is None:
-                remedy = "write loss(dpo) < 0.5 * loss(ppo, rloo) at lag=64"
-                self.doc.wrong(at, "must compare quantities of methods", text, remedy)
-            for rule in problems(formula, self.methods, self.axes, quantities(self.tasks)) if formula else ():
-                self.doc.wrong(at, f"must {rule}", text, "fix the formula")
-        return found
-
-    def read_tables(self, key: str) -> Iterable[Table]:
-        """Yield what the page shows: quantities over axes, or at the bases of all axes."""
-        for at, text in self.doc.items(key).items():
-            found = read_table(text, quantities(self.tasks), self.axes)
-            if isinstance(found, Table):
-                yield found
-            else:
-                rule, got, remedy = found
-                self.doc.wrong(at, rule, got, remedy)
 
 
 # YAML files whose problems are reported together, each with its line.
@@ -506,3 +246,250 @@ def _as_written(node: yaml.Node) -> str:
 
 def _below(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
+
+
+class _Reading(Document):
+    """The reading of one study file; `around`: the files that include the file."""
+
+    tasks: Mapping[str, Task]
+    methods: Mapping[str, Method]
+    axes: Mapping[str, Axis]
+
+    def __init__(self, file: Path, around: tuple[Path, ...], made_of: Path | None = None) -> None:
+        super().__init__(file, made_of)
+        self.around = (*around, file.resolve())
+        self.mapping("", _KEYS)
+        self.name = self.text("study", file.stem)
+        if not re.fullmatch(r"\w[\w.-]{0,59}", self.name):
+            rule = "must be a name of at most 60 letters, digits, ., _ and -"
+            self.wrong("study", rule, self.name, "write study: <name>")
+
+    def spec(self) -> Spec:
+        """Return the declaration. The order matters: grids name tasks, methods and axes."""
+        self.of_tables = self.seeds("seeds", (1, 2, 3, 4, 5))
+        self.tasks, self.methods = self.read_tasks(), dict(self.read_methods())
+        self.axes = dict(self.read_axes())
+        grids = self.read_grids("grids", self) or [{}]
+        included = list(self.read_include())
+        others = (names for each in included for names in (each.levels, *each.grids))
+        used = {name for names in (*grids, *others) for name in names}
+        for name in self.axes.keys() - used:
+            remedy = f"write grids: [{{{name}: all}}]"
+            self.wrong(f"axes.{name}", "must be used by a grid", "none", remedy)
+        resources = {
+            each: str(self.number(f"resources.{each}", 1, int, int(each != "gpus")))
+            for each in self.mapping("resources", ("threads", "gpus", "minutes"))
+        }
+        page = self.path("page", "page.md", r".+\.md", "<file>.md")
+        interval = self.values.get("interval", "t")
+        values = [Table(Quantity.VALUE, axis) for axis in self.axes or [""]]
+        spec = Spec(
+            file=self.file,
+            name=self.name,
+            title=self.text("title", self.name),
+            overrides=self.overrides("set"),
+            repeat=self.texts("repeat") or ("seed",),
+            seeds=self.of_tables,
+            tasks=self.tasks,
+            methods=self.methods,
+            axes=self.axes,
+            grids=grids,
+            tune=self.read_tune(),
+            tables=[*self.read_tables("tables")] or values,
+            figures=list(self.read_tables("figures")),
+            claims=self.read_claims(),
+            budget={each: self.number(f"budget.{each}", 0.0) for each in self.mapping("budget", _BUDGET)},
+            looks=self.number("looks", 1, int, 1),
+            resources=resources,
+            include=included,
+            config_dir=self.path("config_dir") if "config_dir" in self.values else None,
+            page=page if "page" in self.values else folder_of(self.file, self.name) / "page.md",
+            interval=self.one_of("interval", ("t", "percentile"), "an interval", interval),
+            margin=self.number("margin", None),
+            analysis=self.address("analysis") if "analysis" in self.values else None,
+            accept=tuple(self.number(each, 0, int) for each in self.items("accept")),
+            keep=self.some_of("keep", ("models", "stages"), "what to keep"),
+            lines=self.lines,
+        )
+        self.check()
+        return spec
+
+    def other(self, name: object, key: str) -> Spec | None:
+        """Return the study that `from` or `include` names, or None after adding the problem."""
+        beside, root = self.file.parent, folder_of(self.file, self.name).parent
+        files = (beside / f"{name}.yaml", root / f"{name}.yaml", root / f"{name}/study.yaml")
+        found = [file for file in files if file.is_file()]
+        if not found or found[0].resolve() in self.around:
+            known = [file.stem for file in (*beside.glob("*.yaml"), *root.glob("*.yaml"))]
+            guess = (
+                suggestion(str(name), {*known} - {self.name}, "did you mean {}?") or f"choose one in {root}"
+            )
+            self.wrong(key, "must name another study", name, guess)
+            return None
+        try:
+            return _Reading(found[0], self.around).spec()
+        except UserError as error:
+            self.problems += [(self.line(key), problem) for problem in error.problems]
+            return None
+
+    def read_tasks(self) -> dict[str, Task]:
+        """Return the tasks; without tasks, all runs belong to one task with the name of the study."""
+        found = {}
+        if isinstance(source := self.values.get("tasks.from"), str):
+            self.mapping("tasks", ("from",))
+            other = self.other(source, "tasks.from")
+            return dict(other.tasks) if other else {}
+        for name, content in self.named("tasks").items():
+            at = f"tasks.{name}"
+            if not isinstance(content, list):
+                self.mapping(at, ("set", "metric", "name", "at_kl", "at_time", "better", "worst", "fall"))
+            rule = "a metric of the evaluations, eval/<name>"
+            metric = self.text(f"{at}.metric", "", "eval/.+", rule) or None
+            better = self.one_of(
+                f"{at}.better", _BETTER, "a direction", self.text(f"{at}.better", _BETTER[0])
+            )
+            if better == _BETTER[1] and f"{at}.worst" not in self.values:
+                rule = "must be given if lower values are better (a run that diverged has this value)"
+                self.wrong(f"{at}.worst", rule, "none", "write worst: 100")
+            found[name] = Task(
+                overrides=self.overrides(at if isinstance(content, list) else f"{at}.set"),
+                metric=metric,
+                name=self.text(f"{at}.name", (metric or "value").rpartition("/")[2].replace("_", " ")),
+                at_kl=self.number(f"{at}.at_kl", None),
+                at_time=self.number(f"{at}.at_time", None),
+                sign=-1 if better == _BETTER[1] else 1,
+                worst=self.number(f"{at}.worst", 0.0),
+                fall=self.number(f"{at}.fall", 0.1),
+            )
+        return found or {self.name: Task()}
+
+    def read_methods(self) -> Iterator[tuple[str, Method]]:
+        """Yield the methods by name: a list of overrides, or a mapping with set and base."""
+        tree = self.named("methods")
+        if not tree:
+            self.wrong("methods", "must have a method", "none", "write methods: {dpo: [algo=dpo]}")
+        for name, content in tree.items():
+            at, base = f"methods.{name}", None
+            if isinstance(content, dict) and "base" in self.mapping(at, ("set", "base")):
+                base = self.one_of(f"{at}.base", [each for each in tree if each != name], "another method")
+            yield name, Method(self.overrides(f"{at}.set" if isinstance(content, dict) else at), base)
+
+    def read_axes(self) -> Iterator[tuple[str, Axis]]:
+        """Yield the axes by name: a key with values, or overrides of each value."""
+        for name, content in self.named("axes").items():
+            at = f"axes.{name}"
+            each = self.mapping(at, ("key", "values", "base"))
+            key, base = each.get("key"), each.get("base")
+            if isinstance(tree := each.get("values"), dict):
+                values = {value: self.overrides(f"{at}.values.{value}") for value in tree}
+            else:
+                values = {value: (f"{key}={value}",) for value in self.texts(f"{at}.values")}
+                if not key or not values or len(values) < len(self.texts(f"{at}.values")):
+                    remedy = "write {key: <config key>, values: [0, 1]}"
+                    self.wrong(at, "must have key and different values", content, remedy)
+            if isinstance(base, dict):
+                for task in self.tasks.keys() ^ base.keys():
+                    tasks = f"tasks: {', '.join(self.tasks)}"
+                    self.wrong(f"{at}.base", "must have a value for each task", task, tasks)
+                bases = {task: self.one_of(f"{at}.base.{task}", values, "one of its values") for task in base}
+            else:
+                bases = dict.fromkeys(self.tasks, self.one_of(f"{at}.base", values, "one of its values"))
+            yield name, Axis(values, bases, key)
+
+    def read_grids(self, key: str, names: Spec | _Reading) -> list[Grid]:
+        """Return grids; `names`: the tasks, methods and axes, of this study or of one that it includes."""
+        found: list[Grid] = []
+        axes = {name: list(axis.values) for name, axis in names.axes.items()}
+        values = {"task": list(names.tasks), "method": list(names.methods), **axes}
+        tree = self.values.get(key) or []
+        if not isinstance(tree, list):
+            self.wrong(key, "must be a list of grids", tree, f"write {key}: [{{<axis>: all}}]")
+            return []
+        for at in (f"{key}.{place}" for place in range(len(tree))):
+            grid = self.mapping(at, list(values))
+            found.append({name: self.some_of(f"{at}.{name}", values[name], f"a {name}") for name in grid})
+        return found
+
+    def read_levels(self, key: str) -> dict[str, str]:
+        """Return one value of each axis that is named."""
+        return {
+            axis: self.one_of(f"{key}.{axis}", self.axes[axis].values, f"a value of {axis}")
+            for axis in self.mapping(key, list(self.axes))
+        }
+
+    def read_include(self) -> Iterable[Include]:
+        """Yield the studies whose rows are shown beside those of this one."""
+        for name in self.mapping("include"):
+            at = f"include.{name}"
+            self.mapping(at, ("grids", "as"))
+            if (other := self.other(name, at)) is not None:
+                grids = self.read_grids(f"{at}.grids", other) or other.grids
+                yield Include(other, grids, self.read_levels(f"{at}.as"))
+
+    def read_tune(self) -> Tune | None:
+        """Return the tuning; what is not given is that of `from`."""
+        content = self.mapping("tune")
+        if "tune" not in self.values:
+            return None
+        source = self.other(content["from"], "tune.from") if "from" in content else None
+        if source is not None and source.tune is None:
+            self.wrong("tune.from", "must name a study that tunes", source.name, "choose another one")
+        if "from" in content and (source is None or source.tune is None):
+            return None
+        if source is None and "check" in content:
+            self.wrong("tune.check", "must have tune.from, whose choices it checks", "none", "leave it out")
+        given = Tune({}, (), {"": {}}, {}) if source is None or source.tune is None else source.tune
+        keys = content.keys() - {"set", "seeds", "at", "reach", "extend", "from", "check"}
+        values = {key: self.texts(f"tune.{key}") for key in content if key in keys} or given.values
+        if not values:
+            self.wrong("tune", "must have a config key", "none", "write tune: {optim.lr: [3e-5, 1e-4, 3e-4]}")
+        for key, several in values.items():
+            if len({*several}) < max(2, len(several)):
+                remedy = f"write {key}: [1e-4, 3e-4], or set it"
+                self.wrong(f"tune.{key}", "must have several different values", several, remedy)
+        named = list(self.mapping("tune.at"))
+        points = {point: self.read_levels(f"tune.at.{point}") for point in named} or given.at
+        limits = self.mapping("tune.reach", list(points))
+        for point in named[1:]:
+            if point != "+".join(each for each in limits or given.reach if each in point.split("+")):
+                remedy = "say in tune.reach which cells use it; a+b names points in the order of tune.reach"
+                self.wrong(f"tune.at.{point}", "must be reached by a cell", point, remedy)
+        seeds = self.seeds("tune.seeds", given.seeds)
+        if both := {*seeds} & {*self.of_tables}:
+            remedy = "choose others, as [101, 102]"
+            self.wrong("tune.seeds", "must not be seeds of the tables", sorted(both), remedy)
+        return Tune(
+            values=values,
+            seeds=seeds,
+            at=points,
+            reach={point: self.read_levels(f"tune.reach.{point}") for point in limits} or given.reach,
+            extend=self.number("tune.extend", 0, int),
+            source=source,
+            overrides=self.overrides("tune.set") if "set" in content else given.overrides,
+            check=self.one_of("tune.check", ("true", "false"), "a boolean", content.get("check", "false"))
+            == "true",
+        )
+
+    def read_claims(self) -> dict[str, str]:
+        """Return the formula of each claim; the form and the names in it are checked."""
+        found = {said: str(text) for said, text in self.mapping("claims").items()}
+        for said, text in found.items():
+            formula, at = Formula.read(text), f"claims.{said}"
+            if formula is not None and formula.left is None:
+                self.address(at)
+            if formula is None:
+                remedy = "write loss(dpo) < 0.5 * loss(ppo, rloo) at lag=64"
+                self.wrong(at, "must compare quantities of methods", text, remedy)
+            for rule in formula.problems(self.methods, self.axes, self.tasks) if formula else ():
+                self.wrong(at, f"must {rule}", text, "fix the formula")
+        return found
+
+    def read_tables(self, key: str) -> Iterable[Table]:
+        """Yield what the page shows: quantities over axes, or at the bases of all axes."""
+        for at, text in self.items(key).items():
+            found = Table.read(text, self.tasks, self.axes)
+            if isinstance(found, Table):
+                yield found
+            else:
+                rule, got, remedy = found
+                self.wrong(at, rule, got, remedy)

@@ -8,8 +8,9 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import combinations, product
 from pathlib import Path
@@ -22,40 +23,11 @@ from rlhf.core import statistics
 from rlhf.core.errors import UserError
 from rlhf.core.files import component, write_atomically
 from rlhf.core.statistics import LEVEL, Estimate
-from rlhf.report.drawing import Chart, Panel, Point, trace
+from rlhf.report.drawing import Chart, Panel, trace
 from rlhf.report.groups import Group
-from rlhf.study import spec as history
 from rlhf.study.plan import read_choices
-from rlhf.study.rows import (
-    DIVERGED,
-    FEWEST,
-    HOLDS,
-    NOT,
-    START,
-    UNDECIDED,
-    Contrast,
-    Judged,
-    Results,
-    Row,
-    Term,
-    call_own,
-    judged,
-    shown,
-    unpacked,
-)
-from rlhf.study.spec import (
-    AT_KL,
-    AT_TIME,
-    COLLAPSED,
-    LOSS,
-    VALUE,
-    Axis,
-    Cell,
-    Spec,
-    Table,
-    cell_of,
-    read_formula,
-)
+from rlhf.study.rows import DIVERGED, FEWEST, UNDECIDED, Contrast, Judged, Results, Row, Term, judged, shown
+from rlhf.study.spec import CLAIMS, Axis, Cell, Formula, Quantity, Spec, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,10 +69,18 @@ def write_page(results: Results, *, final: bool = False, latex: bool = False) ->
         UserError: `final`, and the study is not; or the page lacks one of the two marks.
     """
     spec, made, found = results.spec, list(tables(results)), list(families(results))
-    if final and (problems := list(_not_final(results))):
-        raise UserError(*problems)
+    if final:
+        problems, run = [], f"run: rlhf study run {spec.file}"
+        if lacking := results.missing + len(results.failed):
+            rule = f"{spec.name} must be complete for --final"
+            problems.append(f"{rule}, got {lacking} runs without a result; {run}")
+        if changed := sum("+ changes" in row.versions for row in results.rows):
+            rule = f"{spec.name} must have rows of committed code for --final"
+            problems.append(f"{rule}, got {changed} from changed code; commit, delete these rows, and {run}")
+        if problems:
+            raise UserError(*problems)
     contents: dict[Path, str | bytes] = {
-        spec.folder / "tables/tables.csv": tables_csv(made),
+        spec.folder / "tables/tables.csv": _tables_csv(made),
         spec.folder / "tables/tests.csv": tests_csv(found),
     }
     for each in made if latex else ():
@@ -115,20 +95,22 @@ def write_page(results: Results, *, final: bool = False, latex: bool = False) ->
     page = f"# {spec.title}\n\n{MARKS[0]}\n{MARKS[1]}\n"
     if spec.page.exists():
         page = spec.page.read_text(encoding="utf-8")
-    shown = "\n\n".join(_tables_by_task(results, made))
+    by_task = {task: [as_table(each.lines) for each in made if each.task == task] for task in spec.tasks}
+    parts = ([f"## Tables: `{task}`", *texts] for task, texts in by_task.items() if texts)
+    shown = "\n\n".join(text for part in parts for text in part)
     if spec.page.parent != spec.folder:  # a page of a documentation, of which tables would be most
         file = spec.folder / "tables/tables.md"
         contents[file] = f"# {spec.title}\n\n{shown}\n"
         shown = f"Tables: [tables.md]({Path(os.path.relpath(file, spec.page.parent)).as_posix()})"
     text = _as_markdown(results, shown, found, images)
-    contents[spec.page] = fill(page, MARKS, f"\n{text}\n", str(spec.page))
+    contents[spec.page] = _fill(page, MARKS, f"\n{text}\n", str(spec.page))
     for file, content in contents.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, content)
     return list(contents)
 
 
-def fill(page: str, marks: tuple[str, str], text: str, name: str = "the page") -> str:
+def _fill(page: str, marks: tuple[str, str], text: str, name: str = "the page") -> str:
     """Return a page with `text` between its two marks.
 
     Raises:
@@ -142,13 +124,6 @@ def fill(page: str, marks: tuple[str, str], text: str, name: str = "the page") -
             "got neither or one; restore the missing line"
         )
     return f"{before}{first}\n{text}\n{second}{after}"
-
-
-def _tables_by_task(results: Results, made: Sequence[Shown]) -> Iterator[str]:
-    """Yield the tables as Markdown, those of a task below a heading."""
-    for task in results.spec.tasks:
-        of_task = [as_table(each.lines) for each in made if each.task == task]
-        yield from [f"## Tables: `{task}`", *of_task] if of_task else []
 
 
 def _as_markdown(results: Results, shown: str, found: Sequence[Family], images: Sequence[str]) -> str:
@@ -170,12 +145,12 @@ def _as_markdown(results: Results, shown: str, found: Sequence[Family], images: 
         parts += ["## All tasks", _OVER_TASKS, *shares]
     if spec.tune and (chosen := tuned(spec)):
         texts = [text for line in chosen[1:] for text in line[2:] if text]
-        edges = sum(EDGE in text for text in texts)
+        edges = sum(_EDGE in text for text in texts)
         said = _EDGES.format(edges, len(texts), len(spec.tune.seeds))
         parts += ["## Tuned values", said, as_table(chosen, left=2)]
     parts += [shown] if shown else []
     if spec.analysis:
-        parts.append(str(call_own(spec, "analysis", spec.analysis, results.rows)))
+        parts.append(str(spec.call("analysis", spec.analysis, results.rows)))
     return "\n\n".join(parts)
 
 
@@ -205,7 +180,7 @@ def state(results: Results) -> Iterator[str]:
             apart += f" Seeds with rows of several classes: {', '.join(map(str, mixed))}."
         versions = "; ".join(sorted({row.versions for row in rows}))
         yield f"Machine: {'; '.join(classes)}.{apart} Code: {versions}."
-    for event in history.events(spec, "anchors")[-1:]:
+    for event in spec.events("anchors")[-1:]:
         gaps = [*event["differences"]]
         yield "Included rows and new ones " + (
             "are paired by seed: repeated rows had equal bits."
@@ -222,8 +197,8 @@ def _named(rows: Sequence[Row]) -> str:
 
 def claims(results: Results, found: Sequence[Family] = ()) -> Iterator[str]:
     """Yield the numbers of verdicts, claims and looks, and the table of claims; `found`: the findings."""
-    spec, late = results.spec, history.added_later(results.spec)
-    looks = 0 if results.missing else history.look(spec, [asdict(row) for row in results.rows])
+    spec, late = results.spec, results.spec.added_later()
+    looks = 0 if results.missing else spec.look([asdict(row) for row in results.rows])
     if looks > spec.looks:
         yield f"**{looks} looks** at these claims, {spec.looks} declared: verdicts may be chosen by the data."
     made = list(verdicts(results, found))
@@ -243,25 +218,15 @@ def verdicts(results: Results, found: Sequence[Family]) -> Iterator[Judged]:
         results: the rows of the study.
         found: the findings.
     """
-    late = history.added_later(results.spec)
-    early = {*results.spec.claims} - late if history.events(results.spec, history.CLAIMS) else set()
+    late = results.spec.added_later()
+    early = {*results.spec.claims} - late if results.spec.events(CLAIMS) else set()
     for each in judged(results):
-        if (weaker := weaker_finding(results.spec, each, found)) is None:
+        if (weaker := _weaker_finding(results.spec, each, found)) is None:
             yield each
         elif each.said in early:
             yield each._replace(numbers=f"{each.numbers}; as a finding {weaker}")
         else:
             yield each._replace(verdict=weaker, numbers=f"{each.numbers}; alone it {each.verdict}")
-
-
-def _not_final(results: Results) -> Iterator[str]:
-    """Yield an error message for each reason why a page cannot be final."""
-    name, run = results.spec.name, f"run: rlhf study run {results.spec.file}"
-    if lacking := results.missing + len(results.failed):
-        yield f"{name} must be complete for --final, got {lacking} runs without a result; {run}"
-    if changed := sum("+ changes" in row.versions for row in results.rows):
-        rule = f"{name} must have rows of committed code for --final"
-        yield f"{rule}, got {changed} from changed code; commit, delete these rows, and {run}"
 
 
 def _charts(results: Results) -> Iterator[Chart]:
@@ -271,40 +236,41 @@ def _charts(results: Results) -> Iterator[Chart]:
         for table in tables(results, [declared]):
             methods = list(table.rows)
             size = math.ceil(len(methods) / math.ceil(len(methods) / _PER_PANEL))  # panels are about equal
-            parts = [methods[start : start + size] for start in range(0, len(methods), size)]
-            panels += [Panel(_drawer(table, part)) for part in parts]
+            parts = (methods[start : start + size] for start in range(0, len(methods), size))
+            panels += [Panel(partial(_draw, table, part)) for part in parts]
         if panels:
             yield Chart(declared.file_name, "", "", panels)
 
 
-def _drawer(table: Shown, methods: Sequence[str]) -> Callable[[Axes], None]:
-    """Return a function that draws a panel, with the intervals of the table as bands.
+def _draw(table: Shown, methods: Sequence[str], axes: Axes) -> None:
+    """Draw a panel, with the intervals of the table as bands.
 
     Values of the axis have equal distances. A value is drawn if more than half of the runs have it.
     """
+    import pandas
 
-    def draw(axes: Axes) -> None:
-        for place, method in enumerate(methods):
-            points = []
-            for x, entry in enumerate(table.rows[method]):
-                bounds = entry.estimate[:3] if 2 * entry.having > entry.runs else (math.nan,) * 3
-                points.append(Point(x, *bounds, x, x))
-            if not all(math.isnan(point.y) for point in points):
-                trace(axes, Group(method, (), place, place), points, True, band=True)
-                axes.lines[-1].set_label(method)
-        axes.set_xticks(range(len(table.columns)), [column.rpartition(" ")[2] for column in table.columns])
-        axes.set(xlabel=table.table.axis, title=f"{table.task}: {table.title}")
-        if axes.lines:
-            axes.legend(fontsize=7, ncols=2)
-
-    return draw
+    for place, method in enumerate(methods):
+        points = pandas.DataFrame(
+            [
+                each.estimate[:3] if 2 * each.having > each.runs else [math.nan] * 3
+                for each in table.rows[method]
+            ],
+            columns=["y", "low", "high"],
+        )
+        if points.y.notna().any():
+            trace(axes, Group(method, (), place, place), points.assign(x=points.index))
+            axes.lines[-1].set_label(method)
+    axes.set_xticks(range(len(table.columns)), [column.rpartition(" ")[2] for column in table.columns])
+    axes.set(xlabel=table.table.axis, title=f"{table.task}: {table.title}")
+    if axes.lines:
+        axes.legend(fontsize=7, ncols=2)
 
 
 # Tables of a study, the differences that it supports, and what its seeds can show; as text in all forms.
 
 
-SUPPORTED, SUGGESTED = "supported", "suggested"
-EDGE = " (chosen on an edge)"
+_SUPPORTED, _SUGGESTED = "supported", "suggested"
+_EDGE = " (chosen on an edge)"
 _AGAINST = "methods against their bases"
 _MARGIN = 0.02  # difference for which seeds are counted, if the study has no margin
 _ENOUGH = 20  # values from which on an interquartile mean is shown
@@ -346,21 +312,21 @@ def tables(results: Results, declared: Sequence[Table] | None = None) -> Iterato
     for name, task in spec.tasks.items():
         for table in spec.tables if declared is None else declared:
             quantity, axis, title = table
-            titles = {VALUE: f"final {task.name}", COLLAPSED: "collapsed runs"}
-            if task.at_kl is not None:
-                titles[AT_KL] = f"gold score at KL {task.at_kl:g}"
-            if task.at_time is not None:
-                titles[AT_TIME] = f"{task.name} at {task.at_time:g} virtual s"
-            if quantity in (AT_KL, AT_TIME) and quantity not in titles:
+            titles: dict[str, str] = {
+                Quantity.VALUE: f"final {task.name}",
+                Quantity.COLLAPSED: "collapsed runs",
+                Quantity.AT_KL: f"gold score at KL {task.at_kl or 0:g}",
+                Quantity.AT_TIME: f"{task.name} at {task.at_time or 0:g} virtual s",
+            }
+            if getattr(task, quantity, 0) is None:  # at_kl or at_time
                 continue
             values = [*spec.axes[axis].values] if axis else [""]
-            if quantity == LOSS:
+            if quantity == Quantity.LOSS:
                 values.remove(base := spec.axes[axis].bases[name])
                 title = title or f"loss of {task.name} against {axis}{' = ' if len(axis) == 1 else ' '}{base}"
             found = {
                 f"{axis} {value}" if axis else "value": [
-                    _entry(results, table, cell_of(spec, name, method, {axis: value}))
-                    for method in spec.methods
+                    _entry(results, table, spec.cell(name, method, {axis: value})) for method in spec.methods
                 ]
                 for value in values
             }
@@ -378,14 +344,14 @@ def _entry(results: Results, table: Table, cell: Cell) -> Entry:
     runs = len(results.cells.get(cell, {})) + results.lacking[cell]
     fallen = results.collapsed(cell)
     estimate, having = found.estimate, found.seeds
-    if table.quantity == COLLAPSED:
+    if table.quantity == Quantity.COLLAPSED:
         text = f"{fallen}/{runs}"
         if fallen and not percentile:
             text += " ({:.2f}, {:.2f})".format(*statistics.wilson(fallen, runs))
-    elif table.quantity in (VALUE, LOSS, AT_KL, AT_TIME):
+    elif table.quantity in (Quantity.VALUE, Quantity.LOSS, Quantity.AT_KL, Quantity.AT_TIME):
         if percentile and having > 1:
             estimate = statistics.bootstrap_interval(found.values)
-        text = shown(estimate, 2 if table.quantity == AT_KL else 3, "" if percentile else "z")
+        text = shown(estimate, 2 if table.quantity == Quantity.AT_KL else 3, "" if percentile else "z")
         text += f" [{having}/{runs}]" if having < runs else ""
         text += " \\*" if fallen and not percentile else ""
     else:
@@ -401,13 +367,13 @@ def over_tasks(results: Results) -> Iterator[list[list[str]]]:
     table is shown from `_ENOUGH` values in each cell on; intervals are those of the stratified bootstrap.
     """
     spec = results.spec
-    for axis in dict.fromkeys(table.axis for table in spec.tables if table.quantity == VALUE):
+    for axis in dict.fromkeys(table.axis for table in spec.tables if table.quantity == Quantity.VALUE):
         columns = [*spec.axes[axis].values] if axis else [""]
         places, strata = list(product(spec.methods, columns)), []
         for task in spec.tasks:
-            cells = [cell_of(spec, task, method, {axis: value}) for method, value in places]
-            start = [x for cell in cells for x in results.measured(cell, START).values()]
-            found = [np.array([*results.measured(cell, VALUE).values()]) for cell in cells]
+            cells = [spec.cell(task, method, {axis: value}) for method, value in places]
+            start = [x for cell in cells for x in results.measured(cell, Quantity.START).values()]
+            found = [np.array([*results.measured(cell, Quantity.VALUE).values()]) for cell in cells]
             if not start or not all(map(len, found)):
                 break
             gains = [spec.tasks[task].sign * (values - np.mean(start)) for values in found]
@@ -435,7 +401,7 @@ class Finding:
     contrast: Contrast
     p: float  # of the t test, or of the sign-flip test if that is larger and could reach the level
     holm: float  # the same, corrected for all differences of the family
-    verdict: str  # `SUPPORTED`, `SUGGESTED`, `UNDECIDED`, or that these seeds cannot decide
+    verdict: str  # `_SUPPORTED`, `_SUGGESTED`, `UNDECIDED`, or that these seeds cannot decide
     small: str  # the same about the statement that the difference is below the margin
 
     @property
@@ -459,19 +425,22 @@ def families(results: Results) -> Iterator[Family]:
     Without a table of losses, methods are compared with their bases at the bases of all axes.
     """
     spec = results.spec
-    axes = [table.axis for table in spec.tables if table.quantity == LOSS] or [""]
+    axes = [table.axis for table in spec.tables if table.quantity == Quantity.LOSS] or [""]
     for task, axis in product(spec.tasks, axes):
         known = spec.axes[axis] if axis else Axis({}, {}, None)
         others = [value for value in known.values if value != known.bases[task]]
         at = {axis: others[-1]} if others else {}
-        cells = {method: cell_of(spec, task, method, at) for method in spec.methods}
-        losses = {m: results.terms(LOSS, cell, axis) for m, cell in cells.items()} if at else {}
+        cells = {method: spec.cell(task, method, at) for method in spec.methods}
+        losses = {m: results.terms(Quantity.LOSS, cell, axis) for m, cell in cells.items()} if at else {}
         gains = {
-            f"{m} - {method.base}": [Term(1.0, cells[m], VALUE), Term(-1.0, cells[method.base], VALUE)]
+            f"{m} - {method.base}": [
+                Term(1.0, cells[m], Quantity.VALUE),
+                Term(-1.0, cells[method.base], Quantity.VALUE),
+            ]
             for m, method in spec.methods.items()
             if method.base is not None
         }
-        for what, family in ((f"{LOSS} of {spec.tasks[task].name}", losses), (_AGAINST, gains)):
+        for what, family in ((f"{Quantity.LOSS} of {spec.tasks[task].name}", losses), (_AGAINST, gains)):
             made = {n: results.contrast(terms) for n, terms in family.items() if results.complete(terms)}
             made = {
                 n: c for n, c in made.items() if c.seeds >= FEWEST and (what != _AGAINST or any(c.values))
@@ -493,22 +462,22 @@ def tested(
     tests = zip(names.values(), cases, p, statistics.holm(p), below, statistics.holm(below), strict=True)
     found = []
     for same, each, raw, corrected, low, lower in tests:
-        verdict = SUPPORTED if corrected < level else SUGGESTED if raw < level else UNDECIDED
+        verdict = _SUPPORTED if corrected < level else _SUGGESTED if raw < level else UNDECIDED
         if each.unsure("greater" if each.estimate.centre > 0 else "less", n, level):
             verdict = f"cannot be decided with {each.seeds} seeds"
-        small = SUPPORTED if lower < level / 2 else SUGGESTED if low < level / 2 else UNDECIDED
+        small = _SUPPORTED if lower < level / 2 else _SUGGESTED if low < level / 2 else UNDECIDED
         small = UNDECIDED if each.unsure("less", n, level) else small
         found.append(Finding(same, each, raw, corrected, verdict, small))
     return sorted(found, key=lambda finding: -finding.contrast.estimate.centre)
 
 
-def weaker_finding(spec: Spec, claim: Judged, found: Sequence[Family]) -> str | None:
+def _weaker_finding(spec: Spec, claim: Judged, found: Sequence[Family]) -> str | None:
     """Return the verdict of a finding that does not support what a decided claim says; None: there is none.
 
     A claim says that a difference is not 0, or that a loss is below the margin, and findings are about both.
     """
-    formula, holds = read_formula(claim.formula), claim.verdict.startswith(HOLDS)
-    if formula is None or formula.sign not in ("<", ">") or not (holds or claim.verdict == NOT):
+    formula, holds = Formula.read(claim.formula), claim.holds
+    if formula is None or formula.sign not in ("<", ">") or holds is None:
         return None
     sign = 1 if (formula.sign == ">") == holds else -1
     limit = 0.0 if formula.right else formula.number
@@ -517,17 +486,14 @@ def weaker_finding(spec: Spec, claim: Judged, found: Sequence[Family]) -> str | 
     differs = sign * limit >= 0
     tests = [each for family in found for each in family.findings if differs or family.what != _AGAINST]
     known = []
-    for c in claim.contrasts.values():
-        same = [each.verdict if differs else each.small for each in tests if _same(c, each.contrast)]
-        known.append(same[0] if same else SUPPORTED)
-    weak = [verdict for verdict in known if verdict != SUPPORTED]
+    for c in claim.contrasts.values():  # of the test of the same difference, apart from its sign
+        a = np.abs(c.values)
+        others = ((each, np.abs(each.contrast.values)) for each in tests if a.any())
+        same = (each for each, b in others if a.shape == b.shape and np.allclose(a, b, rtol=0, atol=1e-12))
+        test = next(same, None)
+        known.append(_SUPPORTED if test is None else test.verdict if differs else test.small)
+    weak = [verdict for verdict in known if verdict != _SUPPORTED]
     return weak[0] if weak and (holds or len(weak) == len(known)) else None
-
-
-def _same(one: Contrast, other: Contrast) -> bool:
-    """Return whether two contrasts are the same difference, apart from its sign."""
-    a, b = np.abs(one.values), np.abs(other.values)
-    return a.shape == b.shape and bool(a.any()) and np.allclose(a, b, rtol=0, atol=1e-12)
 
 
 def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
@@ -537,25 +503,25 @@ def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
     margin, level = results.spec.margin, results.level
     for task, column, what, family in found:
         parts, seeds = [], min(each.contrast.seeds for each in family)
-        for verdict in dict.fromkeys((SUPPORTED, SUGGESTED, *(each.verdict for each in family))):
+        for verdict in dict.fromkeys((_SUPPORTED, _SUGGESTED, *(each.verdict for each in family))):
             same = (each for each in family if each.verdict == verdict)
             said = ", ".join(f"{each.name} {shown(each.contrast.estimate)}" for each in same)
-            if verdict == SUPPORTED:
-                parts.append(f"**{SUPPORTED}**: {said or 'none'}")
+            if verdict == _SUPPORTED:
+                parts.append(f"**{_SUPPORTED}**: {said or 'none'}")
             elif said and verdict != UNDECIDED:
                 parts.append(f"{verdict}: {said}")
         parts.append(f"{UNDECIDED}: {sum(each.verdict == UNDECIDED for each in family)} of {len(family)}")
         unable = statistics.smallest_p(seeds) * len(family) > level
-        if unable and any(each.verdict == SUPPORTED for each in family):
+        if unable and any(each.verdict == _SUPPORTED for each in family):
             parts.append(f"by t test alone: {seeds} seeds cannot confirm one of {len(family)} exactly")
         yield f"`{task}`, {column}, {what}: {'; '.join(parts)}."
         if margin is not None and what != _AGAINST:
             sure, more = (
                 ", ".join(each.name for each in family if each.small == verdict)
-                for verdict in (SUPPORTED, SUGGESTED)
+                for verdict in (_SUPPORTED, _SUGGESTED)
             )
-            said = f"{sure or 'no method'}{more and f' ({SUGGESTED}: {more})'}"
-            yield f"`{task}`, {column}: a loss of at most {margin:g} is {SUPPORTED} for {said}."
+            said = f"{sure or 'no method'}{more and f' ({_SUGGESTED}: {more})'}"
+            yield f"`{task}`, {column}: a loss of at most {margin:g} is {_SUPPORTED} for {said}."
     if tests := [each for family in found for each in family.findings]:
         low = sum(each.p < level for each in tests)
         said = f"Of {len(tests)} two-sided tests, {low} have p < {level:g} before the correction"
@@ -570,7 +536,7 @@ def tuned(spec: Spec) -> list[list[str]]:
     heads = ["task", "method", *dict.fromkeys(point or "value" for *_, point in known)]
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for (task, method, point), each in known.items():
-        text = ", ".join(f"{key}={value}" for key, value in each.chosen.items()) + EDGE * each.edge
+        text = ", ".join(f"{key}={value}" for key, value in each.chosen.items()) + _EDGE * each.edge
         lines.setdefault((task, method), {})[point or "value"] = text
     rows = [[f"`{x}`" for x in name] + [each.get(x, "") for x in heads[2:]] for name, each in lines.items()]
     return [heads, *rows] if lines else []
@@ -580,32 +546,34 @@ def tuned(spec: Spec) -> list[list[str]]:
 
 
 def resolution(results: Results) -> list[list[str]]:
-    """Return the noise ceilings of rankings and the numbers of seeds of each column, with headings."""
+    """Return the noise ceilings of rankings and the numbers of seeds of each column, with headings.
+
+    The last column is the share of evaluation noise in the spread between seeds: the median of cells with
+    bits, or no column if no row has bits.
+    """
     spec, margin = results.spec, results.spec.margin or _MARGIN
     order = f" ({' / '.join(spec.tasks)})" if len(spec.tasks) > 1 else ""
     heads = ("tau of halves", "ceiling", "seeds for 0.8", "detectable", f"seeds for {margin:g} (up to)")
     more = ("equal values", "tau between the tasks", "evaluation noise")
     found = [[f"column{order}", *heads, *more]]
-    axes = dict.fromkeys(table.axis for table in spec.tables if table.quantity == VALUE)
+    axes = dict.fromkeys(table.axis for table in spec.tables if table.quantity == Quantity.VALUE)
     for axis, value in [(name, v) for name in axes for v in (spec.axes[name].values if name else [""])]:
-        cells = [[cell_of(spec, task, m, {axis: value}) for m in spec.methods] for task in spec.tasks]
+        cells = [[spec.cell(task, m, {axis: value}) for m in spec.methods] for task in spec.tasks]
         values = [table for column in cells if (table := results.table(column[0])) is not None]
-        if len(values) == len(cells) and len(spec.methods) > 1:
-            noise = " / ".join(_noise(results, column) for column in cells)
-            found.append([f"{axis} {value}".strip() or "all", *_seen(values, margin), noise])
-    if all(set(line[-1]) <= set("- /") for line in found[1:]):  # no row has bits
+        if len(values) < len(cells) or len(spec.methods) < 2:
+            continue
+        noise = []
+        for column in cells:
+            shares = []
+            for rows in (list(results.cells.get(cell, {}).values()) for cell in column):
+                outcomes = [bits for row in rows if (bits := row.outcomes) is not None]
+                if 1 < len(outcomes) == len(rows) and len({row.prompts for row in rows}) == 1:
+                    shares.append(statistics.evaluation_share(np.array(outcomes, float), rows[0].prompts))
+            noise.append(f"{np.median(shares):.2f}" if shares else "-")
+        found.append([f"{axis} {value}".strip() or "all", *_seen(values, margin), " / ".join(noise)])
+    if all(set(line[-1]) <= set("- /") for line in found[1:]):
         found = [line[:-1] for line in found]
     return found if len(found) > 1 else []
-
-
-def _noise(results: Results, cells: Sequence[Cell]) -> str:
-    """Return the share of evaluation noise in the spread between seeds, the median of cells with bits."""
-    shares = []
-    for rows in (list(results.cells.get(cell, {}).values()) for cell in cells):
-        outcomes = [bits for row in rows if (bits := unpacked(row)) is not None]
-        if 1 < len(outcomes) == len(rows) and len({row.prompts for row in rows}) == 1:
-            shares.append(statistics.evaluation_share(np.array(outcomes, float), rows[0].prompts))
-    return f"{np.median(shares):.2f}" if shares else "-"
 
 
 def _seen(values: Sequence[np.ndarray], margin: float) -> list[str]:
@@ -675,7 +643,7 @@ def for_terminal(table: Shown) -> Iterator[str]:
             yield f"{line[0]:{first}}" + "".join(f"  {text:>{wide}}" for text in line[start : start + count])
 
 
-def tables_csv(tables: Sequence[Shown]) -> str:
+def _tables_csv(tables: Sequence[Shown]) -> str:
     """Return tables as CSV, one line per task, method and column."""
     lines = [
         [each.table.quantity, each.task, method, column, *entry.estimate[:3], *entry[2:]]
@@ -690,15 +658,13 @@ def tables_csv(tables: Sequence[Shown]) -> str:
 def tests_csv(found: Sequence[Family]) -> str:
     """Return the tests as CSV: estimates, p-values, verdicts, and what the seeds could detect."""
     lines = []
-    for task, column, what, family in found:
-        for each in family:
-            c = each.contrast
-            exact = statistics.p_sign_flip(c.values) if c.paired else ""
-            sds = c.sd, statistics.sd_limit(c.sd, c.seeds)
-            needed = [statistics.seeds_needed(_MARGIN, sd) for sd in sds]
-            numbers = [*c.estimate[:3], each.p, each.holm, exact, each.verdict]
-            numbers += [statistics.detectable(c.sd, c.seeds), *needed]
-            lines.append([task, column, what, " = ".join(each.names), *numbers])
+    for task, column, what, each in ((*family[:3], each) for family in found for each in family.findings):
+        c = each.contrast
+        exact = statistics.p_sign_flip(c.values) if c.paired else ""
+        needed = [statistics.seeds_needed(_MARGIN, sd) for sd in (c.sd, statistics.sd_limit(c.sd, c.seeds))]
+        numbers = [*c.estimate[:3], each.p, each.holm, exact, each.verdict]
+        numbers += [statistics.detectable(c.sd, c.seeds), *needed]
+        lines.append([task, column, what, " = ".join(each.names), *numbers])
     names = f"mean,low,high,p,p_holm,p_exact,verdict,detectable,seeds_for_{_MARGIN:g},up_to"
     return _csv(f"task,column,test,name,{names}", lines)
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -29,9 +29,8 @@ from rlhf.core.launched import RESULTS
 from rlhf.core.machine import cached_folder
 from rlhf.core.statistics import detectable
 from rlhf.runs.lock import LOCK, Lock
-from rlhf.study import spec
-from rlhf.study.rows import FAILED, FINISHED, TABLE, TUNE, Results, Row, judged, named, read_rows, write_rows
-from rlhf.study.spec import Cell, Spec, Tune, cells, origin, overrides, set_twice, tuning_cell, tuning_point
+from rlhf.study.rows import FAILED, FINISHED, Results, Row, judged, named, read_rows, write_rows
+from rlhf.study.spec import TABLE, TUNE, Cell, Run, Spec, Tune, Tuned
 from rlhf.usercode.address import ONLY_HERE
 from rlhf.words import catalogue
 from rlhf.words.catalogue import Override, read_overrides
@@ -46,28 +45,6 @@ from rlhf.words.suggestions import is_own, lacking, one_of, suggestion
 # no torch.
 
 
-Tuned = tuple[tuple[str, str], ...]  # value of each tuned key
-
-
-class Run(NamedTuple):
-    """A run of a study: a cell, a seed, the value of each tuned key, and the part (table or tune)."""
-
-    cell: Cell
-    seed: int
-    tuned: Tuned
-    part: str
-
-    def __str__(self) -> str:
-        shown = [f"{key}={value}" for key, value in self.tuned] if self.part == TUNE else []
-        return " ".join([str(self.cell), *shown, f"seed {self.seed}"])
-
-    def names(self) -> dict[str, Any]:
-        """Return the fields of a row that name its run."""
-        task, method, levels = self.cell
-        names = {"task": task, "method": method, "levels": dict(levels)}
-        return names | {"seed": self.seed, "part": self.part, "tuned": dict(self.tuned)}
-
-
 @dataclass(frozen=True)
 class Choice:
     """A choice of tuned settings."""
@@ -79,7 +56,7 @@ class Choice:
     edge: bool = False  # whether a chosen number is the smallest or largest of those that were compared
 
 
-class Tuning:
+class _Tuning:
     """The choices of a study, and the runs from which they are made.
 
     Args:
@@ -99,13 +76,13 @@ class Tuning:
             return
         saved = read_choices(spec.folder / "rates.json")
         source = read_choices(tune.source.folder / "rates.json") if tune.source else {}
-        due = {_key(spec, cell): tuning_cell(spec, cell) for cell in cells(spec)}
+        due = {(c.task, c.method, spec.tuning_point(c)): spec.tuning_cell(c) for c in spec.cells()}
         for key, cell in due.items():
             known = source.get(key)
             if known is not None and not tune.check:
                 self.choices[key] = known
                 continue
-            compared = _neighbours(tune, known) if known else grid(tune)
+            compared = _neighbours(tune, known) if known else _grid(tune)
             runs, choice = self._compare(tune, cell, compared, 0 if known else tune.extend)
             if choice is None and key in saved and {*map(_said, compared)} <= saved[key].values.keys():
                 choice = saved[key]  # the rows are not here
@@ -118,7 +95,7 @@ class Tuning:
         """Return the settings of a cell; None: they are not chosen yet."""
         if self.spec.tune is None:
             return ()
-        choice = self.choices.get(_key(self.spec, cell))
+        choice = self.choices.get((cell.task, cell.method, self.spec.tuning_point(cell)))
         return None if choice is None else tuple(choice.chosen.items())
 
     def _compare(
@@ -162,17 +139,9 @@ class Tuning:
                 yield f"{name} is on the edge of what was compared"
 
 
-def grid(tune: Tune) -> list[Tuned]:
+def _grid(tune: Tune) -> list[Tuned]:
     """Return the settings of a file that are compared."""
     return [tuple(zip(tune.values, each, strict=True)) for each in product(*tune.values.values())]
-
-
-def examples(spec: Spec) -> list[Run]:
-    """Return a run of each tuning cell with each settings of the file."""
-    if (tune := spec.tune) is None:
-        return []
-    due = dict.fromkeys(tuning_cell(spec, cell) for cell in cells(spec))
-    return [Run(cell, tune.seeds[0], each, TUNE) for cell in due for each in grid(tune)]
 
 
 def read_choices(file: Path) -> dict[tuple[str, str, str], Choice]:
@@ -203,10 +172,6 @@ def write_choices(file: Path, choices: Mapping[tuple[str, str, str], Choice]) ->
         tree.setdefault(task, {}).setdefault(method, {})[point] = asdict(choice)
     file.parent.mkdir(parents=True, exist_ok=True)
     files.write_json(file, tree)
-
-
-def _key(spec: Spec, cell: Cell) -> tuple[str, str, str]:
-    return cell.task, cell.method, tuning_point(spec, cell)
 
 
 def _neighbours(tune: Tune, known: Choice) -> list[Tuned]:
@@ -258,7 +223,16 @@ def run_digest(cfg: Config) -> str:
     The digits are those of the run name, except that absolute paths below the current folder count as
     relative ones, so that a checkout can be moved.
     """
-    return files.digest(_portable(what_counts(cfg), f"{Path.cwd()}/"))
+    here = f"{Path.cwd()}/"
+
+    def portable(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: portable(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [portable(each) for each in value]
+        return value.removeprefix(here) if isinstance(value, str) else value
+
+    return files.digest(portable(what_counts(cfg)))
 
 
 def inputs(cfg: Config) -> dict[str, str]:
@@ -273,14 +247,18 @@ def inputs(cfg: Config) -> dict[str, str]:
     for key, section in sections(cfg):
         for name in section.__dataclass_fields__:
             for place, text in _texts(dotted(key, name), getattr(section, name)):
-                if name in (*_DATA, *_MODELS):
-                    found |= _content(place, text)
+                if name in (*_DATA, *_MODELS) and ":" not in text:  # else the address of a function
+                    path = Path(text).expanduser()
+                    is_name = place.rpartition(".")[2] in (*_MODELS, "path") and text.count("/") == 1
+                    if os.path.exists(path):  # False also for a long text
+                        found[place] = files.digest_of(path)
+                    elif is_name and (folder := cached_folder(text)) is not None:
+                        found[place] = folder.name
                 if name == "path":
                     found |= _sources(text)
-        for each in type(section).__mro__:
-            if each in SCHEMAS.values():
-                found |= _sources(f"{each.__module__}:")
-        found |= _sources(PARTS.get(type(section), ""))
+        modules = [f"{each.__module__}:" for each in type(section).__mro__ if each in SCHEMAS.values()]
+        for address in (*modules, PARTS.get(type(section), "")):
+            found |= _sources(address)
     return found
 
 
@@ -298,15 +276,6 @@ def stale(row: Row, wanted: Mapping[str, str], accept: tuple[int, ...] = ()) -> 
     return f"{', '.join(changed)} changed" if changed else None
 
 
-def _portable(value: Any, here: str) -> Any:
-    """Return settings with paths relative to the folder `here` where they are below it."""
-    if isinstance(value, dict):
-        return {key: _portable(each, here) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_portable(each, here) for each in value]
-    return value.removeprefix(here) if isinstance(value, str) else value
-
-
 def _texts(key: str, value: object) -> Iterator[tuple[str, str]]:
     """Yield the texts in a value, which may be a mapping or a list, with their keys."""
     if isinstance(value, dict | list | tuple):
@@ -316,40 +285,24 @@ def _texts(key: str, value: object) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def _content(key: str, value: str) -> dict[str, str]:
-    """Return the digest of a path, or the revision of a hub name."""
-    if ":" in value:  # the address of a function
-        return {}
-    path = Path(value).expanduser()
-    if os.path.exists(path):  # False also for a long text
-        return {key: files.digest_of(path)}
-    is_name = key.rpartition(".")[2] in (*_MODELS, "path") and value.count("/") == 1
-    folder = cached_folder(value) if is_name else None
-    return {} if folder is None else {key: folder.name}
-
-
 def _sources(address: str) -> dict[str, str]:
     """Return the digests of the file of a function or class, and of the files of its package it imports."""
     place, colon, _ = address.rpartition(":")
-    if not colon or place == ONLY_HERE or place.partition(".")[0] == "rlhf":
+    top = place.partition(".")[0]
+    if not colon or place == ONLY_HERE or top == "rlhf":
         return {}
     if place.endswith(".py"):
         file = Path(place).expanduser()
         return {place: files.digest_of(file)} if file.is_file() else {}
-    return {name: files.digest_of(file) for name, file in _module_files(place).items()}
-
-
-def _module_files(module: str) -> dict[str, Path]:
-    """Return the file of a module, and those of the modules of its package that it imports, by short name."""
-    found: dict[str, Path] = {}
-    waiting, top = [module], module.partition(".")[0]
+    found: dict[str, str] = {}
+    waiting = [place]
     for name in waiting:  # the list grows
-        file = _file_of(*name.split("."))
-        if file is None:  # the name is that of an object of a module, or the module is not a Python file
+        source = _file_of(*name.split("."))
+        if source is None:  # the name is that of an object of a module, or the module is not a Python file
             continue
-        is_package = file.name == "__init__.py"
-        found[name.replace(".", "/") + ("/__init__.py" if is_package else ".py")] = file
-        for other in _imported(file, name if is_package else name.rpartition(".")[0]):
+        is_package = source.name == "__init__.py"
+        found[name.replace(".", "/") + ("/__init__.py" if is_package else ".py")] = files.digest_of(source)
+        for other in _imported(source, name if is_package else name.rpartition(".")[0]):
             if other.partition(".")[0] == top and other not in waiting:
                 waiting.append(other)
     return found
@@ -416,10 +369,6 @@ class Configs:
         self.costs: dict[Run, str] = {}
         self.runs: dict[Run, Planned] = {}
 
-    def overrides(self, run: Run) -> list[str]:
-        """Return the overrides of a run, without those of the machine."""
-        return overrides(self.spec, run.cell, run.seed, dict(run.tuned))
-
     def config(self, run: Run) -> Config:
         """Return the config of a run, without checks of the values.
 
@@ -427,7 +376,7 @@ class Configs:
             UserError: an override is invalid.
         """
         if (of_cell := run._replace(seed=0)) not in self.of_cells:
-            self.of_cells[of_cell] = self._compose(self.overrides(run))
+            self.of_cells[of_cell] = self._compose(self.spec.overrides_of(run))
         cfg = self.of_cells[of_cell].with_(dict.fromkeys(self.spec.repeat, run.seed))
         threads = int(self.spec.resources.get("threads", 0)) or (None if "gpus" in self.spec.resources else 1)
         return cfg.with_(
@@ -468,11 +417,11 @@ class Configs:
                     keys = ", ".join(self.spec.repeat)
                     texts.append(f"repeat must have keys that no other key reads, got {keys}; leave them out")
             except UserError as error:
-                texts = self._mistakes(self.overrides(run)) or list(error.problems)
+                texts = self._mistakes(self.spec.overrides_of(run)) or list(error.problems)
             for text in texts:
                 found.setdefault(text, []).append(run)
         for text, (run, *others) in found.items():
-            key = origin(self.spec, run.cell, run.seed, dict(run.tuned), text.partition(" ")[0])
+            key = self.spec.origin(run, text.partition(" ")[0])
             more = f" and {len(others)} more cells" if others else ""
             yield f"{self.spec.at(key)} ({run.cell}{more}): {text}"
 
@@ -494,7 +443,7 @@ class Configs:
         tuned = self.spec.tune.seeds if self.spec.tune else ()
         other = run._replace(seed=max(*self.spec.seeds, *tuned, 0) + 1)
         changed = self.of_cells[run._replace(seed=0)].with_(dict.fromkeys(self.spec.repeat, other.seed))
-        return self._compose(self.overrides(other)) != changed
+        return self._compose(self.spec.overrides_of(other)) != changed
 
     def _compose(self, words: Sequence[str]) -> Config:
         if (folder := self.spec.config_dir) is not None and not folder.is_dir():
@@ -544,12 +493,12 @@ class Plan:
         }
         first = tuple((key, values[0]) for key, values in spec.tune.values.items()) if spec.tune else ()
         self.undecided: list[Run] = []
-        self.examples = [Run(cell, spec.seeds[0], first, TABLE) for cell in cells(spec)]  # of all cells
+        self.examples = [Run(cell, spec.seeds[0], first, TABLE) for cell in spec.cells()]  # of all cells
         try:
-            self.tuning = Tuning(spec, lambda run: self._planned(run).row)
+            self.tuning = _Tuning(spec, lambda run: self._planned(run).row)
             self.runs = [self._planned(run) for run in self.tuning.runs if self._selected(run)]
             for seed in spec.seeds:
-                for cell in cells(spec):
+                for cell in spec.cells():
                     tuned = self.tuning.tuned(cell)
                     run = Run(cell, seed, first if tuned is None else tuned, TABLE)
                     if not self._selected(run):
@@ -559,7 +508,10 @@ class Plan:
                     else:
                         self.runs.append(self._planned(run))
         except UserError as error:  # the first of perhaps many
-            tried = [*self.examples, *examples(spec)]
+            tried = [*self.examples]
+            if tune := spec.tune:
+                due = dict.fromkeys(map(spec.tuning_cell, spec.cells()))
+                tried += [Run(cell, tune.seeds[0], each, TUNE) for cell in due for each in _grid(tune)]
             found = list(self.configs.problems(tried)) or error.problems
             raise UserError(*found, *_of_claims(spec)) from None
         used = {row.run for each in self.runs if (row := each.row or each.stale)}
@@ -590,10 +542,10 @@ class Plan:
     def lines(self) -> Iterator[str]:
         """Yield a plan as text: runs by grid and task, their states, and what the seeds can show."""
         spec = self.spec
-        yield f"{spec.name}: {len(self.runs) + len(self.undecided)} runs, {len(cells(spec))} cells"
+        yield f"{spec.name}: {len(self.runs) + len(self.undecided)} runs, {len(spec.cells())} cells"
         grid_of: dict[Cell, int] = {}  # the first grid that has the cell
         for number, grid in enumerate(spec.grids):
-            grid_of = dict.fromkeys(cells(spec, [grid]), number) | grid_of
+            grid_of = dict.fromkeys(spec.cells([grid]), number) | grid_of
         counts = Counter(
             (-1 if run.part == TUNE else grid_of[run.cell], run.cell.task, state)
             for run, state in (
@@ -616,7 +568,7 @@ class Plan:
         yield from (f"stale: {count} rows, {reason}" for reason, count in reasons.items())
         if self.unused:
             yield f"not used: {len(self.unused)} rows with other settings"
-        for key, several in set_twice(spec).items():
+        for key, several in spec.set_twice().items():
             yield f"set twice: {key} ({', '.join(several)}; the last one counts)"
         yield from (
             f"{key}: your code must return {name}, no run has it otherwise"
@@ -736,7 +688,7 @@ class Collection:
             kept = {run: row for run, row in plan.rows.items() if run not in dropped}
             kept |= {each.row.run: replace(each.row, **each.run.names()) for each in plan.runs if each.row}
             for run in dropped.keys() & {row.run for row in read_rows(self.spec.rows)}:
-                spec.record(self.spec, "stale", reason=dropped[run], row=asdict(plan.rows[run]))
+                self.spec.record("stale", reason=dropped[run], row=asdict(plan.rows[run]))
             write_rows(self.spec.rows, kept.values())
             if plan.tuning.choices:
                 write_choices(self.spec.folder / "rates.json", plan.tuning.choices)

@@ -6,47 +6,28 @@ import base64
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from runpy import run_path
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from rlhf.core import statistics
-from rlhf.core.errors import UserError, one_line, place_in_code
+from rlhf.core.errors import UserError
 from rlhf.core.files import as_line, read_lines, write_atomically
 from rlhf.core.formatting import shortened
 from rlhf.core.statistics import LEVEL, Estimate, Side, distinct, holm
 from rlhf.report.runs import finite
-from rlhf.study.spec import (
-    AT_KL,
-    AT_TIME,
-    BEST,
-    COLLAPSED,
-    LOSS,
-    SAME,
-    SLOPE,
-    VALUE,
-    Cell,
-    Formula,
-    Operand,
-    Spec,
-    Task,
-    cell_of,
-    cells,
-    read_formula,
-)
-from rlhf.usercode.address import load_function
+from rlhf.study.spec import BEST, SAME, TABLE, Cell, Formula, Operand, Quantity, Spec, Task
 from rlhf.words.suggestions import KNOWN as KNOWN
 
 # rows.jsonl: the results of a study, one row a run. Tables, figures and claims are made of it alone.
 
 
-TABLE, TUNE = "table", "tune"  # parts of a study
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
 
 
@@ -78,31 +59,28 @@ class Row:
     models: Mapping[str, str]  # digest of each stage model (SFT, pairs, reward model)
     versions: str  # commit, with "+ changes" if files were changed; version of torch
 
-
-_NAMES = tuple(each.name for each in fields(Row))
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_points(value: object) -> bool:
-    return isinstance(value, list) and all(each is None or finite(each) for each in value)
+    @property
+    def outcomes(self) -> np.ndarray | None:
+        """The outcomes [prompts] as booleans; None if the row has no bits."""
+        if self.bits is None:
+            return None
+        bits = np.frombuffer(base64.b64decode(self.bits), np.uint8)
+        return np.unpackbits(bits, count=self.prompts).astype(bool)
 
 
-def _each(holds: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, dict) and all(map(holds, value.values()))
+_FIELDS = get_type_hints(Row)
 
 
-_HOLDS: Mapping[str, Callable[[object], bool]] = {  # of a field as studies write it
-    **dict.fromkeys(("run", "task", "method", "part", "metric", "machine", "versions"), _is_text),
-    **dict.fromkeys(("inputs", "levels", "tuned", "models"), _each(_is_text)),
-    **dict.fromkeys(("metrics", "means"), _each(finite)),
-    "evaluations": _each(_is_points),
-    **dict.fromkeys(("results", "seed", "prompts"), lambda value: isinstance(value, int)),
-    **dict.fromkeys(("cpu_s", "gpu_s"), finite),
-    "status": lambda value: value in (FINISHED, DIVERGED, FAILED),
-}
+def fits(value: object, hint: Any) -> bool:
+    """Return whether a value of a JSON file has the type `hint`; numbers are finite."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is UnionType:
+        return any(fits(value, each) for each in inner)
+    if kind is Mapping:
+        return isinstance(value, dict) and all(fits(each, inner[1]) for each in value.values())
+    if kind is Sequence:
+        return isinstance(value, list) and all(fits(each, inner[0]) for each in value)
+    return finite(value) if hint is float else isinstance(value, hint)
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -111,18 +89,30 @@ def read_rows(file: Path) -> list[Row]:
     Raises:
         UserError: the file cannot be read, or a line is not a row; the error names the line.
     """
-    rows = read_lines(file, _NAMES)
+    rows = read_lines(file, tuple(_FIELDS))
     for row in rows:
-        if wrong := [name for name, holds in _HOLDS.items() if not holds(row[name])]:
-            rule = f"{file} must have {', '.join(wrong)} as studies write them"
+        wrong = [name for name, hint in _FIELDS.items() if not fits(row[name], hint)]
+        if wrong or row["status"] not in (FINISHED, DIVERGED, FAILED):
+            rule = f"{file} must have {', '.join(wrong) or 'status'} as studies write them"
             raise UserError(f"{rule}, got others in run {row['run']}; restore the file, or delete the line")
-    return [Row(**{name: row[name] for name in _NAMES}) for row in rows]
+    return [Row(**{name: row[name] for name in _FIELDS}) for row in rows]
 
 
 def write_rows(file: Path, rows: Iterable[Row]) -> None:
-    """Write rows in place of a file, whole and sorted by part, cell, tuned values and seed."""
+    """Write rows in place of a file, whole and sorted by part, cell, tuned values and seed.
+
+    Values of axes that are numbers are sorted as numbers, and before texts.
+    """
+
+    def number(text: str) -> tuple[float, str]:
+        return (float(text), "") if re.fullmatch(r"-?\d+\.?\d*(e-?\d+)?", text) else (math.inf, text)
+
+    def order(row: Row) -> tuple:
+        levels = [(axis, number(value)) for axis, value in row.levels.items()]
+        return row.part, row.task, row.method, levels, sorted(row.tuned.items()), row.seed, row.run
+
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, "".join(as_line(asdict(row)) for row in sorted(rows, key=_order)))
+    write_atomically(file, "".join(as_line(asdict(row)) for row in sorted(rows, key=order)))
 
 
 def packed(outcomes: Sequence[bool]) -> str:
@@ -130,27 +120,9 @@ def packed(outcomes: Sequence[bool]) -> str:
     return base64.b64encode(np.packbits(np.asarray(outcomes, bool)).tobytes()).decode()
 
 
-def unpacked(row: Row) -> np.ndarray | None:
-    """Return the outcomes [prompts] of a row as booleans; None if it has no bits."""
-    if row.bits is None:
-        return None
-    return np.unpackbits(np.frombuffer(base64.b64decode(row.bits), np.uint8), count=row.prompts).astype(bool)
-
-
-def _order(row: Row) -> tuple:
-    levels = [(axis, _number(value)) for axis, value in row.levels.items()]
-    return row.part, row.task, row.method, levels, sorted(row.tuned.items()), row.seed, row.run
-
-
-def _number(text: str) -> tuple[float, str]:
-    """Return a key that sorts numbers by their value, and texts after numbers."""
-    return (float(text), "") if re.fullmatch(r"-?\d+\.?\d*(e-?\d+)?", text) else (float("inf"), text)
-
-
 # The rows of a study as values per cell and seed, and sums of cells with intervals and tests.
 
 
-START = "start"  # the value before training, as a quantity
 FEWEST = 3  # seeds without which nothing is stated
 _OTHER: Mapping[Side, Side] = {"greater": "less", "less": "greater"}
 
@@ -250,12 +222,12 @@ class Results:
         self.level = LEVEL / spec.looks
         self.lacking: Counter[Cell] = Counter()  # how many runs of a cell failed
         self.seeds: dict[Cell, int] = {}  # how many seeds a complete cell has
-        own = cells(spec)
+        own = spec.cells()
         self.expected = len(own) * len(spec.seeds)
         self._add(spec, own, (row for row in rows if row.seed in spec.seeds), {})
         self.missing = self.expected - sum(map(len, self.cells.values())) - len(self.failed)
         for each, found in zip(spec.include, included, strict=False):
-            self._add(each.spec, cells(each.spec, each.grids), found, each.levels)
+            self._add(each.spec, each.spec.cells(each.grids), found, each.levels)
 
     @classmethod
     def read(cls, spec: Spec) -> Results:
@@ -269,14 +241,14 @@ class Results:
     def _add(self, spec: Spec, wanted: Iterable[Cell], rows: Iterable[Row], more: Mapping[str, str]) -> None:
         """Add the rows of some cells of a study; `more`: values of axes that the study lacks."""
         own = {
-            cell: cell_of(self.spec, cell.task, cell.method, {**dict(cell.levels), **more})
+            cell: self.spec.cell(cell.task, cell.method, {**dict(cell.levels), **more})
             for cell in wanted
             if cell.task in self.spec.tasks and cell.method in self.spec.methods
         }
         own = {cell: shown for cell, shown in own.items() if shown not in self.seeds}
         self.seeds |= dict.fromkeys(own.values(), len(spec.seeds))
         for row in rows:
-            cell = cell_of(spec, row.task, row.method, row.levels)
+            cell = spec.cell(row.task, row.method, row.levels)
             if row.part != TABLE or cell not in own or not row.levels.keys() <= spec.axes.keys():
                 continue
             if row.status == FAILED:
@@ -299,19 +271,22 @@ class Results:
 
     def collapsed(self, cell: Cell) -> int:
         """Return the number of collapsed runs of a cell."""
-        return int(sum(self.measured(cell, COLLAPSED).values()))
+        return int(sum(self.measured(cell, Quantity.COLLAPSED).values()))
 
     def terms(self, quantity: str, cell: Cell, axis: str = "") -> list[Term]:
         """Return a quantity of tables, a slope or a metric as a sum of cells; `axis`: of loss or slope."""
-        if quantity == LOSS:
+        if quantity == Quantity.LOSS:
             base = cell.at({axis: self.spec.axes[axis].bases[cell.task]})
             sign = self.spec.tasks[cell.task].sign
-            return [Term(sign, base, VALUE), Term(-sign, cell, VALUE)]
-        if quantity == SLOPE:
+            return [Term(sign, base, Quantity.VALUE), Term(-sign, cell, Quantity.VALUE)]
+        if quantity == Quantity.SLOPE:
             levels = list(self.spec.axes[axis].values)
             x = np.log2(np.asarray(levels, float))
             weights = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
-            return [Term(w, cell.at({axis: level}), VALUE) for w, level in zip(weights, levels, strict=True)]
+            return [
+                Term(w, cell.at({axis: level}), Quantity.VALUE)
+                for w, level in zip(weights, levels, strict=True)
+            ]
         return [Term(1.0, cell, quantity)]
 
     def contrast(self, terms: Sequence[Term]) -> Contrast:
@@ -328,7 +303,11 @@ class Results:
         fallen = {term.cell: self.collapsed(term.cell) for term in terms}
         doubtful: set[Side] = set()
         for weight, cell, quantity in (term for term in terms if fallen[term.cell]):
-            known = quantity in (VALUE, AT_KL, AT_TIME)  # in which direction the quantity is better
+            known = quantity in (
+                Quantity.VALUE,
+                Quantity.AT_KL,
+                Quantity.AT_TIME,
+            )  # in which direction the quantity is better
             up = weight * self.spec.tasks[cell.task].sign > 0
             doubtful |= {"greater" if up else "less"} if known else {"greater", "less"}
         weights = [term.weight for term in terms]
@@ -340,7 +319,9 @@ class Results:
 
     def table(self, cell: Cell) -> np.ndarray | None:
         """Return the values [methods, seeds] of the column of a cell; None if values are missing."""
-        column = self.contrast([Term(1.0, cell.at({}, method), VALUE) for method in self.spec.methods])
+        column = self.contrast(
+            [Term(1.0, cell.at({}, method), Quantity.VALUE) for method in self.spec.methods]
+        )
         whole = ~np.isnan(column.samples).any(axis=0)
         few = min(map(len, column.apart)) < len(self.spec.seeds) or sum(whole) < 2
         return None if few else column.samples[:, whole]
@@ -349,22 +330,22 @@ class Results:
 def _measured(row: Row, task: Task, quantity: str, exact: bool) -> float | None:
     """Return a quantity of a run; None if the run does not have it."""
     metric = task.metric or row.metric
-    if quantity == COLLAPSED:
+    if quantity == Quantity.COLLAPSED:
         values = [task.sign * value for value in row.evaluations.get(metric, ()) if value is not None]
         fallen = bool(values) and values[-1] <= max(values) - task.fall + 1e-9
         return float(row.status == DIVERGED or fallen)
-    if quantity in (AT_KL, AT_TIME):
+    if quantity in (Quantity.AT_KL, Quantity.AT_TIME):
         names, x, power = (
             (("eval/kl", "eval/gold_score"), task.at_kl, 0.5)
-            if quantity == AT_KL
+            if quantity == Quantity.AT_KL
             else (("rollouts/time_s", metric), task.at_time, 1.0)
         )
         points = (row.evaluations.get(name, ()) for name in names)
         return None if x is None else _value_at(zip(*points, strict=False), x, power)
-    if quantity == START:
+    if quantity == Quantity.START:
         first = [row.evaluations.get(name, ()) for name in ("update", metric)]
         return first[1][0] if all(first) and first[0][0] == 0 else None
-    if quantity != VALUE:
+    if quantity != Quantity.VALUE:
         return row.metrics.get(quantity, row.means.get(quantity))
     value = task.worst if row.status == DIVERGED else row.metrics.get(metric)
     if value is not None and exact and row.prompts:
@@ -394,7 +375,7 @@ def _value_at(points: Iterable[tuple[float | None, float | None]], at: float, po
 
 def named(spec: Spec) -> Iterator[tuple[str, str]]:
     """Yield the metrics that a study names: key of the study file, name."""
-    formulas = {f"claims.{said}": read_formula(text) for said, text in spec.claims.items()}
+    formulas = {f"claims.{said}": Formula.read(text) for said, text in spec.claims.items()}
     found = [(f"tasks.{name}.metric", task.metric) for name, task in spec.tasks.items()]
     found += [(f"tables.{place}", each.quantity) for place, each in enumerate(spec.tables)]
     found += [(f"figures.{place}", each.quantity) for place, each in enumerate(spec.figures)]
@@ -407,7 +388,7 @@ def named(spec: Spec) -> Iterator[tuple[str, str]]:
 
 
 _ELSEWHERE = "no grid of the task has such a cell"
-HOLDS, NOT, UNDECIDED = "holds", "does not hold", "undecided"
+_HOLDS, _NOT, UNDECIDED = "holds", "does not hold", "undecided"
 _MANY = 1000  # more seeds are not counted
 
 
@@ -421,11 +402,16 @@ class Judged(NamedTuple):
     numbers: str
     contrasts: Mapping[str, Contrast] = {}  # the differences that it is about, of all seeds
 
+    @property
+    def holds(self) -> bool | None:
+        """Whether the claim holds; None if this is not decided."""
+        return True if self.verdict.startswith(_HOLDS) else False if self.verdict == _NOT else None
+
 
 def judged(results: Results) -> Iterator[Judged]:
     """Yield the claims with their verdicts: for each task whose grids have the cells, or for all together."""
     for said, text in results.spec.claims.items():
-        formula = read_formula(text)
+        formula = Formula.read(text)
         assert formula is not None
         together = formula.pooled or formula.left is None
         for tasks in [[*results.spec.tasks]] if together else [[task] for task in results.spec.tasks]:
@@ -473,9 +459,9 @@ def decided(
     sides = [[c.unsure(side, family, level) for c in contrasts.values()] for side in doubts]
     if max(above) < level / 2 and not any(sides[0]):
         exact = all(c.paired and 2.0**-c.seeds < level / 2 for c in contrasts.values())
-        return HOLDS if exact else f"{HOLDS} (by t test, not confirmed exactly)"
+        return _HOLDS if exact else f"{_HOLDS} (by t test, not confirmed exactly)"
     if any(p < level / 2 and not doubt for p, doubt in zip(below, sides[1], strict=True)):
-        return NOT
+        return _NOT
     if max(above) < level / 2 or min(below) < level / 2:
         return f"cannot be decided with {n} seeds"
     _, worst = max(zip(above, contrasts.values(), strict=True), key=lambda pair: pair[0])
@@ -502,41 +488,6 @@ def shown(estimate: Estimate, decimals: int = 3, zero: str = "z") -> str:
     return centre if estimate.seeds < 2 else f"{centre} ({low}, {high})"
 
 
-def call_own(spec: Spec, key: str, address: str, rows: Sequence[Row]) -> Any:
-    """Return what a function of the user, <file>.py:<function> or <module>:<function>, returns for rows.
-
-    Args:
-        spec: the study; the path of a file is relative to the folder of its file.
-        key: the key of the address.
-        address: the function.
-        rows: the rows of a study.
-
-    Raises:
-        UserError: there is no such function, or it failed.
-    """
-    place, _, name = address.rpartition(":")
-    try:
-        if place.endswith(".py"):
-            return run_path(str(spec.file.parent / place))[name](rows)
-        return load_function(key, address, None)(rows)
-    except (Exception, SystemExit) as error:
-        got = f"{one_line(error)}{place_in_code(error, __file__)}"
-        raise UserError(f"{spec.at(key)} must be a function of rows, got {got}; correct {address}") from None
-
-
-def _own_differences(spec: Spec, key: str, address: str, rows: Sequence[Row]) -> dict[str, Contrast]:
-    """Return the differences that a function of the user makes of rows."""
-    found = call_own(spec, key, address, rows)
-    try:
-        samples = {str(name): np.array([values], float) for name, values in found.items()}
-    except (AttributeError, TypeError, ValueError):
-        samples = {}
-    if not samples or not all(x.ndim == 2 and np.isfinite(x).all() for x in samples.values()):
-        rule = f"{spec.at(key)} must return differences by name, one number for each seed"
-        raise UserError(f'{rule}, got {shortened(repr(found), 60)}; return {{"a - b": [0.1, -0.2, 0.3]}}')
-    return {name: Contrast(x, [1.0], True, 0) for name, x in samples.items()}
-
-
 def _verdict(
     results: Results, formula: Formula, tasks: Sequence[str], key: str
 ) -> tuple[str, str, Mapping[str, Contrast]]:
@@ -552,22 +503,26 @@ def _verdict(
         return "runs are missing", "", {}
     contrasts = {name: results.contrast(each) for name, each in terms.items()}
     if left is None:
-        contrasts = _own_differences(results.spec, key, formula.text, results.rows)
+        own = results.spec.call(key, formula.text, results.rows)
+        try:
+            samples = {str(name): np.array([values], float) for name, values in own.items()}
+        except (AttributeError, TypeError, ValueError):
+            samples = {}
+        if not samples or not all(x.ndim == 2 and np.isfinite(x).all() for x in samples.values()):
+            rule = f"{results.spec.at(key)} must return differences by name, one number for each seed"
+            raise UserError(f'{rule}, got {shortened(repr(own), 60)}; return {{"a - b": [0.1, -0.2, 0.3]}}')
+        contrasts = {name: Contrast(x, [1.0], True) for name, x in samples.items()}
     if not contrasts or not all(map(results.complete, terms.values())):
         return f"{UNDECIDED}: a run failed, or does not have the value", "", {}
     contrasts = {name: contrasts[name] for name in distinct({n: c.samples for n, c in contrasts.items()})}
     told = about = contrasts
     remark = ""
     if left is not formula.left and left is not None:
-        side, signs = (
-            Operand(VALUE, (), left.levels),
-            {n: task.sign for n, task in results.spec.tasks.items()},
-        )
         n = min(each.seeds for each in contrasts.values())
         half = n // 2 if n // 2 >= FEWEST else 0  # seeds that choose the method
-        values = {}
-        for name in contrasts:
-            cells = _terms(results, side, name, {}, tasks, 1.0)
+        signs, values = {name: task.sign for name, task in results.spec.tasks.items()}, {}
+        every = Operand(Quantity.VALUE, tuple(contrasts), left.levels)
+        for name, cells in _differences(results, replace(formula, right=None), every, tasks).items():
             scores = [each._replace(weight=each.weight * signs[each.cell.task]) for each in cells]
             values[name] = results.contrast(scores).values[: half or None].mean()
         chosen = max(values, key=values.__getitem__)
@@ -576,7 +531,7 @@ def _verdict(
         if half:
             contrasts = told = {chosen: replace(told[chosen], samples=told[chosen].samples[:, half:])}
             chosen, remark = "", f", chosen by {half} seeds and judged by {n - half}"
-    decimals = 4 if left and left.quantity == SLOPE else 3
+    decimals = 4 if left and left.quantity == Quantity.SLOPE else 3
     numbers = ", ".join(f"{name} {shown(each.estimate, decimals)}" for name, each in told.items()) + remark
     fallen = ", ".join(f"{each.collapsed} in {name}" for name, each in told.items() if each.collapsed)
     numbers += f"; collapsed runs: {fallen}" if fallen else ""
@@ -589,35 +544,27 @@ def _verdict(
 def _differences(
     results: Results, formula: Formula, left: Operand, tasks: Sequence[str]
 ) -> dict[str, list[Term]]:
-    """Return left minus factor * right of a claim, by name, for all methods and for all values of `every`."""
-    right, axes, found = formula.right, results.spec.axes, {}
+    """Return left minus factor * right of a claim as sums of cells, the mean over the tasks.
+
+    The sums have names, and are those of all methods and of all values of `every`.
+    """
+    right, axes, found = formula.right, results.spec.axes, {}  # type: Operand | None, Any, dict[str, list[Term]]
+
+    def terms(side: Operand, method: str, weight: float) -> list[Term]:
+        levels = {**side.levels, **every}
+        axis = side.over or next(iter(levels), "")
+        cells = (results.spec.cell(task, method, levels) for task in tasks)
+        parts = (term for cell in cells for term in results.terms(side.quantity, cell, axis))
+        return [term._replace(weight=weight / len(tasks) * term.weight) for term in parts]
+
     for method, levels in product(left.methods, product(*(axes[axis].values for axis in left.every))):
         every = dict(zip(left.every, levels, strict=True))
         place = "".join(f" {axis}={value}" for axis, value in every.items())
-        terms = _terms(results, left, method, every, tasks, 1.0)
         if right is None:
-            found[method + place] = terms
+            found[method + place] = terms(left, method, 1.0)
             continue
         same = right.methods == (SAME,)
         for other in [method] if same else [each for each in right.methods if each != method]:
             name = method if same else f"{method} - {other}"
-            found[name + place] = terms + _terms(results, right, other, every, tasks, -formula.factor)
+            found[name + place] = terms(left, method, 1.0) + terms(right, other, -formula.factor)
     return found
-
-
-def _terms(
-    results: Results,
-    side: Operand,
-    method: str,
-    every: Mapping[str, str],
-    tasks: Sequence[str],
-    weight: float,
-) -> list[Term]:
-    """Return a side of a claim about a method as a sum of cells, the mean over the tasks."""
-    levels = {**side.levels, **every}
-    axis = side.over or next(iter(levels), "")
-    return [
-        term._replace(weight=weight / len(tasks) * term.weight)
-        for task in tasks
-        for term in results.terms(side.quantity, cell_of(results.spec, task, method, levels), axis)
-    ]

@@ -6,12 +6,16 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from enum import StrEnum
 from itertools import product
 from pathlib import Path
+from runpy import run_path
 from typing import Any, NamedTuple
 
 from rlhf.core import files
+from rlhf.core.errors import UserError, one_line, place_in_code
 from rlhf.core.files import component
+from rlhf.usercode.address import load_function
 from rlhf.words.catalogue import read_overrides
 from rlhf.words.suggestions import KNOWN, suggestion
 
@@ -20,8 +24,19 @@ from rlhf.words.suggestions import KNOWN, suggestion
 # Values of axes and tuned values are texts, as in the file (`studies/*.yaml`). This module imports no torch.
 
 
-VALUE, LOSS, AT_KL, AT_TIME, COLLAPSED = "value", "loss", "at_kl", "at_time", "collapsed"
-QUANTITIES = (VALUE, LOSS, AT_KL, AT_TIME, COLLAPSED)  # of tables and figures, beside names of metrics
+class Quantity(StrEnum):
+    """A quantity of tables and figures (the first five) and of claims, beside names of metrics."""
+
+    VALUE = "value"
+    LOSS = "loss"
+    AT_KL = "at_kl"
+    AT_TIME = "at_time"
+    COLLAPSED = "collapsed"
+    SLOPE = "slope"
+    START = "start"  # the value before training
+
+
+_QUANTITIES = tuple(Quantity)[:5]
 Levels = Mapping[str, str]  # axis -> value
 Grid = Mapping[str, tuple[str, ...]]  # "task", "method" or axis -> the values that are combined
 
@@ -72,7 +87,7 @@ class Tune:
 
 
 class Table(NamedTuple):
-    """A table or figure: a quantity of `QUANTITIES` or a metric, an axis ("": at the bases), and a title."""
+    """A table or figure: a quantity of `_QUANTITIES` or a metric, an axis ("": at the bases), and a title."""
 
     quantity: str
     axis: str
@@ -82,6 +97,30 @@ class Table(NamedTuple):
     def file_name(self) -> str:
         """The name of a file with the table, without suffix."""
         return component("_over_".join(filter(None, (self.quantity.replace("/", "_"), self.axis))))
+
+    @staticmethod
+    def read(text: str, tasks: Mapping[str, Task], axes: Collection[str]) -> Table | tuple[str, str, str]:
+        """Return the table of a text such as "loss over lag as the loss"; else rule, value and remedy.
+
+        Args:
+            text: the text.
+            tasks: the tasks, which determine the quantities that runs have, beside metrics.
+            axes: the axes.
+        """
+        known = _quantities(tasks)
+        said, _, title = text.partition(" as ")
+        quantity, over, axis = said.partition(" over ")
+        quantity = quantity.removeprefix("value ").strip()
+        if quantity not in known and "/" not in quantity:
+            guess = suggestion(quantity, [*known, *KNOWN], "did you mean {}?") or "write value over <axis>"
+            remedy = f"add tasks.<name>.{quantity}" if quantity in _QUANTITIES else guess
+            return f"must be <quantity> over <axis> ({', '.join(known)}, or a metric)", text, remedy
+        if quantity == Quantity.LOSS and not over:
+            return "must be over an axis", text, f"write {Quantity.LOSS} over <axis>"
+        if over and axis not in axes:
+            guess = suggestion(axis, axes, "did you mean {}?") or "choose one of them"
+            return f"must be over an axis ({', '.join(axes) or 'there are none'})", axis, guess
+        return Table(quantity, axis, title)
 
 
 @dataclass(frozen=True)
@@ -93,9 +132,58 @@ class Include:
     levels: Levels
 
 
+class Cell(NamedTuple):
+    """Settings whose runs differ only in the seed: a task, a method, and a value of each axis.
+
+    `levels` has a pair (axis, value) for each axis of the study, in the order of the file.
+    """
+
+    task: str
+    method: str
+    levels: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([self.task, self.method, *(f"{axis}={value}" for axis, value in self.levels)])
+
+    def at(self, levels: Mapping[str, str], method: str | None = None) -> Cell:
+        """Return the cell with other values of some axes, or another method."""
+        changed = tuple((axis, levels.get(axis, value)) for axis, value in self.levels)
+        return Cell(self.task, method or self.method, changed)
+
+
+TABLE, TUNE = "table", "tune"  # parts of a study
+Tuned = tuple[tuple[str, str], ...]  # value of each tuned key
+
+
+class Run(NamedTuple):
+    """A run of a study: a cell, a seed, the value of each tuned key, and the part (table or tune)."""
+
+    cell: Cell
+    seed: int
+    tuned: Tuned
+    part: str
+
+    def __str__(self) -> str:
+        shown = [f"{key}={value}" for key, value in self.tuned] if self.part == TUNE else []
+        return " ".join([str(self.cell), *shown, f"seed {self.seed}"])
+
+    def names(self) -> dict[str, Any]:
+        """Return the fields of a row that name its run."""
+        task, method, levels = self.cell
+        names = {"task": task, "method": method, "levels": dict(levels)}
+        return names | {"seed": self.seed, "part": self.part, "tuned": dict(self.tuned)}
+
+
+_LOOK, CLAIMS = "look", "claims"  # kinds of events of history.jsonl
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A study file. Tasks, methods, axes and claims are in the order of the file."""
+    """A study file, with its cells, the overrides of its runs, and its history (history.jsonl).
+
+    Tasks, methods, axes and claims are in the order of the file. The history has looks at the claims, the
+    claims when the runs started, and other events.
+    """
 
     file: Path
     name: str
@@ -139,6 +227,140 @@ class Spec:
         """The file of rows."""
         return self.folder / "rows.jsonl"
 
+    def cell(self, task: str, method: str, levels: Mapping[str, str]) -> Cell:
+        """Return a cell; an axis without a value has the base of the task."""
+        bases = ((axis, declared.bases.get(task, "")) for axis, declared in self.axes.items())
+        return Cell(task, method, tuple((axis, levels.get(axis, base)) for axis, base in bases))
+
+    def cells(self, grids: Sequence[Grid] | None = None) -> list[Cell]:
+        """Return the cells of grids (None: those of the study), each once, in the order of the grids."""
+        found: dict[Cell, None] = {}
+        for grid in self.grids if grids is None else grids:
+            names = {"task": tuple(self.tasks), "method": tuple(self.methods), **grid}
+            for values in product(*names.values()):
+                levels = dict(zip(names, values, strict=True))
+                found[self.cell(levels.pop("task"), levels.pop("method"), levels)] = None
+        return list(found)
+
+    def _layers(self, run: Run) -> dict[str, Sequence[str]]:
+        """Return the overrides of a run by the key of the study file they come from; a later key wins."""
+        cell = run.cell
+        return {
+            "set": self.overrides,
+            f"tasks.{cell.task}": self.tasks[cell.task].overrides,
+            f"methods.{cell.method}": self.methods[cell.method].overrides,
+            **{f"axes.{axis}": self.axes[axis].values[value] for axis, value in cell.levels},
+            "tune.set": self.tune.overrides if self.tune is not None and run.seed in self.tune.seeds else (),
+            **{f"tune.{key}": [f"{key}={value}"] for key, value in run.tuned},
+            "repeat": [f"{key}={run.seed}" for key in self.repeat],
+        }
+
+    def overrides_of(self, run: Run) -> list[str]:
+        """Return the overrides of a run, each key once, without those of the machine, as paths."""
+        texts = [text for layer in self._layers(run).values() for text in layer]
+        return list({each.key: each.text for each in read_overrides(texts)}.values())
+
+    def origin(self, run: Run, key: str) -> str:
+        """Return the key of the study file from which a run has a config key, or that of its method."""
+        layers = self._layers(run).items()
+        found = [name for name, texts in layers if any(each.key == key for each in read_overrides(texts))]
+        return key if key in self.lines else found[-1] if found else f"methods.{run.cell.method}"
+
+    def set_twice(self) -> dict[str, list[str]]:
+        """Return the config keys that several keys of the study file set: config key -> keys of the file."""
+        found: dict[str, dict[str, None]] = {}
+        tuned = tuple((key, "") for key in self.tune.values) if self.tune else ()
+        for cell in self.cells():
+            origins: dict[str, list[str]] = {}
+            for origin, texts in self._layers(Run(cell, 0, tuned, TABLE)).items():
+                for each in read_overrides(texts):
+                    origins.setdefault(each.key, []).append(origin)
+            for key, several in origins.items():
+                if len(several) > 1:
+                    found.setdefault(key, {}).update(dict.fromkeys(several))
+        return {key: list(several) for key, several in found.items()}
+
+    def tuning_point(self, cell: Cell) -> str:
+        """Return the name of the point of `tune.at` whose choice a cell uses: the last one that it reaches.
+
+        A cell reaches a point if one of its values is at least that of `reach`; numbers are compared as
+        numbers, and other values by their place in the file. The point `a+b` is for cells that reach both.
+        """
+        assert self.tune is not None
+
+        def rank(axis: str, value: str) -> float:
+            try:
+                return float(value)
+            except ValueError:
+                return list(self.axes[axis].values).index(value)
+
+        reached = [
+            point
+            for point, limits in self.tune.reach.items()
+            if any(
+                axis in limits and rank(axis, value) >= rank(axis, limits[axis])
+                for axis, value in cell.levels
+            )
+        ]
+        both = "+".join(reached)
+        return both if both in self.tune.at else [next(iter(self.tune.at)), *reached][-1]
+
+    def tuning_cell(self, cell: Cell) -> Cell:
+        """Return the cell of the runs that choose the tuned values of a cell."""
+        assert self.tune is not None
+        return self.cell(cell.task, cell.method, self.tune.at[self.tuning_point(cell)])
+
+    def call(self, key: str, address: str, rows: Sequence[object]) -> Any:
+        """Return what a function of the user, <file>.py:<function> or <module>:<function>, returns for rows.
+
+        Args:
+            key: the key of the address.
+            address: the function; the path of a file is relative to the folder of the study file.
+            rows: the rows of a study.
+
+        Raises:
+            UserError: there is no such function, or it failed.
+        """
+        place, _, name = address.rpartition(":")
+        try:
+            if place.endswith(".py"):
+                return run_path(str(self.file.parent / place))[name](rows)
+            return load_function(key, address, None)(rows)
+        except (Exception, SystemExit) as error:
+            got = f"{one_line(error)}{place_in_code(error, __file__)}"
+            raise UserError(
+                f"{self.at(key)} must be a function of rows, got {got}; correct {address}"
+            ) from None
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of a kind, in the order of time."""
+        every = files.read_lines(self.folder / "history.jsonl", ["kind", "time"])
+        return [event for event in every if event["kind"] == kind]
+
+    def record(self, kind: str, **content: object) -> None:
+        """Append an event with its time (UTC)."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        time = datetime.now(UTC).isoformat(timespec="seconds")
+        files.append(self.folder / "history.jsonl", [{"kind": kind, "time": time, **content}])
+
+    def record_claims(self) -> None:
+        """Record the claims when the first run of a table starts, unless an earlier call has done so."""
+        if not self.events(CLAIMS):
+            self.record(CLAIMS, claims=dict(self.claims))
+
+    def added_later(self) -> set[str]:
+        """Return the sentences of claims that were added or changed after the runs started."""
+        first = [event["claims"] for event in self.events(CLAIMS)][:1]
+        return {s for s, text in self.claims.items() if first and first[0].get(s) != text}
+
+    def look(self, rows: object) -> int:
+        """Record a look at the claims if something changed since the last one; return the number of looks."""
+        seen, mark = self.events(_LOOK), files.digest([rows, dict(self.claims)])
+        if seen and seen[-1]["rows"] == mark:
+            return len(seen)
+        self.record(_LOOK, rows=mark, seeds=len(self.seeds))
+        return len(seen) + 1
+
 
 def folder_of(file: Path, name: str) -> Path:
     """Return the folder of a study (see `Spec.folder`)."""
@@ -163,7 +385,7 @@ def folder_of(file: Path, name: str) -> Path:
 # rows and returns {name: one difference per seed}. The claim holds if all means are above 0.
 
 
-SAME, BEST, SLOPE = "same", "best", "slope"
+SAME, BEST = "same", "best"
 _SIDE = re.compile(r"(?P<quantity>[\w/]+)\((?P<methods>[^()]*)\)(?P<words>[^<>()*]*)")
 _WORDS = re.compile(
     r"(?<!\S)(?:over (?P<over>\S+)|at every (?P<every>\S+)|(?:at )?(?P<axis>[^\s=]+)=(?P<value>\S*))"
@@ -196,29 +418,67 @@ class Formula:
     right: Operand | None = None
     pooled: bool = False  # whether the quantities are means over the tasks
 
-
-def read_formula(text: str) -> Formula | None:
-    """Return a claim; None if the text is not of the grammar."""
-    if _FUNCTION.fullmatch(text):
-        return Formula(text)
-    words, pooled = re.subn(r" pooled$", "", text)
-    first, sign, second = (re.split(r" (<|>|within) ", words, maxsplit=1) + ["", ""])[:3]
-    found = _NUMBER.match(second)
-    number, link = (float(found[1]), found[2]) if found else (0.0, "")
-    rest = second[found.end() :] if found else second
-    if link not in ((None, "of") if sign == "within" else (None, "", "*")):
-        return None
-    if link is None:  # a number alone: the words after it belong to the left side
-        left, right = _side(first + rest), None
-    else:
-        left, right = _side(first), _side(rest.strip())
-        if left is None or right is None:
+    @staticmethod
+    def read(text: str) -> Formula | None:
+        """Return a claim; None if the text is not of the grammar."""
+        if _FUNCTION.fullmatch(text):
+            return Formula(text)
+        words, pooled = re.subn(r" pooled$", "", text)
+        first, sign, second = (re.split(r" (<|>|within) ", words, maxsplit=1) + ["", ""])[:3]
+        found = _NUMBER.match(second)
+        number, link = (float(found[1]), found[2]) if found else (0.0, "")
+        rest = second[found.end() :] if found else second
+        if link not in ((None, "of") if sign == "within" else (None, "", "*")):
             return None
-        left, right = _placed(left, right), _placed(right, left)
-    if left is None:
-        return None
-    factor, number = (number, 0.0) if link == "*" else (1.0, number)
-    return Formula(text, left, sign, number, factor, right, bool(pooled))
+        if link is None:  # a number alone: the words after it belong to the left side
+            left, right = _side(first + rest), None
+        else:
+            left, right = _side(first), _side(rest.strip())
+            if left is None or right is None:
+                return None
+            left, right = _placed(left, right), _placed(right, left)
+        if left is None:
+            return None
+        factor, number = (number, 0.0) if link == "*" else (1.0, number)
+        return Formula(text, left, sign, number, factor, right, bool(pooled))
+
+    def problems(
+        self, methods: Iterable[str], axes: Mapping[str, Axis], tasks: Mapping[str, Task] | None = None
+    ) -> list[str]:
+        """Return what is wrong with the names of a claim: a rule for each problem."""
+        known, quantities, found = [*methods, SAME, BEST], _quantities(tasks or {}), []
+        sides = [side for side in (self.left, self.right) if side is not None]
+        if any(BEST in side.methods for side in sides) and (
+            len(sides[0].methods) > 1 or sides[0].every or sides[1:]
+        ):
+            found.append(f"compare {BEST} with a number")
+        if sides and SAME in sides[0].methods:
+            found.append(f"have {SAME} on the right only")
+        if sides[1:] and sides[0].methods == sides[1].methods and len(sides[0].methods) == 1:
+            found.append(f"compare different methods, or {SAME} at other values")
+        for side in sides:
+            named = [*side.levels, *side.every, *filter(None, [side.over])]
+            said = [("methods", m, known) for m in side.methods] + [("axes", axis, [*axes]) for axis in named]
+            said += [(f"a value of {a}", v, [*axes[a].values]) for a, v in side.levels.items() if a in axes]
+            for what, name, names in said:
+                if name not in names:
+                    guess = suggestion(name, names, " (did you mean {}?)")
+                    found.append(f"name {what} ({', '.join(names) or 'there are none'}), not {name}{guess}")
+            if side.quantity not in (*quantities, Quantity.SLOPE) and "/" not in side.quantity:
+                every = ", ".join([*quantities, Quantity.SLOPE])
+                why = suggestion(side.quantity, [*quantities, Quantity.SLOPE, *KNOWN], " (did you mean {}?)")
+                why = f" (add tasks.<name>.{side.quantity})" if side.quantity in _QUANTITIES else why
+                found.append(f"be about {every} or a metric, not {side.quantity}{why}")
+            if (side.quantity == Quantity.SLOPE) != bool(side.over):
+                found.append(f"have 'over <axis>' after {Quantity.SLOPE}, and nowhere else")
+            if side.over in axes and not all(map(_POSITIVE.fullmatch, axes[side.over].values)):
+                found.append(f"have a slope over an axis of positive numbers, not {side.over}")
+            if side.quantity == Quantity.LOSS and not side.levels and not side.every:
+                found.append("say at which value of an axis a loss is meant, as 'at lag=64'")
+            axis, value = next(iter(side.levels.items()), ("", ""))
+            if side.quantity == Quantity.LOSS and axis in axes and {*axes[axis].bases.values()} == {value}:
+                found.append(f"be about a loss at another value than the base ({axis}={value})")
+        return found
 
 
 def _side(text: str) -> Operand | None:
@@ -242,235 +502,7 @@ def _placed(side: Operand, other: Operand) -> Operand:
     return replace(side, levels=other.levels, every=other.every, over=other.over)
 
 
-def problems(
-    formula: Formula,
-    methods: Iterable[str],
-    axes: Mapping[str, Axis],
-    quantities: Collection[str] = QUANTITIES,
-) -> list[str]:
-    """Return what is wrong with the names of a claim: a rule for each problem."""
-    known, found = [*methods, SAME, BEST], []
-    sides = [side for side in (formula.left, formula.right) if side is not None]
-    if any(BEST in side.methods for side in sides) and (
-        len(sides[0].methods) > 1 or sides[0].every or sides[1:]
-    ):
-        found.append(f"compare {BEST} with a number")
-    if sides and SAME in sides[0].methods:
-        found.append(f"have {SAME} on the right only")
-    if sides[1:] and sides[0].methods == sides[1].methods and len(sides[0].methods) == 1:
-        found.append(f"compare different methods, or {SAME} at other values")
-    for side in sides:
-        named = [*side.levels, *side.every, *filter(None, [side.over])]
-        said = [("methods", m, known) for m in side.methods] + [("axes", axis, [*axes]) for axis in named]
-        said += [(f"a value of {a}", v, [*axes[a].values]) for a, v in side.levels.items() if a in axes]
-        for what, name, names in said:
-            if name not in names:
-                guess = suggestion(name, names, " (did you mean {}?)")
-                found.append(f"name {what} ({', '.join(names) or 'there are none'}), not {name}{guess}")
-        if side.quantity not in (*quantities, SLOPE) and "/" not in side.quantity:
-            why = suggestion(side.quantity, [*quantities, SLOPE, *KNOWN], " (did you mean {}?)")
-            why = f" (add tasks.<name>.{side.quantity})" if side.quantity in QUANTITIES else why
-            found.append(f"be about {', '.join(quantities)}, {SLOPE} or a metric, not {side.quantity}{why}")
-        if (side.quantity == SLOPE) != bool(side.over):
-            found.append(f"have 'over <axis>' after {SLOPE}, and nowhere else")
-        if side.over in axes and not all(map(_POSITIVE.fullmatch, axes[side.over].values)):
-            found.append(f"have a slope over an axis of positive numbers, not {side.over}")
-        if side.quantity == LOSS and not side.levels and not side.every:
-            found.append("say at which value of an axis a loss is meant, as 'at lag=64'")
-        axis, value = next(iter(side.levels.items()), ("", ""))
-        if side.quantity == LOSS and axis in axes and {*axes[axis].bases.values()} == {value}:
-            found.append(f"be about a loss at another value than the base ({axis}={value})")
-    return found
-
-
-def quantities(tasks: Mapping[str, Task]) -> list[str]:
+def _quantities(tasks: Mapping[str, Task]) -> list[str]:
     """Return the quantities that the runs of tasks have: at_kl and at_time need the key of a task."""
     declared = tasks.values() or [Task(at_kl=1, at_time=1)]
-    return [each for each in QUANTITIES if any(getattr(task, each, 0) is not None for task in declared)]
-
-
-def read_table(text: str, known: Collection[str], axes: Collection[str]) -> Table | tuple[str, str, str]:
-    """Return the table of a text such as "loss over lag as the loss"; else rule, value and remedy.
-
-    Args:
-        text: the text.
-        known: the quantities that runs have, beside metrics.
-        axes: the axes.
-    """
-    said, _, title = text.partition(" as ")
-    quantity, over, axis = said.partition(" over ")
-    quantity = quantity.removeprefix("value ").strip()
-    if quantity not in known and "/" not in quantity:
-        guess = suggestion(quantity, [*known, *KNOWN], "did you mean {}?") or "write value over <axis>"
-        remedy = f"add tasks.<name>.{quantity}" if quantity in QUANTITIES else guess
-        return f"must be <quantity> over <axis> ({', '.join(known)}, or a metric)", text, remedy
-    if quantity == LOSS and not over:
-        return "must be over an axis", text, f"write {LOSS} over <axis>"
-    if over and axis not in axes:
-        guess = suggestion(axis, axes, "did you mean {}?") or "choose one of them"
-        return f"must be over an axis ({', '.join(axes) or 'there are none'})", axis, guess
-    return Table(quantity, axis, title)
-
-
-# The cells of a study, and the overrides of a run. This module imports no torch.
-
-
-class Cell(NamedTuple):
-    """Settings whose runs differ only in the seed: a task, a method, and a value of each axis.
-
-    `levels` has a pair (axis, value) for each axis of the study, in the order of the file.
-    """
-
-    task: str
-    method: str
-    levels: tuple[tuple[str, str], ...] = ()
-
-    def __str__(self) -> str:
-        return " ".join([self.task, self.method, *(f"{axis}={value}" for axis, value in self.levels)])
-
-    def at(self, levels: Mapping[str, str], method: str | None = None) -> Cell:
-        """Return the cell with other values of some axes, or another method."""
-        changed = tuple((axis, levels.get(axis, value)) for axis, value in self.levels)
-        return Cell(self.task, method or self.method, changed)
-
-
-def cell_of(spec: Spec, task: str, method: str, levels: Mapping[str, str]) -> Cell:
-    """Return a cell; an axis without a value has the base of the task."""
-    bases = ((axis, declared.bases.get(task, "")) for axis, declared in spec.axes.items())
-    return Cell(task, method, tuple((axis, levels.get(axis, base)) for axis, base in bases))
-
-
-def cells(spec: Spec, grids: Sequence[Grid] | None = None) -> list[Cell]:
-    """Return the cells of grids (None: those of the study), each once, in the order of the grids."""
-    found: dict[Cell, None] = {}
-    for grid in spec.grids if grids is None else grids:
-        names = {"task": tuple(spec.tasks), "method": tuple(spec.methods), **grid}
-        for values in product(*names.values()):
-            levels = dict(zip(names, values, strict=True))
-            found[cell_of(spec, levels.pop("task"), levels.pop("method"), levels)] = None
-    return list(found)
-
-
-def _layers(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> dict[str, Sequence[str]]:
-    """Return the overrides of a run by the key of the study file that they come from; a later key wins."""
-    for_choice = spec.tune.overrides if spec.tune is not None and seed in spec.tune.seeds else ()
-    return {
-        "set": spec.overrides,
-        f"tasks.{cell.task}": spec.tasks[cell.task].overrides,
-        f"methods.{cell.method}": spec.methods[cell.method].overrides,
-        **{f"axes.{axis}": spec.axes[axis].values[value] for axis, value in cell.levels},
-        "tune.set": for_choice,
-        **{f"tune.{key}": [f"{key}={value}"] for key, value in tuned.items()},
-        "repeat": [f"{key}={seed}" for key in spec.repeat],
-    }
-
-
-def overrides(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> list[str]:
-    """Return the overrides of a run, each key once, without those of the machine, as paths.
-
-    Args:
-        spec: the study.
-        cell: the cell of the run.
-        seed: the value of all keys of `spec.repeat`.
-        tuned: the value of each tuned key.
-    """
-    texts = [text for layer in _layers(spec, cell, seed, tuned).values() for text in layer]
-    return list({each.key: each.text for each in read_overrides(texts)}.values())
-
-
-def origin(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str], key: str) -> str:
-    """Return the key of the study file from which a run has a config key, by default that of the method."""
-    layers = _layers(spec, cell, seed, tuned).items()
-    found = [name for name, texts in layers if any(each.key == key for each in read_overrides(texts))]
-    return key if key in spec.lines else found[-1] if found else f"methods.{cell.method}"
-
-
-def set_twice(spec: Spec) -> dict[str, list[str]]:
-    """Return the config keys that several keys of the study file set: config key -> keys of the file."""
-    found: dict[str, dict[str, None]] = {}
-    tuned = dict.fromkeys(spec.tune.values, "") if spec.tune else {}
-    for cell in cells(spec):
-        origins: dict[str, list[str]] = {}
-        for origin, texts in _layers(spec, cell, 0, tuned).items():
-            for each in read_overrides(texts):
-                origins.setdefault(each.key, []).append(origin)
-        for key, several in origins.items():
-            if len(several) > 1:
-                found.setdefault(key, {}).update(dict.fromkeys(several))
-    return {key: list(several) for key, several in found.items()}
-
-
-def tuning_point(spec: Spec, cell: Cell) -> str:
-    """Return the name of the point of `spec.tune.at` whose choice a cell uses: the last one that it reaches.
-
-    A cell reaches a point if one of its values is at least that of `reach`; numbers are compared as numbers,
-    and other values by their place in the file. The point `a+b` is for cells that reach `a` and `b`.
-    """
-    assert spec.tune is not None
-
-    def rank(axis: str, value: str) -> float:
-        try:
-            return float(value)
-        except ValueError:
-            return list(spec.axes[axis].values).index(value)
-
-    reached = [
-        point
-        for point, limits in spec.tune.reach.items()
-        if any(
-            axis in limits and rank(axis, value) >= rank(axis, limits[axis]) for axis, value in cell.levels
-        )
-    ]
-    both = "+".join(reached)
-    return both if both in spec.tune.at else [next(iter(spec.tune.at)), *reached][-1]
-
-
-def tuning_cell(spec: Spec, cell: Cell) -> Cell:
-    """Return the cell of the runs that choose the tuned values of a cell."""
-    assert spec.tune is not None
-    return cell_of(spec, cell.task, cell.method, spec.tune.at[tuning_point(spec, cell)])
-
-
-# history.jsonl of a study: looks at the claims, claims when the runs started, and other events.
-
-
-LOOK, CLAIMS = "look", "claims"  # kinds of events
-
-
-def events(spec: Spec, kind: str) -> list[dict[str, Any]]:
-    """Return the events of a kind, in the order of time."""
-    return [event for event in files.read_lines(_file(spec), ["kind", "time"]) if event["kind"] == kind]
-
-
-def record(spec: Spec, kind: str, **content: object) -> None:
-    """Append an event with its time (UTC)."""
-    spec.folder.mkdir(parents=True, exist_ok=True)
-    time = datetime.now(UTC).isoformat(timespec="seconds")
-    files.append(_file(spec), [{"kind": kind, "time": time, **content}])
-
-
-def record_claims(spec: Spec) -> None:
-    """Record the claims, unless an earlier call has done so; call this when the first table run starts."""
-    if not events(spec, CLAIMS):
-        record(spec, CLAIMS, claims=dict(spec.claims))
-
-
-def added_later(spec: Spec) -> set[str]:
-    """Return the sentences of claims that were added or changed after the runs started."""
-    first = next(iter(events(spec, CLAIMS)), None)
-    return (
-        set() if first is None else {s for s, text in spec.claims.items() if first["claims"].get(s) != text}
-    )
-
-
-def look(spec: Spec, rows: object) -> int:
-    """Record a look at the claims unless nothing changed since the last one; return the number of looks."""
-    seen, mark = events(spec, LOOK), files.digest([rows, dict(spec.claims)])
-    if seen and seen[-1]["rows"] == mark:
-        return len(seen)
-    record(spec, LOOK, rows=mark, seeds=len(spec.seeds))
-    return len(seen) + 1
-
-
-def _file(spec: Spec) -> Path:
-    return spec.folder / "history.jsonl"
+    return [each for each in _QUANTITIES if any(getattr(task, each, 0) is not None for task in declared)]

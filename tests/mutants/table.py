@@ -268,8 +268,8 @@ MUTANTS = [
         ),
         ("if row.status == FAILED:", "if row.status in (FAILED, DIVERGED):"),
         (
-            "return [Term(sign, base, VALUE), Term(-sign, cell, VALUE)]",
-            "return [Term(1.0, base, VALUE), Term(-1.0, cell, VALUE)]",
+            "return [Term(sign, base, Quantity.VALUE), Term(-sign, cell, Quantity.VALUE)]",
+            "return [Term(1.0, base, Quantity.VALUE), Term(-1.0, cell, Quantity.VALUE)]",
         ),
         ("x = np.log2(np.asarray(levels, float))", "x = np.asarray(levels, float)"),
         (

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 from rlhf.core.errors import UserError
 from rlhf.report import drawing, figures, tables
 from rlhf.report.__main__ import main
-from rlhf.report.drawing import POINTS, curve, figure, seconds
+from rlhf.report.drawing import POINTS, curve
 from rlhf.report.groups import sections
 from rlhf.report.page import subtitle
 from rlhf.report.runs import METRICS, find_runs, read_run
@@ -130,9 +131,9 @@ def test_means_and_ranges_are_over_seeds_by_update(tmp_path):
     write_run(tmp_path / "a", seed=1, won=0.1)
     write_run(tmp_path / "b", seed=2, won=0.2)
     (group,) = grouped(tmp_path)
-    last = curve(group.finished, figure("eval/kl"), figure("eval/win_rate"))[-1]
+    last = curve(group.finished, "eval/kl", METRICS["eval/win_rate"]).iloc[-1]
     assert (last.x, last.y, last.low, last.high) == pytest.approx((2.0, 0.6, 0.4, 0.8))
-    assert len(curve(group.finished, figure("episode"), figure("objective/scores"))) == 4
+    assert len(curve(group.finished, "episode", METRICS["objective/scores"])) == 4
     table = results(read(tmp_path)[0])
     (_, cells), *_ = table.rows
     shown = dict(zip(table.columns, map(str, cells), strict=True))
@@ -142,14 +143,10 @@ def test_means_and_ranges_are_over_seeds_by_update(tmp_path):
 
 def test_wall_clock_is_the_sum_of_update_times_and_is_interpolated_between_rows(tmp_path):
     run = find_runs([str(write_run(tmp_path / "a"))]).runs[0]
-    points = curve([run], seconds, figure("eval/win_rate"))
-    assert [point.x for point in points] == [0.0, 4.0, 8.0]
-    sparse = [row for row in run.rows if row["update"] != 1 or "lr" not in row]
-    run.rows[:] = [
-        {**row, "time/update_s": 6.0} if "lr" in row and row["update"] == 2 else row for row in sparse
-    ]
-    del run.__dict__["trained"]  # a cached property
-    assert run.seconds_at(1) == pytest.approx(3.0) and run.seconds_at(2) == pytest.approx(6.0)
+    assert list(curve([run], "seconds", METRICS["eval/win_rate"]).x) == [0.0, 4.0, 8.0]
+    second = next(row for row in run.trained if row["update"] == 2)
+    rows = [{"update": 1, "eval/kl": 0.1}, {**second, "time/update_s": 6.0}]
+    assert list(replace(run, rows=rows).frame["seconds"]) == pytest.approx([3.0, 6.0])
 
 
 def test_the_mean_of_a_group_is_over_the_runs_that_have_the_metric(tmp_path):
@@ -192,9 +189,9 @@ def test_the_win_rate_stays_the_result_of_offline_training_with_an_accuracy_of_p
 
 def test_a_long_curve_is_thinned_to_means_of_neighbours(tmp_path):
     run = find_runs([str(write_run(tmp_path / "a"))]).runs[0]
-    run.rows[:] = [{"update": i, "y": float(i)} for i in range(10 * POINTS)]
-    points = curve([run], figure("update"), figure("y"))
-    assert len(points) == POINTS and points[0].y == points[0].x == 4.5
+    run = replace(run, rows=[{"update": i, "lr": float(i)} for i in range(10 * POINTS)])
+    points = curve([run], "update", METRICS["lr"])
+    assert len(points) == POINTS and points.y.iloc[0] == points.x.iloc[0] == 4.5
 
 
 def test_an_unfinished_run_is_marked_as_unfinished_and_excluded_from_means(tmp_path):
@@ -204,7 +201,7 @@ def test_an_unfinished_run_is_marked_as_unfinished_and_excluded_from_means(tmp_p
     assert group.seeds == "1; seed 2 unfinished, update 2 of 4"
     (_, cells), *_ = results(read(tmp_path)[0]).rows
     assert cells[0].after == pytest.approx(0.4) and cells[0].spread == ""
-    drawn = list(drawing.lines(group, figure("episode"), figure("eval/win_rate")))
+    drawn = list(drawing.lines(group, "episode", METRICS["eval/win_rate"]))
     assert [finished for _, finished in drawn] == [True, False]
 
 

@@ -2,15 +2,13 @@
 
 import warnings
 from datetime import datetime
-from functools import partial
 
 import pytest
 from rich.console import Console
 
-from rlhf.core.formatting import bounds
 from rlhf.report import figures
 from rlhf.report.__main__ import main
-from rlhf.report.drawing import HEIGHT, SERIES, STYLE, WIDTH, Chart, Key, Panel, axes_at
+from rlhf.report.drawing import HEIGHT, SERIES, STYLE, WIDTH, Chart, Key, Panel, axes_at, lines
 from rlhf.report.figures import charts, panels_of, times_of
 from rlhf.report.groups import LINES, LONGEST_LABEL, differing, labels
 from rlhf.report.runs import METRICS, duration, find_runs, number
@@ -30,7 +28,7 @@ def curves(section, name):
     """Return the groups of each panel that shows the metric `name` over updates, by drawing the panels."""
     from matplotlib.figure import Figure
 
-    panels, _ = panels_of(section.drawn, METRICS[name], figures.figure("update"), "updates")
+    panels, _ = panels_of(section.drawn, METRICS[name], "update", "updates")
     shown = []
     for panel in panels:
         axes = Figure().subplots()
@@ -118,7 +116,7 @@ def test_the_label_of_a_tick_at_the_right_edge_is_inside_of_the_panel(tmp_path, 
 
     took = seconds / 1.14  # with the margin of the figure, its axis ends at `seconds`
     write_run(tmp_path / "a", training={"time/update_s": took, "time/train_s": took, "time/wait_s": 0.0})
-    made, _ = figures.time_per_phase(read(tmp_path)[0])
+    made = figures.time_per_phase(read(tmp_path)[0])
     (panel,) = made.panels
     with rc_context(STYLE):
         drawing = Figure(figsize=(WIDTH, panel.height))
@@ -214,9 +212,8 @@ def test_the_interval_of_a_single_seed_is_a_band_and_several_seeds_show_their_ra
     (alone,) = read(tmp_path / "a1")
     high = ends.get("_high", 0.625)
     assert str(results(alone).rows[0][1][0]) == f"0.50 → 0.50 (95 %: 0.38 to {high:.2f})"
-    read_x, read_y = map(figures.figure, ("update", "eval/score"))
-    points, _ = next(figures.lines(alone.groups[0], read_x, read_y, partial(bounds, name="eval/score")))
-    assert (points[0].low, points[0].high) == (0.375, high)
+    points, _ = next(lines(alone.groups[0], "update", METRICS["eval/score"]))
+    assert (points.low.iloc[0], points.high.iloc[0]) == (0.375, high)
     (both,) = read(tmp_path)
     assert str(results(both).rows[0][1][0]) == "0.75 → 0.75 (0.50 to 1.00)"
 
@@ -250,7 +247,7 @@ def boxes(count, length, monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", keep)
     keys = [Key(f"{place} ".ljust(length, "m"), SERIES[place], place, place) for place in range(count)]
-    Chart("x", "", "", [Panel(lambda axes: axes.set(xlabel="x", title="two\nlines"))] * 3, keys).png()
+    Chart("x", "", "", [Panel(lambda axes: axes.set(xlabel="x", title="two\nlines"))] * 3, keys).image("png")
     return seen[0]
 
 
@@ -385,10 +382,10 @@ def test_the_terminal_table_fits_80_columns_and_has_at_most_twenty_rows(tmp_path
         write_run(tmp_path / str(place), evaluation=evaluation, **differ)
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(for_terminal(results(read(tmp_path)[0]), 80))
-    lines = console.export_text().splitlines()
-    assert max(len(line.rstrip()) for line in lines) <= 80
-    assert sum("max_grad_norm=" in line for line in lines) == TERMINAL_ROWS == 20
-    assert "5 more settings" in lines[-1]
+    shown = console.export_text().splitlines()
+    assert max(len(line.rstrip()) for line in shown) <= 80
+    assert sum("max_grad_norm=" in line for line in shown) == TERMINAL_ROWS == 20
+    assert "5 more settings" in shown[-1]
 
 
 # -- page --------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import json
 from random import Random
 
 from rlhf.report.__main__ import main
-from rlhf.report.drawing import Response, in_slots
+from rlhf.report.figures import Response, asynchrony, in_slots
 from tests.report.test_report import read, write_run
 
 
@@ -52,8 +52,6 @@ def test_runs_with_groups_have_timelines_ages_and_curves_over_virtual_time(tmp_p
 
 
 def test_deciles_are_drawn_only_if_a_group_was_cut_or_dropped(tmp_path):
-    from rlhf.report.drawing import asynchrony
-
     folder = write_run(tmp_path / "a", training={"rollouts/time_s": 1.0})
     for fates, panels in {("trained", "replaced"): 2, ("trained", "cut"): 3, ("dropped",): 3}.items():
         write_groups(folder, fates)
@@ -62,7 +60,5 @@ def test_deciles_are_drawn_only_if_a_group_was_cut_or_dropped(tmp_path):
 
 
 def test_runs_without_groups_have_no_figure_of_asynchrony(tmp_path):
-    from rlhf.report.drawing import asynchrony
-
     (section,) = read(write_run(tmp_path / "wall"))
     assert asynchrony(section) == (None, [])

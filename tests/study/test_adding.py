@@ -9,7 +9,6 @@ from rlhf.study import study as adding
 from rlhf.study.file import read_spec
 from rlhf.study.plan import Plan
 from rlhf.study.rows import Results, write_rows
-from rlhf.study.spec import events
 from rlhf.study.study import Study
 from tests.study.test_planning import STUDY, row, study  # noqa: F401
 
@@ -80,7 +79,7 @@ def test_anchors_say_whether_old_and_new_rows_are_paired(files, monkeypatch):
     *_, average, chance = adding.compare(Study(spec), added)
     assert average == "old and new rows are not paired; the anchors differ by -0.199 on average"
     assert chance.startswith("more than chance: run the methods of short here, too")
-    assert [event["equal"] for event in events(added, "anchors")] == [True, False]
+    assert [event["equal"] for event in added.events("anchors")] == [True, False]
 
 
 def old(study, where):  # noqa: F811

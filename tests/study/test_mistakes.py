@@ -6,7 +6,6 @@ from rlhf.core.errors import UserError
 from rlhf.study.__main__ import main
 from rlhf.study.file import read_spec
 from rlhf.study.plan import Plan
-from rlhf.study.rows import call_own
 
 STUDY = """\
 study: short
@@ -166,7 +165,7 @@ def test_paths_are_relative_to_the_study_file(tmp_path, monkeypatch, folder):
     assert spec.config_dir.resolve() == tmp_path / "conf"
     assert spec.page.resolve() == tmp_path / "pages/p.md"
     for key, address in (("analysis", spec.analysis), ("claims.a", spec.claims["a"])):
-        assert call_own(spec, key, address, []) == {"a": [0.2, 0.3, 0.2]}
+        assert spec.call(key, address, []) == {"a": [0.2, 0.3, 0.2]}
 
 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path, capsys):

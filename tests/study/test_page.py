@@ -15,12 +15,11 @@ from rlhf.core import statistics
 from rlhf.core.errors import UserError
 from rlhf.study import page
 from rlhf.study import rows as claims
-from rlhf.study import spec as history
 from rlhf.study.__main__ import main
 from rlhf.study.file import read_spec
 from rlhf.study.page import MARKS, write_page
 from rlhf.study.rows import DIVERGED, FAILED, Contrast, Results, Term, packed, read_rows, write_rows
-from rlhf.study.spec import Include, Table, cell_of, problems, read_formula
+from rlhf.study.spec import Formula, Include, Table
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/atlas_percentile.md"
@@ -196,7 +195,7 @@ def test_a_claim_is_not_stronger_than_the_finding_unless_it_was_recorded_before_
     text = "value(rloo) at lag=64 < value(same) at lag=0" if "same" in text else text
     spec = replace(spec, file=tmp_path / "study.yaml", claims={"a": text})
     if recorded != "never":
-        history.record_claims(spec if recorded == "before" else replace(spec, claims={}))
+        (spec if recorded == "before" else replace(spec, claims={})).record_claims()
     results = Results(spec, rows)
     found = list(page.families(results))
     alone, made = next(claims.judged(results)), next(page.verdicts(results, found))
@@ -327,11 +326,11 @@ def test_claims_that_are_added_after_the_runs_are_marked(rows, tmp_path):
     study = tmp_path / "studies/small.yaml"
     study.parent.mkdir()
     study.write_text(SMALL)
-    history.record_claims(read_spec(study))
+    read_spec(study).record_claims()
     study.write_text(SMALL.replace("claims: {", "claims: {later: value(oapl) > 0, "))
     spec = read_spec(study)
-    history.record_claims(spec)
-    assert history.added_later(spec) == {"later"}
+    spec.record_claims()
+    assert spec.added_later() == {"later"}
     assert "later: `value(oapl) > 0` (added after the runs)" in "".join(page.claims(Results(spec, [])))
 
 
@@ -463,7 +462,7 @@ def test_which_side_is_doubtful_depends_on_the_weights_of_cells_with_collapsed_r
 
 
 def test_values_are_compared_at_a_virtual_time(spec, rows):
-    cell = cell_of(spec, "arithmetic", "dpo", {})
+    cell = spec.cell("arithmetic", "dpo", {})
     tasks = {**spec.tasks, "arithmetic": replace(spec.tasks["arithmetic"], at_time=15.0)}
     curves = {1: [0, 10, 20], 2: [0, 5, 14]}  # the run of seed 2 ends before
     timed = [
@@ -548,7 +547,7 @@ def test_all_rows_of_a_cell_are_of_one_study(spec, rows):
     )
     mine = [replace(row, cpu_s=-1.0) for row in rows if row.seed < 3]  # two seeds of five
     found = Results(own, mine, [rows]).cells
-    first = cell_of(spec, "arithmetic", "dpo", {})
+    first = spec.cell("arithmetic", "dpo", {})
     other = first.at({"lag": "64"})
     assert [row.cpu_s for row in found[first].values()] == [-1.0, -1.0]
     assert len(found[other]) == 5 and all(row.cpu_s > 0 for row in found[other].values())
@@ -568,9 +567,9 @@ def test_claims_have_a_grammar(spec):
         "value(best) > value(dpo)": "compare best with a number",
     }
     for text, rule in wrong.items():
-        formula = read_formula(text)
+        formula = Formula.read(text)
         assert (formula is None) == (rule is None), text
-        assert rule is None or rule in " ".join(problems(formula, spec.methods, spec.axes)), text
+        assert rule is None or rule in " ".join(formula.problems(spec.methods, spec.axes)), text
 
 
 def test_claims_over_tasks_over_axes_with_factors_and_as_functions(spec, rows, tmp_path):

@@ -11,8 +11,8 @@ from rlhf.study import plan, work
 from rlhf.study.__main__ import main
 from rlhf.study.file import read_spec
 from rlhf.study.plan import DONE, MISSING, STALE, Collection, Configs, Plan
-from rlhf.study.rows import DIVERGED, FINISHED, TABLE, TUNE, read_rows, write_rows
-from rlhf.study.spec import events
+from rlhf.study.rows import DIVERGED, FINISHED, read_rows, write_rows
+from rlhf.study.spec import TABLE, TUNE
 from rlhf.study.work import price_of, row_of
 
 STUDY = """\
@@ -45,7 +45,7 @@ def test_configs_are_those_of_the_command_line(study):
     configs = Configs(study())
     for planned in (plan := Plan(study(), [], configs)).runs:
         cfg = configs.config(planned.run)
-        typed = composed([*configs.overrides(planned.run), "backend.threads=1", "eval.samples=0"])
+        typed = composed([*plan.spec.overrides_of(planned.run), "backend.threads=1", "eval.samples=0"])
         assert cfg == typed.with_({name: getattr(cfg, name) for name in ("output_dir", "progress")})
     assert [each.run.seed for each in plan.runs] == [1] * 6 + [2] * 6  # seed by seed
 
@@ -120,7 +120,7 @@ def test_collection_names_rows_and_moves_stale_ones_to_the_history(study):
     renamed = study(STUDY.replace("rloo:", "leave_one_out:"))
     assert Collection(renamed).collect(Configs(renamed))
     assert {each.method for each in read_rows(spec.rows)} == {"dpo", "leave_one_out"}
-    (event,) = events(spec, "stale")
+    (event,) = spec.events("stale")
     assert event["reason"] == "results version 0, now 1" and event["row"]["run"] == rows[0].run
     accepted = study(STUDY + "accept: [0]\n")
     unnamed = replace(rows[0], run="unknown", results=0)  # rows of earlier versions have no digest

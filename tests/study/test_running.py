@@ -12,8 +12,7 @@ from rlhf.loggers.hooks import Hook
 from rlhf.report.runs import read_run
 from rlhf.study import work
 from rlhf.study.plan import DONE
-from rlhf.study.rows import read_rows, unpacked
-from rlhf.study.spec import events
+from rlhf.study.rows import read_rows
 from rlhf.study.study import Study, difference, differing
 from rlhf.study.work import machine_class, read_pilots
 from tests.study.test_kills import TIMES
@@ -50,8 +49,8 @@ def test_a_study_has_a_row_for_each_run_and_no_models(study):
     rows = read_rows(study.spec.rows)
     assert len(rows) == 2 and [each.state for each in study.plan().runs] == [DONE] * 2
     (row, *_) = rows
-    assert row.prompts == len(unpacked(row)) == 16
-    assert unpacked(row).mean() == row.metrics["eval/win_rate"]
+    assert row.prompts == len(row.outcomes) == 16
+    assert row.outcomes.mean() == row.metrics["eval/win_rate"]
     assert row.evaluations["update"] == [0, 1, 2] and len(row.evaluations["eval/kl"]) == 3
     times = row.evaluations["rollouts/time_s"]
     assert times[0] == 0 < times[1] < times[2]
@@ -63,7 +62,7 @@ def test_a_study_has_a_row_for_each_run_and_no_models(study):
         *study.spec.folder.glob("runs/*/model"),
         *study.spec.folder.glob("runs/*/.lock"),
     ]
-    assert events(study.spec, "claims")[0]["claims"] == study.spec.claims
+    assert study.spec.events("claims")[0]["claims"] == study.spec.claims
     assert study.rows().shape[0] == 2
 
 

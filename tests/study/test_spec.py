@@ -10,7 +10,7 @@ from rlhf.checks.machine import composed
 from rlhf.core.errors import UserError
 from rlhf.study import spec as cells
 from rlhf.study.file import read_spec
-from rlhf.study.rows import Row, packed, read_rows, unpacked, write_rows
+from rlhf.study.rows import Row, packed, read_rows, write_rows
 
 STUDY = """\
 study: lags
@@ -54,7 +54,7 @@ def study(tmp_path):
 
 def test_cells_are_the_union_of_the_grids_with_the_base_of_other_axes(study):
     spec = study()
-    found = cells.cells(spec)
+    found = spec.cells()
     assert len(found) == len({*found}) == 2 * 2 * 3 + 2 * 2 + 2
     assert str(found[0]) == "tldr_mini dpo lag=0 N=1 K=2"
     assert {dict(cell.levels)["K"] for cell in found if cell.task == "arithmetic"} == {"4"}
@@ -63,19 +63,19 @@ def test_cells_are_the_union_of_the_grids_with_the_base_of_other_axes(study):
 
 def test_later_layers_win_and_the_run_can_be_composed(study):
     spec = study()
-    cell = cells.cell_of(spec, "arithmetic", "no", {"N": "4"})
-    config = composed(cells.overrides(spec, cell, 7, {"optim.lr": "3e-4"}))
+    cell = spec.cell("arithmetic", "no", {"N": "4"})
+    config = composed(spec.overrides_of(cells.Run(cell, 7, (("optim.lr", "3e-4"),), cells.TABLE)))
     assert (config.algo.name, config.algo.loss_type.name, config.optim.lr) == ("dpo", "ipo", 3e-4)
     assert (config.seed, config.stages.seed, config.schedule.prompts_per_update) == (7, 7, 16)
-    assert cells.set_twice(spec)["optim.lr"] == ["set", "tune.optim.lr"]
+    assert spec.set_twice()["optim.lr"] == ["set", "tune.optim.lr"]
 
 
 def test_a_cell_uses_the_tuned_values_of_the_last_point_that_it_reaches(study):
     spec = study()
-    points = {str(cell): cells.tuning_point(spec, cell) for cell in cells.cells(spec)}
+    points = {str(cell): spec.tuning_point(cell) for cell in spec.cells()}
     assert points["arithmetic no lag=0 N=1 K=4"] == "low"
     assert points["arithmetic no lag=4 N=1 K=4"] == points["arithmetic no lag=0 N=4 K=4"] == "high"
-    assert str(cells.tuning_cell(spec, cells.cell_of(spec, "arithmetic", "no", {"N": "4"}))).count("lag=64")
+    assert str(spec.tuning_cell(spec.cell("arithmetic", "no", {"N": "4"}))).count("lag=64")
 
 
 def test_a_cell_that_reaches_two_points_uses_the_point_of_both(study):
@@ -86,10 +86,10 @@ def test_a_cell_that_reaches_two_points_uses_the_point_of_both(study):
         "many: {N: 4}, high+many: {lag: 4, N: 4}": "high+many",
     }.items():
         spec = study(text.replace("high: {lag: 64}}", f"high: {{lag: 64}}, {more}}}"))
-        cell = cells.cell_of(spec, "arithmetic", "no", {"N": "4", "lag": "4"})
-        assert cells.tuning_point(spec, cell) == expected
-    assert str(cells.tuning_cell(spec, cell)) == "arithmetic no lag=4 N=4 K=4"
-    assert cells.tuning_point(spec, cells.cell_of(spec, "arithmetic", "no", {"N": "4"})) == "many"
+        cell = spec.cell("arithmetic", "no", {"N": "4", "lag": "4"})
+        assert spec.tuning_point(cell) == expected
+    assert str(spec.tuning_cell(cell)) == "arithmetic no lag=4 N=4 K=4"
+    assert spec.tuning_point(spec.cell("arithmetic", "no", {"N": "4"})) == "many"
     for point in ("many+high", "far"):
         with pytest.raises(UserError, match=re.escape(f"tune.at.{point} must be reached by a cell")):
             study(
@@ -137,7 +137,8 @@ def test_rows_are_written_sorted_and_a_damaged_line_is_named(tmp_path):
     file, outcomes = tmp_path / "x/rows.jsonl", [True, False, True] * 5
     given = dict.fromkeys(Row.__dataclass_fields__, "") | {"part": "table", "tuned": {"optim.lr": "1e-4"}}
     given |= dict.fromkeys(("inputs", "metrics", "evaluations", "means", "models"), {}) | {
-        "status": "finished"
+        "status": "finished",
+        "memory_gb": None,
     }
     given |= dict.fromkeys(("results", "seed", "cpu_s", "gpu_s"), 1)
     rows = [
@@ -146,7 +147,7 @@ def test_rows_are_written_sorted_and_a_damaged_line_is_named(tmp_path):
     ]
     write_rows(file, rows)
     assert read_rows(file) == rows[::-1]
-    assert unpacked(read_rows(file)[0]).tolist() == outcomes
+    assert read_rows(file)[0].outcomes.tolist() == outcomes
     good = file.read_text()
     for name, value in {
         "metrics": {"eval/kl": math.nan},
