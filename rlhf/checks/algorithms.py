@@ -31,7 +31,6 @@ from rlhf.config.scorers import choice, scorers
 from rlhf.config.tasks import TaskConfig
 from rlhf.core.launched import world_size
 from rlhf.core.machine import this_machine
-from rlhf.memory.generator import annotates
 from rlhf.memory.plan import device
 from rlhf.words.catalogue import all_keys, option_files, options, read_overrides
 from rlhf.words.mistakes import chosen_by, group_of, option_name
@@ -332,7 +331,8 @@ def _parts_of_a_mixture_have_scorers(cfg: Config) -> Iterator[str]:
 def _functions_reach_the_annotator(cfg: Config) -> Iterator[str]:
     for at, scorer in scorers(cfg):
         here = [] if at.startswith("gold") else scorer.only_here
-        if here and annotates(cfg, world_size(), device(cfg, this_machine()) == "cuda"):
+        on_gpu = device(cfg, this_machine()) == "cuda"
+        if here and cfg.generator.annotates(cfg.schedule.max_lag, world_size(), on_gpu):
             yield (
                 f"{at}.path must name a function of a module or a file for this run (another process scores "
                 f"the responses, see generator.annotate, and does not have the object), got {here[0]}; set "

@@ -12,7 +12,7 @@ import transformers
 
 from rlhf.assembly.models import training_budget
 from rlhf.core.errors import OutOfMemory, RunError
-from rlhf.memory.plan import adjustable, smaller_settings
+from rlhf.memory.plan import adjustable, halved, smaller_settings
 from rlhf.models.folder import first_line
 from rlhf.processes.ranks import Ranks
 from rlhf.terminal.console import console
@@ -109,14 +109,9 @@ def remedies(cfg: Config, folder: RunFolder | None, phase: str) -> str:
 
 def _smaller_forwards(cfg: Config, phase: str) -> list[str]:
     """Return settings that halve the forward passes of a phase, without those that cannot be smaller."""
-    keys = [("scorer", "batch_size"), ("gold", "batch_size")] if phase == SCORES else [adjustable(cfg, phase)]
+    keys = ["scorer.batch_size", "gold.batch_size"] if phase == SCORES else [adjustable(cfg, phase)]
     tokens = training_budget(cfg).tokens
-    if keys == [("backend", "micro_batch")] and tokens is not None:
+    if keys == ["backend.micro_batch"] and tokens is not None:
         return [f"backend.tokens={tokens // 2}"]
-    group = cfg.algo.samples_per_prompt
-    halves = {
-        f"{key[0]}.{key[1]}": getattr(getattr(cfg, key[0]), key[1], 0) // 2 // group * group
-        for key in keys
-        if key is not None
-    }
+    halves = {key: halved(cfg, key, cfg.algo.samples_per_prompt) for key in keys if key is not None}
     return [f"{key}={half}" for key, half in halves.items() if half]

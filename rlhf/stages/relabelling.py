@@ -46,7 +46,6 @@ from rlhf.core.files import (
 from rlhf.core.formatting import in_float32, wilson
 from rlhf.core.launched import is_first_rank
 from rlhf.memory import plan as memory
-from rlhf.memory.plan import rows_of
 from rlhf.processes.signals import interruptible
 from rlhf.runs.lock import written_by_one
 from rlhf.stages import prerequisites
@@ -268,7 +267,7 @@ def check_memory(cfg: Config) -> None:
     if found := memory.relabelling_problems(cfg):
         raise UserError(*found)
     if is_first_rank():
-        for name, value in rows_of(memory.relabelling_plan(cfg)):
+        for name, value in memory.rows(memory.relabelling_plan(cfg)):
             say_row(name, value)
     warn(memory.relabelling_warnings(cfg))
 

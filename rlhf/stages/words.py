@@ -116,7 +116,7 @@ def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
         cfg: the config of the run.
         examples: the size of the training data; None: not known yet.
     """
-    return [*counts(cfg, examples), *_scores(cfg), *plan.rows(cfg)]
+    return [*counts(cfg, examples), *_scores(cfg), *plan.rows(plan.plan(cfg))]
 
 
 def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
