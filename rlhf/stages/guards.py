@@ -10,7 +10,7 @@ import datasets
 import torch
 import transformers
 
-from rlhf.assembly.models import training_budget
+from rlhf.assembly.models import build_device, training_budget
 from rlhf.core.errors import OutOfMemory, RunError
 from rlhf.memory.plan import adjustable, halved, smaller_settings
 from rlhf.models.folder import first_line
@@ -39,12 +39,17 @@ def quieten_libraries() -> None:
     datasets.disable_progress_bars()
 
 
-def quieten(ranks: Ranks) -> None:
-    """Turn off progress bars and warnings of libraries, and all output of ranks other than 0."""
+def joined(cfg: Config, ranks: Ranks | None = None) -> Ranks:
+    """Return the ranks of a command, by default those that the launcher started.
+
+    Progress bars and warnings of libraries, and all output of ranks other than 0, are turned off.
+    """
+    ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
     console.quiet = not ranks.first
     # transformers imports DeepSpeed to save a model; without this variable DeepSpeed prints what it detects.
     os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
     quieten_libraries()
+    return ranks
 
 
 # The error of a run whose GPU has too little memory: for what, and which settings need less.
@@ -90,19 +95,15 @@ def remedies(cfg: Config, folder: RunFolder | None, phase: str) -> str:
     useless = set() if phase == "training" else {"model.gradient_checkpointing=true"}
     if folder is None:
         useless.add("model.lora.rank=16")
-    settings = [
-        *_smaller_forwards(cfg, phase),
-        *(each for each in smaller_settings(cfg) if each not in useless),
-    ]
+    settings = [*_smaller_forwards(cfg, phase), *smaller_settings(cfg)]
+    settings = [each for each in settings if each not in useless]
     text = f"set {', or '.join(settings)}" if settings else "choose a smaller model"
     if folder is None:
         return text
     last = folder.last_checkpoint()
     if last is None:
         return f"{text}; no checkpoint was written yet"
-    same = [
-        each for each in settings if each.partition("=")[0] in not_in_name()
-    ]  # the run has the same folder
+    same = [each for each in settings if each.partition("=")[0] in not_in_name()]  # the same run folder
     resumes = f", from which the same command resumes with {' or '.join(same)}" if same else ""
     return f"{text}; the last checkpoint is {last}{resumes}"
 

@@ -222,13 +222,9 @@ def _by_first(cfg: Config, make: Callable[[], _T]) -> Callable[[], _T]:
     """Return a function that calls `make` on rank 0, and returns the result on every rank."""
 
     def call() -> _T:
-        from rlhf.assembly.models import build_device
-        from rlhf.processes.ranks import Ranks
-        from rlhf.stages.guards import quieten
+        from rlhf.stages.guards import joined
 
-        ranks = Ranks.join(build_device(cfg), cfg.backend.timeout_s)
-        quieten(ranks)
-        return ranks.from_first(make)
+        return joined(cfg).from_first(make)
 
     return call
 

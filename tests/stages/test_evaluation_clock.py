@@ -19,7 +19,7 @@ def test_chat_templates_read_the_time_of_the_start_of_the_evaluated_run(tmp_path
     words = ["algo=rloo", "task=local", f"task.path={data}", f"model.policy={model}", f"model.reward={model}"]
     read = []
     monkeypatch.setattr(evaluation, "evaluations", lambda group, cfg, *others: read.append(cfg) or iter(()))
-    monkeypatch.setattr(evaluation, "refuse_other_tokenizers", lambda due, cfg: None)
+    monkeypatch.setattr(evaluation, "_refuse_other_tokenizers", lambda due, cfg: None)
     due = [SimpleNamespace(name="model", named=True, checkpoint=None, shards=False)]
     assert not list(evaluation.measure(due, compose(words), RunFolder(tmp_path), "validation", None))
     assert [cfg.model.clock for cfg in read] == ["2001-02-03T04:05:06"]
