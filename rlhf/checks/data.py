@@ -169,22 +169,15 @@ _PAIRS = When(
     lambda cfg: cfg.reads_pairs or (cfg.task.embedded and cfg.scorer.reads_reward and not cfg.model.reward),
 )
 
+_OF_ENVIRONMENT = When("with task=environment", lambda cfg: cfg.task.name == "environment")
+_REWARDING = Allowed("be a class or a library", lambda section: section.rewards)
+_ANY = "environment=python, gymnasium or openenv"
+_TEXTS = "its prompts are texts, without the marks of a dialogue"
+
 RULES += [
     must("environment", "none", _PAIRS, "pairs consist of single replies"),
-    must(
-        "environment",
-        Allowed("be a class or a library", lambda section: section.rewards),
-        When("with task=environment", lambda cfg: cfg.task.name == "environment"),
-        "its first messages are the prompts",
-        fix="environment=python, gymnasium or openenv",
-    ),
-    must(
-        "environment",
-        "none",
-        _ONE_REPLY_TASK,
-        "its prompts are texts, without the marks of a dialogue",
-        fix="environment=none, or task=calculator",
-    ),
+    must("environment", _REWARDING, _OF_ENVIRONMENT, "its first messages are the prompts", fix=_ANY),
+    must("environment", "none", _ONE_REPLY_TASK, _TEXTS, fix="environment=none, or task=calculator"),
 ]
 
 
