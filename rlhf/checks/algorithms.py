@@ -27,7 +27,6 @@ from rlhf.config.root import Config
 from rlhf.config.schedule import MOST_EPISODES, ESSScaling, Optimizer
 from rlhf.config.schema import missing_package, plain, sections
 from rlhf.config.scorers import choice, scorers
-from rlhf.config.tasks import TaskConfig
 from rlhf.core.launched import world_size
 from rlhf.core.machine import this_machine
 from rlhf.memory.plan import device
@@ -241,19 +240,15 @@ def _scorers_of_saved_rollouts(cfg: Config) -> Iterator[str]:
 @rule
 def _scorers_of_tasks(cfg: Config) -> Iterator[str]:
     for at, scorer in scorers(cfg):
-        key, task = choice(at), _scored_task(cfg, at)
+        key, task = choice(at), cfg.task
+        whole, _, name = at.partition(".parts.")
+        if (cfg.gold if whole == "gold" else cfg.scorer).of_mixture:  # scores a part of the task
+            task = task.parts.get(name.partition(".")[0], task)
         if reason := scorer.cannot_score(task):
             yield (
                 f"{key} must not be {scorer.name} for task={task.name} ({reason}), got {scorer.name}; "
                 f"set {key}=reward_model"
             )
-
-
-def _scored_task(cfg: Config, at: str) -> TaskConfig:
-    """Return the task whose responses the scorer at the key `at` scores: `cfg.task`, or a part of it."""
-    whole, _, name = at.partition(".parts.")
-    scorer = cfg.gold if whole == "gold" else cfg.scorer
-    return cfg.task.parts.get(name.partition(".")[0], cfg.task) if scorer.of_mixture else cfg.task
 
 
 @rule
@@ -377,14 +372,9 @@ def recipes_of_other_commands(overrides: Sequence[str]) -> Iterator[str]:
 def _libraries_are_not_hidden(cfg: Config) -> Iterator[str]:
     for name in LIBRARIES:
         for file in (Path(f"{name}.py"), Path(name, "__init__.py")):
-            if file.is_file() and _imports(name, file):
+            found = find_spec(name) if file.is_file() else None
+            if found is not None and found.origin is not None and file.samefile(found.origin):
                 yield (
                     f"{file} must not have the name of a library (Python imports it instead of {name}), got "
                     f"{file.absolute()}; rename it"
                 )
-
-
-def _imports(name: str, file: Path) -> bool:
-    """Return whether `import <name>` would read `file`."""
-    found = find_spec(name)
-    return found is not None and found.origin is not None and file.samefile(found.origin)

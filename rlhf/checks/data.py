@@ -86,8 +86,15 @@ def data_folders(cfg: Config) -> Iterator[str]:
 def data_of_tasks(cfg: Config) -> Iterator[str]:
     """Yield an error for each problem of the user's files, and for missing pairs, also of parts."""
     for name, task in (cfg.task.parts or {"": cfg.task}).items():
-        for text in (*_own_data(cfg, task), *_missing_pairs(cfg, task)):
+        for text in _own_data(cfg, task):
             yield cfg.task.own_key(name, text)
+        if task.lacks_pairs and cfg.reads_pairs and not cfg.stand_ins:
+            missing = (
+                f"task.preferences_path must name a folder of preference pairs for task={task.name} (No "
+                "Robots has none), got null; set task.preferences_path=<folder> or "
+                "task.preferences_name=<hub name>"
+            )
+            yield cfg.task.own_key(name, missing)
 
 
 def _own_data(cfg: Config, task: TaskConfig) -> Iterator[str]:
@@ -98,14 +105,6 @@ def _own_data(cfg: Config, task: TaskConfig) -> Iterator[str]:
         yield from LocalFiles(*task.own_files).problems(content)
     except UserError as error:
         yield from error.problems
-
-
-def _missing_pairs(cfg: Config, task: TaskConfig) -> Iterator[str]:
-    if task.lacks_pairs and cfg.reads_pairs and not cfg.stand_ins:
-        yield (
-            f"task.preferences_path must name a folder of preference pairs for task={task.name} (No Robots "
-            "has none), got null; set task.preferences_path=<folder> or task.preferences_name=<hub name>"
-        )
 
 
 @rule

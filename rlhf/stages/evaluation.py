@@ -228,8 +228,8 @@ def _saved_scores(folder: RunFolder, row: dict[str, Any]) -> list[float] | None:
 
 def _scores_of(samples: Iterable[dict[str, Any]]) -> list[float] | None:
     """Return the scores of completions; None if they have no scores."""
-    scores = [sample.get("score") for sample in samples]
-    return [*scores] if scores and None not in scores else None
+    scores: list[Any] = [sample.get("score") for sample in samples]
+    return scores if scores and None not in scores else None
 
 
 def _comparison(

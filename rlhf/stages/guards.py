@@ -19,8 +19,6 @@ from rlhf.terminal.console import console
 from rlhf.words.identity import not_in_name
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from rlhf.config.root import Config
     from rlhf.runs.folder import RunFolder
 
@@ -73,7 +71,9 @@ def full_gpu(cfg: Config, folder: RunFolder | None, error: Exception) -> RunErro
         error: any error.
     """
     if isinstance(error, torch.OutOfMemoryError):
-        phase = _phase_of(error.__traceback__)
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        found = (phase for start, phase in PHASES.items() if any(name.startswith(start) for name in modules))
+        phase = next(found, "the models")
         said = f"a GPU has too little memory for {phase} ({first_line(error)})"
     elif isinstance(error, OutOfMemory):
         phase = "sampling" if error.process == "generator" else "log-probs and scores"
@@ -81,13 +81,6 @@ def full_gpu(cfg: Config, folder: RunFolder | None, error: Exception) -> RunErro
     else:
         return None
     return RunError(f"{said}; {remedies(cfg, folder, phase)}")
-
-
-def _phase_of(frames: TracebackType | None) -> str:
-    """Return what a run did when an error was raised, from the modules of the traceback."""
-    modules = tuple(frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(frames))
-    found = (phase for start, phase in PHASES.items() if any(name.startswith(start) for name in modules))
-    return next(found, "the models")
 
 
 def remedies(cfg: Config, folder: RunFolder | None, phase: str) -> str:

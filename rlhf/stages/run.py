@@ -167,7 +167,10 @@ def carry_out(
         if stopped is None:
             raise interrupted(interruption, state, cfg, folder)
         if ranks.first:
-            _note_stop(stopped, state, folder)
+            folder.write_state({**state.state_dict(), "finished": False, "stopped": stopped})
+            last = folder.path / f"checkpoint-{state.update}"
+            after = f"stopped after update {state.update} of {state.num_updates}"
+            say(f"{after}: {stopped}; checkpoint: {short_path(last)}")
     return parts.recorder.evaluated.get(cfg.metric)
 
 
@@ -321,15 +324,6 @@ def _stopped_by_hook(failure: str, state: TrainState, folder: RunFolder) -> RunE
     failed = RunError(f"{failure} (traceback above); {result}")
     failed.everywhere = True
     return failed
-
-
-def _note_stop(reason: str, state: TrainState, folder: RunFolder) -> None:
-    """Store the reason why a hook stopped the run, until the run is resumed, and print it."""
-    folder.write_state({**state.state_dict(), "finished": False, "stopped": reason})
-    say(
-        f"stopped after update {state.update} of {state.num_updates}: {reason}; checkpoint: "
-        f"{short_path(folder.path / f'checkpoint-{state.update}')}"
-    )
 
 
 def _not_finite(error: NonFinite, state: TrainState, folder: RunFolder) -> RunError:
