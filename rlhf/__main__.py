@@ -92,10 +92,9 @@ def completion_script(arguments: list[str]) -> str:
 
     shell = " ".join(arguments)
     if shell not in SCRIPTS:
-        refuse(
-            f"--completion must be followed by a shell ({', '.join(SCRIPTS)}), got {shell or 'nothing'}; "
-            "run: rlhf --completion bash"
-        )
+        shells = ", ".join(SCRIPTS)
+        got = f"got {shell or 'nothing'}; run: rlhf --completion bash"
+        refuse(f"--completion must be followed by a shell ({shells}), {got}")
     return SCRIPTS[shell]
 
 
@@ -120,12 +119,11 @@ def completions(words: list[str]) -> list[str]:
 def refuse_command(first: str, others: list[str]) -> NoReturn:
     """End with exit code 2 because `first` is no command, and suggest a command line that is valid."""
     close = get_close_matches(first.removeprefix("rlhf."), COMMANDS, n=1)
+    remedy = "see rlhf --help"
     if "=" in first or first.startswith("-"):
         remedy = f"run: {shlex.join(['rlhf', 'train', first, *others])}"
     elif close:
         remedy = f"run: {shlex.join(['rlhf', close[0], *others])}"
-    else:
-        remedy = "see rlhf --help"
     refuse(f"rlhf must be followed by a command ({', '.join(COMMANDS)}), got {first}; {remedy}")
 
 

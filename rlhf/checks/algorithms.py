@@ -9,14 +9,12 @@ from pathlib import Path
 
 from rlhf.checks.rules import (
     ALWAYS,
-    DOUBTS,
     RULES,
     TRAINING_RULES,
     Allowed,
     When,
     chosen,
     doubt,
-    doubtful,
     must,
     other_than,
     rule,
@@ -61,17 +59,16 @@ RULES += [
     must("generator", _SAMPLES, _SAMPLED_FROM, "ratios are taken to the sampler's log-probs", "generator=hf")
 ]
 
-DOUBTS += [
-    doubtful(
-        "schedule.epochs={schedule.epochs} repeats each batch before the next batch; set "
-        "schedule.total_epochs for passes over the data",
-        lambda cfg: cfg.algo.supervised and cfg.schedule.epochs > 1,
-    ),
-    doubtful(
-        "model.reference has no effect with algo={algo} (it has no reference model)",
-        lambda cfg: cfg.algo.trains is not Trains.policy and cfg.model.reference is not None,
-    ),
-]
+
+@doubt
+def _settings_of_algorithms(cfg: Config) -> Iterator[str]:
+    if cfg.algo.supervised and cfg.schedule.epochs > 1:
+        yield (
+            f"schedule.epochs={cfg.schedule.epochs} repeats each batch before the next batch; set "
+            "schedule.total_epochs for passes over the data"
+        )
+    if cfg.algo.trains is not Trains.policy and cfg.model.reference is not None:
+        yield f"model.reference has no effect with algo={cfg.algo.name} (it has no reference model)"
 
 
 # Rules for the length of a run, for equal parts of batches, for replay, and for the optimizer.
@@ -104,18 +101,20 @@ TRAINING_RULES += [
     must("optim.ess_scaling", "none", _NO_LOG_PROBS, _ESS),
 ]
 
-DOUBTS += [
-    doubtful(
-        "schedule.solved_at={schedule.solved_at} is compared with scores of a reward model, which are not "
-        "pass rates",
-        lambda cfg: cfg.schedule.solved_at is not None and chosen(cfg, "scorer") == "reward_model",
-    ),
-    doubtful(
-        "optim.ess_on_policy={optim.ess_on_policy} has no effect with optim.ess_scaling=none; set "
-        "optim.ess_scaling=sqrt",
-        lambda cfg: cfg.optim.ess_scaling is ESSScaling.none and cfg.optim.ess_on_policy != 1,
-    ),
-]
+
+@doubt
+def _settings_of_schedules(cfg: Config) -> Iterator[str]:
+    solved_at, on_policy = cfg.schedule.solved_at, cfg.optim.ess_on_policy
+    if solved_at is not None and chosen(cfg, "scorer") == "reward_model":
+        yield (
+            f"schedule.solved_at={plain(solved_at)} is compared with scores of a reward model, which are not "
+            "pass rates"
+        )
+    if cfg.optim.ess_scaling is ESSScaling.none and on_policy != 1:
+        yield (
+            f"optim.ess_on_policy={plain(on_policy)} has no effect with optim.ess_scaling=none; set "
+            "optim.ess_scaling=sqrt"
+        )
 
 
 @training_rule

@@ -13,13 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.models import tokenizer_in, tokenizer_of
 from rlhf.checks.rules import (
-    DOUBTS,
     RULES,
     Allowed,
     When,
     chosen,
     doubt,
-    doubtful,
     is_set,
     must,
     rule,
@@ -138,21 +136,19 @@ def _questions_as_text(cfg: Config) -> Iterator[str]:
         )
 
 
-DOUBTS += [
-    doubtful(
-        "model.chat_template does not format the prompts (task.turn does), got {model.chat_template}; set "
-        "task.turn=null task.reply=null",
-        lambda cfg: cfg.model.chat_template is not None and is_set(cfg, "task.turn"),
-    ),
-    doubtful(
-        "task.preferences_path has no effect with algo={algo} and generator={generator} (no preference pairs "
-        "are read), got {task.preferences_path}; leave it out",
-        lambda cfg: (
-            cfg.task.preferences_path is not None
-            and "task.preferences_path" not in {key for key, *_ in _needs(cfg)}
-        ),
-    ),
-]
+@doubt
+def _settings_of_data(cfg: Config) -> Iterator[str]:
+    template, pairs = cfg.model.chat_template, cfg.task.preferences_path
+    if template is not None and is_set(cfg, "task.turn"):
+        yield (
+            f"model.chat_template does not format the prompts (task.turn does), got {template}; set "
+            "task.turn=null task.reply=null"
+        )
+    if pairs is not None and "task.preferences_path" not in {key for key, *_ in _needs(cfg)}:
+        yield (
+            f"task.preferences_path has no effect with algo={cfg.algo.name} and "
+            f"generator={cfg.generator.name} (no preference pairs are read), got {pairs}; leave it out"
+        )
 
 
 # Rules for the environment that answers the replies of the policy.

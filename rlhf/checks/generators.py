@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from rlhf.checks.algorithms import SUPERVISED
 from rlhf.checks.rules import (
-    DOUBTS,
     RULES,
     TRAINING_RULES,
     Allowed,
     When,
     chosen,
     doubt,
-    doubtful,
     is_set,
     must,
     rule,
@@ -63,18 +62,6 @@ RULES += [
     must("generator.per_rank", True, _ONE_OF_SEVERAL_RANKS, "each rank shares its GPU with a generator"),
     must("generator.tensor_parallel_size", 1, _ONE_OF_SEVERAL_RANKS_HERE, _SHARED),
     must("generator.path", None, SUPERVISED, "it trains on completions of the task"),
-]
-
-DOUBTS += [
-    doubtful(
-        "generator.annotate=true saves no time with schedule.max_lag=0 (the trainer waits for the scores)",
-        lambda cfg: chosen(cfg, "generator.annotate") == "true" and cfg.schedule.max_lag == 0,
-    ),
-    doubtful(
-        "generator.threads={generator.threads} has no effect without a process of its own "
-        "(generator.worker=true, or schedule.max_lag above 0)",
-        lambda cfg: is_set(cfg, "generator.threads") and not cfg.has_worker,
-    ),
 ]
 
 
@@ -215,41 +202,37 @@ TRAINING_RULES += [
     must("schedule.refill", 0, _ON_EACH_RANK, "a few prompts cannot be divided among the ranks"),
 ]
 
-DOUBTS += [
-    doubtful(
-        "schedule.stale={schedule.stale} has no effect without schedule.max_age",
-        lambda cfg: cfg.schedule.stale is not Stale.wait and cfg.schedule.max_age is None,
-    ),
-    doubtful(
-        "schedule.unit={schedule.unit} has no effect with schedule.order=fifo and clock=wall",
-        lambda cfg: (
-            cfg.schedule.unit is not Unit.group and not cfg.clock.virtual and cfg.schedule.order is Order.fifo
-        ),
-    ),
-    doubtful(
-        "schedule.dropped={schedule.dropped} has no effect without schedule.stale=drop",
-        lambda cfg: cfg.schedule.dropped is not Dropped.again and cfg.schedule.stale is not Stale.drop,
-    ),
-    doubtful(
-        "clock.train_token_s={clock.train_token_s} has no effect without clock.train_s",
-        lambda cfg: chosen(cfg, "clock.train_token_s") not in ("", "0") and not is_set(cfg, "clock.train_s"),
-    ),
-    doubtful(
-        "schedule.stale=cut ends responses before their end token, and scorer.missing_eos_score or "
-        "scorer.missing_eos_penalty punishes them; set both to null, or schedule.stale=wait",
-        lambda cfg: (
-            cfg.schedule.stale is Stale.cut
-            and cfg.schedule.max_age is not None
-            and (is_set(cfg, "scorer.missing_eos_score") or is_set(cfg, "scorer.missing_eos_penalty"))
-        ),
-    ),
-    doubtful(
-        "schedule.refill={schedule.refill} hardly replaces a group: scores of a reward model rarely tie",
-        lambda cfg: cfg.schedule.refill > 0 and chosen(cfg, "scorer") == "reward_model",
-    ),
-    doubtful(
-        "schedule.update=in_flight makes a run depend on timing (which weights sample a token): two runs "
-        "with the same config will differ, and so will a resumed run",
-        lambda cfg: cfg.schedule.in_flight and not cfg.clock.virtual,
-    ),
-]
+
+@doubt
+def _settings_of_rollouts(cfg: Config) -> Iterator[str]:
+    schedule, virtual, typed = cfg.schedule, cfg.clock.virtual, partial(chosen, cfg)
+    if typed("generator.annotate") == "true" and schedule.max_lag == 0:
+        yield "generator.annotate=true saves no time with schedule.max_lag=0 (the trainer waits for scores)"
+    if is_set(cfg, "generator.threads") and not cfg.has_worker:
+        yield (
+            f"generator.threads={typed('generator.threads')} has no effect without a process of its own "
+            "(generator.worker=true, or schedule.max_lag above 0)"
+        )
+    if schedule.stale is not Stale.wait and schedule.max_age is None:
+        yield f"schedule.stale={typed('schedule.stale')} has no effect without schedule.max_age"
+    if schedule.unit is not Unit.group and schedule.order is Order.fifo and not virtual:
+        yield f"schedule.unit={typed('schedule.unit')} has no effect with schedule.order=fifo and clock=wall"
+    if schedule.dropped is not Dropped.again and schedule.stale is not Stale.drop:
+        yield f"schedule.dropped={typed('schedule.dropped')} has no effect without schedule.stale=drop"
+    if typed("clock.train_token_s") not in ("", "0") and not is_set(cfg, "clock.train_s"):
+        yield f"clock.train_token_s={typed('clock.train_token_s')} has no effect without clock.train_s"
+    punished = is_set(cfg, "scorer.missing_eos_score") or is_set(cfg, "scorer.missing_eos_penalty")
+    if schedule.stale is Stale.cut and schedule.max_age is not None and punished:
+        yield (
+            "schedule.stale=cut ends responses before their end token, and scorer.missing_eos_score or "
+            "scorer.missing_eos_penalty punishes them; set both to null, or schedule.stale=wait"
+        )
+    if schedule.refill > 0 and typed("scorer") == "reward_model":
+        yield (
+            f"schedule.refill={schedule.refill} hardly replaces a group: scores of a reward model rarely tie"
+        )
+    if schedule.in_flight and not virtual:
+        yield (
+            "schedule.update=in_flight makes a run depend on timing (which weights sample a token): two runs "
+            "with the same config will differ, and so will a resumed run"
+        )

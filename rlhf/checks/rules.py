@@ -132,11 +132,6 @@ def must(key: str, allowed: Any, when: When, because: str, fix: str | None = Non
     return Row(key, allowed, when, because, fix)
 
 
-def doubtful(text: str, when: Callable[[Config], bool]) -> _Rule:
-    """Return the rule that warns of the configs for which `when` is true; `text` may contain `{<key>}`."""
-    return lambda cfg: iter([_filled(text, cfg)] if when(cfg) else [])
-
-
 def chosen(cfg: Config, key: str) -> str:
     """Return the value of a key as text, as it is typed; empty if the config has no such key."""
     value = _read(cfg, key)
