@@ -110,7 +110,7 @@ def _splits_of(dataset: object) -> dict[str, Rows | Sequence[Any]]:
     Raises:
         UserError: the object is no data set, or a split has no rows.
     """
-    given = dataset if isinstance(dataset, Mapping) else {"train": dataset}
+    given: Mapping[Any, Any] = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     datasets = sys.modules.get("datasets")
     found: dict[str, Rows | Sequence[Any]] = {}
     for name, split in given.items():
