@@ -85,15 +85,13 @@ _NO_LOG_PROBS = When(
 )
 _ESS = "the effective sample size is computed from the sampler's log-probs"
 _EPISODES = "schedule.total_epochs=null schedule.total_episodes=12800"
+_MEASURED = "only an evaluation measures that metric"
 _POSITIVE = Allowed("be > 0", lambda value: value != 0)
-_OFTEN = "schedule.eval_every=0.2"
 _ANY = "optim.optimizer=adamw or backend=torch"
 
 TRAINING_RULES += [
     must("schedule.total_epochs", None, _SAVED_ROLLOUTS, "saved rollouts count as episodes", _EPISODES),
-    must(
-        "schedule.eval_every", _POSITIVE, _EVALUATED, "only evaluations measure it", "schedule.eval_every=0.2"
-    ),
+    must("schedule.eval_every", _POSITIVE, _EVALUATED, _MEASURED, fix="schedule.eval_every=0.2"),
     must("schedule.replay", 1, _NO_SAMPLES, "nothing is sampled, and epochs repeat stored responses"),
     must("schedule.solved_at", None, _NO_SAMPLES, "its scores are those of stored responses"),
     must("optim.optimizer", "adamw", _OWN_OPTIMIZER, "its engine has no other optimizer", fix=_ANY),

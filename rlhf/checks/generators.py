@@ -49,14 +49,16 @@ _ONE_OF_SEVERAL_RANKS_HERE = When(
 )
 _WARM = Allowed("be >= 0.01", lambda value: not 0 < value < 0.01)
 _SHARED = "vLLM would use the GPU of another rank, whose trainer does not free its memory"
+_LOADS = "no other generator can load weights while it samples"
+_SHARE = "the vLLM processes of the ranks would share these GPUs"
 _IN_TURN = "it sleeps while the trainer uses the device"
 
 RULES += [
     must("generator.annotate", (None, False), _NO_PROCESS, "rollouts are scored while the trainer trains"),
     must("generator.replicas", 1, _LAG_WITHOUT_PROCESS, "replicas are processes", "generator.worker=null"),
-    must("schedule.update", "between", _NO_SECOND_SAMPLER, "no other generator loads weights meanwhile"),
+    must("schedule.update", "between", _NO_SECOND_SAMPLER, _LOADS),
     must("eval.temperature", _WARM, _VLLM, "vLLM raises lower values to 0.01", "eval.temperature=0.01"),
-    must("generator.devices", None, _SEVERAL_RANKS_SAMPLE, "the vLLM processes of ranks would share GPUs"),
+    must("generator.devices", None, _SEVERAL_RANKS_SAMPLE, _SHARE),
     must("generator.transfer", ("auto", "shared_memory"), _ON_CPU, "ipc and nccl need weights on a GPU"),
     must("schedule.max_lag", 0, _COLOCATED, _IN_TURN, fix="generator=vllm"),
     must("generator.per_rank", True, _ONE_OF_SEVERAL_RANKS, "each rank shares its GPU with a generator"),
@@ -182,15 +184,17 @@ _USES_TIES = When("with algo={algo}", lambda cfg: cfg.algo.learns_from_ties)
 _IN_PARTS = Allowed("be hf", lambda generator: generator.samples_parts or not generator.samples)
 _ENOUGH = Allowed("be >= algo.samples_per_prompt", lambda slots: slots is None)
 _MORE_SLOTS = "clock.slots={algo.samples_per_prompt} or schedule.unit=sequence"
+_PARTS = "responses are sampled in parts, with the trained model itself"
+_WHOLE = "its processes take whole batches, in the order of the requests"
 _SIMULATED = "the generators are simulated in the trainer's process"
 _ONE_BY_ONE = "schedule.order=fifo, clock=virtual or generator=vllm_server"
 
 TRAINING_RULES += [
     must("clock", "wall", _NO_SAMPLES, "nothing is sampled"),
     must("clock", "wall", _SEVERAL_RANKS, "one process simulates all generators"),
-    must("generator", _IN_PARTS, _VIRTUAL, "the trained model samples responses in parts", "generator=hf"),
+    must("generator", _IN_PARTS, _VIRTUAL, _PARTS, "generator=hf"),
     must("generator.worker", (None, False), _VIRTUAL, _SIMULATED),
-    must("schedule.order", "fifo", _BATCHES, "its processes take whole batches in order", fix=_ONE_BY_ONE),
+    must("schedule.order", "fifo", _BATCHES, _WHOLE, fix=_ONE_BY_ONE),
     must("schedule.order", "fifo", _COMPLETED_ON_RANKS, "one process chooses the groups"),
     must("schedule.update", "in_flight", _COMPLETED, "all responses of a server have the same weights"),
     must("schedule.refill", 0, _COMPLETED, "groups are scored after they were chosen"),
