@@ -117,12 +117,11 @@ def completions(words: list[str]) -> list[str]:
 def refuse_command(first: str, others: list[str]) -> NoReturn:
     """End with exit code 2 because `first` is no command, and suggest a command line that is valid."""
     close = get_close_matches(first.removeprefix("rlhf."), COMMANDS, n=1)
+    remedy = "see rlhf --help"
     if "=" in first or first.startswith("-"):
         remedy = f"run: {shlex.join(['rlhf', 'train', first, *others])}"
     elif close:
         remedy = f"run: {shlex.join(['rlhf', close[0], *others])}"
-    else:
-        remedy = "see rlhf --help"
     refuse(f"rlhf must be followed by a command ({', '.join(COMMANDS)}), got {first}; {remedy}")
 
 

@@ -298,16 +298,12 @@ class Experiment:
         """
         from rlhf.stages.artefacts import final_model
 
-        self.check_finished()
-        return final_model(self.files)
-
-    def check_finished(self) -> None:
-        """Raise UserError if the run is not finished."""
         if self.status != "finished":
             raise UserError(
                 f"the run must be finished (only then it has a final model), got {self.status} in "
                 f"{self.folder}; call run()"
             )
+        return final_model(self.files)
 
     def metrics(self) -> pandas.DataFrame:
         """Return the rows of metrics.jsonl: metrics of training and of evaluations.
@@ -320,8 +316,8 @@ class Experiment:
         rows = _frame(read_lines(self.files.metrics, ["update"]))
         if rows.empty:
             return rows
-        rows["update"] = rows["update"].astype(int)
-        return rows.groupby("update").last()  # the row of an update and that of its evaluation
+        # the row of an update and that of its evaluation
+        return rows.astype({"update": int}).groupby("update").last()
 
     def completions(self) -> pandas.DataFrame:
         """Return the completions of all evaluations, one row per held-out example and evaluation."""

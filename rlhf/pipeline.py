@@ -26,7 +26,7 @@ from rlhf.stages import artefacts
 from rlhf.stages.artefacts import trained
 from rlhf.stages.evaluation import check_split
 from rlhf.stages.pipeline import carry_out, config_of, embedded_chain, evaluation, stored_chain, train
-from rlhf.terminal.console import console, say
+from rlhf.terminal.console import console
 
 COMMAND = Command(
     name="rlhf.pipeline",
@@ -74,7 +74,7 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     with claimed(folder.path) if is_first_rank() else nullcontext():
         carry_out(chain, cfg)
     if (repository := own.get("push_to")) and is_first_rank():
-        say(f"pushed to {artefacts.push_model(folder.model, repository)}")
+        artefacts.push_run(folder, repository)
 
 
 if __name__ == "__main__":

@@ -63,12 +63,8 @@ def show(overrides: list[str]) -> None:
 def table(use: Use) -> Table:
     """Return the table of a device: permanent parts, then the parts of each phase."""
     total = "" if use.total is None else f" of {gib(use.total)}"
-    made = Table(
-        title=f"{use.device}: about {gib(use.bytes)}{total}",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE,
-    )
+    title = f"{use.device}: about {gib(use.bytes)}{total}"
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
     made.add_column("part", no_wrap=True)
     made.add_column("size", justify="right", no_wrap=True)
     made.add_column("made of")
@@ -77,8 +73,8 @@ def table(use: Use) -> Table:
     for phase in use.phases:
         made.add_section()
         largest = phase is use.largest
-        note = "the most" if largest else "less"
-        made.add_row(f"while {phase.name}", gib(phase.bytes), note, style="bold" if largest else None)
+        note, style = ("the most", "bold") if largest else ("less", None)
+        made.add_row(f"while {phase.name}", gib(phase.bytes), note, style=style)
         for part in phase.parts:
             made.add_row(f"  {part.name}", gib(part.bytes), part.made_of)
     return made

@@ -92,13 +92,13 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     }
     seed = int(number(own, "seed", 0))
     check_sampling(**settings)
-    wanted = own.get("chat")
-    if wanted not in (None, "true", "false"):
+    chats = {None: None, "true": True, "false": False}
+    if (wanted := own.get("chat")) not in chats:
         raise UserError(f"chat= must be true or false, got {wanted}; set chat=true")
     say_loading()
     from rlhf.stages.sampling import Sampler
 
-    sampler = Sampler(cfg, name, seed, chat=None if wanted is None else wanted == "true")
+    sampler = Sampler(cfg, name, seed, chat=chats[wanted])
     start = [{"role": "system", "content": own["system"]}] if "system" in own else []
     messages = list(start)
     for line in lines():
@@ -154,8 +154,7 @@ def lines() -> Iterator[str]:
     while True:
         if asks:
             print("> ", end="", flush=True)
-        line = sys.stdin.readline()
-        if not line:
+        if not (line := sys.stdin.readline()):
             return
         if line.strip():
             yield line.rstrip("\r\n")

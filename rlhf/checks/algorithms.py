@@ -9,16 +9,13 @@ from pathlib import Path
 
 from rlhf.checks.rules import (
     ALWAYS,
-    DOUBTS,
     RULES,
     TRAINING_RULES,
     Allowed,
     When,
     chosen,
     doubt,
-    doubtful,
     must,
-    one_of,
     other_than,
     rule,
     training_rule,
@@ -28,10 +25,8 @@ from rlhf.config.root import Config
 from rlhf.config.schedule import MOST_EPISODES, ESSScaling, Optimizer
 from rlhf.config.schema import missing_package, plain, sections
 from rlhf.config.scorers import choice, scorers
-from rlhf.config.tasks import TaskConfig
 from rlhf.core.launched import world_size
 from rlhf.core.machine import this_machine
-from rlhf.memory.generator import annotates
 from rlhf.memory.plan import device
 from rlhf.words import catalogue
 from rlhf.words.catalogue import chosen_by, group_of, option_files, options, read_overrides
@@ -41,113 +36,83 @@ from rlhf.words.suggestions import KNOWN, closest, lacking
 
 
 SUPERVISED = When("for algo={algo}", lambda cfg: cfg.algo.supervised)
-_NEW_SAMPLES = When(
-    "with generator={generator}", lambda cfg: cfg.generator.samples and not cfg.algo.supervised
-)
-_STORED = When("with generator={generator}", lambda cfg: not cfg.generator.rollouts)
+_SAMPLED_FROM = When("for algo={algo}", lambda cfg: cfg.algo.needs_sampler)
+_WITH_GENERATOR = "with generator={generator}"
+_NEW_SAMPLES = When(_WITH_GENERATOR, lambda cfg: cfg.generator.samples and not cfg.algo.supervised)
+_STORED = When(_WITH_GENERATOR, lambda cfg: not cfg.generator.rollouts)
 _OF_DATA = "for algo={algo} generator={generator}"
 _STORED_PAIRS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and cfg.reads_pairs)
 _STORED_TEXTS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and not cfg.reads_pairs)
+_SAMPLES = Allowed("be one that samples", lambda generator: generator.rollouts)
+_REWARDS = other_than("labels")
 
 TRAINING_RULES += [
     must("generator", "dataset", SUPERVISED, "it trains on stored responses"),
     must("scorer", "labels", SUPERVISED, "it maximises no score"),
-    must(
-        "scorer", other_than("labels"), _NEW_SAMPLES, "new samples have no labels", fix="scorer=reward_model"
-    ),
+    must("scorer", _REWARDS, _NEW_SAMPLES, "new samples have no labels", fix="scorer=reward_model"),
     must("algo.samples_per_prompt", 2, _STORED_PAIRS, "an example has a chosen and a rejected response"),
     must("algo.samples_per_prompt", 1, _STORED_TEXTS, "an example has one reference response"),
     must("schedule.max_lag", 0, _STORED, "nothing is sampled, so there is no lag"),
-    must(
-        "algo.weighting",
-        one_of("none", "wpo"),
-        _STORED,
-        "stored pairs have no log-probs of their sampler",
-        fix="algo.weighting=wpo",
-    ),
+    must("algo.weighting", ("none", "wpo"), _STORED, "stored pairs have no log-probs of their sampler"),
 ]
-
 RULES += [
-    must(
-        "generator",
-        Allowed("be one that samples", lambda generator: generator.rollouts),
-        When("for algo={algo}", lambda cfg: cfg.algo.needs_sampler),
-        "ratios are taken to the sampler's log-probs",
-        fix="generator=hf",
-    )
+    must("generator", _SAMPLES, _SAMPLED_FROM, "ratios are taken to the sampler's log-probs", "generator=hf")
 ]
 
-DOUBTS += [
-    doubtful(
-        "schedule.epochs={schedule.epochs} repeats each batch before the next batch; set "
-        "schedule.total_epochs for passes over the data",
-        lambda cfg: cfg.algo.supervised and cfg.schedule.epochs > 1,
-    ),
-    doubtful(
-        "model.reference has no effect with algo={algo} (it has no reference model)",
-        lambda cfg: cfg.algo.trains is not Trains.policy and cfg.model.reference is not None,
-    ),
-]
+
+@doubt
+def _settings_of_algorithms(cfg: Config) -> Iterator[str]:
+    if cfg.algo.supervised and cfg.schedule.epochs > 1:
+        yield (
+            f"schedule.epochs={cfg.schedule.epochs} repeats each batch before the next batch; set "
+            "schedule.total_epochs for passes over the data"
+        )
+    if cfg.algo.trains is not Trains.policy and cfg.model.reference is not None:
+        yield f"model.reference has no effect with algo={cfg.algo.name} (it has no reference model)"
 
 
 # Rules for the length of a run, for equal parts of batches, for replay, and for the optimizer.
 
 
-_NO_SAMPLES = When("with generator={generator}", lambda cfg: not cfg.generator.samples)
-
-_LOG_PROBS = "the effective sample size is computed from the sampler's log-probs"
+_NO_SAMPLES = When(_WITH_GENERATOR, lambda cfg: not cfg.generator.samples)
+_SAVED_ROLLOUTS = When("with generator.path", lambda cfg: cfg.generator.saved_rollouts is not None)
+_EVALUATED = When(
+    "with objective_metric={objective_metric}", lambda cfg: (cfg.objective_metric or "").startswith("eval/")
+)
+_OWN_OPTIMIZER = When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer)
+_NO_LOG_PROBS = When(
+    f"{_WITH_GENERATOR} without a path", lambda cfg: not cfg.generator.rollouts and not cfg.algo.supervised
+)
+_ESS = "the effective sample size is computed from the sampler's log-probs"
+_EPISODES = "schedule.total_epochs=null schedule.total_episodes=12800"
+_MEASURED = "only an evaluation measures that metric"
+_POSITIVE = Allowed("be > 0", lambda value: value != 0)
+_ANY = "optim.optimizer=adamw or backend=torch"
 
 TRAINING_RULES += [
-    must(
-        "schedule.total_epochs",
-        None,
-        When("with generator.path", lambda cfg: cfg.generator.saved_rollouts is not None),
-        "saved rollouts count as episodes",
-        fix="schedule.total_epochs=null schedule.total_episodes=12800",
-    ),
-    must(
-        "schedule.eval_every",
-        Allowed("be > 0", lambda value: value != 0),
-        When(
-            "with objective_metric={objective_metric}",
-            lambda cfg: (cfg.objective_metric or "").startswith("eval/"),
-        ),
-        "only an evaluation measures that metric",
-        fix="schedule.eval_every=0.2",
-    ),
+    must("schedule.total_epochs", None, _SAVED_ROLLOUTS, "saved rollouts count as episodes", _EPISODES),
+    must("schedule.eval_every", _POSITIVE, _EVALUATED, _MEASURED, fix="schedule.eval_every=0.2"),
     must("schedule.replay", 1, _NO_SAMPLES, "nothing is sampled, and epochs repeat stored responses"),
     must("schedule.solved_at", None, _NO_SAMPLES, "its scores are those of stored responses"),
-    must(
-        "optim.optimizer",
-        "adamw",
-        When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer),
-        "its engine has no other optimizer",
-        fix="optim.optimizer=adamw or backend=torch",
-    ),
-    must("optim.ess_scaling", "none", When("with algo={algo}", lambda cfg: cfg.algo.supervised), _LOG_PROBS),
-    must(
-        "optim.ess_scaling",
-        "none",
-        When(
-            "with generator={generator} without a path",
-            lambda cfg: not cfg.generator.rollouts and not cfg.algo.supervised,
-        ),
-        _LOG_PROBS,
-    ),
+    must("optim.optimizer", "adamw", _OWN_OPTIMIZER, "its engine has no other optimizer", fix=_ANY),
+    must("optim.ess_scaling", "none", When("with algo={algo}", SUPERVISED.holds), _ESS),
+    must("optim.ess_scaling", "none", _NO_LOG_PROBS, _ESS),
 ]
 
-DOUBTS += [
-    doubtful(
-        "schedule.solved_at={schedule.solved_at} is compared with scores of a reward model, which are not "
-        "pass rates",
-        lambda cfg: cfg.schedule.solved_at is not None and chosen(cfg, "scorer") == "reward_model",
-    ),
-    doubtful(
-        "optim.ess_on_policy={optim.ess_on_policy} has no effect with optim.ess_scaling=none; set "
-        "optim.ess_scaling=sqrt",
-        lambda cfg: cfg.optim.ess_scaling is ESSScaling.none and cfg.optim.ess_on_policy != 1,
-    ),
-]
+
+@doubt
+def _settings_of_schedules(cfg: Config) -> Iterator[str]:
+    solved_at, on_policy = cfg.schedule.solved_at, cfg.optim.ess_on_policy
+    if solved_at is not None and chosen(cfg, "scorer") == "reward_model":
+        yield (
+            f"schedule.solved_at={plain(solved_at)} is compared with scores of a reward model, which are not "
+            "pass rates"
+        )
+    if cfg.optim.ess_scaling is ESSScaling.none and on_policy != 1:
+        yield (
+            f"optim.ess_on_policy={plain(on_policy)} has no effect with optim.ess_scaling=none; set "
+            "optim.ess_scaling=sqrt"
+        )
 
 
 @training_rule
@@ -187,33 +152,31 @@ def _length(cfg: Config) -> Iterator[str]:
 
 @training_rule
 def _division(cfg: Config) -> Iterator[str]:
-    prompts, parts = cfg.schedule.prompts_per_update, cfg.schedule.minibatches
-    yield from _divisible(
-        "schedule.prompts_per_update",
-        prompts,
-        "schedule.minibatches (minibatches are equal parts of the prompts)",
-        parts,
-    )
-    yield from _divisible(
-        "backend.micro_batch",
-        cfg.backend.micro_batch,
-        "algo.samples_per_prompt (the samples of one prompt are never split)",
-        cfg.algo.samples_per_prompt,
-    )
-    ranks = world_size()
-    for key, count, meaning in (
-        (
-            "schedule.prompts_per_update",
-            prompts // max(parts, 1),
-            "each minibatch is divided among the ranks",
-        ),
-        ("eval.prompts", cfg.eval.prompts, "the held-out prompts are divided among the ranks"),
+    key, parts = "schedule.prompts_per_update", cfg.schedule.minibatches
+    prompts = cfg.schedule.prompts_per_update
+    equal = "schedule.minibatches (minibatches are equal parts of the prompts)"
+    whole = "algo.samples_per_prompt (the samples of one prompt are never split)"
+    for divided, value, by, part in (
+        (key, prompts, equal, parts),
+        ("backend.micro_batch", cfg.backend.micro_batch, whole, cfg.algo.samples_per_prompt),
     ):
-        if 1 <= count < ranks:
+        if value >= 1 and part >= 1 and value % part:
             yield (
-                f"{key} must give each of the {ranks} ranks a prompt ({meaning}), got {count}; start fewer "
-                f"ranks, or set {key}={ranks * (parts if key.startswith('schedule') else 1)}"
+                f"{divided} must be divisible by {by}, got {value} and {part}; "
+                f"set {divided}={_nearest_multiple(value, part)}"
             )
+    ranks = world_size()
+    in_minibatch, rule = prompts // max(parts, 1), f"must give each of the {ranks} ranks a prompt"
+    if 1 <= in_minibatch < ranks:
+        yield (
+            f"{key} {rule} (each minibatch is divided among the ranks), got {in_minibatch}; start fewer "
+            f"ranks, or set {key}={ranks * parts}"
+        )
+    if 1 <= cfg.eval.prompts < ranks:
+        yield (
+            f"eval.prompts {rule} (the held-out prompts are divided among the ranks), got "
+            f"{cfg.eval.prompts}; start fewer ranks, or set eval.prompts={ranks}"
+        )
 
 
 @training_rule
@@ -242,14 +205,6 @@ def _never_reached(cfg: Config) -> Iterator[str]:
         )
 
 
-def _divisible(key: str, whole: int, by: str, part: int) -> Iterator[str]:
-    if whole >= 1 and part >= 1 and whole % part:
-        yield (
-            f"{key} must be divisible by {by}, got {whole} and {part}; "
-            f"set {key}={_nearest_multiple(whole, part)}"
-        )
-
-
 def _nearest_multiple(value: int, of: int) -> int:
     """Return the multiple of `of` that is closest to `value`, at least `of` itself."""
     return max(1, round(value / of)) * of
@@ -258,28 +213,15 @@ def _nearest_multiple(value: int, of: int) -> int:
 # Rules for scorers: which scorer can score which task, and whether training sees its judge.
 
 
-_SAVED_ROLLOUTS = When("with saved rollouts", lambda cfg: cfg.generator.saved_rollouts is not None)
+_SAVED = When("with saved rollouts", _SAVED_ROLLOUTS.holds)
+_JUDGE = "scorer@gold=reward_model gold.path=<hub name or folder>"
+_ONE_TASK, _SCORES = other_than("mixture"), other_than("none")
 
 RULES += [
-    must(
-        "scorer@gold",
-        other_than("labels"),
-        ALWAYS,
-        "evaluation samples responses, which have no labels",
-        fix="scorer@gold=reward_model gold.path=<hub name or folder>",
-    ),
-    must(
-        "scorer",
-        other_than("mixture"),
-        _SAVED_ROLLOUTS,
-        "they do not name the part of a prompt",
-        fix="scorer=labels",
-    ),
+    must("scorer@gold", _REWARDS, ALWAYS, "evaluation samples responses, which have no labels", fix=_JUDGE),
+    must("scorer", _ONE_TASK, _SAVED, "they do not name the part of a prompt", fix="scorer=labels"),
 ]
-
-TRAINING_RULES += [
-    must("scorer", other_than("none"), ALWAYS, "training needs scores", fix="scorer=reward_model")
-]
+TRAINING_RULES += [must("scorer", _SCORES, ALWAYS, "training needs scores", fix="scorer=reward_model")]
 
 
 @rule
@@ -295,19 +237,15 @@ def _scorers_of_saved_rollouts(cfg: Config) -> Iterator[str]:
 @rule
 def _scorers_of_tasks(cfg: Config) -> Iterator[str]:
     for at, scorer in scorers(cfg):
-        key, task = choice(at), _scored_task(cfg, at)
+        key, task = choice(at), cfg.task
+        whole, _, name = at.partition(".parts.")
+        if (cfg.gold if whole == "gold" else cfg.scorer).of_mixture:  # scores a part of the task
+            task = task.parts.get(name.partition(".")[0], task)
         if reason := scorer.cannot_score(task):
             yield (
                 f"{key} must not be {scorer.name} for task={task.name} ({reason}), got {scorer.name}; "
                 f"set {key}=reward_model"
             )
-
-
-def _scored_task(cfg: Config, at: str) -> TaskConfig:
-    """Return the task whose responses the scorer at the key `at` scores: `cfg.task`, or a part of it."""
-    whole, _, name = at.partition(".parts.")
-    scorer = cfg.gold if whole == "gold" else cfg.scorer
-    return cfg.task.parts.get(name.partition(".")[0], cfg.task) if scorer.of_mixture else cfg.task
 
 
 @rule
@@ -332,7 +270,8 @@ def _parts_of_a_mixture_have_scorers(cfg: Config) -> Iterator[str]:
 def _functions_reach_the_annotator(cfg: Config) -> Iterator[str]:
     for at, scorer in scorers(cfg):
         here = [] if at.startswith("gold") else scorer.only_here
-        if here and annotates(cfg, world_size(), device(cfg, this_machine()) == "cuda"):
+        on_gpu = device(cfg, this_machine()) == "cuda"
+        if here and cfg.generator.annotates(cfg.schedule.max_lag, world_size(), on_gpu):
             yield (
                 f"{at}.path must name a function of a module or a file for this run (another process scores "
                 f"the responses, see generator.annotate, and does not have the object), got {here[0]}; set "
@@ -361,17 +300,8 @@ def _training_sees_its_judge(cfg: Config) -> Iterator[str]:
 COMMAND = re.compile(r"^# Command:\s*(python -m rlhf\.(\w+) .*)$", re.M)  # in the head of a recipe
 # Imported by each run, directly or by transformers, with names that a file of the user may have.
 LIBRARIES = (
-    "accelerate",
-    "datasets",
-    "deepspeed",
-    "mlflow",
-    "peft",
-    "tokenizers",
-    "torch",
-    "trackio",
-    "transformers",
-    "vllm",
-    "wandb",
+    *("accelerate", "datasets", "deepspeed", "mlflow", "peft", "tokenizers", "torch", "trackio"),
+    *("transformers", "vllm", "wandb"),
 )
 _NAMED = ("algo", "model", "task", "generator", "backend", "scorer", "gold")
 
@@ -439,14 +369,9 @@ def recipes_of_other_commands(overrides: Sequence[str]) -> Iterator[str]:
 def _libraries_are_not_hidden(cfg: Config) -> Iterator[str]:
     for name in LIBRARIES:
         for file in (Path(f"{name}.py"), Path(name, "__init__.py")):
-            if file.is_file() and _imports(name, file):
+            found = find_spec(name) if file.is_file() else None
+            if found is not None and found.origin is not None and file.samefile(found.origin):
                 yield (
                     f"{file} must not have the name of a library (Python imports it instead of {name}), got "
                     f"{file.absolute()}; rename it"
                 )
-
-
-def _imports(name: str, file: Path) -> bool:
-    """Return whether `import <name>` would read `file`."""
-    found = find_spec(name)
-    return found is not None and found.origin is not None and file.samefile(found.origin)

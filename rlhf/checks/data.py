@@ -13,13 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.models import tokenizer_in, tokenizer_of
 from rlhf.checks.rules import (
-    DOUBTS,
     RULES,
     Allowed,
     When,
     chosen,
     doubt,
-    doubtful,
     is_set,
     must,
     rule,
@@ -86,8 +84,15 @@ def data_folders(cfg: Config) -> Iterator[str]:
 def data_of_tasks(cfg: Config) -> Iterator[str]:
     """Yield an error for each problem of the user's files, and for missing pairs, also of parts."""
     for name, task in (cfg.task.parts or {"": cfg.task}).items():
-        for text in (*_own_data(cfg, task), *_missing_pairs(cfg, task)):
+        for text in _own_data(cfg, task):
             yield cfg.task.own_key(name, text)
+        if task.lacks_pairs and cfg.reads_pairs and not cfg.stand_ins:
+            missing = (
+                f"task.preferences_path must name a folder of preference pairs for task={task.name} (No "
+                "Robots has none), got null; set task.preferences_path=<folder> or "
+                "task.preferences_name=<hub name>"
+            )
+            yield cfg.task.own_key(name, missing)
 
 
 def _own_data(cfg: Config, task: TaskConfig) -> Iterator[str]:
@@ -98,14 +103,6 @@ def _own_data(cfg: Config, task: TaskConfig) -> Iterator[str]:
         yield from LocalFiles(*task.own_files).problems(content)
     except UserError as error:
         yield from error.problems
-
-
-def _missing_pairs(cfg: Config, task: TaskConfig) -> Iterator[str]:
-    if task.lacks_pairs and cfg.reads_pairs and not cfg.stand_ins:
-        yield (
-            f"task.preferences_path must name a folder of preference pairs for task={task.name} (No Robots "
-            "has none), got null; set task.preferences_path=<folder> or task.preferences_name=<hub name>"
-        )
 
 
 @rule
@@ -139,21 +136,19 @@ def _questions_as_text(cfg: Config) -> Iterator[str]:
         )
 
 
-DOUBTS += [
-    doubtful(
-        "model.chat_template does not format the prompts (task.turn does), got {model.chat_template}; set "
-        "task.turn=null task.reply=null",
-        lambda cfg: cfg.model.chat_template is not None and is_set(cfg, "task.turn"),
-    ),
-    doubtful(
-        "task.preferences_path has no effect with algo={algo} and generator={generator} (no preference pairs "
-        "are read), got {task.preferences_path}; leave it out",
-        lambda cfg: (
-            cfg.task.preferences_path is not None
-            and "task.preferences_path" not in {key for key, *_ in _needs(cfg)}
-        ),
-    ),
-]
+@doubt
+def _settings_of_data(cfg: Config) -> Iterator[str]:
+    template, pairs = cfg.model.chat_template, cfg.task.preferences_path
+    if template is not None and is_set(cfg, "task.turn"):
+        yield (
+            f"model.chat_template does not format the prompts (task.turn does), got {template}; set "
+            "task.turn=null task.reply=null"
+        )
+    if pairs is not None and "task.preferences_path" not in {key for key, *_ in _needs(cfg)}:
+        yield (
+            f"task.preferences_path has no effect with algo={cfg.algo.name} and "
+            f"generator={cfg.generator.name} (no preference pairs are read), got {pairs}; leave it out"
+        )
 
 
 # Rules for the environment that answers the replies of the policy.
@@ -169,22 +164,15 @@ _PAIRS = When(
     lambda cfg: cfg.reads_pairs or (cfg.task.embedded and cfg.scorer.reads_reward and not cfg.model.reward),
 )
 
+_OF_ENVIRONMENT = When("with task=environment", lambda cfg: cfg.task.name == "environment")
+_REWARDING = Allowed("be a class or a library", lambda section: section.rewards)
+_ANY = "environment=python, gymnasium or openenv"
+_TEXTS = "its prompts are texts, without the marks of a dialogue"
+
 RULES += [
     must("environment", "none", _PAIRS, "pairs consist of single replies"),
-    must(
-        "environment",
-        Allowed("be a class or a library", lambda section: section.rewards),
-        When("with task=environment", lambda cfg: cfg.task.name == "environment"),
-        "its first messages are the prompts",
-        fix="environment=python, gymnasium or openenv",
-    ),
-    must(
-        "environment",
-        "none",
-        _ONE_REPLY_TASK,
-        "its prompts are texts, without the marks of a dialogue",
-        fix="environment=none, or task=calculator",
-    ),
+    must("environment", _REWARDING, _OF_ENVIRONMENT, "its first messages are the prompts", fix=_ANY),
+    must("environment", "none", _ONE_REPLY_TASK, _TEXTS, fix="environment=none, or task=calculator"),
 ]
 
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from rlhf.checks.algorithms import SUPERVISED
 from rlhf.checks.rules import (
-    DOUBTS,
     RULES,
     TRAINING_RULES,
     Allowed,
     When,
     chosen,
     doubt,
-    doubtful,
     is_set,
     must,
-    one_of,
     rule,
 )
 from rlhf.config.backends import Device
@@ -34,79 +32,38 @@ _LAG_WITHOUT_PROCESS = When(_NO_PROCESS.text, lambda cfg: not cfg.has_worker and
 _NO_SECOND_SAMPLER = When(
     _NO_PROCESS.text, lambda cfg: _LAG_WITHOUT_PROCESS.holds(cfg) and not cfg.clock.virtual
 )
+_VLLM = When("with generator={generator}", lambda cfg: cfg.generator.lowest_temperature > 0)
+_SEVERAL_RANKS_SAMPLE = When(
+    "with generator.per_rank=true and several ranks",
+    lambda cfg: world_size() > 1 and cfg.generator.on_each_rank(cfg.schedule.max_lag),
+)
+_ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
 _COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
 _ONE_OF_SEVERAL_RANKS = When(
     "with generator=vllm_colocated and several ranks",
-    lambda cfg: world_size() > 1 and _COLOCATED.holds(cfg) and cfg.backend.device is not Device.cpu,
+    lambda cfg: world_size() > 1 and _COLOCATED.holds(cfg) and not _ON_CPU.holds(cfg),
 )
 _ONE_OF_SEVERAL_RANKS_HERE = When(
     "with generator=vllm_colocated and several ranks on one host",
     lambda cfg: local_world_size() > 1 and _ONE_OF_SEVERAL_RANKS.holds(cfg),
 )
+_WARM = Allowed("be >= 0.01", lambda value: not 0 < value < 0.01)
+_SHARED = "vLLM would use the GPU of another rank, whose trainer does not free its memory"
+_LOADS = "no other generator can load weights while it samples"
+_SHARE = "the vLLM processes of the ranks would share these GPUs"
+_IN_TURN = "it sleeps while the trainer uses the device"
 
 RULES += [
-    must(
-        "generator.annotate",
-        one_of(None, False),
-        _NO_PROCESS,
-        "rollouts are scored while the trainer trains",
-        fix="generator.annotate=null, or schedule.max_lag=1",
-    ),
-    must(
-        "generator.replicas", 1, _LAG_WITHOUT_PROCESS, "replicas are processes", fix="generator.worker=null"
-    ),
-    must(
-        "schedule.update",
-        "between",
-        _NO_SECOND_SAMPLER,
-        "no other generator can load weights while it samples",
-    ),
-    must(
-        "eval.temperature",
-        Allowed("be >= 0.01", lambda value: not 0 < value < 0.01),
-        When("with generator={generator}", lambda cfg: cfg.generator.lowest_temperature > 0),
-        "vLLM raises lower values to 0.01",
-        fix="eval.temperature=0.01",
-    ),
-    must(
-        "generator.devices",
-        None,
-        When(
-            "with generator.per_rank=true and several ranks",
-            lambda cfg: world_size() > 1 and cfg.generator.on_each_rank(cfg.schedule.max_lag),
-        ),
-        "the vLLM processes of the ranks would share these GPUs",
-    ),
-    must(
-        "generator.transfer",
-        one_of("auto", "shared_memory"),
-        When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu),
-        "ipc and nccl need weights on a GPU",
-        fix="generator.transfer=auto",
-    ),
-    must(
-        "schedule.max_lag", 0, _COLOCATED, "it sleeps while the trainer uses the device", fix="generator=vllm"
-    ),
+    must("generator.annotate", (None, False), _NO_PROCESS, "rollouts are scored while the trainer trains"),
+    must("generator.replicas", 1, _LAG_WITHOUT_PROCESS, "replicas are processes", "generator.worker=null"),
+    must("schedule.update", "between", _NO_SECOND_SAMPLER, _LOADS),
+    must("eval.temperature", _WARM, _VLLM, "vLLM raises lower values to 0.01", "eval.temperature=0.01"),
+    must("generator.devices", None, _SEVERAL_RANKS_SAMPLE, _SHARE),
+    must("generator.transfer", ("auto", "shared_memory"), _ON_CPU, "ipc and nccl need weights on a GPU"),
+    must("schedule.max_lag", 0, _COLOCATED, _IN_TURN, fix="generator=vllm"),
     must("generator.per_rank", True, _ONE_OF_SEVERAL_RANKS, "each rank shares its GPU with a generator"),
-    must(
-        "generator.tensor_parallel_size",
-        1,
-        _ONE_OF_SEVERAL_RANKS_HERE,
-        "vLLM would use the GPU of another rank, whose trainer does not free its memory",
-    ),
+    must("generator.tensor_parallel_size", 1, _ONE_OF_SEVERAL_RANKS_HERE, _SHARED),
     must("generator.path", None, SUPERVISED, "it trains on completions of the task"),
-]
-
-DOUBTS += [
-    doubtful(
-        "generator.annotate=true saves no time with schedule.max_lag=0 (the trainer waits for the scores)",
-        lambda cfg: chosen(cfg, "generator.annotate") == "true" and cfg.schedule.max_lag == 0,
-    ),
-    doubtful(
-        "generator.threads={generator.threads} has no effect without a process of its own "
-        "(generator.worker=true, or schedule.max_lag above 0)",
-        lambda cfg: is_set(cfg, "generator.threads") and not cfg.has_worker,
-    ),
 ]
 
 
@@ -224,83 +181,62 @@ _TOO_FEW_SLOTS = When(
     ),
 )
 _USES_TIES = When("with algo={algo}", lambda cfg: cfg.algo.learns_from_ties)
+_IN_PARTS = Allowed("be hf", lambda generator: generator.samples_parts or not generator.samples)
+_ENOUGH = Allowed("be >= algo.samples_per_prompt", lambda slots: slots is None)
+_MORE_SLOTS = "clock.slots={algo.samples_per_prompt} or schedule.unit=sequence"
+_PARTS = "responses are sampled in parts, with the trained model itself"
+_WHOLE = "its processes take whole batches, in the order of the requests"
+_SIMULATED = "the generators are simulated in the trainer's process"
+_ONE_BY_ONE = "schedule.order=fifo, clock=virtual or generator=vllm_server"
 
 TRAINING_RULES += [
     must("clock", "wall", _NO_SAMPLES, "nothing is sampled"),
     must("clock", "wall", _SEVERAL_RANKS, "one process simulates all generators"),
-    must(
-        "generator",
-        Allowed("be hf", lambda generator: generator.samples_parts or not generator.samples),
-        _VIRTUAL,
-        "responses are sampled in parts, with the trained model itself",
-        fix="generator=hf",
-    ),
-    must(
-        "generator.worker",
-        one_of(None, False),
-        _VIRTUAL,
-        "the generators are simulated in the trainer's process",
-        fix="generator.worker=null",
-    ),
-    must(
-        "schedule.order",
-        "fifo",
-        _BATCHES,
-        "its processes take whole batches, in the order of the requests",
-        fix="schedule.order=fifo, clock=virtual or generator=vllm_server",
-    ),
+    must("generator", _IN_PARTS, _VIRTUAL, _PARTS, "generator=hf"),
+    must("generator.worker", (None, False), _VIRTUAL, _SIMULATED),
+    must("schedule.order", "fifo", _BATCHES, _WHOLE, fix=_ONE_BY_ONE),
     must("schedule.order", "fifo", _COMPLETED_ON_RANKS, "one process chooses the groups"),
     must("schedule.update", "in_flight", _COMPLETED, "all responses of a server have the same weights"),
     must("schedule.refill", 0, _COMPLETED, "groups are scored after they were chosen"),
     must("schedule.max_age", None, _FIFO, "ages are at most schedule.max_lag"),
-    must(
-        "clock.slots",
-        Allowed("be >= algo.samples_per_prompt", lambda slots: slots is None),
-        _TOO_FEW_SLOTS,
-        "the samples of a prompt start together",
-        fix="clock.slots={algo.samples_per_prompt} or schedule.unit=sequence",
-    ),
+    must("clock.slots", _ENOUGH, _TOO_FEW_SLOTS, "the samples of a prompt start together", _MORE_SLOTS),
     must("schedule.refill", 0, _NO_SAMPLES, "nothing is sampled"),
     must("schedule.refill", 0, _ONE_SAMPLE, "the score of one response has nothing to tie with"),
     must("schedule.refill", 0, _USES_TIES, "prompts whose scores tie have signal, too"),
     must("schedule.refill", 0, _ON_EACH_RANK, "a few prompts cannot be divided among the ranks"),
 ]
 
-DOUBTS += [
-    doubtful(
-        "schedule.stale={schedule.stale} has no effect without schedule.max_age",
-        lambda cfg: cfg.schedule.stale is not Stale.wait and cfg.schedule.max_age is None,
-    ),
-    doubtful(
-        "schedule.unit={schedule.unit} has no effect with schedule.order=fifo and clock=wall",
-        lambda cfg: (
-            cfg.schedule.unit is not Unit.group and not cfg.clock.virtual and cfg.schedule.order is Order.fifo
-        ),
-    ),
-    doubtful(
-        "schedule.dropped={schedule.dropped} has no effect without schedule.stale=drop",
-        lambda cfg: cfg.schedule.dropped is not Dropped.again and cfg.schedule.stale is not Stale.drop,
-    ),
-    doubtful(
-        "clock.train_token_s={clock.train_token_s} has no effect without clock.train_s",
-        lambda cfg: chosen(cfg, "clock.train_token_s") not in ("", "0") and not is_set(cfg, "clock.train_s"),
-    ),
-    doubtful(
-        "schedule.stale=cut ends responses before their end token, and scorer.missing_eos_score or "
-        "scorer.missing_eos_penalty punishes them; set both to null, or schedule.stale=wait",
-        lambda cfg: (
-            cfg.schedule.stale is Stale.cut
-            and cfg.schedule.max_age is not None
-            and (is_set(cfg, "scorer.missing_eos_score") or is_set(cfg, "scorer.missing_eos_penalty"))
-        ),
-    ),
-    doubtful(
-        "schedule.refill={schedule.refill} hardly replaces a group: scores of a reward model rarely tie",
-        lambda cfg: cfg.schedule.refill > 0 and chosen(cfg, "scorer") == "reward_model",
-    ),
-    doubtful(
-        "schedule.update=in_flight makes a run depend on timing (which weights sample a token): two runs "
-        "with the same config will differ, and so will a resumed run",
-        lambda cfg: cfg.schedule.in_flight and not cfg.clock.virtual,
-    ),
-]
+
+@doubt
+def _settings_of_rollouts(cfg: Config) -> Iterator[str]:
+    schedule, virtual, typed = cfg.schedule, cfg.clock.virtual, partial(chosen, cfg)
+    if typed("generator.annotate") == "true" and schedule.max_lag == 0:
+        yield "generator.annotate=true saves no time with schedule.max_lag=0 (the trainer waits for scores)"
+    if is_set(cfg, "generator.threads") and not cfg.has_worker:
+        yield (
+            f"generator.threads={typed('generator.threads')} has no effect without a process of its own "
+            "(generator.worker=true, or schedule.max_lag above 0)"
+        )
+    if schedule.stale is not Stale.wait and schedule.max_age is None:
+        yield f"schedule.stale={typed('schedule.stale')} has no effect without schedule.max_age"
+    if schedule.unit is not Unit.group and schedule.order is Order.fifo and not virtual:
+        yield f"schedule.unit={typed('schedule.unit')} has no effect with schedule.order=fifo and clock=wall"
+    if schedule.dropped is not Dropped.again and schedule.stale is not Stale.drop:
+        yield f"schedule.dropped={typed('schedule.dropped')} has no effect without schedule.stale=drop"
+    if typed("clock.train_token_s") not in ("", "0") and not is_set(cfg, "clock.train_s"):
+        yield f"clock.train_token_s={typed('clock.train_token_s')} has no effect without clock.train_s"
+    punished = is_set(cfg, "scorer.missing_eos_score") or is_set(cfg, "scorer.missing_eos_penalty")
+    if schedule.stale is Stale.cut and schedule.max_age is not None and punished:
+        yield (
+            "schedule.stale=cut ends responses before their end token, and scorer.missing_eos_score or "
+            "scorer.missing_eos_penalty punishes them; set both to null, or schedule.stale=wait"
+        )
+    if schedule.refill > 0 and typed("scorer") == "reward_model":
+        yield (
+            f"schedule.refill={schedule.refill} hardly replaces a group: scores of a reward model rarely tie"
+        )
+    if schedule.in_flight and not virtual:
+        yield (
+            "schedule.update=in_flight makes a run depend on timing (which weights sample a token): two runs "
+            "with the same config will differ, and so will a resumed run"
+        )

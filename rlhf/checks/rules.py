@@ -120,20 +120,16 @@ def must(key: str, allowed: Any, when: When, because: str, fix: str | None = Non
 
     Args:
         key: a config key, or a key that selects an option, such as "generator" or "scorer@gold".
-        allowed: the only allowed value, or an `Allowed`.
+        allowed: the only allowed value, a tuple of the allowed values, or an `Allowed`.
         when: the configs to which the rule applies.
         because: the reason.
-        fix: overrides that make the config valid; None: the key with its only allowed value.
+        fix: overrides that make the config valid; None: the key with the first allowed value.
     """
     if not isinstance(allowed, Allowed):
-        allowed, fix = one_of(allowed), fix or f"{key}={_typed(allowed)}"
+        values = allowed if isinstance(allowed, tuple) else (allowed,)
+        allowed, fix = one_of(*values), fix or f"{key}={_typed(values[0])}"
     assert fix is not None, key
     return Row(key, allowed, when, because, fix)
-
-
-def doubtful(text: str, when: Callable[[Config], bool]) -> _Rule:
-    """Return the rule that warns of the configs for which `when` is true; `text` may contain `{<key>}`."""
-    return lambda cfg: iter([_filled(text, cfg)] if when(cfg) else [])
 
 
 def chosen(cfg: Config, key: str) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rlhf.config.backends import Device
+from rlhf.config.generators import Transfer
 from rlhf.config.models import Dtype
 from rlhf.config.schema import value_at
 from rlhf.core.launched import local_world_size, world_size
 from rlhf.core.machine import this_machine
-from rlhf.memory import generator as sampling
+from rlhf.memory.generator import Workers
 from rlhf.memory.sizes import judges, longest, models
 from rlhf.memory.trainer import Trainer
 from rlhf.memory.uses import (
@@ -23,7 +24,6 @@ from rlhf.memory.uses import (
     Plan,
     Use,
     gib,
-    kept,
     nccl,
     on_heap,
     times,
@@ -33,7 +33,6 @@ from rlhf.words.catalogue import options
 if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.core.machine import Machine
-    from rlhf.memory.sizes import Model
 
 
 # The memory plan of a run: the memory that each device needs, estimated before anything is loaded.
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
 # parts and of the largest phase. Weights, gradients and optimizer states are counted exactly. Activations are
 # estimated (`rlhf.memory.uses`) for sequences of the maximum length, so the real need is often smaller.
 # This module imports no torch.
+
+PAIRS = 256  # pairs that `rlhf.relabel` passes to the judge at once, between two steps of the progress bar
 
 
 def plan(cfg: Config, machine: Machine | None = None) -> Plan:
@@ -55,20 +56,13 @@ def plan(cfg: Config, machine: Machine | None = None) -> Plan:
     return _planned(with_token_limit(cfg, machine), machine)
 
 
-def plan_of_judges(cfg: Config, machine: Machine | None = None) -> Plan:
-    """Return the memory plan of ranks that only score texts, with the judges of `cfg`; see `plan`.
+def relabelling_plan(cfg: Config, machine: Machine | None = None) -> Plan:
+    """Return the memory plan of `rlhf.relabel`, which loads only the judges of `cfg`; see `plan`.
 
     The plan is empty if no judge is a model.
     """
-    machine = machine or this_machine()
-    loaded = () if cfg.stand_ins else tuple(judges(cfg))
-    if not loaded or _unknown(loaded):
-        return Plan((), _unknown(loaded))
-    trainer = Trainer(cfg, loaded, world_size(), device(cfg, machine))
-    phases = [phase for phase in trainer.phases() if phase.bytes]
-    if trainer.device == "cuda":
-        return Plan((_on_gpus_of_ranks(trainer, machine, (), phases),), {})
-    return Plan((_without_gpus(machine, trainer.parts(), (), phases),), {})
+    cfg = cfg.with_({"schedule.prompts_per_update": PAIRS})
+    return _planned(cfg, machine or this_machine(), trains=False)
 
 
 def fills_memory(cfg: Config, machine: Machine | None = None) -> bool:
@@ -113,85 +107,82 @@ def _passes_fit(cfg: Config, machine: Machine) -> bool:
     return all(use.total is None or use.without("sampling").bytes <= NEARLY * use.total for use in uses)
 
 
-def _planned(cfg: Config, machine: Machine) -> Plan:
-    loaded = () if cfg.stand_ins else tuple(models(cfg))  # stand-ins are tiny models, which fit everywhere
-    if not loaded or _unknown(loaded):
-        return Plan((), _unknown(loaded))
+def _planned(cfg: Config, machine: Machine, trains: bool = True) -> Plan:
+    loads = models if trains else judges
+    loaded = () if cfg.stand_ins else tuple(loads(cfg))  # stand-ins are tiny models, which fit everywhere
+    unknown = {model.key: str(model.name) for model in loaded if model.size is None}
+    if not loaded or unknown:
+        return Plan((), unknown)
     trainer = Trainer(cfg, loaded, world_size(), device(cfg, machine))
-    if trainer.device == "cuda":
-        return Plan(tuple(_with_gpus(cfg, trainer, machine)), {})
-    many = sampling.generators(cfg, local_world_size())
-    others = [times(on_heap(part), many) for part in sampling.parts_in_ram(cfg, trainer, machine.ram)]
-    parts = (*trainer.parts(), *trainer.in_ram())
-    return Plan((_without_gpus(machine, parts, others, trainer.phases()),), {})
+    workers = Workers.of(trainer, local_world_size())
+    phases = [phase for phase in trainer.phases() if trains or phase.bytes]
+    if trainer.device == "cpu":
+        return Plan((_without_gpus(workers, machine, phases, trains),), {})
+    if not trains:
+        return Plan((_on_gpus_of_ranks(workers, machine, (), phases),), {})
+    return Plan(tuple(_with_gpus(workers, machine, phases)), {})
 
 
-def _unknown(loaded: Iterable[Model]) -> dict[str, str]:
-    return {model.key: str(model.name) for model in loaded if model.size is None}
-
-
-def _without_gpus(
-    machine: Machine, parts: Iterable[Part], others: Iterable[Part], phases: Iterable[Phase]
-) -> Use:
+def _without_gpus(workers: Workers, machine: Machine, phases: Iterable[Phase], trains: bool) -> Use:
     """Return the memory of a host without GPUs: parts and phases of each rank, parts of other processes."""
-    local = local_world_size()
-    on_host = [
-        Phase(phase.name, tuple(times(on_heap(part), local) for part in phase.parts)) for phase in phases
-    ]
-    return Use("RAM", machine.ram, kept([*(times(part, local) for part in parts), *others]), tuple(on_host))
+    trainer, local = workers.trainer, workers.local
+    parts = [times(part, local) for part in trainer.parts()]
+    if trains:
+        parts += [times(part, local) for part in trainer.in_ram()]
+        parts += [times(on_heap(part), workers.generators) for part in workers.in_ram(machine.ram)]
+    on_host = (Phase(each.name, tuple(times(on_heap(part), local) for part in each.parts)) for each in phases)
+    return Use.of("RAM", machine.ram, parts, on_host)
 
 
 def _on_gpus_of_ranks(
-    trainer: Trainer, machine: Machine, others: Iterable[Part], phases: Iterable[Phase], groups: int = 0
+    workers: Workers, machine: Machine, others: Iterable[Part], phases: Iterable[Phase], groups: int = 0
 ) -> Use:
     """Return the memory on the GPU of each rank.
 
     Args:
-        trainer: the memory of one rank.
+        workers: the ranks and the other processes of this host.
         machine: the memory of this host.
         others: parts of other processes on the GPU.
         phases: the phases of an update.
         groups: number of groups of NCCL, besides that of the ranks.
     """
-    local = local_world_size()
+    trainer, local = workers.trainer, workers.local
     messages = nccl(int(trainer.ranks > 1) + groups)
     parts = [Part("CUDA", CONTEXT, "one process"), *messages, *trainer.parts(), *others]
-    total = min(machine.gpus[:local], default=None)
-    return Use(f"GPU {_numbers(range(local))}", total, kept(parts), tuple(phases))
+    return Use.of(f"GPU {_numbers(range(local))}", min(machine.gpus[:local], default=None), parts, phases)
 
 
-def _with_gpus(cfg: Config, trainer: Trainer, machine: Machine) -> Iterator[Use]:
+def _with_gpus(workers: Workers, machine: Machine, phases: list[Phase]) -> Iterator[Use]:
     """Yield the memory of an inference engine, of the ranks, of processes on other GPUs, and in RAM."""
-    gpus, generator, local = machine.gpus, cfg.generator, local_world_size()
-    many = sampling.generators(cfg, local)
-    others, phases = [], list(trainer.phases())
+    trainer, gpus, local, many = workers.trainer, machine.gpus, workers.local, workers.generators
+    generator, others = trainer.cfg.generator, []
     if reserved := generator.reserves(on_gpu=True):
         devices = generator.reserved_gpus(local)
         if generator.shares_gpu:
             made_of = f"{reserved.share:g} of the GPU (generator.memory), freed during training"
             share = Part(reserved.engine, reserved.share * min(gpus[:local], default=0), made_of)
-            phases.append(Phase("sampling", (share, *trainer.unreleased())))
+            phases = [*phases, Phase("sampling", (share, *trainer.unreleased()))]
             others.append(Part(f"{reserved.engine}: CUDA", CONTEXT, "its process"))
         smallest = min((gpus[i] for i in devices if i < len(gpus)), default=None)
-        yield Use(
-            f"{reserved.engine}'s share of GPU {_numbers(devices)}",
-            None if smallest is None else int(reserved.share * smallest),
-            tuple(sampling.parts_of_engine(reserved, trainer)),
-        )
-    workers = sampling.parts_on_gpus(cfg, trainer, len(gpus), local)
-    others += sampling.shared_with_ranks(workers, local)
-    if sampling.sent_on_gpu(cfg):
-        others.append(sampling.weights_in_transfer(cfg, trainer))
-    yield _on_gpus_of_ranks(trainer, machine, others, phases, groups=int(sampling.sent_by_nccl(cfg)))
-    yield from sampling.own_gpus(workers, gpus, local)
-    ram = [Part("processes", PROCESS * (local + sampling.processes(cfg) * many), LIBRARIES)]
+        total = None if smallest is None else int(reserved.share * smallest)
+        parts = tuple(workers.of_engine(reserved))
+        yield Use(f"{reserved.engine}'s share of GPU {_numbers(devices)}", total, parts)
+    found = workers.on_gpus(len(gpus))
+    on_ranks = [parts for gpu, parts in found.items() if gpu < local]
+    others += max(on_ranks, key=lambda parts: sum(part.bytes for part in parts), default=[])
+    on_gpu = workers.route is not Transfer.shared_memory  # weights in transfer are on the trainer's GPU
+    if on_gpu:
+        others.append(workers.in_transfer())
+    yield _on_gpus_of_ranks(workers, machine, others, phases, groups=int(workers.route is Transfer.nccl))
+    yield from workers.own_gpus(found, gpus)
+    ram = [Part("processes", PROCESS * (local + workers.each * many), LIBRARIES)]
     ram += [times(part, local) for part in trainer.in_ram()]
-    if cfg.has_worker and not sampling.sent_on_gpu(cfg):
-        ram.append(times(sampling.weights_in_transfer(cfg, trainer), many))
-    if sampling.annotates(cfg, trainer.ranks, on_gpu=True):
+    if trainer.cfg.has_worker and not on_gpu:
+        ram.append(times(workers.in_transfer(), many))
+    if workers.annotates:
         ram.append(times(Part("annotator's process", PROCESS, LIBRARIES), many))
     loads = 1 if trainer.only_first_loads else local  # hosts without rank 0 then load no models
-    yield Use("RAM", machine.ram, kept(ram), (Phase("loading", (times(trainer.loading(), loads),)),))
+    yield Use.of("RAM", machine.ram, ram, [Phase("loading", (times(trainer.loading(), loads),))])
 
 
 def _numbers(gpus: Iterable[int]) -> str:
@@ -201,12 +192,7 @@ def _numbers(gpus: Iterable[int]) -> str:
 # Messages about the memory plan: rows of the summary, warnings, errors with a remedy.
 
 
-def rows(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield a row (name, value) for the summary of a run, for each device of the memory plan."""
-    yield from rows_of(plan(cfg))
-
-
-def rows_of(made: Plan) -> Iterator[tuple[str, str]]:
+def rows(made: Plan) -> Iterator[tuple[str, str]]:
     """Yield a row (name, value) for each device of a memory plan."""
     if made.unknown:
         yield "memory (estimate)", unknown_models(made.unknown)
@@ -238,41 +224,39 @@ def problems(cfg: Config) -> list[str]:
     return [_too_little(cfg, use) for use in plan(cfg).uses if not use.fits]
 
 
+def relabelling_problems(cfg: Config) -> list[str]:
+    """Return an error for each device that certainly has too little memory to relabel with `cfg`."""
+    return [_too_little_for_judge(cfg, use) for use in relabelling_plan(cfg).uses if not use.fits]
+
+
 def warnings(cfg: Config) -> list[str]:
     """Return a warning for each device that may have too little memory for the run `cfg`."""
-    return [
-        f"the run {text}; python -m rlhf.plan with the same arguments lists all parts"
-        for text in nearly_full(plan(cfg))
-    ]
+    lists = "python -m rlhf.plan with the same arguments lists all parts"
+    return [f"the run {text}; {lists}" for text in _nearly_full(plan(cfg))]
 
 
-def nearly_full(made: Plan) -> Iterator[str]:
-    """Yield what a plan needs of each device that may have too little memory, as a part of a sentence."""
+def relabelling_warnings(cfg: Config) -> list[str]:
+    """Return a warning for each device that may have too little memory to relabel with `cfg`."""
+    return [f"relabelling {text}" for text in _nearly_full(relabelling_plan(cfg))]
+
+
+def _nearly_full(made: Plan) -> Iterator[str]:
     for use in made.uses:
         if use.fits and use.total is not None and use.bytes > NEARLY * use.total:
-            yield (
-                f"may need about {gib(use.bytes)} of the {gib(use.total)} of {use.device} ({_in_short(use)})"
-            )
+            amounts = f"about {gib(use.bytes)} of the {gib(use.total)} of {use.device}"
+            yield f"may need {amounts} ({_in_short(use)})"
 
 
 _WORTH = 0.95  # settings that need more than this fraction of the memory are not named
-_ADJUSTABLE = {  # phase -> section and name of the key that makes the phase smaller
-    "training": ("backend", "micro_batch"),
-    "log-probs and scores": ("backend", "micro_batch"),
-    "sampling": ("generator", "batch_size"),
+_ADJUSTABLE = {  # phase -> the key that makes the phase smaller
+    "training": "backend.micro_batch",
+    "log-probs and scores": "backend.micro_batch",
+    "sampling": "generator.batch_size",
 }
 
 
-def refusal(use: Use, what: str, key: str, got: object, remedy: str) -> str:
-    """Return the error message for a device with too little memory: key, rule, reason, value, remedy.
-
-    Args:
-        use: the memory that is needed of the device.
-        what: what needs it, for example "the run".
-        key: the config key that should have a smaller value.
-        got: the value of the key.
-        remedy: what to do instead.
-    """
+def _refusal(use: Use, what: str, key: str, got: object, remedy: str) -> str:
+    """Return the error message for a device with too little memory; `what` needs it, such as "the run"."""
     assert use.total is not None
     return (
         f"{key} must be small enough for the {gib(use.total)} of {use.device} ({what} is estimated to need "
@@ -281,56 +265,58 @@ def refusal(use: Use, what: str, key: str, got: object, remedy: str) -> str:
 
 
 def _too_little(cfg: Config, use: Use) -> str:
-    adjusted, group = adjustable(cfg, use.largest.name), cfg.algo.samples_per_prompt
-    fitting = adjusted and smaller(cfg, *adjusted, group, lambda changed: _fits(changed, use.device))
-    first = next(models(cfg))
+    def fits(changed: Config) -> bool:
+        return all(each.fits for each in plan(changed).uses if each.device == use.device)
+
+    adjusted, first = adjustable(cfg, use.largest.name), next(models(cfg))
     made = cfg.model.architecture(cfg.task.vocabulary_size)
-    if adjusted and fitting:
-        key = ".".join(adjusted)
-        got, remedy = value_at(cfg, key), f"set {key}={fitting}"
+    key: str = first.key
+    got: object = first.name
+    if adjusted and (fitting := _smaller(cfg, adjusted, cfg.algo.samples_per_prompt, fits)):
+        key, got, remedy = adjusted, value_at(cfg, adjusted), f"set {adjusted}={fitting}"
     elif (shares := _fitting_share(cfg)) is not None:
-        key, got = "generator.memory", shares[0]
-        remedy = f"set {key}={shares[1]:g}"
+        key, got, remedy = "generator.memory", shares[0], f"set generator.memory={shares[1]:g}"
     elif first.name is None and made:
         key, got, remedy = "model.hidden_size", made["hidden_size"], "set model.hidden_size=128"
-    elif together := _together_fitting(cfg, use.device):
-        key, got, remedy = first.key, first.name, f"set {' '.join(together)}"
+    elif together := _together_fitting(cfg, fits):
+        remedy = f"set {' '.join(together)}"
     else:
-        key, got = first.key, first.name
-        alternatives = [f"set {override}" for override in smaller_settings(cfg)]
-        remedy = ", or ".join([f"set {key} to a smaller model", *alternatives])
-    return refusal(use, "the run", key, got, remedy)
+        others = [f"set {override}" for override in smaller_settings(cfg)]
+        remedy = ", or ".join([f"set {key} to a smaller model", *others])
+    return _refusal(use, "the run", key, got, remedy)
 
 
-def _fits(cfg: Config, device: str) -> bool:
-    return all(use.fits for use in plan(cfg).uses if use.device == device)
+def _too_little_for_judge(cfg: Config, use: Use) -> str:
+    def fits(changed: Config) -> bool:
+        return all(each.fits for each in relabelling_plan(changed).uses)
+
+    judge, key = next(judges(cfg)), "gold.batch_size"
+    if (size := _smaller(cfg, key, 2, fits)) is not None:  # the two responses of a pair
+        return _refusal(use, "relabelling", key, cfg.gold.sequences, f"set {key}={size}")
+    lower = ", or set model.dtype=bfloat16" if cfg.model.dtype is Dtype.float32 else ""
+    return _refusal(use, "relabelling", judge.key, judge.name, f"set {judge.key} to a smaller model{lower}")
 
 
-def adjustable(cfg: Config, phase: str) -> tuple[str, str] | None:
-    """Return section and name of the key that makes a phase of the plan smaller, or None."""
-    section, name = _ADJUSTABLE.get(phase, ("", ""))
-    if section == "generator" and not cfg.generator.samples:
-        section = "eval"
-    return (section, name) if section else None
+def adjustable(cfg: Config, phase: str) -> str | None:
+    """Return the key that makes a phase of the plan smaller, or None."""
+    key = _ADJUSTABLE.get(phase)
+    evaluates = key == "generator.batch_size" and not cfg.generator.samples
+    return "eval.batch_size" if evaluates else key
 
 
-def smaller(cfg: Config, section: str, name: str, step: int, fits: Callable[[Config], bool]) -> int | None:
-    """Return a smaller value of a key with which the config `fits`, or None if there is none.
+def halved(cfg: Config, key: str, step: int) -> int:
+    """Return half the value of a key, as a multiple of `step`; 0 if the section has no such key."""
+    section, _, name = key.partition(".")
+    half: int = getattr(getattr(cfg, section), name, 0) // 2 // step * step
+    return half
 
-    The first value is half the configured value; each following value is half the previous value.
 
-    Args:
-        cfg: the config of the run.
-        section: the section of the key.
-        name: the name of the key; a section without it has no smaller value.
-        step: values are rounded down to multiples of it.
-        fits: whether the memory suffices for a config.
-    """
-    value = getattr(getattr(cfg, section), name, 0) // 2 // step * step
-    while value >= step:
-        if fits(cfg.with_({f"{section}.{name}": value})):
-            return value
-        value = value // 2 // step * step
+def _smaller(cfg: Config, key: str, step: int, fits: Callable[[Config], bool]) -> int | None:
+    """Return the first of the values half, quarter, ... of a key with which the config `fits`, or None."""
+    while half := halved(cfg, key, step):
+        cfg = cfg.with_({key: half})
+        if fits(cfg):
+            return half
     return None
 
 
@@ -351,13 +337,13 @@ def _fitting_share(cfg: Config) -> tuple[float, float] | None:
     return None
 
 
-def _together_fitting(cfg: Config, device: str) -> list[str]:
+def _together_fitting(cfg: Config, fits: Callable[[Config], bool]) -> list[str]:
     """Return the first settings of `_smaller_configs` that together fit the device; empty if all do not."""
     used = []
     while found := _smaller_configs(cfg):
         override, cfg = next(iter(found.items()))
         used.append(override)
-        if _fits(cfg, device):
+        if fits(cfg):
             return used
     return []
 
@@ -384,12 +370,12 @@ def savings(cfg: Config) -> tuple[str, dict[str, float]]:
     pass and of sampling, and half of the response length. The setting that needs the least memory is first.
     """
     now = _fullest(plan(cfg))
-    options, group = _smaller_configs(cfg), cfg.algo.samples_per_prompt
-    keys = [each for phase in _ADJUSTABLE if (each := adjustable(cfg, phase)) is not None]
-    for section, name in dict.fromkeys([*keys, ("generator", "response_length")]):
-        step = 1 if name == "response_length" else group
-        if half := getattr(getattr(cfg, section), name, 0) // 2 // step * step:
-            options[f"{section}.{name}={half}"] = cfg.with_({f"{section}.{name}": half})
+    options = _smaller_configs(cfg)
+    keys = [key for phase in _ADJUSTABLE if (key := adjustable(cfg, phase)) is not None]
+    for key in dict.fromkeys([*keys, "generator.response_length"]):
+        step = 1 if key == "generator.response_length" else cfg.algo.samples_per_prompt
+        if half := halved(cfg, key, step):
+            options[f"{key}={half}"] = cfg.with_({key: half})
     sizes = {override: _fullest(plan(changed), now.device).bytes for override, changed in options.items()}
     least = {override: size for override, size in sizes.items() if size < _WORTH * now.bytes}
     return now.device, dict(sorted(least.items(), key=lambda item: item[1]))
@@ -399,44 +385,3 @@ def _fullest(made: Plan, device: str | None = None) -> Use:
     """Return the use of a device, by default of the device whose memory is used most."""
     uses = [use for use in made.uses if device in (None, use.device)]
     return max(uses, key=lambda use: use.bytes / (use.total or 1))
-
-
-# The memory plan of `rlhf.relabel`, which loads only the judge.
-
-
-PAIRS = 256  # pairs that are passed to the judge at once, and between two steps of the progress bar
-
-
-def relabelling_plan(cfg: Config, machine: Machine | None = None) -> Plan:
-    """Return the memory plan of relabelling with the config `cfg` on `machine`, by default this machine.
-
-    The plan is empty if no judge is a model. If the size of a judge is unknown, the plan lists only unknown
-    models.
-    """
-    return plan_of_judges(cfg.with_({"schedule.prompts_per_update": PAIRS}), machine)
-
-
-def relabelling_problems(cfg: Config) -> list[str]:
-    """Return an error for each device that certainly has too little memory to relabel with `cfg`."""
-    return [_too_little_for_judge(cfg, use) for use in relabelling_plan(cfg).uses if not use.fits]
-
-
-def relabelling_warnings(cfg: Config) -> list[str]:
-    """Return a warning for each device that may have too little memory to relabel with `cfg`."""
-    return [f"relabelling {text}" for text in nearly_full(relabelling_plan(cfg))]
-
-
-def _too_little_for_judge(cfg: Config, use: Use) -> str:
-    judge, step = next(judges(cfg)), 2  # the two responses of a pair
-    size = smaller(cfg, "gold", "batch_size", step, _judge_fits)
-    if size is not None:
-        remedy = f"set gold.batch_size={size}"
-        return refusal(use, "relabelling", "gold.batch_size", cfg.gold.sequences, remedy)
-    remedy = f"set {judge.key} to a smaller model"
-    if cfg.model.dtype is Dtype.float32:
-        remedy += ", or set model.dtype=bfloat16"
-    return refusal(use, "relabelling", judge.key, judge.name, remedy)
-
-
-def _judge_fits(cfg: Config) -> bool:
-    return all(use.fits for use in relabelling_plan(cfg).uses)

@@ -88,15 +88,14 @@ def named_size(name: str) -> ModelSize | None:
         The size; None if config.json lacks a size, or if the model is neither on this machine nor in the
         table of published models.
     """
-    folder = _named_folder(name)
+    folder = _folder_of(name)
     if folder is not None:
         return folder_size(folder)
     published = published_config(name)
     return None if published is None else config_size(published)
 
 
-def _named_folder(name: str) -> Path | None:
-    """Return the folder of the model `name`, a folder or a hub name; None if it is not on this machine."""
+def _folder_of(name: str) -> Path | None:
     return Path(name).expanduser() if is_local(name) else cached_folder(name)
 
 
@@ -143,7 +142,7 @@ def module_parameters(name: str | None, size: ModelSize, modules: list[str]) -> 
         size: the size of the model.
         modules: names of modules, or the last dotted parts of names, as in `model.lora.modules_to_save`.
     """
-    counts = _tensor_counts(None if name is None else _named_folder(name))
+    counts = _tensor_counts(None if name is None else _folder_of(name))
     if not counts:
         counts = {f"{each}.weight": size.vocabulary * size.hidden for each in (*_EMBEDDINGS, "lm_head")}
     if "lm_head" in modules:  # the head's name in transformers; files of GPT-NeoX name it embed_out
@@ -181,67 +180,53 @@ def config_size(config: dict[str, Any]) -> ModelSize | None:
     """
     nested = config.get("text_config")
     config = {**config, **(nested if isinstance(nested, dict) else {})}
-    sizes = {key: _first_number(config, names) for key, names in NAMES.items()}
-    hidden, layers, heads = (sizes[key] for key in ("hidden", "layers", "heads"))
+    hidden, layers, heads, intermediate = (_first_number(config, names) for names in NAMES.values())
     vocabulary = _first_number(config, ("vocab_size",))
     if hidden is None or layers is None or heads is None or vocabulary is None:
         return None
     kind = config.get("model_type", "")
     gated = "num_key_value_heads" in config and kind not in ("phi", "falcon", "gpt_bigcode", "starcoder2")
-    kv_heads = _first_number(config, ("num_key_value_heads",)) or heads
-    head_size = _first_number(config, ("head_dim",)) or hidden // heads
-    intermediate = sizes["intermediate"] or 4 * hidden
     size = ModelSize(
         backbone=0,
         head=0,
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=kv_heads,
-        head_size=head_size,
-        intermediate=intermediate,
+        kv_heads=_first_number(config, ("num_key_value_heads",)) or heads,
+        head_size=_first_number(config, ("head_dim",)) or hidden // heads,
+        intermediate=intermediate or 4 * hidden,
         vocabulary=vocabulary,
         gated=gated,
         rms=gated,
         parallel=kind == "gpt_neox" and config.get("use_parallel_residual", True) is True,
         fused=kind == "gpt_neox",
     )
+    if not any(_first_number(config, (name,)) for name in _EXPERTS):
+        tied = config.get("tie_word_embeddings", True) is True  # true if the key is missing
+        head = 0 if tied else vocabulary * hidden
+        size = replace(size, backbone=_backbone_parameters(size, config), head=head)
     scores = any("SequenceClassification" in str(name) for name in config.get("architectures") or ())
-    tied = config.get("tie_word_embeddings", True) is True  # true if the key is missing
-    if any(_first_number(config, (name,)) for name in _EXPERTS):
-        return size.scoring() if scores else size
-    backbone = _llama_parameters(size, config) if gated else _neox_parameters(size, config)
-    head = 0 if tied else vocabulary * hidden
-    size = replace(size, backbone=backbone, head=head)
     return size.scoring() if scores else size
 
 
-def _llama_parameters(size: ModelSize, config: dict[str, Any]) -> int:
-    """Return the number of parameters, without the head, of a decoder with a gated MLP and RMS norms."""
-    h, q, kv = size.hidden, size.query_width, size.kv_width
-    kind = config.get("model_type")
-    attention = h * (q + 2 * kv) + q * h
-    if kind == "qwen2" or config.get("attention_bias"):
-        attention += q + 2 * kv + (h if config.get("attention_bias") else 0)
-    if kind in ("qwen3", "gemma3_text"):
-        attention += 2 * size.head_size  # norms of queries and keys
-    mlp = 3 * h * size.intermediate + (2 * size.intermediate + h if config.get("mlp_bias") else 0)
-    norms = 4 if kind in ("gemma2", "gemma3_text") else 2
-    return size.vocabulary * h + size.layers * (attention + mlp + norms * h) + h
+def _backbone_parameters(size: ModelSize, config: dict[str, Any]) -> int:
+    """Return the number of parameters, without the head, of a decoder.
 
-
-def _neox_parameters(size: ModelSize, config: dict[str, Any]) -> int:
-    """Return the number of parameters, without the head, of a decoder with an ungated MLP and layer norms.
-
-    The decoder is GPT-NeoX or, with learned positions, GPT-2.
+    The decoder has a gated MLP and RMS norms (Llama), or an ungated MLP and layer norms (GPT-NeoX and, with
+    learned positions, GPT-2).
     """
-    h, q, kv, inner = size.hidden, size.query_width, size.kv_width, size.intermediate
-    attention = h * (q + 2 * kv) + q * h
-    if config.get("attention_bias", True):
-        attention += q + 2 * kv + h
-    mlp = 2 * h * inner + inner + h
-    positions = (_first_number(config, ("n_positions",)) or 0) * h
-    return size.vocabulary * h + positions + size.layers * (attention + mlp + 4 * h) + 2 * h
+    h, inner, kind = size.hidden, size.intermediate, config.get("model_type")
+    count_qkv = size.query_width + 2 * size.kv_width
+    biased = config.get("attention_bias", not size.gated)
+    layer = matrix_parameters(replace(size, layers=1)) + (h if biased else 0)
+    layer += count_qkv if biased or (size.gated and kind == "qwen2") else 0
+    if not size.gated:
+        positions = _first_number(config, ("n_positions",)) or 0
+        return (size.vocabulary + positions) * h + size.layers * (layer + inner + 5 * h) + 2 * h
+    layer += 2 * inner + h if config.get("mlp_bias") else 0
+    layer += 2 * size.head_size if kind in ("qwen3", "gemma3_text") else 0  # norms of queries and keys
+    norms = 4 if kind in ("gemma2", "gemma3_text") else 2
+    return size.vocabulary * h + size.layers * (layer + norms * h) + h
 
 
 def _first_number(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
@@ -280,40 +265,44 @@ class Model:
 
 def models(cfg: Config) -> Iterator[Model]:
     """Yield the models that the trainer process of the run `cfg` loads, trained models first."""
-    model, algo, batch = cfg.model, cfg.algo, without_gradient(cfg)
-    start = cfg.start
-    policy = _size(cfg, start)
+    model, algo, batch, start = cfg.model, cfg.algo, without_gradient(cfg), cfg.start
     key = "model.base" if algo.trains is Trains.base else "model.policy"
     if algo.trains is Trains.reward:
-        yield _adapted(cfg, Model("reward model", key, start, policy and policy.scoring(), True, batch))
+        yield _adapted(cfg, _scoring(cfg, "reward model", key, start, batch, trained=True))
         return
-    yield _adapted(cfg, Model("policy", key, start, policy, True, batch))
+    yield _adapted(cfg, Model("policy", key, start, _size(cfg, start), True, batch))
     if cfg.value_starts_as is not None:
         value = start
         if cfg.value_starts_as is ValueFrom.reward:
             key, value = "model.reward", cfg.value_reward
-        size = _size(cfg, value)
-        yield _adapted(cfg, Model("value model", key, value, size and size.scoring(), True, batch))
+        yield _adapted(cfg, _scoring(cfg, "value model", key, value, batch, trained=True))
     if algo.trains is Trains.policy and not (model.lora.rank and model.starts_as_reference):
         name = model.reference or model.policy
         key = "model.reference" if model.reference else "model.policy"
         yield Model("reference", key, name, _size(cfg, name), False, batch)
-    yield from _scoring_models(cfg)
+    yield from _scorers(cfg)
 
 
 def judges(cfg: Config) -> Iterator[Model]:
     """Yield the models of the judge, the only models that `rlhf.relabel` loads."""
-    return (model for model in _scoring_models(cfg) if model.role == "judge")
+    return (model for model in _scorers(cfg) if model.role == "judge")
 
 
-def _scoring_models(cfg: Config) -> Iterator[Model]:
+def _scorers(cfg: Config) -> Iterator[Model]:
     """Yield the models of the training scorer and of the judge."""
     for at, scorer in scorers(cfg):
         if scorer.sequences:
             key, name = scorer.reward_model(at, cfg.model.reward) or ("model.reward", None)
             role = "judge" if at.startswith("gold") else "reward model"
-            size = _size(cfg, name)
-            yield Model(role, key, name, size and size.scoring(), False, scorer.sequences)
+            yield _scoring(cfg, role, key, name, scorer.sequences)
+
+
+def _scoring(
+    cfg: Config, role: str, key: str, name: str | None, batch_size: int, trained: bool = False
+) -> Model:
+    """Return a model with one output: a reward or value model, or a judge."""
+    size = _size(cfg, name)
+    return Model(role, key, name, size and size.scoring(), trained, batch_size)
 
 
 def _adapted(cfg: Config, model: Model) -> Model:
@@ -325,23 +314,17 @@ def _adapted(cfg: Config, model: Model) -> Model:
     lora = cfg.model.lora
     if not lora.rank or model.size is None:
         return model
-    whole = list(lora.modules_to_save)
-    count = adapter_parameters(model.size, lora.rank, lora.targets)
+    whole, count = lora.modules_to_save, adapter_parameters(model.size, lora.rank, lora.targets)
     if model.size.vocabulary == 1:
         count += model.size.head
         whole = [name for name in whole if name != "score"]
     original = _size(cfg, model.name)
     assert original is not None, "the size of the model is known"
-    return replace(model, adapters=count + module_parameters(model.name, original, whole))
+    return replace(model, adapters=count + module_parameters(model.name, original, list(whole)))
 
 
 def _size(cfg: Config, name: str | None) -> ModelSize | None:
-    """Return the size of a model, or None if it is unknown.
-
-    Args:
-        cfg: the config of the run.
-        name: hub name or folder; None: the model that is made for an embedded task.
-    """
+    """Return the size of a model, or None if it is unknown; without a name, a run makes the model."""
     if name is not None:
         return named_size(name)
     made = cfg.model.architecture(cfg.task.vocabulary_size)
@@ -360,19 +343,17 @@ def longest(cfg: Config) -> int:
 
 def with_gradient(cfg: Config) -> int:
     """Return the largest number of the longest sequences in a forward pass with gradients."""
-    backend = cfg.backend
-    if not backend.tokens:
-        return backend.micro_batch
-    return max(1, min(backend.micro_batch, backend.tokens // longest(cfg)))
+    return _sequences(cfg, 1)
 
 
 def without_gradient(cfg: Config) -> int:
     """Return the largest number of the longest sequences in a forward pass without gradients."""
-    backend = cfg.backend
-    if not backend.tokens:
-        return backend.micro_batch
-    most = WITHOUT_GRADIENT * backend.tokens // longest(cfg)
-    return max(1, min(WITHOUT_GRADIENT * backend.micro_batch, most))
+    return _sequences(cfg, WITHOUT_GRADIENT)
+
+
+def _sequences(cfg: Config, times: int) -> int:
+    most, tokens = cfg.backend.micro_batch, cfg.backend.tokens
+    return max(1, min(times * most, times * tokens // longest(cfg))) if tokens else most
 
 
 # Shapes of published models, by name, for memory plans before a model is downloaded. No torch.
@@ -381,14 +362,8 @@ def without_gradient(cfg: Config) -> int:
 # Parts of names that do not change the shape, such as -Instruct, -it, -deduped and -2407.
 VARIANT = re.compile(r"-(instruct|thinking|chat|base|pt|it|deduped|\d{4})(?=-|$)")
 _MEANINGS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "tie_word_embeddings",
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "vocab_size", "tie_word_embeddings"),
 )
 SHAPES: dict[str, dict[str, list[int]]] = yaml.safe_load(
     (files("rlhf.memory") / "published.yaml").read_text(encoding="utf-8")

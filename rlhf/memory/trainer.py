@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf.config.algorithms import Trains
 from rlhf.config.models import Dtype
@@ -22,7 +21,6 @@ from rlhf.memory.uses import (
     Part,
     Phase,
     Tokens,
-    in_words,
     parameters,
 )
 from rlhf.models import folder
@@ -42,45 +40,36 @@ _MOMENTUM = 4  # bytes per parameter of Muon's state
 _ITERATION = 10  # bytes per element of a matrix during Muon's step: a float32 update, three bfloat16 copies
 
 
-def _with_optimizer_state(footprint: Footprint, cfg: Config, model: Model) -> Footprint:
-    """Return the footprint of a model with the bytes of optimizer state per trained parameter.
-
-    Args:
-        footprint: footprint of the backend, with AdamW.
-        cfg: the config of the run.
-        model: the model.
-    """
-    if cfg.optim.optimizer is Optimizer.adamw_8bit:
-        return replace(footprint, optimizer=EIGHT_BIT)
-    if cfg.optim.optimizer is Optimizer.muon and model.trainable:
-        share = _matrices(cfg, model) / model.trainable
-        return replace(footprint, optimizer=_MOMENTUM * share + footprint.optimizer * (1 - share))
-    return footprint
-
-
-def _matrices(cfg: Config, model: Model) -> int:
+def _updated_by_muon(cfg: Config, model: Model) -> int:
     """Return the number of parameters of a model that Muon updates."""
-    if not model.trained:
+    if cfg.optim.optimizer is not Optimizer.muon or not model.trained:
         return 0
     if model.adapters is None:
         return min(matrix_parameters(model.counted), model.trainable)
     return adapter_parameters(model.counted, cfg.model.lora.rank, cfg.model.lora.targets)
 
 
-def _step_temporaries(footprint: Footprint, cfg: Config, models: Sequence[Model]) -> float:
+def _optimizer_bytes(footprint: Footprint, cfg: Config, model: Model) -> float:
+    """Return the bytes of optimizer state per trained parameter; `footprint` has those of AdamW."""
+    if cfg.optim.optimizer is Optimizer.adamw_8bit:
+        return EIGHT_BIT
+    share = _updated_by_muon(cfg, model) / max(1, model.trainable)
+    return _MOMENTUM * share + footprint.optimizer * (1 - share)
+
+
+def _step_bytes(footprint: Footprint, cfg: Config, models: Sequence[Model]) -> float:
     """Return the bytes on one GPU of temporary tensors of a step, without division over ranks.
 
     Muon updates one matrix after the other. The kernel of AdamW with 8-bit moments has no such tensors.
     """
-    count = sum(model.trainable for model in models)
     if cfg.optim.optimizer is Optimizer.adamw_8bit:
         return 0
+    matrix = 0
     if cfg.optim.optimizer is Optimizer.muon:
-        count -= sum(_matrices(cfg, model) for model in models)
-        trained = [model.counted for model in models if model.trained]
-        shapes = [shape for size in trained for shape in linear_shapes(size).values()]
-        return footprint.step * count + _ITERATION * max(a * b for a, b in shapes)
-    return footprint.step * count
+        shapes = (linear_shapes(model.counted).values() for model in models if model.trained)
+        matrix = max(inputs * outputs for each in shapes for inputs, outputs in each)
+    count = sum(model.trainable - _updated_by_muon(cfg, model) for model in models)
+    return footprint.step * count + _ITERATION * matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +112,15 @@ class Trainer:
             samples=samples,
             prompt=cfg.task.max_prompt_tokens,
             response=cfg.generator.response_length,
-            apart=cfg.model.shared_prefix and self.prompt_apart(prompts, samples),
+            apart=cfg.model.shared_prefix
+            and folder.prompt_apart(
+                samples,
+                prompts * cfg.task.max_prompt_tokens,
+                layers=self.policy.layers,
+                hidden=self.policy.hidden,
+                gpu=self.device == "cuda",
+                whole=self.gathers,
+            ),
         )
 
     @property
@@ -138,17 +135,6 @@ class Trainer:
         The rule is that of `rlhf.assembly.models.loaded`.
         """
         return self.gathers and self.ranks > 1 and not self.cfg.model.trust_remote_code
-
-    def prompt_apart(self, prompts: int, samples: int) -> bool:
-        """Return whether prompts of the maximum length are encoded in a separate pass."""
-        return folder.prompt_apart(
-            samples,
-            prompts * self.cfg.task.max_prompt_tokens,
-            layers=self.policy.layers,
-            hidden=self.policy.hidden,
-            gpu=self.device == "cuda",
-            whole=self.gathers,
-        )
 
     def encoded(self, tokens: Tokens) -> Iterator[Tokens]:
         """Yield `tokens` and, on a GPU, tokens with the longest prompts that have no separate pass.
@@ -170,34 +156,41 @@ class Trainer:
             return count, footprint
         return count, replace(footprint, weights=self.precision(False).residual)
 
+    def stored(self) -> Iterator[tuple[Model, str, str, int, Footprint]]:
+        """Yield everything that is stored of the models during the whole run.
+
+        Yields:
+            The model, the name of the part, its kind in a footprint, its number of parameters, its footprint.
+        """
+        footprint = self.cfg.backend.footprint()
+        for model in self.models:
+            count, weights = self.weights(model)
+            yield model, "weights", "weights", count, weights
+            if model.adapters is not None:
+                yield model, "adapters", "weights", model.adapters, footprint
+            if model.trained:
+                states = replace(footprint, optimizer=_optimizer_bytes(footprint, self.cfg, model))
+                yield model, "optimizer", "optimizer", model.trainable, states
+                yield model, "gradients", "gradients", model.trainable, footprint
+
     def parts(self) -> Iterator[Part]:
         """Yield the permanent parts on the device: weights, adapters, optimizer states."""
-        footprint = self.cfg.backend.footprint()
         if self.device == "cpu":
             yield Part("process", PROCESS, LIBRARIES)
-        for model in self.models:
-            count, stored = self.weights(model)
-            size = stored.on_device("weights", count, self.ranks)
-            yield Part(f"{model.role}: weights", size, parameters(count, size))
-            if model.adapters is not None:
-                size = footprint.on_device("weights", model.adapters, self.ranks)
-                yield Part(f"{model.role}: adapters", size, parameters(model.adapters, size))
-            if model.trained:
-                state = _with_optimizer_state(footprint, self.cfg, model)
-                size = state.on_device("optimizer", model.trainable, self.ranks)
-                yield Part(f"{model.role}: optimizer", size, parameters(model.trainable, size))
+        for model, name, kind, count, footprint in self.stored():
+            if kind != "gradients":
+                size = footprint.on_device(kind, count, self.ranks)
+                yield Part(f"{model.role}: {name}", size, parameters(count, size))
 
     def in_ram(self) -> Iterator[Part]:
         """Yield the parts that the backend offloads to RAM."""
-        footprint = self.cfg.backend.footprint()
+        sizes: dict[str, float] = {}
+        for model, _, kind, count, footprint in self.stored():
+            size = footprint.in_ram(kind, count, self.ranks)
+            sizes[model.role] = sizes.get(model.role, 0) + size
         for model in self.models:
-            count, stored = self.weights(model)
-            size = stored.in_ram("weights", count, self.ranks)
-            if model.adapters is not None:
-                size += footprint.in_ram("weights", model.adapters, self.ranks)
-            for kind in ("gradients", "optimizer"):
-                size += footprint.in_ram(kind, model.trainable, self.ranks)
-            yield Part(f"{model.role}: offloaded", size, parameters(count, size))
+            made_of = parameters(model.counted.parameters, sizes[model.role])
+            yield Part(f"{model.role}: offloaded", sizes[model.role], made_of)
 
     def loading(self) -> Part:
         """Return the part of all models in the RAM of a rank that loads them, before they are on the GPU."""
@@ -206,39 +199,33 @@ class Trainer:
 
     def gradients(self) -> Iterator[Part]:
         """Yield the gradients on the device and, with sharded weights, the largest gathered layer."""
-        footprint = self.cfg.backend.footprint()
-        for model in self.models:
-            if model.trained:
-                size = footprint.on_device("gradients", model.trainable, self.ranks)
-                yield Part(f"{model.role}: gradients", size, parameters(model.trainable, size))
-                if footprint.gathered:
-                    counted, stored = model.counted, self.weights(model)[1]
-                    layer = max(
-                        counted.backbone // max(1, counted.layers), counted.vocabulary * counted.hidden
-                    )
-                    gradients = footprint.gradients if model.adapters is None else 0
-                    each = stored.weights + gradients
-                    yield Part(f"{model.role}: one layer", layer * each, "gathered from all ranks")
-        trained = sum(model.trainable for model in self.models)
-        yield from uses.bucket(footprint, trained, self.ranks)
+        trained = 0
+        for model, _, kind, count, footprint in self.stored():
+            if kind != "gradients":
+                continue
+            trained += count
+            size = footprint.on_device("gradients", count, self.ranks)
+            yield Part(f"{model.role}: gradients", size, parameters(count, size))
+            if footprint.gathered:
+                counted, gradients = model.counted, footprint.gradients if model.adapters is None else 0
+                block = counted.backbone // max(1, counted.layers)
+                layer = max(block, counted.vocabulary * counted.hidden)
+                each = self.weights(model)[1].weights + gradients
+                yield Part(f"{model.role}: one layer", layer * each, "gathered from all ranks")
+        yield from uses.bucket(self.cfg.backend.footprint(), trained, self.ranks)
 
     def phases(self) -> Iterator[Phase]:
         """Yield the phases: training, optimizer step, log-probs and scores, sampling in this process."""
         cfg, gradients = self.cfg, tuple(self.gradients())
         samples = cfg.algo.samples_per_prompt
-        trained = cfg.algo.keeps or samples
-        tokens = self.tokens(min(with_gradient(cfg), minibatch(cfg, self.ranks)), trained)
-        yield Phase(
-            "training",
-            (
-                *gradients,
-                *(self._activations(model, tokens, backward=True) for model in self.models if model.trained),
-            ),
-        )
+        trained = [model for model in self.models if model.trained]
+        tokens = self.tokens(min(with_gradient(cfg), minibatch(cfg, self.ranks)), cfg.algo.keeps or samples)
+        activations = (self._activations(model, tokens, backward=True) for model in trained)
+        yield Phase("training", (*gradients, *activations))
         footprint = cfg.backend.footprint()
         if self.device == "cuda" and "optimizer" not in footprint.offloaded:
-            count = sum(model.trainable for model in self.models)
-            size = _step_temporaries(footprint, cfg, self.models)
+            count = sum(model.trainable for model in trained)
+            size = _step_bytes(footprint, cfg, trained)
             size /= self.ranks if "optimizer" in footprint.sharded else 1
             yield Phase("optimizer step", (*gradients, Part("updates", size, parameters(count, size))))
         reads = [
@@ -258,17 +245,14 @@ class Trainer:
             yield Phase("comparison of sampling", copy)
 
     def _activations(self, model: Model, tokens: Tokens, backward: bool) -> Part:
+        how: dict[str, Any] = {"eager": self.eager, "device": self.device}
         estimate: Callable[..., float] = uses.inference
         if backward:
-            checkpointing = self.cfg.model.gradient_checkpointing
-            estimate = partial(uses.training, checkpointing=checkpointing)
+            estimate, how["checkpointing"] = uses.training, self.cfg.model.gradient_checkpointing
         precision = self.precision(model.trained)
-        sizes = (
-            estimate(model.counted, each, precision, eager=self.eager, device=self.device)
-            for each in self.encoded(tokens)
-        )
+        size = max(estimate(model.counted, each, precision, **how) for each in self.encoded(tokens))
         name = f"{model.role}: activations" if backward else model.role
-        return Part(name, max(sizes), in_words(tokens), estimated=True)
+        return Part(name, size, str(tokens), estimated=True)
 
     def unreleased(self) -> Iterator[Part]:
         """Yield the memory, besides the permanent parts, that the trainer keeps while vLLM uses its GPU.
@@ -309,16 +293,12 @@ class Trainer:
         if cfg.schedule.eval_every:
             single = self.tokens(batch_size, 1)
             requests.append(replace(single, prompts=min(batch_size, cfg.eval.prompts)))
-        parts = [
-            Part(
-                "KV cache and logits",
-                uses.sampling(self.policy, tokens, precision, eager=self.eager, device=self.device),
-                in_words(tokens),
-                estimated=True,
-            )
-            for tokens in requests
-        ]
-        return max(parts, key=lambda part: part.bytes, default=Part("nothing", 0))
+        how: dict[str, Any] = {"eager": self.eager, "device": self.device}
+        sizes = {tokens: uses.sampling(self.policy, tokens, precision, **how) for tokens in requests}
+        if not sizes:
+            return Part("nothing", 0)
+        largest = max(sizes, key=sizes.__getitem__)
+        return Part("KV cache and logits", sizes[largest], str(largest), estimated=True)
 
 
 def minibatch(cfg: Config, ranks: int) -> int:

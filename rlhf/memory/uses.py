@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -84,6 +84,11 @@ class Use:
         """Whether the device has at least `least` bytes of memory; True if its memory is unknown."""
         return self.total is None or self.least <= self.total
 
+    @classmethod
+    def of(cls, device: str, total: int | None, parts: Iterable[Part], phases: Iterable[Phase] = ()) -> Use:
+        """Return the use of a device without the parts that need nothing."""
+        return cls(device, total, tuple(part for part in parts if part.bytes), tuple(phases))
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -109,24 +114,10 @@ def times(part: Part, count: int) -> Part:
     return replace(part, bytes=part.bytes * count, made_of=f"{count} x {part.made_of}")
 
 
-def kept(parts: list[Part]) -> tuple[Part, ...]:
-    """Return the parts that need more than 0 bytes."""
-    return tuple(part for part in parts if part.bytes)
-
-
 def parameters(count: int, size: float) -> str:
     """Return the number of parameters and the bytes per parameter as text; `size` is in bytes."""
-    return f"{_millions(count)} parameters x {size / max(1, count):.3g} bytes"
-
-
-def _millions(count: int) -> str:
-    """Return a count in millions or billions as text."""
-    return f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.2f} million"
-
-
-def in_words(tokens: Tokens) -> str:
-    """Return the number and length of the sequences of a forward pass as text."""
-    return f"{tokens.sequences} x ({tokens.prompt} + {tokens.response}) tokens"
+    many = f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.2f} million"
+    return f"{many} parameters x {size / max(1, count):.3g} bytes"
 
 
 def gib(amount: float) -> str:
@@ -189,6 +180,10 @@ class Tokens:
     response: int  # tokens of a response
     apart: bool = True  # prompts are encoded in a separate pass; responses read its keys and values
 
+    def __str__(self) -> str:
+        """Return the number and length of the sequences, such as "8 x (256 + 64) tokens"."""
+        return f"{self.sequences} x ({self.prompt} + {self.response}) tokens"
+
     @property
     def sequences(self) -> int:
         """The number of sequences: prompts times samples."""
@@ -248,7 +243,9 @@ def training(
     else:
         kept = size.layers * sum(layer) - (layer[0] if tokens.apart else 0)
     normed = encoded - (tokens.prompts * tokens.prompt if tokens.apart else 0)  # tokens after the last layer
-    kept += _mask_bytes(tokens, precision, eager)
+    if tokens.apart and not eager:  # all layers share the mask of the responses
+        rows, queries, keys = list(tokens.passes(eager))[-1]
+        kept += rows * queries * keys * precision.product
     ends = (encoded + normed + 3 * tokens.sequences * tokens.response) * size.hidden * precision.residual
     copied = size.kv_heads < size.heads or precision.product < precision.cache
     on_top = max(
@@ -286,21 +283,8 @@ def _kept_pass(
     return kept + (0 if tokens.apart else rows * queries * keys * a)
 
 
-def _mask_bytes(tokens: Tokens, precision: Precision, eager: bool) -> float:
-    """Return the bytes of the mask that all layers share; 0 unless prompts have a separate pass."""
-    if not tokens.apart or eager:
-        return 0
-    rows, queries, keys = list(tokens.passes(eager))[-1]
-    return rows * queries * keys * precision.product
-
-
 def inference(
-    size: ModelSize,
-    tokens: Tokens,
-    precision: Precision,
-    *,
-    eager: bool = False,
-    device: str = "cpu",
+    size: ModelSize, tokens: Tokens, precision: Precision, *, eager: bool = False, device: str = "cpu"
 ) -> float:
     """Return the peak bytes of a forward pass without gradients, besides the weights.
 
@@ -317,12 +301,7 @@ def inference(
 
 
 def sampling(
-    size: ModelSize,
-    tokens: Tokens,
-    precision: Precision,
-    *,
-    eager: bool = False,
-    device: str = "cpu",
+    size: ModelSize, tokens: Tokens, precision: Precision, *, eager: bool = False, device: str = "cpu"
 ) -> float:
     """Return the peak bytes of sampling all sequences of `tokens` in parallel, besides the weights.
 
@@ -396,9 +375,7 @@ def _autocast_copies(size: ModelSize, precision: Precision) -> float:
 
 _MIB = 2**20
 _CHANNELS = 32  # largest number of NCCL's channels; fewer on GPUs without NVLink
-_CONNECTION = (
-    10 * _MIB
-)  # buffers of one connection: 4 MiB (NCCL_BUFFSIZE), and those of the two fast protocols
+_CONNECTION = 10 * _MIB  # buffers of a connection: 4 MiB (NCCL_BUFFSIZE), those of the two fast protocols
 GROUP = _CHANNELS * 2 * _CONNECTION  # a ring has two connections per channel; 0.5 to 0.7 GiB were reported
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,11 +163,9 @@ def push_model(folder: Path, repository: str) -> str:
     from huggingface_hub import HfApi, get_token
 
     api = HfApi(token=get_token())  # also if HF_HUB_DISABLE_IMPLICIT_TOKEN is set
-    try:
+    with _uploading(folder, repository):
         address = api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=str(folder))
-    except Exception as error:  # the exception depends on the HTTP library
-        raise refused(repository, folder, error) from error
     return str(address)
 
 
@@ -178,17 +177,19 @@ def push_data(data: DatasetDict, folder: Path, repository: str) -> str:
     """
     from huggingface_hub import get_token
 
-    try:
+    with _uploading(folder, repository):
         data.push_to_hub(repository, private=True, token=get_token())
-    except Exception as error:
-        raise refused(repository, folder, error) from error
     return f"https://huggingface.co/datasets/{repository}"
 
 
-def refused(repository: str, folder: Path, error: Exception) -> RunError:
-    """Return the error for a failed upload of `folder`, with the first line of the cause."""
-    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return RunError(
-        f"push_to={repository} must be a reachable repository that the token ({TOKEN} or hf auth login) "
-        f"may write to, got: {first}; {folder} is complete, and the same command pushes it again"
-    )
+@contextmanager
+def _uploading(folder: Path, repository: str) -> Iterator[None]:
+    """Raise RunError with the first line of the cause if the upload of `folder` in the block fails."""
+    try:
+        yield
+    except Exception as error:  # the exception depends on the HTTP library
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise RunError(
+            f"push_to={repository} must be a reachable repository that the token ({TOKEN} or hf auth login) "
+            f"may write to, got: {first}; {folder} is complete, and the same command pushes it again"
+        ) from error

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,6 @@ from rlhf.words.suggestions import one_of
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Evaluation
-    from rlhf.engines.engine import Engine
     from rlhf.processes.ranks import Ranks
 
 
@@ -139,11 +139,10 @@ def evaluate(
             due = _not_evaluated(wanted, rows)
             for row in measure(due, cfg, folder, split, ranks) if due else ():
                 rows[row["model"]] = row
-    initial = initial_scores(cfg, folder, split)
     found = [rows[candidate.name] for candidate in wanted if candidate.name in rows]
     # The initial policy may have been evaluated after other models.
-    tolerance = cfg.tie_tolerance(cfg.scorer)
-    return [{**row, **comparison(row, _saved_scores(folder, row), initial, tolerance)} for row in found]
+    initial = initial_scores(cfg, folder, split)
+    return [{**row, **_comparison(cfg, row, _saved_scores(folder, row), initial)} for row in found]
 
 
 def _not_evaluated(wanted: list[Candidate], rows: dict[str, dict[str, Any]]) -> list[Candidate]:
@@ -156,16 +155,13 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Evaluate each model of `due`; write and yield its row. Damaged checkpoints are skipped."""
     say_loading()
-    from rlhf.assembly.models import build_device
-    from rlhf.processes.ranks import Ranks
-    from rlhf.stages.guards import quieten
+    from rlhf.stages.guards import joined
     from rlhf.stages.prerequisites import complete
     from rlhf.stages.run import at_start, run
     from rlhf.training.checkpoint import damage
 
-    ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
-    quieten(ranks)
-    asked, shown_settings = cfg, settings(cfg, split)
+    ranks = joined(cfg, ranks)
+    asked, about = cfg, settings(cfg, split)
     # Sharded weights need the run's own engine, whose value model may start as the reward model.
     reward = cfg.scores_completions or any(candidate.shards for candidate in due)
     cfg = ranks.from_first(lambda: complete(measuring(cfg), run, reward=reward))
@@ -174,38 +170,40 @@ def measure(
         setup_logging(folder)
         kept = "".join(map(as_line, read_lines(folder.evaluations)))  # drops a line that a crash cut off
         write_atomically(folder.evaluations, kept)
-    refuse_other_tokenizers(due, cfg)
+    _refuse_other_tokenizers(due, cfg)
     damaged = ranks.from_first(lambda: {c.name: damage(c.checkpoint) for c in due if c.checkpoint})
     for candidate in due:
         if why := damaged.get(candidate.name):
             say(f"warning: {candidate.checkpoint} is damaged and is not evaluated: {why}", style="yellow")
     good = [candidate for candidate in due if not damaged.get(candidate.name)]
-    of_run = [candidate for candidate in good if not candidate.named]
-    groups = [
-        *([candidate] for candidate in good if candidate.named),
-        [candidate for candidate in of_run if not candidate.shards],
-        [candidate for candidate in of_run if candidate.shards],
-    ]
+    groups = [[candidate] for candidate in good if candidate.named]
+    for sharded in (False, True):
+        groups.append([each for each in good if not each.named and bool(each.shards) is sharded])
     with _progress_by_model(cfg, len(good)) as begin:
-        for group in filter(None, groups):
-            for candidate, evaluation in evaluations(group, cfg, folder, split, ranks, begin):
-                row: dict[str, Any] = {
-                    "model": candidate.name,
-                    **candidate.counters(),
-                    **evaluation.figures,
-                    "examples": evaluation.examples,
-                    "settings": shown_settings,
-                }
-                if candidate.named:
-                    start = cfg.start and Path(cfg.start).expanduser().resolve()
-                    row |= {"files": candidate.files, "initial": start == candidate.weights.resolve()}
-                initial = ranks.from_first(lambda: initial_scores(asked, folder, split))
-                row |= comparison(row, evaluation.scores, initial, cfg.tie_tolerance(cfg.scorer))
-                if ranks.first:
-                    write(folder, row, evaluation)
-                show(row, evaluation, cfg, last=candidate is good[-1])
-                warn([text for text in [no_reply_ended(row, cfg)] if text is not None])
-                yield row
+        for candidate, evaluation in chain.from_iterable(
+            evaluations(group, cfg, folder, split, ranks, begin) for group in groups if group
+        ):
+            row: dict[str, Any] = {
+                "model": candidate.name,
+                **candidate.counters(),
+                **evaluation.figures,
+                "examples": evaluation.examples,
+                "settings": about,
+            }
+            if candidate.named:
+                start = cfg.start and Path(cfg.start).expanduser().resolve()
+                row |= {"files": candidate.files, "initial": start == candidate.weights.resolve()}
+            initial = ranks.from_first(lambda: initial_scores(asked, folder, split))
+            row |= _comparison(cfg, row, evaluation.scores, initial)
+            if ranks.first:
+                if evaluation.samples:
+                    file = completions_file(folder, row)
+                    file.parent.mkdir(exist_ok=True)
+                    write_atomically(file, "".join(map(as_line, evaluation.samples)))
+                append(folder.evaluations, [row])  # after the completions: it marks them as complete
+            show(row, evaluation, cfg, last=candidate is good[-1])
+            warn([text for text in [no_reply_ended(row, cfg)] if text is not None])
+            yield row
 
 
 def initial_scores(cfg: Config, folder: RunFolder, split: str) -> list[float] | None:
@@ -230,31 +228,30 @@ def _saved_scores(folder: RunFolder, row: dict[str, Any]) -> list[float] | None:
 
 def _scores_of(samples: Iterable[dict[str, Any]]) -> list[float] | None:
     """Return the scores of completions; None if they have no scores."""
-    scores = [sample.get("score") for sample in samples]
-    known_scores = [score for score in scores if score is not None]
-    return known_scores if scores and len(known_scores) == len(scores) else None
+    scores: list[Any] = [sample.get("score") for sample in samples]
+    return scores if scores and None not in scores else None
 
 
-def comparison(
-    row: dict[str, Any], scores: list[float] | None, initial: list[float] | None, tie_tolerance: float
+def _comparison(
+    cfg: Config, row: dict[str, Any], scores: list[float] | None, initial: list[float] | None
 ) -> dict[str, float]:
     """Return the win rate of a model against the initial policy, with the bounds of its interval.
 
     Args:
+        cfg: the config of the evaluation.
         row: row of the model.
         scores: scores of the model's completions.
         initial: scores of the initial policy's completions of the same prompts.
-        tie_tolerance: largest relative difference of two scores that tie.
 
     Returns:
         Empty if scores are unknown, or if the model is the initial policy.
     """
     if scores is None or initial is None or len(scores) != len(initial) or row.get("initial"):
         return {}
-    return against_initial(scores, initial, tie_tolerance)
+    return against_initial(scores, initial, cfg.tie_tolerance(cfg.scorer))
 
 
-def refuse_other_tokenizers(due: list[Candidate], cfg: Config) -> None:
+def _refuse_other_tokenizers(due: list[Candidate], cfg: Config) -> None:
     """Raise UserError if a named model has another vocabulary than the reference model.
 
     KL and perplexity compare the two models token by token.
@@ -304,8 +301,11 @@ def evaluations(
     import torch
 
     from rlhf.assembly.models import build_tokenizer
+    from rlhf.assembly.parts import part
     from rlhf.assembly.training import (
+        build_engine,
         build_evaluator,
+        build_frozen,
         build_generator,
         build_scorer,
         build_task,
@@ -325,7 +325,16 @@ def evaluations(
     task = build_task(cfg, tokenizer, cfg.data, cfg.schedule.prompts_per_update)
     warn(ranks.from_first(lambda: list(check_formats(cfg, task, tokenizer, split))))
     state = TrainState(num_updates=1)
-    cfg, engine = _build_engine_for(group[0], cfg, tokenizer, ranks)
+    # Sharded weights need the run's own engine, other weights an engine without an optimizer. The engine of a
+    # named model starts with its weights.
+    if group[0].shards:
+        part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks)
+        engine = build_engine(cfg, tokenizer, ranks, state)
+    else:
+        kept = ("micro_batch", "tokens", "device", "threads", "timeout_s")
+        plain = TorchConfig(**{name: getattr(cfg.backend, name) for name in kept})
+        cfg = cfg.with_({"backend": plain})  # which also places the other models
+        engine = build_frozen(cfg, tokenizer, ranks, named=named)
     with ExitStack() as ends:
         if cfg.model.policy is None:  # a policy from random weights; vLLM needs the files of a model
             cfg = cfg.with_({"model.policy": str(group[0].weights)})
@@ -336,7 +345,7 @@ def evaluations(
         if isinstance(evaluator, PolicyEvaluator):
             evaluator.generator = chunks = ChunkedGenerator(evaluator.generator, CHUNK)
         for version, candidate in enumerate(group):
-            if not named:  # the engine starts with the weights of a named model
+            if not named:
                 engine.load(candidate.weights)
                 if cfg.algo.trains is Trains.reward:
                     engine.module.model.config.reward_offset = offset(candidate.weights)
@@ -349,48 +358,10 @@ def evaluations(
             yield candidate, evaluator(state)
 
 
-def _build_engine_for(
-    candidate: Candidate, cfg: Config, tokenizer: Any, ranks: Ranks
-) -> tuple[Config, Engine]:
-    """Build an engine that can load `candidate`.
-
-    Sharded weights need the run's own engine. Other weights are loaded by an engine without an optimizer. The
-    engine of a named model starts with its weights.
-
-    Returns:
-        `cfg` with the backend of the engine, which also places the other models, and the engine.
-    """
-    from rlhf.assembly.parts import part
-    from rlhf.assembly.training import build_engine, build_frozen
-
-    if candidate.shards:
-        part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks)
-        return cfg, build_engine(cfg, tokenizer, ranks, TrainState(num_updates=1))
-    own = cfg.backend
-    plain = TorchConfig(
-        micro_batch=own.micro_batch,
-        tokens=own.tokens,
-        device=own.device,
-        threads=own.threads,
-        timeout_s=own.timeout_s,
-    )
-    cfg = cfg.with_({"backend": plain})
-    return cfg, build_frozen(cfg, tokenizer, ranks, named=candidate.named)
-
-
 def offset(folder: Path) -> float:
     """Return the offset that centres the scores of a reward model; a checkpoint has no offset: 0."""
     file = folder / "config.json"
     return json.loads(file.read_text()).get("reward_offset", 0.0) if file.exists() else 0.0
-
-
-def write(folder: RunFolder, row: dict[str, Any], evaluation: Evaluation) -> None:
-    """Write the completions, then the row; the row marks the evaluation as finished."""
-    if evaluation.samples:
-        file = completions_file(folder, row)
-        file.parent.mkdir(exist_ok=True)
-        write_atomically(file, "".join(map(as_line, evaluation.samples)))
-    append(folder.evaluations, [row])
 
 
 def completions_file(folder: RunFolder, row: dict[str, Any]) -> Path:
@@ -410,19 +381,17 @@ def _progress_by_model(
         The function returns another function, which must be called with each number of newly answered
         prompts.
     """
-    started = 0
+    numbers = count(1)
     with ExitStack() as display:
 
         def begin(candidate: Candidate, total: int) -> Callable[[int], None]:
-            nonlocal started
-            started += 1
             display.close()  # the display of the previous model
-            title = f"evaluating {candidate.name} ({started} of {models})"
-            if total == 0:  # the evaluation of a reward model does not count prompts
-                if cfg.progress is not Progress.off:
-                    say(title)
-                return lambda count: None
-            return display.enter_context(progress(title, total, cfg.progress.value))
+            title = f"evaluating {candidate.name} ({next(numbers)} of {models})"
+            if total:
+                return display.enter_context(progress(title, total, cfg.progress.value))
+            if cfg.progress is not Progress.off:  # the evaluation of a reward model does not count prompts
+                say(title)
+            return lambda count: None
 
         yield begin
 
@@ -491,7 +460,8 @@ def change(node: DictConfig, overrides: Sequence[Override]) -> None:
     """Apply overrides to the config `node`; an option is selected before its keys are set.
 
     Raises:
-        UserError: an override changes a setting that an evaluation does not read.
+        UserError: an override changes a setting that an evaluation does not read, an option cannot be
+            composed, or samples nothing.
     """
     for override in overrides:
         key, text = key_of(override), override.input_line
@@ -503,28 +473,19 @@ def change(node: DictConfig, overrides: Sequence[Override]) -> None:
                 f"run is already trained), got {text}; {remedy}"
             )
     for override in sorted(overrides, key=lambda each: key_of(each) not in _CHOICES):
-        if key_of(override) in _CHOICES:
-            select(node, override)
-        else:
-            OmegaConf.update(node, key_of(override), override.value())
-
-
-def select(node: DictConfig, override: Override) -> None:
-    """Select an option in the config `node`; lengths and temperature of the run's generator are kept.
-
-    Raises:
-        UserError: the option cannot be composed, or samples nothing.
-    """
-    key = key_of(override)
-    section = _CHOICES[key]
-    chosen = composed_node([str(override.input_line)])[section]
-    if section == "generator":
-        if chosen.name == "dataset":
-            samplers = [name for name in options("generator") if name != "dataset"]
-            raise UserError(one_of(key, chosen.name, samplers))
-        for kept in ("temperature", "response_length"):
-            chosen[kept] = node.generator[kept]
-    OmegaConf.update(node, section, chosen, merge=False)
+        key = key_of(override)
+        section = _CHOICES.get(key)
+        if section is None:
+            OmegaConf.update(node, key, override.value())
+            continue
+        chosen = composed_node([str(override.input_line)])[section]
+        if section == "generator":
+            if chosen.name == "dataset":
+                samplers = [name for name in options("generator") if name != "dataset"]
+                raise UserError(one_of(key, chosen.name, samplers))
+            for kept in ("temperature", "response_length"):  # those of the run's generator
+                chosen[kept] = node.generator[kept]
+        OmegaConf.update(node, section, chosen, merge=False)
 
 
 def alone(models: Sequence[str], overrides: Sequence[str]) -> Config:
@@ -609,7 +570,6 @@ def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> li
         shards = _number_of_shards(path)
         weights = path if shards else path / "model"
         found.append(Candidate(path.name, weights, path / "counters.json", path, shards))
-    final_problem = adapter_problem if cfg.model.lora.rank else model_problem
     if folder.finished():
         weights = folder.adapter if cfg.model.lora.rank else folder.model
         found.append(Candidate(folder.model.name, weights, folder.state))
@@ -625,13 +585,15 @@ def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> li
             "set only=model, or leave it out"
         )
     chosen = [candidate for candidate in found if not any(only) or candidate.name in only]
-    if chosen[-1].checkpoint is None and (problem := final_problem(folder)):
+    if chosen[-1].checkpoint is None:
+        problem = (adapter_problem if cfg.model.lora.rank else model_problem)(folder)
         others = ",".join(name for name in names if name != folder.model.name)
-        raise UserError(
-            f"run= must have a complete final model ({problem}), got {folder.path}; "
-            + (f"set only={others}, or " if others else "")
-            + again(folder)
-        )
+        if problem:
+            raise UserError(
+                f"run= must have a complete final model ({problem}), got {folder.path}; "
+                + (f"set only={others}, or " if others else "")
+                + again(folder)
+            )
     return chosen
 
 
@@ -709,7 +671,7 @@ def table(rows: list[dict[str, Any]], width: int = 80) -> Group:
     else:
         by_metric = [[cells[place] for cells in by_model] for place in range(len(headings))]
         first, others = ("model", models), list(zip(headings, by_metric, strict=True))
-    tables = (part_of_table(first, group) for group in _fitting_groups(first, others, width))
+    tables = (_part_of_table(first, group) for group in _fitting_groups(first, others, width))
     return Group(*lines_of(title, width), *tables, *paths)
 
 
@@ -733,10 +695,9 @@ _Column = tuple[str, list[str]]  # heading and cells
 def _fitting_groups(first: _Column, others: list[_Column], width: int) -> Iterator[list[_Column]]:
     """Yield the columns `others` in groups, each of which fits in `width` beside the column `first`."""
     group: list[_Column] = []
-    room = width - 1 - _breadth(first)
-    left = room
-    for column in others:
-        needed = _breadth(column)
+    breadths = [max(map(len, [heading, *cells])) + _PADDING for heading, cells in [first, *others]]
+    left = room = width - 1 - breadths[0]
+    for column, needed in zip(others, breadths[1:], strict=True):
         if group and needed > left:
             yield group
             group, left = [], room
@@ -745,14 +706,7 @@ def _fitting_groups(first: _Column, others: list[_Column], width: int) -> Iterat
     yield group
 
 
-def _breadth(column: _Column) -> int:
-    """Return the width of a column with its padding."""
-    heading, cells = column
-    return max(map(len, [heading, *cells])) + _PADDING
-
-
-def part_of_table(first: _Column, others: list[_Column]) -> Table:
-    """Return a table of the column `first` and the columns `others`."""
+def _part_of_table(first: _Column, others: list[_Column]) -> Table:
     made = Table(box=box.SIMPLE)
     made.add_column(first[0], no_wrap=True)
     for heading, _ in others:

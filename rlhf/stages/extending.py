@@ -80,7 +80,11 @@ def carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]
     check_machine(cfg)
     hooks = [*check_job(cfg), *hooks]
     say_loading()
-    last = _last_valid(folder)
+    from rlhf.stages.run import run
+    from rlhf.training.checkpoint import damage
+
+    undamaged = (path for path in reversed(complete_checkpoints(folder.path)) if not damage(path))
+    last = next(undamaged, None)
     if last is None and new > old:
         start = f"model.{'base' if cfg.algo.trains is Trains.base else 'policy'}"
         raise UserError(
@@ -89,8 +93,6 @@ def carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]
             f"{setting(start, folder.model)} <settings of the run>"
         )
     warn(warnings(cfg))
-    from rlhf.stages.run import run
-
     if not is_first_rank():
         run(cfg, folder, check=False, claim=nullcontext)
         return cfg
@@ -133,18 +135,14 @@ def changed(folder: RunFolder, overrides: Sequence[str], length_key: str) -> Con
     def change(node: DictConfig, parsed: Sequence[Override]) -> None:
         for override in parsed:
             key = key_of(override)
-            if "@" in key or is_set(node, key):  # `update` refuses other keys, with a suggestion
+            parent, _, leaf = key.rpartition(".")
+            section = OmegaConf.select(node, parent) if parent else node
+            known = isinstance(section, DictConfig) and leaf in section
+            if "@" in key or known:  # `update` refuses other keys, with a suggestion
                 _refuse_change(str(override.input_line), length_key)
             OmegaConf.update(node, key, override.value())
 
     return overridden(folder.config, overrides, f", got {{}}; set {length_key}=<number>", change)
-
-
-def is_set(node: DictConfig, key: str) -> bool:
-    """Return whether a config has the dotted key."""
-    parent, _, leaf = key.rpartition(".")
-    section = OmegaConf.select(node, parent) if parent else node
-    return isinstance(section, DictConfig) and leaf in section
 
 
 def _refuse_change(override: str, length_key: str) -> None:
@@ -161,13 +159,6 @@ def _refuse_change(override: str, length_key: str) -> None:
         f"{key} must stay as it is (an extension changes only the length, {length_key}), got {override}; "
         "leave it out, or start a new run from the model of the run (python -m rlhf.train)"
     )
-
-
-def _last_valid(folder: RunFolder) -> Path | None:
-    """Return the newest undamaged checkpoint of a run, or None."""
-    from rlhf.training.checkpoint import damage
-
-    return next((path for path in reversed(complete_checkpoints(folder.path)) if not damage(path)), None)
 
 
 def description(

@@ -87,7 +87,12 @@ def written(dataset: object, folder: Path) -> Path:
         UserError: the object is no data set, a split has no rows, or a value cannot be written as JSON.
     """
     splits = _splits_of(dataset)
-    digests = {name: digest(name, rows) for name, rows in splits.items()}
+    digests = {}
+    for name, rows in splits.items():
+        hasher = hashlib.sha256()
+        for line in _lines(name, rows):
+            hasher.update(line)
+        digests[name] = hasher.hexdigest()
     place = folder / hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
     for name, rows in splits.items():
         file = place / f"{name}.jsonl"
@@ -95,7 +100,7 @@ def written(dataset: object, folder: Path) -> Path:
             continue
         place.mkdir(parents=True, exist_ok=True)
         with whole(file, private=True, durable=True) as scratch, scratch.open("wb") as out:
-            out.writelines(lines(name, rows))
+            out.writelines(_lines(name, rows))
     return place
 
 
@@ -105,28 +110,22 @@ def _splits_of(dataset: object) -> dict[str, Rows | Sequence[Any]]:
     Raises:
         UserError: the object is no data set, or a split has no rows.
     """
-    given = dataset if isinstance(dataset, Mapping) else {"train": dataset}
+    given: Mapping[Any, Any] = dataset if isinstance(dataset, Mapping) else {"train": dataset}
+    datasets = sys.modules.get("datasets")
     found: dict[str, Rows | Sequence[Any]] = {}
     for name, split in given.items():
-        if (rows := rows_of(split)) is None or str(name) != component(str(name)):
+        stored = datasets is not None and isinstance(split, datasets.Dataset)
+        if not (stored or isinstance(split, list | tuple)) or str(name) != component(str(name)):
             what = f"an object of type {type(dataset).__name__}"
             if isinstance(dataset, Mapping):
                 what = f"a dict whose value {name!r} is an object of type {type(split).__name__}"
-            raise UserError(f"{_RULE}, got {what}; {remedy(split)}")
-        if len(rows) == 0:
+            raise UserError(f"{_RULE}, got {what}; {_remedy(split)}")
+        if len(split) == 0:
             raise UserError(f"dataset must have rows, got none in the split {name}; add rows")
-        found[str(name)] = rows
+        found[str(name)] = Rows(split.with_format(None)) if stored else split
     if not found:
         raise UserError("dataset must have the split train, got no split; add rows")
     return found
-
-
-def rows_of(rows: Any) -> Rows | Sequence[Any] | None:
-    """Return the rows of a split; None: the object is no split."""
-    datasets = sys.modules.get("datasets")
-    if datasets is not None and isinstance(rows, datasets.Dataset):
-        return Rows(rows.with_format(None))
-    return rows if isinstance(rows, list | tuple) else None
 
 
 class Rows:
@@ -135,16 +134,13 @@ class Rows:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
     def __iter__(self) -> Iterator[Any]:
         from rlhf.tasks.source import numbered
 
         return (row for _, row in numbered(self.dataset, "dataset"))
 
 
-def remedy(rows: Any) -> str:
+def _remedy(rows: Any) -> str:
     """Return what to write in place of an object that is no split."""
     if isinstance(rows, str | Path):
         return "for files set task=local task.path=<file or folder>"
@@ -156,15 +152,7 @@ def remedy(rows: Any) -> str:
     return "write [{'prompt': '...'}, ...]"
 
 
-def digest(split: str, rows: Iterable[Any]) -> str:
-    """Return the SHA-256 of the file of a split."""
-    found = hashlib.sha256()
-    for line in lines(split, rows):
-        found.update(line)
-    return found.hexdigest()
-
-
-def lines(split: str, rows: Iterable[Any]) -> Iterator[bytes]:
+def _lines(split: str, rows: Iterable[Any]) -> Iterator[bytes]:
     """Yield the rows of a split as lines of JSON.
 
     Raises:
@@ -180,39 +168,29 @@ def lines(split: str, rows: Iterable[Any]) -> Iterator[bytes]:
         try:
             yield _as_json(dict(row)) + b"\n"
         except _ERRORS:
-            name, reason = next((name, reason) for name in row if (reason := problem(row[name])))
-            raise UserError(
-                "dataset must have texts, numbers, lists and dicts (its rows are stored as JSON), got "
-                f"{place} with {shortened(repr(row[name]), 60)} in the column {name} ({reason}); convert the "
-                "values, or remove the column"
-            ) from None
+            for name, value in row.items():
+                try:
+                    _as_json(value)
+                except _ERRORS as reason:
+                    raise UserError(
+                        "dataset must have texts, numbers, lists and dicts (its rows are stored as JSON), "
+                        f"got {place} with {shortened(repr(value), 60)} in the column {name} ({reason}); "
+                        "convert the values, or remove the column"
+                    ) from None
+            raise
 
 
 def _as_json(value: object) -> bytes:
-    """Return a value as JSON in UTF-8.
+    """Return a value as JSON in UTF-8; values of numpy as those of Python.
 
     Raises:
         TypeError, ValueError, RecursionError: the value has no form in JSON.
     """
+
+    def plain(value: object) -> Any:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+            return value.tolist()
+        raise TypeError(f"{type(value).__name__} has no form in JSON")
+
     return json.dumps(value, ensure_ascii=False, allow_nan=False, default=plain).encode()
-
-
-def problem(value: object) -> str | None:
-    """Return why a value has no form in JSON, or None."""
-    try:
-        _as_json(value)
-    except _ERRORS as error:
-        return str(error)
-    return None
-
-
-def plain(value: object) -> Any:
-    """Return a value of numpy as one of Python.
-
-    Raises:
-        TypeError: the value has no form in JSON.
-    """
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} has no form in JSON")

@@ -10,17 +10,15 @@ import datasets
 import torch
 import transformers
 
-from rlhf.assembly.models import training_budget
+from rlhf.assembly.models import build_device, training_budget
 from rlhf.core.errors import OutOfMemory, RunError
-from rlhf.memory.plan import adjustable, smaller_settings
+from rlhf.memory.plan import adjustable, halved, smaller_settings
 from rlhf.models.folder import first_line
 from rlhf.processes.ranks import Ranks
 from rlhf.terminal.console import console
 from rlhf.words.identity import not_in_name
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from rlhf.config.root import Config
     from rlhf.runs.folder import RunFolder
 
@@ -39,12 +37,17 @@ def quieten_libraries() -> None:
     datasets.disable_progress_bars()
 
 
-def quieten(ranks: Ranks) -> None:
-    """Turn off progress bars and warnings of libraries, and all output of ranks other than 0."""
+def joined(cfg: Config, ranks: Ranks | None = None) -> Ranks:
+    """Return the ranks of a command, by default those that the launcher started.
+
+    Progress bars and warnings of libraries, and all output of ranks other than 0, are turned off.
+    """
+    ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
     console.quiet = not ranks.first
     # transformers imports DeepSpeed to save a model; without this variable DeepSpeed prints what it detects.
     os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
     quieten_libraries()
+    return ranks
 
 
 # The error of a run whose GPU has too little memory: for what, and which settings need less.
@@ -68,7 +71,9 @@ def full_gpu(cfg: Config, folder: RunFolder | None, error: Exception) -> RunErro
         error: any error.
     """
     if isinstance(error, torch.OutOfMemoryError):
-        phase = _phase_of(error.__traceback__)
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        found = (phase for start, phase in PHASES.items() if any(name.startswith(start) for name in modules))
+        phase = next(found, "the models")
         said = f"a GPU has too little memory for {phase} ({first_line(error)})"
     elif isinstance(error, OutOfMemory):
         phase = "sampling" if error.process == "generator" else "log-probs and scores"
@@ -78,45 +83,29 @@ def full_gpu(cfg: Config, folder: RunFolder | None, error: Exception) -> RunErro
     return RunError(f"{said}; {remedies(cfg, folder, phase)}")
 
 
-def _phase_of(frames: TracebackType | None) -> str:
-    """Return what a run did when an error was raised, from the modules of the traceback."""
-    modules = tuple(frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(frames))
-    found = (phase for start, phase in PHASES.items() if any(name.startswith(start) for name in modules))
-    return next(found, "the models")
-
-
 def remedies(cfg: Config, folder: RunFolder | None, phase: str) -> str:
     """Return settings that need less memory and the last checkpoint, as the end of an error message."""
     useless = set() if phase == "training" else {"model.gradient_checkpointing=true"}
     if folder is None:
         useless.add("model.lora.rank=16")
-    settings = [
-        *_smaller_forwards(cfg, phase),
-        *(each for each in smaller_settings(cfg) if each not in useless),
-    ]
+    settings = [*_smaller_forwards(cfg, phase), *smaller_settings(cfg)]
+    settings = [each for each in settings if each not in useless]
     text = f"set {', or '.join(settings)}" if settings else "choose a smaller model"
     if folder is None:
         return text
     last = folder.last_checkpoint()
     if last is None:
         return f"{text}; no checkpoint was written yet"
-    same = [
-        each for each in settings if each.partition("=")[0] in not_in_name()
-    ]  # the run has the same folder
+    same = [each for each in settings if each.partition("=")[0] in not_in_name()]  # the same run folder
     resumes = f", from which the same command resumes with {' or '.join(same)}" if same else ""
     return f"{text}; the last checkpoint is {last}{resumes}"
 
 
 def _smaller_forwards(cfg: Config, phase: str) -> list[str]:
     """Return settings that halve the forward passes of a phase, without those that cannot be smaller."""
-    keys = [("scorer", "batch_size"), ("gold", "batch_size")] if phase == SCORES else [adjustable(cfg, phase)]
+    keys = ["scorer.batch_size", "gold.batch_size"] if phase == SCORES else [adjustable(cfg, phase)]
     tokens = training_budget(cfg).tokens
-    if keys == [("backend", "micro_batch")] and tokens is not None:
+    if keys == ["backend.micro_batch"] and tokens is not None:
         return [f"backend.tokens={tokens // 2}"]
-    group = cfg.algo.samples_per_prompt
-    halves = {
-        f"{key[0]}.{key[1]}": getattr(getattr(cfg, key[0]), key[1], 0) // 2 // group * group
-        for key in keys
-        if key is not None
-    }
+    halves = {key: halved(cfg, key, cfg.algo.samples_per_prompt) for key in keys if key is not None}
     return [f"{key}={half}" for key, half in halves.items() if half]

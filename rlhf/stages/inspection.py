@@ -86,39 +86,35 @@ def inspection(cfg: Config, width: int) -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as scratch:
         if cfg.stand_ins:
             cfg = prerequisites.complete_stand_ins(cfg.with_({"cache_dir": scratch}))
-        yield from tokenized(cfg, width)
-
-
-def tokenized(cfg: Config, width: int) -> Iterator[Line]:
-    """Yield the lines of `inspection`, for a config whose data exist."""
-    tokenizer = build_tokenizer(cfg)
-    yield from _tokenizer_lines(cfg, tokenizer)
-    data = cfg.data
-    if data is Data.preferences and cfg.task.embedded and cfg.task.preferences_path is None:
-        yield Line("The run first samples its preference pairs; these are their prompts.")
-        data = Data.prompts
-    task = build_task(cfg, tokenizer, data, cfg.schedule.prompts_per_update)
-    yield from _data_lines(cfg, task, width)
-    if cfg.environment.answers:
-        described, warnings = tried_environment(cfg, task, tokenizer)
-        yield from (Line(""), Line("Environment", "bold"), Line(f"  {described}"))
-        yield from _warning_lines(warnings, width)
-    yield from _reward_lines(cfg, task, tokenizer, width)
-    yield from examples(cfg, task, tokenizer, width)
+        tokenizer = build_tokenizer(cfg)
+        yield from _tokenizer_lines(cfg, tokenizer)
+        data = cfg.data
+        if data is Data.preferences and cfg.task.embedded and cfg.task.preferences_path is None:
+            yield Line("The run first samples its preference pairs; these are their prompts.")
+            data = Data.prompts
+        task = build_task(cfg, tokenizer, data, cfg.schedule.prompts_per_update)
+        yield from _data_lines(cfg, task, width)
+        if cfg.environment.answers:
+            described, warnings = tried_environment(cfg, task, tokenizer)
+            yield from (Line(""), Line("Environment", "bold"), Line(f"  {described}"))
+            yield from _warning_lines(warnings, width)
+        yield from _reward_lines(cfg, task, tokenizer, width)
+        yield from _examples(cfg, task, tokenizer, width)
 
 
 def _tokenizer_lines(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Iterator[Line]:
     """Yield the lines about the vocabulary, the special tokens and the chat template."""
-    yield Line("Tokenizer", "bold")
-    yield Line(f"  {'name':18}{cfg.model.tokenizer or cfg.start or f'made from task={cfg.task.name}'}")
-    yield Line(f"  {'tokens':18}{len(tokenizer):,}")
+    rows = [("name", cfg.model.tokenizer or cfg.start or f"made from task={cfg.task.name}")]
+    rows.append(("tokens", f"{len(tokenizer):,}"))
     for name, meaning in (("bos", "begin (BOS)"), ("eos", "end (EOS)"), ("pad", "padding (PAD)")):
         token, number = getattr(tokenizer, f"{name}_token"), getattr(tokenizer, f"{name}_token_id")
-        yield Line(f"  {meaning:18}{'none' if token is None else f'{token}  (id {number})'}")
+        rows.append((meaning, "none" if token is None else f"{token}  (id {number})"))
     ends = build_stop_ids(cfg, tokenizer)[1:]
     for other, token in zip(ends, tokenizer.convert_ids_to_tokens(ends), strict=True):
-        yield Line(f"  {'also an end':18}{token}  (id {other})")
-    yield Line(f"  {'chat template':18}{'yes' if tokenizer.chat_template else 'none'}")
+        rows.append(("also an end", f"{token}  (id {other})"))
+    rows.append(("chat template", "yes" if tokenizer.chat_template else "none"))
+    yield Line("Tokenizer", "bold")
+    yield from (Line(f"  {name:18}{value}") for name, value in rows)
 
 
 def _data_lines(cfg: Config, task: Task, width: int) -> Iterator[Line]:
@@ -126,11 +122,10 @@ def _data_lines(cfg: Config, task: Task, width: int) -> Iterator[Line]:
     splits = ("train", "validation") if cfg.schedule.eval_every else ("train",)
     with _warnings_of("rlhf.tasks") as logged:
         summary = summarize(task, cfg.generator.response_length, splits)
-    yield Line("")
-    yield Line("Data", "bold")
+    yield from (Line(""), Line("Data", "bold"))
     for name, value in summary.rows():
-        for text in textwrap.wrap(f"  {name:18}{value}", width, subsequent_indent=" " * 20):
-            yield Line(text)
+        wrapped = textwrap.wrap(f"  {name:18}{value}", width, subsequent_indent=" " * 20)
+        yield from map(Line, wrapped)
     yield from _warning_lines([*logged, *summary.warnings()], width)
 
 
@@ -139,15 +134,13 @@ def _reward_lines(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, w
 
     Among the warnings is what reward models with a chat template of their own do not read.
     """
-    for number, each in enumerate(tried(cfg, task, tokenizer)):
-        if number == 0:
-            yield Line("")
-            yield Line("Rewards", "bold")
+    trials = tried(cfg, task, tokenizer)
+    if trials:
+        yield from (Line(""), Line("Rewards", "bold"))
+    for each in trials:
         yield Line(f"  {each.path}")
-        for text in each.lines():
-            yield Line(f"    {text}")
-        if each.warning is not None:
-            yield from _warning_lines([each.warning], width)
+        yield from (Line(f"    {text}") for text in each.lines())
+        yield from _warning_lines([each.warning] if each.warning is not None else [], width)
     yield from _warning_lines(check_formats(cfg, task, tokenizer), width)
 
 
@@ -172,20 +165,19 @@ def _warnings_of(name: str) -> Iterator[list[str]]:
         log.propagate = propagate
 
 
-def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width: int) -> Iterator[Line]:
+def _examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width: int) -> Iterator[Line]:
     """Yield the lines of the first examples of the first update, with their masks."""
     batch = next(task.prompts())
-    count = min(SHOWN, len(batch))
     limit = cfg.generator.response_length
     rollouts = None
     if batch.completions is not None:
         rollouts = encode_completions(batch, batch.completions, tokenizer, limit)
     loss = "scored at its last token" if cfg.algo.trains is Trains.reward else "in the loss"
-    for i in range(count):
-        yield Line("")
-        yield Line(f"Example {i + 1} of the first update ({batch.place(i)})", "bold")
+    for i in range(min(SHOWN, len(batch))):
+        yield from (Line(""), Line(f"Example {i + 1} of the first update ({batch.place(i)})", "bold"))
         prompt = batch.prompt_ids[i][batch.prompt_mask[i]].tolist()
         yield from _text_lines("prompt", prompt, "not in the loss", tokenizer, width, "dim")
+        padding = f"  padding    {int((~batch.prompt_mask[i]).sum())} PAD on the left of the prompt"
         if rollouts is None:
             until = f"until {names_of(build_stop_ids(cfg, tokenizer), tokenizer)}, at most {limit} tokens"
             yield Line(f"  {'response':10} sampled {until}; in the loss")
@@ -193,28 +185,22 @@ def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width:
                 ids, end = environment.turns.tokens("<message of the environment>"), [tokenizer.eos_token_id]
                 note = "then a reply again; not in the loss"
                 yield from _text_lines("message", ids, note, tokenizer, width, "dim", end)
-        else:
-            for j, name in enumerate(names(rollouts.response_ids.shape[1])):
-                real = rollouts.real[i, j]
-                kept = rollouts.response_ids[i, j][real].tolist()
-                sampled = rollouts.response_mask[i, j][real].tolist()
-                cut = "" if bool(rollouts.ended[i, j]) else f"; cut at {limit} tokens, without EOS"
-                read = prompt
-                for own, places in groupby(range(len(kept)), sampled.__getitem__):
-                    ids = [kept[place] for place in places]
-                    use = (name, ids, loss + cut) if own else ("message", ids, "not in the loss")
-                    yield from _text_lines(*use, tokenizer, width, "green" if own else "dim", read[-4:])
-                    read = read + ids
-        text = f"  padding    {int((~batch.prompt_mask[i]).sum())} PAD on the left of the prompt"
-        if rollouts is not None:
-            right = (~rollouts.real[i]).sum(-1).tolist()
-            text += f", {' and '.join(map(str, right))} on the right; masked"
-        yield Line(text)
-
-
-def names(samples: int) -> tuple[str, ...]:
-    """Return the names of the stored responses of a prompt."""
-    return ("response",) if samples == 1 else ("chosen", "rejected")
+            yield Line(padding)
+            continue
+        samples = rollouts.response_ids.shape[1]
+        for j, name in enumerate(("response",) if samples == 1 else ("chosen", "rejected")):
+            real = rollouts.real[i, j]
+            kept = rollouts.response_ids[i, j][real].tolist()
+            sampled = rollouts.response_mask[i, j][real].tolist()
+            cut = "" if bool(rollouts.ended[i, j]) else f"; cut at {limit} tokens, without EOS"
+            read = prompt
+            for own, places in groupby(range(len(kept)), sampled.__getitem__):
+                ids = [kept[place] for place in places]
+                use = (name, ids, loss + cut) if own else ("message", ids, "not in the loss")
+                yield from _text_lines(*use, tokenizer, width, "green" if own else "dim", read[-4:])
+                read = read + ids
+        right = (~rollouts.real[i]).sum(-1).tolist()
+        yield Line(f"{padding}, {' and '.join(map(str, right))} on the right; masked")
 
 
 def _text_lines(
@@ -331,14 +317,12 @@ def rehearse(cfg: Config, task: Task | None = None) -> None:
         return
     tokenizer = build_tokenizer(cfg)
     task = task or build_task(cfg, tokenizer, Data.prompts, cfg.schedule.prompts_per_update)
-    trials = tried(cfg, task, tokenizer)
-    for each in trials:
-        scores = ", ".join(map(_text, each.scores))
+    warnings = []
+    for each in tried(cfg, task, tokenizer):
+        name, scores = each.path.rpartition(":")[2], ", ".join(map(_text, each.scores))
         slow = f" ({each.seconds:.1f} s)" if each.seconds > 1 else ""
-        say_row(
-            "reward tried", f"{each.path.rpartition(':')[2]}: {scores} for {len(each.scores)} examples{slow}"
-        )
-    warnings = [each.warning for each in trials if each.warning is not None]
+        say_row("reward tried", f"{name}: {scores} for {len(each.scores)} examples{slow}")
+        warnings += [each.warning] if each.warning is not None else []
     if cfg.environment.answers:
         described, more = tried_environment(cfg, task, tokenizer)
         say_row("environment", described)
@@ -408,8 +392,13 @@ def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[T
             place=lambda make: make(),
             build=lambda section, key: None,
         )
+        rows, part = task.examples("train"), part_of(cfg, at)
+        places = range(len(rows))
+        if part is not None:  # the part of a mixture whose responses the scorer scores
+            of_part = np.asarray(rows["part"]) == list(cfg.task.shares).index(part)
+            places = np.flatnonzero(of_part).tolist()
         try:
-            found.append(trial(section, context, reward_examples(cfg, task, at), alone))
+            found.append(_trial(section, context, task.batch(list(places[:_EXAMPLES])), alone))
         except RunError as error:
             problems.append(str(error))
     if problems:
@@ -417,18 +406,7 @@ def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[T
     return found
 
 
-def reward_examples(cfg: Config, task: Task, at: str) -> Prompts:
-    """Return the first training examples whose responses the scorer at the key `at` scores."""
-    rows, part = task.examples("train"), part_of(cfg, at)
-    places = range(len(rows))
-    if part is not None:
-        places = np.flatnonzero(np.asarray(rows["part"]) == list(cfg.task.shares).index(part)).tolist()
-    return task.batch(list(places[:_EXAMPLES]))
-
-
-def trial(
-    section: FunctionScorerConfig, context: ScorerContext, prompts: Prompts, alone: bool = True
-) -> Trial:
+def _trial(section: FunctionScorerConfig, context: ScorerContext, prompts: Prompts, alone: bool) -> Trial:
     """Return the trial of one function on the examples `prompts`; `alone`: no other function judges them.
 
     Raises:

@@ -177,9 +177,8 @@ def evaluation(folder: RunFolder, split: str) -> Artefact:
         rows = evaluating.known(changed(folder), folder, split)
         return result_text(rows[folder.model.name])
 
-    return Artefact(
-        name=f"evaluation ({split})", folder=folder.evaluations, done=done, make=make, figures=figures
-    )
+    name = f"evaluation ({split})"
+    return Artefact(name=name, folder=folder.evaluations, done=done, make=make, figures=figures)
 
 
 def carry_out(chain: list[Artefact], cfg: Config) -> None:
@@ -195,20 +194,29 @@ def carry_out(chain: list[Artefact], cfg: Config) -> None:
             say_loading()
             with stages.run(number, artefact.folder):
                 artefact.make()
-            _free_memory()
-        times.append((artefact, "" if done else clock(time.monotonic() - started)))
-    console.print(_summary(times))
+            import torch
+
+            gc.collect()  # before the next stage loads its own models
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        times.append((artefact, "skipped" if done else clock(time.monotonic() - started)))
+    summary = Table(box=box.SIMPLE)
+    for name in ("stage", "time", "result", "folder"):
+        summary.add_column(name, justify="right" if name == "time" else "left", overflow="fold")
+    for artefact, took in times:
+        summary.add_row(artefact.name, took, artefact.figures(), str(artefact.folder))
+    console.print(summary)
 
 
 def train(cfg: Config, folder: RunFolder, claim: Claim = waiting_claim) -> None:
-    """Carry out a training run; resume from its last checkpoint, if any.
+    """Carry out a training run that `config_of` has checked; resume from its last checkpoint, if any.
 
     Args:
         cfg: the config of the run.
         folder: the run folder.
         claim: locks the folder. By default, another process that makes the same model is waited for.
     """
-    _run(cfg, folder, check=False, claim=claim)  # `config_of` has checked it
+    _run(cfg, folder, check=False, claim=claim)
 
 
 def _run(*given: Any, **settings: Any) -> None:
@@ -222,31 +230,8 @@ def _by_first(cfg: Config, make: Callable[[], _T]) -> Callable[[], _T]:
     """Return a function that calls `make` on rank 0, and returns the result on every rank."""
 
     def call() -> _T:
-        from rlhf.assembly.models import build_device
-        from rlhf.processes.ranks import Ranks
-        from rlhf.stages.guards import quieten
+        from rlhf.stages.guards import joined
 
-        ranks = Ranks.join(build_device(cfg), cfg.backend.timeout_s)
-        quieten(ranks)
-        return ranks.from_first(make)
+        return joined(cfg).from_first(make)
 
     return call
-
-
-def _free_memory() -> None:
-    """Free the GPU memory of a stage's models before the next stage loads its own models."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _summary(times: list[tuple[Artefact, str]]) -> Table:
-    """Return a table of the stages with time, result and folder; the time of a skipped stage is empty."""
-    made = Table(box=box.SIMPLE)
-    for name in ("stage", "time", "result", "folder"):
-        made.add_column(name, justify="right" if name == "time" else "left", overflow="fold")
-    for artefact, took in times:
-        made.add_row(artefact.name, took or "skipped", artefact.figures(), str(artefact.folder))
-    return made

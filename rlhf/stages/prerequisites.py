@@ -83,9 +83,8 @@ def prerequisites(cfg: Config, run: Run, reward: bool = True) -> tuple[Config, l
         UserError: the config of a stage has a problem.
     """
     due = names(cfg, reward)
-    stages = {
-        name: checked(stage(cfg, algo)) for name, algo in ((SFT, "sft"), (REWARD, "reward")) if name in due
-    }
+    algos = {SFT: "sft", REWARD: "reward"}
+    stages = {name: checked(stage(cfg, algo)) for name, algo in algos.items() if name in due}
     found: list[Artefact] = []
     paths: dict[str, str] = {}
     if SFT in due:
@@ -335,11 +334,8 @@ def make(cfg: Config, folder: Path) -> None:
 
 def _tldr_row(rng: random.Random) -> Row:
     """Return a post and its summary."""
-    who, where, how = (
-        rng.choice(("friend", "sister", "boss")),
-        rng.choice(("paris", "rome")),
-        rng.choice(_MOODS),
-    )
+    who, where = rng.choice(("friend", "sister", "boss")), rng.choice(("paris", "rome"))
+    how = rng.choice(_MOODS)
     post = f"My {who} moved to {where} last week. I am {how} about it."
     return {
         "query": f"SUBREDDIT: r/advice\n\nTITLE: My {who}\n\nPOST: {post}\n\nTL;DR:",
@@ -359,14 +355,12 @@ def _gsm8k_row(rng: random.Random) -> Row:
 def _chat_row(rng: random.Random) -> Row:
     """Return a dialogue, with or without a system prompt."""
     what, how = rng.choice(("tea", "bread", "soup")), rng.choice(_MOODS)
-    turns = [
-        ("user", f"I am {how}. What do I need for {what}?"),
-        ("assistant", f"Water, and some time for {what}."),
-    ]
+    prompt = f"I am {how}. What do I need for {what}?"
+    turns = [("user", prompt), ("assistant", f"Water, and some time for {what}.")]
     if rng.random() < 0.5:
         turns.insert(0, ("system", "You are a cook."))
     return {
-        "prompt": turns[-2][1],
+        "prompt": prompt,
         "prompt_id": f"{rng.getrandbits(64):016x}",
         "messages": [{"role": role, "content": content} for role, content in turns],
         "category": "Open QA",
@@ -449,9 +443,7 @@ def _make_policy(
     rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
     batch = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
+    model = _random_model(AutoModelForCausalLM, config, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -465,13 +457,17 @@ def _make_reward_model(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, seed: int, folder: Path
 ) -> None:
     """Write a sequence classifier with random weights, and the tokenizer."""
-    import torch
     from transformers import AutoModelForSequenceClassification
 
     config = copy.deepcopy(config)
     config.num_labels = 1
+    _random_model(AutoModelForSequenceClassification, config, seed).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _random_model(kind: Any, config: PreTrainedConfig, seed: int) -> Any:
+    import torch
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForSequenceClassification.from_config(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+        return kind.from_config(config)

@@ -17,7 +17,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +45,6 @@ from rlhf.core.files import (
 from rlhf.core.formatting import in_float32, wilson
 from rlhf.core.launched import is_first_rank
 from rlhf.memory import plan as memory
-from rlhf.memory.plan import rows_of
 from rlhf.processes.signals import interruptible
 from rlhf.runs.lock import written_by_one
 from rlhf.stages import prerequisites
@@ -59,7 +57,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from rlhf.config.root import Config
-    from rlhf.core.batch import Prompts
     from rlhf.processes.ranks import Ranks
     from rlhf.scorers.scorer import Scorer
     from rlhf.tasks.task import Task
@@ -85,7 +82,11 @@ def pairs_of(overrides: list[str]) -> Config:
     if cfg.model.policy is None and judge is not None:
         overrides.append(errors.override("model.policy", judge[1]))  # for the judge's tokenizer
     cfg = checked(composed(overrides))
-    _refuse_no_judge(cfg)
+    if cfg.gold.name in ("none", "labels"):
+        raise UserError(
+            f"{choice('gold')} must be a scorer that judges (the pairs are labelled by it), got "
+            f"{cfg.gold.name}; set {choice('gold')}=reward_model gold.path=<hub name or folder>"
+        )
     if cfg.task.embedded and cfg.task.preferences_path is None:
         raise UserError(
             f"task.preferences_path must name the pairs for task={cfg.task.name} (its own pairs are already "
@@ -95,56 +96,34 @@ def pairs_of(overrides: list[str]) -> Config:
     return cfg
 
 
-def _refuse_no_judge(cfg: Config) -> None:
-    """Raise UserError if the gold scorer does not score texts."""
-    if cfg.gold.name in ("none", "labels"):
-        raise UserError(
-            f"{choice('gold')} must be a scorer that judges (the pairs are labelled by it), got "
-            f"{cfg.gold.name}; set {choice('gold')}=reward_model gold.path=<hub name or folder>"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
-    """Agreement of a judge with the labels of a split.
-
-    Attributes:
-        pairs: number of scored pairs.
-        agreed: pairs whose chosen response has the higher score.
-        swapped: pairs whose rejected response has the higher score.
-        ties: pairs with equal scores; their order does not change, and the agreement excludes them.
-        left_out: pairs that were not scored, because the prompt is longer than `task.max_prompt_tokens`.
-    """
-
-    pairs: int
-    agreed: int
-    swapped: int
-    ties: int
-    left_out: int
-
-    def as_report(self) -> dict[str, Any]:
-        """Return the entry of relabel.json: the counts, the agreement without ties, and its 95 % interval."""
-        decided = self.agreed + self.swapped
-        share = self.agreed / decided if decided else None
-        low, high = wilson(share or 0.0, decided)
-        return {**asdict(self), "agreement": share, "agreement_low": low, "agreement_high": high}
-
-
-def agreement(scores: dict[int, list[float]], rows: int) -> Agreement:
-    """Return the agreement of the scores with the labels of a split.
+def agreement(scores: dict[int, list[float]], rows: int) -> dict[str, Any]:
+    """Return the agreement of a judge with the labels of a split, as in relabel.json.
 
     Args:
         scores: row -> scores of the chosen and the rejected response.
         rows: number of rows of the split.
+
+    Returns:
+        The number of scored pairs; the pairs whose chosen response has the higher score (`agreed`), the lower
+        score (`swapped`), or an equal score (`ties`, whose order does not change); the pairs that were not
+        scored because the prompt is longer than `task.max_prompt_tokens` (`left_out`); and the agreement
+        without ties, with its 95 % interval.
     """
     margins = [chosen - rejected for chosen, rejected in scores.values()]
-    return Agreement(
-        pairs=len(margins),
-        agreed=sum(margin > 0 for margin in margins),
-        swapped=sum(margin < 0 for margin in margins),
-        ties=sum(margin == 0 for margin in margins),
-        left_out=rows - len(margins),
-    )
+    agreed, swapped = sum(margin > 0 for margin in margins), sum(margin < 0 for margin in margins)
+    decided = agreed + swapped
+    share = agreed / decided if decided else None
+    low, high = wilson(share or 0.0, decided)
+    return {
+        "pairs": len(margins),
+        "agreed": agreed,
+        "swapped": swapped,
+        "ties": len(margins) - decided,
+        "left_out": rows - len(margins),
+        "agreement": share,
+        "agreement_low": low,
+        "agreement_high": high,
+    }
 
 
 def table(output: Path) -> Table:
@@ -175,10 +154,12 @@ def agreement_text(output: Path) -> str:
 def settings(cfg: Config) -> dict[str, Any]:
     """Return the settings that the scores depend on, without the rows of the data set."""
     node = what_counts(cfg)
-    keys = ("dtype", "tokenizer", "pad_token", "chat_template")
-    model = {key: node["model"][key] for key in keys if key in node["model"]}
-    ties = {key: node["algo"][key] for key in ("tie_tolerance",) if key in node["algo"]}
-    return {"task": node["task"], "gold": node["gold"], "model": model, **ties}
+
+    def some(section: str, *keys: str) -> dict[str, Any]:
+        return {key: node[section][key] for key in keys if key in node[section]}
+
+    model = some("model", "dtype", "tokenizer", "pad_token", "chat_template")
+    return {"task": node["task"], "gold": node["gold"], "model": model, **some("algo", "tie_tolerance")}
 
 
 def fingerprint(cfg: Config) -> str:
@@ -268,7 +249,7 @@ def check_memory(cfg: Config) -> None:
     if found := memory.relabelling_problems(cfg):
         raise UserError(*found)
     if is_first_rank():
-        for name, value in rows_of(memory.relabelling_plan(cfg)):
+        for name, value in memory.rows(memory.relabelling_plan(cfg)):
             say_row(name, value)
     warn(memory.relabelling_warnings(cfg))
 
@@ -278,14 +259,11 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     say_loading()
     from datasets import DatasetDict
 
-    from rlhf.assembly.models import build_device
     from rlhf.assembly.training import build_scorer, build_task, check_formats
-    from rlhf.processes.ranks import Ranks
-    from rlhf.stages.guards import quieten
+    from rlhf.stages.guards import joined
 
-    ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
-    quieten(ranks)
-    scoring_settings = settings(cfg)  # before stand-ins replace paths
+    ranks = joined(cfg, ranks)
+    about = settings(cfg)  # before stand-ins replace paths
     if cfg.stand_ins:
         cfg = ranks.from_first(partial(prerequisites.complete_stand_ins, cfg))
     work = scratch_of(output)
@@ -297,18 +275,16 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     splits, agreements = {}, {}
     for split in SPLITS:
         stored = task.source.preferences(split)
-        about = {**scoring_settings, "split": split, "rows": _rows_digest(stored)}
-        kept = ranks.from_first(partial(begin, work, split, about))
-        scores = score(kept, work / f"{split}.jsonl", task, split, gold, tokenizer, cfg, ranks)
+        of_split = {**about, "split": split, "rows": _rows_digest(stored)}
+        scores = ranks.from_first(partial(begin, work, split, of_split))
+        for new in score(scores, task, split, gold, tokenizer, cfg):
+            if ranks.first:
+                append(work / f"{split}.jsonl", new)
         agreements[split] = agreement(scores, len(stored))
         if ranks.first:
             splits[split] = _in_order(stored, scores)
     if ranks.first:
-        report = {
-            "gold": cfg.gold.described,
-            "splits": {split: each.as_report() for split, each in agreements.items()},
-            "settings": scoring_settings,
-        }
+        report = {"gold": cfg.gold.described, "splits": agreements, "settings": about}
         write_data(DatasetDict(splits), report, work, output)
     ranks.any(False)  # the other ranks wait until the data set is written
 
@@ -341,52 +317,39 @@ def begin(work: Path, split: str, about: dict[str, Any]) -> dict[int, list[float
 
 def score(
     scores: dict[int, list[float]],
-    file: Path,
     task: Task,
     split: str,
     gold: Scorer,
     tokenizer: PreTrainedTokenizerFast,
     cfg: Config,
-    ranks: Ranks,
-) -> dict[int, list[float]]:
-    """Score the rows of a split that have no scores yet, and append each batch to `file`.
+) -> Iterator[list[dict[str, Any]]]:
+    """Score the rows of a split that have no scores yet, and yield the new scores of each batch.
+
+    Rows whose prompt is too long get no scores.
 
     Args:
         scores: scores so far: row -> scores of the chosen and the rejected response. Changed in place.
-        file: JSON-lines file of the scores; only rank 0 writes it.
         task: the task with the pairs.
         split: the split to score.
         gold: the judge.
         tokenizer: the judge's tokenizer.
         cfg: the config, for the progress display.
-        ranks: the ranks that score.
-
-    Returns:
-        `scores`, with all rows of the split whose prompt is not too long.
     """
     from rlhf.text.encoding import encode_completions
 
     left, batches = task.by_length(split, memory.PAIRS, scores)
     if scores:
         say(f"resumed scoring pairs of {split}: {len(scores):,} are done, {left:,} are left")
-    for prompts in shown(batches, left, f"scoring pairs of {split}", cfg.progress.value):
-        assert prompts.completions is not None
-        rollouts = encode_completions(prompts, prompts.completions, tokenizer, response_length=None)
-        judged = gold.compare(*gold.scored(rollouts))
-        rows = zip(prompts.index.tolist(), judged.tolist(), strict=True)
-        new = [{"index": index, "scores": [*map(in_float32, pair)]} for index, pair in rows]
-        scores |= {row["index"]: row["scores"] for row in new}
-        if ranks.first:
-            append(file, new)
-    return scores
-
-
-def shown(batches: Iterator[Prompts], total: int, title: str, mode: str) -> Iterator[Prompts]:
-    """Yield the batches, and show the number of finished pairs out of `total`."""
-    with progress(title, total, mode) as advance:
-        for batch in batches:
-            yield batch
-            advance(len(batch))
+    with progress(f"scoring pairs of {split}", left, cfg.progress.value) as advance:
+        for prompts in batches:
+            assert prompts.completions is not None
+            rollouts = encode_completions(prompts, prompts.completions, tokenizer, response_length=None)
+            judged = gold.compare(*gold.scored(rollouts))
+            rows = zip(prompts.index.tolist(), judged.tolist(), strict=True)
+            new = [{"index": index, "scores": [*map(in_float32, pair)]} for index, pair in rows]
+            scores |= {row["index"]: row["scores"] for row in new}
+            yield new
+            advance(len(prompts))
 
 
 def _in_order(stored: Dataset, scores: dict[int, list[float]]) -> Dataset:
@@ -404,9 +367,8 @@ def _in_order(stored: Dataset, scores: dict[int, list[float]]) -> Dataset:
 
     def order(columns: dict[str, list[Any]], places: list[int]) -> dict[str, list[Any]]:
         made: dict[str, list[Any]] = {name: [] for name in ("prompt", "chosen", "rejected", *_ADDED)}
-        for prompt, *pair, place in zip(
-            columns["prompt"], columns["chosen"], columns["rejected"], places, strict=True
-        ):
+        pairs = zip(columns["prompt"], columns["chosen"], columns["rejected"], strict=True)
+        for (prompt, *pair), place in zip(pairs, places, strict=True):
             values = scores[kept[place]]
             swapped = values[1] > values[0]
             if swapped:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.models import build_device, build_tokenizer
+from rlhf.assembly.models import build_tokenizer
 from rlhf.assembly.parts import build_loggers, make, part
 from rlhf.assembly.training import assemble, build_state, build_task, training_sampling
 from rlhf.checks.check import problems
@@ -34,7 +34,7 @@ from rlhf.processes.signals import interruptible
 from rlhf.runs.folder import COMPLETE, run_log, setup_logging
 from rlhf.runs.lock import Claim, claimed, deleted_folder, full_disk, no_room, unusable_file
 from rlhf.runs.resuming import refuse_another_run, saved_length
-from rlhf.stages.guards import full_gpu, quieten
+from rlhf.stages.guards import full_gpu, joined
 from rlhf.stages.inspection import rehearse
 from rlhf.stages.model_card import model_card
 from rlhf.stages.prerequisites import complete, names
@@ -93,7 +93,7 @@ def run(
     if check and (found := problems(cfg)):
         raise UserError(*found)
     with interruptible() as interruption, ExitStack() as ends:
-        ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
+        ranks = joined(cfg, ranks)
         ranks.from_first(lambda: ends.enter_context(claim(folder.path)))
         with (
             run_log(),
@@ -112,7 +112,6 @@ def carry_out(
     cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interruption, hooks: Hooks
 ) -> float | None:
     """Carry out the run `cfg` with installed signal handlers; see `run`."""
-    quieten(ranks)
     if (finished := ranks.from_first(folder.finished)) is not None:
         say(f"finished already: {folder.path}")
         return finished["result"].get(cfg.metric)
@@ -168,7 +167,10 @@ def carry_out(
         if stopped is None:
             raise interrupted(interruption, state, cfg, folder)
         if ranks.first:
-            _note_stop(stopped, state, folder)
+            folder.write_state({**state.state_dict(), "finished": False, "stopped": stopped})
+            last = folder.path / f"checkpoint-{state.update}"
+            after = f"stopped after update {state.update} of {state.num_updates}"
+            say(f"{after}: {stopped}; checkpoint: {short_path(last)}")
     return parts.recorder.evaluated.get(cfg.metric)
 
 
@@ -322,15 +324,6 @@ def _stopped_by_hook(failure: str, state: TrainState, folder: RunFolder) -> RunE
     failed = RunError(f"{failure} (traceback above); {result}")
     failed.everywhere = True
     return failed
-
-
-def _note_stop(reason: str, state: TrainState, folder: RunFolder) -> None:
-    """Store the reason why a hook stopped the run, until the run is resumed, and print it."""
-    folder.write_state({**state.state_dict(), "finished": False, "stopped": reason})
-    say(
-        f"stopped after update {state.update} of {state.num_updates}: {reason}; checkpoint: "
-        f"{short_path(folder.path / f'checkpoint-{state.update}')}"
-    )
 
 
 def _not_finite(error: NonFinite, state: TrainState, folder: RunFolder) -> RunError:

@@ -75,20 +75,13 @@ def print_opening(
     """
     number = stages.prefix(len(stages.names))
     say(f"{number}{cfg.algo.name} of {model_label(cfg)} on {cfg.task.name}", style="bold")
-    if stages.outermost:
-        say_row("run folder", short_path(folder.path))
-    for name, value in [*describe(cfg, len(task)), *notes.items()]:
+    rows = [("run folder", short_path(folder.path))] if stages.outermost else []
+    for name, value in [*rows, *describe(cfg, len(task)), *notes.items()]:
         say_row(name, value)
     say_ends(cfg, tokenizer)
     _log_all(doubts(cfg, len(task)))
-    if not cfg.task.embedded:
-        _print_data(cfg, task)
-        ranks.from_first(lambda: rehearse(cfg, task))
-        ranks.from_first(lambda: _log_all(check_formats(cfg, task, tokenizer)))
-
-
-def _print_data(cfg: Config, task: Task) -> None:
-    """Print what the data of a run contain, and warn of data that training uses only in part."""
+    if cfg.task.embedded:
+        return
     splits = ("train", "validation") if cfg.schedule.eval_every else ("train",)
     summary = summarize(task, cfg.generator.response_length, splits)
     for name, value in summary.rows():
@@ -96,6 +89,8 @@ def _print_data(cfg: Config, task: Task) -> None:
     for line in summary.lines():
         say(f"    {line}")
     _log_all(summary.warnings())
+    ranks.from_first(lambda: rehearse(cfg, task))
+    ranks.from_first(lambda: _log_all(check_formats(cfg, task, tokenizer)))
 
 
 def _log_all(warnings: Iterable[str]) -> None:
@@ -116,7 +111,12 @@ def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
         cfg: the config of the run.
         examples: the size of the training data; None: not known yet.
     """
-    return [*counts(cfg, examples), *_scores(cfg), *plan.rows(cfg)]
+    rows = counts(cfg, examples)
+    if cfg.algo.trains is Trains.policy and cfg.generator.rollouts:
+        rows.append(("reward", f"score of {cfg.scorer.described}, which training maximizes"))
+    if cfg.algo.trains is not Trains.reward and cfg.gold.name != "none":
+        rows.append(("judge", f"score of {cfg.gold.described}, used only by evaluations"))
+    return [*rows, *plan.rows(plan.plan(cfg))]
 
 
 def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
@@ -131,42 +131,47 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
     rows = [("episodes per update", f"{per_update:,} = {prompts:,} prompts x {group} samples")]
     if examples is None and not cfg.reads_pairs:
         examples = cfg.task.train_size
-    in_minibatch = prompts // schedule.minibatches * group
-    ranks = world_size()
-    share = math.ceil(in_minibatch / group / ranks) * group
-    forwards = math.ceil(share / cfg.backend.micro_batch)
-    forward = f"{min(cfg.backend.micro_batch, share)}, {forwards} per optimizer step"
-    if ranks > 1:
-        forward += f" on each of {ranks} ranks"
-    filled = fills_memory(cfg)
-    if filled or cfg.backend.tokens is not None:
-        limit = "what fits into the memory" if filled else f"{cfg.backend.tokens:,} tokens"
-        forward = f"at most {min(cfg.backend.micro_batch, share)}, and at most {limit}"
+    forward = ("sequences per forward", _forward_size(cfg))
     if cfg.epochs is not None and examples is None:
-        rows.append(("updates", f"{plain(cfg.epochs)} epochs; the number is known when the data are read"))
-        rows.append(("sequences per forward", forward))
-        return rows
+        unknown = f"{plain(cfg.epochs)} epochs; the number is known when the data are read"
+        return [*rows, ("updates", unknown), forward]
     updates = cfg.num_updates(examples)
     unit = "examples" if cfg.algo.supervised else "prompts"
-    if cfg.epochs is None:
+    if cfg.epochs is not None:
+        epochs = f"{plain(cfg.epochs)} epochs of {examples:,} {unit}"
+        rows.append(("updates", f"{updates:,} = {epochs} / {prompts:,}"))
+    else:
         rows.append(("updates", f"{updates:,} = {schedule.total_episodes:,} episodes / {per_update:,}"))
         if examples is not None:
             rows.append(("passes over the data", f"{passes(cfg, examples):.3g} of {examples:,} {unit}"))
-    else:
-        epochs = plain(cfg.epochs)
-        rows.append(("updates", f"{updates:,} = {epochs} epochs of {examples:,} {unit} / {prompts:,}"))
     steps = updates * schedule.minibatches * schedule.epochs
     parts = f"{updates:,} updates x {schedule.minibatches} minibatches x {schedule.epochs} epochs"
+    rows += [("optimizer steps", f"{steps:,} = {parts}"), forward]
+    if cfg.generator.packages:
+        rows.append(("generator", cfg.generator.name))
+    trainer, generator = threads(cfg)
+    if generator is not None and schedule.max_lag > 0:
+        n = cfg.generator.replicas
+        which = "generator process" if n == 1 else f"each of {n} generator processes"
+        rows.append(("CPU threads", f"trainer {trainer}, {which} {generator}"))
     evaluated = _due_updates(schedule.eval_every, updates, at_end=True)
-    return [
-        *rows,
-        ("optimizer steps", f"{steps:,} = {parts}"),
-        ("sequences per forward", forward),
-        *([("generator", cfg.generator.name)] if cfg.generator.packages else []),
-        *_cores(cfg),
-        ("evaluations", _at_updates([0, *evaluated] if evaluated else [])),
-        ("checkpoints", _at_updates([u for u in _due_updates(schedule.save_every, updates) if u < updates])),
-    ]
+    saved = [update for update in _due_updates(schedule.save_every, updates) if update < updates]
+    rows.append(("evaluations", _at_updates([0, *evaluated] if evaluated else [])))
+    return [*rows, ("checkpoints", _at_updates(saved))]
+
+
+def _forward_size(cfg: Config) -> str:
+    """Return the number of sequences of a forward pass with gradients as text."""
+    backend, group, ranks = cfg.backend, cfg.algo.samples_per_prompt, world_size()
+    in_minibatch = cfg.schedule.prompts_per_update // cfg.schedule.minibatches
+    share = math.ceil(in_minibatch / ranks) * group
+    most = min(backend.micro_batch, share)
+    filled = fills_memory(cfg)
+    if filled or backend.tokens is not None:
+        limit = "what fits into the memory" if filled else f"{backend.tokens:,} tokens"
+        return f"at most {most}, and at most {limit}"
+    text = f"{most}, {math.ceil(share / backend.micro_batch)} per optimizer step"
+    return f"{text} on each of {ranks} ranks" if ranks > 1 else text
 
 
 def passes(cfg: Config, examples: int) -> float:
@@ -193,23 +198,6 @@ def doubts(cfg: Config, examples: int) -> Iterator[str]:
             f"schedule.solved_at={plain(cfg.schedule.solved_at)} has no effect in {often:.3g} passes over "
             "the data (solved prompts are left out of later passes)"
         )
-
-
-def _scores(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield the (name, value) rows that explain the scores in the terminal: reward and judge."""
-    if cfg.algo.trains is Trains.policy and cfg.generator.rollouts:
-        yield "reward", f"score of {cfg.scorer.described}, which training maximizes"
-    if cfg.algo.trains is not Trains.reward and cfg.gold.name != "none":
-        yield "judge", f"score of {cfg.gold.described}, used only by evaluations"
-
-
-def _cores(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield the (name, value) row of the CPU threads, if trainer and generator run in parallel."""
-    trainer, generator = threads(cfg)
-    if generator is not None and cfg.schedule.max_lag > 0:
-        n = cfg.generator.replicas
-        which = "generator process" if n == 1 else f"each of {n} generator processes"
-        yield "CPU threads", f"trainer {trainer}, {which} {generator}"
 
 
 def _due_updates(every: float, updates: int, at_end: bool = False) -> list[int]:
@@ -263,18 +251,18 @@ def print_closing(
         resumed: whether updates of earlier sessions belong to the run.
     """
     stage = progress.current
-    last = stage is None or stage.number == stage.count
-    lines = [*length(state, session_s, resumed), *_changes(cfg, recorder), *files(folder)]
-    for line in [*lines, *_next_steps(cfg, typed, folder)] if last else lines:
+    lines = [f"finished: {trained(state)}, in {clock(session_s)}"]
+    if resumed:
+        lines.append(f"  in this session; the updates of all sessions took {clock(state.wall_s)}")
+    lines += [*_changes(cfg, recorder), "files:"]
+    for path in (folder.model, folder.adapter, folder.completions, folder.metrics):
+        if path.is_dir() or (path.is_file() and path.stat().st_size):
+            lines.append(f"  {short_path(path)}")
+    if stage is None or stage.number == stage.count:
+        lines += _next_steps(cfg, typed, folder)
+    for line in lines:
         console.print(line, markup=False, soft_wrap=True)  # commands and paths can be copied
         transcript.info(line)
-
-
-def length(state: TrainState, session_s: float, resumed: bool) -> Iterator[str]:
-    """Yield the length and the duration of a finished run."""
-    yield f"finished: {trained(state)}, in {clock(session_s)}"
-    if resumed:
-        yield f"  in this session; the updates of all sessions took {clock(state.wall_s)}"
 
 
 def trained(state: TrainState) -> str:
@@ -290,17 +278,14 @@ def _changes(cfg: Config, recorder: Recorder) -> Iterator[str]:
     if not last:
         yield "  not evaluated (schedule.eval_every=0; 1000000: before and after training)"
         return
-    named = titles(cfg)
+    named = {name: text for name, text in titles(cfg).items() if name in last}
     rows = [(held_out(cfg, recorder), "before", "after")]
-    rows += [
-        (text, formatting.text(first, name), formatting.text(last, name))
-        for name, text in named.items()
-        if name in last
-    ]
+    for name, text in named.items():
+        rows.append((text, formatting.text(first, name), formatting.text(last, name)))
     wide = max(len(text) for text, _, _ in rows)
     for text, before, after in rows:
         yield f"  {text:{wide}}  {before:{_VALUE_WIDTH}} {after}".rstrip()
-    if any(name in last and formatting.bounds(last, name) for name in named):
+    if any(formatting.bounds(last, name) for name in named):
         yield "  ([low, high]: 95 % interval over these examples)"
 
 
@@ -320,14 +305,6 @@ def titles(cfg: Config) -> dict[str, str]:
 def held_out(cfg: Config, recorder: Recorder) -> str:
     """Return the number of held-out examples of the last evaluation, as text."""
     return f"{recorder.evaluated_on:,} held-out {'pairs' if cfg.algo.trains is Trains.reward else 'prompts'}"
-
-
-def files(folder: RunFolder) -> Iterator[str]:
-    """Yield the paths of the files that a user looks at."""
-    yield "files:"
-    for path in (folder.model, folder.adapter, folder.completions, folder.metrics):
-        if path.is_dir() or (path.is_file() and path.stat().st_size):
-            yield f"  {short_path(path)}"
 
 
 def _next_steps(cfg: Config, typed: Config, folder: RunFolder) -> Iterator[str]:
@@ -390,16 +367,21 @@ def next_stage(cfg: Config, folder: RunFolder, start: str | None) -> dict[str, A
         if _SHARED.match(key) and key not in _OF_A_STAGE and (key == "task" or value != defaults.get(key))
     }
     read_by_rl = [key for key, *_ in cfg.task.needs(pairs=False, evaluates=True)]
-    for stage in candidates(cfg, short_path(folder.model), start):
+    for stage in _candidates(cfg, short_path(folder.model), start):
         if stage["algo"] != "reward" and "task.preferences_path" not in read_by_rl:
             shared.pop("task.preferences_path", None)
         overrides = {"algo": stage.pop("algo"), **shared, **stage}
-        if _REWARD_FUNCTION in stage.values() or valid(overrides):
+        if _REWARD_FUNCTION in stage.values():
             return overrides
+        try:
+            if not problems(compose([override(key, value) for key, value in overrides.items()])):
+                return overrides
+        except CONFIG_ERRORS:
+            continue
     return None
 
 
-def candidates(cfg: Config, model: str, start: str | None) -> Iterator[dict[str, Any]]:
+def _candidates(cfg: Config, model: str, start: str | None) -> Iterator[dict[str, Any]]:
     """Yield overrides of stages after the run `cfg`, the best first.
 
     Args:
@@ -416,11 +398,3 @@ def candidates(cfg: Config, model: str, start: str | None) -> Iterator[dict[str,
         yield {"algo": "dpo", "model.policy": model}
     yield {"algo": "reward", "model.policy": model}
     yield {"algo": "rloo", "model.policy": model, "scorer": "function", "scorer.path": _REWARD_FUNCTION}
-
-
-def valid(overrides: dict[str, Any]) -> bool:
-    """Return whether overrides compose to a config without problems."""
-    try:
-        return not problems(compose([override(key, value) for key, value in overrides.items()]))
-    except CONFIG_ERRORS:
-        return False

@@ -88,16 +88,13 @@ def discard_closed_output() -> None:
     """Redirect stdout and stderr to the null device if they are pipes whose reader has gone."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__):
-        if stream is not None and _reader_has_gone(stream.fileno()):
+        if stream is None:
+            continue
+        poll = select.poll()
+        poll.register(stream.fileno(), select.POLLOUT)
+        if any(events & select.POLLERR for _, events in poll.poll(0)):  # a pipe without a reader
             os.dup2(null, stream.fileno())
     os.close(null)
-
-
-def _reader_has_gone(descriptor: int) -> bool:
-    """Return whether `descriptor` is a pipe without a reader."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLOUT)
-    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 # The terminal: one console for log lines and progress bars, so that they do not overwrite each other.

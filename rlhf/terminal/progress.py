@@ -57,11 +57,8 @@ class ProgressDisplay:
         done: int = 0,
         phases: Phases | None = None,
     ) -> None:
-        self.title = title
-        self.total = total
-        self.mode = default_mode() if mode == "auto" else mode
-        self.unit = unit
-        self.phases = phases
+        mode = default_mode() if mode == "auto" else mode
+        self.title, self.total, self.mode, self.unit, self.phases = title, total, mode, unit, phases
         self.first = self.done = done
         self.step = 0  # units that the last update finished
         self.items: Sequence[str] = ()
@@ -123,15 +120,18 @@ class ProgressDisplay:
         self.items = items
         if self.mode == "off":
             return
-        if self.mode == "plain" and (
-            self.updated - self.last_line_at >= _PLAIN_EVERY_S or done >= self.total
-        ):
+        due = self.updated - self.last_line_at >= _PLAIN_EVERY_S or done >= self.total
+        if self.mode == "plain" and due:
             self.last_line_at = self.updated
             say(self.line(min(console.width, WIDTH_OF_LINES)))
         early = self.updated - self.started < _ESTIMATE_AFTER[0] or done < _ESTIMATE_AFTER[1] * self.total
-        if not (early or self.estimated):
-            self.estimated = True
-            self.say_total()
+        if early or self.estimated:
+            return
+        self.estimated = True
+        left_s = self.left_s
+        total_s = None if current is None or left_s is None else current.total_s(left_s)
+        if current is not None and left_s is not None and total_s is not None:
+            say(f"{self.title}: {clock(left_s)} left; all {current.count} stages: about {clock(total_s)}")
 
     def reach(self, done: int) -> None:
         """Count finished units without a new line or new items."""
@@ -146,15 +146,6 @@ class ProgressDisplay:
             if self.phase and time.monotonic() - self.last_line_at >= PHASE_EVERY_S:
                 self.last_line_at = time.monotonic()
                 say(self.line(min(console.width, WIDTH_OF_LINES)))
-
-    def say_total(self) -> None:
-        """Print an estimate of the time of all stages, if another stage follows this one."""
-        stage, left_s = current, self.left_s
-        if stage is None or left_s is None:
-            return
-        total_s = stage.total_s(left_s)
-        if total_s is not None:
-            say(f"{self.title}: {clock(left_s)} left; all {stage.count} stages: about {clock(total_s)}")
 
     def line(self, width: int) -> str:
         """Return the state as a line: title, count, time left, phase, and as many items as fit in `width`."""
@@ -209,15 +200,8 @@ def progress(title: str, total: int, mode: str) -> Iterator[Callable[[int], None
             otherwise plain).
     """
     display = ProgressDisplay(prefix() + title, total, mode)
-    done = 0
-
-    def advance(count: int = 1) -> None:
-        nonlocal done
-        done += count
-        display.update(done)
-
     try:
-        yield advance
+        yield lambda count: display.update(display.done + count)
     finally:
         display.close()
 

@@ -1,17 +1,23 @@
-"""Tests of names that become part of paths."""
+"""Rules for names: of sections, options, files and recipes."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
 
+from rlhf.checks import check
+from rlhf.checks.algorithms import recipes_of_other_commands
 from rlhf.checks.check import problems
+from rlhf.core.errors import UserError
 from rlhf.core.files import component
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import folder_of
 from rlhf.stages.evaluation import completions_file
+from rlhf.stages.pipeline import config_of
 from rlhf.stages.prerequisites import model_folder, pairs_folder
+from rlhf.words.catalogue import options
 from rlhf.words.compose import compose
 from rlhf.words.identity import run_name
 
@@ -64,3 +70,36 @@ def test_a_component_keeps_good_names_and_is_different_for_long_names():
     one, other = component("a" + "/x" * 200), component("b" + "/x" * 200)
     assert one != other and one.endswith("-x-x") and max(map(len, (one, other))) <= 160
     assert component("a/b c", fill="_") == "a_b_c"
+
+
+def test_a_file_with_the_name_of_a_library_is_refused_only_if_python_imports_it(tmp_path, monkeypatch):
+    (tmp_path / "deepspeed.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    cfg = compose([])
+    assert check.problems(cfg) == []
+    monkeypatch.syspath_prepend(tmp_path)
+    (found,) = check.problems(cfg)
+    assert found.startswith("deepspeed.py must not have the name of a library")
+    assert found.endswith(f"got {tmp_path}/deepspeed.py; rename it")
+
+
+RELABEL = "run: python -m rlhf.relabel output=outputs/tldr-relabelled experiment=tldr_relabel"
+
+
+@pytest.mark.parametrize("words", [[], ["-m", "seed=1,2"], ["-m", "algo=dpo,ppo"]])
+def test_training_refuses_a_recipe_that_relabels_and_names_the_command(command, tmp_path, words):
+    answer = command("experiment=tldr_relabel", *words)
+    assert answer.code == 2 and not answer.runs and RELABEL in answer.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_pipeline_refuses_a_recipe_that_relabels():
+    with pytest.raises(UserError, match="experiment must be a recipe that trains") as refused:
+        config_of(["experiment=tldr_relabel"])
+    assert RELABEL in str(refused.value)
+
+
+def test_only_one_recipe_is_not_for_training():
+    refused = [name for name in options("experiment") if [*recipes_of_other_commands([f"experiment={name}"])]]
+    assert refused == ["tldr_relabel"]

@@ -40,8 +40,8 @@ def strike():
 if place == "pairs":
     sample_pairs.add_pairs = lambda *_: strike()
 elif place == "evaluation":
-    write = evaluation.write
-    evaluation.write = lambda *given: (write(*given), strike())
+    append = evaluation.append
+    evaluation.append = lambda *given: (append(*given), strike())
 else:
     stage, update = place.split(":")
     flush = Recorder.flush

@@ -449,7 +449,7 @@ def test_the_plan_is_unknown_if_models_are_not_downloaded(monkeypatch):
     made = memory.plan(cfg)
     assert not made.uses and made.unknown["model.policy"] == "mnoukhov/pythia410m-sft-tldr"
     assert advice.problems(cfg) == advice.warnings(cfg) == []
-    ((_, told),) = advice.rows(cfg)
+    ((_, told),) = advice.rows(memory.plan(cfg))
     assert told.startswith("unknown until these models are downloaded: model.policy=mnoukhov/")
 
 
@@ -623,7 +623,7 @@ def test_the_summary_has_one_memory_row_for_each_device(monkeypatch, pythia):
     rows = dict(describe(compose([])))
     assert rows["memory (RAM)"].startswith("about 1.0 GiB of 16.0 GiB: process 0.6 GiB, training 0.4 GiB")
     monkeypatch.setattr(memory, "this_machine", lambda: TWO_GPUS)
-    names = [name for name, _ in advice.rows(compose([*pythia, "generator=vllm"]))]
+    names = [name for name, _ in advice.rows(memory.plan(compose([*pythia, "generator=vllm"])))]
     assert names == ["memory (vLLM's share of GPU 1)", "memory (GPU 0)", "memory (RAM)"]
 
 
