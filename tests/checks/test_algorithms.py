@@ -196,7 +196,7 @@ def test_a_missing_bitsandbytes_is_reported_before_the_run(monkeypatch):
 def test_a_momentum_without_muon_gives_a_warning():
     words = ["optim.momentum=0.9"]
     (message,) = (text for text in warnings(compose(words)) if "momentum" in text)
-    assert message == "optim.momentum=0.9 has no effect with optim.optimizer=adamw; set optim.optimizer=muon"
+    assert message.startswith("optim.momentum has no effect with optim.optimizer=adamw")
     assert not any("momentum" in text for text in warnings(compose([*words, "optim.optimizer=muon"])))
 
 
