@@ -81,7 +81,12 @@ class TimedServer:
         """Take a version."""
         body = await request.json()
         self.version = str(body["version"])
-        return web.json_response({"version": body["version"], "checksums": body["update"]["checksums"]})
+        return web.json_response(
+            {
+                "version": body["version"],
+                "checksums": {entry[0]: entry[-1] for entry in body["update"]["entries"]},
+            }
+        )
 
     async def abort(self, request: web.Request) -> web.Response:
         """End responses early."""

@@ -201,7 +201,7 @@ def progress(title: str, total: int, mode: str) -> Iterator[Callable[[int], None
     """
     display = ProgressDisplay(prefix() + title, total, mode)
     try:
-        yield lambda count: display.update(display.done + count)
+        yield lambda count=1: display.update(display.done + count)
     finally:
         display.close()
 

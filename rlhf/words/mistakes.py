@@ -315,9 +315,16 @@ def _not_there(overrides: Sequence[Override]) -> Iterator[str]:
             yield f"{each.key} {rule}, got {each.text}; add logger={logger[1]}"
         elif each.sign == "~":
             yield f"{each.key} must name an existing key, got {each.text}; list the keys with --cfg job"
-        elif each.key.startswith("hydra.") and not each.sign:
+        elif not each.sign and (each.key.startswith("hydra.") or _is_free(each.key.rpartition(".")[0])):
             rule = "must be added with + (the config has no such key)"
             yield f"{each.key} {rule}, got {each.text}; write '+{each.text}'"
+
+
+def _is_free(key: str) -> bool:
+    """Return whether a key, or one that contains it, has keys of the user's choice, such as DeepSpeed's."""
+    above = key.rpartition(".")[0]
+    free = any(get_origin(each) is dict for each in catalogue.types_of(key)) and not key.endswith(".parts")
+    return free or (bool(above) and _is_free(above))
 
 
 def _wrong_defaults(overrides: Sequence[Override]) -> Iterator[str]:
@@ -349,7 +356,7 @@ def flag_problem(arguments: Sequence[str], flags: Collection[str], own: Collecti
         own: names of the command's own arguments, such as `run` for `run=<folder>`.
     """
     unknown: list[tuple[str, str, str]] = []  # flag, value, and both as typed
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, equals, value = argument.partition("=")
         if not re.match(r"--?[A-Za-z]", flag):
             continue
