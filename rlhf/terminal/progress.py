@@ -188,7 +188,7 @@ def left(seconds: float | None) -> list[str]:
 
 
 @contextmanager
-def progress(title: str, total: int, mode: str) -> Iterator[Callable[[int], None]]:
+def progress(title: str, total: int, mode: str) -> Iterator[Callable[..., None]]:
     """Show the progress of the block: a live bar, a plain line every 5 seconds, or nothing.
 
     Yields a function for the block to call with the number of units that were finished since the last call.
@@ -200,8 +200,12 @@ def progress(title: str, total: int, mode: str) -> Iterator[Callable[[int], None
             otherwise plain).
     """
     display = ProgressDisplay(prefix() + title, total, mode)
+
+    def advance(count: int = 1) -> None:
+        display.update(display.done + count)
+
     try:
-        yield lambda count=1: display.update(display.done + count)
+        yield advance
     finally:
         display.close()
 
