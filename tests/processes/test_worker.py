@@ -293,7 +293,7 @@ def test_an_error_of_the_sampler_stops_the_run_without_a_restart(start, factory,
 
 
 def test_a_process_that_is_not_ready_in_time_is_replaced(start, tmp_path):
-    generator = start(Fake("hangs at start", once=tmp_path), replace(LIMITS, start_s=5))
+    generator = start(Fake("hangs at start", once=tmp_path), replace(LIMITS, start_s=12))
     load(generator, 0)
     assert answers([ask(generator, 0)]) == [(0, 0, 0)]
     assert generator.restarts == 1
