@@ -19,7 +19,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
 from typing import Any
 
 from rlhf.config.root import Config
@@ -149,11 +148,7 @@ def _read(cfg: Config, key: str) -> Any:
 
 
 def _typed(value: Any) -> str:
-    if isinstance(value, Section):
-        return str(value_at(value, "name"))
-    if isinstance(value, Enum):
-        return str(value.value)
-    return str(value).lower() if isinstance(value, bool) else plain(value)
+    return plain(value_at(value, "name") if isinstance(value, Section) else value)
 
 
 def _filled(text: str, cfg: Config) -> str:

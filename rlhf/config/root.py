@@ -33,7 +33,7 @@ from rlhf.config.tasks import TaskConfig
 from rlhf.core.launched import cpu_cores, local_world_size
 from rlhf.core.machine import this_machine
 
-# The generator that `generator=auto` stands for, which is the default. This module imports no torch.
+# The generator that `generator=auto` stands for, which is the default.
 #
 # `candidates` returns the generators that this machine can run, and `rlhf.checks.machine` selects the first
 # with which the config is valid. While a config is composed, conf/generator/auto.yaml reads the selected

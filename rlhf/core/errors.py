@@ -119,8 +119,7 @@ def report(problems: tuple[str, ...] | list[str]) -> str:
 # Settings and commands that a message prints, written so that they can be pasted into a shell.
 #
 # The shell reads a command first, then Hydra reads each override in a grammar of its own, in which commas,
-# `=`, brackets, quotes, `#` and signs outside of ASCII have a meaning. This module imports no torch and no
-# Hydra.
+# `=`, brackets, quotes, `#` and signs outside of ASCII have a meaning.
 
 
 WIDTH = 80  # a longer command is divided into lines

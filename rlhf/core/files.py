@@ -309,9 +309,9 @@ def flat(tree: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
 #     generations/000001.parquet      rollouts of update 1, one row per response, grouped by prompt
 #
 # `datasets.load_dataset(<folder>)` loads the folder. Settings shared by all rows of a file are in the
-# metadata of the Parquet schema. Each file is written completely or not at all. A resumed run overwrites the
-# files of the updates after its checkpoint. `rlhf.scorers.scorer` writes the files,
-# `rlhf.generators.generator` reads the files. This module imports no torch.
+# metadata of the Parquet schema. Each file is written completely or not at all. A resumed run overwrites
+# the files of the updates after its checkpoint. `rlhf.scorers.scorer` writes the files,
+# `rlhf.generators.generator` reads the files.
 
 
 KEY = b"rlhf"  # key of `Shared` in the metadata of a Parquet schema

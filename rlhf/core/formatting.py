@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 import numpy as np
 
-# Formatting of numbers, times, texts and paths for the terminal. This module imports no torch.
+# Formatting of numbers, times, texts and paths for the terminal.
 
 
 GAP = "  "  # between two items of a line
@@ -223,8 +223,6 @@ def bound(value: float) -> str:
 
 
 # Secrets in URLs, in arguments and in text: where they are, and the text without them.
-#
-# This module imports no torch.
 
 
 HIDDEN = "<redacted>"

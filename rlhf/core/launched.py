@@ -13,8 +13,7 @@ from typing import Any
 # Rank and world size from the variables of the launcher (torchrun, DeepSpeed, SLURM), and CPU cores.
 #
 # Only this module reads the values of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and LOCAL_SIZE.
-# `rlhf.launch.command_line` sets the first four variables from SLURM's variables. This module imports no
-# torch.
+# `rlhf.launch.command_line` sets the first four variables from SLURM's variables.
 
 
 # Variables that torchrun and DeepSpeed's launcher set for a rank, and `rlhf.launch.command_line` for a task.

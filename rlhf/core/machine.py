@@ -25,7 +25,7 @@ import psutil
 from rlhf.core.errors import UserError
 from rlhf.core.launched import local_world_size, world_size
 
-# Memory of this machine: RAM (or the limit of its container) and GPUs. This module imports no torch.
+# Memory of this machine: RAM (or the limit of its container) and GPUs.
 
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -117,7 +117,7 @@ def gpus(visible: str | None) -> tuple[int, ...]:
     return tuple(selected)
 
 
-# Assignment of the GPUs of a host to the processes of a run. This module imports no torch.
+# Assignment of the GPUs of a host to the processes of a run.
 
 
 def worker_gpu(number: int, gpus: int, ranks: int, rank: int, reserved: Collection[int] = ()) -> int:
@@ -137,7 +137,7 @@ def worker_gpu(number: int, gpus: int, ranks: int, rank: int, reserved: Collecti
     return free[-1 - number % len(free)] if free else min(rank, gpus - 1)
 
 
-# Network interfaces through which the ranks of a run communicate. This module imports no torch.
+# Network interfaces through which the ranks of a run communicate.
 
 
 _PORT = 9  # any port: nothing is sent
@@ -223,7 +223,7 @@ def loopback() -> str:
     return interface_of("127.0.0.1") or "lo"
 
 
-# Whether a service can be reached. This module imports no torch.
+# Whether a service can be reached.
 
 
 _CONNECT_S = 3.0  # seconds after which a connection counts as slow, not as refused

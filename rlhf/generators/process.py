@@ -244,7 +244,7 @@ class AnnotatedGenerator(Wrapper):
 #
 # Requests and loads are jobs of a `Worker`, first in, first out.
 #
-# Kept versions: a version stays in its store (`rlhf/generators/transfer/`: shared memory, or the GPU) until
+# Kept versions: a version stays in its store (in memory, in a folder, or on the GPU) until
 # the process has confirmed the next version. So if the process is lost, the weights of its current job still
 # exist: they are the weights confirmed last, regardless of the loads in the queue. A new process gets these
 # weights, then the lost job; the queue does not change. At most two versions are kept, regardless of

@@ -19,7 +19,7 @@ def most_versions(processes: int, in_flight: bool) -> int:
     return processes * (4 if in_flight else 2)
 
 
-# The memory of vLLM on a GPU that it shares with the trainer. This module imports no torch.
+# The memory of vLLM on a GPU that it shares with the trainer.
 #
 # By default vLLM measures how much memory remains for keys and values. The measurement includes all processes
 # on the GPU, so it fails or is wrong if the trainer allocates or frees memory meanwhile. On a shared GPU the

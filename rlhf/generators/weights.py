@@ -55,7 +55,7 @@ class Entry:
     shape: tuple[int, ...]
     offset: int  # position in the shared file, in bytes; 0 for weights on a GPU
     bytes: int
-    checksum: int = 0  # `checksum(tensor)`; for weights on a GPU `transfer.gpu.fingerprint(tensor)`
+    checksum: int = 0  # `checksum(tensor)`; of weights on a GPU, their `fingerprint`
 
 
 @dataclass(frozen=True, slots=True)

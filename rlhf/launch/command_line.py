@@ -40,8 +40,6 @@ from rlhf.words.identity import settings
 from rlhf.words.mistakes import CONFIG_ERRORS, flag_problem, readable, texts
 
 # Common parts of the commands: arguments, `--help`, and exit codes, which `rlhf.train` lists.
-#
-# This module imports no torch.
 
 
 _CTRL_C = 128 + signal.SIGINT  # exit code after Ctrl-C
@@ -328,7 +326,7 @@ def stop(error: RunError | UserError) -> NoReturn:
     raise SystemExit(2 if isinstance(error, UserError) else 1)
 
 
-# Tab completion of the command `rlhf` in bash. This module imports no torch.
+# Tab completion of the command `rlhf` in bash.
 #
 # The script calls `rlhf --complete <words>` with the words up to the cursor, and gets the
 # candidates for the last word, one per line. Where there are none, the shell completes names of files.
@@ -385,8 +383,7 @@ def candidates(words: Sequence[str], own: Collection[str] = ()) -> list[str]:
 
 # SLURM tasks as ranks, and requeueing of SLURM jobs that were stopped.
 #
-# The same functions serve jobs that submitit runs on this machine (`hydra/launcher=local`). This module
-# imports no torch.
+# The same functions serve jobs that submitit runs on this machine (`hydra/launcher=local`).
 
 
 PORTS = range(16384, 32768)  # below the ports that operating systems assign automatically
@@ -496,8 +493,7 @@ def _was_preempted(reason: Interrupted) -> bool:
 # Private parts of Hydra and of its submitit launcher that this project depends on.
 #
 # Hydra has no public interface for these uses. All uses of private parts are in this module, and each has a
-# test in tests/launch/test_hydra_internals.py, so that these tests fail after an incompatible upgrade. This
-# module imports no torch.
+# test in tests/launch/test_hydra_internals.py, so that these tests fail after an incompatible upgrade.
 
 
 def uses_basic_sweeper(config: DictConfig) -> bool:

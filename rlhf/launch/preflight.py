@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 # Checks before a run or a sweep: the config of every job, the machine, and the existing run folder.
 #
-# Hydra creates the run folder before it calls the task function. These checks are a Hydra callback, so that a
-# rejected run leaves no folder behind. This module imports no torch.
+# Hydra creates the run folder before it calls the task function. These checks are a Hydra callback, so that
+# a rejected run leaves no folder behind.
 
 
 @contextmanager

@@ -467,8 +467,6 @@ def tell(study: Study, trial: Trial, done: JobReturn) -> bool:
 #
 # A process of joblib runs several jobs. After a signal, a running job writes its checkpoint, and a job that
 # has not begun is refused. If the process of the sweep is killed, a process of joblib does the same and ends.
-#
-# This module imports no torch.
 
 
 _POLL_S = 0.5  # seconds between checks whether the process of the sweep has ended

@@ -263,8 +263,6 @@ def _pass_on() -> None:
 
 
 # The table at the end of a sweep: job, result, status, swept values and run folder.
-#
-# This module imports no torch.
 
 
 def lines(jobs: Sequence[Job]) -> Iterator[str]:

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 # The memory plan of a run: the memory that each device needs, estimated before anything is loaded.
 #
-# A device needs some parts during the whole run (weights, optimizer states, processes) and others in phases,
-# one after the other (training, sampling, log-probs and scores). Its peak memory is the sum of the permanent
-# parts and of the largest phase. Weights, gradients and optimizer states are counted exactly. Activations are
-# estimated (`rlhf.memory.uses`) for sequences of the maximum length, so the real need is often smaller.
-# This module imports no torch.
+# A device needs some parts during the whole run (weights, optimizer states, processes) and others in
+# phases, one after the other (training, sampling, log-probs and scores). Its peak memory is the sum of the
+# permanent parts and of the largest phase. Weights, gradients and optimizer states are counted exactly.
+# Activations are estimated (`rlhf.memory.uses`) for sequences of the maximum length, so the real need is
+# often smaller.
 
 PAIRS = 256  # pairs that `rlhf.relabel` passes to the judge at once, between two steps of the progress bar
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # If the weights are on this machine, parameters are counted exactly: the header of a safetensors file lists
 # the shapes of its tensors. Otherwise a formula computes the number of parameters from config.json, or from
 # the table of published models if config.json is not on this machine either. The formula is exact for
-# GPT-NeoX (Pythia), Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3. This module imports no torch.
+# GPT-NeoX (Pythia), Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3.
 
 
 HEADS = ("lm_head.", "embed_out.", "score.")  # prefixes of the names of tensors of an output head

@@ -16,7 +16,7 @@ from rlhf.core import machine
 from rlhf.core.errors import UserError, literal, python_command, setting
 from rlhf.models.headers import TWO_HEADS, DamagedFile, ModelFacts, ModelFolder, opened, read_object
 
-# Checks of local model folders and of context lengths. This module imports no torch.
+# Checks of local model folders and of context lengths.
 
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -241,8 +241,7 @@ def rope_problem(config: dict[str, Any], prompt_length: int, response_length: in
 
 # Rules that decide when the samples of a prompt share the encoding of the prompt, from plain numbers.
 #
-# Forwards (`rlhf.models.forward`), sampling and the memory plan call the same functions. This module
-# imports no torch.
+# Forwards (`rlhf.models.forward`), sampling and the memory plan call the same functions.
 
 
 _SHALLOW = 8  # number of blocks up to which a CPU encodes the prompt in a separate pass if K = 1

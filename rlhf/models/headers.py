@@ -107,8 +107,8 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
         with file.open("rb") as stream:
             if stream.read(len(_LFS_POINTER)) == _LFS_POINTER.encode():
                 raise DamagedFile(f"{file.name} is a pointer of Git LFS, not the weights; run: git lfs pull")
-        with safe_open(file, "np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        with safe_open(file, "np") as stored:
+            slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
             return {
                 name: TensorHeader(tuple(found.get_shape()), found.get_dtype(), file)
                 for name, found in slices.items()
@@ -467,7 +467,7 @@ def _opened(folder: Path, version: tuple[tuple[str, int, int], ...]) -> ModelFol
     return ModelFolder(folder)
 
 
-# The rule that chooses a pad token, and error messages about pad tokens. This module imports no torch.
+# The rule that chooses a pad token, and error messages about pad tokens.
 
 
 # Tokens that models reserve for padding, best first.

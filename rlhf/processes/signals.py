@@ -301,7 +301,7 @@ def tell(text: str) -> None:
         say(text, style="yellow")
 
 
-# End of the processes of a process group, and of those that a thread started. It imports no torch.
+# End of the processes of a process group, and of those that a thread started.
 
 
 _TRACKER = "multiprocessing.resource_tracker"  # in the command of Python's resource tracker

@@ -222,9 +222,9 @@ def counters_problem(state: Mapping[str, Any]) -> str | None:
 #         metrics.jsonl.gz  completions.jsonl.gz     all rows until the checkpoint
 #         rows.json                                  number of rows, bytes and XXH3 checksum of each file
 #
-# A run appends rows to its files, and keeps a compressed copy of all rows in memory. A checkpoint stores this
-# copy. A file that was removed, truncated or altered is written again: at the next checkpoint, at the end of
-# the run, or when the run resumes. This module imports no torch.
+# A run appends rows to its files, and keeps a compressed copy of all rows in memory. A checkpoint stores
+# this copy. A file that was removed, truncated or altered is written again: at the next checkpoint, at the
+# end of the run, or when the run resumes.
 
 
 _COPIES = "history"  # folder of a checkpoint

@@ -22,7 +22,7 @@ from rlhf.core.files import SCRATCH, discard
 from rlhf.runs.folder import RunFolder
 from rlhf.terminal.console import say
 
-# Whether files can be created in a folder that may not exist yet. This module imports no torch.
+# Whether files can be created in a folder that may not exist yet.
 
 
 def unwritable(folder: Path) -> str | None:
@@ -130,7 +130,7 @@ def unusable_file(folder: Path, error: Exception) -> UserError | RunError | None
     return None
 
 
-# Detection and error messages of a full disk. This module imports no torch.
+# Detection and error messages of a full disk.
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk is full, a quota is used up, or `ulimit -f`

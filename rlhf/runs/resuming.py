@@ -198,8 +198,6 @@ def twice_as_long(folder: RunFolder) -> str | None:
 
 
 # The folder of a run: a new one, or the existing folder of a run with the same settings.
-#
-# This module imports no torch.
 
 
 def folder_of(cfg: Config | DictConfig) -> Path:

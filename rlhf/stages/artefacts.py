@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 # Artefacts: folders that are complete or absent, made by one process, and skipped once they are finished.
 #
 # The stages before a run (`rlhf.stages.prerequisites`) and the stages of `rlhf.pipeline`
-# (`rlhf.stages.pipeline`) are lists of artefacts, in the order in which they are made. This module imports no
-# torch.
+# (`rlhf.stages.pipeline`) are lists of artefacts, in the order in which they are made.
 
 
 # Metrics that the summary of the stages shows.
@@ -88,7 +87,7 @@ def made_once(folder: Path, write: Callable[[Path], object]) -> Path:
 
 # The final model of a finished run: whether its files are complete, and how to write them again.
 #
-# Only JSON files and the headers of weights are read. This module imports no torch.
+# Only JSON files and the headers of weights are read.
 
 
 def final_model(folder: RunFolder) -> Path:

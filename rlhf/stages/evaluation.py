@@ -397,8 +397,6 @@ def _progress_by_model(
 
 
 # The config of an evaluation: the config of a run changed by overrides, or the config of overrides alone.
-#
-# This module imports no torch.
 
 
 SPLITS = ("validation", "test")
@@ -516,8 +514,6 @@ def measuring(cfg: Config) -> Config:
 
 
 # Models that can be evaluated: checkpoints and final model of a run, model folders and hub names.
-#
-# This module imports no torch.
 
 
 @dataclass(frozen=True, slots=True)

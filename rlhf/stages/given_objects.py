@@ -16,7 +16,7 @@ from rlhf.core.formatting import shortened
 from rlhf.runs.lock import creating
 from rlhf.usercode.objects import Function, GivenFunctions
 
-# Data sets and reward functions that are given to `Experiment` as objects. This module imports no torch.
+# Data sets and reward functions that are given to `Experiment` as objects.
 
 
 def with_objects(
@@ -65,8 +65,8 @@ def with_objects(
 
 # Data sets that are given as objects in Python: they are written as files, which `task=local` reads.
 #
-# The path of the files depends on their content only, so equal data give the same run, and a changed data set
-# another one. This module imports no torch and no `datasets`.
+# The path of the files depends on their content only, so equal data give the same run, and a changed data
+# set another one.
 
 
 _ERRORS = (TypeError, ValueError, RecursionError)

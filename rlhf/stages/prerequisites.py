@@ -165,8 +165,6 @@ def _sampled_pairs(cfg: Config) -> Artefact:
 
 
 # Configs and folders of the stages before a run: SFT, preference pairs, reward model.
-#
-# This module imports no torch.
 
 
 _PLACES = ("output_dir", "cache_dir", "progress")  # keys that a stage has from its run

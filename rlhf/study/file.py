@@ -17,7 +17,7 @@ from rlhf.words.suggestions import closest, suggestion
 
 # Reading of study files: all problems are reported together, each with its line.
 #
-# Overrides are not composed here: `rlhf study plan` checks the runs. This module imports no torch.
+# Overrides are not composed here: `rlhf study plan` checks the runs.
 
 
 _KEYS = (
@@ -40,7 +40,7 @@ def read_spec(file: Path | str, made_of: Path | None = None) -> Spec:
 # YAML files whose problems are reported together, each with its line.
 #
 # Scalars of YAML stay texts: YAML 1.1 reads `1e-4` as a text, and `on` and `no` as booleans. So a value is
-# parsed by whoever knows its type; for an override this is the config. This module imports no torch.
+# parsed by whoever knows its type; for an override this is the config.
 
 
 _NAME, _RESERVED = r"[^\s,()=|`]{1,32}", ("all", "best", "same", "task", "method", "seed", "part", "from")

@@ -41,8 +41,7 @@ from rlhf.words.suggestions import is_own, lacking, one_of, suggestion
 # The choice of tuned settings for each task, method and point, from runs with seeds of their own.
 #
 # The value with the highest mean over the tuning seeds is chosen; among equal ones, the first. A run that
-# diverged or failed counts as the worst value of its task. `rates.json` has every choice. This module imports
-# no torch.
+# diverged or failed counts as the worst value of its task. `rates.json` has every choice.
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def _said(tuned: Tuned) -> str:
 
 # Identity of a run: its settings, the content of its inputs, and the results version of the project.
 #
-# Neither the commit nor the wording of the overrides belongs to the identity. This module imports no torch.
+# Neither the commit nor the wording of the overrides belongs to the identity.
 
 
 # Fields of sections that name data, a model or a function; `parts` of a section are sections of their own.
@@ -331,7 +330,7 @@ def _imported(file: Path, package: str) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-# The runs of a study and their state: done, stale or missing. This module imports no torch.
+# The runs of a study and their state: done, stale or missing.
 
 
 DONE, STALE, MISSING = "done", "stale", "missing"
@@ -645,8 +644,6 @@ def _names(fields: Mapping[str, Any]) -> tuple:
 
 
 # Collection of rows: each run writes `row.json` in its folder, and one process writes `rows.jsonl`.
-#
-# This module imports no torch.
 
 
 ROW = "row.json"  # of a run folder

@@ -21,7 +21,7 @@ from rlhf.words.suggestions import KNOWN, suggestion
 
 # The declaration of a study: one YAML file with tasks, methods, axes, grids, seeds, tuning and claims.
 #
-# Values of axes and tuned values are texts, as in the file (`studies/*.yaml`). This module imports no torch.
+# Values of axes and tuned values are texts, as in the file (`studies/*.yaml`).
 
 
 class Quantity(StrEnum):

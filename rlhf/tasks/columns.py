@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #
 # Texts stay texts. Dialogues are lists of messages with `role`, `content` and further keys, as in the
 # `messages` format of chat models and in the conversational formats of TRL. The response of a dialogue is a
-# list, too: of its one message. This module imports no torch.
+# list, too: of its one message.
 
 
 Message = dict[str, Any]  # role and content (texts), and what else the data have, such as tool_calls

@@ -296,7 +296,7 @@ def described(value: Any) -> str:
     return f"{kind} ({value})" if isinstance(value, int | float) and len(str(value)) < 20 else kind
 
 
-# Forms in which data sets store texts and dialogues, and their conversion. This module imports no torch.
+# Forms in which data sets store texts and dialogues, and their conversion.
 
 
 log = logging.getLogger(__name__)
@@ -410,7 +410,7 @@ def rows_of_table(value: Any) -> list[Row] | None:
 # Columns of the data that reward functions ask for. They travel with a prompt as its record.
 #
 # A source adds the column `record` to its rows: the columns of the row that a function asks for, as JSON
-# text. Without such a function, there is no record. This module imports no torch and no `datasets`.
+# text. Without such a function, there is no record.
 
 
 RECORD = "record"

@@ -215,8 +215,6 @@ def progress(title: str, total: int, mode: str) -> Iterator[Callable[..., None]]
 #     stages = Stages(["SFT model", "preference pairs", "dpo"])
 #     with stages.enter(1):  # until the end of the block, titles of progress displays begin with "[1/3]"
 #         ...
-#
-# This module imports no torch.
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +340,7 @@ def numbered(number: int, count: int) -> str:
 #         done()                           # after each of them
 #     phases.text()                        # meanwhile, for example "training 1/4, micro-batch 3/8"
 #
-# The parts of a run enter phases; a progress display reads them. This module imports no torch.
+# The parts of a run enter phases; a progress display reads them.
 
 
 @dataclass(slots=True)

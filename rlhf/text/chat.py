@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 # The format of dialogues: a chat template formats messages as text and ends a turn with a token.
-#
-# This module imports no torch, and transformers only for its tokenizers.
 
 
 Messages = list[dict[str, Any]]  # the turns of a dialogue: "role", "content" and what else the data have
@@ -361,8 +359,6 @@ def unquoted(text: str) -> str:
 
 
 # Dialogues of the data as texts: prompts, and stored answers as the chat template writes them.
-#
-# This module imports no torch and no transformers.
 
 
 def said(message: dict[str, Any]) -> bool:

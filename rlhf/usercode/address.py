@@ -24,7 +24,7 @@ from rlhf.usercode.protection import protected
 
 # Functions and classes named in a config: `<module>:<name>` or `<file>.py:<name>`.
 #
-# The check before a run imports them, and reports what is wrong with them. This module imports no torch.
+# The check before a run imports them, and reports what is wrong with them.
 
 
 NAME = r"[^\W\d]\w*"
@@ -351,7 +351,7 @@ def _load_file(file: Path) -> ModuleType:
 # The parameters of a reward function: which values of a response, and which columns, it receives.
 #
 # A function with a parameter `response` receives its arguments by name. Any other function receives prompt,
-# response and reference by position. This module imports no torch.
+# response and reference by position.
 
 
 # Name of a parameter -> the value that the function receives; in lists, if it takes several responses.

@@ -22,7 +22,7 @@ from rlhf.config.schema import ABSENT, SCHEMAS, dotted, schema_of, section_class
 from rlhf.core.errors import UserError, setting
 from rlhf.core.files import flat
 
-# Catalogue of the config groups, options and keys. This module imports no torch.
+# Catalogue of the config groups, options and keys.
 
 
 _ORDER = (
@@ -212,7 +212,7 @@ def chosen_by(section: str) -> str:
     return section if group == section else f"{group}@{section}"
 
 
-# Overrides as typed, and the config files that they select. This module imports no torch.
+# Overrides as typed, and the config files that they select.
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +321,7 @@ def files_that_set(key: str, overrides: Iterable[Override]) -> Iterator[tuple[st
             yield file.name, value
 
 
-# Option files of the user, in the folders of `--config-dir`. This module imports no torch.
+# Option files of the user, in the folders of `--config-dir`.
 
 
 _LATER = ("correction", "hardware", "experiment", "sweep", "debug")  # groups that come after all others

@@ -24,7 +24,7 @@ from rlhf.words import catalogue
 from rlhf.words.catalogue import length_of, tuned_of
 from rlhf.words.mistakes import explained
 
-# Composition of a config from overrides, as on the command line. This module imports no torch.
+# Composition of a config from overrides, as on the command line.
 
 
 OmegaConf.register_new_resolver("length_of", length_of, replace=True)  # conf/config.yaml

@@ -10,10 +10,9 @@ from dataclasses import MISSING, fields
 from importlib.resources import files
 from typing import Any, get_args, get_type_hints
 
-from rlhf.config.schema import Choice, fact, section_class
+from rlhf.config.schema import Choice, fact, plain, section_class
 from rlhf.core.errors import UserError
 from rlhf.words.catalogue import conf_dir, groups, options, options_of
-from rlhf.words.mistakes import shown
 from rlhf.words.suggestions import suggestion
 
 WIDTH = 80
@@ -117,7 +116,7 @@ def _meanings(section: str, owners: Sequence[type]) -> Iterator[tuple[str, str]]
                 if section:
                     yield from _meanings(key, [below])
                 continue
-            default = None if field.default in (MISSING, "???") else f" [{shown(field.default)}]"
+            default = None if field.default in (MISSING, "???") else f" [{plain(field.default)}]"
             owner = next(c for c in reversed(cls.__mro__) if field.name in vars(c).get("__annotations__", {}))
             means = "; ".join(part.rstrip(".") for part in meaning(owner, field.name, hint)).replace("`", "")
             yield key, f"{means}{default or ''}"

@@ -145,8 +145,8 @@ def start_label(start: str | None, option: str, cache_dir: str) -> str:
 
 # The command line of a run: the options of the groups, then the settings that differ from their values.
 #
-# The command is derived from the config, so that it is complete for every run: of a recipe, a sweep, a stage
-# of a pipeline, or a longer run of `rlhf.extend`. This module imports no torch.
+# The command is derived from the config, so that it is complete for every run: of a recipe, a sweep, a
+# stage of a pipeline, or a longer run of `rlhf.extend`.
 
 
 GROUPS = ("algo", "task", "model", "generator", "backend", "scorer", "gold")

@@ -27,7 +27,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from rlhf.config.schema import SCHEMAS, fact
+from rlhf.config.schema import SCHEMAS, fact, plain
 from rlhf.core.errors import UserError, as_typed, override, setting, without_escapes
 from rlhf.core.formatting import shortened
 from rlhf.usercode.address import addresses
@@ -206,7 +206,7 @@ def _wrong_setting(error: OmegaConfBaseException, overrides: Sequence[Override])
     own = next((each for each in overrides if f"{each.key}.".startswith(f"{key}.")), None)
     place = f" in {files[0][0]}.yaml" if files and own is None else ""
     hint = get_type_hints(section).get(key.rpartition(".")[2], section)
-    value = own.value if own else shown(files[0][1] if files else error.value)
+    value = own.value if own else plain(files[0][1] if files else error.value)
     if own and own.key != key:
         rule = f"be {allowed(hint)}, with nothing inside it"
         return f"{key} must {rule}, got {own.text}; leave {own.text} out"
@@ -248,7 +248,7 @@ def _remedy(section: type, key: str, hint: Any, value: str) -> str:
     default = next((each.default for each in fields(section) if each.name == leaf), NO_DEFAULT)
     if bound is not None and bound.remedy is not None:
         return f"set {key}={bound.remedy}"
-    return f"set {key}={'<value>' if default in (NO_DEFAULT, MISSING) else shown(default)}"
+    return f"set {key}={'<value>' if default in (NO_DEFAULT, MISSING) else plain(default)}"
 
 
 def unknown_keys(config: DictConfig, overrides: Iterable[str]) -> list[str]:
@@ -496,17 +496,6 @@ def repeated(overrides: Sequence[str]) -> list[str]:
 
 
 # -- values and types in words ---------------------------------------------------------------------
-
-
-def shown(value: Any) -> str:
-    """Format a value as a user types it on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple | list):
-        return f"[{','.join(map(shown, value))}]"
-    return value.name if isinstance(value, Enum) else str(value)
 
 
 def allowed(hint: Any) -> str:
