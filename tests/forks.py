@@ -17,7 +17,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import fcntl
-import importlib
+import importlib.util
 import io
 import os
 import pickle
@@ -55,6 +55,7 @@ NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_t
 
 PRELOADED = (
     "torch.distributed.run",
+    "deepspeed",  # transformers imports this package, and this package MLflow, when a model is saved
     "datasets",
     "peft",
     "transformers.models.gpt_neox.modeling_gpt_neox",
@@ -65,7 +66,8 @@ PRELOADED = (
     "rlhf.stages.evaluation",
     "rlhf.stages.relabelling",
     "rlhf.assembly.training",
-    "rlhf.generators.process",
+    "rlhf.train",
+    "rlhf.evaluate",
     "rlhf.generators.process",
     "rlhf.generators.hf.generator",
     "rlhf.scorers.reward_model",
@@ -322,6 +324,16 @@ def end(code: int) -> NoReturn:
 BASE_PATH: list[str] = []
 
 
+def share_compositions() -> None:
+    """Share compositions with the children (tests/compositions.py), beginning with those of tiny runs."""
+    from rlhf.words.compose import compose
+    from tests import compositions
+
+    compositions.pytest_configure()
+    for algo in ("dpo", "ppo", "rloo", "sft", "reward"):
+        compose(["debug=tiny", f"algo={algo}"])
+
+
 def main() -> None:
     """Import the libraries, then serve."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -333,7 +345,9 @@ def main() -> None:
     subprocess.Popen = Popen  # type: ignore[misc]
     os.fsync = lambda file: None  # as in tests/conftest.py
     for module in PRELOADED:
-        __import__(module)
+        if importlib.util.find_spec(module.partition(".")[0]):
+            __import__(module)
+    share_compositions()
     send(sock, READY)
     carry_out(serve(sock))
 

@@ -1,7 +1,8 @@
 """Marks, order, processes and final report of a test session.
 
-- Tests of `tests/end_to_end` are marked `run`. A test that starts a Python process must have one of the marks
-  `process`, `run`, `system` or `gpu`. Without a mark, the test fails.
+- Tests of `tests/end_to_end` are marked `run` and, unless they are marked `forks(False)`, `forks`.
+- A test that starts a Python process must have one of the marks `process`, `run`, `system` or `gpu`. Without
+  a mark, the test fails.
 - The longest tests run first, by the seconds in `durations.json`. `--record-durations` writes the seconds of
   the tests that ran, and keeps those of the others.
   Tests of a file with fixtures of module scope run on one worker of pytest-xdist.
@@ -52,6 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
     for item in items:
         if "end_to_end" in item.path.parts:
             item.add_marker("run")
+            if item.get_closest_marker("forks") is None:
+                item.add_marker("forks")
     yield
     seconds, units = recorded(), Counter()
     for item in items:

@@ -14,8 +14,6 @@ from rlhf.stages.run import run
 from tests.end_to_end.conftest import rows
 from tests.end_to_end.test_async import workers
 
-pytestmark = pytest.mark.forks
-
 RUN = [
     "schedule.max_lag=1",
     "schedule.total_episodes=48",

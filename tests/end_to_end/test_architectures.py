@@ -15,8 +15,6 @@ from tests.end_to_end.conftest import rows
 from tests.models.architectures import tiny
 from tests.tiny_models import tiny_tokenizer
 
-pytestmark = pytest.mark.forks
-
 SMALL = [
     *(
         "algo=rloo",

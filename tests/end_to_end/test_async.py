@@ -35,8 +35,6 @@ from tests.end_to_end.conftest import rows, wait_for
 from tests.tiny_models import KINDS, tiny_lm, tiny_rollouts
 from tests.training.streams import context
 
-pytestmark = pytest.mark.forks
-
 SETTINGS = HFSettings(stop_ids=[3], pad_id=0, batch_size=8, seed=7, noise=0.3)
 RUN = ["schedule.total_episodes=80", "schedule.save_every=1", "schedule.eval_every=2", "algo.ties=keep"]
 RUN += ["schedule.max_lag=1"]  # equals LAG in test_survival.py, so both files share one finished run

@@ -21,8 +21,6 @@ from rlhf.words.identity import run_name
 from tests import needs, pretended_gpu
 from tests.end_to_end.conftest import TINY, assert_same_end, rows
 
-pytestmark = pytest.mark.forks
-
 BACKENDS = ("torch", "zero0", "zero1", "zero2", "zero3")
 OFFLOADS = ("zero2_offload", "zero3_offload")
 ALWAYS = ("torch", "zero2", "zero3", "zero2_offload")  # make test-all; others are nightly

@@ -14,8 +14,6 @@ from rlhf.stages.run import run
 from rlhf.words.compose import compose
 from tests.end_to_end.conftest import rows
 
-pytestmark = pytest.mark.forks
-
 OFFLINE = (
     "generator=dataset",
     "scorer=labels",

@@ -24,8 +24,6 @@ from tests.environments.templates import family
 from tests.environments.test_tools import TEMPLATE
 from tests.tiny_models import tiny_lm
 
-pytestmark = pytest.mark.forks
-
 SFT = (  # enough for calls and answers
     *("schedule.total_episodes=512", "schedule.prompts_per_update=32", "schedule.eval_every=0"),
     *("backend.micro_batch=32", "optim.lr=2e-3"),

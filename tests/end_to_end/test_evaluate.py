@@ -20,8 +20,6 @@ from rlhf.stages.prerequisites import model_folder, stage
 from rlhf.words.compose import load_config
 from tests import needs
 
-pytestmark = pytest.mark.forks
-
 # Runs have two updates, each with an evaluation and a checkpoint.
 EVERY = ("schedule.eval_every=1", "schedule.save_every=1")
 RUNS = {

@@ -264,7 +264,6 @@ def test_objects_are_refused_beside_other_data_or_another_scorer_before_anything
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.forks
 @pytest.mark.process
 def test_a_sweep_returns_its_runs(command, finished, tmp_path):
     with pytest.raises(UserError, match="optim.lr must be > 0"):

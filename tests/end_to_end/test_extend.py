@@ -15,8 +15,6 @@ from rlhf.words.compose import load_config
 from tests.end_to_end.conftest import assert_same_end
 from tests.end_to_end.test_run import interrupt
 
-pytestmark = pytest.mark.forks
-
 # Without fractions of the length, and with a constant learning rate, a run does not depend on its length.
 CONSTANT = ("schedule.eval_every=1", "schedule.save_every=1", "optim.schedule=constant")
 LONGER = "schedule.total_episodes=64"

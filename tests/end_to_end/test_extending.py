@@ -13,6 +13,8 @@ import pytest
 from rlhf.core.files import read_lines
 from tests.end_to_end.wheels import build, pip
 
+pytestmark = pytest.mark.forks(False)
+
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"^`([\w./]+)`\n\n```\w+\n(.*?)^```$", DOCS, re.M | re.S))

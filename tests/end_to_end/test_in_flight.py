@@ -9,8 +9,6 @@ from rlhf.stages.run import run
 from rlhf.training.stream import unpack
 from rlhf.words.identity import run_name
 
-pytestmark = pytest.mark.forks
-
 RUN = [
     "algo=grpo",
     "algo.correction.kind=truncate",

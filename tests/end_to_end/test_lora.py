@@ -17,8 +17,6 @@ from rlhf.stages.prerequisites import complete
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import UPDATES_ONLY, rows
 
-pytestmark = pytest.mark.forks
-
 LORA = ("model.lora.rank=4", "optim.lr=1e-2", "algo.ties=keep")
 
 

@@ -18,8 +18,6 @@ from tests import needs
 from tests.end_to_end.conftest import UPDATES_ONLY, rows
 from tests.end_to_end.test_algorithms import ONLINE, SCORED, assert_agreement
 
-pytestmark = pytest.mark.forks
-
 LAGS = {"hf": (0, 2), "vllm": (2,)}  # make test-all; the second update of a run at lag 2 has lag 1
 WITH_VLLM = (
     "dpo",

@@ -19,8 +19,6 @@ from tests.end_to_end.conftest import rows
 from tests.forks import ROOT
 from tests.tiny_models import tiny_lm
 
-pytestmark = pytest.mark.forks
-
 THINGS = ("tea", "bread", "soup", "rice", "jam", "pie", "salad", "pasta")
 WORDS = [
     *(f" {word}" for word in ("How", "do", "I", "make", "Take", "water", "and", "heat", "No", *THINGS)),

@@ -19,8 +19,6 @@ from rlhf.words.identity import run_name
 from tests.end_to_end.conftest import TINY, assert_same_end
 from tests.hub_server import TOKEN
 
-pytestmark = pytest.mark.forks
-
 README = (Path(__file__).parents[2] / "README.md").read_text()
 (COMMAND,) = re.findall(r"^    python -m rlhf\.pipeline (.*)$", README, re.M)
 WORDS = [*COMMAND.split(), *TINY, "schedule.total_episodes=64", "schedule.save_every=1"]

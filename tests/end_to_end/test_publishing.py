@@ -20,8 +20,6 @@ from rlhf.words.compose import compose, load_config
 from rlhf.words.identity import digest
 from tests.hub_server import TOKEN
 
-pytestmark = pytest.mark.forks
-
 
 def card_of(folder: RunFolder) -> ModelCard:
     return ModelCard.load(folder.model / CARD)

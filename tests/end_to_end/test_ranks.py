@@ -18,8 +18,6 @@ from rlhf.words.compose import compose
 from tests.end_to_end.conftest import TINY, rows
 from tests.end_to_end.test_environments import EPISODES
 
-pytestmark = pytest.mark.forks
-
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LIMIT_S = 500
 

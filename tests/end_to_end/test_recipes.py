@@ -20,8 +20,6 @@ from rlhf.words.compose import compose
 from tests.docs.snapshots import RELABELS
 from tests.end_to_end.conftest import rows
 
-pytestmark = pytest.mark.forks
-
 
 def tiny_recipe(name: str, cache_dir: Path, *more: str) -> Config:
     return compose([f"experiment={name}", "debug=tiny", f"cache_dir={cache_dir}", "progress=off", *more])

@@ -18,8 +18,6 @@ from tests.end_to_end import browser
 from tests.end_to_end.conftest import TINY
 from tests.end_to_end.test_run import interrupt
 
-pytestmark = pytest.mark.forks
-
 DOCS = (Path(__file__).parents[2] / "docs" / "reports.md").read_text()
 LONGER = ["schedule.total_episodes=64", "schedule.eval_every=1"]
 LABELS = {"algo=dpo max_lag=0": 2, "algo=dpo max_lag=1": 1, "algo=rloo max_lag=0": 2}  # label -> seeds

@@ -23,9 +23,6 @@ from rlhf.training.recorder import Recorder
 from rlhf.words.compose import load_config
 from tests.end_to_end.conftest import rows
 
-pytestmark = pytest.mark.forks
-
-
 EVERY = ("schedule.eval_every=1", "schedule.save_every=1")  # at each of the two updates
 
 

@@ -20,8 +20,6 @@ from rlhf.training.recorder import Recorder
 from rlhf.words.identity import run_name
 from tests.end_to_end.conftest import assert_same_end
 
-pytestmark = pytest.mark.forks
-
 SAVED = ("schedule.total_episodes=64", "schedule.save_every=1", "schedule.eval_every=2", "algo.ties=keep")
 
 

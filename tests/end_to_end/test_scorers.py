@@ -7,8 +7,6 @@ from rlhf.stages.run import run
 from rlhf.words.compose import load_config
 from tests.end_to_end.conftest import rows
 
-pytestmark = pytest.mark.forks
-
 MIX = ["scorer=weighted", "+scorer@scorer.parts.model=reward_model", "+scorer@scorer.parts.words=function"]
 
 

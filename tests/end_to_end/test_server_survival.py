@@ -28,6 +28,8 @@ from tests.end_to_end.test_vllm import answers
 
 pytest.importorskip("vllm", reason=needs.VLLM)
 
+pytestmark = pytest.mark.forks(False)
+
 KEY, VARIABLE = "the-key-of-the-server", "RLHF_SERVER_KEY"
 RUN = ["generator=vllm_server", "generator.memory=0.01", "generator.max_num_seqs=16", "schedule.max_lag=1"]
 RUN += [

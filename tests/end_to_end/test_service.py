@@ -24,8 +24,6 @@ from rlhf.stages.run import run
 from rlhf.words.identity import run_name
 from tests.end_to_end.conftest import assert_same_end, rows, wait_for
 
-pytestmark = pytest.mark.forks
-
 RUN = ["schedule.total_episodes=64", "schedule.save_every=2", "schedule.eval_every=2", "algo.ties=keep"]
 STOP_S = 15.0  # far below the waits for the service: checkpoint and exit take 1 to 4 s on a busy machine
 

@@ -27,6 +27,8 @@ from tests import needs
 from tests.end_to_end.conftest import TINY, assert_same_end, rows, wait_for
 from tests.study.test_kills import TIMES
 
+pytestmark = pytest.mark.forks(False)
+
 ROOT = Path(__file__).parents[2]
 LOCAL_SLURM = ROOT / "launchers" / "local_slurm.sh"
 SCORERS = "tests.end_to_end.sweep_scorers"

@@ -31,8 +31,6 @@ from rlhf.words.identity import run_name
 from tests import needs
 from tests.end_to_end.conftest import TINY, assert_same_end, wait_for
 
-pytestmark = pytest.mark.forks
-
 RUN = ["schedule.total_episodes=80", "schedule.save_every=1", "schedule.eval_every=2", "algo.ties=keep"]
 LAG = [*RUN, "schedule.max_lag=1"]
 PPO = ["algo=ppo", *RUN[:3], "schedule.log_every=3"]

@@ -16,8 +16,6 @@ from rlhf.words.compose import compose, load_config
 from rlhf.words.identity import run_name
 from tests.end_to_end.conftest import wait_for
 
-pytestmark = pytest.mark.forks
-
 ROOT = Path(__file__).parents[2]
 SCORER = ["algo=rloo", "scorer=function", "scorer.batched=true"]
 LAUNCHERS = {

@@ -24,8 +24,6 @@ from rlhf.runs.lock import EVALUATION_LOCK, LOCK
 from rlhf.words.compose import compose
 from tests.end_to_end.conftest import TINY, wait_for
 
-pytestmark = pytest.mark.forks
-
 LENGTH = ("schedule.total_episodes=32", "schedule.save_every=1")
 
 

@@ -46,6 +46,8 @@ from tests.tiny_models import VOCABULARY, logprobs_in_flight, tiny_lm
 
 pytest.importorskip("vllm", reason=needs.VLLM)
 
+pytestmark = pytest.mark.forks(False)
+
 HEADS = {"hidden_size": 64, "num_attention_heads": 2}  # heads of size 32, the minimum of vLLM on a CPU
 PAD, STOPS = 0, (1, 5, 9, 13)  # several stop tokens, so that responses end
 OTHER_END = 7  # EOS of the model's config; only the tokenizer's stop tokens end a response

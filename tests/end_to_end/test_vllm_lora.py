@@ -21,7 +21,7 @@ from tests.tiny_models import tiny_lm
 
 pytest.importorskip("vllm", reason=needs.VLLM)
 
-pytestmark = [pytest.mark.process, pytest.mark.nightly]
+pytestmark = [pytest.mark.nightly, pytest.mark.forks(False)]
 
 PROMPT = list(range(5, 45))
 TOKENS, BEFORE = 12, 6  # tokens of a response, and those of them that the first adapter samples

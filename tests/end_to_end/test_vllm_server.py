@@ -36,6 +36,8 @@ from tests.tiny_models import tiny_lm
 
 pytest.importorskip("vllm", reason=needs.VLLM)
 
+pytestmark = pytest.mark.forks(False)
+
 from tests.end_to_end.test_vllm import (  # noqa: E402
     HEADS,
     LENGTH,

@@ -22,6 +22,8 @@ from tests.end_to_end.test_vllm import HEADS, SAMPLER, Process, ask_in_flight
 from tests.environments.test_episodes import Judge, check_masks_and_rewards, tokenizer
 from tests.tiny_models import cache_of, tiny_lm
 
+pytestmark = pytest.mark.forks(False)
+
 HERE = "tests.end_to_end.test_vllm_turns"
 PROMPT, LENGTH, BLOCK = 150, 60, 128  # vLLM on a CPU caches keys in blocks of 128 tokens
 SAMPLING = Sampling(samples=4, temperature=0.7, response_length=LENGTH, purpose="train", request=2)

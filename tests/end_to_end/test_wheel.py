@@ -13,6 +13,8 @@ import pytest
 from tests.end_to_end.conftest import TINY
 from tests.end_to_end.wheels import ROOT, VERSION, pip
 
+pytestmark = pytest.mark.forks(False)
+
 COMPLETE = """
 source <(rlhf --completion bash)
 for COMP_LINE in "$@"; do
