@@ -1,7 +1,8 @@
-"""Snapshots of the resolved values of every recipe and sweep: a changed value changes a file in snapshots/.
+"""Snapshots of the resolved values of every recipe and sweep: a changed value changes snapshots.yaml.
 
-`make snapshots` (python -m tests.docs.snapshots) writes the snapshots again. Review the differences before
-you commit them: a recipe of the paper has the values of the paper and of its published recipes.
+The file has all values of the default run, and of a recipe the values that differ from the default run.
+`make snapshots` (python -m tests.docs.snapshots) writes the file again. Review the differences before you
+commit them: a recipe of the paper has the values of the paper and of its published recipes.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import rlhf.words.compose  # noqa: F401  registers the resolver of conf/config.y
 from rlhf.config.root import Config
 from rlhf.words.catalogue import conf_dir, options
 
-FOLDER = Path(__file__).parent / "snapshots"
+FILE = Path(__file__).with_suffix(".yaml")
 RECIPES = sorted(options("experiment"))
 SEARCHES = {"lr"}  # their values are chosen during the sweep
 SWEEPS = sorted(options("sweep").keys() - SEARCHES)
@@ -77,38 +78,38 @@ def jobs(sweep: str) -> list[list[str]]:
 
 def lines(values: dict[str, Any]) -> str:
     """Return the values as YAML, one value per line."""
-    return "".join(f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
+    return "".join(f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
 
 
 def of_recipe(name: str) -> str:
-    """Return the snapshot of a recipe."""
-    return lines(resolved(f"experiment={name}"))
+    """Return the values of a recipe that the default run does not have or that differ from its values."""
+    usual, found = resolved(), resolved(f"experiment={name}")
+    return lines({key: value for key, value in found.items() if key not in usual or usual[key] != value})
 
 
 def of_sweep(name: str) -> str:
-    """Return the snapshot of a sweep: the values that differ between its runs."""
+    """Return the values that differ between the runs of a sweep."""
     runs = [resolved(*words) for words in jobs(name)]
     changes = [key for key in runs[0] if any(run[key] != runs[0][key] for run in runs)]
-    return "\n".join(lines({key: run[key] for key in changes}) for run in runs)
+    return lines({key: [run[key] for run in runs] for key in changes})
 
 
-def snapshots() -> dict[Path, str]:
-    """Return every snapshot by its file."""
-    return {
-        **{FOLDER / f"{name}.yaml": of_recipe(name) for name in RECIPES},
-        **{FOLDER / f"sweep_{name}.yaml": of_sweep(name) for name in SWEEPS},
-    }
+SNAPSHOTS: dict[str, Callable[[], str]] = {
+    "default": lambda: lines(resolved()),
+    **{name: partial(of_recipe, name) for name in RECIPES},
+    **{f"sweep_{name}": partial(of_sweep, name) for name in SWEEPS},
+}
+
+
+def kept() -> dict[str, str]:
+    """Return the snapshots in the file."""
+    return dict(re.findall(r"^(\w+):\n((?:  .*\n)*)", FILE.read_text(), re.M))
 
 
 def main() -> None:
-    """Write all snapshots, and delete the files that belong to no recipe or sweep."""
-    FOLDER.mkdir(exist_ok=True)
-    found = snapshots()
-    for file in set(FOLDER.glob("*.yaml")) - set(found):
-        file.unlink()
-    for file, text in found.items():
-        file.write_text(text)
-    print(f"{len(found)} snapshots in {FOLDER}")
+    """Write all snapshots."""
+    FILE.write_text("\n".join(f"{name}:\n{made()}" for name, made in SNAPSHOTS.items()))
+    print(f"{len(SNAPSHOTS)} snapshots in {FILE}")
 
 
 if __name__ == "__main__":

@@ -20,11 +20,9 @@ from rlhf.memory import sizes, uses
 from rlhf.memory.uses import CONTEXT, GIB
 from rlhf.stages import relabelling
 from tests.docs import snapshots
-from tests.docs.snapshots import FOLDER, RECIPES, RELABELS, SEARCHES, SWEEPS, header, objects
+from tests.docs.snapshots import RECIPES, RELABELS, SEARCHES, SNAPSHOTS, SWEEPS, header, kept, objects
 
 DOCS = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
-
-# -- values ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", ["410m", "1b", "2_8b"])
@@ -35,23 +33,13 @@ def test_asynchronous_batch_size_is_that_of_the_published_recipes(size, algo):
     assert cfg.num_updates() == 256
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_resolves_to_its_snapshot(name):
-    kept = (FOLDER / f"{name}.yaml").read_text()
-    assert snapshots.of_recipe(name) == kept, "if the change is intended, run `make snapshots`"
-
-
-@pytest.mark.parametrize("name", SWEEPS)
-def test_a_sweep_resolves_to_its_snapshot(name):
-    kept = (FOLDER / f"sweep_{name}.yaml").read_text()
-    assert snapshots.of_sweep(name) == kept, "if the change is intended, run `make snapshots`"
+@pytest.mark.parametrize("name", SNAPSHOTS)
+def test_recipes_and_sweeps_have_the_values_of_their_snapshots(name):
+    assert SNAPSHOTS[name]() == kept()[name], "if the change is intended, run `make snapshots`"
 
 
 def test_every_snapshot_belongs_to_a_recipe_or_a_sweep():
-    assert {file.stem for file in FOLDER.glob("*")} == {*RECIPES, *(f"sweep_{name}" for name in SWEEPS)}
-
-
-# -- valid runs ------------------------------------------------------------------------------------
+    assert kept().keys() == SNAPSHOTS.keys()
 
 
 @pytest.fixture
@@ -99,37 +87,20 @@ def test_recipe_begins_with_paper_hardware_time_metric_and_command(name):
     assert said["Command"].startswith(f"{start} -m rlhf.{command} experiment={name}")
 
 
-GPT_NEOX = {"model_type": "gpt_neox", "tie_word_embeddings": False, "vocab_size": 50304}
-LLAMA = {"model_type": "llama", "tie_word_embeddings": False}
-PUBLISHED = {  # config.json of the models, only the keys that determine the model size
-    r"pythia-?410m": {**GPT_NEOX, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16},
-    r"pythia-?1b": {**GPT_NEOX, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8},
-    r"pythia-?2.8b": {**GPT_NEOX, "hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32},
-    r"pythia-?6.9b": {
-        **GPT_NEOX,
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "vocab_size": 50432,
-    },
-    r"rho": {
-        **LLAMA,
-        "hidden_size": 2048,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "intermediate_size": 5632,
-        "vocab_size": 32000,
-    },
-    r"Llama|some": {
-        **LLAMA,
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-    },
+def size_of(model_type: str, hidden: int, layers: int, vocabulary: int, **more: int) -> dict[str, Any]:
+    """Return the keys of a model's config.json that determine the model size."""
+    heads = more.pop("heads", 32)
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return {"model_type": model_type, "tie_word_embeddings": False, "vocab_size": vocabulary, **sizes, **more}
+
+
+PUBLISHED = {
+    r"pythia-?410m": size_of("gpt_neox", 1024, 24, 50304, heads=16),
+    r"pythia-?1b": size_of("gpt_neox", 2048, 16, 50304, heads=8),
+    r"pythia-?2.8b": size_of("gpt_neox", 2560, 32, 50304),
+    r"pythia-?6.9b": size_of("gpt_neox", 4096, 32, 50432),
+    r"rho": size_of("llama", 2048, 22, 32000, num_key_value_heads=4, intermediate_size=5632),
+    r"Llama|some": size_of("llama", 4096, 32, 128256, num_key_value_heads=8, intermediate_size=14336),
 }
 
 
@@ -161,9 +132,6 @@ def test_memory_in_the_recipe_header_is_that_of_the_plan(name, pairs, monkeypatc
         needed = next(use.bytes for use in plan.uses if use.device.startswith("GPU")) / GIB
     (said,) = re.findall(r"about (\d+) GiB", header("experiment", name)["Hardware"])
     assert math.isclose(int(said), needed, rel_tol=0.1, abs_tol=1), f"the plan needs {needed:.0f} GiB"
-
-
-# -- hardware --------------------------------------------------------------------------------------
 
 
 def test_recipe_for_several_gpus_can_be_printed_on_any_machine(command):
@@ -232,8 +200,6 @@ def test_backend_ranks_below_1_is_rejected(command):
     assert answer.code == 2 and "backend.ranks must be >= 1" in answer.err
 
 
-# -- sweeps ----------------------------------------------------------------------------------------
-
 SWEPT = {  # studies of the paper, copied by hand
     "minibatches": ("schedule.minibatches", [1, 2, 4, 8, 16, 32, 64]),
     "epochs": ("schedule.epochs", [1, 2, 3]),
@@ -287,9 +253,6 @@ def test_every_sweep_is_a_study_of_the_paper_and_starts_without_m():
     for name in (*SWEEPS, *SEARCHES):
         mode = OmegaConf.select(snapshots.compose(f"sweep={name}", with_hydra=True), "hydra.mode")
         assert str(mode).endswith("MULTIRUN"), "a sweep option must start a sweep without -m too"
-
-
-# -- docs ------------------------------------------------------------------------------------------
 
 
 def table(heading: str) -> dict[str, list[str]]:
