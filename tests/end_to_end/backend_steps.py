@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -36,6 +35,7 @@ from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.objective import Objective
 from rlhf.objectives.ppo import PPO
 from rlhf.processes.ranks import Ranks
+from tests.end_to_end.rank_runs import listening
 from tests.tiny_models import tiny_classifier, tiny_lm, tiny_rollouts, tiny_tokenizer
 
 OBJECTIVES = {"dpo": OnlineDPO(DPOConfig()), "ppo": PPO(PPOConfig())}
@@ -398,12 +398,6 @@ def weights(engine: Engine) -> dict[str, Tensor]:
 def numel(module: torch.nn.Module | None) -> int:
     """Return the number of parameter values that a module has on this rank now."""
     return sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
-
-
-def listening() -> list[str]:
-    """Return the addresses on which this process listens for connections."""
-    open_ = psutil.Process().net_connections("inet")
-    return sorted({socket.laddr.ip for socket in open_ if socket.status == psutil.CONN_LISTEN})
 
 
 def trainable(module: torch.nn.Module) -> int:

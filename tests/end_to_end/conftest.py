@@ -31,7 +31,7 @@ def cache_dir(tmp_path_factory) -> Path:
     return (base.parent if base.name.startswith("popen-") else base) / "artefacts"
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny(cache_dir) -> Callable[..., Config]:
     """`tiny(*overrides)` returns the config of a run of a few updates."""
     return lambda *overrides: compose([*TINY, f"cache_dir={cache_dir}", *overrides])
@@ -86,6 +86,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """Return a server in place of the hub, for the real client of the hub."""
     with in_place_of_the_hub(monkeypatch) as made:
         yield made
+
+
+def nightly(*values: object, **named: object):
+    """Return a row of `pytest.mark.parametrize` that only make test-nightly runs."""
+    return pytest.param(*values, marks=pytest.mark.nightly, **named)
 
 
 def assert_same_end(a: RunFolder, b: RunFolder) -> None:

@@ -11,7 +11,7 @@ from rlhf.generators.generator import read
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.reward_model import RewardModelScorer
 from rlhf.stages.run import run
-from tests.end_to_end.conftest import rows
+from tests.end_to_end.conftest import nightly, rows
 from tests.end_to_end.test_async import workers
 
 RUN = [
@@ -27,7 +27,7 @@ def refuse(*_):
     raise AssertionError("the trainer annotates although the annotator should")
 
 
-@pytest.mark.parametrize("algo", ["dpo", "ppo", "grpo"])
+@pytest.mark.parametrize("algo", ["dpo", "ppo", nightly("grpo")])
 def test_metrics_with_annotator_equal_metrics_of_a_trainer_that_scores(tiny, tmp_path, monkeypatch, algo):
     plain, ahead = RunFolder(tmp_path / "plain"), RunFolder(tmp_path / "ahead")
     words = [f"algo={algo}", *RUN, "save_generations=true", "scorer.missing_eos_score=null"]

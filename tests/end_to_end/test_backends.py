@@ -5,6 +5,7 @@ The backends run on one and two ranks (gloo, CPU), and on two ranks with a prete
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -19,19 +20,24 @@ from rlhf.runs.folder import RunFolder
 from rlhf.words.compose import compose
 from rlhf.words.identity import run_name
 from tests import needs, pretended_gpu
-from tests.end_to_end.conftest import TINY, assert_same_end, rows
+from tests.end_to_end.conftest import TINY, assert_same_end, nightly, rows
 
 BACKENDS = ("torch", "zero0", "zero1", "zero2", "zero3")
 OFFLOADS = ("zero2_offload", "zero3_offload")
-ALWAYS = ("torch", "zero2", "zero3", "zero2_offload")  # make test-all; others are nightly
+ALWAYS = ("torch", "zero2", "zero3")  # make test-all, on two ranks; on one rank complete runs are enough
 SIZES = (1, 2)
 GPUS = "2 GPUs"  # two ranks with a pretended GPU each, see tests/pretended_gpu
 PROGRAM = "tests.end_to_end.backend_steps"
 LIMIT_S = 500
 
-# The first run with offloading compiles DeepSpeed's CPU optimizer for all later ones: 75 CPU-seconds.
+# The first run with offloading compiles DeepSpeed's CPU optimizer for all later ones: minutes of CPU time.
 COMPILES = shutil.which(os.environ.get("CXX", "c++")) is not None
 NO_GPUS = pretended_gpu.unavailable()
+
+
+def group_of(size: int | str, name: str) -> str:
+    """Return the group of a backend on a number of ranks: one command runs the backends of a group."""
+    return "always" if size in SIZES and name == "torch" or size == 2 and name in ALWAYS else "nightly"
 
 
 def cases(sizes: tuple[int | str, ...], names: tuple[str, ...]) -> list:
@@ -39,7 +45,7 @@ def cases(sizes: tuple[int | str, ...], names: tuple[str, ...]) -> list:
 
     def marks(size: int | str, name: str) -> list[pytest.MarkDecorator]:
         return [
-            *([pytest.mark.nightly] if name not in ALWAYS or size not in SIZES else []),
+            *([pytest.mark.nightly] if group_of(size, name) == "nightly" else []),
             *([pytest.mark.skipif(not COMPILES, reason=needs.CPU_ADAM)] if name in OFFLOADS else []),
             *([pytest.mark.skipif(bool(NO_GPUS), reason=str(NO_GPUS))] if size == GPUS else []),
         ]
@@ -55,11 +61,12 @@ PLAIN = cases((*SIZES, GPUS), BACKENDS)
 OFFLOAD = cases(SIZES, OFFLOADS)
 RESHARDED = cases((1, 3), BACKENDS + OFFLOADS)  # resumed from a checkpoint of two ranks
 EVERY = [*PLAIN[1:], *OFFLOAD]  # all except plain torch on one rank, which the others are compared with
-ON_ONE = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.nightly) for name in BACKENDS]
+ON_ONE = [name if name == "torch" else nightly(name) for name in BACKENDS]
+ALSO_ON_ONE = [nightly(1), 2]
 
 
-def ranks(size: int, *words: object, gpus: bool = False) -> None:
-    """Run a module of the tests in `size` processes with the environment variables of torchrun.
+def ranks(size: int, *words: object, gpus: bool = False) -> str:
+    """Return the output of a module of the tests in `size` processes with the variables of torchrun.
 
     With `gpus`, each process has a pretended GPU. With -s it is not forked (tests/forks.py), because the
     library of the device must be loaded before torch.
@@ -85,11 +92,7 @@ def ranks(size: int, *words: object, gpus: bool = False) -> None:
         )
     said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
     assert not any(process.returncode for process in processes), "\n".join(said)
-
-
-def group_of(name: str) -> str:
-    """Return the group of a backend: one command runs its backends. The first of offloading also compiles."""
-    return "nightly" if name not in ALWAYS else "offload" if name in OFFLOADS else "always"
+    return "\n".join(said)
 
 
 class Steps(dict):
@@ -101,8 +104,8 @@ class Steps(dict):
 
     def __missing__(self, key: tuple[int | str, str]) -> dict:
         size, name = key
-        group = group_of(name)
-        names = [each for each in BACKENDS + OFFLOADS * COMPILES if group_of(each) == group]
+        group = group_of(size, name)
+        names = [each for each in BACKENDS + OFFLOADS * COMPILES if group_of(size, each) == group]
         folder = self.base / f"{group} {size}"
         folder.mkdir()
         if size == GPUS:
@@ -110,9 +113,13 @@ class Steps(dict):
             ranks(2, PROGRAM, "cuda", ",".join(names), folder, gpus=True)
         elif size == 2:
             ranks(2, PROGRAM, "cpu", ",".join(names), folder)
+            (self.base / "checkpoints").mkdir(exist_ok=True)
+            for each in names:
+                (self.base / "checkpoints" / each).symlink_to(folder / each)
         else:
-            self[2, name]  # its checkpoints, from which this number of ranks resumes
-            ranks(size, PROGRAM, "cpu", ",".join(names), folder, self.base / f"{group} 2")
+            for each in names:
+                self[2, each]  # its checkpoints, from which this number of ranks resumes
+            ranks(size, PROGRAM, "cpu", ",".join(names), folder, self.base / "checkpoints")
         for each in names:
             self[size, each] = torch.load(folder / f"{each}.pt", weights_only=True, map_location="cpu")
         return self[key]
@@ -196,7 +203,7 @@ def test_a_step_with_non_finite_loss_or_gradient_changes_no_weight(size, name, a
     assert found["next"] == steps[size, name][algo]["rows"][1], "a failed step must not change the next step"
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ALSO_ON_ONE)
 def test_zero3_gathers_two_of_twelve_blocks_at_a_time_with_adapters_and_gradient_checkpointing(size, steps):
     """Frozen weights that the backward pass gathers for the recomputation are released again."""
     found = steps[size, "zero3"]["adapted"]
@@ -204,7 +211,7 @@ def test_zero3_gathers_two_of_twelve_blocks_at_a_time_with_adapters_and_gradient
     assert steps[size, "zero2"]["adapted"]["most"] == found["all"]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ALSO_ON_ONE)
 def test_zero3_divides_the_weights_of_the_trained_model_and_of_the_reference(size, steps):
     for algo in ("dpo", "ppo"):
         assert steps[size, "zero3"][algo]["kept"] == (0, 0), "between steps no weight is gathered"
@@ -256,6 +263,10 @@ def test_a_borrowed_model_computes_in_bfloat16_what_its_float32_weights_compute(
 def test_zero3_gathers_weights_of_linear_layers_in_bfloat16_only_if_the_forward_is_bfloat16(steps):
     gathered = steps[2, "zero3"]["bfloat16"]["gathered"]
     assert gathered["torch.bfloat16"] > 3 * gathered["torch.float32"] > 0
+
+
+@pytest.mark.nightly
+def test_zero3_in_bfloat16_has_the_same_loss_on_one_rank_and_on_two(steps):
     first, second = (steps[size, "zero3"]["bfloat16"]["rows"][0]["loss/policy"] for size in SIZES)
     assert first == pytest.approx(second, rel=1e-6)
 
@@ -282,9 +293,9 @@ def test_borrowed_and_saved_models_are_complete(size, name, steps):
     same_weights(found["reward"]["saved"], found["reward"]["weights"], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ON_ONE)
-def test_loading_a_checkpoint_runs_no_code(name, steps):
-    assert not steps[1, name]["ran"]
+@pytest.mark.parametrize(("size", "name"), PLAIN)
+def test_loading_a_checkpoint_runs_no_code(size, name, steps):
+    assert not steps[size, name]["ran"]
 
 
 @pytest.mark.parametrize("name", ON_ONE)
@@ -305,29 +316,29 @@ RUNS = {  # name -> (number of ranks, arguments)
     ),
     "zero3 reward": (1, ["backend=zero3", "algo=reward"]),
 }
-EVERY_RUN = [
-    pytest.param(name, marks=() if name in ("zero2 ppo", "zero3 ppo on two") else pytest.mark.nightly)
-    for name in RUNS
-]
+EVERY_RUN = [name if name in ("zero2 ppo", "zero3 ppo on two") else nightly(name) for name in RUNS]
 
 
 class Runs(dict):
-    """Arguments and both folders of each run: the run, and a copy that was resumed from a checkpoint."""
+    """Arguments and both folders of each run (the run, and a copy that was resumed), and its addresses."""
 
     def __init__(self, base: Path, common: list[str]) -> None:
         super().__init__()
         self.base, self.common = base, common
 
-    def __missing__(self, name: str) -> tuple[list[str], Path, Path]:
+    def __missing__(self, name: str) -> tuple[list[str], Path, Path, set[str]]:
         size, words = RUNS[name]
         words = [*self.common, *words]
         whole, resumed, jobs = (self.base / f"{name} {what}" for what in ("whole", "resumed", "jobs"))
         jobs.write_text(json.dumps([(words, str(whole))]))
-        ranks(size, "tests.end_to_end.rank_runs", jobs)
+        said = ranks(size, "tests.end_to_end.rank_runs", jobs)
+        addresses = {
+            word for _, words in re.findall("^(listens on) (.*)$", said, re.M) for word in words.split()
+        }
         shutil.copytree(whole, resumed, ignore=shutil.ignore_patterns("trainer_state.json", "model"))
         jobs.write_text(json.dumps([(words, str(resumed))]))
         ranks(size, "tests.end_to_end.rank_runs", jobs)
-        self[name] = words, whole, resumed
+        self[name] = words, whole, resumed, addresses
         return self[name]
 
 
@@ -339,7 +350,7 @@ def runs(cache_dir, tmp_path_factory):
 
 @pytest.mark.parametrize("name", EVERY_RUN)
 def test_a_run_gives_the_same_metrics_as_on_plain_torch(name, runs, finished):
-    _, folder, _ = runs[name]
+    _, folder, *_ = runs[name]
     plain = finished(*(word for word in RUNS[name][1] if not word.startswith("backend=zero")))
     assert len(rows(folder)) == len(rows(plain)) >= 4
     for row, expected in zip(rows(folder), rows(plain), strict=True):
@@ -353,12 +364,17 @@ def test_a_run_gives_the_same_metrics_as_on_plain_torch(name, runs, finished):
 
 @pytest.mark.parametrize("name", EVERY_RUN)
 def test_a_resumed_run_gives_the_same_metrics_and_model(name, runs):
-    _, folder, resumed = runs[name]
+    _, folder, resumed, _ = runs[name]
     assert "resumed from update" in (resumed / "train.log").read_text()
     assert "resumed from update" not in (folder / "train.log").read_text()
     assert rows(resumed) == rows(folder)
     one, other = (load_file(path / "model" / "model.safetensors") for path in (folder, resumed))
     assert all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys()
+
+
+def test_a_run_of_deepspeed_on_one_rank_listens_on_loopback_only(runs):
+    *_, addresses = runs["zero2 ppo"]
+    assert addresses <= {"127.0.0.1", "::1"}
 
 
 def test_a_zero3_run_does_not_change_a_later_run_in_the_same_process(command, tmp_path, finished):
@@ -374,7 +390,7 @@ def test_a_zero3_run_does_not_change_a_later_run_in_the_same_process(command, tm
 
 
 def test_a_divided_checkpoint_is_resumed_and_evaluated_by_another_number_of_ranks(runs, tmp_path):
-    words, folder, _ = runs["zero3 ppo on two"]
+    words, folder, *_ = runs["zero3 ppo on two"]
     other = tmp_path / "resumed"
     shutil.copytree(folder, other, ignore=shutil.ignore_patterns("trainer_state.json", "model"))
     for command in (["rlhf.train", *words, f"hydra.run.dir={other}"], ["rlhf.evaluate", f"run={other}"]):

@@ -19,6 +19,7 @@ from rlhf.stages.evaluation import changed, table
 from rlhf.stages.prerequisites import model_folder, stage
 from rlhf.words.compose import load_config
 from tests import needs
+from tests.end_to_end.conftest import nightly
 
 # Runs have two updates, each with an evaluation and a checkpoint.
 EVERY = ("schedule.eval_every=1", "schedule.save_every=1")
@@ -55,7 +56,8 @@ def measured(folder: RunFolder, *words: str, **more) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.smoke if name == "sft" else ()) for name in RUNS]
+    "name",
+    ["dpo", "lora", "ppo", pytest.param("sft", marks=pytest.mark.smoke), "reward", nightly("zero2")],
 )
 def test_metrics_equal_those_measured_during_training(copy_of, name):
     folder = copy_of(name)

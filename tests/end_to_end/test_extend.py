@@ -12,7 +12,7 @@ from rlhf.stages.extending import extend
 from rlhf.stages.run import run
 from rlhf.tasks.task import Task
 from rlhf.words.compose import load_config
-from tests.end_to_end.conftest import assert_same_end
+from tests.end_to_end.conftest import assert_same_end, nightly
 from tests.end_to_end.test_run import interrupt
 
 # Without fractions of the length, and with a constant learning rate, a run does not depend on its length.
@@ -44,9 +44,7 @@ def test_an_extended_run_equals_a_run_of_the_new_length(short, finished, capsys)
     assert "in this session; the updates of all sessions took 0:" in said
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "async" else pytest.mark.nightly) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", [nightly("lora"), nightly("async"), "ppo"])
 def test_an_extended_run_of_any_kind_equals_a_run_of_the_new_length(kind, finished, tmp_path):
     words = (*CONSTANT, *KINDS[kind])
     short = RunFolder(shutil.copytree(finished(*words).path, tmp_path / "run"))

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from benchmarks import growth
 from benchmarks.against_trl.meter import PHASES
 from benchmarks.growth import Point, work
@@ -9,6 +11,7 @@ from benchmarks.growth import Point, work
 SMALL = Point(prompts=2, samples=2, prompt=4, response=3, vocabulary=32, hidden_size=32, layers=1)
 
 
+@pytest.mark.nightly
 def test_a_small_sweep_is_measured_and_plotted(monkeypatch, tmp_path):
     monkeypatch.setattr(growth, "BASE", SMALL)
     monkeypatch.setattr(growth, "UPDATES", 2)

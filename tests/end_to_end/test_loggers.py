@@ -54,27 +54,61 @@ def history(session: list[Record]) -> list[dict]:
     ]
 
 
-def test_wandb_and_tensorboard_get_the_rows_of_metrics_jsonl_and_no_secret(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789012345678901234567890123456789")
-    monkeypatch.setattr(sys, "argv", ["train.py", "some.api_key=a-secret-of-the-command-line"])
-    folder = RunFolder(tmp_path / "run")
-    run(tiny("logger=[wandb,tensorboard]", "logger.wandb.mode=offline", "logger.wandb.tags=[one]"), folder)
+KEY = "0123456789012345678901234567890123456789"
+SECRET = "a-secret-of-the-command-line"
 
-    last = [row for row in rows(folder) if "lr" in row][-1]
-    events = EventAccumulator(str(folder.path / "tensorboard")).Reload()
+
+@pytest.fixture(scope="module")
+def logged(tiny, tmp_path_factory) -> RunFolder:
+    """Return the folder of a run with Weights & Biases and TensorBoard. Tests must not change the folder."""
+    folder = RunFolder(tmp_path_factory.mktemp("logged") / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_API_KEY", KEY)
+        patch.setenv("WANDB_MODE", "offline")  # used, because logger.wandb.mode is null
+        patch.setattr(sys, "argv", ["train.py", f"some.api_key={SECRET}"])
+        run(tiny("logger=[wandb,tensorboard]", "logger.wandb.tags=[one]", "schedule.eval_every=2"), folder)
+    return folder
+
+
+def test_wandb_and_tensorboard_get_the_rows_of_metrics_jsonl_and_no_secret(logged):
+    last = [row for row in rows(logged) if "lr" in row][-1]
+    events = EventAccumulator(str(logged.path / "tensorboard")).Reload()
     scalars = {(e.step, round(e.value, 5)) for e in events.Scalars("objective/scores")}
     assert (2, round(last["objective/scores"], 5)) in scalars
-    assert [e.step for e in events.Scalars("eval/win_rate")] == [0, 1, 2]
+    assert [e.step for e in events.Scalars("eval/win_rate")] == [0, 2]
 
-    (session,) = sessions(folder)
-    logged = {row["_step"]: row for row in history(session)}
-    for row in rows(folder):
-        assert row.items() <= logged[row["update"]].items()
+    (session,) = sessions(logged)
+    found = {row["_step"]: row for row in history(session)}
+    for row in rows(logged):
+        assert row.items() <= found[row["update"]].items()
 
-    for file in folder.path.rglob("*"):
+    for file in logged.path.rglob("*"):
         if file.is_file():
-            for secret in (b"0123456789012345678901234567890123456789", b"a-secret-of-the-command-line"):
-                assert secret not in file.read_bytes(), file
+            for secret in (KEY, SECRET):
+                assert secret.encode() not in file.read_bytes(), file
+
+
+def test_wandb_gets_the_completions_of_each_evaluation_as_a_table(logged):
+    kept = read_lines(logged.completions)
+    (session,) = sessions(logged)
+    tables = {row["_step"]: row["completions.path"] for row in history(session) if "completions.path" in row}
+    assert sorted(tables) == [0, 2]
+    for update, path in tables.items():
+        (file,) = logged.path.glob(f"wandb/offline-run-*/files/{path}")
+        table = json.loads(file.read_text())
+        expected = [
+            {k: v for k, v in row.items() if k != "update"} for row in kept if row["update"] == update
+        ]
+        assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == expected
+
+
+def test_wandb_gets_the_figures_of_the_report_when_the_run_ends(logged):
+    (session,) = sessions(logged)
+    last = history(session)[-1]
+    assert last["_step"] == 2
+    (path,) = [last[name] for name in last if name.startswith("report/learning_curves") and "path" in name]
+    (file,) = logged.path.glob(f"wandb/offline-run-*/files/{path}")
+    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_resumed_run_continues_its_wandb_run(tiny, tmp_path, monkeypatch):
@@ -100,34 +134,6 @@ def test_a_resumed_run_continues_its_wandb_run(tiny, tmp_path, monkeypatch):
     whole = {row["_step"]: row for session in (first, second) for row in history(session)}
     for row in rows(folder):
         assert row.items() <= whole[row["update"]].items()
-
-
-def test_wandb_gets_the_completions_of_each_evaluation_as_a_table(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")  # used, because logger.wandb.mode is null
-    folder = RunFolder(tmp_path / "run")
-    run(tiny("logger=wandb", "schedule.eval_every=2"), folder)
-    kept = read_lines(folder.completions)
-    (session,) = sessions(folder)
-    tables = {row["_step"]: row["completions.path"] for row in history(session) if "completions.path" in row}
-    assert sorted(tables) == [0, 2]
-    for update, path in tables.items():
-        (file,) = folder.path.glob(f"wandb/offline-run-*/files/{path}")
-        table = json.loads(file.read_text())
-        expected = [
-            {k: v for k, v in row.items() if k != "update"} for row in kept if row["update"] == update
-        ]
-        assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == expected
-
-
-def test_wandb_gets_the_figures_of_the_report_when_the_run_ends(tiny, tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    run(tiny(*OFFLINE, "schedule.eval_every=2"), folder)
-    (session,) = sessions(folder)
-    last = history(session)[-1]
-    assert last["_step"] == 2
-    (path,) = [last[name] for name in last if name.startswith("report/learning_curves") and "path" in name]
-    (file,) = folder.path.glob(f"wandb/offline-run-*/files/{path}")
-    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_folder_keeps_its_wandb_run_id_and_a_new_folder_of_that_name_gets_another_id(tmp_path):

@@ -15,7 +15,7 @@ from rlhf.models import loading
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.prerequisites import complete
 from rlhf.stages.run import run
-from tests.end_to_end.conftest import UPDATES_ONLY, rows
+from tests.end_to_end.conftest import UPDATES_ONLY, nightly, rows
 
 LORA = ("model.lora.rank=4", "optim.lr=1e-2", "algo.ties=keep")
 
@@ -112,7 +112,7 @@ def test_the_generator_process_samples_the_same_tokens_as_the_trainer_with_adapt
     assert abs(found[0][-1]["objective/kl"]) > 1e-3
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", [nightly(0), 4])
 def test_gradient_checkpointing_changes_no_metric(tiny, tmp_path, rank):
     found = []
     for on in ("false", "true"):
@@ -125,7 +125,7 @@ def test_gradient_checkpointing_changes_no_metric(tiny, tmp_path, rank):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("algo", ["dpo", "ppo", "reward"])
+@pytest.mark.parametrize("algo", [nightly("dpo"), "ppo", "reward"])
 def test_frozen_weights_have_the_model_dtype_and_trained_weights_are_float32(tiny, algo):
     for rank, frozen in ((4, {torch.bfloat16}), (0, set())):
         cfg = complete(tiny(f"algo={algo}", f"model.lora.rank={rank}", "model.dtype=bfloat16"), run)
@@ -149,7 +149,7 @@ def test_float16_without_a_gpu_is_rejected_before_loading(tiny, monkeypatch):
         build_device(tiny("model.dtype=float16"))
 
 
-@pytest.mark.parametrize("backend", ["zero2", "zero3"])
+@pytest.mark.parametrize("backend", [nightly("zero2"), "zero3"])
 def test_deepspeed_and_plain_torch_train_the_same_adapters(tiny, tmp_path, finished, backend):
     plain, divided = finished(*LORA), RunFolder(tmp_path / backend)
     run(tiny(*LORA, f"backend={backend}"), divided)

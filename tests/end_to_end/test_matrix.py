@@ -18,22 +18,17 @@ from tests import needs
 from tests.end_to_end.conftest import UPDATES_ONLY, rows
 from tests.end_to_end.test_algorithms import ONLINE, SCORED, assert_agreement
 
-LAGS = {"hf": (0, 2), "vllm": (2,)}  # make test-all; the second update of a run at lag 2 has lag 1
-WITH_VLLM = (
-    "dpo",
-    "ppo",
-    "grpo",
-)  # pairs, values, groups: in make test-all the others are tested with hf only
+LAGS = ("hf", 2), ("vllm", 2)  # make test-all; the updates of a run at lag 2 have the lags 0, 1 and 2
+WITH_VLLM = ("dpo", "ppo")  # pairs, values: in make test-all the others are tested with hf only
 
 
 def cases():
     """Yield every algorithm with every generator at every lag."""
-    for generator, algo, lag in product(LAGS, ONLINE, (0, 1, 2)):
-        often = lag in LAGS[generator] and (generator == "hf" or algo in WITH_VLLM)
-        marks = [] if often else [pytest.mark.nightly]
-        if (generator, lag) == ("hf", 0) and algo in ("ppo", "grpo"):
-            marks.append(pytest.mark.smoke)
-        yield pytest.param(generator, algo, lag, marks=marks)
+    for generator, algo, lag in product(("hf", "vllm"), ONLINE, (0, 1, 2)):
+        smoke = (generator, lag) == ("hf", 0) and algo in ("ppo", "grpo")
+        often = (generator, lag) in LAGS and (generator == "hf" or algo in WITH_VLLM)
+        mark = [pytest.mark.smoke] if smoke else [] if often else [pytest.mark.nightly]
+        yield pytest.param(generator, algo, lag, marks=mark)
 
 
 @dataclass

@@ -4,7 +4,7 @@ import pytest
 
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from tests.end_to_end.conftest import UPDATES_ONLY, rows
+from tests.end_to_end.conftest import UPDATES_ONLY, nightly, rows
 from tests.end_to_end.test_algorithms import SCORED
 
 BANDS = ("algo.correction.reject_low=0.9", "algo.correction.reject_high=1.1")
@@ -15,19 +15,19 @@ MINIBATCHES = "schedule.minibatches=2"
     "plain, corrected",
     [
         (["algo=grpo"], ["algo=grpo", "correction=truncate"]),
-        (["algo=grpo"], ["algo=grpo", "correction=icepop", "algo.correction.normalise=true"]),
+        nightly(["algo=grpo"], ["algo=grpo", "correction=icepop", "algo.correction.normalise=true"]),
         (["algo=grpo"], ["algo=grpo", "correction=seq_mask_tis", *BANDS]),
         (["algo=grpo"], ["algo=grpo", "algo.correction.kind=decoupled", "algo.correction.level=sequence"]),
         (["algo=grpo"], ["algo=grpo", "algo.anchor=behaviour"]),
         (["algo=grpo"], ["algo=grpo", "algo.anchor=loglinear", "algo.correction.kind=decoupled"]),
         (["algo=grpo"], ["algo=grpo", "algo.off_policy_mask=1e-9"]),
         (["algo=dapo"], ["algo=m2po", "algo.limit=1e-12"]),
-        (["algo=dapo"], ["algo=m2po", "algo.form=clip", "algo.limit=1e-12"]),
+        nightly(["algo=dapo"], ["algo=m2po", "algo.form=clip", "algo.limit=1e-12"]),
         (["algo=dapo"], ["algo=dppo", "algo.limit_high=1e-9", "algo.limit_low=1e-9"]),
         (["algo=dapo", "algo.scale=none"], ["algo=topr", "algo.level=token"]),
         (["algo=dpo"], ["algo=dpo", "algo.weighting=is"]),
         (["algo=grpo", MINIBATCHES], ["algo=grpo", MINIBATCHES, "correction=truncate"]),
-        (["algo=grpo", MINIBATCHES], ["algo=grpo", MINIBATCHES, "correction=seq_mask_tis", *BANDS]),
+        nightly(["algo=grpo", MINIBATCHES], ["algo=grpo", MINIBATCHES, "correction=seq_mask_tis", *BANDS]),
     ],
 )
 def test_an_on_policy_run_is_the_uncorrected_run(finished, tiny, tmp_path, plain, corrected):

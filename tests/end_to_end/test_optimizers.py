@@ -9,7 +9,7 @@ from rlhf.stages.run import run
 from rlhf.training.recorder import Recorder
 from tests.end_to_end.conftest import assert_same_end, rows
 
-WORDS = ["algo=rloo", "schedule.total_episodes=128", "schedule.save_every=1"]
+WORDS = ["algo=rloo", "schedule.total_episodes=64", "schedule.save_every=1"]
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw_8bit"])

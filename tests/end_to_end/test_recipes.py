@@ -18,7 +18,7 @@ from rlhf.stages.run import run
 from rlhf.words.catalogue import options
 from rlhf.words.compose import compose
 from tests.docs.snapshots import RELABELS
-from tests.end_to_end.conftest import rows
+from tests.end_to_end.conftest import nightly, rows
 
 
 def tiny_recipe(name: str, cache_dir: Path, *more: str) -> Config:
@@ -66,17 +66,19 @@ def check(cfg: Config, folder: RunFolder) -> list[dict]:
     return updates
 
 
+@pytest.mark.nightly
 def test_every_recipe_with_settings_of_its_own_runs():
     assert distinct() == DISTINCT
 
 
 # Recipes that differ in few settings from another one.
-NIGHTLY = ("chat_8b_dpo", "gsm8k_1b_ppo_async", "gsm8k_1b_rloo", "tldr_410m_bok_async")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in DISTINCT]
+NIGHTLY = (
+    *("chat_8b_dpo", "gsm8k_1b_dpo_async", "gsm8k_1b_ppo_async", "gsm8k_1b_rloo", "gsm8k_1b_rloo_async"),
+    *("tldr_410m_bok_async", "tldr_410m_ppo_async", "tldr_410m_rloo_async"),
 )
+
+
+@pytest.mark.parametrize("name", [nightly(name) if name in NIGHTLY else name for name in DISTINCT])
 def test_a_recipe_runs_offline_and_tiny(cache_dir, tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     # only one of the asynchronous recipes also starts an annotator process
@@ -115,9 +117,9 @@ def test_reward_recipe_trains_on_the_pairs_of_a_relabelling_recipe(cache_dir, tm
 @pytest.mark.parametrize(
     ("job", "steps"),
     [
-        ("schedule.minibatches=64", 64),
+        nightly("schedule.minibatches=64", 64),
         ("schedule.epochs=3", 3),
-        ("algo.samples_per_prompt=8", 1),
+        nightly("algo.samples_per_prompt=8", 1),
         ("schedule.max_lag=8", 1),
     ],
 )

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from rlhf import Experiment
+from tests.end_to_end.conftest import nightly
 
 TEXT = "take the cold water and heat it for four minutes then put in some green leaves and wait a while"
 WORDS = TEXT.split()
@@ -31,7 +32,7 @@ def later(response):  # gets the responses of a whole update, and scores all ali
     return [next(calls) / 10] * len(response)
 
 
-@pytest.mark.parametrize(("reward", "hints"), [(waters, 1), (later, 0)])
+@pytest.mark.parametrize(("reward", "hints"), [(waters, 1), nightly(later, 0)])
 def test_a_run_hints_at_repetition_that_the_reward_likes(reward, hints, cache_dir, tmp_path, capsys):
     folders = (f"cache_dir={cache_dir}", f"output_dir={tmp_path}", "progress=off", "schedule.eval_every=0")
     batched = f"scorer.batched={reward is later}"

@@ -22,7 +22,7 @@ from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from rlhf.words.identity import run_name
 from tests import needs
-from tests.end_to_end.conftest import assert_same_end, wait_for
+from tests.end_to_end.conftest import assert_same_end, nightly, wait_for
 from tests.end_to_end.test_survival import start
 from tests.end_to_end.test_vllm import answers
 
@@ -108,8 +108,8 @@ def finish(words: list[str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("main", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_servers_of_a_killed_trainer_end_and_the_run_resumes(main, tiny, command, tmp_path, uninterrupted):
+@pytest.mark.parametrize("main", [False, nightly(True)])
+def test_servers_of_a_killed_trainer_end(main, tiny, command, tmp_path):
     """The main process of the server is killed as well, with `main`."""
     words, folder = [*command, *RUN], RunFolder(tmp_path / run_name(tiny(*RUN)))
     processes = killed(words, folder, main)
@@ -118,23 +118,21 @@ def test_servers_of_a_killed_trainer_end_and_the_run_resumes(main, tiny, command
     assert not left, [each.cmdline() for each in left]
     (scratch,) = {each for each in processes.values() if each.name.startswith(SCRATCH)}
     assert not scratch.exists(), "no temporary files are left"
-    assert "resumed from update" in finish(words)
-    assert_same_end(folder, uninterrupted)
-    assert not (folder.path / pool.FOLDER).exists()
 
 
-@pytest.mark.parametrize(
-    "kills", [2, pytest.param(20, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
-)
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
 def test_a_run_that_is_killed_at_random_moments_resumes_with_equal_results(
-    kills, tiny, command, tmp_path, uninterrupted, url, monkeypatch
+    tiny, command, tmp_path, uninterrupted, url, monkeypatch
 ):
     """A server that runs on samples for all trainers, whose requests and loads are cut off."""
     monkeypatch.setenv(VARIABLE, KEY)
     words = [*command, *RUN, f"generator.urls=[{url}]", f"generator.key_variable={VARIABLE}"]
     folder = RunFolder(tmp_path / run_name(tiny(*RUN)))
-    for _ in range(kills):
+    for _ in range(20):
         killed(words, folder)
         assert not folder.finished(), "the run is too short"
-    finish(words)
+    killed([*command, *RUN], folder)  # with a server of its own
+    assert "resumed from update" in finish(words)
     assert_same_end(folder, uninterrupted)
+    assert not (folder.path / pool.FOLDER).exists()

@@ -22,7 +22,7 @@ from rlhf.core.errors import Interrupted
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from rlhf.words.identity import run_name
-from tests.end_to_end.conftest import assert_same_end, rows, wait_for
+from tests.end_to_end.conftest import assert_same_end, nightly, rows, wait_for
 
 RUN = ["schedule.total_episodes=64", "schedule.save_every=2", "schedule.eval_every=2", "algo.ties=keep"]
 STOP_S = 15.0  # far below the waits for the service: checkpoint and exit take 1 to 4 s on a busy machine
@@ -137,10 +137,10 @@ def start(words):
     [
         ("hang", 0),
         ("drip", 1),
-        pytest.param("ask_to_wait", 0, marks=pytest.mark.nightly),
-        pytest.param("hang", 1, marks=pytest.mark.nightly),
-        pytest.param("drip", 0, marks=pytest.mark.nightly),
-        pytest.param("ask_to_wait", 1, marks=pytest.mark.nightly),
+        nightly("ask_to_wait", 0),
+        nightly("hang", 1),
+        nightly("drip", 0),
+        nightly("ask_to_wait", 1),
     ],
 )
 def test_sigterm_while_scores_are_awaited_writes_a_checkpoint_and_the_run_resumes(
@@ -165,7 +165,7 @@ def test_sigterm_while_scores_are_awaited_writes_a_checkpoint_and_the_run_resume
     assert_same_end(folder, uninterrupted)
 
 
-@pytest.mark.parametrize("update", [0, pytest.param(2, marks=pytest.mark.nightly), 4])
+@pytest.mark.parametrize("update", [nightly(0), nightly(2), 4])
 def test_a_signal_while_an_evaluation_waits_for_a_service_leaves_the_evaluation_to_the_next_session(
     tiny, service, whole, tmp_path, monkeypatch, update
 ):

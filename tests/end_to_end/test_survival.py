@@ -29,7 +29,7 @@ from rlhf.training.recorder import Recorder
 from rlhf.words.compose import compose
 from rlhf.words.identity import run_name
 from tests import needs
-from tests.end_to_end.conftest import TINY, assert_same_end, wait_for
+from tests.end_to_end.conftest import TINY, assert_same_end, nightly, wait_for
 
 RUN = ["schedule.total_episodes=80", "schedule.save_every=1", "schedule.eval_every=2", "algo.ties=keep"]
 LAG = [*RUN, "schedule.max_lag=1"]
@@ -84,10 +84,6 @@ SharedWeights.write = strike
 main()
 """
 )
-
-
-def nightly(*values):
-    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 def start(words, *command):
@@ -238,7 +234,7 @@ def signal_self(number):
         (signal.SIGTERM, (TorchEngine, "step", lambda *_: True), 1, RUN),
         (signal.SIGUSR1, (PolicyEvaluator, "__call__", after_update(0)), 0, RUN),
         nightly(signal.SIGTERM, (PolicyEvaluator, "__call__", after_update(2)), 2, LAG),
-        (signal.SIGUSR1, (Recorder, "flush", after_update(2)), 2, PPO),
+        nightly(signal.SIGUSR1, (Recorder, "flush", after_update(2)), 2, PPO),
         nightly(signal.SIGTERM, (Recorder, "flush", after_update(3)), 3, [*LAG, "generator.worker=false"]),
         (signal.SIGUSR1, (Recorder, "flush", after_update(1)), 1, SFT),
     ],
@@ -269,7 +265,7 @@ def ctrl_c():
 
 @pytest.mark.parametrize(
     ("update", "words"),
-    [nightly(1, RUN), (2, RUN), (5, RUN), nightly(2, SFT)],
+    [nightly(1, RUN), (2, RUN), nightly(5, RUN), nightly(2, SFT)],
     ids=["not due", "due", "last", "sft"],
 )
 def test_resume_after_ctrl_c_equals_an_uninterrupted_run(
@@ -567,6 +563,7 @@ def test_disk_that_fills_up_skips_checkpoints_and_then_fails_at_the_model(tiny, 
     assert_same_end(folder, uninterrupted(*RUN))
 
 
+@pytest.mark.nightly
 def test_a_disk_that_is_full_ends_the_run_without_a_traceback(
     tiny, command, disk, monkeypatch, tmp_path, uninterrupted, capfd
 ):

@@ -442,6 +442,7 @@ def test_loaded_weights_are_a_copy_of_the_shared_memory(process):
 
 
 @pytest.mark.smoke
+@pytest.mark.forks
 def test_in_a_run_sampler_and_trainer_agree(tiny, tmp_path):
     """Run colocated vLLM on a CPU, where vLLM cannot free its memory while it waits; the log says so."""
     folder = RunFolder(tmp_path)
