@@ -19,11 +19,7 @@ LLAMA = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-REWARD = {
-    **LLAMA,
-    "architectures": ["LlamaForSequenceClassification"],
-    "id2label": {"0": "LABEL_0"},
-}
+REWARD = {**LLAMA, "architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
 BLOCK = {
     "input_layernorm": (4,), "post_attention_layernorm": (4,),
     "self_attn.q_proj": (4, 4), "self_attn.k_proj": (4, 4), "self_attn.v_proj": (4, 4),

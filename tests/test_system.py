@@ -33,10 +33,7 @@ def system(folder: Path, **commands: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("commands", "said"),
     [
-        (
-            {"id": "echo 1000", "apt_get": "echo called"},
-            "installing it needs root; its tests are skipped",
-        ),
+        ({"id": "echo 1000", "apt_get": "echo called"}, "installing it needs root; its tests are skipped"),
         ({"id": "echo 0"}, "installing it needs apt-get; its tests are skipped"),
         (
             {"id": "echo 0", "apt_get": "echo no network; exit 100"},

@@ -90,11 +90,7 @@ def test_wrong_sampler_logprobs_are_reported_in_the_log_with_metrics(tiny, tmp_p
         assert f"{figure} is" in told, figure
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [nightly([]), ["algo.kl_target=0.5"]],
-    ids=["fixed", "adaptive"],
-)
+@pytest.mark.parametrize("settings", [nightly([]), ["algo.kl_target=0.5"]], ids=["fixed", "adaptive"])
 def test_resumed_ppo_run_equals_uninterrupted_run(tiny, tmp_path, finished, settings, monkeypatch):
     words = ["algo=ppo", *settings, *SCORED, "schedule.total_episodes=48"]
     words += ["schedule.save_every=1", "schedule.eval_every=0"]

@@ -28,10 +28,7 @@ SFT = (  # enough for calls and answers
     *("schedule.total_episodes=512", "schedule.prompts_per_update=32", "schedule.eval_every=0"),
     *("backend.micro_batch=32", "optim.lr=2e-3"),
 )
-EPISODES = (
-    *("task=calculator", "generator.response_length=48"),
-    f"stages.sft=[{','.join(map(repr, SFT))}]",
-)
+EPISODES = (*("task=calculator", "generator.response_length=48"), f"stages.sft=[{','.join(map(repr, SFT))}]")
 LAG = (
     *EPISODES,
     "algo=dpo",

@@ -56,8 +56,7 @@ def measured(folder: RunFolder, *words: str, **more) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["dpo", "lora", "ppo", pytest.param("sft", marks=pytest.mark.smoke), "reward", nightly("zero2")],
+    "name", ["dpo", "lora", "ppo", pytest.param("sft", marks=pytest.mark.smoke), "reward", nightly("zero2")]
 )
 def test_metrics_equal_those_measured_during_training(copy_of, name):
     folder = copy_of(name)

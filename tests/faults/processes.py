@@ -78,11 +78,7 @@ def read(pid: int) -> Process:
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return Process(
-        pid,
-        int(fields[1]),
-        tuple(os.fsdecode(word) for word in words if word),
-        int(fields[19]),
-        fields[0],
+        pid, int(fields[1]), tuple(os.fsdecode(word) for word in words if word), int(fields[19]), fields[0]
     )
 
 

@@ -177,11 +177,7 @@ class Progress:
 
 
 def follow(
-    process: subprocess.Popen[bytes],
-    reading: int,
-    progress: Progress,
-    descendants: Descendants,
-    end: float,
+    process: subprocess.Popen[bytes], reading: int, progress: Progress, descendants: Descendants, end: float
 ) -> int | None:
     """Read the messages of a process until the process ends, and return its exit code.
 

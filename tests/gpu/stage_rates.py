@@ -208,13 +208,7 @@ def train(report: Report, sizes: Sizes, rates: Rates) -> None:
 
 
 def training_figures(
-    report: Report,
-    name: str,
-    engine: Engine,
-    given: Batch,
-    objective: OnlineDPO,
-    flops: float,
-    rates: Rates,
+    report: Report, name: str, engine: Engine, given: Batch, objective: OnlineDPO, flops: float, rates: Rates
 ) -> None:
     """Measure three training steps of `flops` operations each, and report their rate."""
     start = wait(report)

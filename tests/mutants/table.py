@@ -90,10 +90,7 @@ MUTANTS = [
         CLOCK,
         "training/clock.py",
         ("return min(len(self.ids), max(self.kept, tokens))", "return min(len(self.ids), tokens)"),
-        (
-            "while self.rewards and tokens and self.versions[tokens - 1] == MESSAGE:",
-            "while False:",
-        ),
+        ("while self.rewards and tokens and self.versions[tokens - 1] == MESSAGE:", "while False:"),
         ("self.ended = self.stopped = False", "self.stopped = False"),
     ),
     *_rows(
@@ -192,19 +189,13 @@ MUTANTS = [
             "if len(message) >= self.sampling.response_length - len(episode.ids):",
             "if len(message) > self.sampling.response_length - len(episode.ids):",
         ),
-        (
-            "new = [row[each.before :] for row, each in zip(rows, self._all, strict=True)]",
-            "new = list(rows)",
-        ),
+        ("new = [row[each.before :] for row, each in zip(rows, self._all, strict=True)]", "new = list(rows)"),
         ("record=deepcopy(records[n]),", "record=records[n],"),
     ),
     *_rows(
         "environments/test_turns",
         "environments/environment.py",
-        (
-            "self._control -= {tokenizer.unk_token_id} - {tokenizer.eos_token_id}",
-            "",
-        ),
+        ("self._control -= {tokenizer.unk_token_id} - {tokenizer.eos_token_id}", ""),
         (
             "kept = kept * (self.limit - 1) // len(ids)",
             "kept = kept * self.limit // len(ids) - 1",

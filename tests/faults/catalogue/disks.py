@@ -213,16 +213,9 @@ def entries() -> Iterator[Entry]:
         )
     for run in ("hf", "lag", "stages"):
         yield Entry(
-            f"disk_slow.{run}",
-            "Disks: fsync and rename slower by up to 0.2 s",
-            run,
-            slow,
-            Outcome(codes(0)),
+            f"disk_slow.{run}", "Disks: fsync and rename slower by up to 0.2 s", run, slow, Outcome(codes(0))
         )
-    for name, number, moment in (
-        ("kill", KILL, MOMENTS["checkpoint"]),
-        ("term", TERM, MOMENTS["sampling"]),
-    ):
+    for name, number, moment in (("kill", KILL, MOMENTS["checkpoint"]), ("term", TERM, MOMENTS["sampling"])):
         yield Entry(
             f"disk_slow.{name}",
             "Disks: fsync and rename slower by up to 0.2 s",

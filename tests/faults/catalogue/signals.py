@@ -10,13 +10,7 @@ from collections.abc import Iterator
 from tests.faults.entry import LOAD, START, Act, Entry, Moment, Outcome, codes
 from tests.faults.trial import Trial
 
-KILL, TERM, INT, USR1, SEGV = (
-    signal.SIGKILL,
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGUSR1,
-    signal.SIGSEGV,
-)
+KILL, TERM, INT, USR1, SEGV = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGSEGV)
 ECHO_S = 1.0  # two SIGTERMs within this time count as one (rlhf/processes/signals.py)
 
 MOMENTS = {
@@ -112,13 +106,7 @@ AFTER = {
     INT: codes(0, _130=f"{INTERRUPTED}|interrupted"),
 }
 NAMES = {KILL: "kill", SEGV: "segv", TERM: "term", USR1: "usr1", INT: "int"}
-SHOWN = {
-    KILL: "`kill -9`",
-    SEGV: "SIGSEGV",
-    TERM: "SIGTERM",
-    USR1: "SIGUSR1",
-    INT: "Ctrl-C",
-}
+SHOWN = {KILL: "`kill -9`", SEGV: "SIGSEGV", TERM: "SIGTERM", USR1: "SIGUSR1", INT: "Ctrl-C"}
 
 
 def trainer() -> Iterator[Entry]:
