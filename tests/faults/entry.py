@@ -100,7 +100,7 @@ class Entry:
     group: str
     run: str
     act: Act
-    outcome: Outcome
+    outcome: Outcome = Outcome({0: ""})
     at: Moment | None = None
     begin: str = "new"
     repair: Act | None = None

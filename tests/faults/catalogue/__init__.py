@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.faults.catalogue import disks, files, launchers, second, services, signals
+from tests.faults.catalogue import disks, files, second, services, signals
 from tests.faults.entry import Entry
 
 ENTRIES: tuple[Entry, ...] = (
     *signals.ENTRIES,
-    *launchers.ENTRIES,
     *files.ENTRIES,
     *disks.ENTRIES,
     *second.ENTRIES,

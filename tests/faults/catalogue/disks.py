@@ -108,123 +108,46 @@ def slow(trial: Trial) -> None:
 def entries() -> Iterator[Entry]:
     """Yield the entries."""
     full = Outcome(codes(0, _1=NO_ROOM, _2=NO_ROOM))
+    room = {"repair": clear("out"), "prepare": mounted("out", 64), "needs": "root"}
+    group = "Disks: output folder full, or with up to 3 MiB left"
     for phase in ("load", "sampling", "update", "row", "checkpoint", "evaluation", "end"):
         for name, most in (("full", 4096), ("short", 3 * 2**20)):
-            yield Entry(
-                f"disk_{name}.{phase}",
-                "Disks: output folder full, or with up to 3 MiB left",
-                "lag" if phase == "sampling" else "hf",
-                fill("out", most),
-                full,
-                at=MOMENTS[phase],
-                repair=clear("out"),
-                prepare=mounted("out", 64),
-                needs="root",
-            )
-    yield Entry(
-        "disk_full.start",
-        "Disks: output folder full, or with up to 3 MiB left",
-        "hf",
-        fill("out", 4096),
-        full,
-        repair=clear("out"),
-        prepare=mounted("out", 64),
-        needs="root",
-    )
+            run, act = "lag" if phase == "sampling" else "hf", fill("out", most)
+            yield Entry(f"disk_{name}.{phase}", group, run, act, full, MOMENTS[phase], **room)
+    yield Entry("disk_full.start", group, "hf", fill("out", 4096), full, **room)
     for phase in ("sampling", "checkpoint"):
-        yield Entry(
-            f"disk_short_of_space.{phase}",
-            "Disks: output folder full, or with up to 3 MiB left",
-            "hf",
-            short_of("out", 4096),
-            full,
-            at=MOMENTS[phase],
-            prepare=mounted("out", 64),
-            needs="root",
-        )
-    yield Entry(
-        "disk_full.tmpdir",
-        "Disks: TMPDIR or `cache_dir` full",
-        "lag",
-        fill("TMPDIR", 4096),
-        Outcome(codes(0, _1="error:", _2="error:")),
-        at=Moment(LOAD),
-        repair=clear("TMPDIR"),
-        prepare=mounted("TMPDIR", 8),
-        needs="root",
-    )
-    yield Entry(
-        "disk_full.cache",
-        "Disks: TMPDIR or `cache_dir` full",
-        "stages",
-        fill("cache", 2**20),
-        full,
-        at=Moment(LOAD, spread_s=3.0),
-        repair=clear("cache"),
-        prepare=mounted("cache", 64),
-        needs="root",
-    )
-    for run, moment in (
-        ("rollouts", MOMENTS["sampling"]),
-        ("ppo", MOMENTS["checkpoint"]),
-        ("pipeline", Moment(LOAD, spread_s=3.0)),
-        ("zero2", MOMENTS["checkpoint"]),
-    ):
-        yield Entry(
-            f"disk_full.{run}",
-            "Disks: output folder full, or with up to 3 MiB left",
-            run,
-            fill("out", 2**20),
-            full,
-            at=moment,
-            repair=clear("out"),
-            prepare=mounted("out", 64),
-            needs="root" if run != "zero2" else "root deepspeed",
-        )
+        act, name = short_of("out", 4096), f"disk_short_of_space.{phase}"
+        yield Entry(name, group, "hf", act, full, MOMENTS[phase], **room | {"repair": None})
+    other, at, outcome = "Disks: TMPDIR or `cache_dir` full", Moment(LOAD), codes(0, _1="error:", _2="error:")
+    small = {"repair": clear("TMPDIR"), "prepare": mounted("TMPDIR", 8), "needs": "root"}
+    yield Entry("disk_full.tmpdir", other, "lag", fill("TMPDIR", 4096), Outcome(outcome), at, **small)
+    late = Moment(LOAD, spread_s=3.0)
+    small = {"repair": clear("cache"), "prepare": mounted("cache", 64), "needs": "root"}
+    yield Entry("disk_full.cache", other, "stages", fill("cache", 2**20), full, late, **small)
+    sampling, saving = MOMENTS["sampling"], MOMENTS["checkpoint"]
+    for run, at in (("rollouts", sampling), ("ppo", saving), ("pipeline", late), ("zero2", saving)):
+        yield Entry(f"disk_full.{run}", group, run, fill("out", 2**20), full, at, **room)
+    group = "Disks: limit of the file size (RLIMIT_FSIZE), as with a quota"
     for phase in ("row", "checkpoint", "end"):
-        yield Entry(
-            f"file_limit.{phase}",
-            "Disks: limit of the file size (RLIMIT_FSIZE), as with a quota",
-            "hf",
-            small_files,
-            Outcome(codes(0, 1, 120)),  # the limit also applies to the file with the output; Python: 120
-            at=MOMENTS[phase],
-        )
-    yield Entry(
-        "disk_lost.sampling",
-        "Disks: file system of the output folder lost during the run",
-        "hf",
-        unmount,
-        Outcome(codes(0, _1="out/")),
-        at=MOMENTS["sampling"],
-        prepare=mounted("out", 64),
-        needs="root",
+        outcome = Outcome(codes(0, 1, 120))  # the limit also applies to the file with the output; Python: 120
+        yield Entry(f"file_limit.{phase}", group, "hf", small_files, outcome, MOMENTS[phase])
+    group = "Disks: file system of the output folder lost during the run"
+    lost, place = Outcome(codes(0, _1="out/")), mounted("out", 64)
+    yield Entry("disk_lost.sampling", group, "hf", unmount, lost, sampling, prepare=place, needs="root")
+    group, refused = (
+        "Disks: output folder read-only before the run",
+        codes(_2="ead-only|annot be written|writ"),
     )
     for begin in ("new", "crashed"):
-        yield Entry(
-            f"disk_read_only.{begin}",
-            "Disks: output folder read-only before the run",
-            "hf",
-            read_only,
-            Outcome(codes(_2="ead-only|annot be written|writ")),
-            repair=writable,
-            begin=begin,
-            needs="root",
-        )
+        more = {"repair": writable, "begin": begin, "needs": "root"}
+        yield Entry(f"disk_read_only.{begin}", group, "hf", read_only, Outcome(refused), **more)
+    group = "Disks: fsync and rename slower by up to 0.2 s"
     for run in ("hf", "lag", "stages"):
-        yield Entry(
-            f"disk_slow.{run}", "Disks: fsync and rename slower by up to 0.2 s", run, slow, Outcome(codes(0))
-        )
-    for name, number, moment in (("kill", KILL, MOMENTS["checkpoint"]), ("term", TERM, MOMENTS["sampling"])):
-        yield Entry(
-            f"disk_slow.{name}",
-            "Disks: fsync and rename slower by up to 0.2 s",
-            "hf",
-            to("trainer", number),
-            Outcome(AFTER[number]),
-            at=Moment(moment.phase, moment.counts, spread_s=0.8),
-            prepare=slow,
-        )
+        yield Entry(f"disk_slow.{run}", group, run, slow)
+    for name, number, moment in (("kill", KILL, saving), ("term", TERM, sampling)):
+        at = Moment(moment.phase, moment.counts, spread_s=0.8)
+        act, outcome = to("trainer", number), Outcome(AFTER[number])
+        yield Entry(f"disk_slow.{name}", group, "hf", act, outcome, at, prepare=slow)
 
 
 ENTRIES = tuple(entries())

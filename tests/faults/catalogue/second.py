@@ -43,90 +43,6 @@ def killed_then_again(trial: Trial) -> None:
     trial.note("killed and started again at once")
 
 
-def twice() -> Iterator[Entry]:
-    """Yield the entries of a second process."""
-    for run in ("hf", "lag", "stages", "ppo", "sft"):
-        for i, late in enumerate((0.0, 2.5)):
-            yield Entry(
-                f"twice.{run}.{i}",
-                "Second process: the same command twice",
-                run,
-                second(),
-                Outcome(codes(0, _2=OWNER), second=codes(0, _2=OWNER)),
-                at=Moment(START, spread_s=late),
-            )
-    for run in ("evaluate", "relabel", "extend", "pipeline", "sweep", "sweep_local"):
-        for i, late in enumerate((0.1, 2.0)):
-            listed = codes(0, _2=OWNER, _1=OWNER) if run.startswith("sweep") else codes(0, _2=OWNER)
-            yield Entry(
-                f"twice.{run}.{i}",
-                "Second process: `rlhf.evaluate`, `relabel`, `extend`, `pipeline` or a sweep twice",
-                run,
-                second(),
-                Outcome(listed, second=listed),
-                at=Moment(START, spread_s=late),
-            )
-    yield Entry(
-        "twice.fresh",
-        "Second process: the same command twice",
-        "hf",
-        second(),
-        Outcome(codes(0, _2=OWNER), second=codes(0, _2=OWNER)),
-        at=Moment(START, spread_s=2.5),
-        fresh=True,
-    )
-    yield Entry(
-        "twice.never",
-        "Second process: the same command with `resume=never`, or `rlhf.extend`, of an active run",
-        "lag",
-        second("resume=never"),
-        # the first command may end while the second starts
-        Outcome(codes(0), second=codes(_2=OWNER, _0="moved the existing run")),
-        at=Moment("wait", (2,)),
-    )
-    yield Entry(
-        "twice.stages_shared",
-        "Second process: another run needs the same missing SFT and reward model",
-        "stages",
-        second("seed=2"),
-        Outcome(codes(0), second=codes(0), same=False),
-        at=Moment(START, spread_s=2.5),
-    )
-    yield Entry(
-        "twice.extend_active",
-        "Second process: the same command with `resume=never`, or `rlhf.extend`, of an active run",
-        "lag",
-        another("rlhf.extend", "run=RUN", "schedule.total_episodes=96"),
-        # 0: the run ended before the extension took its lock, so the run is longer
-        Outcome(codes(0), second=codes(0, _2=""), reported="extending out/"),
-        at=Moment("wait", (2,)),
-    )
-    yield Entry(
-        "twice.report_active",
-        "Second process: `rlhf.report` of an active run",
-        "lag",
-        another("rlhf.report", "out"),
-        Outcome(codes(0), second=codes(0)),
-        at=Moment("wait", (3,)),
-    )
-    yield Entry(
-        "twice.after_kill",
-        "Second process: started at once after `kill -9` of the first",
-        "lag",
-        killed_then_again,
-        Outcome(codes(-9), second=codes(0)),
-        at=ANY,
-    )
-    yield Entry(
-        "twice.stopped",
-        "Second process: the same command while the first process is stopped (SIGSTOP)",
-        "hf",
-        beside_a_stopped,
-        Outcome(codes(0), second=codes(_2=OWNER)),
-        at=Moment("train", (2,)),
-    )
-
-
 def beside_a_stopped(trial: Trial) -> None:
     """Start the same command while the first process is stopped."""
     (process,) = trial.roles("trainer")
@@ -138,7 +54,42 @@ def beside_a_stopped(trial: Trial) -> None:
     process.send(signal.SIGCONT)
 
 
-# -- clock -----------------------------------------------------------------------------------------
+def twice() -> Iterator[Entry]:
+    """Yield the entries of a second process."""
+    same = "Second process: the same command twice"
+    others = "Second process: `rlhf.evaluate`, `relabel`, `extend`, `pipeline` or a sweep twice"
+    active = "Second process: the same command with `resume=never`, or `rlhf.extend`, of an active run"
+    one = Outcome(codes(0, _2=OWNER), second=codes(0, _2=OWNER))
+    of_sweep = Outcome(codes(0, _2=OWNER, _1=OWNER), second=codes(0, _2=OWNER, _1=OWNER))
+    late = Moment(START, spread_s=2.5)
+    for run in ("hf", "lag", "stages", "ppo", "sft"):
+        for i, at in enumerate((Moment(START, spread_s=0.0), late)):
+            yield Entry(f"twice.{run}.{i}", same, run, second(), one, at)
+    for run in ("evaluate", "relabel", "extend", "pipeline", "sweep", "sweep_local"):
+        for i, delay in enumerate((0.1, 2.0)):
+            outcome, at = of_sweep if run.startswith("sweep") else one, Moment(START, spread_s=delay)
+            yield Entry(f"twice.{run}.{i}", others, run, second(), outcome, at)
+    yield Entry("twice.fresh", same, "hf", second(), one, late, fresh=True)
+    # the first command may end while the second starts
+    outcome = Outcome(codes(0), second=codes(_2=OWNER, _0="moved the existing run"))
+    yield Entry("twice.never", active, "lag", second("resume=never"), outcome, Moment("wait", (2,)))
+    group = "Second process: another run needs the same missing SFT and reward model"
+    outcome = Outcome(codes(0), second=codes(0), same=False)
+    yield Entry("twice.stages_shared", group, "stages", second("seed=2"), outcome, late)
+    # 0: the run ended before the extension took its lock, so the run is longer
+    act = another("rlhf.extend", "run=RUN", "schedule.total_episodes=96")
+    outcome = Outcome(codes(0), second=codes(0, _2=""), reported="extending out/")
+    yield Entry("twice.extend_active", active, "lag", act, outcome, Moment("wait", (2,)))
+    group, both = "Second process: `rlhf.report` of an active run", Outcome(codes(0), second=codes(0))
+    yield Entry(
+        "twice.report_active", group, "lag", another("rlhf.report", "out"), both, Moment("wait", (3,))
+    )
+    group, outcome = "Second process: started at once after `kill -9` of the first", codes(-9)
+    yield Entry("twice.after_kill", group, "lag", killed_then_again, Outcome(outcome, second=codes(0)), ANY)
+    group = "Second process: the same command while the first process is stopped (SIGSTOP)"
+    outcome, at = Outcome(codes(0), second=codes(_2=OWNER)), Moment("train", (2,))
+    yield Entry("twice.stopped", group, "hf", beside_a_stopped, outcome, at)
+
 
 JUMPS = {
     "hour_back": -HOUR_S,
@@ -166,43 +117,13 @@ def by(seconds: float) -> Act:
 
 def clock() -> Iterator[Entry]:
     """Yield the entries of jumps of the clock."""
+    group = "Clock: jumps of an hour to ten years, forward and back"
     for name, seconds in JUMPS.items():
-        yield Entry(
-            f"clock.{name}",
-            "Clock: jumps of an hour to ten years, forward and back",
-            "lag",
-            jump,
-            Outcome(codes(0)),
-            at=ANY,
-            prepare=by(seconds),
-        )
-    yield Entry(
-        "clock.resume_earlier",
-        "Clock: jumps of an hour to ten years, forward and back",
-        "hf",
-        jump,
-        Outcome(codes(0)),
-        begin="crashed",
-        prepare=by(-24 * HOUR_S),
-    )
-    yield Entry(
-        "clock.stages",
-        "Clock: jumps of an hour to ten years, forward and back",
-        "stages",
-        jump,
-        Outcome(codes(0)),
-        at=Moment(LOAD, spread_s=3.0),
-        prepare=by(-HOUR_S),
-    )
-    yield Entry(
-        "clock.http",
-        "Clock: jumps of an hour to ten years, forward and back",
-        "http",
-        jump,
-        Outcome(codes(0)),
-        at=ANY,
-        prepare=by(HOUR_S),
-    )
+        yield Entry(f"clock.{name}", group, "lag", jump, at=ANY, prepare=by(seconds))
+    yield Entry("clock.resume_earlier", group, "hf", jump, begin="crashed", prepare=by(-24 * HOUR_S))
+    at = Moment(LOAD, spread_s=3.0)
+    yield Entry("clock.stages", group, "stages", jump, at=at, prepare=by(-HOUR_S))
+    yield Entry("clock.http", group, "http", jump, at=ANY, prepare=by(HOUR_S))
 
 
 ENTRIES = (*twice(), *clock())

@@ -26,11 +26,6 @@ def status(number: int, body: bytes = b"no", **headers: str) -> Fault:
     return fault
 
 
-def body(data: bytes) -> Fault:
-    """Return a fault: an answer with status 200 and another body."""
-    return status(200, data)
-
-
 def scores(change: str) -> Fault:
     """Return a fault: a wrong number of scores, or scores that are no finite numbers."""
 
@@ -130,10 +125,10 @@ PERSISTENT: dict[str, Fault] = TRANSIENT | {
     "retry_after_100000": status(503, b"", Retry_After="100000"),
     "retry_after_date": status(503, b"", Retry_After="Fri, 31 Dec 2100 23:59:59 GMT"),
     "retry_after_text": status(503, b"", Retry_After="soon"),
-    "garbage": body(bytes(range(256))),
-    "empty": body(b""),
-    "html": body(b"<html>hello</html>"),
-    "cut_json": body(b'{"scores": [0.1, 0.2'),
+    "garbage": status(200, bytes(range(256))),
+    "empty": status(200, b""),
+    "html": status(200, b"<html>hello</html>"),
+    "cut_json": status(200, b'{"scores": [0.1, 0.2'),
     "gzip": status(200, b"\x1f\x8b no gzip", Content_Encoding="gzip"),
     "dripping": dripping,
     "huge": huge,
@@ -194,91 +189,37 @@ def signalled(fault: Fault, number: int, count: int = 1) -> Act:
 
 def entries() -> Iterator[Entry]:
     """Yield the entries."""
-    moment = Moment("wait", (1, 2, 3, 4, 5), spread_s=0.05)
+    at = Moment("wait", (1, 2, 3, 4, 5), spread_s=0.05)
+    group = "Scoring service: error status, hang, reset or cut answer, once or twice"
     for name, fault in TRANSIENT.items():
-        for run in ("http", "http_lag"):
-            if run == "http_lag" and name not in ("500", "reset", "hang"):
-                continue
-            yield Entry(
-                f"service.once.{name}.{run}",
-                "Scoring service: error status, hang, reset or cut answer, once or twice",
-                run,
-                failing(fault, 2),
-                Outcome(codes(0)),
-                at=moment,
-            )
+        for run in ("http", "http_lag") if name in ("500", "reset", "hang") else ("http",):
+            yield Entry(f"service.once.{name}.{run}", group, run, failing(fault, 2), at=at)
+    group = "Scoring service: error status, hang, reset, cut, slow, huge or wrong answers, always"
     for name, fault in PERSISTENT.items():
-        yield Entry(
-            f"service.always.{name}",
-            "Scoring service: error status, hang, reset, cut, slow, huge or wrong answers, always",
-            "http_lag" if name in ("500", "huge", "dripping", "nan") else "http",
-            failing(fault, ALWAYS),
-            Outcome(codes(_1=NAMED)),
-            at=moment,
-            repair=recover,
-            words=("scorer.timeout_s=1", "scorer.retries=1"),
-        )
+        run = "http_lag" if name in ("500", "huge", "dripping", "nan") else "http"
+        act, outcome = failing(fault, ALWAYS), Outcome(codes(_1=NAMED))
+        more = {"repair": recover, "words": ("scorer.timeout_s=1", "scorer.retries=1")}
+        yield Entry(f"service.always.{name}", group, run, act, outcome, at, **more)
+    group = "Scoring service: signal while the run waits for an answer"
     for name, fault in (("hang", hang), ("retry_after", status(503, b"", Retry_After="5"))):
-        for number, allowed in (
-            (signal.SIGTERM, codes(0, _75=INTERRUPTED, _1=NAMED)),
-            (signal.SIGINT, codes(0, _130="", _1=NAMED)),
-        ):
-            yield Entry(
-                f"service.{name}.{signal.Signals(number).name.lower()}",
-                "Scoring service: signal while the run waits for an answer",
-                "http",
-                signalled(fault, number),
-                Outcome(allowed),
-                at=moment,
-                repair=recover,
-                words=("scorer.timeout_s=30", "scorer.retries=5"),
-            )
-    yield Entry(
-        "service.hang.sigterm_twice",
-        "Scoring service: signal while the run waits for an answer",
-        "http_lag",
-        signalled(hang, signal.SIGTERM, 2),
-        Outcome(codes(75, 143)),
-        at=Moment("wait", (2,)),
-        repair=recover,
-        words=("scorer.timeout_s=60",),
-    )
-    yield Entry(
-        "service.kill.hang",
-        "Scoring service: `kill -9` while the run waits for an answer",
-        "http_lag",
-        signalled(hang, signal.SIGKILL),
-        Outcome(codes(-9)),
-        at=Moment("wait", (2,)),
-        repair=recover,
-        words=("scorer.timeout_s=60",),
-    )
-    yield Entry(
-        "service.down.start",
-        "Scoring service: connections refused, for a while or always",
-        "http",
-        refused(None),
-        Outcome(codes(_1=NAMED, _2=r"scorer\.url")),
-        repair=recover,
-    )
-    yield Entry(
-        "service.down.during",
-        "Scoring service: connections refused, for a while or always",
-        "http",
-        refused(None),
-        Outcome(codes(0, _1=NAMED)),
-        at=Moment(LOAD, spread_s=1.0),
-        repair=recover,
-    )
-    yield Entry(
-        "service.restarted",
-        "Scoring service: connections refused, for a while or always",
-        "http_lag",
-        refused(0.6),
-        Outcome(codes(0)),
-        at=Moment("wait", (2, 3)),
-        words=("scorer.retries=5",),
-    )
+        for number, code in ((signal.SIGTERM, {75: INTERRUPTED}), (signal.SIGINT, {130: ""})):
+            outcome = Outcome({0: "", **code, 1: NAMED})
+            more = {"repair": recover, "words": ("scorer.timeout_s=30", "scorer.retries=5")}
+            name_ = f"service.{name}.{signal.Signals(number).name.lower()}"
+            yield Entry(name_, group, "http", signalled(fault, number), outcome, at, **more)
+    second, more = Moment("wait", (2,)), {"repair": recover, "words": ("scorer.timeout_s=60",)}
+    act, outcome = signalled(hang, signal.SIGTERM, 2), Outcome(codes(75, 143))
+    yield Entry("service.hang.sigterm_twice", group, "http_lag", act, outcome, second, **more)
+    group = "Scoring service: `kill -9` while the run waits for an answer"
+    act, outcome = signalled(hang, signal.SIGKILL), Outcome(codes(-9))
+    yield Entry("service.kill.hang", group, "http_lag", act, outcome, second, **more)
+    group = "Scoring service: connections refused, for a while or always"
+    outcome = Outcome(codes(_1=NAMED, _2=r"scorer\.url"))
+    yield Entry("service.down.start", group, "http", refused(None), outcome, repair=recover)
+    outcome, at = Outcome(codes(0, _1=NAMED)), Moment(LOAD, spread_s=1.0)
+    yield Entry("service.down.during", group, "http", refused(None), outcome, at, repair=recover)
+    at, words = Moment("wait", (2, 3)), ("scorer.retries=5",)
+    yield Entry("service.restarted", group, "http_lag", refused(0.6), at=at, words=words)
 
 
 ENTRIES = tuple(entries())
