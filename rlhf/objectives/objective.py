@@ -17,16 +17,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rlhf.core.batch import Batch, Outputs
-from rlhf.core.metrics import largest, mean, sample_size, selected
-
-if TYPE_CHECKING:
-    from rlhf.core.metrics import Metrics, Stat
+from rlhf.core.metrics import Metrics, Stat, largest, mean, sample_size, selected
 
 Forward = Callable[[Batch], Outputs]  # runs the trained module on a micro-batch
 Losses = dict[str, Tensor]  # sums over a micro-batch (differentiable scalars); key: metric without "loss/"

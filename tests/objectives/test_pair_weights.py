@@ -8,8 +8,7 @@ import torch
 
 from rlhf.config.algorithms import DPOConfig, DPOLoss, PairWeighting
 from rlhf.core.batch import Outputs
-from rlhf.objectives.dpo import OnlineDPO
-from rlhf.objectives.pair_weights import pair_weights
+from rlhf.objectives.dpo import OnlineDPO, pair_weights
 from tests.objectives.test_objectives import batch_of
 
 IS, WPO = PairWeighting["is"], PairWeighting.wpo
