@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rlhf.config.models import ModelConfig
 from rlhf.core.errors import UserError
 from rlhf.models.folder import context_problem, fetch, folder_problem, rope_problem
 from rlhf.models.headers import ModelFacts, opened
 from rlhf.models.modules import is_adapted, score_head, whole_weights
-
-if TYPE_CHECKING:
-    from rlhf.config.models import ModelConfig
 
 
 def load_causal_lm(

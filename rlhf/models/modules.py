@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy as copy_lora
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,16 +22,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf.core.batch import Outputs
+from rlhf.config.models import LoRAConfig
+from rlhf.core.batch import Outputs, Rollouts
 from rlhf.core.errors import RunError, UserError
 from rlhf.models.folder import first_line
 from rlhf.models.forward import CompiledBlocks, encode
 from rlhf.models.logprobs import TokenOutputs, fused_logprobs, token_outputs
-
-if TYPE_CHECKING:
-    from rlhf.config.models import LoRAConfig
-    from rlhf.core.batch import Rollouts
-
 
 # Names that model configs of transformers use for a factor on the logits.
 _LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")

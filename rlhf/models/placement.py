@@ -5,18 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rlhf.config.models import Dtype
-from rlhf.core.batch import microbatches, moved_to
-
-if TYPE_CHECKING:
-    from rlhf.core.batch import Budget, Rollouts
-    from rlhf.processes.ranks import Ranks
-
+from rlhf.core.batch import Budget, Rollouts, microbatches, moved_to
+from rlhf.processes.ranks import Ranks
 
 # Memory layout of linear weights on a CPU.
 #

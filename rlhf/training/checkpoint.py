@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -17,19 +17,16 @@ import xxhash
 from rlhf.core.batch import Batch
 from rlhf.core.errors import UserError
 from rlhf.core.files import discard, leftovers, scratch_of, sync, sync_all, whole
-from rlhf.processes.ranks import ALONE
+from rlhf.core.state import TrainState
+from rlhf.engines.engine import Engine
+from rlhf.objectives.objective import Objective
+from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.runs.folder import COMPLETE, complete_checkpoints, versions
 from rlhf.runs.lock import free, full, space
+from rlhf.tasks.mixture import PromptOrder
 from rlhf.terminal.console import say
-
-if TYPE_CHECKING:
-    from rlhf.core.state import TrainState
-    from rlhf.engines.engine import Engine
-    from rlhf.objectives.objective import Objective
-    from rlhf.processes.ranks import Ranks
-    from rlhf.tasks.mixture import PromptOrder
-    from rlhf.training.recorder import Recorder
-    from rlhf.training.stream import Replay, RolloutStream
+from rlhf.training.recorder import Recorder
+from rlhf.training.stream import Replay, RolloutStream
 
 DAMAGED = "DAMAGED"  # in a damaged checkpoint, the marker file COMPLETE is renamed to this name
 _COUNTERS = "counters.json"

@@ -13,28 +13,29 @@ from math import inf
 from queue import SimpleQueue
 from statistics import mean
 from threading import Condition
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf.config.schedule import Dropped, Order, Unit
+from rlhf.config.schedule import ClockConfig, Dropped, Order, Unit, VirtualConfig
 from rlhf.core.batch import Batch, Begun, Prompts, Rollouts, concatenated, grouped
-from rlhf.core.metrics import How, Stat
+from rlhf.core.metrics import How, Metrics, Stat
 from rlhf.core.numerics import derive
 from rlhf.environments.environment import LIMITS
 from rlhf.generators.hf.sampling import uniforms
 from rlhf.training import clock
-from rlhf.training.clock import MESSAGE, Clock, Piece, Rules, Start, Usage
-from rlhf.training.stream import RefilledStream, RolloutStream, Stream, joined, unpack, with_token_versions
-
-if TYPE_CHECKING:
-    from rlhf.config.schedule import ClockConfig, VirtualConfig
-    from rlhf.core.metrics import Metrics
-    from rlhf.training.clock import Group
-    from rlhf.training.stream import StreamContext
-
+from rlhf.training.clock import MESSAGE, Clock, Group, Piece, Rules, Start, Usage
+from rlhf.training.stream import (
+    RefilledStream,
+    RolloutStream,
+    Stream,
+    StreamContext,
+    joined,
+    unpack,
+    with_token_versions,
+)
 
 # What the streams have in common in which `Rules` decide which groups start and which are trained.
 
