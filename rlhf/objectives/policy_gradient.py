@@ -15,11 +15,11 @@ section 3.1): of each token given the tokens before it or, with a ratio of respo
 
 Options of every policy-gradient algorithm, off by default:
 
-- `algo.anchor`: the policy in the denominator of u (`anchor_logprobs`).
+- `algo.anchor`: the policy in the denominator of u (`_anchor_logprobs`).
 - `algo.off_policy_mask`: no policy term for responses with A < 0 and mean_t (behaviour - logp) above this
   (DeepSeek-V3.2, section 3.1). The tokens still count.
 - `algo.dual_clip` c: where A < 0, the surrogate is at most -A c (Ye et al., arXiv 1912.09729).
-- `algo.covariance`: KL-Cov and Clip-Cov (`with_limited`, `limited`).
+- `algo.covariance`: KL-Cov and Clip-Cov (`_with_limited`, `limited`).
 - `algo.entropy_coef`: minus this times the entropy of the policy at each token is added to the loss.
 
 An algorithm overrides some of the methods `advantages`, `log_ratio`, `surrogate`, `reduce` and `count`.
@@ -121,7 +121,7 @@ class PolicyGradient(Objective):
         if self.config.correction.coupled:
             batch = corrected(batch, self.config.correction)
         if self.config.covariance.kind is not Covariance.none:
-            batch = with_limited(batch, self.config.covariance)
+            batch = _with_limited(batch, self.config.covariance)
         return batch
 
     def scores(self, batch: Batch) -> Tensor:
@@ -205,14 +205,14 @@ class PolicyGradient(Objective):
         assert out.logprobs is not None
         mask, config, real = trained(batch), self.config, batch.response_mask
         logprobs = selected(out.logprobs, real)
-        anchor = anchor_logprobs(logprobs, batch, config.anchor)
+        anchor = _anchor_logprobs(logprobs, batch, config.anchor)
         difference = selected(logprobs - anchor, real)
         log_ratio = bounded(self.log_ratio(difference, real))
         losses, clipped = self.surrogate(log_ratio, logprobs, batch)
         weights, metrics = self.weights(anchor, sampler_logprobs(logprobs, batch), batch)
         losses = losses * weights
         if config.off_policy_mask is not None:
-            away = off_policy(logprobs, batch, config.off_policy_mask)
+            away = _off_policy(logprobs, batch, config.off_policy_mask)
             losses = losses.masked_fill(away, 0.0)
             metrics["policy/off_policy_masked"] = mean(away, mask)
         if self.kl_in_loss:
@@ -272,7 +272,7 @@ def trained(batch: Batch) -> Tensor:
     )
 
 
-def off_policy(logprobs: Tensor, batch: Batch, limit: float) -> Tensor:
+def _off_policy(logprobs: Tensor, batch: Batch, limit: float) -> Tensor:
     """Return the tokens [N, K, T] with A < 0 of responses that the policy has become unlikely to sample.
 
     Args:
@@ -320,7 +320,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
 # current log-probs, so that no forward pass for `old` is needed.
 
 
-def anchor_logprobs(logprobs: Tensor, batch: Batch, anchor: Anchor) -> Tensor:
+def _anchor_logprobs(logprobs: Tensor, batch: Batch, anchor: Anchor) -> Tensor:
     """Return the anchor's log-probs [N, K, T] without gradient.
 
     Args:
@@ -356,11 +356,11 @@ def anchor_logprobs(logprobs: Tensor, batch: Batch, anchor: Anchor) -> Tensor:
 # micro-batches and ranks. At least one token is selected.
 
 
-def with_limited(batch: Batch, config: CovarianceConfig) -> Batch:
+def _with_limited(batch: Batch, config: CovarianceConfig) -> Batch:
     """Return the rollout batch with `per_token["limited"]` [N, K, T] bool: the selected tokens."""
     assert batch.advantages is not None
     mask = batch.response_mask
-    covariance = centred(batch.advantages, mask) * centred(old_or_behaviour(batch), mask)
+    covariance = _centred(batch.advantages, mask) * _centred(old_or_behaviour(batch), mask)
     count = max(1, int(config.share * int(mask.sum())))
     if config.kind is Covariance.kl:
         order = covariance.masked_fill(~mask, -torch.inf).flatten().argsort(descending=True, stable=True)
@@ -376,7 +376,7 @@ def with_limited(batch: Batch, config: CovarianceConfig) -> Batch:
     return replace(batch, per_token={**(batch.per_token or {}), "limited": selected.view_as(mask)})
 
 
-def centred(x: Tensor, mask: Tensor) -> Tensor:
+def _centred(x: Tensor, mask: Tensor) -> Tensor:
     """Return `x` minus its mean over the elements where `mask` is True."""
     return x - selected(x, mask).sum() / mask.sum().clamp(min=1)
 

@@ -236,7 +236,7 @@ def against_initial(scores: Sequence[float], initial: Sequence[float], tie_toler
     return rate("eval/win_rate_vs_initial", points / len(scores), len(scores))
 
 
-class Rule:
+class _Rule:
     """A rule on the rows of metrics of one run, which warns once.
 
     Attributes:
@@ -278,7 +278,7 @@ class Rule:
 # limits on one half of many runs and measures the rule on the other half (docs/results/collapse.md).
 
 
-class Signal(NamedTuple):
+class _Signal(NamedTuple):
     """A number that the rule computes from a row of metrics."""
 
     metric: str  # of the row; of `objective/` per response token
@@ -288,15 +288,15 @@ class Signal(NamedTuple):
 
 
 SIGNALS = {
-    "kl": Signal("objective/kl", "KL to the reference of {:.2g} nats per token, limit {:.2g}"),
-    "rise": Signal("", "KL to the reference rises by {:.2g} nats per token and update, limit {:.2g}"),
-    "entropy": Signal(
+    "kl": _Signal("objective/kl", "KL to the reference of {:.2g} nats per token, limit {:.2g}"),
+    "rise": _Signal("", "KL to the reference rises by {:.2g} nats per token and update, limit {:.2g}"),
+    "entropy": _Signal(
         "objective/entropy", "entropy per token at {:.2g} of its first value, limit {:.2g}", False, True
     ),
-    "ess": Signal(
+    "ess": _Signal(
         "mismatch/ess", "effective sample size of {:.2g} of the responses, limit {:.2g}", above=False
     ),
-    "gradient": Signal(
+    "gradient": _Signal(
         "policy/grad_norm", "gradient norm at {:.2g} times its first value, limit {:.2g}", relative=True
     ),
 }
@@ -326,7 +326,7 @@ class Limits:
 LIMITS = Limits(kl=0.6, memory=2.0)  # selected by benchmarks/collapse.py
 
 
-class CollapseRule(Rule):
+class CollapseRule(_Rule):
     """The rule that warns of a collapse.
 
     Args:
@@ -441,7 +441,7 @@ def repeated(ids: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([again.sum(), whole.sum(), counts.sum()])
 
 
-class RepetitionRule(Rule):
+class RepetitionRule(_Rule):
     """The rule that hints at responses which repeat themselves.
 
     Args:

@@ -53,7 +53,7 @@ def test_a_refused_connection_is_reported_with_the_address(endpoint):
 
 
 def test_a_server_that_does_not_answer_is_reported_after_the_timeout(endpoint, monkeypatch):
-    monkeypatch.setattr(machine, "HUB_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(machine, "_HUB_TIMEOUT_S", 0.1)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -132,13 +132,13 @@ def test_tokens_with_an_infinite_negative_bias_have_no_influence_and_no_gradient
 @pytest.mark.parametrize(("rows", "tile"), [(1, (1, V)), (3, (3, 20)), (60, (12, 5))])
 def test_a_tile_has_all_rows_if_enough_vocabulary_entries_fit(monkeypatch, rows, tile):
     monkeypatch.setattr(logprobs, "CPU_TILE_BYTES", 4 * 60)
-    monkeypatch.setattr(logprobs, "MIN_TILE_VOCABULARY", 5)
+    monkeypatch.setattr(logprobs, "_MIN_TILE_VOCABULARY", 5)
     assert logprobs.tile_for(torch.empty(rows, H), torch.empty(V, H), torch.bfloat16) == tile
 
 
 def test_at_most_one_tile_of_logits_is_in_memory(monkeypatch):
     monkeypatch.setattr(logprobs, "CPU_TILE_BYTES", 4 * 30)
-    monkeypatch.setattr(logprobs, "MIN_TILE_VOCABULARY", 10)
+    monkeypatch.setattr(logprobs, "_MIN_TILE_VOCABULARY", 10)
     hidden, weight, offset, targets = inputs()
     with Watch() as seen:
         token_logprobs(hidden, weight, offset, targets, 0.7).sum().backward()
@@ -212,7 +212,7 @@ def test_extra_outputs_are_finite_if_all_logits_of_the_first_tiles_are_infinite(
 
 def test_extra_outputs_need_at_most_one_tile_of_logits_in_memory(monkeypatch):
     monkeypatch.setattr(logprobs, "CPU_TILE_BYTES", 4 * 30)
-    monkeypatch.setattr(logprobs, "MIN_TILE_VOCABULARY", 10)
+    monkeypatch.setattr(logprobs, "_MIN_TILE_VOCABULARY", 10)
     hidden, weight, offset, targets = inputs()
     with Watch() as seen:
         found = token_outputs(hidden, weight, offset, targets, 0.7, None, EXTRAS)

@@ -42,7 +42,7 @@ except Interrupted:
 
 @pytest.fixture(autouse=True)
 def no_wait(monkeypatch):
-    monkeypatch.setattr(lock, "WAIT_S", 0.0)
+    monkeypatch.setattr(lock, "_WAIT_S", 0.0)
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -88,7 +88,7 @@ def test_a_folder_in_use_is_refused_and_the_message_names_the_process(folder, ho
 
 @pytest.mark.process
 def test_kill_9_ends_the_lock(folder, holder, monkeypatch):
-    monkeypatch.setattr(lock, "WAIT_S", 10.0)
+    monkeypatch.setattr(lock, "_WAIT_S", 10.0)
     holder.send_signal(signal.SIGKILL)
     with claimed(folder):
         assert f"process {os.getpid()} on " in (folder / lock.LOCK).read_text()
