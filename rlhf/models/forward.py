@@ -125,7 +125,7 @@ def _encode_shared(
         NoSharedPrefix: the cache of this model cannot be repeated for the responses.
     """
     like = DynamicCache(config=backbone.config)
-    if not all(type(layer) is DynamicLayer for layer in like.layers):  # a window, or a recurrent state
+    if not plain(like):
         kinds = {type(layer).__name__ for layer in like.layers} - {DynamicLayer.__name__}
         raise NoSharedPrefix(backbone.config, ", ".join(sorted(kinds)))
     cache = _PromptCache(like, whole)
@@ -142,8 +142,7 @@ def _encode_shared(
     n, k, _ = responses.shape
     end, seen = prompts[:, None, -1:].expand(-1, k, -1), prompt_mask[:, None, -1:].expand(-1, k, -1)
     tokens, real = torch.cat([end, responses], 2), torch.cat([seen, real], 2)
-    counts = real.long()
-    place = known.sum(1)[:, None, None] + counts.cumsum(-1) - counts
+    place = known.sum(1)[:, None, None] + positions(real)
     group = folder.in_forward(k, known.shape[1], real.shape[2]) if takes_any_mask(backbone) else 1
     rows = (n * k // group, group * real.shape[2])
     states = backbone(
@@ -337,6 +336,17 @@ def _run_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if isinstance(output, _Filled):
         raise output
     return output
+
+
+def positions(mask: Tensor) -> Tensor:
+    """Return the position [B, S] of each token: the number of real tokens (`mask` [B, S]) before."""
+    counts = mask.long()
+    return counts.cumsum(-1) - counts
+
+
+def plain(cache: DynamicCache) -> bool:
+    """Return True if every layer of the cache stores all keys and values (no window, no recurrent state)."""
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 class NoSharedPrefix(UserError):
