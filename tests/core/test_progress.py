@@ -190,9 +190,8 @@ def test_auto_is_plain_without_a_terminal_even_with_forced_colors(lines, monkeyp
 def test_auto_is_plain_if_jobs_in_parallel_share_the_terminal(monkeypatch):
     terminal = SimpleNamespace(is_interactive=True, file=SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(module, "console", terminal)
-    assert module.default_mode() == "live"
     monkeypatch.setattr(stages, "job", "job 2 ")
-    assert module.default_mode() == "plain"
+    assert ProgressDisplay("dpo", 1, "auto").mode == "plain"
 
 
 def test_the_time_of_all_stages_is_estimated_once(lines, seconds):

@@ -112,15 +112,6 @@ def test_weights_of_empty_responses_and_of_extreme_log_probs_are_finite(weightin
         assert weights.isfinite().all() and weights.square().isfinite().all()
 
 
-def test_padding_has_no_influence_on_the_weights():
-    now, squares, batch = pairs(lengths=[[1, 2]] * N)
-    for weighting in (IS, WPO):
-        config = DPOConfig(weighting=weighting)
-        clean, _ = pair_weights(Outputs(now, log_sum_squares=squares), batch, config)
-        noisy = Outputs(now - 3 * ~batch.response_mask, log_sum_squares=squares)
-        assert torch.equal(clean, pair_weights(noisy, batch, config)[0])
-
-
 def test_a_weight_equal_to_its_bound_is_not_truncated():
     now, _, batch = pairs(drift=0)
     weights, figures = pair_weights(Outputs(now), batch, DPOConfig(weighting=IS, weighting_eps=0))
