@@ -26,7 +26,7 @@ from rlhf.report.runs import read_run
 from rlhf.study.page import as_table
 from rlhf.study.plan import ROW
 from rlhf.study.rows import DIVERGED, Row, read_rows
-from rlhf.training.recorder import LIMITS, RISING, CollapseRule, Limits
+from rlhf.training.recorder import LIMITS, SIGNALS, CollapseRule, Limits
 
 UPDATES = Path(__file__).parents[1] / "studies/collapse/updates.npz"
 FALL, EARLY = 0.1, 10  # of the value; updates between warning and collapse
@@ -119,7 +119,7 @@ def crossings(case: Case, memory: float) -> dict[str, np.ndarray]:
     for signal, limits in GRID.items():
         values = np.array([average.get(signal, math.nan) for average in averages])[:, None]
         grid = np.array(limits, float)  # None becomes nan, which no value is beyond
-        passed = values > grid if signal in RISING else values < grid
+        passed = values > grid if SIGNALS[signal].above else values < grid
         found[signal] = at[np.where(passed.any(0), passed.argmax(0), -1)]
     return found
 

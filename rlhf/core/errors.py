@@ -122,8 +122,8 @@ def report(problems: tuple[str, ...] | list[str]) -> str:
 # `=`, brackets, quotes, `#` and signs outside of ASCII have a meaning.
 
 
-WIDTH = 80  # a longer command is divided into lines
-PLAIN = re.compile(r"(?!\.\d)[A-Za-z_./][\w./@:+-]*", re.ASCII)  # texts that Hydra reads without quotes
+_WIDTH = 80  # a longer command is divided into lines
+_PLAIN = re.compile(r"(?!\.\d)[A-Za-z_./][\w./@:+-]*", re.ASCII)  # texts that Hydra reads without quotes
 _TYPED = re.compile(r"[\w.+-]+|<value>", re.ASCII)  # what a user typed in place of a number, as it is
 _NOT_TEXT = re.compile(r"null|true|false|nan|inf", re.I)  # texts that Hydra reads as other values
 
@@ -164,7 +164,7 @@ def as_text(value: Any) -> str:
         case dict():
             return f"{{{','.join(f'{key}:{as_text(each)}' for key, each in value.items())}}}"
     text = str(value)
-    if PLAIN.fullmatch(text) and not _NOT_TEXT.fullmatch(text):
+    if _PLAIN.fullmatch(text) and not _NOT_TEXT.fullmatch(text):
         return text
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # no interpolation
     # Hydra keeps a backslash in quotes, unless it is in front of the quote.
@@ -188,7 +188,7 @@ def literal(text: object) -> str:
 
 
 def lines(*parts: str) -> Iterator[str]:
-    """Yield a command as indented lines of at most `WIDTH` columns, each but the last with a backslash.
+    """Yield a command as indented lines of at most `_WIDTH` columns, each but the last with a backslash.
 
     A part that is too long has a line of its own.
 
@@ -197,7 +197,7 @@ def lines(*parts: str) -> Iterator[str]:
     """
     line = f"  {parts[0]}"
     for part in parts[1:]:
-        if len(f"{line} {part} \\") > WIDTH:
+        if len(f"{line} {part} \\") > _WIDTH:
             yield f"{line} \\"
             line = f"    {part}"
         else:

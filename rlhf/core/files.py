@@ -23,7 +23,7 @@ from rlhf.core.errors import UserError
 # Files on disk: complete-or-absent writes, JSON lines, digests of settings.
 
 
-LONGEST = 160  # bytes of a path component that is made from a text; file systems allow 255
+_LONGEST = 160  # bytes of a path component that is made from a text; file systems allow 255
 SCRATCH = ".tmp-"  # prefix of unfinished files and folders; a crash leaves them behind
 
 
@@ -232,7 +232,7 @@ def complete_lines(file: Path) -> list[bytes]:
 
 
 def component(text: str, fill: str = "-") -> str:
-    """Return a text as one component of a path, of at most `LONGEST` bytes.
+    """Return a text as one component of a path, of at most `_LONGEST` bytes.
 
     Characters other than letters, digits, `.`, `_` and `-` are replaced by `fill`, so the path stays in its
     folder. A longer text keeps its end, after a digest of the whole text.
@@ -240,8 +240,8 @@ def component(text: str, fill: str = "-") -> str:
     name = re.sub(r"[^\w.-]+", fill, text).strip(fill)
     if not name.strip("."):
         return f"name-{digest(text)}"
-    if len(name.encode()) > LONGEST:
-        end = name.encode()[len(digest(text)) + 1 - LONGEST :].decode(errors="ignore")
+    if len(name.encode()) > _LONGEST:
+        end = name.encode()[len(digest(text)) + 1 - _LONGEST :].decode(errors="ignore")
         return f"{digest(text)}-{end}"
     return name
 
@@ -272,11 +272,6 @@ def _digest_of_file(file: Path, size: int, changed_ns: int) -> str:
 
 
 BEGIN, END = "---\n", "...\n"
-
-
-def as_document(text: str) -> str:
-    """Return YAML text with the first and the last line of a document."""
-    return f"{BEGIN}{text}{END}"
 
 
 def read_document(file: Path) -> DictConfig:
@@ -314,7 +309,7 @@ def flat(tree: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
 # `rlhf.generators.generator` reads the files.
 
 
-KEY = b"rlhf"  # key of `Shared` in the metadata of a Parquet schema
+_KEY = b"rlhf"  # key of `Shared` in the metadata of a Parquet schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,7 +324,7 @@ class Shared:
 
     def metadata(self) -> dict[bytes, bytes]:
         """Return the settings as metadata of a Parquet schema."""
-        return {KEY: json.dumps(asdict(self)).encode()}
+        return {_KEY: json.dumps(asdict(self)).encode()}
 
 
 def shared(file: Path) -> Shared:
@@ -340,7 +335,7 @@ def shared(file: Path) -> Shared:
     """
     import pyarrow.parquet
 
-    metadata = (pyarrow.parquet.read_schema(file).metadata or {}).get(KEY)
+    metadata = (pyarrow.parquet.read_schema(file).metadata or {}).get(_KEY)
     if metadata is None:
         raise ValueError(f"{file.name} was not written by save_generations")
     return Shared(**json.loads(metadata))

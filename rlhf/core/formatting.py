@@ -212,10 +212,10 @@ def text(row: Mapping[str, float], name: str) -> str:
     if name not in row:
         return ""
     interval = bounds(row, name)
-    return figure(row[name]) + ("" if interval is None else " [{}, {}]".format(*map(bound, interval)))
+    return figure(row[name]) + ("" if interval is None else " [{}, {}]".format(*map(_bound, interval)))
 
 
-def bound(value: float) -> str:
+def _bound(value: float) -> str:
     """Return a bound of an interval as text, with fewer digits than `figure` outside the range of a share."""
     if -0.1 < value <= 1 or abs(value) >= 99.95:
         return figure(value)
@@ -227,7 +227,7 @@ def bound(value: float) -> str:
 
 HIDDEN = "<redacted>"
 
-KEY = re.compile(
+_KEY = re.compile(
     r"(^|[._-])((access|auth|api|secret|private)_?key|((access|auth|api)_?)?(token|secret|password|passwd|credential))s?$",
     re.I,
 )
@@ -239,7 +239,7 @@ _RANDOM = re.compile(r"(?=.*[a-z])(?=.*\d)[\w.~+/=-]{16,}", re.I)  # a value tha
 _CREDENTIALS = re.compile(r"(?<=://)[^/?#\s'\"]+(?=@)")  # user name and password of a URL
 _QUERY = re.compile(r"(?<=[?&#])([\w.-]+)=([^&#\s'\"]+)")  # a parameter of a URL
 _ASSIGNED = re.compile(r"(?<![\w.?&#-])([\w.@/+~-]+)=([^\s,;()\[\]{}'\"]+)")  # key=value
-TOKEN = re.compile(  # tokens of Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, and JSON web tokens
+_TOKEN = re.compile(  # tokens of Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, and JSON web tokens
     r"\b(hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}"
     r"|AKIA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]+)"
 )
@@ -247,7 +247,7 @@ TOKEN = re.compile(  # tokens of Hugging Face, OpenAI, GitHub, GitLab, Slack, AW
 
 def is_secret_key(key: str) -> bool:
     """Return whether a key, such as `logger.api_key`, names a secret."""
-    return KEY.search(key.lstrip("+~-")) is not None and not key.endswith(_NO_SECRETS)
+    return _KEY.search(key.lstrip("+~-")) is not None and not key.endswith(_NO_SECRETS)
 
 
 def secret_in(text: str) -> str | None:
@@ -265,7 +265,7 @@ def secret_in(text: str) -> str | None:
             return "a user name or password"
         if (name := _secret_parameter(parsed)) is not None:
             return f"a secret in its query (the parameter {name})"
-    return "a token" if TOKEN.search(text) else None
+    return "a token" if _TOKEN.search(text) else None
 
 
 def _secret_parameter(url: SplitResult) -> str | None:
@@ -282,7 +282,7 @@ def hide(text: str) -> str:
     text = _CREDENTIALS.sub(HIDDEN, text)
     text = _QUERY.sub(_hide_parameter, text)
     text = _ASSIGNED.sub(_hide_value, text)
-    return TOKEN.sub(HIDDEN, text)
+    return _TOKEN.sub(HIDDEN, text)
 
 
 def _hide_parameter(match: re.Match[str]) -> str:

@@ -101,12 +101,12 @@ EXIT_CODES = {
 }
 DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 _STARTED_BY_PYTHON = "multiprocessing"  # in the command line of a process that multiprocessing starts
-COMMANDS = ("-m", "rlhf")  # `sys.argv[0]` while `python -m rlhf.<command>` or `rlhf` imports this package
+_COMMANDS = ("-m", "rlhf")  # `sys.argv[0]` while `python -m rlhf.<command>` or `rlhf` imports this package
 
 
 def handle() -> None:
     """Let signals end this process with the exit code of an interrupted command, if it is a command."""
-    if os.path.basename(sys.argv[0]) in COMMANDS and _STARTED_BY_PYTHON not in " ".join(sys.orig_argv[:3]):
+    if os.path.basename(sys.argv[0]) in _COMMANDS and _STARTED_BY_PYTHON not in " ".join(sys.orig_argv[:3]):
         for number in EXIT_CODES:
             if signal.getsignal(number) in DEFAULTS:
                 signal.signal(number, end)

@@ -29,9 +29,9 @@ from rlhf.core.launched import local_world_size, world_size
 
 
 _CGROUPS = Path("/sys/fs/cgroup")
-LIMITS = ("memory.max", "memory.limit_in_bytes")  # files with the memory limit of a group: cgroups v2, v1
+_LIMITS = ("memory.max", "memory.limit_in_bytes")  # files with the memory limit of a group: cgroups v2, v1
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
-TIMEOUT_S = 5.0  # time limit of nvidia-smi
+_TIMEOUT_S = 5.0  # time limit of nvidia-smi
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +59,21 @@ def cgroup_limits(membership: Path, root: Path) -> list[int]:
         root: folder of all control groups: files of v2 are below `root`, files of v1 below `root`/memory.
     """
     limits = []
-    for line in read_lines(membership):
+    for line in _read_lines(membership):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         top = root / "memory" if controllers else root
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):
-            for name in LIMITS:
-                limits += [int(text) for text in read_lines(folder / name) if text.isdigit()]
+            for name in _LIMITS:
+                limits += [int(text) for text in _read_lines(folder / name) if text.isdigit()]
             if folder == top:
                 break
     return [limit for limit in limits if limit > 0]
 
 
-def read_lines(file: Path) -> list[str]:
+def _read_lines(file: Path) -> list[str]:
     """Return the lines of a file; return [] if the file cannot be read."""
     try:
         return file.read_text().split("\n")[:-1]
@@ -86,7 +86,7 @@ def torch_has_cuda() -> bool:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
-    text = "\n".join(read_lines(Path(spec.origin).with_name("version.py")))
+    text = "\n".join(_read_lines(Path(spec.origin).with_name("version.py")))
     return re.search(r"^cuda\b[^=]*=\s*['\"]", text, re.M) is not None
 
 
@@ -100,7 +100,7 @@ def gpus(visible: str | None) -> tuple[int, ...]:
         An empty tuple if nvidia-smi is missing, fails or takes longer than 5 seconds: the memory is unknown.
     """
     try:
-        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
         rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line]
         sizes = [(index, uuid, int(float(mib) * 2**20)) for index, uuid, mib in rows]
     except (OSError, subprocess.SubprocessError, ValueError):
@@ -311,7 +311,7 @@ def is_loopback(url: str) -> bool:
 # The Hugging Face hub: models in its cache on this machine, and whether it can be reached. No torch.
 
 
-HUB_TIMEOUT_S = 4.0  # the longest time for one answer of the hub
+_HUB_TIMEOUT_S = 4.0  # the longest time for one answer of the hub
 
 
 def cached_folder(name: str) -> Path | None:
@@ -335,29 +335,25 @@ def tokenizer_folder(name: str) -> Path | None:
 def unreachable() -> str | None:
     """Return why nothing can be downloaded from the hub, or None if the hub answers.
 
-    The result comes within about `TIMEOUT_S` seconds; the hub's own client tries for about a minute.
+    The result comes within about `_TIMEOUT_S` seconds; the hub's own client tries for about a minute.
     """
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE=1 is set"
-    return _no_answer(constants.ENDPOINT)
-
-
-def _no_answer(address: str) -> str | None:
-    """Return why the server at `address` gave no answer, or None; any HTTP status is an answer."""
+    address = constants.ENDPOINT
 
     def ask() -> str | None:
         import requests
 
         try:
-            requests.head(address, timeout=HUB_TIMEOUT_S)
+            requests.head(address, timeout=_HUB_TIMEOUT_S)  # any HTTP status is an answer
         except requests.RequestException as error:
             return f"no connection to {address} ({type(error).__name__})"
         return None
 
-    late = f"no connection to {address} within {HUB_TIMEOUT_S:g} s"
-    return _within(HUB_TIMEOUT_S + 1, ask, late)
+    late = f"no connection to {address} within {_HUB_TIMEOUT_S:g} s"
+    return _within(_HUB_TIMEOUT_S + 1, ask, late)
 
 
 # Settings of the C library's heap, from which CPU tensors are allocated.

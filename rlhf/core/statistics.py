@@ -20,7 +20,7 @@ from scipy import optimize, special
 
 LEVEL, POWER = 0.05, 0.8  # probability of a false statement; of finding a difference that exists
 
-Sample = Sequence[float] | np.ndarray  # one value per seed
+_Sample = Sequence[float] | np.ndarray  # one value per seed
 Side = Literal["two-sided", "less", "greater"]
 
 
@@ -36,7 +36,7 @@ class Estimate(NamedTuple):
 # -- intervals -------------------------------------------------------------------------------------------
 
 
-def mean_interval(values: Sample) -> Estimate:
+def mean_interval(values: _Sample) -> Estimate:
     """Return the mean with its t interval; the interval of equal values has width 0."""
     x = np.asarray(values, float)
     centre, n = float(x.mean()), len(x)
@@ -65,7 +65,7 @@ def iqm(values: np.ndarray | Sequence, axis: int | None = None) -> np.ndarray:
 
 
 def bootstrap_interval(
-    *strata: Sample,
+    *strata: _Sample,
     statistic: Callable[..., np.ndarray] = iqm,
     method: Literal["percentile", "BCa"] = "percentile",
     resamples: int = 9999,
@@ -93,7 +93,7 @@ def bootstrap_interval(
 # -- tests -----------------------------------------------------------------------------------------------
 
 
-def p_t(values: Sample, limit: float = 0.0, side: Side = "two-sided") -> float:
+def p_t(values: _Sample, limit: float = 0.0, side: Side = "two-sided") -> float:
     """Return the p-value of the t test of a mean against a limit; paired, if the values are differences.
 
     Equal values have no spread that a t test could use; their p-value is that of the sign-flip test.
@@ -117,7 +117,7 @@ def _signs(seeds: int) -> np.ndarray:
     return drawn
 
 
-def p_sign_flip(values: Sample, limit: float = 0.0, side: Side = "two-sided") -> float:
+def p_sign_flip(values: _Sample, limit: float = 0.0, side: Side = "two-sided") -> float:
     """Return the p-value of the sign-flip test, which is exact for every symmetric distribution."""
     x = np.asarray(values, float) - limit
     means, observed = (_signs(len(x)) * x).mean(1), x.mean()
@@ -135,7 +135,7 @@ def smallest_p(seeds: int) -> float:
 
 
 def p_value(
-    values: Sample, limit: float = 0.0, side: Side = "two-sided", family: int = 1, level: float = LEVEL
+    values: _Sample, limit: float = 0.0, side: Side = "two-sided", family: int = 1, level: float = LEVEL
 ) -> float:
     """Return the p-value of the t test, or of the sign-flip test if that is larger and could reach `level`.
 
@@ -153,7 +153,7 @@ def p_value(
 
 
 def unpaired(
-    samples: Sequence[Sample], weights: Sequence[float], limit: float = 0.0, side: Side = "two-sided"
+    samples: Sequence[_Sample], weights: Sequence[float], limit: float = 0.0, side: Side = "two-sided"
 ) -> tuple[Estimate, float]:
     """Return a weighted sum of the means of samples without common seeds, and its p-value against a limit.
 
@@ -178,7 +178,7 @@ def holm(p: Sequence[float]) -> list[float]:
     return found.tolist()
 
 
-def distinct(samples: Mapping[str, Sample]) -> dict[str, list[str]]:
+def distinct(samples: Mapping[str, _Sample]) -> dict[str, list[str]]:
     """Return the names of samples by the first name with the same values: equal methods count as one."""
     found: dict[str, list[str]] = {}
     for name, values in samples.items():

@@ -355,7 +355,7 @@ def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
     except _INVALID as error:
         if is_local(path):
             folder = Path(path).is_dir()
-            reason = f"{path!r} could not be read: {cause(error)}" if folder else f"no folder {path!r}"
+            reason = f"{path!r} could not be read: {_cause(error)}" if folder else f"no folder {path!r}"
             remedy = "correct or copy its files, or set {}=<hub name or another folder>" if folder else None
             raise UserError(_not_loaded(key, path, reason, remedy)) from None
     if (offline := machine.unreachable()) is not None:
@@ -363,7 +363,7 @@ def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
     try:
         return auto.from_pretrained(path, **settings)
     except _INVALID as error:
-        reason = f"no folder {path!r}, and not found on the hub or hub not reachable: {cause(error)}"
+        reason = f"no folder {path!r}, and not found on the hub or hub not reachable: {_cause(error)}"
         raise UserError(_not_loaded(key, path, reason)) from None
 
 
@@ -383,7 +383,7 @@ def _not_loaded(key: str, path: str, reason: str, remedy: str | None = None) -> 
     )
 
 
-def cause(error: Exception) -> str:
+def _cause(error: Exception) -> str:
     """Return why files cannot be read, on one line: the text of an exception, after its class if needed."""
     if isinstance(error, StrictDataclassError):  # its first line does not name the value
         return " ".join(str(error).split())

@@ -128,9 +128,9 @@ def _encode_shared(
     if not plain(like):
         kinds = {type(layer).__name__ for layer in like.layers} - {DynamicLayer.__name__}
         raise NoSharedPrefix(backbone.config, ", ".join(sorted(kinds)))
-    cache = PromptCache(like, whole)
+    cache = _PromptCache(like, whole)
     ids, known = padded_right(prompts[:, :-1], prompt_mask[:, :-1])
-    with suppress(Filled):
+    with suppress(_Filled):
         backbone(  # no mask: attention is causal and padding is last
             input_ids=ids,
             position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
@@ -143,7 +143,7 @@ def _encode_shared(
     end, seen = prompts[:, None, -1:].expand(-1, k, -1), prompt_mask[:, None, -1:].expand(-1, k, -1)
     tokens, real = torch.cat([end, responses], 2), torch.cat([seen, real], 2)
     place = known.sum(1)[:, None, None] + positions(real)
-    group = samples_per_row(backbone, k, known.shape[1], real.shape[2])
+    group = folder.in_forward(k, known.shape[1], real.shape[2]) if takes_any_mask(backbone) else 1
     rows = (n * k // group, group * real.shape[2])
     states = backbone(
         input_ids=tokens.reshape(rows),
@@ -151,7 +151,7 @@ def _encode_shared(
             backbone, known.repeat_interleave(k // group, 0), real.reshape(rows), group
         ),
         position_ids=place.reshape(rows),
-        **cache_argument(backbone, Cache(layers=[ResponseLayer(layer, k // group) for layer in cache.kept])),
+        **cache_argument(backbone, Cache(layers=[_ResponseLayer(layer, k // group) for layer in cache.kept])),
         use_cache=True,
     ).last_hidden_state
     return states.view(*tokens.shape, -1)
@@ -173,18 +173,6 @@ def padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return tokens and mask [N, P] with the padding moved behind the real tokens of each row."""
     order = torch.argsort((~mask).int(), dim=1, stable=True)
     return ids.gather(1, order), mask.gather(1, order)
-
-
-def samples_per_row(backbone: PreTrainedModel, samples: int, prompt: int, response: int) -> int:
-    """Return how many samples of a prompt share one row of the batch, and so one copy of the prompt's keys.
-
-    Args:
-        backbone: the model without its head.
-        samples: samples per prompt, K.
-        prompt: prompt length in tokens.
-        response: response length in tokens.
-    """
-    return folder.in_forward(samples, prompt, response) if takes_any_mask(backbone) else 1
 
 
 def takes_any_mask(model: PreTrainedModel) -> bool:
@@ -227,15 +215,15 @@ def additive(model: PreTrainedModel, seen: Tensor) -> Tensor:
     return mask.masked_fill_(~seen, -torch.inf)
 
 
-class Filled(Exception):
+class _Filled(Exception):
     """An exception that ends a forward over prompts as soon as the cache has the keys and values."""
 
 
-class PromptCache(Cache):
+class _PromptCache(Cache):
     """A cache that stores the keys and values of prompts.
 
-    Unless `whole` is True, the cache ends the forward by raising `Filled` as soon as all layers have keys and
-    values, because the output of the last block on the prompt is not used.
+    Unless `whole` is True, the cache ends the forward by raising `_Filled` as soon as all layers have keys
+    and values, because the output of the last block on the prompt is not used.
 
     Args:
         like: an empty cache of the model; the new cache has as many layers.
@@ -258,7 +246,7 @@ class PromptCache(Cache):
         again = self.kept[layer_idx].is_initialized  # True in the backward pass, which needs the output
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if not (again or self.whole) and all(layer.is_initialized for layer in self.kept):
-            raise Filled
+            raise _Filled
         return states
 
 
@@ -278,7 +266,7 @@ class PromptLayer(DynamicLayer):
         return key_states, value_states
 
 
-class ResponseLayer(DynamicLayer):
+class _ResponseLayer(DynamicLayer):
     """A cache layer that puts the keys and values of the prompt before the keys and values of the responses.
 
     The keys and values of the responses are not stored.
@@ -305,13 +293,12 @@ class ResponseLayer(DynamicLayer):
             kwargs: not used.
         """
         assert self.keys is not None and self.values is not None
-        return self.behind(self.keys, key_states), self.behind(self.values, value_states)
+        return self._behind(self.keys, key_states), self._behind(self.values, value_states)
 
-    def behind(self, prompts: Tensor, responses: Tensor) -> Tensor:
+    def _behind(self, prompts: Tensor, responses: Tensor) -> Tensor:
         """Return `prompts` [N, heads, P, size], repeated, then `responses` [N*rows, heads, S, size]."""
-        shape = (len(prompts), self.rows)
         repeated = prompts[:, None].expand(-1, self.rows, -1, -1, -1)
-        return torch.cat([repeated, responses.unflatten(0, shape)], -2).flatten(0, 1)
+        return torch.cat([repeated, responses.unflatten(0, (-1, self.rows))], -2).flatten(0, 1)
 
 
 def checkpoint_blocks(model: PreTrainedModel) -> None:
@@ -342,11 +329,11 @@ def _run_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def recomputed(*inputs: Any) -> Any:
         try:
             return forward(*inputs, **kwargs)
-        except Filled as filled:  # an exception must not pass through `checkpoint`
+        except _Filled as filled:  # an exception must not pass through `checkpoint`
             return filled
 
     output = checkpoint(recomputed, *args, use_reentrant=False, preserve_rng_state=False)
-    if isinstance(output, Filled):
+    if isinstance(output, _Filled):
         raise output
     return output
 
@@ -426,7 +413,7 @@ def with_sdpa(model: PreTrainedModel) -> Iterator[None]:
 # Sampling, saving and hooks never see compiled code: outside the context, the model has its own forwards.
 
 
-Forward = Callable[..., Any]
+_Forward = Callable[..., Any]
 
 # Graphs of a block: with and without gradients, with and without a cache, for batches of 1 and of more
 # sequences, of models with several dtypes. Without a graph, a block runs as usual.
@@ -458,7 +445,7 @@ class CompiledBlocks:
         blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not blocks:
             raise NoBlocks(f"the code of {model.config.model_type} models does not mark blocks")
-        self.blocks = [(block, outermost(block.forward, place)) for place, block in enumerate(blocks)]
+        self.blocks = [(block, _outermost(block.forward, place)) for place, block in enumerate(blocks)]
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -513,7 +500,7 @@ def converted_weights(model: PreTrainedModel) -> Iterator[None]:
             del vars(module)[name]
 
 
-def outermost(forward: Forward, place: int) -> Forward:
+def _outermost(forward: _Forward, place: int) -> _Forward:
     """Return the compiled form of a block's forward; checkpointing stays outside the compiled code."""
     if not isinstance(forward, partial):
         return _with_layer(forward, place)
@@ -521,12 +508,12 @@ def outermost(forward: Forward, place: int) -> Forward:
     return partial(forward.func, _with_layer(inner, place))
 
 
-def _with_layer(forward: Forward, place: int) -> Forward:
+def _with_layer(forward: _Forward, place: int) -> _Forward:
     """Return the compiled forward of the block number `place`, which gets its layer of the cache only."""
     compiled = torch.compile(forward, dynamic=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        fix_features(*args, *(kwargs.get("position_embeddings") or ()))
+        _fix_features(*args, *(kwargs.get("position_embeddings") or ()))
         name = next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
         if name is None:
             return compiled(*args, **kwargs)
@@ -544,7 +531,7 @@ def _with_layer(forward: Forward, place: int) -> Forward:
     return run
 
 
-def fix_features(*states: Any) -> None:
+def _fix_features(*states: Any) -> None:
     """Let the compiler know the last size of states [..., H]: code for one number of features is faster."""
     for each in states:
         if isinstance(each, Tensor) and each.is_floating_point():

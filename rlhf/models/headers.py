@@ -52,7 +52,7 @@ class DamagedFile(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorHeader:
+class _TensorHeader:
     """A tensor of a safetensors file."""
 
     shape: tuple[int, ...]
@@ -97,7 +97,7 @@ def read_object(file: Path) -> dict[str, Any]:
     return found
 
 
-def read_header(file: Path) -> dict[str, TensorHeader]:
+def read_header(file: Path) -> dict[str, _TensorHeader]:
     """Return the name, shape and dtype of every tensor in a safetensors file.
 
     Raises:
@@ -110,7 +110,7 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
         with safe_open(file, "np") as stored:
             slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
             return {
-                name: TensorHeader(tuple(found.get_shape()), found.get_dtype(), file)
+                name: _TensorHeader(tuple(found.get_shape()), found.get_dtype(), file)
                 for name, found in slices.items()
             }
     except FileNotFoundError:
@@ -124,7 +124,7 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
         ) from None
 
 
-def read_weights(folder: Path) -> dict[str, TensorHeader]:
+def _read_weights(folder: Path) -> dict[str, _TensorHeader]:
     """Return the tensors in the safetensors files from which transformers loads the model in `folder`.
 
     Raises:
@@ -143,7 +143,7 @@ def read_weights(folder: Path) -> dict[str, TensorHeader]:
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise DamagedFile(f"{INDEX} has no weight_map of tensors and files")
-    tensors: dict[str, TensorHeader] = {}
+    tensors: dict[str, _TensorHeader] = {}
     for name in sorted(set(names.values())):
         tensors |= read_header(folder / name)
     for name, file in names.items():
@@ -152,7 +152,7 @@ def read_weights(folder: Path) -> dict[str, TensorHeader]:
     return tensors
 
 
-def read_tokenizer_header(folder: Path) -> TokenizerHeader | None:
+def _read_tokenizer_header(folder: Path) -> TokenizerHeader | None:
     """Return the vocabulary and the special tokens of the tokenizer in `folder`.
 
     A special token is in the result only if the files determine it: for some tokenizer classes, a token that
@@ -320,12 +320,12 @@ class ModelFolder(ModelFacts):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tensors: dict[str, TensorHeader] = {}
+        self.tensors: dict[str, _TensorHeader] = {}
         self._unreadable: str | None = None
         config: dict[str, Any] = {}
         try:
             config = read_object(path / "config.json")
-            self.tensors = read_weights(path)
+            self.tensors = _read_weights(path)
         except DamagedFile as error:
             self._unreadable = str(error)
         super().__init__(config)
@@ -433,7 +433,7 @@ class ModelFolder(ModelFacts):
     @cached_property
     def _tokenizer(self) -> tuple[TokenizerHeader | None, str | None]:
         try:
-            return read_tokenizer_header(self.path), None
+            return _read_tokenizer_header(self.path), None
         except DamagedFile as error:
             return None, str(error)
 
@@ -488,7 +488,7 @@ UNUSED = (
     re.compile(r"<(empty_output|gh_stars|repo_?name|file_?sep|filename|(jupyter|issue|commit)_\w+)>"),
 )
 ENDS = ("generation_config.json", "config.json")  # files of a model that declare its end tokens
-UNKNOWN = "<unk>"
+_UNKNOWN = "<unk>"
 _END_OF_TEXT = "<|endoftext|>"  # ends a document in pre-training; chats often end with another token
 _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}  # the tokens of single bytes in SentencePiece
 # The tokens of single bytes in byte-level BPE.
@@ -517,7 +517,7 @@ def choose_pad_token(
     for kind in UNUSED:
         candidates += filter(kind.fullmatch, numbered)
     if ids.keys() >= _BYTES or ids.keys() >= _BYTE_LEVEL:  # otherwise <unk> stands for unknown signs of texts
-        candidates.append(UNKNOWN)
+        candidates.append(_UNKNOWN)
     candidates = [token for token in candidates if token != bos] + [_END_OF_TEXT]
     return next(
         (t for t in candidates if t in ids and t not in used and ids[t] not in used and t not in template),

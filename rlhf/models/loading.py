@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,53 +18,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rlhf.config.models import ModelConfig
 from rlhf.core.errors import UserError
 from rlhf.models.folder import context_problem, fetch, folder_problem, rope_problem
 from rlhf.models.headers import ModelFacts, opened
 from rlhf.models.modules import is_adapted, score_head, whole_weights
-
-if TYPE_CHECKING:
-    from rlhf.config.models import ModelConfig
-
-
-def load_causal_lm(
-    path: str,
-    dtype: torch.dtype = torch.float32,
-    attention: str = "sdpa",
-    trust_remote_code: bool = False,
-    key: str = "model.policy",
-) -> PreTrainedModel:
-    """Return the causal LM at `path`, without dropout and in evaluation mode.
-
-    Args:
-        path: hub name or local folder; weights must be safetensors.
-        dtype: dtype of the weights: float32 for a model that is trained, any dtype for a frozen model.
-        attention: attention implementation of transformers, such as "sdpa".
-        trust_remote_code: passed to transformers.
-        key: config key that names `path`, for error messages.
-
-    Raises:
-        UserError: there is no causal LM at `path`, or its checkpoint lacks parameters.
-    """
-    return load(AutoModelForCausalLM, path, dtype, attention, trust_remote_code, key)
-
-
-def load_reward_model(
-    path: str,
-    dtype: torch.dtype = torch.float32,
-    attention: str = "sdpa",
-    trust_remote_code: bool = False,
-    key: str = "model.reward",
-) -> PreTrainedModel:
-    """Return the sequence classifier with one label at `path`, without dropout and in evaluation mode.
-
-    The arguments are those of `load_causal_lm`.
-
-    Raises:
-        UserError: there is no model at `path`, or the model lacks a classification head with exactly one
-            label.
-    """
-    return load(AutoModelForSequenceClassification, path, dtype, attention, trust_remote_code, key)
 
 
 def new_reward_model(
@@ -92,7 +51,7 @@ def new_reward_model(
     Raises:
         UserError: there is no model at `path`, or its checkpoint lacks parameters.
     """
-    model = load(
+    model = _load(
         AutoModelForSequenceClassification, path, dtype, attention, trust_remote_code, key,
         new_parameter="score.weight", num_labels=1, pad_token_id=pad_token_id,
     )  # fmt: skip
@@ -103,23 +62,23 @@ def new_reward_model(
     return model
 
 
-def load(
+def _load(
     auto: Any,
     path: str,
-    dtype: torch.dtype,
-    attention: str,
-    trust_remote_code: bool,
-    key: str,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+    trust_remote_code: bool = False,
+    key: str = "model.policy",
     new_parameter: str | None = None,
     **settings: Any,
 ) -> PreTrainedModel:
-    """Return the model that the auto class `auto` loads from `path`, without dropout.
+    """Return the model that the auto class `auto` loads from `path`, without dropout, in evaluation mode.
 
     Args:
         auto: auto class of transformers.
-        path: hub name or local folder.
-        dtype: dtype of the weights.
-        attention: attention implementation of transformers.
+        path: hub name or local folder; weights must be safetensors.
+        dtype: dtype of the weights: float32 for a model that is trained, any dtype for a frozen model.
+        attention: attention implementation of transformers, such as "sdpa".
         trust_remote_code: passed to transformers.
         key: config key that names `path`, for error messages.
         new_parameter: name of a parameter that may be missing in the checkpoint; None: all are required.
@@ -130,7 +89,8 @@ def load(
             the attention implementation for the model, or a sequence classifier does not have exactly one
             label.
     """
-    _check_folder(key, path)
+    if problem := folder_problem(key, path):  # config.json or weights are missing, truncated or malformed
+        raise UserError(problem)
     config = fetch(AutoConfig, path, key, trust_remote_code=trust_remote_code, **settings)
     _without_dropout(config)
     try:
@@ -171,7 +131,10 @@ def load(
             f"{key} must name a reward model with one label (a reward is one number), got {path!r} with "
             f"{model.config.num_labels} labels; set {key}=<hub name or folder>"
         )
-    if broken := not_finite(model):
+    with torch.no_grad():  # a sum of finite weights is finite in float32, and needs no memory for a mask
+        sums = ((name, weight.sum(dtype=torch.float32)) for name, weight in model.named_parameters())
+        broken = [name for name, total in sums if not total.isfinite()]
+    if broken:
         raise UserError(
             f"{key} must name a checkpoint with finite weights (all results would be NaN), got {path!r} with "
             f"NaN or infinity in {', '.join(broken[:3])}; write or copy the checkpoint again"
@@ -182,14 +145,10 @@ def load(
     return model.eval()
 
 
-def _check_folder(key: str, path: str) -> None:
-    """Check that the local model folder `path` can be loaded; a hub name is not checked.
-
-    Raises:
-        UserError: config.json or weights are missing, truncated or malformed.
-    """
-    if problem := folder_problem(key, path):
-        raise UserError(problem)
+# Each returns the model at a path (its arguments are those of `_load` from `path` on): a causal LM, and a
+# sequence classifier with one label.
+load_causal_lm = partial(_load, AutoModelForCausalLM)
+load_reward_model = partial(_load, AutoModelForSequenceClassification, key="model.reward")
 
 
 def check_saved(folder: Path) -> None:
@@ -206,15 +165,6 @@ def check_saved(folder: Path) -> None:
             f"{folder} must contain a whole model (config.json and weights), got a damaged folder "
             f"({defect}); copy the folder again, or choose another model of the run"
         )
-
-
-@torch.no_grad()
-def not_finite(model: PreTrainedModel) -> list[str]:
-    """Return the names of the parameters that contain NaN or infinity."""
-    # A sum of finite weights is finite in float32, and needs no memory for a mask.
-    return [
-        name for name, weight in model.named_parameters() if not weight.sum(dtype=torch.float32).isfinite()
-    ]
 
 
 def _without_dropout(config: PreTrainedConfig) -> None:
@@ -268,7 +218,13 @@ def save(
         folder: where the files are written.
         state_dict: weights to save, for example gathered from all ranks; None: the weights of `model`.
     """
-    _stop_at(model, tokenizer.eos_token_id)
+    end = tokenizer.eos_token_id
+    for config in (model.config, getattr(model, "generation_config", None)):
+        if config is not None:
+            stated = config.eos_token_id
+            ends = [] if stated is None else [stated] if isinstance(stated, int) else list(stated)
+            if end not in ends:
+                config.eos_token_id = [end, *ends] if ends else end
     adapted = is_adapted(model)
     if state_dict is None and adapted:
         state_dict = dict(whole_weights(model))
@@ -277,17 +233,6 @@ def save(
         model.config.dtype = torch.float32
         model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _stop_at(model: PreTrainedModel, end: int) -> None:
-    """Add the token id `end` to the end tokens in the config and the generation config of a model."""
-    for config in (model.config, getattr(model, "generation_config", None)):
-        if config is None:
-            continue
-        stated = config.eos_token_id
-        ends = [] if stated is None else [stated] if isinstance(stated, int) else list(stated)
-        if end not in ends:
-            config.eos_token_id = [end, *ends] if ends else end
 
 
 def check_context(config: PreTrainedConfig, prompt_length: int, response_length: int) -> str | None:

@@ -39,13 +39,13 @@ from torch.autograd.function import once_differentiable
 
 from rlhf.models.placement import product_dtype
 
-entr = torch.special.entr  # -x log(x), 0 at 0
+_entr = torch.special.entr  # -x log(x), 0 at 0
 
 _Tile = tuple[int, int]  # rows, vocabulary entries
 
 CPU_TILE_BYTES = 2**21  # bytes of logits in a tile: a tile fits in the cache of a core
 GPU_TILE_BYTES = 2**29  # bytes of logits in a tile: about 1,000 rows with a vocabulary of 128k
-MIN_TILE_VOCABULARY = 512  # fewest vocabulary entries of a tile; narrower matrix products are slow
+_MIN_TILE_VOCABULARY = 512  # fewest vocabulary entries of a tile; narrower matrix products are slow
 
 EXTRAS = frozenset({"entropy", "log_sum_squares"})  # outputs that are computed only on request
 
@@ -95,17 +95,17 @@ def token_outputs(
     if compiled:  # the compiler knows the number of columns, which is that of the vocabulary
         tile = max(1, tile[0] * tile[1] // len(weight)), len(weight)
     given = hidden, weight, bias, targets, temperature
-    return TokenOutputs(*TokenFunction.apply(*given, tile, dtype, frozenset(extras), compiled))
+    return TokenOutputs(*_TokenFunction.apply(*given, tile, dtype, frozenset(extras), compiled))
 
 
 def tile_for(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> _Tile:
     """Return rows and vocabulary entries of a tile whose logits fit in the memory bound of the device.
 
-    The tile has all rows of `hidden` if all rows and `MIN_TILE_VOCABULARY` vocabulary entries fit.
+    The tile has all rows of `hidden` if all rows and `_MIN_TILE_VOCABULARY` vocabulary entries fit.
     """
     bound = CPU_TILE_BYTES if weight.device.type == "cpu" else GPU_TILE_BYTES
     numbers = bound // _accumulator(dtype).itemsize
-    entries = min(len(weight), max(MIN_TILE_VOCABULARY, numbers // max(1, len(hidden))))
+    entries = min(len(weight), max(_MIN_TILE_VOCABULARY, numbers // max(1, len(hidden))))
     return max(1, numbers // entries), entries
 
 
@@ -114,7 +114,7 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class TokenFunction(torch.autograd.Function):
+class _TokenFunction(torch.autograd.Function):
     """The autograd function of `token_outputs`, which documents the arguments and the results."""
 
     @staticmethod
@@ -142,10 +142,10 @@ class TokenFunction(torch.autograd.Function):
                     part = hidden[rows].to(dtype)
                     if compiled:
                         given = part @ head.T, offset, temperature, targets[rows, None]
-                        chosen[rows], norms[rows] = run_compiled(tile_summary, *given)
+                        chosen[rows], norms[rows] = _run_compiled(_tile_summary, *given)
                         continue
                     logits = _tile_logits(part, head, offset, temperature)
-                    column, inside = within(targets[rows, None], entries)
+                    column, inside = _within(targets[rows, None], entries)
                     chosen[rows] = torch.where(inside, logits.gather(-1, column), chosen[rows])
                     norm = torch.logaddexp(norms[rows], logits.logsumexp(-1, keepdim=True))
                     if extras:
@@ -153,7 +153,7 @@ class TokenFunction(torch.autograd.Function):
                         earlier = (norms[rows] - finite).exp_()  # probability of the earlier tiles
                         probs = logits.sub_(finite).exp_()
                         if entropies is not None:
-                            entropies[rows] = earlier * entropies[rows] + entr(earlier) + total(entr(probs))
+                            entropies[rows] = earlier * entropies[rows] + _entr(earlier) + total(_entr(probs))
                         if squares is not None:
                             squares[rows] = earlier.square() * squares[rows] + total(probs.square())
                     norms[rows] = norm
@@ -190,15 +190,15 @@ class TokenFunction(torch.autograd.Function):
                     part = hidden[rows].to(dtype)
                     if ctx.compiled:
                         given = part @ head.T, offset, ctx.temperature, targets[rows, None], norms[rows]
-                        slope = run_compiled(tile_slopes, *given, scale[rows])
+                        slope = _run_compiled(_tile_slopes, *given, scale[rows])
                     else:
                         slope = (
                             _tile_logits(part, head, offset, ctx.temperature).sub_(norms[rows]).exp_()
                         )  # p
                         if entropies is not None:  # -p (log p + entropy)
-                            entropy_slope = entr(slope).addcmul_(slope, entropies[rows], value=-1)
+                            entropy_slope = _entr(slope).addcmul_(slope, entropies[rows], value=-1)
                             entropy_slope.mul_(entropy_scale[rows])
-                        column, inside = within(targets[rows, None], entries)
+                        column, inside = _within(targets[rows, None], entries)
                         slope.scatter_add_(-1, column, -inside.to(slope.dtype))
                         slope.mul_(-scale[rows])
                         if entropies is not None:
@@ -215,13 +215,13 @@ class TokenFunction(torch.autograd.Function):
         return *(None if slope is None else slope.to(x.dtype) for slope, x in inputs), *(None,) * 6
 
 
-def run_compiled(
+def _run_compiled(
     function: Callable[..., Any], products: Tensor, bias: Tensor | None, temperature: float, *given: Tensor
 ) -> Any:
     """Return `function(products, bias, rate, *given)` by code that is compiled for any number of rows.
 
     Args:
-        function: `tile_summary` or `tile_slopes`.
+        function: `_tile_summary` or `_tile_slopes`.
         products: products of hidden states and output embeddings [rows, V].
         bias: bias [V], or None.
         temperature: divisor of the logits; the rate is 1 / temperature [], in the dtype of the softmax.
@@ -237,7 +237,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def tile_summary(
+def _tile_summary(
     products: Tensor, bias: Tensor | None, rate: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the logits of the targets and the log-sum-exp [rows, 1] of a tile, given targets [rows, 1]."""
@@ -245,7 +245,7 @@ def tile_summary(
     return logits.gather(-1, targets), logits.logsumexp(-1, keepdim=True)
 
 
-def tile_slopes(
+def _tile_slopes(
     products: Tensor, bias: Tensor | None, rate: Tensor, targets: Tensor, norms: Tensor, scale: Tensor
 ) -> Tensor:
     """Return the gradient of the products [rows, V] of a tile, in their dtype.
@@ -283,7 +283,7 @@ def total(x: Tensor) -> Tensor:
     return x.sum(-1, keepdim=True)
 
 
-def within(targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
+def _within(targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
     """Return the column of each target in the vocabulary slice `entries`, and whether the slice contains it.
 
     The column of a target outside the slice is valid but meaningless.

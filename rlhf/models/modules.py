@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy as copy_lora
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,16 +22,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf.core.batch import Outputs
+from rlhf.config.models import LoRAConfig
+from rlhf.core.batch import Outputs, Rollouts
 from rlhf.core.errors import RunError, UserError
 from rlhf.models.folder import first_line
 from rlhf.models.forward import CompiledBlocks, encode
 from rlhf.models.logprobs import TokenOutputs, fused_logprobs, token_outputs
-
-if TYPE_CHECKING:
-    from rlhf.config.models import LoRAConfig
-    from rlhf.core.batch import Rollouts
-
 
 # Names that model configs of transformers use for a factor on the logits.
 _LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
@@ -280,7 +276,7 @@ def score_head(model: PreTrainedModel) -> nn.Linear:
     return cast(nn.Linear, model.get_submodule("score"))
 
 
-def read(model: PreTrainedModel, states: Tensor) -> Tensor:
+def _read(model: PreTrainedModel, states: Tensor) -> Tensor:
     """Return the output [...] float32 of a reward or value model's head for hidden states [..., H].
 
     If the config of the model has a `reward_offset`, the offset is subtracted.
@@ -342,7 +338,7 @@ class RewardModel(RolloutModule):
         hidden = self.states(batch, last=True)
         place = batch.real.sum(-1)  # position t: state after t response tokens
         state = hidden.gather(2, place[:, :, None, None].expand(-1, -1, 1, hidden.shape[-1]))[:, :, 0]
-        return Outputs(rewards=read(self.model, state))
+        return Outputs(rewards=_read(self.model, state))
 
 
 class ValueModel(RolloutModule):
@@ -354,7 +350,7 @@ class ValueModel(RolloutModule):
 
     def forward(self, batch: Rollouts) -> Outputs:
         """Return values [N, K, T+1] float32, position t after t response tokens; meaningless at padding."""
-        return Outputs(values=read(self.model, self.states(batch, last=True)))
+        return Outputs(values=_read(self.model, self.states(batch, last=True)))
 
 
 class ActorCritic(nn.Module):
@@ -391,7 +387,7 @@ class ActorCritic(nn.Module):
 # are trained completely, and ranks outside of its list.
 
 
-NAME = "default"  # PEFT's name for the only adapter
+_NAME = "default"  # PEFT's name for the only adapter
 _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # prefix of the tensor names in FILE
 
@@ -432,7 +428,7 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(settings, model, NAME)
+        inject_adapter_in_model(settings, model, _NAME)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -559,10 +555,10 @@ def whole_weights(
         before, wrapped, after = name.partition(".base_layer.")
         if wrapped and after == "weight":
             layer: Any = model.get_submodule(before)
-            with gather([tensor, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight]):
-                yield f"{before}.weight", tensor.float() + layer.get_delta_weight(NAME).float()
+            with gather([tensor, layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight]):
+                yield f"{before}.weight", tensor.float() + layer.get_delta_weight(_NAME).float()
         elif ".lora_" not in name and ".original_module." not in name:
-            plain = name.replace(".base_layer.", ".").replace(f".modules_to_save.{NAME}.", ".")
+            plain = name.replace(".base_layer.", ".").replace(f".modules_to_save.{_NAME}.", ".")
             with gather([tensor]):
                 whole = tensor.detach()
                 yield plain, whole.float() if adapted and whole.is_floating_point() else whole
@@ -572,7 +568,7 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the trained tensors of a model with adapters (not copies), under PEFT's names."""
     from peft import get_peft_model_state_dict
 
-    tensors = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    tensors = get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
     return {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
 
 
@@ -582,7 +578,7 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     Both `load_adapter` and `PeftModel.from_pretrained(base model, folder)` read the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    settings: Any = copy_lora(model.peft_config[NAME])
+    settings: Any = copy_lora(model.peft_config[_NAME])
     settings.inference_mode = True
     settings.target_modules = sorted(settings.target_modules)  # a list, because PEFT keeps a set
     settings.save_pretrained(str(folder))

@@ -5,18 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rlhf.config.models import Dtype
-from rlhf.core.batch import microbatches, moved_to
-
-if TYPE_CHECKING:
-    from rlhf.core.batch import Budget, Rollouts
-    from rlhf.processes.ranks import Ranks
-
+from rlhf.core.batch import Budget, Rollouts, microbatches, moved_to
+from rlhf.processes.ranks import Ranks
 
 # Memory layout of linear weights on a CPU.
 #
@@ -149,15 +145,11 @@ def build_on_first(build: Callable[[], Placed], ranks: Ranks) -> Placed:
 
 def without_values(module: Placed) -> Placed:
     """Return a copy of a module with placeholders as parameters; buffers are copied."""
-    placeholders = {id(each): _placeholder(each) for each in module.parameters()}
+    placeholders = {  # of the same shape and dtype, which store one number
+        id(each): nn.Parameter(torch.zeros((), dtype=each.dtype).expand(each.shape), each.requires_grad)
+        for each in module.parameters()
+    }
     return copy.deepcopy(module, placeholders)
-
-
-def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter with the shape and dtype of `parameter` that stores one number."""
-    return nn.Parameter(
-        torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), parameter.requires_grad
-    )
 
 
 def is_placeholder(parameter: Tensor) -> bool:

@@ -14,17 +14,11 @@ and count exclude these prompts. With `algo.ties=keep`, every prompt has signal.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from rlhf.config.algorithms import Ties
-from rlhf.core.metrics import mean, selected
-from rlhf.objectives.objective import Objective, drift, prompts_with_signal
-
-if TYPE_CHECKING:
-    from rlhf.config.algorithms import BestOfKConfig
-    from rlhf.core.batch import Batch
-    from rlhf.core.metrics import Metrics
-    from rlhf.objectives.objective import Counts, Forward, Losses
+from rlhf.config.algorithms import BestOfKConfig, Ties
+from rlhf.core.batch import Batch
+from rlhf.core.metrics import Metrics, mean, selected
+from rlhf.objectives.objective import Counts, Forward, Losses, Objective, drift, prompts_with_signal
 
 
 class BestOfK(Objective):

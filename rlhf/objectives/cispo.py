@@ -13,14 +13,10 @@ Needs: K >= 2, reference log-probs. Prompts without signal: as in GRPO, see `rlh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from rlhf.core.batch import Batch
 from rlhf.objectives.dapo import DAPO
-
-if TYPE_CHECKING:
-    from rlhf.core.batch import Batch
 
 
 class CISPO(DAPO):

@@ -36,19 +36,14 @@ The bounds of k1 are bounds of w. Rejection and weights are independent of each 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rlhf.config.algorithms import CorrectionKind, Divergence, Level, Reject
-from rlhf.core.metrics import mean, selected
+from rlhf.config.algorithms import CorrectionConfig, CorrectionKind, Divergence, Level, Reject
+from rlhf.core.batch import Batch
+from rlhf.core.metrics import Metrics, mean, selected
 from rlhf.objectives.objective import MAX_LOG_WEIGHT, old_or_behaviour, sampler_logprobs
-
-if TYPE_CHECKING:
-    from rlhf.config.algorithms import CorrectionConfig
-    from rlhf.core.batch import Batch
-    from rlhf.core.metrics import Metrics
 
 
 def importance_weights(

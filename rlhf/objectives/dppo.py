@@ -15,16 +15,11 @@ Needs: K >= 2, reference log-probs. Prompts without signal: as in GRPO, see `rlh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from rlhf.config.algorithms import DPPODivergence
+from rlhf.config.algorithms import DPPOConfig, DPPODivergence
+from rlhf.core.batch import Batch
 from rlhf.objectives.dapo import DAPO
-
-if TYPE_CHECKING:
-    from rlhf.config.algorithms import DPPOConfig
-    from rlhf.core.batch import Batch
 
 _EPS = 1e-8  # keeps the logarithm of 1 - p finite
 

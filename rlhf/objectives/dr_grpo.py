@@ -14,16 +14,12 @@ Needs: K >= 2, reference log-probs. Prompts without signal: as in GRPO, see `rlh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from rlhf.core.batch import Batch
 from rlhf.core.metrics import selected
 from rlhf.objectives.grpo import GRPO
-
-if TYPE_CHECKING:
-    from rlhf.core.batch import Batch
-    from rlhf.objectives.objective import Counts
+from rlhf.objectives.objective import Counts
 
 
 class DrGRPO(GRPO):

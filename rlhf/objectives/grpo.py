@@ -17,19 +17,14 @@ the loss gives every prompt signal. With `algo.ties=drop`, the mean excludes the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from rlhf.config.algorithms import Advantage, Ties
+from rlhf.config.algorithms import Advantage, GRPOConfig, Ties
+from rlhf.core.batch import Batch
 from rlhf.core.metrics import selected
 from rlhf.objectives.advantages import group_centred, leave_one_out, length_weighted, scaled
+from rlhf.objectives.objective import Counts
 from rlhf.objectives.policy_gradient import PolicyGradient, trained
-
-if TYPE_CHECKING:
-    from rlhf.config.algorithms import GRPOConfig
-    from rlhf.core.batch import Batch
-    from rlhf.objectives.objective import Counts
 
 
 class GRPO(PolicyGradient):

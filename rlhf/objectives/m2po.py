@@ -20,21 +20,17 @@ in GRPO, see `rlhf.objectives.grpo`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rlhf.config.algorithms import M2POForm
+from rlhf.config.algorithms import M2POConfig, M2POForm
+from rlhf.core.batch import Batch
 from rlhf.core.metrics import selected
 from rlhf.core.numerics import root
 from rlhf.objectives.correction import clip_bound, largest_kept
 from rlhf.objectives.dapo import DAPO
 from rlhf.objectives.objective import old_or_behaviour, sampler_logprobs
-
-if TYPE_CHECKING:
-    from rlhf.config.algorithms import M2POConfig
-    from rlhf.core.batch import Batch
 
 
 class M2PO(DAPO):

@@ -16,19 +16,13 @@ towards the anchor.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlhf.config.algorithms import OAPLAnchor
-from rlhf.core.metrics import mean, selected
-from rlhf.objectives.objective import Objective, drift
-
-if TYPE_CHECKING:
-    from rlhf.config.algorithms import OAPLConfig
-    from rlhf.core.batch import Batch
-    from rlhf.core.metrics import Metrics
-    from rlhf.objectives.objective import Counts, Forward, Losses
+from rlhf.config.algorithms import OAPLAnchor, OAPLConfig
+from rlhf.core.batch import Batch
+from rlhf.core.metrics import Metrics, mean, selected
+from rlhf.objectives.objective import Counts, Forward, Losses, Objective, drift
 
 
 class OAPL(Objective):

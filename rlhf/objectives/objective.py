@@ -17,16 +17,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rlhf.core.batch import Batch, Outputs
-from rlhf.core.metrics import largest, mean, sample_size, selected
-
-if TYPE_CHECKING:
-    from rlhf.core.metrics import Metrics, Stat
+from rlhf.core.metrics import Metrics, Stat, largest, mean, sample_size, selected
 
 Forward = Callable[[Batch], Outputs]  # runs the trained module on a micro-batch
 Losses = dict[str, Tensor]  # sums over a micro-batch (differentiable scalars); key: metric without "loss/"
@@ -117,7 +113,7 @@ class Objective(ABC):
         """
         if batch.old_logprobs is None or batch.behaviour_logprobs is None:
             return {}
-        return between(batch.old_logprobs, batch)
+        return _between(batch.old_logprobs, batch)
 
     @abstractmethod
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
@@ -223,7 +219,7 @@ def sampler_logprobs(logprobs: Tensor, batch: Batch) -> Tensor:
 def mismatch(logprobs: Tensor, batch: Batch) -> Metrics:
     """Return `policy/approxkl` and the `mismatch/` metrics between trainer and sampler.
 
-    `policy/approxkl` compares `logprobs` [N, K, T] with `old_or_behaviour`. The metrics of `between` compare
+    `policy/approxkl` compares `logprobs` [N, K, T] with `old_or_behaviour`. The metrics of `_between` compare
     the trainer (before the update, if `old_logprobs` exist) with the sampler. `mismatch/step_ess` is
     `mismatch/ess` of the policy that is trained in this step, from `logprobs` (VCPO, arXiv 2602.17616).
     """
@@ -231,12 +227,12 @@ def mismatch(logprobs: Tensor, batch: Batch) -> Metrics:
     mask, now = batch.response_mask, logprobs.detach()
     return {
         "policy/approxkl": mean(0.5 * (now - old_or_behaviour(batch)).square(), mask),
-        **between(before_update(now, batch), batch),
+        **_between(before_update(now, batch), batch),
         "mismatch/step_ess": sample_size(response_weights(now - batch.behaviour_logprobs, mask)),
     }
 
 
-def between(trainer: Tensor, batch: Batch) -> Metrics:
+def _between(trainer: Tensor, batch: Batch) -> Metrics:
     """Return the `mismatch/` metrics between log-probs [N, K, T] of the trainer and those of the sampler.
 
     - `kl`: the k3 estimate of KL(sampler || trainer);

@@ -15,11 +15,11 @@ section 3.1): of each token given the tokens before it or, with a ratio of respo
 
 Options of every policy-gradient algorithm, off by default:
 
-- `algo.anchor`: the policy in the denominator of u (`rlhf.objectives.anchor`).
+- `algo.anchor`: the policy in the denominator of u (`_anchor_logprobs`).
 - `algo.off_policy_mask`: no policy term for responses with A < 0 and mean_t (behaviour - logp) above this
   (DeepSeek-V3.2, section 3.1). The tokens still count.
 - `algo.dual_clip` c: where A < 0, the surrogate is at most -A c (Ye et al., arXiv 1912.09729).
-- `algo.covariance`: KL-Cov and Clip-Cov (`rlhf.objectives.covariance`).
+- `algo.covariance`: KL-Cov and Clip-Cov (`_with_limited`, `limited`).
 - `algo.entropy_coef`: minus this times the entropy of the policy at each token is added to the loss.
 
 An algorithm overrides some of the methods `advantages`, `log_ratio`, `surrogate`, `reduce` and `count`.
@@ -29,24 +29,33 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rlhf.config.algorithms import Anchor, Covariance, KLIn
-from rlhf.core.metrics import mean, selected
-from rlhf.objectives.anchor import anchor_logprobs
+from rlhf.config.algorithms import (
+    Anchor,
+    Covariance,
+    CovarianceConfig,
+    KLEstimator,
+    KLIn,
+    PolicyGradientConfig,
+)
+from rlhf.core.batch import Batch, Outputs
+from rlhf.core.metrics import Metrics, Stat, mean, selected
+from rlhf.core.numerics import derive
 from rlhf.objectives.correction import corrected, importance_weights, over_tokens
-from rlhf.objectives.covariance import limited, with_limited
-from rlhf.objectives.kl import kl_estimate
-from rlhf.objectives.objective import Objective, bounded, mismatch, old_or_behaviour, sampler_logprobs
-
-if TYPE_CHECKING:
-    from rlhf.config.algorithms import PolicyGradientConfig
-    from rlhf.core.batch import Batch, Outputs
-    from rlhf.core.metrics import Metrics, Stat
-    from rlhf.objectives.objective import Counts, Forward, Losses
+from rlhf.objectives.objective import (
+    Counts,
+    Forward,
+    Losses,
+    Objective,
+    before_update,
+    bounded,
+    mismatch,
+    old_or_behaviour,
+    sampler_logprobs,
+)
 
 
 class PolicyGradient(Objective):
@@ -112,7 +121,7 @@ class PolicyGradient(Objective):
         if self.config.correction.coupled:
             batch = corrected(batch, self.config.correction)
         if self.config.covariance.kind is not Covariance.none:
-            batch = with_limited(batch, self.config.covariance)
+            batch = _with_limited(batch, self.config.covariance)
         return batch
 
     def scores(self, batch: Batch) -> Tensor:
@@ -196,14 +205,14 @@ class PolicyGradient(Objective):
         assert out.logprobs is not None
         mask, config, real = trained(batch), self.config, batch.response_mask
         logprobs = selected(out.logprobs, real)
-        anchor = anchor_logprobs(logprobs, batch, config.anchor)
+        anchor = _anchor_logprobs(logprobs, batch, config.anchor)
         difference = selected(logprobs - anchor, real)
         log_ratio = bounded(self.log_ratio(difference, real))
         losses, clipped = self.surrogate(log_ratio, logprobs, batch)
         weights, metrics = self.weights(anchor, sampler_logprobs(logprobs, batch), batch)
         losses = losses * weights
         if config.off_policy_mask is not None:
-            away = off_policy(logprobs, batch, config.off_policy_mask)
+            away = _off_policy(logprobs, batch, config.off_policy_mask)
             losses = losses.masked_fill(away, 0.0)
             metrics["policy/off_policy_masked"] = mean(away, mask)
         if self.kl_in_loss:
@@ -263,7 +272,7 @@ def trained(batch: Batch) -> Tensor:
     )
 
 
-def off_policy(logprobs: Tensor, batch: Batch, limit: float) -> Tensor:
+def _off_policy(logprobs: Tensor, batch: Batch, limit: float) -> Tensor:
     """Return the tokens [N, K, T] with A < 0 of responses that the policy has become unlikely to sample.
 
     Args:
@@ -279,3 +288,114 @@ def off_policy(logprobs: Tensor, batch: Batch, limit: float) -> Tensor:
 def _mean_of(x: Tensor, mask: Tensor) -> Stat:
     """Return the mean of `x`: over response tokens if `x` is [N, K, T], over sequences if [N, K, 1]."""
     return mean(x, mask if x.shape == mask.shape else None)
+
+
+# The estimate of the KL between policy and reference.
+#
+# With `algo.kl_in=reward` the sum over a response is subtracted from its reward (`PolicyGradient.credit`; in
+# PPO, the estimate of each token from the reward of this token). With `algo.kl_in=loss` it is a term of the
+# loss (`PolicyGradient.policy_loss`).
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Return the estimated KL from policy to reference at each token, for tokens sampled by the policy.
+
+    k1 = logp - ref, k3 = exp(-k1) - 1 + k1 (Schulman 2020, "Approximating KL divergence"). The exponent is
+    bounded like a log-ratio.
+    """
+    k1 = logprobs - ref_logprobs
+    return k1 if estimator is KLEstimator.k1 else torch.expm1(bounded(-k1)) + k1
+
+
+# The policy in the denominator of the ratio of a policy-gradient loss (`algo.anchor`).
+#
+# | `algo.anchor` | log-probs                                          | source                              |
+# |---------------|----------------------------------------------------|-------------------------------------|
+# | `old`         | of the trainer just before the update              | Schulman et al., arXiv 1707.06347   |
+# | `behaviour`   | of the sampler                                     | Yao et al. 2025; "bypass" in verl   |
+# | `loglinear`   | behaviour + (1 - 1/d) (sg(logp) - behaviour)       | A-3PO, arXiv 2512.06547             |
+#
+# d is the lag of a token plus 1: the version that this update makes, minus the version that sampled the
+# token. With d = 1 (on-policy), `loglinear` is the sampler. It is computed again in every minibatch from the
+# current log-probs, so that no forward pass for `old` is needed.
+
+
+def _anchor_logprobs(logprobs: Tensor, batch: Batch, anchor: Anchor) -> Tensor:
+    """Return the anchor's log-probs [N, K, T] without gradient.
+
+    Args:
+        logprobs: log-probs [N, K, T] of the policy being trained.
+        batch: the micro-batch; without `old_logprobs`, the policy has not changed since the update began.
+        anchor: the policy in the denominator of the ratio.
+    """
+    if anchor is Anchor.old:
+        return before_update(logprobs, batch)
+    current = logprobs.detach()
+    behaviour = sampler_logprobs(logprobs, batch)
+    if anchor is Anchor.behaviour:
+        return behaviour
+    made = batch.trainer_version + 1
+    if batch.token_versions is None:
+        return behaviour + (1 - 1 / max(1, made - batch.version)) * (current - behaviour)
+    lag = (made - batch.token_versions).clamp(min=1)
+    return behaviour + (1 - 1 / lag) * (current - behaviour)
+
+
+# KL-Cov and Clip-Cov: limits on the few tokens that lower the entropy of the policy most.
+#
+# Cui et al., arXiv 2505.22617.
+#
+#     cov_t = (A_t - mean A) (logp_t - mean logp)       means over the response tokens of the rollout batch
+#
+# - `algo.covariance.kind=kl`: the `share` of tokens with the largest cov has the loss
+#   -A u + coef |logp - old|, the others -A u. No ratio is clipped.
+# - `algo.covariance.kind=clip`: a random `share` of all tokens, with cov between `low` and `high`, has no
+#   loss; the others have PPO's clipped loss. Of the selected tokens, those that PPO clips keep their loss.
+#
+# logp is the log-prob of the trainer before the update, so that the selection is the same for all
+# micro-batches and ranks. At least one token is selected.
+
+
+def _with_limited(batch: Batch, config: CovarianceConfig) -> Batch:
+    """Return the rollout batch with `per_token["limited"]` [N, K, T] bool: the selected tokens."""
+    assert batch.advantages is not None
+    mask = batch.response_mask
+    covariance = _centred(batch.advantages, mask) * _centred(old_or_behaviour(batch), mask)
+    count = max(1, int(config.share * int(mask.sum())))
+    if config.kind is Covariance.kl:
+        order = covariance.masked_fill(~mask, -torch.inf).flatten().argsort(descending=True, stable=True)
+    else:
+        band = mask & (covariance > config.low) & (covariance < config.high)
+        places = band.flatten().nonzero()[:, 0]
+        # The rows of the data set depend on the run's seed, and so does the draw.
+        seed = derive(int(batch.index.sum()), "clip_cov", batch.trainer_version)
+        rng = torch.Generator().manual_seed(seed)
+        order = places[torch.randperm(len(places), generator=rng).to(places.device)]
+    selected = torch.zeros_like(mask).flatten()
+    selected[order[:count]] = True
+    return replace(batch, per_token={**(batch.per_token or {}), "limited": selected.view_as(mask)})
+
+
+def _centred(x: Tensor, mask: Tensor) -> Tensor:
+    """Return `x` minus its mean over the elements where `mask` is True."""
+    return x - selected(x, mask).sum() / mask.sum().clamp(min=1)
+
+
+def limited(
+    free: Tensor, losses: Tensor, clipped: Tensor, log_ratio: Tensor, batch: Batch, config: CovarianceConfig
+) -> Tensor:
+    """Return the losses of the tokens [N, K, T] after the limits.
+
+    Args:
+        free: -A u of each token.
+        losses: PPO's clipped loss of each token.
+        clipped: the tokens that PPO clips, bool.
+        log_ratio: log u of each token.
+        batch: the micro-batch.
+        config: kind and weight of the limits.
+    """
+    assert batch.per_token is not None
+    selected = batch.per_token["limited"]
+    if config.kind is Covariance.kl:
+        return torch.where(selected, free + config.coef * log_ratio.abs(), free)
+    return losses.masked_fill(selected & ~clipped, 0.0)

@@ -23,21 +23,17 @@ none, because the value model learns from every score.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhf.core.metrics import Stat, mean, selected
+from rlhf.config.algorithms import PPOConfig
+from rlhf.core.batch import Batch
+from rlhf.core.metrics import Metrics, Stat, mean, selected
 from rlhf.objectives.advantages import gae, whiten
+from rlhf.objectives.objective import Counts, Forward, Losses
 from rlhf.objectives.policy_gradient import PolicyGradient
-
-if TYPE_CHECKING:
-    from rlhf.config.algorithms import PPOConfig
-    from rlhf.core.batch import Batch
-    from rlhf.core.metrics import Metrics
-    from rlhf.objectives.objective import Counts, Forward, Losses
 
 
 class PPO(PolicyGradient):

@@ -11,19 +11,14 @@ Needs: a reward model and preference pairs (`generator=dataset`). Prompts withou
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
-from rlhf.core.metrics import mean
-from rlhf.objectives.objective import Supervised, preferred, prompts_with_signal
-
-if TYPE_CHECKING:
-    from rlhf.config.algorithms import RewardConfig
-    from rlhf.core.batch import Batch
-    from rlhf.core.metrics import Metrics
-    from rlhf.objectives.objective import Counts, Forward, Losses
+from rlhf.config.algorithms import RewardConfig
+from rlhf.core.batch import Batch
+from rlhf.core.metrics import Metrics, mean
+from rlhf.objectives.objective import Counts, Forward, Losses, Supervised, preferred, prompts_with_signal
 
 
 class RewardModelling(Supervised):

@@ -17,20 +17,15 @@ samples all have the same reward. With a KL penalty in the loss (`algo.kl_in=los
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from rlhf.config.algorithms import RLOOLoss
+from rlhf.config.algorithms import RLOOConfig, RLOOLoss
+from rlhf.core.batch import Batch
 from rlhf.core.metrics import selected
 from rlhf.objectives.advantages import leave_one_out
+from rlhf.objectives.objective import Counts
 from rlhf.objectives.policy_gradient import PolicyGradient, trained
-
-if TYPE_CHECKING:
-    from rlhf.config.algorithms import RLOOConfig
-    from rlhf.core.batch import Batch
-    from rlhf.objectives.objective import Counts
 
 
 class RLOO(PolicyGradient):

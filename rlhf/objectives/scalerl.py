@@ -16,20 +16,15 @@ Needs: K >= 2, reference log-probs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from rlhf.config.algorithms import Scale
+from rlhf.config.algorithms import Scale, ScaleRLConfig
+from rlhf.core.batch import Batch
 from rlhf.core.metrics import selected
 from rlhf.core.numerics import root
 from rlhf.objectives.advantages import centred
 from rlhf.objectives.grpo import GRPO
-
-if TYPE_CHECKING:
-    from rlhf.config.algorithms import ScaleRLConfig
-    from rlhf.core.batch import Batch
-    from rlhf.objectives.objective import Counts
+from rlhf.objectives.objective import Counts
 
 
 class ScaleRL(GRPO):

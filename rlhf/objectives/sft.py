@@ -10,16 +10,10 @@ without signal (see `rlhf.objectives.objective`): none.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rlhf.core.metrics import selected
-from rlhf.objectives.objective import Supervised
-
-if TYPE_CHECKING:
-    from rlhf.config.algorithms import SFTConfig
-    from rlhf.core.batch import Batch
-    from rlhf.core.metrics import Metrics
-    from rlhf.objectives.objective import Counts, Forward, Losses
+from rlhf.config.algorithms import SFTConfig
+from rlhf.core.batch import Batch
+from rlhf.core.metrics import Metrics, selected
+from rlhf.objectives.objective import Counts, Forward, Losses, Supervised
 
 
 class SFT(Supervised):

@@ -15,21 +15,15 @@ Needs: K >= 2, reference log-probs. Prompts without signal: as in GRPO, see `rlh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from rlhf.config.algorithms import Level
+from rlhf.config.algorithms import Level, TOPRConfig
+from rlhf.core.batch import Batch
 from rlhf.core.metrics import selected
 from rlhf.objectives.correction import over_tokens
 from rlhf.objectives.dapo import DAPO
-
-if TYPE_CHECKING:
-    from rlhf.config.algorithms import TOPRConfig
-    from rlhf.core.batch import Batch
-    from rlhf.objectives.objective import Counts
-
+from rlhf.objectives.objective import Counts
 
 _TAPERED = 0.999  # `policy/clipfrac` is the share of weights below this
 

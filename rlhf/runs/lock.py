@@ -31,7 +31,7 @@ def unwritable(folder: Path) -> str | None:
     The function creates and removes a folder, because permissions alone are not reliable on every file
     system.
     """
-    if (reason := invalid(folder)) is not None:
+    if (reason := _invalid(folder)) is not None:
         return reason
     existing = nearest(folder)
     if not existing.is_dir():
@@ -47,7 +47,7 @@ def unwritable(folder: Path) -> str | None:
     return None
 
 
-def invalid(folder: Path) -> str | None:
+def _invalid(folder: Path) -> str | None:
     """Return why no folder can have this path, for example because a name is too long; or None."""
     try:
         folder.lstat()
@@ -148,23 +148,19 @@ def full(error: BaseException, folder: Path) -> str | None:
         number = error.errno
     else:
         named = (each for each in _FULL if f"os error {each}" in str(error))
-        number = next(named, None) or _number_of_probe(folder)
+        number = next(named, None)
+        probe = folder / f"{SCRATCH}probe-{os.getpid()}"
+        try:
+            if number is None:
+                with probe.open("wb") as file:
+                    file.write(bytes(_PROBE_BYTES))
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError as problem:
+            number = problem.errno
+        finally:
+            probe.unlink(missing_ok=True)
     return os.strerror(number) if number in _FULL else None
-
-
-def _number_of_probe(folder: Path) -> int | None:
-    """Return the error number of a small test write into `folder`; None if the write succeeds."""
-    probe = folder / f"{SCRATCH}probe-{os.getpid()}"
-    try:
-        with probe.open("wb") as file:
-            file.write(bytes(_PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as problem:
-        return problem.errno
-    finally:
-        probe.unlink(missing_ok=True)
-    return None
 
 
 def space(folder: Path) -> str:
@@ -207,8 +203,8 @@ def no_room(folder: RunFolder, what: object, why: str) -> RunError:
 
 LOCK = ".lock"  # of a training run
 EVALUATION_LOCK = ".lock-evaluation"  # of an evaluation; a run can be evaluated while it trains
-WAIT_S = 3.0  # seconds for a process that is just ending
-QUIET_S = 1.0  # seconds without a message
+_WAIT_S = 3.0  # seconds for a process that is just ending
+_QUIET_S = 1.0  # seconds without a message
 _POLL_S = 0.1
 
 # Files and folders without results; logs are in the list because the error is in the terminal as well.
@@ -252,8 +248,11 @@ class Lock:
                 say(f"{self.path.parent} has no locks ({error}): start one run in it only", style="yellow")
             with suppress(FileNotFoundError):  # otherwise its last holder has just removed the file
                 if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+                    pid, host, job = os.getpid(), socket.gethostname(), os.environ.get("SLURM_JOB_ID")
+                    where = f"process {pid} on {host}" + (f" (SLURM job {job})" if job else "")
+                    stop = f"stop its job: scancel {job}" if job else f"stop it: kill {pid}"
                     file.truncate(0)
-                    file.write("\n".join(_this_process()))
+                    file.write(f"{where}, since {datetime.now().isoformat(' ', 'seconds')}\n{stop}")
                     file.flush()
                     ends.pop_all()
                     self.file = file
@@ -269,17 +268,9 @@ class Lock:
             self.file = None
 
 
-def _this_process() -> tuple[str, str]:
-    """Return the description of this process, and how to stop it."""
-    pid, host, job = os.getpid(), socket.gethostname(), os.environ.get("SLURM_JOB_ID")
-    where = f"process {pid} on {host}" + (f" (SLURM job {job})" if job else "")
-    stop = f"stop its job: scancel {job}" if job else f"stop it: kill {pid}"
-    return f"{where}, since {datetime.now().isoformat(' ', 'seconds')}", stop
-
-
 @contextmanager
 def locked(path: Path, protects: Path, wait: bool = False) -> Iterator[None]:
-    """Hold a lock during the block; `wait`: as long as another process has it, else `WAIT_S` seconds.
+    """Hold a lock during the block; `wait`: as long as another process has it, else `_WAIT_S` seconds.
 
     Raises:
         UserError: another process has the lock.
@@ -287,12 +278,12 @@ def locked(path: Path, protects: Path, wait: bool = False) -> Iterator[None]:
     lock, started, said = Lock(path, protects), time.monotonic(), False
     while not lock.acquire():
         waited_s = time.monotonic() - started
-        if not wait and waited_s >= WAIT_S:
+        if not wait and waited_s >= _WAIT_S:
             raise UserError(
                 "an output folder must have one process that writes to it (another process does: "
                 f"{lock.holder}), got {protects}; wait until that process has ended, or {lock.stop}"
             )
-        if wait and waited_s >= QUIET_S and not said:
+        if wait and waited_s >= _QUIET_S and not said:
             said = True
             say(f"waiting for {lock.holder}, which writes {protects}", style="yellow")
         time.sleep(_POLL_S)
@@ -318,17 +309,20 @@ def claimed(folder: Path, *, wait: bool = False, name: str = LOCK) -> Iterator[N
         UserError: another process has locked the folder, or the folder cannot be created.
         RunError: the disk is full.
     """
-    with ExitStack() as ends:
-        ends.callback(_remove_empty, folder)
-        with creating(folder), explained(partial(full_disk, RunFolder(folder))):
-            ends.enter_context(locked(folder / name, folder, wait))
-        new = all(path.name in (LOCK, EVALUATION_LOCK) for path in folder.iterdir())
-        try:
-            yield
-        except UserError:
-            if new and not any(map(_has_results, folder.iterdir())):
-                discard(folder)
-            raise
+    try:
+        with ExitStack() as ends:
+            with creating(folder), explained(partial(full_disk, RunFolder(folder))):
+                ends.enter_context(locked(folder / name, folder, wait))
+            new = all(path.name in (LOCK, EVALUATION_LOCK) for path in folder.iterdir())
+            try:
+                yield
+            except UserError:
+                if new and not any(map(_has_results, folder.iterdir())):
+                    discard(folder)
+                raise
+    finally:
+        with suppress(OSError):
+            folder.rmdir()  # only if it is empty
 
 
 waiting_claim: Claim = partial(claimed, wait=True)
@@ -366,12 +360,6 @@ def check_unlocked(folder: Path, *, wait: bool = False, name: str = LOCK) -> Non
 def _beside(path: Path) -> Path:
     """Return the lock file of a path that does not have to exist."""
     return path.with_name(f"{path.name}.lock")
-
-
-def _remove_empty(folder: Path) -> None:
-    """Remove a folder if it is empty."""
-    with suppress(OSError):
-        folder.rmdir()
 
 
 def _has_results(path: Path) -> bool:

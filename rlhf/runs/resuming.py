@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 LENGTH = ("schedule.total_episodes", "schedule.total_epochs")  # settings that `rlhf.extend` may change
-SHOWN = 4  # largest number of differing settings in a message
+_SHOWN = 4  # largest number of differing settings in a message
 ASIDE = ".old-"  # suffix, before a number, of a folder that `resume=never` moved aside
 
 
@@ -89,12 +89,12 @@ def refuse_another_run(cfg: Config, folder: RunFolder) -> None:
     # The name of a run ends with a digest of all settings, but `rlhf.extend` changes the length later.
     if folder.path.name.endswith(f"-{digest(cfg)}"):
         now = saved_length(folder)
-        if now is None or now == length(cfg):
+        if now is None or now == _length(cfg):
             return
         if not folder.finished():
             raise UserError(
                 f"the length of the run must be that of its extension (which is not finished), got "
-                f"{' '.join(length(cfg)) or 'the default'} for {folder.path}, which was extended to "
+                f"{' '.join(_length(cfg)) or 'the default'} for {folder.path}, which was extended to "
                 f"{' '.join(now)}; resume the extension with: {_extend_command(folder)}, or set resume=never "
                 "to move that run aside"
             )
@@ -107,14 +107,14 @@ def refuse_another_run(cfg: Config, folder: RunFolder) -> None:
         return
     remedy = "set resume=never to move that run aside, or leave hydra.run.dir out"
     if differ.keys() == {length_key(cfg)}:
-        remedy = f"set {' '.join(length(saved))}, or set resume=never to move that run aside"
+        remedy = f"set {' '.join(_length(saved))}, or set resume=never to move that run aside"
         if length_value(cfg) > length_value(saved):
-            remedy = f"extend that run with: {_extend_command(folder, *length(cfg))}"
+            remedy = f"extend that run with: {_extend_command(folder, *_length(cfg))}"
     shown = [f"{key}={as_text(there)} instead of {as_text(here)}" for key, (there, here) in differ.items()]
-    more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     raise UserError(
         "hydra.run.dir must not be the folder of a run with other settings (its checkpoint or result is "
-        f"not valid for this run), got {folder.path}, whose config.yaml has {', '.join(shown[:SHOWN])}"
+        f"not valid for this run), got {folder.path}, whose config.yaml has {', '.join(shown[:_SHOWN])}"
         f"{more}; {remedy}"
     )
 
@@ -146,7 +146,7 @@ def shorter_run(folder: RunFolder, cfg: Config) -> str | None:
         if path.name == before + digests[value]:
             return (
                 f"{path} is the same run with {unit}={found[1]}; to train that run longer instead of "
-                f"starting a new run: {_extend_command(RunFolder(path), *length(cfg))}"
+                f"starting a new run: {_extend_command(RunFolder(path), *_length(cfg))}"
             )
     return None
 
@@ -163,7 +163,7 @@ def length_value(cfg: Config) -> float:
     return value
 
 
-def length(cfg: Config) -> list[str]:
+def _length(cfg: Config) -> list[str]:
     """Return the length of a run as overrides; empty for the default length of a task."""
     return _as_overrides(cfg.schedule.total_episodes, cfg.schedule.total_epochs)
 

@@ -43,7 +43,6 @@ from rlhf.runs.lock import EVALUATION_LOCK, claimed, full_disk
 from rlhf.stages.artefacts import adapter_problem, again, model_problem
 from rlhf.terminal.console import say, say_items, say_loading
 from rlhf.terminal.progress import progress
-from rlhf.training.comparison import against_initial
 from rlhf.words.catalogue import options
 from rlhf.words.compose import key_of, load_config, overridden
 from rlhf.words.identity import digest
@@ -248,6 +247,8 @@ def _comparison(
     """
     if scores is None or initial is None or len(scores) != len(initial) or row.get("initial"):
         return {}
+    from rlhf.training.recorder import against_initial
+
     return against_initial(scores, initial, cfg.tie_tolerance(cfg.scorer))
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # stdout and stderr: output that cannot be shown, written or read does not end a command.
 
 
-class LossyFile(io.FileIO):
+class _LossyFile(io.FileIO):
     """A file that drops what it cannot write because the disk is full."""
 
     def write(self, data: Buffer, /) -> int:
@@ -46,18 +46,14 @@ def prepare_output() -> None:
     raising OSError.
     """
     if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout = _lossy(sys.stdout)
+        out = sys.stdout
+        out.flush()
+        raw = io.BufferedWriter(_LossyFile(out.fileno(), "w", closefd=False))
+        by_line = out.line_buffering or out.write_through  # a terminal, or PYTHONUNBUFFERED
+        sys.stdout = io.TextIOWrapper(raw, out.encoding, out.errors, line_buffering=by_line)
     for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
-
-
-def _lossy(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """Return a text stream to the file of `stream` that drops lines while the disk is full."""
-    stream.flush()
-    raw = LossyFile(stream.fileno(), "w", closefd=False)
-    by_line = stream.line_buffering or stream.write_through  # a terminal, or PYTHONUNBUFFERED
-    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=by_line)
 
 
 def print_error(text: str) -> None:
@@ -68,14 +64,14 @@ def print_error(text: str) -> None:
     """
     text = "\n".join(map(printable, hide(text).split("\n")))
     if sys.stderr.isatty():
-        text = "\n".join(map(wrapped, text.splitlines()))
+        text = "\n".join(map(_wrapped, text.splitlines()))
     try:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:
-        discard_closed_output()
+        _discard_closed_output()
 
 
-def wrapped(line: str) -> str:
+def _wrapped(line: str) -> str:
     """Return a line, divided between words into lines that fit the terminal, with its indent."""
     indent = line[: len(line) - len(line.lstrip())]
     width = shutil.get_terminal_size().columns
@@ -84,7 +80,7 @@ def wrapped(line: str) -> str:
     )
 
 
-def discard_closed_output() -> None:
+def _discard_closed_output() -> None:
     """Redirect stdout and stderr to the null device if they are pipes whose reader has gone."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__):
@@ -112,16 +108,16 @@ class Terminal(Console):
 
     def on_broken_pipe(self) -> None:
         """Discard all later output of this process, and note this in train.log."""
-        discard_closed_output()
+        _discard_closed_output()
         transcript.warning("the terminal output was closed; the run continues, and train.log has all lines")
 
 
-IN_FILE = not sys.stdout.isatty() if sys.stdout else True
+_IN_FILE = not sys.stdout.isatty() if sys.stdout else True
 console = Terminal(
     highlight=False,
     emoji=False,
-    soft_wrap=IN_FILE,  # lines of a file are not wrapped; in a terminal, lines are wrapped between words
-    width=_WIDTH_OF_FILES if IN_FILE else None,
+    soft_wrap=_IN_FILE,  # lines of a file are not wrapped; in a terminal, lines are wrapped between words
+    width=_WIDTH_OF_FILES if _IN_FILE else None,
     force_jupyter=False,  # a notebook is a file: otherwise each line would be a display of its own
 )
 
@@ -129,7 +125,7 @@ console = Terminal(
 def show(text: str, style: str | None = None) -> None:
     """Print lines without secrets; in a terminal, divided between words, so that a long path stays whole."""
     text = hide(text)
-    lines = text.splitlines() if IN_FILE else map(wrapped, text.splitlines())
+    lines = text.splitlines() if _IN_FILE else map(_wrapped, text.splitlines())
     console.print("\n".join(lines), style=style, markup=False, soft_wrap=True)
 
 
@@ -142,7 +138,7 @@ def say(text: str, style: str | None = None) -> None:
 def say_row(name: str, value: str) -> None:
     """Print a row of a summary, wrapped in a terminal, and write it to train.log as one line."""
     line = f"  {name + ':':24} {value}"
-    width = 10**6 if IN_FILE else console.width
+    width = 10**6 if _IN_FILE else console.width
     for part in textwrap.wrap(line, width, subsequent_indent=" " * 27, break_long_words=False):
         console.print(part, markup=False, soft_wrap=True)  # a long path can be copied
     transcript.info(line)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _PLAIN_EVERY_S = 5.0  # seconds between plain progress lines
-PHASE_EVERY_S = 30.0  # seconds without a plain line after which the phase of a long update is printed
+_PHASE_EVERY_S = 30.0  # seconds without a plain line after which the phase of a long update is printed
 _REFRESHES = 4  # of the live bar per second
 _BAR = (10, 30)  # fewest columns of the bar that leave the title whole, and most columns
 _ESTIMATE_AFTER = (2.0, 0.02)  # seconds and fraction of the work after which all stages are estimated
@@ -57,7 +57,9 @@ class ProgressDisplay:
         done: int = 0,
         phases: Phases | None = None,
     ) -> None:
-        mode = default_mode() if mode == "auto" else mode
+        if mode == "auto":  # the bars of jobs in parallel would overwrite each other
+            alone = not job and console.is_interactive and console.file.isatty()
+            mode = "live" if alone else "plain"
         self.title, self.total, self.mode, self.unit, self.phases = title, total, mode, unit, phases
         self.first = self.done = done
         self.step = 0  # units that the last update finished
@@ -141,9 +143,9 @@ class ProgressDisplay:
         self.warm = self.warm or (done, self.updated)
 
     def say_phases(self) -> None:
-        """Print a plain line whenever there was none for `PHASE_EVERY_S`; runs in a thread of its own."""
-        while not self.closed.wait(PHASE_EVERY_S):
-            if self.phase and time.monotonic() - self.last_line_at >= PHASE_EVERY_S:
+        """Print a plain line whenever there was none for `_PHASE_EVERY_S`; runs in a thread of its own."""
+        while not self.closed.wait(_PHASE_EVERY_S):
+            if self.phase and time.monotonic() - self.last_line_at >= _PHASE_EVERY_S:
                 self.last_line_at = time.monotonic()
                 say(self.line(min(console.width, WIDTH_OF_LINES)))
 
@@ -174,12 +176,6 @@ class ProgressDisplay:
         self.closed.set()
         if self.live is not None:
             self.live.stop()
-
-
-def default_mode() -> str:
-    """Return "live" for a terminal that can move its cursor and has one live bar, else "plain"."""
-    alone = not job  # the bars of jobs in parallel would overwrite each other
-    return "live" if alone and console.is_interactive and console.file.isatty() else "plain"
 
 
 def left(seconds: float | None) -> list[str]:
@@ -218,7 +214,7 @@ def progress(title: str, total: int, mode: str) -> Iterator[Callable[..., None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class _Stage:
     """A stage of a command.
 
     Attributes:
@@ -238,7 +234,7 @@ class Stage:
     @property
     def prefix(self) -> str:
         """The number for titles, such as "[1/4] "; empty if the command has one stage."""
-        return numbered(self.number, self.count)
+        return _numbered(self.number, self.count)
 
     def total_s(self, left_s: float) -> float | None:
         """Return about how many seconds all stages take; None if no stage follows.
@@ -254,7 +250,7 @@ class Stage:
         return (time.monotonic() - self.began + left_s) * (self.count - self.skipped) / made
 
 
-current: Stage | None = None  # the stage that this process is in
+current: _Stage | None = None  # the stage that this process is in
 job = ""  # the beginning of all titles, such as "job 2 ", if jobs of a sweep share the terminal
 
 
@@ -295,7 +291,7 @@ class Stages:
         outer = current
         if outer is None:
             name, count = self.names[number - 1], len(self.names)
-            current = Stage(name, number, count, self.began, self.skipped)
+            current = _Stage(name, number, count, self.began, self.skipped)
         try:
             yield
         finally:
@@ -320,14 +316,14 @@ class Stages:
 
     def prefix(self, number: int) -> str:
         """Return the number for titles in stage `number`, such as "[1/4] "; empty if there is one stage."""
-        return current.prefix if current else numbered(number, len(self.names))
+        return current.prefix if current else _numbered(number, len(self.names))
 
     def title(self, number: int) -> str:
         """Return the title of stage `number`, such as "[1/4] SFT model"."""
-        return numbered(number, len(self.names)) + self.names[number - 1]
+        return _numbered(number, len(self.names)) + self.names[number - 1]
 
 
-def numbered(number: int, count: int) -> str:
+def _numbered(number: int, count: int) -> str:
     """Return the number of a stage for titles, such as "[1/4] "; empty if there is one stage."""
     return job + (f"[{number}/{count}] " if count > 1 else "")
 
@@ -344,7 +340,7 @@ def numbered(number: int, count: int) -> str:
 
 
 @dataclass(slots=True)
-class Phase:
+class _Phase:
     """A phase that is not finished.
 
     Attributes:
@@ -370,7 +366,7 @@ class Phases:
     """The nested phases that the main thread is in; another thread may read them."""
 
     def __init__(self) -> None:
-        self.open: list[Phase] = []  # the outermost first
+        self.open: list[_Phase] = []  # the outermost first
 
     @contextmanager
     def __call__(
@@ -387,7 +383,7 @@ class Phases:
             between: function to call after each unit of this phase and of the phases within it. It may raise
                 an exception to end the work.
         """
-        phase = Phase(name, total, between, time.monotonic())
+        phase = _Phase(name, total, between, time.monotonic())
 
         def done(count: int = 1) -> None:
             phase.done += count

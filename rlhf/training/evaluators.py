@@ -5,31 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.formatting import in_float32, mean_bounds, rate, with_bounds
-from rlhf.core.metrics import Evaluation
+from rlhf.core.metrics import Evaluation, Row
 from rlhf.core.state import TrainState
-from rlhf.environments.environment import limits, transcripts
+from rlhf.engines.engine import Engine
+from rlhf.environments.environment import EnvironmentFactory, limits, transcripts
+from rlhf.generators.generator import Generator
 from rlhf.models.modules import RewardModel
-from rlhf.scorers.scorer import response_texts
+from rlhf.objectives.dpo import OnlineDPO
+from rlhf.scorers.scorer import Scored, Scorer, response_texts
 from rlhf.tasks.mixture import means_of_parts
 from rlhf.terminal.progress import Phases
 from rlhf.text.chat import unquoted
 from rlhf.text.encoding import encode_completions
-
-if TYPE_CHECKING:
-    from rlhf.core.batch import Prompts, Rollouts, Sampling
-    from rlhf.core.metrics import Row
-    from rlhf.engines.engine import Engine
-    from rlhf.environments.environment import EnvironmentFactory
-    from rlhf.generators.generator import Generator
-    from rlhf.objectives.dpo import OnlineDPO
-    from rlhf.scorers.scorer import Scored, Scorer
 
 _POLL_S = 0.2  # seconds between checks for a signal while a generator in another process samples
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,47 +13,57 @@ from math import inf
 from queue import SimpleQueue
 from statistics import mean
 from threading import Condition
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf.config.schedule import Dropped, Order, Unit
+from rlhf.config.schedule import ClockConfig, Dropped, Order, Unit, VirtualConfig
 from rlhf.core.batch import Batch, Begun, Prompts, Rollouts, concatenated, grouped
-from rlhf.core.metrics import How, Stat
+from rlhf.core.metrics import How, Metrics, Stat
 from rlhf.core.numerics import derive
 from rlhf.environments.environment import LIMITS
 from rlhf.generators.hf.sampling import uniforms
 from rlhf.training import clock
-from rlhf.training.clock import MESSAGE, Clock, Piece, Rules, Start, Usage
-from rlhf.training.stream import RefilledStream, RolloutStream, Stream, joined, unpack, with_token_versions
-
-if TYPE_CHECKING:
-    from rlhf.config.schedule import ClockConfig, VirtualConfig
-    from rlhf.core.metrics import Metrics
-    from rlhf.training.clock import Group
-    from rlhf.training.stream import StreamContext
-
+from rlhf.training.clock import MESSAGE, Clock, Group, Piece, Rules, Start, Usage
+from rlhf.training.stream import (
+    RefilledStream,
+    RolloutStream,
+    Stream,
+    StreamContext,
+    joined,
+    unpack,
+    with_token_versions,
+)
 
 # What the streams have in common in which `Rules` decide which groups start and which are trained.
 
 
-class Response(Protocol):
+@dataclass(slots=True, eq=False)
+class _CompletedResponse:
     """A response that has started."""
 
     group: Group
-    start: float  # seconds
-    end: float  # infinity while it runs
-    cut: bool  # whether it ended before its end token because its group was due
+    sample: int
+    start: float  # seconds since the start of the run
+    future: Future[Rollouts] | None = None  # None: it ended before a checkpoint
+    end: float = inf
+    cut: bool = False
+    rollouts: Rollouts | None = None  # [1, 1, T], with token versions
 
     @property
     def sampled(self) -> int:
         """The number of tokens that the model sampled."""
+        return 0 if self.rollouts is None else int(self.rollouts.response_mask.sum())
 
     @property
-    def seen(self) -> Iterable[int]:
+    def seen(self) -> Iterator[int]:
         """The versions of the weights that sampled its tokens."""
+        return iter(() if self.rollouts is None else self.rollouts.versions())
+
+
+_Response = clock.Sequence | _CompletedResponse
 
 
 class RuledStream(RolloutStream):
@@ -106,7 +116,7 @@ class RuledStream(RolloutStream):
             self.draw(self.next)
         return [*self.discards, *self.next][ahead]
 
-    def forget(self, own: Sequence[Response], fate: str, **times: float) -> Prompts:
+    def forget(self, own: Sequence[_Response], fate: str, **times: float) -> Prompts:
         """Note the line of a group for groups.jsonl, forget the group, and return its prompt [1]."""
         number = own[0].group.number
         prompt = self.known.pop(number)
@@ -123,13 +133,26 @@ class RuledStream(RolloutStream):
         self.noted.append({**line, **times, "fate": fate})
         return prompt
 
-    def discarded(self, sequences: Sequence[Response]) -> None:
+    def trained(self, groups: Sequence[Sequence[_Response]], scoring_s: float, **times: float) -> None:
+        """Forget the groups of a batch, and let `lines` be theirs and those noted since the last batch.
+
+        Args:
+            groups: the responses of the groups.
+            scoring_s: seconds from the end of a group to its scores.
+            times: what the lines say besides, in seconds.
+        """
+        for own in groups:
+            fate = "cut" if any(each.cut for each in own) else "trained"
+            self.forget(own, fate, ready=max(each.end for each in own) + scoring_s, **times)
+        self.lines, self.noted = self.noted, []
+
+    def discarded(self, sequences: Sequence[_Response]) -> None:
         """Forget a group that was given up; its prompt may start again."""
         prompt = self.forget(sequences, "dropped")
         if self.context.schedule.dropped is Dropped.again:
             self.discards.append(prompt)
 
-    def figures(self, groups: Sequence[Sequence[Response]], now: float, slots: int, usage: Usage) -> Metrics:
+    def figures(self, groups: Sequence[Sequence[_Response]], now: float, slots: int, usage: Usage) -> Metrics:
         """Return the metrics of an update.
 
         Args:
@@ -198,29 +221,6 @@ class RuledStream(RolloutStream):
 _LOOK_S = 0.5  # between two looks whether the generator has failed
 
 
-@dataclass(slots=True, eq=False)
-class CompletedResponse:
-    """A response that has started."""
-
-    group: Group
-    sample: int
-    start: float  # seconds since the start of the run
-    future: Future[Rollouts] | None = None  # None: it ended before a checkpoint
-    end: float = inf
-    cut: bool = False
-    rollouts: Rollouts | None = None  # [1, 1, T], with token versions
-
-    @property
-    def sampled(self) -> int:
-        """The number of tokens that the model sampled."""
-        return 0 if self.rollouts is None else int(self.rollouts.response_mask.sum())
-
-    @property
-    def seen(self) -> Iterator[int]:
-        """The versions of the weights that sampled its tokens."""
-        return iter(() if self.rollouts is None else self.rollouts.versions())
-
-
 class CompletedStream(RuledStream):
     """A stream of groups in the order of their completion.
 
@@ -231,9 +231,9 @@ class CompletedStream(RuledStream):
     def __init__(self, context: StreamContext) -> None:
         super().__init__(context)
         self.changed = Condition()
-        self.own: dict[int, list[CompletedResponse]] = {}  # responses of the groups that have started
+        self.own: dict[int, list[_CompletedResponse]] = {}  # responses of the groups that have started
         self.complete: dict[int, Rollouts] = {}  # groups [1] that are ready, perhaps with scores
-        self.ended: SimpleQueue[tuple[CompletedResponse | Group, Future[Rollouts]]] = SimpleQueue()
+        self.ended: SimpleQueue[tuple[_CompletedResponse | Group, Future[Rollouts]]] = SimpleQueue()
         self.running = 0  # responses in slots
         self.usage = Usage()
         self.began = time.monotonic() - context.state.wall_s
@@ -269,11 +269,7 @@ class CompletedStream(RuledStream):
             recorder.add(self.figures(groups, self.now, self.context.generator.slots, self.usage))
             self.usage, self.trains = Usage(), True
             rollouts = self._rollouts([self.complete.pop(group.number) for group in taken])
-            for own in groups:
-                fate = "cut" if any(each.cut for each in own) else "trained"
-                ready = max(each.end for each in own)
-                self.forget(own, fate, ready=ready, taken=self.now, waited=self.now - asked)
-            self.lines, self.noted = self.noted, []
+            self.trained(groups, 0.0, taken=self.now, waited=self.now - asked)
         return rollouts
 
     def _rollouts(self, groups: list[Rollouts]) -> Rollouts:
@@ -337,13 +333,13 @@ class CompletedStream(RuledStream):
         """Let the generator sample a response; its random numbers are those of whole requests."""
         request = group.number // self.rules.batch
         asked = replace(self.sampling, samples=1, request=request, begun=[Begun(request, sample, [], [])])
-        response = CompletedResponse(group, sample, self.now)
+        response = _CompletedResponse(group, sample, self.now)
         self.own[group.number].append(response)
         self.running += 1
         response.future = self.context.generator.submit(self.known[group.number], asked)
         response.future.add_done_callback(partial(self._note, response))
 
-    def _note(self, what: CompletedResponse | Group, answer: Future[Rollouts]) -> None:
+    def _note(self, what: _CompletedResponse | Group, answer: Future[Rollouts]) -> None:
         """Note an answer of the generator, in any thread."""
         self.ended.put((what, answer))
         self._wake()
@@ -354,24 +350,21 @@ class CompletedStream(RuledStream):
             self._work()
             self.changed.notify_all()
 
-    def _take_answer(self, what: CompletedResponse | Group, answer: Future[Rollouts]) -> None:
-        if isinstance(what, CompletedResponse):
-            self._end(what, answer)
-        elif what.number in self.own:  # else it was given up
-            self.complete[what.number] = with_token_versions(answer.result())
-            self.rules.complete(what)
-
-    def _end(self, response: CompletedResponse, answer: Future[Rollouts]) -> None:
-        """Take a response that has ended."""
+    def _take_answer(self, what: _CompletedResponse | Group, answer: Future[Rollouts]) -> None:
+        if isinstance(what, Group):
+            if what.number in self.own:  # else it was given up
+                self.complete[what.number] = with_token_versions(answer.result())
+                self.rules.complete(what)
+            return
         self.running -= 1
         rollouts = with_token_versions(answer.result())
-        if response.group.number not in self.own:  # it was given up
+        if what.group.number not in self.own:  # it was given up
             return
-        response.end, response.rollouts = self.now, rollouts
-        response.cut &= not bool(rollouts.ended)
-        response.group.left -= 1
-        if response.group.left == 0:
-            self._score(response.group)
+        what.end, what.rollouts = self.now, rollouts
+        what.cut &= not bool(rollouts.ended)
+        what.group.left -= 1
+        if what.group.left == 0:
+            self._score(what.group)
 
     def _score(self, group: Group) -> None:
         """Let the annotator, if there is one, score a group whose responses have ended."""
@@ -433,7 +426,7 @@ class CompletedStream(RuledStream):
         groups = self.rules.load_state_dict(saved["rules"])
         self.own = {number: [] for number in groups}
         for number, sample, start, end, cut, rollouts in saved["responses"]:
-            response = CompletedResponse(groups[number], sample, start, None, end, cut, unpack(rollouts))
+            response = _CompletedResponse(groups[number], sample, start, None, end, cut, unpack(rollouts))
             self.own[number].append(response)
         self.complete = {number: unpack(group) for number, group in saved["complete"].items()}
         with self.changed:
@@ -508,11 +501,7 @@ class VirtualStream(RuledStream):
             recorder.add(self.refill.figures(batch.scores, self.rules.refilled - self.rules.before))
         self.generate_s = 0.0
         taken = made.now - made.costs.sync_s - made.update_s
-        for own in groups:
-            ready = max(each.end for each in own) + made.costs.score_s
-            fate = "cut" if any(each.cut for each in own) else "trained"
-            self.forget(own, fate, ready=ready, taken=taken, loaded=made.now)
-        self.lines, self.noted = self.noted, []
+        self.trained(groups, made.costs.score_s, taken=taken, loaded=made.now)
         return rollouts
 
     # -- what the clock asks -----------------------------------------------------------------------
@@ -593,9 +582,23 @@ class VirtualStream(RuledStream):
             Piece(ids[:count], logprobs[:count], ended)
             for ids, logprobs, count, ended in zip(*(x.flatten(0, 1).tolist() for x in fields), strict=True)
         ]
-        return pieces if found.episode is None else [*_episodes(found, pieces)]
+        if found.episode is None:
+            return pieces
+        assert found.rewards is not None
+        tables = (found.response_mask, found.rewards, torch.stack([*found.episode.values()], -1))
+        rows = zip(pieces, *(x.flatten(0, 1).tolist() for x in tables), strict=True)
+        return [
+            piece._replace(
+                stopped=piece.ended or any(figures[name] for name in LIMITS),
+                sampled=sampled[: len(piece.ids)],
+                rewards=rewards[: len(piece.ids)],
+                figures=figures,
+            )
+            for piece, sampled, rewards, values in rows
+            for figures in [dict(zip(found.episode, values, strict=True))]
+        ]
 
-    def forget(self, own: Sequence[Response], fate: str, **times: float) -> Prompts:
+    def forget(self, own: Sequence[_Response], fate: str, **times: float) -> Prompts:
         """Note the line of a group for groups.jsonl, forget the group, and return its prompt [1]."""
         self.scored.pop(own[0].group.number, None)
         return super().forget(own, fate, **times)
@@ -656,21 +659,6 @@ class VirtualStream(RuledStream):
         self.load_state_dict(saved)
         self.scored = {group: Batch(**batch) for group, batch in saved["scored"].items()}
         self.spare = deque(Prompts(**prompt) for prompt in saved["spare"])
-
-
-def _episodes(found: Rollouts, pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Yield the pieces of episodes with what belongs to their environments."""
-    assert found.episode is not None and found.rewards is not None
-    tables = (found.response_mask, found.rewards, torch.stack([*found.episode.values()], -1))
-    rows = zip(pieces, *(x.flatten(0, 1).tolist() for x in tables), strict=True)
-    for piece, sampled, rewards, values in rows:
-        figures = dict(zip(found.episode, values, strict=True))
-        yield piece._replace(
-            stopped=piece.ended or any(figures[name] for name in LIMITS),
-            sampled=sampled[: len(piece.ids)],
-            rewards=rewards[: len(piece.ids)],
-            figures=figures,
-        )
 
 
 # The streams of rollouts in the time of this machine.

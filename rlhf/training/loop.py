@@ -25,24 +25,20 @@ loads new weights in the middle of a request.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from rlhf.config.schedule import ScheduleConfig
+from rlhf.core.state import TrainState
+from rlhf.engines.engine import Engine
+from rlhf.generators.generator import Generator
+from rlhf.objectives.objective import Objective
+from rlhf.processes.signals import Interruption
+from rlhf.scorers.scorer import Scorer
+from rlhf.tasks.mixture import PromptOrder
 from rlhf.terminal.progress import Phases
-from rlhf.training.stream import ONCE
-
-if TYPE_CHECKING:
-    from rlhf.config.schedule import ScheduleConfig
-    from rlhf.core.state import TrainState
-    from rlhf.engines.engine import Engine
-    from rlhf.generators.generator import Generator
-    from rlhf.objectives.objective import Objective
-    from rlhf.processes.signals import Interruption
-    from rlhf.scorers.scorer import Scorer
-    from rlhf.tasks.mixture import PromptOrder
-    from rlhf.training.checkpoint import Checkpoints
-    from rlhf.training.evaluators import Evaluator
-    from rlhf.training.recorder import Recorder
-    from rlhf.training.stream import Refill, Replay, RolloutStream
+from rlhf.training.checkpoint import Checkpoints
+from rlhf.training.evaluators import Evaluator
+from rlhf.training.recorder import Recorder
+from rlhf.training.stream import ONCE, Refill, Replay, RolloutStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

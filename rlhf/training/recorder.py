@@ -1,81 +1,36 @@
-"""The recorder of metrics, and what it watches: invariants, collapse, repetition."""
+"""The recorder of metrics, and what it watches: first values, collapse, repetition."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlhf.core.batch import Batch
-from rlhf.core.metrics import How, Stat, Timer, mean, merge, plain
-from rlhf.training.comparison import against_initial
+from rlhf.core.batch import Batch, Rollouts
+from rlhf.core.formatting import rate
+from rlhf.core.metrics import Evaluation, How, Metrics, Row, Stat, Timer, mean, merge, plain
+from rlhf.core.state import TrainState
+from rlhf.engines.engine import Engine
+from rlhf.generators.generator import Generator
+from rlhf.loggers.logger import Logger
+from rlhf.scorers.scorer import merge_ties
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from rlhf.core.batch import Rollouts
-    from rlhf.core.metrics import Evaluation, Metrics, Row
-    from rlhf.core.state import TrainState
-    from rlhf.engines.engine import Engine
-    from rlhf.generators.generator import Generator
-    from rlhf.loggers.logger import Logger
-
-
-# Metrics whose values at the first on-policy update are known in advance, for every algorithm.
-#
-# At this update, sampler, trainer and reference are the same model.
-
-
+# Metrics whose values at the first on-policy update are known in advance, for every algorithm: sampler,
+# trainer and reference are the same model.
 EXPECTED = {
-    "objective/kl": 0.0,  # the initial policy is the reference
+    "objective/kl": 0.0,  # only if the initial policy is the reference
     "policy/ratio": 1.0,  # sampler and trainer compute the same log-probs
     "policy/clipfrac": 0.0,
     "mismatch/kl": 0.0,
 }
-
-
-def expected(starts_as_reference: bool) -> set[str]:
-    """Return the names of the metrics in `EXPECTED` that are checked at the first update.
-
-    Args:
-        starts_as_reference: whether the initial policy is the reference; if not, `objective/kl` is not
-            checked.
-    """
-    return set(EXPECTED) - (set() if starts_as_reference else {"objective/kl"})
-
-
 _SUMS = ("objective/kl", "policy/ratio")  # computed from a sum over the tokens of a response
-TOKENS = 10  # tokens of a response whose rounding errors are within the tolerance
-
-
-def broken_invariants(row: Mapping[str, float], tolerance: float, tokens: float = 1.0) -> list[str]:
-    """Return a warning for each metric in `row` that differs from its value in `EXPECTED`.
-
-    Args:
-        row: the metrics of the first update.
-        tolerance: the largest difference without a warning, for up to `TOKENS` tokens; the bound of a metric
-            in `_SUMS` grows with the number of tokens, as rounding errors do.
-        tokens: the mean number of tokens of a response.
-    """
-    longer = max(1.0, tokens / TOKENS)
-    bounds = {name: tolerance * (longer if name in _SUMS else 1.0) for name in EXPECTED}
-    return [
-        f"{name} is {row[name]:.3g} at the first update, expected {expected:g} (within {bounds[name]:.2g}): "
-        "sampler, trainer and reference disagree on the log-probs of the same tokens"
-        for name, expected in EXPECTED.items()
-        if name in row and abs(row[name] - expected) > bounds[name]
-    ]
-
-
-# The recorder, which collects the metrics of updates and sends rows of metrics to every logger.
-
-
+_TOKENS = 10  # tokens of a response whose rounding errors are within the tolerance
 PHASES = ("wait", "score", "annotate", "train", "sync")  # the timed phases of an update
 
 
@@ -85,9 +40,12 @@ class Recorder:
     Args:
         log_every: number of updates between rows; below 1: a fraction of the run; 0: no rows.
         metric: name of the evaluation metric whose best value is stored in `TrainState.best`.
-        minimised: whether the lowest value of `metric` is the best; otherwise the highest value.
-        tolerance: largest difference from `EXPECTED` without a warning; depends on the dtype.
+        tolerance: largest difference from `EXPECTED` without a warning, for responses of up to `_TOKENS`
+            tokens; depends on the dtype. The bound of a metric in `_SUMS` grows with the number of tokens, as
+            rounding errors do.
         expected: names of the metrics in `EXPECTED` that are checked at the first update.
+        minimised: whether the lowest value of `metric` is the best; otherwise the highest value.
+        tie_tolerance: largest relative difference of a tie, as in `rlhf.scorers.scorer`.
         collapse: the rule that warns of a collapse; None: the default rule.
         repetition: the rule that hints at responses which repeat themselves; None: the default rule.
     """
@@ -105,13 +63,9 @@ class Recorder:
     ) -> None:
         self.loggers: list[Logger] = []
         self.generator: Generator | None = None
-        self.log_every = log_every
-        self.metric = metric
-        self.minimised = minimised
-        self.tolerance = tolerance
-        self.tie_tolerance = tie_tolerance
-        self.collapse = collapse or CollapseRule()
-        self.repetition = repetition or RepetitionRule()
+        self.log_every, self.metric, self.minimised = log_every, metric, minimised
+        self.tolerance, self.tie_tolerance = tolerance, tie_tolerance
+        self.collapse, self.repetition = collapse or CollapseRule(), repetition or RepetitionRule()
         self.timer = Timer()
         self.unchecked = set(expected)  # names of metrics in EXPECTED that are still to check
         self.tokens = 1.0  # mean number of tokens of a response of the first update
@@ -130,14 +84,17 @@ class Recorder:
         """Add metrics to the unfinished row, and compare first values with `EXPECTED`."""
         if self.unchecked and (length := figures.get("objective/response_tokens")) is not None:
             self.tokens = length.value() or 1.0
-        seen = {
-            name: value
-            for name in self.unchecked & figures.keys()
-            if (value := figures[name].value()) is not None
-        }
-        self.unchecked -= seen.keys()
-        for text in broken_invariants(seen, self.tolerance, self.tokens):
-            self.warn(text)
+        for name in EXPECTED:
+            if name not in self.unchecked & figures.keys() or (value := figures[name].value()) is None:
+                continue
+            self.unchecked.remove(name)
+            bound = self.tolerance * (max(1.0, self.tokens / _TOKENS) if name in _SUMS else 1.0)
+            if abs(value - EXPECTED[name]) > bound:
+                self.warn(
+                    f"{name} is {value:.3g} at the first update, expected {EXPECTED[name]:g} (within "
+                    f"{bound:.2g}): sampler, trainer and reference disagree on the log-probs of the same "
+                    "tokens"
+                )
         merge(self.figures, figures)
 
     def groups(self, rows: list[dict[str, Any]]) -> None:
@@ -147,26 +104,27 @@ class Recorder:
 
     def flush(self, state: TrainState, rollouts: Rollouts, engine: Engine) -> None:
         """End an update: add times, throughput, token lag and memory, and send the row if it is due."""
-        times = self.timer.drain()
-        seconds = sum(float(times[f"time/{phase}_s"].total) for phase in PHASES if f"time/{phase}_s" in times)
-        tokens = float(rollouts.response_mask.sum())
+        figures = self.timer.drain()
+        timed = [figures[name] for phase in PHASES if (name := f"time/{phase}_s") in figures]
+        seconds = sum(float(each.total) for each in timed)
         state.wall_s += seconds
-        self.add(times)
         if self.generator is not None:
-            self.add(self.generator.figures())
+            figures |= self.generator.figures()
         if isinstance(rollouts, Batch) and rollouts.annotate_ahead_s:
-            self.add({"time/annotate_ahead_s": Stat(rollouts.annotate_ahead_s, 1.0, How.sum)})
+            figures["time/annotate_ahead_s"] = Stat(rollouts.annotate_ahead_s, 1.0, How.sum)
         if rollouts.episode and "seconds" in rollouts.episode:
-            self.add({"time/environment_s": Stat(float(rollouts.episode["seconds"].sum()), 1.0, How.sum)})
+            in_environment = float(rollouts.episode["seconds"].sum())
+            figures["time/environment_s"] = Stat(in_environment, 1.0, How.sum)
         if rollouts.token_versions is not None:
             lag = state.lag + rollouts.version - rollouts.token_versions
-            self.add({"mismatch/token_lag": mean(lag, rollouts.response_mask)})
+            figures["mismatch/token_lag"] = mean(lag, rollouts.response_mask)
         self.add(
-            {
+            figures
+            | {
                 "time/generate_s": Stat(rollouts.generate_s, 1.0, How.sum),
                 "time/update_s": Stat(seconds, 1.0, How.sum),
                 "throughput/episodes_per_s": Stat(float(rollouts.episodes), seconds),
-                "throughput/tokens_per_s": Stat(tokens, seconds),
+                "throughput/tokens_per_s": Stat(float(rollouts.response_mask.sum()), seconds),
                 "memory/peak_gib": Stat(engine.peak_gib(), 1.0, How.max),
             }
         )
@@ -178,19 +136,16 @@ class Recorder:
         if state.due(self.log_every, at_end=True):
             row = state.position()
             for name, stat in self.figures.items():
-                value = stat.value()
-                if value is None:
-                    continue
-                if math.isfinite(value):
+                if (value := stat.value()) is not None and math.isfinite(value):
                     row[name] = value
-                else:
+                elif value is not None:
                     self.warn(f"{name} is {value} at update {state.update}; the row does not contain it")
             self.figures = {}
             for rule in (self.collapse, self.repetition):
                 if (warning := rule.observe(row)) is not None:
                     self.warn(warning)
             if self.collapse.warned:
-                row[METRIC] = 1.0
+                row["warning/collapse"] = 1.0
             for logger in self.loggers:
                 logger.log(row, state)
 
@@ -264,10 +219,48 @@ class Recorder:
             logger.close()
 
 
+def against_initial(scores: Sequence[float], initial: Sequence[float], tie_tolerance: float = 0.0) -> Row:
+    """Return `eval/win_rate_vs_initial` with the bounds of its 95 % interval.
+
+    The rate is the fraction of prompts whose completion scores strictly higher than the completion of the
+    initial policy, plus half the fraction of ties. So an unchanged policy has a rate of 0.5. The Wilson
+    interval counts every prompt as one trial, and is too wide if there are many ties.
+
+    Args:
+        scores: score of the completion of each prompt.
+        initial: score of the initial policy's completion of the same prompts.
+        tie_tolerance: largest relative difference of a tie, as in `rlhf.scorers.scorer`.
+    """
+    now, before = merge_ties(torch.tensor([*zip(scores, initial, strict=True)]), tie_tolerance).T
+    points = (now > before).sum().item() + 0.5 * (now == before).sum().item()
+    return rate("eval/win_rate_vs_initial", points / len(scores), len(scores))
+
+
+class _Rule:
+    """A rule on the rows of metrics of one run, which warns once.
+
+    Attributes:
+        saved: the names of the attributes that are its state.
+        warned: whether the rule has warned.
+    """
+
+    saved: ClassVar[tuple[str, ...]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the rule, for a checkpoint."""
+        return {name: getattr(self, name) for name in self.saved}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned."""
+        for name in self.saved:
+            setattr(self, name, saved[name])
+
+
 # The warning of collapse: a rule on the metrics of training that finds a policy which leaves its reference.
 #
 # A run collapses if the win rate of the policy falls and does not recover, while the training reward may
-# still rise (Gao et al., arXiv 2210.10760). The rule observes these signals of each training row:
+# still rise (Gao et al., arXiv 2210.10760). The rule observes `SIGNALS` of each training row, KL and entropy
+# in nats per response token:
 #
 # | signal | value | unit | warns |
 # |---|---|---|---|
@@ -285,7 +278,28 @@ class Recorder:
 # limits on one half of many runs and measures the rule on the other half (docs/results/collapse.md).
 
 
-METRIC = "warning/collapse"
+class _Signal(NamedTuple):
+    """A number that the rule computes from a row of metrics."""
+
+    metric: str  # of the row; of `objective/` per response token
+    text: str  # of the warning, with value and limit
+    above: bool = True  # whether values above the limit warn; otherwise values below
+    relative: bool = False  # whether the value is divided by its first value
+
+
+SIGNALS = {
+    "kl": _Signal("objective/kl", "KL to the reference of {:.2g} nats per token, limit {:.2g}"),
+    "rise": _Signal("", "KL to the reference rises by {:.2g} nats per token and update, limit {:.2g}"),
+    "entropy": _Signal(
+        "objective/entropy", "entropy per token at {:.2g} of its first value, limit {:.2g}", False, True
+    ),
+    "ess": _Signal(
+        "mismatch/ess", "effective sample size of {:.2g} of the responses, limit {:.2g}", above=False
+    ),
+    "gradient": _Signal(
+        "policy/grad_norm", "gradient norm at {:.2g} times its first value, limit {:.2g}", relative=True
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,48 +325,16 @@ class Limits:
 
 LIMITS = Limits(kl=0.6, memory=2.0)  # selected by benchmarks/collapse.py
 
-_MEANING = {
-    "kl": "KL to the reference of {value:.2g} nats per token, limit {limit:.2g}",
-    "rise": "KL to the reference rises by {value:.2g} nats per token and update, limit {limit:.2g}",
-    "entropy": "entropy per token at {value:.2g} of its first value, limit {limit:.2g}",
-    "ess": "effective sample size of {value:.2g} of the responses, limit {limit:.2g}",
-    "gradient": "gradient norm at {value:.2g} times its first value, limit {limit:.2g}",
-}
 
-RISING = ("kl", "rise", "gradient")  # signals that warn above their limit; the others warn below
-_RELATIVE = frozenset({"entropy", "gradient"})  # signals that are divided by their first value
-
-
-def signals(row: Mapping[str, float]) -> dict[str, float]:
-    """Return the signals that a row of metrics contains, KL and entropy in nats per token."""
-    tokens, found = row.get("objective/response_tokens", 0.0), {}
-    if tokens > 0 and "objective/kl" in row:
-        found["kl"] = row["objective/kl"] / tokens + row.get("mismatch/kl", 0.0)
-    if tokens > 0 and "objective/entropy" in row:
-        found["entropy"] = row["objective/entropy"] / tokens
-    if "mismatch/ess" in row:
-        found["ess"] = row["mismatch/ess"]
-    if "policy/grad_norm" in row:
-        found["gradient"] = row["policy/grad_norm"]
-    return found
-
-
-def _beyond(limits: Limits, values: Mapping[str, float]) -> str | None:
-    """Return the name of the first signal whose value is beyond its limit; None: there is none."""
-    for name in _MEANING:
-        limit, value = getattr(limits, name), values.get(name)
-        if limit is not None and value is not None and (value > limit if name in RISING else value < limit):
-            return name
-    return None
-
-
-class CollapseRule:
-    """The state of the rule in one run; it warns once.
+class CollapseRule(_Rule):
+    """The rule that warns of a collapse.
 
     Args:
         remedy: the settings that the warning recommends, as text.
         limits: the constants of the rule.
     """
+
+    saved = ("first", "averages", "update", "warned")
 
     def __init__(self, remedy: str = "set a lower optim.lr", limits: Limits = LIMITS) -> None:
         self.remedy = remedy
@@ -368,43 +350,34 @@ class CollapseRule:
         Args:
             row: metrics of the updates since the previous row, with the column `update`.
         """
-        found = signals(row)
-        self.first = {**found, **self.first}
-        if "kl" in found:
-            found["kl"] -= self.first["kl"]
-        for name in _RELATIVE & found.keys():
-            found[name] /= max(self.first[name], 1e-6)
-        updates = row["update"] - self.update
+        tokens = row.get("objective/response_tokens", 0.0)
+        updates, self.update = row["update"] - self.update, row["update"]
         share = 1 - math.exp(-updates / self.limits.memory)
-        for name, value in found.items():
+        for name, signal in SIGNALS.items():
+            per_token = signal.metric.startswith("objective/")
+            if signal.metric not in row or (per_token and not tokens > 0):
+                continue
+            value = row[signal.metric] / (tokens if per_token else 1.0)
+            if name == "kl":
+                value += row.get("mismatch/kl", 0.0)
+                value -= self.first.setdefault(name, value)
+            elif signal.relative:
+                value /= max(self.first.setdefault(name, value), 1e-6)
             before = self.averages.setdefault(name, value)
             self.averages[name] = before + share * (value - before)
             if name == "kl" and updates > 0:
                 self.averages["rise"] = (self.averages["kl"] - before) / updates
-        self.update = row["update"]
-        passed = _beyond(self.limits, self.averages)
-        if self.warned or passed is None:
-            return None
-        self.warned = True
-        what = _MEANING[passed].format(value=self.averages[passed], limit=getattr(self.limits, passed))
-        return (
-            f"the policy may collapse: {what}, at update {row['update']:.0f}; compare eval/ metrics with "
-            f"earlier ones, and if they fall, {self.remedy}"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the rule, for a checkpoint."""
-        return {
-            "first": self.first,
-            "averages": self.averages,
-            "update": self.update,
-            "warned": self.warned,
-        }
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
-        self.first, self.averages = dict(saved["first"]), dict(saved["averages"])
-        self.update, self.warned = saved["update"], saved["warned"]
+        for name, signal in SIGNALS.items():
+            limit, value = getattr(self.limits, name), self.averages.get(name, math.nan)
+            if self.warned or limit is None or not (value > limit if signal.above else value < limit):
+                continue
+            self.warned = True
+            return (
+                f"the policy may collapse: {signal.text.format(value, limit)}, at update "
+                f"{row['update']:.0f}; compare eval/ metrics with earlier ones, and if they fall, "
+                f"{self.remedy}"
+            )
+        return None
 
 
 # The hint that responses repeat themselves more and more while the reward rises.
@@ -438,10 +411,9 @@ _ENOUGH = 0.25  # share of the responses that must count
 POINTS = 16
 _WIDTHS = (1, 4, 16)  # rows per point
 _TREND = 67  # rising minus falling pairs of points
-LEVEL = 0.2  # smallest repetition at the end
+_LEVEL = 0.2  # smallest repetition at the end
 _RISE = 0.1  # smallest increase of the repetition
-ENDS = POINTS // 4  # points at the beginning and at the end that are compared
-
+_ENDS = POINTS // 4  # points at the beginning and at the end that are compared
 _FACTORS = (1, 0x9E3779B1, 0x85EBCA77C2B2AE35 - (1 << 64), 0x27D4EB2F165667C5)  # of a hash of N_GRAM tokens
 
 
@@ -469,16 +441,18 @@ def repeated(ids: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([again.sum(), whole.sum(), counts.sum()])
 
 
-class RepetitionRule:
-    """The state of the rule in one run; it gives its hint once.
+class RepetitionRule(_Rule):
+    """The rule that hints at responses which repeat themselves.
 
     Args:
         given: whether the hint was given already, or is never due, because no response is sampled.
     """
 
+    saved = ("counts", "rows", "given")
+
     def __init__(self, given: bool = False) -> None:
         self.counts = [0, 0, 0, 0]  # of the unfinished row: those of `repeated`, responses measured
-        self.rows: deque[tuple[float, float]] = deque(maxlen=POINTS * _WIDTHS[-1])  # score, repetition
+        self.rows: list[list[float]] = []  # score and repetition of the last rows
         self.given = given
 
     def add(self, ids: Tensor, mask: Tensor) -> None:
@@ -505,53 +479,27 @@ class RepetitionRule:
         self.counts = [0, 0, 0, 0]
         if self.given or "objective/scores" not in row or counted < max(1, _ENOUGH * responses):
             return None
-        self.rows.append((row["objective/scores"], again / grams))
+        self.rows = [*self.rows, [row["objective/scores"], again / grams]][-POINTS * _WIDTHS[-1] :]
         for width in _WIDTHS:
-            if len(self.rows) >= POINTS * width and (found := hint(points(self.rows, width))):
-                self.given = True
-                rows = POINTS * width
-                return (
-                    f"{found} over the last {rows} rows of metrics, at update {row['update']:.0f}; {_REMEDY}"
-                )
+            last = self.rows[-POINTS * width :]
+            if len(last) < POINTS * width:
+                break
+            groups = [last[place : place + width] for place in range(0, len(last), width)]
+            scores, repeats = ([sum(each[i] for each in group) / width for group in groups] for i in (0, 1))
+            low, high = (sum(part) / _ENDS for part in (repeats[:_ENDS], repeats[-_ENDS:]))
+            if high < _LEVEL or high - low < _RISE or not (rises(scores) and rises(repeats)):
+                continue
+            self.given = True
+            before, after = (sum(part) / _ENDS for part in (scores[:_ENDS], scores[-_ENDS:]))
+            return (
+                f"responses repeat themselves more while the reward rises: {high:.0%} of their "
+                f"{_N_GRAM}-grams occurred in the {_SPAN} tokens before (earlier {low:.0%}), and "
+                f"objective/scores is {after:.3g} (earlier {before:.3g}), over the last {len(last)} rows of "
+                f"metrics, at update {row['update']:.0f}; this is a hint: read responses "
+                "(completions.jsonl), and if they degenerate, lower the reward of repetition, or strengthen "
+                "the KL penalty"
+            )
         return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the rule, for a checkpoint."""
-        return {"counts": self.counts, "rows": [list(row) for row in self.rows], "given": self.given}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
-        self.counts, self.given = list(saved["counts"]), saved["given"]
-        self.rows.clear()
-        self.rows.extend((score, repetition) for score, repetition in saved["rows"])
-
-
-_REMEDY = (
-    "this is a hint: read responses (completions.jsonl), and if they degenerate, lower the reward of "
-    "repetition, or strengthen the KL penalty"
-)
-
-
-def points(rows: Sequence[tuple[float, float]], width: int) -> tuple[list[float], list[float]]:
-    """Return score and repetition of the last rows, as `POINTS` means of `width` rows each."""
-    last = list(rows)[-POINTS * width :]
-    groups = [last[place : place + width] for place in range(0, len(last), width)]
-    scores, repetitions = ([sum(each[i] for each in group) / width for group in groups] for i in (0, 1))
-    return scores, repetitions
-
-
-def hint(window: tuple[Sequence[float], Sequence[float]]) -> str | None:
-    """Return the beginning of the hint if both numbers of a window rise; None: they do not."""
-    (first_score, last_score), (first, last) = (
-        (sum(values[:ENDS]) / ENDS, sum(values[-ENDS:]) / ENDS) for values in window
-    )
-    if last < LEVEL or last - first < _RISE or not all(map(rises, window)):
-        return None
-    return (
-        f"responses repeat themselves more while the reward rises: {last:.0%} of their {_N_GRAM}-grams "
-        f"occurred in the {_SPAN} tokens before (earlier {first:.0%}), and objective/scores is "
-        f"{last_score:.3g} (earlier {first_score:.3g}),"
-    )
 
 
 def rises(values: Sequence[float]) -> bool:

@@ -8,24 +8,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from rlhf.core.batch import Batch, Prompts, R, Rollouts, concatenated
+from rlhf.config.schedule import ScheduleConfig
+from rlhf.core.batch import Batch, Prompts, R, Rollouts, Sampling, concatenated
 from rlhf.core.metrics import How, Metrics, Stat, mean
 from rlhf.core.numerics import derive
-
-if TYPE_CHECKING:
-    from rlhf.config.schedule import ScheduleConfig
-    from rlhf.core.batch import Sampling
-    from rlhf.core.state import TrainState
-    from rlhf.generators.generator import Generator
-    from rlhf.terminal.progress import Phases
-    from rlhf.training.recorder import Recorder
-
+from rlhf.core.state import TrainState
+from rlhf.generators.generator import Generator
+from rlhf.terminal.progress import Phases
+from rlhf.training.recorder import Recorder
 
 # Other prompts in place of groups without signal: dynamic sampling of DAPO (Yu et al., arXiv 2503.14476).
 #

@@ -103,7 +103,7 @@ def test_lines_are_wrapped_in_a_terminal_but_a_long_path_stays_whole(monkeypatch
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setattr(console, "console", console.Terminal(width=20))
     for in_file in (True, False):
-        monkeypatch.setattr(console, "IN_FILE", in_file)
+        monkeypatch.setattr(console, "_IN_FILE", in_file)
         console.say("checkpoint saved: /a/long/path/of-a-checkpoint now")
     first, *others = capsys.readouterr().out.splitlines()
     assert first == "checkpoint saved: /a/long/path/of-a-checkpoint now"

@@ -70,7 +70,7 @@ def test_gpus_are_listed_in_the_order_of_the_visible_devices(nvidia_smi, visible
 
 @pytest.mark.parametrize("body", ["exit 9", "echo nonsense", "printf '0, GPU-a, [N/A]\\n'", "sleep 9"])
 def test_no_gpus_are_listed_if_nvidia_smi_fails_or_hangs(nvidia_smi, monkeypatch, body):
-    monkeypatch.setattr(machine, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(machine, "_TIMEOUT_S", 0.2)
     nvidia_smi(body)
     assert machine.gpus(None) == ()
 

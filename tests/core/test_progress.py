@@ -149,7 +149,7 @@ def test_the_phase_of_the_current_update_comes_before_the_metrics_of_the_last_on
 
 
 def test_a_long_update_is_a_plain_line_at_intervals_with_its_phase(lines, monkeypatch):
-    monkeypatch.setattr(module, "PHASE_EVERY_S", 0.05)
+    monkeypatch.setattr(module, "_PHASE_EVERY_S", 0.05)
     phases, told = Phases(), threading.Event()
     monkeypatch.setattr(module, "say", lambda line: (lines.append(line), told.set()))
     display = ProgressDisplay("dpo", 10, "plain", unit="update", phases=phases)
@@ -161,7 +161,7 @@ def test_a_long_update_is_a_plain_line_at_intervals_with_its_phase(lines, monkey
 
 @pytest.mark.parametrize("mode", ["plain", "off"])
 def test_no_line_is_printed_outside_of_phases_or_after_the_display_is_closed(lines, monkeypatch, mode):
-    monkeypatch.setattr(module, "PHASE_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "_PHASE_EVERY_S", 0.01)
     phases = Phases()
     display = ProgressDisplay("dpo", 10, mode, phases=phases)
     time.sleep(0.05)
@@ -190,9 +190,8 @@ def test_auto_is_plain_without_a_terminal_even_with_forced_colors(lines, monkeyp
 def test_auto_is_plain_if_jobs_in_parallel_share_the_terminal(monkeypatch):
     terminal = SimpleNamespace(is_interactive=True, file=SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(module, "console", terminal)
-    assert module.default_mode() == "live"
     monkeypatch.setattr(stages, "job", "job 2 ")
-    assert module.default_mode() == "plain"
+    assert ProgressDisplay("dpo", 1, "auto").mode == "plain"
 
 
 def test_the_time_of_all_stages_is_estimated_once(lines, seconds):

@@ -36,7 +36,7 @@ def during(patch, strike):
 
 
 def test_a_second_run_in_the_folder_of_an_active_run_is_refused(tiny, tmp_path, monkeypatch, finished):
-    monkeypatch.setattr(lock, "WAIT_S", 0.0)
+    monkeypatch.setattr(lock, "_WAIT_S", 0.0)
     whole = finished(*SAVED)  # makes the SFT model and the reward model, which are runs, too
     cfg, folder, refused = tiny(*SAVED), RunFolder(tmp_path / "run"), []
 

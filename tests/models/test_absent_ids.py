@@ -12,7 +12,6 @@ from rlhf.core.files import vocabulary
 from rlhf.engines.deepspeed_engine import hollow
 from rlhf.generators.generator import ReplayGenerator
 from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings, respond
-from rlhf.models.logprobs import token_outputs
 from rlhf.models.modules import Policy, absent_ids, logit_scale, set_head, token_ids
 from rlhf.scorers.scorer import write
 from rlhf.trials.agreement import comparing, ragged_example, sampling_fault, sharing_fault
@@ -88,22 +87,6 @@ def test_rows_of_ids_without_a_token_get_no_gradient_and_the_others_that_of_the_
     absent = absent_ids(policy.model)
     assert slope.isfinite().all() and not slope[absent].any()
     assert slope[token_ids(policy.model)].any(-1).all()
-
-
-def test_tiles_without_any_token_change_nothing():
-    draw = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 8, generator=draw).requires_grad_() for n in (5, 40))
-    bias = torch.zeros(40)
-    bias[:10] = bias[20:30] = -torch.inf
-    targets = torch.tensor([10, 15, 19, 30, 39])
-    results = []
-    for tile in ((2, 5), (5, 40)):
-        out = token_outputs(hidden, weight, bias, targets, 0.7, tile, ("entropy", "log_sum_squares"))
-        slopes = torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), (hidden, weight))
-        results.append([*out, *slopes])
-    for found, wanted in zip(*results, strict=True):
-        assert found.isfinite().all()
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
 def test_a_model_whose_ids_all_have_tokens_computes_what_it_did_without_the_tokens():

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from rlhf.core.errors import UserError
-from rlhf.models.folder import context_problem, folder_problem, is_local
+from rlhf.models.folder import folder_problem, is_local
 from rlhf.models.headers import INDEX, opened
 from rlhf.models.loading import load_causal_lm
 from tests.model_folders import (
@@ -205,15 +205,6 @@ def test_the_remedy_names_the_model_that_is_meant(folder, tmp_path):
 def test_a_gguf_file_is_no_model(tmp_path):
     (tmp_path / "mine-q4.gguf").write_bytes(b"GGUF")
     assert "mine-q4-safetensors" in problem(tmp_path), "the command that makes a folder of the file"
-
-
-def test_the_remedy_for_a_short_context_fits_the_context():
-    assert str(context_problem(16, 128, 16)).endswith(
-        "set task.max_prompt_tokens=8 generator.response_length=8"
-    )
-    assert str(context_problem(100, 128, 16)).endswith("set task.max_prompt_tokens=84")
-    assert str(context_problem(100, 90, 16)).endswith("set generator.response_length=10")
-    assert context_problem(100, 90, 10) is None
 
 
 def test_a_run_folder_is_recognised(tmp_path):

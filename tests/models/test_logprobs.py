@@ -57,26 +57,6 @@ def test_log_probs_equal_log_softmax_of_the_full_logits_in_value_and_gradient(bi
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_the_tile_size_does_not_change_the_result(tile):
-    results = []
-    for size in ((R, V), tile):
-        hidden, weight, offset, targets = inputs()
-        found = token_logprobs(hidden, weight, offset, targets, 0.7, size)
-        found.square().sum().backward()
-        results.append((found, hidden.grad, weight.grad, offset.grad))
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("tile", [None, (3, 10)])
-def test_gradients_pass_gradcheck_in_float64(tile):
-    hidden, weight, offset, targets = inputs(torch.float64, sizes=(4, 3, 13))
-    assert torch.autograd.gradcheck(
-        lambda h, w, b: token_logprobs(h, w, b, targets, 0.7, tile), (hidden, weight, offset)
-    )
-
-
 @pytest.mark.parametrize("tile", [None, (3, 10)])
 def test_no_gradient_is_computed_for_a_frozen_weight(tile):
     products = {}
@@ -117,32 +97,11 @@ def test_no_rows_give_no_log_probs_and_zero_gradients():
     assert not weight.grad.any() and not hidden.grad.any()
 
 
-def test_tokens_with_an_infinite_negative_bias_have_no_influence_and_no_gradient():
-    hidden, weight, offset, targets = inputs()
-    with torch.no_grad():
-        offset[20:] = -torch.inf  # the last two tiles completely
-    targets %= 20
-    found = token_logprobs(hidden, weight, offset, targets, 0.7, (4, 10))
-    expected = plain(hidden, weight[:20], offset[:20], targets, 0.7)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    found.sum().backward()
-    assert hidden.grad.isfinite().all() and not weight.grad[20:].any()
-
-
 @pytest.mark.parametrize(("rows", "tile"), [(1, (1, V)), (3, (3, 20)), (60, (12, 5))])
 def test_a_tile_has_all_rows_if_enough_vocabulary_entries_fit(monkeypatch, rows, tile):
     monkeypatch.setattr(logprobs, "CPU_TILE_BYTES", 4 * 60)
-    monkeypatch.setattr(logprobs, "MIN_TILE_VOCABULARY", 5)
+    monkeypatch.setattr(logprobs, "_MIN_TILE_VOCABULARY", 5)
     assert logprobs.tile_for(torch.empty(rows, H), torch.empty(V, H), torch.bfloat16) == tile
-
-
-def test_at_most_one_tile_of_logits_is_in_memory(monkeypatch):
-    monkeypatch.setattr(logprobs, "CPU_TILE_BYTES", 4 * 30)
-    monkeypatch.setattr(logprobs, "MIN_TILE_VOCABULARY", 10)
-    hidden, weight, offset, targets = inputs()
-    with Watch() as seen:
-        token_logprobs(hidden, weight, offset, targets, 0.7).sum().backward()
-    assert seen.largest == V * H  # the weight's gradient; R x V logits would be more
 
 
 def plain_outputs(hidden, weight, bias, targets, temperature, *_):
@@ -212,7 +171,7 @@ def test_extra_outputs_are_finite_if_all_logits_of_the_first_tiles_are_infinite(
 
 def test_extra_outputs_need_at_most_one_tile_of_logits_in_memory(monkeypatch):
     monkeypatch.setattr(logprobs, "CPU_TILE_BYTES", 4 * 30)
-    monkeypatch.setattr(logprobs, "MIN_TILE_VOCABULARY", 10)
+    monkeypatch.setattr(logprobs, "_MIN_TILE_VOCABULARY", 10)
     hidden, weight, offset, targets = inputs()
     with Watch() as seen:
         found = token_outputs(hidden, weight, offset, targets, 0.7, None, EXTRAS)

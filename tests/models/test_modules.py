@@ -445,6 +445,8 @@ def test_prompt_and_response_must_fit_the_context(folder):
     assert check_context(config, 100, 28) is None
     assert check_context(config, 100, 29).endswith("got 100 + 29 = 129; set generator.response_length=28")
     assert check_context(config, 200, 28).endswith("set task.max_prompt_tokens=100")
+    both = "set task.max_prompt_tokens=64 generator.response_length=64"
+    assert check_context(config, 200, 128).endswith(both)
     assert context_problem(None, 10**6, 10**6) is None
 
 

@@ -1,6 +1,5 @@
 """The forward that encodes a prompt once for all its samples, and gradient checkpointing of blocks."""
 
-import inspect
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -8,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.config.models import LoRAConfig
@@ -17,9 +16,9 @@ from rlhf.core.errors import UserError
 from rlhf.memory.uses import Tokens
 from rlhf.models import folder
 from rlhf.models import forward as forward
-from rlhf.models.forward import PromptLayer, cache_argument, checkpoint_blocks, encode, positions
+from rlhf.models.forward import cache_argument, checkpoint_blocks, encode
 from rlhf.models.modules import Policy, adapt
-from tests.tiny_models import KINDS, sequences, tiny_lm, tiny_rollouts
+from tests.tiny_models import KINDS, tiny_lm, tiny_rollouts
 
 
 def states(model, batch, shared_prefix, last=False):
@@ -68,30 +67,6 @@ def test_shared_prefix_equals_the_plain_forward_in_value_and_gradient(kind, samp
     torch.testing.assert_close(found[True][0], found[False][0], rtol=0, atol=1e-4)
     difference = (found[True][1] - found[False][1]).norm() / found[False][1].norm()
     assert difference < 1e-4
-
-
-@pytest.mark.parametrize("shared_prefix", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_hidden_states_equal_the_forward_of_each_sequence_without_padding(kind, shared_prefix):
-    model, batch = tiny_lm(kind), tiny_rollouts()
-    with torch.no_grad():
-        found = states(model, batch, shared_prefix, last=True)
-        for i, group in enumerate(sequences(batch)):
-            for j, (prompt, response) in enumerate(group):
-                alone = model.base_model(input_ids=torch.cat([prompt, response])[None]).last_hidden_state[0]
-                expected = alone[len(prompt) - 1 :]
-                torch.testing.assert_close(found[i, j, : len(response) + 1], expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("shared_prefix", [False, True])
-def test_the_state_after_the_last_token_is_returned_only_with_last(shared_prefix):
-    model, batch = tiny_lm(), tiny_rollouts()
-    with torch.no_grad():
-        longer = states(model, batch, shared_prefix, last=True)
-        shorter = states(model, batch, shared_prefix, last=False)
-    assert longer.shape[2] == shorter.shape[2] + 1 == batch.response_ids.shape[-1] + 1
-    real = batch.response_mask
-    torch.testing.assert_close(shorter[real], longer[:, :, :-1][real], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shared_prefix", [False, True])
@@ -194,7 +169,7 @@ def blocks(model):
 def test_samples_that_share_a_row_do_not_attend_to_each_other(kind, monkeypatch):
     batch, found = tiny_rollouts(samples=4), []
     for group in (1, 2, 4):
-        monkeypatch.setattr(forward, "samples_per_row", lambda *_, group=group: group)
+        monkeypatch.setattr(folder, "in_forward", lambda *_, group=group: group)
         policy, rows = Policy(tiny_lm(kind), 0.7, shared_prefix=True), []
         policy.model.base_model.register_forward_pre_hook(
             lambda module, args, kwargs, rows=rows: rows.append(len(kwargs["input_ids"])), with_kwargs=True
@@ -213,12 +188,9 @@ def test_samples_that_share_a_row_do_not_attend_to_each_other(kind, monkeypatch)
     [(4, 24, 48, 1), (2, 384, 53, 2), (4, 256, 53, 2), (4, 640, 53, 4), (6, 600, 50, 3), (1, 999, 1, 1)],
 )
 def test_samples_share_a_row_if_that_adds_at_most_a_quarter_of_the_keys(samples, prompt, response, group):
-    model = tiny_lm()
-    assert forward.samples_per_row(model.base_model, samples, prompt, response) == group
+    assert folder.in_forward(samples, prompt, response) == group
     planned = Tokens(prompts=3, samples=samples, prompt=prompt + 1, response=response)
     assert planned.a_row(eager=False) == group and planned.a_row(eager=True) == 1
-    model.set_attn_implementation("eager")
-    assert forward.samples_per_row(model.base_model, samples, prompt, response) == 1
 
 
 @pytest.mark.parametrize("samples", [1, 2])
@@ -228,11 +200,6 @@ def test_prefix_sharing_has_no_effect_for_prompts_of_one_token(samples):
     with torch.no_grad():
         one, other = (Policy(tiny_lm(), 0.7, shared)(batch).logprobs for shared in (False, True))
     assert torch.equal(one, other)
-
-
-def test_positions_count_the_real_tokens_before_each_token():
-    mask = torch.tensor([[False, False, True, True, True, False]])
-    assert positions(mask).tolist() == [[0, 0, 0, 1, 2, 3]]
 
 
 class Named(torch.nn.Module):
@@ -270,17 +237,6 @@ def test_a_cache_has_the_name_that_the_forward_of_the_model_has_for_it(kind, wra
     for cache in (object(), object()):
         (name,) = given = cache_argument(model, cache)
         assert kind().forward(None, **given) is cache is given[name]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_models_read_the_cache_by_a_name_of_their_forward(kind):
-    model = tiny_lm(kind)
-    for module in (model, model.base_model):
-        cache = DynamicCache(config=model.config)
-        given = cache_argument(module, cache)
-        assert given.keys() <= inspect.signature(module.forward).parameters.keys()
-        module(torch.tensor([[2, 3]]), use_cache=True, **given)
-        assert cache.get_seq_length() == 2
 
 
 def test_a_shared_prefix_of_a_sliding_window_model_is_refused_with_the_remedy():
@@ -338,15 +294,6 @@ def test_checkpointed_blocks_save_less_than_a_quarter_for_the_backward_pass(kind
         layers * 2 * batch.prompt_ids.numel() * heads * config.hidden_size // config.num_attention_heads * 4
     )
     assert after + cache * shared_prefix < before / 4
-
-
-def test_recomputing_a_block_does_not_change_the_cache_of_the_prompt():
-    layer, first, again = PromptLayer(), torch.ones(2, 3, 4, 8), torch.zeros(2, 3, 4, 8)
-    layer.update(first, first)
-    assert layer.update(again, again)[0] is again
-    assert layer.keys is first and layer.values is first, (
-        "otherwise the cache keeps the graph of the recomputation alive"
-    )
 
 
 def test_checkpointing_does_not_change_generation_and_inference():

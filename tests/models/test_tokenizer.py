@@ -8,13 +8,8 @@ from transformers import AutoTokenizer, GenerationConfig
 from rlhf.core.errors import UserError
 from rlhf.models.loading import save
 from rlhf.models.tokenizer import check_vocabulary, fill_pad_token, read_tokenizer, set_pad_token
-from tests.chat_tokenizers import gemma, neox, qwen
+from tests.chat_tokenizers import gemma, neox
 from tests.tiny_models import VOCABULARY, tiny_classifier, tiny_lm, tiny_tokenizer
-
-
-def test_a_tokenizer_pads_on_the_left(tmp_path):
-    tiny_tokenizer().save_pretrained(tmp_path)
-    assert read_tokenizer(str(tmp_path)).padding_side == "left"
 
 
 @pytest.mark.parametrize("special", [{"eos_token": "<eos>"}, {"eos_token": "<eos>", "pad_token": "<eos>"}])
@@ -67,24 +62,15 @@ def test_a_tokenizer_may_be_smaller_than_the_model_but_not_larger():
 # End tokens of saved models
 
 
-def test_a_saved_model_stops_at_the_end_token_of_the_tokenizer(tmp_path):
+@pytest.mark.parametrize("make", [tiny_lm, tiny_classifier])
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_saved_model_stops_at_the_end_token_of_the_tokenizer(tmp_path, make, stops):
     tokenizer = gemma()
     tokenizer.eos_token = "<end_of_turn>"
-    save(tiny_lm("llama", vocab_size=512, eos_token_id=1), tokenizer, tmp_path)
-    end = AutoTokenizer.from_pretrained(tmp_path).eos_token_id
-    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [end, 1]
-    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == [end, 1]
-
-
-def test_a_model_that_stops_at_the_end_token_already_is_saved_unchanged(tmp_path):
-    tokenizer = qwen()
     end = tokenizer.eos_token_id
-    save(tiny_lm("llama", vocab_size=512, eos_token_id=[300, end]), tokenizer, tmp_path)
-    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [300, end]
-
-
-def test_a_reward_model_is_saved_with_the_end_token_of_the_tokenizer(tmp_path):
-    tokenizer = qwen()
-    save(tiny_classifier("llama", vocab_size=512, eos_token_id=1), tokenizer, tmp_path)
-    stated = json.loads((tmp_path / "config.json").read_text())["eos_token_id"]
-    assert stated == [tokenizer.eos_token_id, 1]
+    save(make("llama", vocab_size=512, eos_token_id=[300, end] if stops else 1), tokenizer, tmp_path)
+    expected = [300, end] if stops else [end, 1]
+    assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == end
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == expected
+    if make is tiny_lm:
+        assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == expected

@@ -48,13 +48,6 @@ def test_dpo_loss_is_log2_when_policy_equals_reference():
     assert loss["policy"].item() / 3 == pytest.approx(math.log(2))
 
 
-def test_ipo_loss_is_zero_when_the_margin_is_one_over_two_beta():
-    logprobs = torch.tensor([[[-1.0, -1.0], [-3.0, -4.0]]])  # z = -2 + 7 = 5
-    objective = OnlineDPO(DPOConfig(loss_type=DPOLoss.ipo, beta=0.1))
-    loss, _ = objective.loss(forward_of(logprobs), batch_of([[1, 0]]))
-    assert loss["policy"].item() == pytest.approx(0.0, abs=1e-6)
-
-
 def test_the_margin_uses_summed_logprobs():
     logprobs = torch.tensor([[[-1.0, -1.0], [-3.0, -4.0]]])
     loss, figures = OnlineDPO(DPOConfig(beta=0.1)).loss(forward_of(logprobs), batch_of([[1, 0]]))

@@ -336,7 +336,8 @@ def test_keys_of_a_rejection_have_no_effect_without_it():
 
 
 def test_needs_follow_from_anchor_and_correction():
-    assert "ratio" in objective_of("grpo").needs
+    assert {"ratio", "ref_logprobs"} <= objective_of("grpo").needs
+    assert "old_logprobs" not in objective_of("grpo").needs | objective_of("rloo", kl_coef=0.0).needs
     assert "ratio" not in objective_of("grpo", anchor=Anchor.behaviour).needs
     assert "ratio" not in objective_of("grpo", anchor=Anchor.loglinear).needs
     assert "correction" not in objective_of("grpo", correction=CorrectionConfig(kind=TRUNCATE)).needs

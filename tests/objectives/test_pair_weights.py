@@ -8,8 +8,7 @@ import torch
 
 from rlhf.config.algorithms import DPOConfig, DPOLoss, PairWeighting
 from rlhf.core.batch import Outputs
-from rlhf.objectives.dpo import OnlineDPO
-from rlhf.objectives.pair_weights import pair_weights
+from rlhf.objectives.dpo import OnlineDPO, pair_weights
 from tests.objectives.test_objectives import batch_of
 
 IS, WPO = PairWeighting["is"], PairWeighting.wpo
@@ -111,15 +110,6 @@ def test_weights_of_empty_responses_and_of_extreme_log_probs_are_finite(weightin
         outputs = Outputs(logprobs=now + size * batch.response_mask, log_sum_squares=squares)
         weights, _ = pair_weights(outputs, batch, config)
         assert weights.isfinite().all() and weights.square().isfinite().all()
-
-
-def test_padding_has_no_influence_on_the_weights():
-    now, squares, batch = pairs(lengths=[[1, 2]] * N)
-    for weighting in (IS, WPO):
-        config = DPOConfig(weighting=weighting)
-        clean, _ = pair_weights(Outputs(now, log_sum_squares=squares), batch, config)
-        noisy = Outputs(now - 3 * ~batch.response_mask, log_sum_squares=squares)
-        assert torch.equal(clean, pair_weights(noisy, batch, config)[0])
 
 
 def test_a_weight_equal_to_its_bound_is_not_truncated():

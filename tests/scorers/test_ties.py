@@ -30,7 +30,7 @@ from rlhf.scorers.scorer import (
     response_texts,
 )
 from rlhf.text.encoding import encode_completions, encode_prompts
-from rlhf.training.comparison import against_initial
+from rlhf.training.recorder import against_initial
 from rlhf.words.compose import compose
 from rlhf.words.identity import run_name
 from tests.tiny_models import scorer_context, tiny_tokenizer

@@ -454,62 +454,6 @@ def test_training_takes_as_long_as_the_ideal_generation_or_as_configured():
     assert updates(clock(lag=0, train_s=1.0, train_token_s=0.1), 1) == pytest.approx([20 + 1 + 0.1 * 160])
 
 
-def test_tokens_in_progress_at_a_load_are_sampled_by_the_new_weights():
-    """Groups that began at 20 have 7 tokens at the load at 27.5; the eighth is in progress."""
-    made = clock(lag=1, train_s=7.5, in_flight=True)
-    updates(made, 1)
-    (first, *_) = made.next_batch()
-    assert first[0].versions == [0] * 7 + [1] * 13
-
-
-def test_samples_start_one_by_one():
-    """With 3 slots and groups of 2: the first sample of the second group starts at once, or waits."""
-    lengths = {(0, 0): 5, (0, 1): 10, (1, 0): 4, (1, 1): 4}
-    settings = {"lag": 0, "batch": 2, "samples": 2, "slots": 3, "length": lengths.get, "train_s": 1.0}
-    times = {}
-    for whole in (True, False):
-        groups = clock(**settings, whole=whole).next_batch()
-        times[whole] = [[(each.start, each.end) for each in own] for own in groups]
-    assert times == {
-        True: [[(0, 5), (0, 10)], [(5, 9), (5, 9)]],
-        False: [[(0, 5), (0, 10)], [(0, 4), (4, 8)]],
-    }
-
-
-def test_cut_ends_due_groups_with_the_tokens_that_they_have():
-    """One long response holds up `wait`; `cut` ends it when its group is due."""
-    length = {(0, 0): 20}
-    settings = {"lag": 1, "batch": 2, "samples": 1, "slots": 4, "train_s": 2.0}
-    settings["length"] = lambda start: length.get(tuple(start), 2)
-    waits, cuts = clock("wait", **settings), clock("cut", **settings)
-    assert updates(waits, 2)[-1] == 22
-    assert updates(cuts, 1) == [4]
-    (first, *_) = cuts.next_batch()
-    assert (len(first[0].ids), first[0].cut, first[0].ended) == (4, True, False)
-    assert cuts.usage.cut == 1
-
-
-def test_slots_that_a_cut_frees_start_at_the_same_time():
-    """Both groups are due at each load, and are cut; the next two start then, not at the next load."""
-    length = {0: 4, 1: 4}
-    settings = {"lag": 1, "batch": 2, "samples": 1, "slots": 2, "train_s": 10.0}
-    made = clock("cut", **settings, length=lambda start: length.get(start.group, 20))
-    trained = [own for _ in range(3) for own in (made.next_batch(), made.loaded())[0]]
-    times = [(own[0].start, own[0].end, own[0].cut) for own in trained]
-    assert times == [(0, 4, False)] * 2 + [(4, 14, True)] * 2 + [(14, 24, True)] * 2
-    assert made.now == 34
-
-
-def test_a_due_group_is_cut_as_soon_as_its_last_sample_has_started():
-    """With one slot, the trainer is idle from 12, and the second sample of the second group starts at 28."""
-    settings = {"lag": 1, "batch": 1, "samples": 2, "slots": 1, "train_s": 4.0, "whole": False}
-    made = clock("cut", **settings, length=lambda start: 20 if start.group else 4)
-    assert updates(made, 1) == [12]
-    ((first, second),) = made.next_batch()
-    assert (first.start, first.end, second.start, second.end) == (8, 28, 28, 28)
-    assert (len(first.ids), len(second.ids), made.now) == (20, 1, 32)
-
-
 def test_the_most_groups_that_are_replaced_are_counted_from_load_to_load():
     rules = clock(refill=1).rules
     for number in range(3):
@@ -518,15 +462,6 @@ def test_the_most_groups_that_are_replaced_are_counted_from_load_to_load():
         assert rules.replace(first).number == -1 - number
         assert rules.replace(second) is None
         rules.loaded()
-
-
-@pytest.mark.parametrize(("lag", "starts"), [(0, [0, 14, 30]), (1, [0, 0, 4])])
-def test_room_that_the_taken_batch_leaves_is_used_at_the_same_time(lag, starts):
-    """With `drop`, two groups (one without a lag) may wait or run beside the batch that is trained."""
-    settings = {"lag": lag, "age": 2, "batch": 1, "samples": 1, "slots": 3, "train_s": 10.0}
-    made = clock("drop", **settings, length=lambda start: 4 + 2 * start.group)
-    trained = [own for _ in range(3) for own in (made.next_batch(), made.loaded())[0]]
-    assert [own[0].start for own in trained] == starts
 
 
 def test_dropped_prompts_start_again_and_are_as_long_as_before():
@@ -558,31 +493,8 @@ def test_sequences_are_sampled_in_large_calls():
     assert made.rules.started * 4 / made.sampler.calls > 20
 
 
-def test_a_clock_and_its_repetition_are_equal():
-    """No random state: the same settings give the same events."""
-    first, again = (clock("drop", lag=2, batch=4, slots=9, spread=1.0, in_flight=True) for _ in range(2))
-    assert updates(first, 30) == updates(again, 30)
-    assert first.usage == again.usage
-
-
 @pytest.mark.parametrize("settings", [{"slots": 1}, {"total": 3}])
 def test_a_clock_in_which_nothing_can_happen_stops(settings):
     """A group that starts as a whole needs a slot for each sample; a batch needs B groups."""
     with pytest.raises(RuntimeError, match="cannot start"):
         updates(clock("fifo", **settings), 1)
-
-
-def test_pace_uses_the_trainer_and_bounds_no_age():
-    """Mean use and ages of 12 seeds of the same cluster (64 slots, B = 16, K = 4, L = 4, log-sd 1)."""
-    made = clock("pace", lag=4, batch=16, samples=4, slots=64, spread=1.0)
-    updates(made, 20)
-    span = trained = 0.0
-    ages = []
-    for _ in range(60):
-        groups = made.next_batch()
-        span, trained = span + made.usage.span, trained + made.usage.trained
-        ages += [made.rules.version - own[0].group.version for own in groups]
-        made.loaded()
-    assert trained / span > 0.9
-    assert 2.8 < mean(ages) < 3.7
-    assert max(ages) > 8

@@ -8,10 +8,9 @@ from rlhf.assembly.training import build_collapse_rule, remedies
 from rlhf.checks.check import problems, warnings
 from rlhf.core.metrics import Stat
 from rlhf.core.state import TrainState
-from rlhf.loggers.logger import Logger
-from rlhf.training.recorder import LIMITS, METRIC, CollapseRule, Limits, Recorder, signals
+from rlhf.training.recorder import LIMITS, CollapseRule, Limits, Recorder
 from rlhf.words.compose import compose
-from tests.tiny_models import tiny_rollouts
+from tests.training.test_recorder import Kept, end_update
 
 
 def row(update=1, kl=0.0, entropy=4.0, tokens=10.0, ess=1.0, gradient=2.0):
@@ -31,23 +30,13 @@ def warned_at(rule, rows):
     return [each["update"] for each in rows if rule.observe(each) is not None]
 
 
-def test_kl_and_entropy_are_per_token():
-    assert signals(row(kl=3.0, entropy=5.0, tokens=10.0, ess=0.5, gradient=7.0)) == {
-        "kl": 0.3,
-        "entropy": 0.5,
-        "ess": 0.5,
-        "gradient": 7.0,
-    }
-
-
-def test_the_kl_of_a_stale_sampler_and_of_the_trainer_to_the_sampler_add_up():
-    assert signals({**row(kl=3.0, tokens=10.0), "mismatch/kl": 0.2})["kl"] == pytest.approx(0.5)
-
-
-def test_a_row_without_samples_of_the_policy_has_no_signals():
-    assert signals({"update": 1, "objective/response_tokens": 12.0, "loss/policy": 0.3}) == {}
-    rule = CollapseRule(limits=Limits(kl=0.0, entropy=1.0, ess=1.0))
-    assert rule.observe({"update": 1, "objective/response_tokens": 12.0}) is None
+def test_signals_are_per_token_and_a_row_without_samples_of_the_policy_has_none():
+    rule = CollapseRule(limits=Limits(entropy=1.0, ess=1.0))
+    assert rule.observe({"update": 1, "objective/response_tokens": 12.0, "loss/policy": 0.3}) is None
+    assert rule.averages == {}
+    rule.observe({**row(kl=3.0, entropy=5.0, tokens=10.0, ess=0.5), "mismatch/kl": 0.2})
+    assert rule.first == {"kl": 0.5, "entropy": 0.5, "gradient": 2.0}, "the KL of sampler and trainer add up"
+    assert (rule.averages["kl"], rule.averages["ess"]) == (0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -112,49 +101,23 @@ def test_a_resumed_rule_warns_at_the_same_update_and_not_twice():
         assert before + warned_at(second, rows[stop:]) == whole
 
 
-class Kept(Logger):
-    def __init__(self):
-        self.rows, self.warnings = [], []
-
-    def log(self, row, state):
-        self.rows.append(row)
-
-    def warn(self, text):
-        self.warnings.append(text)
-
-
-class NoEngine:
-    def peak_gib(self):
-        return 1.0
-
-
-def flushed(recorder, state, kl):
-    recorder.add({name: Stat(value) for name, value in row(kl=kl).items() if name != "update"})
-    rollouts = tiny_rollouts()
-    state.advance(rollouts)
-    recorder.flush(state, rollouts, NoEngine())
-
-
 def test_the_recorder_warns_once_and_marks_the_rows_from_the_warning_on():
     recorder, kept = Recorder(1, "eval/win_rate", 1e-4, ()), Kept()
     recorder.open([kept])
     state = TrainState(num_updates=9)
+
+    def flushed(to, kl):
+        to.add({name: Stat(value) for name, value in row(kl=kl).items() if name != "update"})
+        end_update(to, state)
+
     for kl in (0.0, 0.1, 90.0, 90.0):
-        flushed(recorder, state, kl)
+        flushed(recorder, kl)
     again, more = Recorder(1, "eval/win_rate", 1e-4, ()), Kept()
     again.open([more])
     again.load_state_dict(recorder.state_dict())
-    flushed(again, state, 90.0)
-    assert [each.get(METRIC) for each in kept.rows + more.rows] == [None, None, 1.0, 1.0, 1.0]
+    flushed(again, 90.0)
+    assert [each.get("warning/collapse") for each in kept.rows + more.rows] == [None, None, 1.0, 1.0, 1.0]
     assert len(kept.warnings) == 1 and not more.warnings
-
-
-def test_a_recorder_loads_a_checkpoint_that_has_no_state_of_the_rule():
-    recorder = Recorder(1, "eval/win_rate", 1e-4, ())
-    saved = recorder.state_dict()
-    del saved["collapse"]
-    recorder.load_state_dict(saved)
-    assert not recorder.collapse.warned
 
 
 REMEDIES = {

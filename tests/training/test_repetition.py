@@ -45,9 +45,6 @@ def rising(count, first, last):
     return [first + (last - first) * i / (count - 1) for i in range(count)]
 
 
-# -- counts ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("tokens", "again", "grams"),
     [
@@ -87,9 +84,6 @@ def test_at_most_64_responses_of_an_update_are_measured():
     assert rule.counts[2:] == [50, 50] and rule.counts[0] / rule.counts[1] == pytest.approx(
         36 / 37 / 2, abs=0.02
     )
-
-
-# -- trend -----------------------------------------------------------------------------------------
 
 
 def test_noise_without_a_trend_rises_in_less_than_one_of_300_windows():
@@ -142,17 +136,6 @@ def test_longer_responses_of_the_same_text_are_not_more_repetitive():
     assert not hints(zip(rising(64, 0.1, 0.9), ([text] for text in texts), strict=True))
 
 
-def test_rows_without_scores_give_no_hint():
-    rule = RepetitionRule()
-    for share in rising(64, 0.0, 0.6):
-        rule.add(*rollouts(response(share)))
-        assert rule.observe({"update": 1}) is None
-    assert not rule.rows
-
-
-# -- in a run --------------------------------------------------------------------------------------
-
-
 def end_update(recorder, state, score, tokens):
     ids, mask = rollouts(*[tokens] * 4)
     batch = replace(tiny_rollouts(), response_ids=ids, response_mask=mask, token_versions=None)
@@ -182,11 +165,3 @@ def test_a_resumed_run_gives_the_same_single_hint_and_rows_have_no_new_metric():
     assert recorders[0].repetition.rows == recorders[1].repetition.rows and not without.warnings
     keys = [list(map(list, kept.rows)) for kept in (whole, without)]
     assert keys[0] == keys[1]
-
-
-def test_a_checkpoint_of_an_earlier_version_has_no_state_of_the_rule():
-    recorder = Recorder(1, "eval/win_rate", 1e-4)
-    saved = Recorder(1, "eval/win_rate", 1e-4).state_dict()
-    del saved["repetition"]
-    recorder.load_state_dict(saved)
-    assert not recorder.repetition.given

@@ -149,13 +149,6 @@ def test_age_is_the_mean_number_of_updates_since_the_prompts_were_sampled():
         assert figures["replay/age"].value() == pytest.approx(float((update - sampled_by).double().mean()))
 
 
-def test_seconds_and_trainer_version_are_those_of_the_new_batch():
-    replay = Replay(2, 1, PAD)
-    replay(batch(0, generate_s=7.0, annotate_ahead_s=8.0))
-    trained, _ = replay(batch(1, generate_s=1.0, annotate_ahead_s=2.0))
-    assert (trained.generate_s, trained.annotate_ahead_s, trained.trainer_version) == (1.0, 2.0, 1)
-
-
 def test_a_buffer_that_was_saved_and_loaded_draws_the_same_prompts():
     one, other = Replay(3, 1, PAD), Replay(3, 1, PAD)
     for update in range(4):

@@ -233,25 +233,6 @@ def test_the_progress_display_counts_responses_and_tokens_of_a_call():
     assert f"update, waiting for rollouts, sampling 0/{B * K}, token 1/{T}" in seen
 
 
-def test_a_batch_that_was_put_back_is_yielded_again():
-    trainer = Trainer()
-    made = stream(trainer, "pace", slots=10, spread=1.0)
-    iterator = iter(made)
-    next(iterator)
-    trainer.train()
-    unused = next(iterator)
-    assert made.taken == 2
-    made.put_back()
-    assert made.taken == 1
-    settings = {"slots": 10, "spread": 1.0, "batches": prompts(10 * B)}
-    again = stream(trainer, "pace", update=1, saved=made.state_dict(), **settings)
-    equal(next(iter(again)), unused)
-    assert again.taken == 2
-    assert again.context.recorder.lines == [
-        line for line in made.context.recorder.lines if line["update"] == 2
-    ]
-
-
 @pytest.mark.parametrize("rule", [*RULES])
 def test_each_group_has_a_line_that_agrees_with_the_metrics(rule):
     trainer = Trainer()
