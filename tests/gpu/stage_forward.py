@@ -149,8 +149,8 @@ def check_fused_head(report: Report) -> None:
     head = Policy(model, TEMPERATURE, shared_prefix=False).model.get_output_embeddings()
     torch.nn.init.normal_(head.weight, std=model.config.initializer_range)
     trial = speed.compare_heads(head, 4096, TEMPERATURE, report.device, Dtype.bfloat16)
-    report.equal("fault of the fused head", speed.head_fault(trial), None)
-    report.figure("fused head", speed.summary(trial))
+    report.equal("fault of the fused head", speed.HEAD.fault(trial, Dtype.bfloat16), None)
+    report.figure("fused head", trial.differences)
 
 
 def check_lora(report: Report) -> None:
