@@ -546,7 +546,7 @@ def load_without_gpu(transfer: str, sent: Manifest) -> tuple[dict[str, int], dic
     Returns:
         The checksums of the written weights, and of the loaded weights.
     """
-    from rlhf.generators import weights_gpu as gpu_transfer
+    from rlhf.generators import weights as gpu_transfer
     from tests.generators import nccl_over_socket
 
     cpu, memory = torch.device("cpu"), {}
@@ -561,8 +561,8 @@ def load_without_gpu(transfer: str, sent: Manifest) -> tuple[dict[str, int], dic
         patches.enter_context(nccl_over_socket.in_place())
         for target, instead in (
             (f"{engines}.ipc_engine.rebuild_cuda_tensor", lambda *words: memory[words[7]]),
-            ("rlhf.generators.weights_gpu.reduce_tensor", reduced),
-            ("rlhf.generators.weights_gpu.BUFFER", 10_000),  # bytes; the weights need several buffers
+            ("rlhf.generators.weights.reduce_tensor", reduced),
+            ("rlhf.generators.weights.BUFFER", 10_000),  # bytes; the weights need several buffers
             ("torch.cuda.ipc_collect", lambda: None),
             ("torch.cuda.get_device_properties", lambda device: gpu),
         ):

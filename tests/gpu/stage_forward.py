@@ -21,7 +21,7 @@ from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError
 from rlhf.generators.hf import decoding, sampling
 from rlhf.generators.hf.sampling import sample, uniforms
-from rlhf.generators.weights_gpu import CHUNK, GpuWeights, fingerprint
+from rlhf.generators.weights import CHUNK, GpuWeights, fingerprint
 from rlhf.models import forward
 from rlhf.models.forward import checkpoint_blocks
 from rlhf.models.modules import Policy, adapt

@@ -25,8 +25,7 @@ from rlhf.engines.engine import Engine, EngineSettings
 from rlhf.generators.hf.decoding import _REFUSED
 from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.generators.process import WorkerGenerator
-from rlhf.generators.weights import SharedWeights, read
-from rlhf.generators.weights_gpu import GpuWeights
+from rlhf.generators.weights import GpuWeights, SharedWeights, read
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes.ranks import Ranks
