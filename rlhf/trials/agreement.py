@@ -20,7 +20,7 @@ from rlhf.config.models import AUTO, Dtype
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import UserError
 from rlhf.core.files import digest, write_json
-from rlhf.generators.hf.sampling import sample
+from rlhf.generators.hf.generator import sample
 from rlhf.memory.sizes import longest
 from rlhf.models import forward
 from rlhf.models.folder import first_line

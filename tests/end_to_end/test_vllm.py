@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rlhf.config.generators import Transfer
 from rlhf.config.models import LoRAConfig
 from rlhf.core.batch import Prompts, Rollouts, Sampling
-from rlhf.generators.hf.sampling import sample
+from rlhf.generators.hf.generator import sample
 from rlhf.generators.process import WorkerGenerator
 from rlhf.generators.shares import GIB
 from rlhf.generators.vllm.generator import build_store, visible

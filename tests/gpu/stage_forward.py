@@ -19,8 +19,9 @@ from torch import Tensor
 from rlhf.config.models import Dtype, LoRAConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError
-from rlhf.generators.hf import decoding, sampling
-from rlhf.generators.hf.sampling import sample, uniforms
+from rlhf.generators.hf import decoding
+from rlhf.generators.hf import generator as sampling
+from rlhf.generators.hf.generator import sample, uniforms
 from rlhf.generators.weights import CHUNK, GpuWeights, fingerprint
 from rlhf.models import forward
 from rlhf.models.forward import checkpoint_blocks

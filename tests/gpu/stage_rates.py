@@ -23,7 +23,7 @@ from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget, Prompts
 from rlhf.engines.engine import Engine, EngineSettings
 from rlhf.generators.hf.decoding import _REFUSED
-from rlhf.generators.hf.sampling import sample, uniforms
+from rlhf.generators.hf.generator import sample, uniforms
 from rlhf.generators.process import WorkerGenerator
 from rlhf.generators.weights import GpuWeights, SharedWeights, read
 from rlhf.models.modules import Policy
