@@ -35,7 +35,7 @@ from rlhf.core.metrics import Timer
 from rlhf.core.numerics import derive
 from rlhf.core.state import TrainState
 from rlhf.generators.servers.pool import ServerPool
-from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
+from rlhf.generators.servers.process import ABORT, GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Server
 from rlhf.generators.weights import SharedWeights
 from rlhf.terminal.progress import Phases

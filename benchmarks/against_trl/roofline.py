@@ -168,7 +168,7 @@ def measure(case: Case, side: str, materials: Path) -> Counted:
     meter = Counted(longer)
     if side == "ours":
         from benchmarks.against_trl.ours import carry_out, overrides
-        from rlhf.generators.hf import sampling
+        from rlhf.generators.hf import generator as sampling
 
         meter.wrap(sampling, "encode", PREFILL)
         carry_out(overrides(longer, materials), longer.samples, meter)

@@ -231,7 +231,7 @@ class Sampler(Protocol):
 
         Returns:
             Checksums of the loaded tensors by name, which the trainer compares with the checksums of the
-            tensors that it sent: `weights.checksum`, or `weights_gpu.fingerprint` for weights on a
+            tensors that it sent: `rlhf.generators.weights.checksum`, or `fingerprint` for weights on a
             GPU.
 
         Raises:

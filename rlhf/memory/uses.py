@@ -153,7 +153,7 @@ def gib(amount: float) -> str:
 
 TILE_BYTES = {"cpu": 2**21, "cuda": 2**29}  # bytes of a tile of logits, as in rlhf.models.logprobs
 PROMPT_TOKENS = {"cpu": 2**12, "cuda": 2**14}  # per forward pass, as in rlhf.generators.hf.decoding
-CHOICE_CHUNK = {"cpu": 2**20, "cuda": 2**24}  # probabilities in a chunk, as in rlhf.generators.hf.sampling
+CHOICE_CHUNK = {"cpu": 2**20, "cuda": 2**24}  # probabilities in a chunk, as in rlhf.generators.hf.generator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +305,7 @@ def sampling(
 ) -> float:
     """Return the peak bytes of sampling all sequences of `tokens` in parallel, besides the weights.
 
-    The arguments are those of `training`. The formula follows `rlhf.generators.hf.sampling`.
+    The arguments are those of `training`. The formula follows `rlhf.generators.hf.generator`.
     """
     rows = tokens.sequences // tokens.decoded_a_row(eager)
     cached = replace(precision, cache=precision.product)

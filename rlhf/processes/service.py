@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import pickle
 import select
-import shutil
 import signal
 import socket
 import struct
@@ -26,12 +25,11 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from rlhf.core.errors import OutOfMemory, RunError, UserError
-from rlhf.processes.signals import SIGNALS, ignore, kill_group
+from rlhf.processes.signals import SIGNALS, end_group, ignore
 
 LENGTH = struct.Struct("<Q")  # header of a message: its number of bytes
 _PIECE = 1 << 20  # maximum number of bytes read at once
 _POLL_S = 0.1  # seconds between checks whether the trainer has ended
-_REMOVALS = 100  # number of tries to remove a folder while threads may write to it
 
 
 class Disconnected(EOFError):
@@ -164,11 +162,10 @@ class Server:
         name: name of the process in messages; its log is `<name>.log`.
         trainer: process id of the trainer.
         channel: connection to the trainer.
-        scratch: temporary folder of this process, removed when the process ends.
     """
 
-    def __init__(self, name: str, trainer: int, channel: Channel, scratch: str) -> None:
-        self.name, self.trainer, self.channel, self.scratch = name, trainer, channel, scratch
+    def __init__(self, name: str, trainer: int, channel: Channel) -> None:
+        self.name, self.trainer, self.channel = name, trainer, channel
         self.service: Service | None = None
 
     def answer(self, method: str, arguments: tuple[Any, ...]) -> Any:
@@ -202,14 +199,9 @@ class Server:
         """Wait until the trainer has ended, then remove temporary files and kill the whole process group."""
         while os.getppid() == self.trainer:
             time.sleep(_POLL_S)
-        kill_group(os.getpgrp(), spared=os.getpid())
         if self.service is not None:
             self.service.orphaned()
-        for _ in range(_REMOVALS):
-            shutil.rmtree(self.scratch, ignore_errors=True)
-            if not os.path.exists(self.scratch):
-                break
-        os.kill(os.getpid(), signal.SIGKILL)
+        end_group()
 
 
 def main() -> None:
@@ -225,7 +217,7 @@ def main() -> None:
     sock = socket.socket(fileno=int(descriptor))
     sock.set_inheritable(False)
     channel = Channel(sock)
-    server = Server(name, int(trainer), channel, os.environ["TMPDIR"])
+    server = Server(name, int(trainer), channel)
     watcher = threading.Thread(target=server.end_with_trainer, daemon=True)
     watcher.start()
     method = ""

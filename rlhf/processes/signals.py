@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing.util  # noqa: F401  # at exit it waits for children, after `_kill_noted`, which comes later
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -390,3 +391,38 @@ def _kill(find: Callable[[], Collection[int]]) -> None:
                 os.kill(pid, signal.SIGKILL)
         if not due:
             return
+
+
+# A process that ends with others: a worker with its trainer, a server with the process that started it.
+
+
+PARENT = "RLHF_PARENT"  # environment variable: the process with which a process and its group end
+SCRATCH = "RLHF_SCRATCH"  # environment variable: the folder for temporary files of such a process alone
+
+
+def end_group() -> NoReturn:
+    """Kill the group of this process, remove its own folder for temporary files, and kill this process."""
+    kill_group(os.getpgrp(), spared=os.getpid())
+    folder = os.environ.get(SCRATCH, "")
+    for _ in range(_ROUNDS):  # threads may write to it
+        if not os.path.exists(folder):
+            break
+        shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("this process was killed")
+
+
+def end_with_others() -> None:
+    """End the group, in a thread, as soon as the process that started it or its own main process has ended.
+
+    In a process without the environment variable `PARENT`, nothing happens.
+    """
+
+    def run(*others: int) -> None:
+        with suppress(psutil.NoSuchProcess):
+            while all(_runs(psutil.Process(other)) for other in others):
+                time.sleep(1)
+        end_group()
+
+    if parent := os.environ.get(PARENT):
+        threading.Thread(target=run, args=(int(parent), os.getpgrp()), daemon=True).start()

@@ -35,7 +35,7 @@ from rlhf.core.launched import local_rank, local_world_size, without_rank
 from rlhf.core.machine import worker_gpu
 from rlhf.core.metrics import How, Metrics, Stat
 from rlhf.processes.service import Channel, ServiceFactory
-from rlhf.processes.signals import kill_group
+from rlhf.processes.signals import SCRATCH, kill_group
 from rlhf.terminal.console import say
 
 _CLOSE_S = 10.0  # time limit in seconds for a process to release its resources
@@ -102,7 +102,7 @@ class Spawned(subprocess.Popen[bytes]):
         self.scratch = tempfile.mkdtemp(prefix=prefix)
         own = without_rank(os.environ)  # first: vLLM needs its first variable to name its processes
         own.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
-        own["TMPDIR"] = self.scratch
+        own["TMPDIR"] = own[SCRATCH] = self.scratch
         own["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         super().__init__(
             command,

@@ -24,7 +24,7 @@ from rlhf.core.batch import Batch, Begun, Prompts, Rollouts, concatenated, group
 from rlhf.core.metrics import How, Metrics, Stat
 from rlhf.core.numerics import derive
 from rlhf.environments.environment import LIMITS
-from rlhf.generators.hf.sampling import uniforms
+from rlhf.generators.hf.generator import uniforms
 from rlhf.training import clock
 from rlhf.training.clock import MESSAGE, Clock, Group, Piece, Rules, Start, Usage
 from rlhf.training.stream import (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import transformers
@@ -20,7 +20,7 @@ from rlhf.config.models import AUTO, Dtype
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import UserError
 from rlhf.core.files import digest, write_json
-from rlhf.generators.hf.sampling import sample
+from rlhf.generators.hf.generator import sample
 from rlhf.memory.sizes import longest
 from rlhf.models import forward
 from rlhf.models.folder import first_line
@@ -146,16 +146,26 @@ def once(
     new, file = name not in KNOWN, Path(cfg.cache_dir) / "agreement" / f"{name}.json"
     # The first rank may know more results than the others, because it runs the stages before the run alone.
     result = ranks.from_first(lambda: _stored(file) if new else {"fault": KNOWN[name]})
-    if result is None:
+    if "fault" not in result:
         batch = ragged_example(model, longest(cfg), ranks.device)
         lent = nullcontext(model) if borrow is None else borrow()
         with lent as whole, comparing(whole, ranks.device, cfg.model.dtype):
             own = measure(whole, batch)
         result = ranks.from_first(lambda: {"fault": own})
         if ranks.first:
-            _store(file, {"subject": subject, "model": model.config.model_type, **result})
+            with suppress(OSError):  # the next run compares again
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_json(file, {"subject": subject, "model": model.config.model_type, **result})
     KNOWN[name] = result["fault"]
     return result["fault"], new
+
+
+def _stored(file: Path) -> dict[str, Any]:
+    """Return the result in `file`; empty if the file is missing or damaged."""
+    try:
+        return read_object(file)
+    except DamagedFile:
+        return {}
 
 
 def fingerprint(model: PreTrainedModel, **settings: str | int) -> str:
@@ -176,24 +186,6 @@ def fingerprint(model: PreTrainedModel, **settings: str | int) -> str:
             "versions": [torch.__version__, transformers.__version__],
         }
     )
-
-
-def _stored(file: Path) -> dict[str, str | None] | None:
-    """Return the result in `file`, or None if the file is missing or damaged."""
-    try:
-        result = read_object(file)
-    except DamagedFile:
-        return None
-    return result if "fault" in result else None
-
-
-def _store(file: Path, result: dict[str, str | None]) -> None:
-    """Write a result, if the folder can be written; otherwise the next run compares again."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, result)
-    except OSError as error:
-        log.debug("the comparison of the model is not stored: %s", error)
 
 
 # Trials of the forwards of a module: flash attention, and prompts that are encoded once for their responses.
@@ -274,9 +266,21 @@ def sharing_fault(module: RolloutModule, batch: Rollouts) -> str | None:
     Raises:
         UserError: the forward of a sequence alone fails, or a batch with padding has other outputs.
     """
-    exact = is_exact(module.model)
+    exact, expected = is_exact(module.model), {}
     try:
-        expected = {(i, j): _output(module, part, False)[0, 0] for i, j, part in _sequences(batch)}
+        for i, j in product(*map(range, batch.response_ids.shape[:2])):
+            one = batch.select(torch.tensor([i]))
+            prompt, response, messages = one.prompt_mask[0], one.real[0, j], one.environment_mask
+            alone = replace(  # this sample of the prompt without padding
+                one,
+                prompt_ids=one.prompt_ids[:, prompt],
+                prompt_mask=one.prompt_mask[:, prompt],
+                response_ids=one.response_ids[:, j : j + 1, response],
+                response_mask=one.response_mask[:, j : j + 1, response],
+                environment_mask=None if messages is None else messages[:, j : j + 1, response],
+                ended=one.ended[:, j : j + 1],
+            )
+            expected[i, j] = _output(module, alone, False)[0, 0]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -310,23 +314,6 @@ def _output(module: RolloutModule, batch: Rollouts, shared: bool) -> Tensor:
     found = next(x for x in (outputs.logprobs, outputs.rewards, outputs.values) if x is not None)
     assert isinstance(found, Tensor)
     return found
-
-
-def _sequences(batch: Rollouts) -> Iterator[tuple[int, int, Rollouts]]:
-    """Yield the number of each prompt and sample, and the prompt with this sample alone, without padding."""
-    for i, j in product(*map(range, batch.response_ids.shape[:2])):
-        one = batch.select(torch.tensor([i]))
-        prompt, response, messages = one.prompt_mask[0], one.real[0, j], one.environment_mask
-        alone = replace(
-            one,
-            prompt_ids=one.prompt_ids[:, prompt],
-            prompt_mask=one.prompt_mask[:, prompt],
-            response_ids=one.response_ids[:, j : j + 1, response],
-            response_mask=one.response_mask[:, j : j + 1, response],
-            environment_mask=None if messages is None else messages[:, j : j + 1, response],
-            ended=one.ended[:, j : j + 1],
-        )
-        yield i, j, alone
 
 
 # The trial of sampling with a cache (`generator=hf`), by the log-probs of the sampled tokens.
@@ -383,15 +370,12 @@ def sampling_fault(model: PreTrainedModel, batch: Rollouts, cached: bool = True)
             pad_id=0,
             cached=cached,
         )
-        for i in range(len(ids)):
-            for j in range(count):
-                yield logprobs[i, j], _alone(model, batch.prompt_ids[i][batch.prompt_mask[i]], ids[i, j])
+        for i, j in product(range(len(ids)), range(count)):
+            whole = torch.cat([batch.prompt_ids[i][batch.prompt_mask[i]], ids[i, j]])
+            states = backbone(model)(input_ids=whole[None], use_cache=False).last_hidden_state[
+                :, -length - 1 : -1
+            ]
+            logits = model.get_output_embeddings()(states) * logit_scale(model)
+            yield logprobs[i, j], logits[0].float().log_softmax(-1).gather(-1, ids[i, j][:, None])[:, 0]
 
     return why_not(pairs(), is_exact(model))
-
-
-def _alone(model: PreTrainedModel, prompt: Tensor, response: Tensor) -> Tensor:
-    """Return the log-probs [T] of a response [T] to a prompt [P], from one forward without padding."""
-    states = backbone(model)(input_ids=torch.cat([prompt, response])[None], use_cache=False).last_hidden_state
-    logits = model.get_output_embeddings()(states[:, len(prompt) - 1 : -1]) * logit_scale(model)
-    return logits[0].float().log_softmax(-1).gather(-1, response[:, None])[:, 0]

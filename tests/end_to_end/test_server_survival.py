@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rlhf.generators.servers import pool
-from rlhf.generators.servers.protocol import SCRATCH
+from rlhf.generators.servers.process import SCRATCH
 from rlhf.generators.servers.server import Child, variables
 from rlhf.generators.servers.server import command as serving
 from rlhf.runs.folder import RunFolder

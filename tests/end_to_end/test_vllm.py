@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rlhf.config.generators import Transfer
 from rlhf.config.models import LoRAConfig
 from rlhf.core.batch import Prompts, Rollouts, Sampling
-from rlhf.generators.hf.sampling import sample
+from rlhf.generators.hf.generator import sample
 from rlhf.generators.process import WorkerGenerator
 from rlhf.generators.shares import GIB
 from rlhf.generators.vllm.generator import build_store, visible
@@ -549,7 +549,7 @@ def load_without_gpu(transfer: str, sent: Manifest) -> tuple[dict[str, int], dic
     Returns:
         The checksums of the written weights, and of the loaded weights.
     """
-    from rlhf.generators import weights_gpu as gpu_transfer
+    from rlhf.generators import weights as gpu_transfer
     from tests.generators import nccl_over_socket
 
     cpu, memory = torch.device("cpu"), {}
@@ -564,8 +564,8 @@ def load_without_gpu(transfer: str, sent: Manifest) -> tuple[dict[str, int], dic
         patches.enter_context(nccl_over_socket.in_place())
         for target, instead in (
             (f"{engines}.ipc_engine.rebuild_cuda_tensor", lambda *words: memory[words[7]]),
-            ("rlhf.generators.weights_gpu.reduce_tensor", reduced),
-            ("rlhf.generators.weights_gpu.BUFFER", 10_000),  # bytes; the weights need several buffers
+            ("rlhf.generators.weights.reduce_tensor", reduced),
+            ("rlhf.generators.weights.BUFFER", 10_000),  # bytes; the weights need several buffers
             ("torch.cuda.ipc_collect", lambda: None),
             ("torch.cuda.get_device_properties", lambda device: gpu),
         ):

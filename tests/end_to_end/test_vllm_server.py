@@ -23,11 +23,10 @@ from torch import Tensor
 
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.generators.servers.pool import ServerPool
-from rlhf.generators.servers.protocol import GENERATE, LOAD, STATUS
+from rlhf.generators.servers.process import GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Child, Server, command, variables
 from rlhf.generators.vllm.generator import visible
-from rlhf.generators.weights import SharedWeights
-from rlhf.generators.weights_gpu import Nccl
+from rlhf.generators.weights import Nccl, SharedWeights
 from rlhf.models.modules import Policy, set_head
 from rlhf.processes.signals import members
 from tests import needs

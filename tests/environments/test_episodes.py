@@ -13,8 +13,7 @@ from rlhf.core.errors import RunError
 from rlhf.core.numerics import derive
 from rlhf.environments.environment import Answer, EnvironmentFactory, Turns
 from rlhf.environments.episodes import Episodes
-from rlhf.generators.hf.generator import HFGenerator, HFSamplerFactory, HFSettings
-from rlhf.generators.hf.sampling import uniforms
+from rlhf.generators.hf.generator import HFGenerator, HFSamplerFactory, HFSettings, uniforms
 from rlhf.models.modules import Policy
 from rlhf.tasks.source import word_tokenizer
 from rlhf.text.chat import set_template

@@ -21,9 +21,8 @@ import torch
 from aiohttp import web
 
 from rlhf.core.errors import RunError
-from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
-from rlhf.generators.weights import Entry, Manifest, checksum, read
-from rlhf.generators.weights_gpu import fingerprint
+from rlhf.generators.servers.process import ABORT, GENERATE, LOAD, STATUS
+from rlhf.generators.weights import Entry, Manifest, checksum, fingerprint, read
 from tests.generators.test_gpu_transfer import Peer
 
 VOCABULARY, STOP = 97, 1

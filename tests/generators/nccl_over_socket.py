@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from rlhf.generators import weights_gpu
+from rlhf.generators import weights
 from tests.generators.test_gpu_transfer import Peer
 
 ENGINES = "vllm.distributed.weight_transfer"
@@ -53,7 +53,7 @@ def joined(info: Any, parallel: Any) -> Communicator:
     return Communicator(socket.create_connection(("127.0.0.1", port)), sends=False)
 
 
-class Nccl(weights_gpu.Nccl):
+class Nccl(weights.Nccl):
     """The store of the trainer."""
 
     def new_group(self) -> dict[str, Any]:
@@ -87,10 +87,10 @@ def __getattr__(name: str) -> Any:
     """Return the extension of the workers of a server; only vLLM's workers ask for it."""
     if name != "Extension":
         raise AttributeError(name)
-    from rlhf.generators.servers.extension import ServerExtension
+    from rlhf.generators.vllm.worker_extension import WorkerExtension
 
     _FOREVER.enter_context(in_place())
-    return ServerExtension
+    return WorkerExtension
 
 
 _FOREVER = ExitStack()

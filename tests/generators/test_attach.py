@@ -7,7 +7,7 @@ import pytest
 
 from rlhf.core.errors import UserError
 from rlhf.generators.servers.pool import ServerPool
-from rlhf.generators.servers.protocol import FILES, NCCL
+from rlhf.generators.servers.process import FILES, NCCL
 from rlhf.generators.servers.server import Server, check, numbers, ranges
 from rlhf.generators.weights import SharedWeights
 from rlhf.serve import _parser

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from rlhf.core.errors import RunError
-from rlhf.generators import weights_gpu as gpu_transfer
+from rlhf.generators import weights as gpu_transfer
 from rlhf.generators.process import WorkerGenerator
-from rlhf.generators.weights import TransferError, confirm
-from rlhf.generators.weights_gpu import CudaIpc, GpuWeights, Nccl, checksums, fingerprint
+from rlhf.generators.weights import CudaIpc, GpuWeights, Nccl, TransferError, checksums, confirm, fingerprint
 from rlhf.processes.worker import Limits
 from tests.generators import test_in_flight
 from tests.generators.test_in_flight import wait_for

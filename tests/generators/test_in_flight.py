@@ -13,8 +13,7 @@ from rlhf.config.algorithms import CorrectionConfig, CorrectionKind
 from rlhf.config.models import Dtype
 from rlhf.core.batch import Batch, Prompts, Rollouts, Sampling, trim
 from rlhf.core.errors import RunError
-from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings
-from rlhf.generators.hf.sampling import sample, uniforms
+from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings, sample, uniforms
 from rlhf.generators.process import WorkerGenerator
 from rlhf.generators.weights import SharedWeights, TransferError, checksum, read
 from rlhf.models.modules import Policy

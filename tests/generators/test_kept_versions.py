@@ -14,8 +14,7 @@ from rlhf.core.errors import RunError
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.generators.process import Replica, Replicas, WorkerGenerator
 from rlhf.generators.shares import most_versions
-from rlhf.generators.weights import SharedWeights
-from rlhf.generators.weights_gpu import GpuWeights
+from rlhf.generators.weights import GpuWeights, SharedWeights
 from rlhf.memory.plan import plan
 from rlhf.processes.worker import Limits
 from rlhf.training.stream import Stream

@@ -15,10 +15,10 @@ from rlhf.config.generators import HFConfig
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.errors import UserError
 from rlhf.core.numerics import derive
-from rlhf.generators.hf import decoding, sampling
+from rlhf.generators.hf import decoding
+from rlhf.generators.hf import generator as sampling
 from rlhf.generators.hf.decoding import GROUPED, grouped_attention
-from rlhf.generators.hf.generator import HFGenerator, HFSettings, build, respond
-from rlhf.generators.hf.sampling import choose, sample, uniforms
+from rlhf.generators.hf.generator import HFGenerator, HFSettings, build, choose, respond, sample, uniforms
 from rlhf.memory.uses import Tokens
 from rlhf.models import folder
 from rlhf.models.forward import NoBlocks

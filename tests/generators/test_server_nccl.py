@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rlhf.core.errors import RunError
-from rlhf.generators.servers.protocol import LOAD
-from rlhf.generators.weights_gpu import fingerprint
+from rlhf.generators.servers.process import LOAD
+from rlhf.generators.weights import fingerprint
 from tests.generators.fake_server import FakeServer
 from tests.generators.test_gpu_transfer import OverSocket
 from tests.generators.test_server_pool import (  # noqa: F401

@@ -16,7 +16,7 @@ from rlhf.core.errors import RunError
 from rlhf.core.numerics import derive
 from rlhf.generators.servers import server as servers
 from rlhf.generators.servers.pool import ServerPool
-from rlhf.generators.servers.protocol import ABORT, GENERATE, LOAD, STATUS
+from rlhf.generators.servers.process import ABORT, GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Server
 from rlhf.generators.shares import most_versions
 from rlhf.generators.vllm.sampler import VLLMFactory

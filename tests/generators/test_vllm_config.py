@@ -25,8 +25,7 @@ from rlhf.generators.vllm.generator import (
     visible,
 )
 from rlhf.generators.vllm.sampler import VLLMSampler, compare, pad, tensors
-from rlhf.generators.weights import SharedWeights, TransferError
-from rlhf.generators.weights_gpu import CudaIpc, Nccl
+from rlhf.generators.weights import CudaIpc, Nccl, SharedWeights, TransferError
 from rlhf.processes.ranks import ALONE
 from rlhf.runs.folder import RunFolder
 from rlhf.words.compose import compose

@@ -19,9 +19,10 @@ from torch import Tensor
 from rlhf.config.models import Dtype, LoRAConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError
-from rlhf.generators.hf import decoding, sampling
-from rlhf.generators.hf.sampling import sample, uniforms
-from rlhf.generators.weights_gpu import CHUNK, GpuWeights, fingerprint
+from rlhf.generators.hf import decoding
+from rlhf.generators.hf import generator as sampling
+from rlhf.generators.hf.generator import sample, uniforms
+from rlhf.generators.weights import CHUNK, GpuWeights, fingerprint
 from rlhf.models import forward
 from rlhf.models.forward import checkpoint_blocks
 from rlhf.models.modules import Policy, adapt
@@ -149,8 +150,8 @@ def check_fused_head(report: Report) -> None:
     head = Policy(model, TEMPERATURE, shared_prefix=False).model.get_output_embeddings()
     torch.nn.init.normal_(head.weight, std=model.config.initializer_range)
     trial = speed.compare_heads(head, 4096, TEMPERATURE, report.device, Dtype.bfloat16)
-    report.equal("fault of the fused head", speed.head_fault(trial), None)
-    report.figure("fused head", speed.summary(trial))
+    report.equal("fault of the fused head", speed.HEAD.fault(trial, Dtype.bfloat16), None)
+    report.figure("fused head", trial.differences)
 
 
 def check_lora(report: Report) -> None:

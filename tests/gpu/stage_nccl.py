@@ -18,8 +18,8 @@ from unittest.mock import patch
 
 import torch
 
-from rlhf.generators import weights_gpu as gpu_transfer
-from rlhf.generators.weights_gpu import Nccl, checksums, fingerprint
+from rlhf.generators import weights as gpu_transfer
+from rlhf.generators.weights import Nccl, checksums, fingerprint
 from tests.gpu.report import Report, Skip
 from tests.gpu.samplers import need_vllm
 from tests.gpu.shapes import HEADS, tiny

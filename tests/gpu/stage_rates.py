@@ -23,14 +23,13 @@ from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget, Prompts
 from rlhf.engines.engine import Engine, EngineSettings
 from rlhf.generators.hf.decoding import _REFUSED
-from rlhf.generators.hf.sampling import sample, uniforms
+from rlhf.generators.hf.generator import sample, uniforms
 from rlhf.generators.process import WorkerGenerator
-from rlhf.generators.weights import SharedWeights, read
-from rlhf.generators.weights_gpu import GpuWeights
+from rlhf.generators.weights import GpuWeights, SharedWeights, read
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes.ranks import Ranks
-from rlhf.trials.speed import compare, fault
+from rlhf.trials.speed import BLOCKS, compare
 from tests.gpu.kernel_rates import attentions, copies, heads, roomy
 from tests.gpu.report import NO_GPU, Report, Skip
 from tests.gpu.samplers import ask, need_vllm, started
@@ -199,8 +198,8 @@ def train(report: Report, sizes: Sizes, rates: Rates) -> None:
                 report.need_gpu()  # on a CPU, the compiler takes longer than the rest of the stage
                 one = given.select(torch.arange(len(given) // 2))  # a micro-batch
                 trial = compare(engine, one.to(report.device))
-                report.equal(f"{name}, compiled: fault", fault(trial, engine.settings.dtype), None)
-                report.figure(f"{name}, compiled: differences", trial.differences("output"))
+                report.equal(f"{name}, compiled: fault", BLOCKS.fault(trial, engine.settings.dtype), None)
+                report.figure(f"{name}, compiled: differences", trial.differences)
                 report.figure(f"{name}, compiled: compilation", trial.preparation_s, "s")
                 engine.module.use_compiled(True)
                 engine.step(given, objective)

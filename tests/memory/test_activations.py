@@ -17,8 +17,9 @@ from rlhf.config.schedule import OptimConfig
 from rlhf.core.batch import Batch, Budget
 from rlhf.engines.engine import EngineSettings
 from rlhf.engines.torch_engine import TorchEngine
-from rlhf.generators.hf import decoding, sampling
-from rlhf.generators.hf.sampling import sample, uniforms
+from rlhf.generators.hf import decoding
+from rlhf.generators.hf import generator as sampling
+from rlhf.generators.hf.generator import sample, uniforms
 from rlhf.memory import uses
 from rlhf.memory.sizes import ModelSize, config_size
 from rlhf.memory.uses import AUTOCAST, FLOAT32, HEAP, Tokens

@@ -5,7 +5,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlhf.core.errors import UserError
-from rlhf.generators.hf.sampling import sample
+from rlhf.generators.hf.generator import sample
 from rlhf.models.modules import Policy
 from rlhf.trials.agreement import ragged_example, sampling_fault, sharing_fault
 from tests.models.architectures import CANNOT_BE_BUILT, tiny

@@ -14,7 +14,7 @@ from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_flash_attention_utils import _pad_input, _unpad_input
 
 from rlhf.config.models import Dtype
-from rlhf.generators.hf.sampling import sample, uniforms
+from rlhf.generators.hf.generator import sample, uniforms
 from rlhf.models import forward
 from rlhf.models.forward import installed
 from rlhf.models.modules import Policy

@@ -13,7 +13,7 @@ from rlhf.core.batch import Begun, Prompts, Rollouts, Sampling, concatenated
 from rlhf.core.errors import RunError
 from rlhf.core.numerics import derive
 from rlhf.environments.environment import LIMITS
-from rlhf.generators.hf.sampling import uniforms
+from rlhf.generators.hf.generator import uniforms
 from rlhf.text.encoding import pad_prompts
 from rlhf.training.stream import Stream, with_token_versions
 from tests.environments.test_episodes import Judge, check_masks_and_rewards, settings, tokenizer

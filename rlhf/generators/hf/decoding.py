@@ -10,6 +10,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -32,6 +33,10 @@ from rlhf.models.forward import (
 )
 from rlhf.models.modules import backbone, logit_scale
 from rlhf.models.placement import product_dtype
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Choose = Callable[..., tuple[Tensor, Tensor]]  # returns tokens and log-probs, given logits and numbers
 
 TOKENS = {"cpu": 2**12, "cuda": 2**14}  # prompt tokens per forward pass, by device: enough to fill it
 # Names of `grouped_attention`, without and with the kernel, in the registries of transformers.
@@ -91,6 +96,7 @@ def attention(seen: Tensor, group: int, room: int) -> Tensor:
     return torch.cat([seen[:, None].expand(-1, group, -1), own.expand(len(seen), -1, -1)], 2)[:, None]
 
 
+@dataclass(eq=False)
 class Step:
     """A decoding step: a forward pass, and the choice of the next token of each sample from its logits.
 
@@ -100,25 +106,16 @@ class Step:
         mask: attention mask of all steps: additive [B, 1, G, S], or bool [B, S] with True at tokens. A step
             uses the columns up to the slots that it writes.
         group: samples per row, G.
-        length: tokens of the longest prompt, the first slots of the cache.
+        length: tokens in the cache, at first those of the longest prompt; some caches have no length.
         choose: returns tokens and log-probs [B, G], given logits [B, G, V] and uniform numbers [B, G].
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: Cache,
-        mask: Tensor,
-        group: int,
-        length: int,
-        choose: Callable[..., tuple[Tensor, Tensor]],
-    ) -> None:
-        self.model = model
-        self.cache = cache
-        self.mask = mask
-        self.group = group
-        self.length = length  # of the cache; caches of some models have no length
-        self.choose = choose
+    model: PreTrainedModel
+    cache: Cache
+    mask: Tensor
+    group: int
+    length: int
+    choose: Choose
 
     def __call__(self, token: Tensor, place: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return the next tokens and their log-probs [B, G].
@@ -129,9 +126,8 @@ class Step:
             numbers: quantiles at which the next tokens are chosen [B, G].
         """
         self.length += self.group
-        seen = self.mask[..., : self.length]
         # No variable for the logits: their memory must be free before the next step allocates its logits.
-        return self.choose(self.logits(token, place, seen), numbers=numbers)
+        return self.choose(self.logits(token, place, self.mask[..., : self.length]), numbers=numbers)
 
     def logits(self, token: Tensor, place: Tensor, seen: Tensor) -> Tensor:
         """Return the logits [B, G, V] of one forward pass under the attention mask `seen`."""
@@ -172,18 +168,9 @@ class RereadingStep(Step):
         choose: see `Step`.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        ids: Tensor,
-        seen: Tensor,
-        room: int,
-        choose: Callable[..., tuple[Tensor, Tensor]],
-    ) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, ids: Tensor, seen: Tensor, room: int, choose: Choose) -> None:
+        self.model, self.choose, self.scale = model, choose, logit_scale(model)
         self.ids = torch.nn.functional.pad(padded_right(ids, seen)[0], (0, room))
-        self.choose = choose
-        self.scale = logit_scale(model)
 
     def __call__(self, token: Tensor, place: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return the next tokens and their log-probs [B, 1]; the arguments are those of `Step.__call__`."""
@@ -434,9 +421,6 @@ for _name, _attention in ((GROUPED, grouped_attention), (KERNEL, partial(grouped
 # empty. Rows that have ended stay in the batch until the next graph.
 
 
-log = logging.getLogger(__name__)
-T = TypeVar("T")
-
 STEPS = 128  # steps of one graph; before the next graph, ended rows are removed and the cache grows
 _REFUSED: WeakSet[PreTrainedModel] = WeakSet()  # models whose recording failed; it is tried once per model
 _LOOK = 16  # steps between checks whether any row is running; at a check the CPU waits for the GPU
@@ -452,13 +436,11 @@ class GraphStep(Step):
     steps of these rows run as plain steps, and later batches are recorded again.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.blocks: Callable[[], AbstractContextManager[None]] = nullcontext  # context of the forward passes
-        self.fits = True  # False: there was too little memory for a graph
-        self.left = 0  # steps left until the end of the graph
-        self.replay: Callable[[], tuple[Tensor, Tensor]] | None = None
-        self.fresh = True  # no step of the current graph has run yet
+    blocks: Callable[[], AbstractContextManager[None]] = nullcontext  # context of the forward passes
+    fits = True  # False: there was too little memory for a graph
+    left = 0  # steps left until the end of the graph
+    replay: Callable[[], tuple[Tensor, Tensor]] | None = None
+    fresh = True  # no step of the current graph has run yet
 
     @property
     def recordable(self) -> bool:

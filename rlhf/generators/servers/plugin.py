@@ -25,8 +25,8 @@ from pydantic import BaseModel
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
 from rlhf.core.machine import is_loopback
-from rlhf.generators.servers.process import end
-from rlhf.generators.servers.protocol import FILES, LOAD, STATUS
+from rlhf.generators.servers.process import FILES, LOAD, STATUS
+from rlhf.processes.signals import end_group
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -123,6 +123,6 @@ async def load(body: Load, request: Request) -> JSONResponse:
                 await engine.resume_generation()
         except Exception as error:
             request.app.state.rlhf_ends = True
-            threading.Timer(_LAST_ANSWER_S, end).start()
+            threading.Timer(_LAST_ANSWER_S, end_group).start()
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
     return JSONResponse({"version": version, "checksums": taken[0]})

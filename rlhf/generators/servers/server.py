@@ -25,9 +25,10 @@ from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import flat
 from rlhf.core.formatting import shortened
 from rlhf.core.machine import loopback
-from rlhf.generators.servers.protocol import ABORT, FILES, GENERATE, LOAD, NCCL, PARENT, SCRATCH, STATUS
+from rlhf.generators.servers.process import ABORT, FILES, GENERATE, LOAD, NCCL, SCRATCH, STATUS
 from rlhf.generators.vllm.sampler import VLLMFactory, config_folder, engine_arguments
 from rlhf.generators.weights import Manifest, TransferError, WeightStore, confirm
+from rlhf.processes.signals import PARENT
 from rlhf.processes.worker import Spawned
 
 _CONNECT_S = 5.0
@@ -433,7 +434,6 @@ def command(settings: VLLMFactory, host: str) -> list[str]:
         "served_model_name": "policy",
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
         "weight_transfer_config": {"backend": way(settings)},
-        "worker_extension_cls": "rlhf.generators.servers.extension.ServerExtension",
         "additional_config": {"absent_ids": list(settings.absent_ids)},
         "enable_scale_out": True,  # tokens in, tokens out
         "disable_fastapi_docs": True,

@@ -15,8 +15,7 @@ from rlhf.core.launched import local_rank, local_world_size
 from rlhf.generators.generator import Generator, GeneratorContext
 from rlhf.generators.process import WorkerGenerator, start
 from rlhf.generators.vllm.sampler import VLLMFactory
-from rlhf.generators.weights import Manifest, SharedWeights, WeightStore
-from rlhf.generators.weights_gpu import CudaIpc, Nccl
+from rlhf.generators.weights import CudaIpc, Manifest, Nccl, SharedWeights, WeightStore
 from rlhf.models.modules import absent_ids
 from rlhf.processes.worker import Job, environment
 from rlhf.terminal.console import say

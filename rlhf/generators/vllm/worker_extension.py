@@ -33,8 +33,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as RunnerV2Processor
 
-from rlhf.generators.weights import Entry, Manifest, TransferError, checksum, read
-from rlhf.generators.weights_gpu import checksums, fingerprint
+from rlhf.generators.weights import Entry, Manifest, TransferError, checksum, checksums, fingerprint, read
+from rlhf.processes.signals import end_with_others
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -202,6 +202,10 @@ logging.getLogger(finalize_layerwise_reload.__module__).addFilter(
 class WorkerExtension:
     """Methods added to vLLM's workers, called through `LLM.collective_rpc`."""
 
+    def answers(self) -> bool:
+        """Return that this worker answers."""
+        return True
+
     def taken_checksums(self) -> dict[str, int]:
         """Return the checksums, by name, of the tensors that this worker loaded last."""
         return self.weight_transfer_engine.taken  # type: ignore[attr-defined]
@@ -224,6 +228,9 @@ class WorkerExtension:
             for tensor in unregistered(self.model_runner.get_model())  # type: ignore[attr-defined]
             if any(tensor.data_ptr() in addresses for addresses in discarded)
         ]
+
+
+end_with_others()  # a worker of a server lives on if the main process of its server is killed
 
 
 # Search for tensors of a model that loading its weights does not restore.
