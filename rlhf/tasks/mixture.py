@@ -253,7 +253,8 @@ class PromptOrder:
             The share of solved examples, if `solved_at` is set, and the metrics of each part of a mixture.
         """
         figures: Metrics = {}
-        for number, name in enumerate(self.parts if batch.part is not None else ()):  # not of stored rollouts
+        known = self.parts if self.parts and batch.part is not None else ()  # stored rollouts have no parts
+        for number, name in enumerate(known):
             own = batch.part == number
             figures |= {
                 f"part/{name}/prompts": Stat(float(own.sum()), 1.0, How.sum),
