@@ -15,8 +15,8 @@ from rlhf.core.launched import __version__
 
 if TYPE_CHECKING:
     from rlhf.experiment import Experiment as Experiment
-    from rlhf.loggers.hooks import Hook as Hook
-    from rlhf.loggers.hooks import StopRun as StopRun
+    from rlhf.loggers.logger import Hook as Hook
+    from rlhf.loggers.logger import StopRun as StopRun
     from rlhf.study.study import Study as Study
     from rlhf.sweeping import sweep as sweep
 
@@ -35,8 +35,8 @@ __all__ = [
 # Name -> module. They are imported at their first use, so that the commands start quickly.
 LAZY = {
     "Experiment": "rlhf.experiment",
-    "Hook": "rlhf.loggers.hooks",
-    "StopRun": "rlhf.loggers.hooks",
+    "Hook": "rlhf.loggers.logger",
+    "StopRun": "rlhf.loggers.logger",
     "Study": "rlhf.study.study",
     "sweep": "rlhf.sweeping",
 }

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import pandas
 
     from rlhf.config.root import Config
-    from rlhf.loggers.hooks import Hook
+    from rlhf.loggers.logger import Hook
 
 
 class Experiment:

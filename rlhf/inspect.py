@@ -20,7 +20,7 @@ from rlhf.checks.check import checked, warn, warnings
 from rlhf.checks.machine import composed, downloads
 from rlhf.core.errors import UserError, lines
 from rlhf.launch.command_line import Command
-from rlhf.loggers.hooks import load_hooks
+from rlhf.loggers.logger import load_hooks
 from rlhf.memory.sizes import models
 from rlhf.models.folder import is_local, on_this_machine
 from rlhf.terminal.console import console, say_loading

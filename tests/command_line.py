@@ -12,7 +12,7 @@ import pytest
 from hydra._internal.hydra import Hydra
 
 from rlhf.config.root import Config
-from rlhf.loggers.hooks import Hook
+from rlhf.loggers.logger import Hook
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import Claim, claimed
 

@@ -46,7 +46,7 @@ from rlhf.models.tokenizer import check_vocabulary
 from rlhf.processes.ranks import Ranks
 from rlhf.scorers.reward_model import read_own, reads_tokens_of
 from rlhf.scorers.scorer import SavingScorer, Scorer, ScorerContext
-from rlhf.tasks.games import FirstMessages
+from rlhf.tasks.kinds import FirstMessages
 from rlhf.tasks.reading import TOOLS, Wanted
 from rlhf.tasks.task import Task
 from rlhf.terminal.console import say

@@ -22,7 +22,7 @@ from rlhf.config.root import Config, to_config
 from rlhf.config.schema import sections
 from rlhf.core.errors import UserError, report
 from rlhf.core.launched import is_first_rank, rank
-from rlhf.loggers.hooks import Hook, load_hooks
+from rlhf.loggers.logger import Hook, load_hooks
 from rlhf.terminal.console import print_error
 from rlhf.usercode.address import class_problem
 from rlhf.words import catalogue

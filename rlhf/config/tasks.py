@@ -424,7 +424,7 @@ class GameConfig(EmbeddedTaskConfig):
     max_prompt_tokens: int = 32
 
 
-@option("task", "calculator", part="rlhf.tasks.games:CalculatorSource")
+@option("task", "calculator", part="rlhf.tasks.kinds:CalculatorSource")
 @dataclass(kw_only=True, slots=True)
 class CalculatorTaskConfig(GameConfig):
     """Generated sums for a calculator; the SFT responses are those of pupils, of whom few use it."""
@@ -434,7 +434,7 @@ class CalculatorTaskConfig(GameConfig):
     name: str = "calculator"
 
 
-@option("task", "guess_number", part="rlhf.tasks.games:GuessNumberSource")
+@option("task", "guess_number", part="rlhf.tasks.kinds:GuessNumberSource")
 @dataclass(kw_only=True, slots=True)
 class GuessNumberTaskConfig(GameConfig):
     """Numbers to guess in four guesses; the SFT responses ignore half of the answers."""
@@ -445,7 +445,7 @@ class GuessNumberTaskConfig(GameConfig):
     name: str = "guess_number"
 
 
-@option("task", "environment", part="rlhf.tasks.games:FirstMessages")
+@option("task", "environment", part="rlhf.tasks.kinds:FirstMessages")
 @dataclass(kw_only=True, slots=True)
 class EnvironmentTaskConfig(TaskConfig):
     """The first messages of the environment: the texts that `reset` returns for seeds."""

@@ -38,7 +38,7 @@ from rlhf.launch import command_line
 from rlhf.launch import sweep as sweeps
 from rlhf.launch.command_line import register_sweeper
 from rlhf.launch.preflight import SearchSpace, announce, is_search, overrides, search_space, settings_of
-from rlhf.loggers.hooks import Hook, StopRun
+from rlhf.loggers.logger import Hook, StopRun
 from rlhf.processes import signals
 from rlhf.runs.lock import locked, waiting_claim
 from rlhf.terminal import progress

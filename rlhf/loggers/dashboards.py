@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # What every dashboard gets about a run: its id, which the run folder stores, and its settings.
 
 
-def run_id(folder: RunFolder, dashboard: str) -> str:
+def run_id(folder: RunFolder, dashboard: str, value: str | None = None) -> str:
     """Return the id of the run in a dashboard; the first call creates the id and stores it in the run folder.
 
     The name of the folder is not a unique id: a run that `resume=never` starts again has the same name, and a
@@ -41,25 +41,22 @@ def run_id(folder: RunFolder, dashboard: str) -> str:
     Args:
         folder: the run folder.
         dashboard: the option of the config group `logger`.
+        value: the id to store; None: the stored id, or a new one.
     """
-    if (stored := stored_id(folder, dashboard)) is not None:
+    if value is None and (stored := stored_id(folder, dashboard)) is not None:
         return stored
     name = re.sub(r"[/\\#?%:]", "-", folder.path.name)[:100]  # forbidden at W&B; at most 128 characters
-    return store_id(folder, dashboard, f"{name}-{secrets.token_hex(4)}")
+    value = value or f"{name}-{secrets.token_hex(4)}"
+    file = folder.path / dashboard / "run_id"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, f"{value}\n")
+    return value
 
 
 def stored_id(folder: RunFolder, dashboard: str) -> str | None:
     """Return the stored id of the run in a dashboard; None: there is none yet."""
     file = folder.path / dashboard / "run_id"
     return file.read_text(encoding="utf-8").strip() if file.exists() else None
-
-
-def store_id(folder: RunFolder, dashboard: str, value: str) -> str:
-    """Store the id of the run in a dashboard in the run folder, and return the id."""
-    file = folder.path / dashboard / "run_id"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, f"{value}\n")
-    return value
 
 
 def _described(folder: RunFolder) -> dict[str, Any]:
@@ -280,7 +277,14 @@ class MlflowLogger(ContinuedDashboard):
                 artifacts = None if file is None else (file.parent / "artifacts").as_uri()
                 experiment = self.experiment(config.experiment, artifacts)
             self.run = self.open(context.folder, experiment)
-            super().__init__("mlflow", context.folder, self.sent(), (MlflowException, OSError))
+            last = {
+                name: max(point.step for point in self.client.get_metric_history(self.run, name))
+                for name in self.client.get_run(self.run).data.metrics
+            }
+            files = [file.path for file in self.client.list_artifacts(self.run, COMPLETIONS)]
+            tables = [int(table[1]) for table in map(_TABLE.fullmatch, files) if table]
+            last[COMPLETIONS] = max(tables, default=-1)
+            super().__init__("mlflow", context.folder, last, (MlflowException, OSError))
         # ImportError: the driver of a database is not installed
         except (MlflowException, SQLAlchemyError, ImportError, OSError) as error:
             reason = hide(str(error).partition("\n")[0])
@@ -320,7 +324,7 @@ class MlflowLogger(ContinuedDashboard):
                 raise
         if found is None or found.info.lifecycle_stage != "active":  # there is none, or it was deleted
             found = self.client.create_run(experiment, run_name=folder.path.name)
-        run = store_id(folder, "mlflow", found.info.run_id)
+        run = run_id(folder, "mlflow", found.info.run_id)
         self.client.update_run(run, status="RUNNING")
         self.client.log_dict(run, _described(folder), "config.json")
         settings = flat(folder.read_config())  # MLflow forbids some characters in names
@@ -329,16 +333,6 @@ class MlflowLogger(ContinuedDashboard):
         for start in range(0, len(new), _PARAMS):
             self.client.log_batch(run, params=new[start : start + _PARAMS])
         return run
-
-    def sent(self) -> dict[str, int]:
-        """Return the last update of each metric, and of the completions, in the MLflow run."""
-        names = self.client.get_run(self.run).data.metrics
-        last = {
-            name: max(point.step for point in self.client.get_metric_history(self.run, name))
-            for name in names
-        }
-        tables = [_TABLE.fullmatch(file.path) for file in self.client.list_artifacts(self.run, COMPLETIONS)]
-        return last | {COMPLETIONS: max((int(table[1]) for table in tables if table), default=-1)}
 
     def store(self, row: Row, samples: Samples, update: int) -> None:
         """Send metrics, or completions as an artifact in the format of a pandas table (`orient="split"`)."""
@@ -376,7 +370,7 @@ class MlflowLogger(ContinuedDashboard):
 # The logger of trackio.
 
 
-FOLDER = "TRACKIO_DIR"  # the variable of the folder of the store
+_FOLDER = "TRACKIO_DIR"  # the variable of the folder of the store
 
 
 class TrackioLogger(ContinuedDashboard):
@@ -396,7 +390,7 @@ class TrackioLogger(ContinuedDashboard):
     config: TrackioConfig
 
     def __init__(self, config: TrackioConfig, context: LoggerContext) -> None:
-        default = os.environ.get(FOLDER) or context.folder.path.parent / "trackio"
+        default = os.environ.get(_FOLDER) or context.folder.path.parent / "trackio"
         self.trackio = import_trackio(Path(config.dir or default).absolute())
         name = run_id(context.folder, "trackio")
         # rows of an earlier session on a network file system, which no dashboard has imported yet
@@ -443,15 +437,15 @@ def import_trackio(folder: Path) -> Any:
     Raises:
         UserError: trackio was imported with another folder.
     """
-    before = os.environ.get(FOLDER)
-    os.environ[FOLDER] = str(folder)
+    before = os.environ.get(_FOLDER)
+    os.environ[_FOLDER] = str(folder)
     try:
         import trackio
     finally:
         if before is None:
-            del os.environ[FOLDER]
+            del os.environ[_FOLDER]
         else:
-            os.environ[FOLDER] = before
+            os.environ[_FOLDER] = before
     if folder != (used := trackio.utils.TRACKIO_DIR):
         raise UserError(
             f"logger.trackio.dir must be the same for all runs of a process ({used}), got {folder}; "

@@ -1,15 +1,19 @@
-"""The interface of a logger, the logger of the run folder, and warnings during training."""
+"""The interface of a logger, the logger of the run folder, warnings during training, hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from rlhf.core.errors import UserError, one_line
 from rlhf.core.files import append, as_line, split_lines, sync, write_atomically
 from rlhf.runs import folder as run_folder
 from rlhf.runs.folder import History, RunFolder
 from rlhf.terminal.console import say
+from rlhf.usercode.address import load_class
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,13 +91,15 @@ class JsonlLogger(Logger):
         self.metrics = History(folder.metrics)
         self.completions = History(folder.completions)
         for rows in (self.metrics, self.completions):
+            damage = None
             if checkpoint is None:
                 rows.start()
             elif run_folder.has_copies(checkpoint):
-                warn(rows, rows.resume(checkpoint))
+                damage = rows.resume(checkpoint)
             elif damage := rows.resume_without_copy(state.update):
                 state.lost_rows = [*state.lost_rows, rows.file.name]
-                warn(rows, damage)
+            if damage:
+                say(f"warning: {rows.file} {damage}", style="yellow")
         if folder.groups.exists():
             kept = [] if checkpoint is None else split_lines(folder.groups, ["update"])[0]
             lines = "".join(as_line(row) for row in kept if row["update"] <= state.update)
@@ -127,16 +133,11 @@ class JsonlLogger(Logger):
         """Write damaged files again, and wait until all rows are on disk (fsync)."""
         for rows in (self.metrics, self.completions):
             if damage := rows.restore():
-                warn(rows, f"{damage}; it was written again with {rows.count} rows")
+                again = f"it was written again with {rows.count} rows"
+                say(f"warning: {rows.file} {damage}; {again}", style="yellow")
         if self.folder.groups.exists():
             sync(self.folder.groups)
         sync(self.folder.path)
-
-
-def warn(rows: History, damage: str | None) -> None:
-    """Print a warning about damaged rows, and write it to train.log."""
-    if damage is not None:
-        say(f"warning: {rows.file} {damage}", style="yellow")
 
 
 # Warnings during training: empty responses, replies that are all cut, equal scores, slow scoring.
@@ -179,8 +180,12 @@ class ScoreDoubts(Logger):
                 "may favour short responses, or optim.lr is too high",
             )
         self._warn("cut", no_reply_ended(row, self.cfg))
-        if scored and "cut" not in self.warned and self.all_equal(row):
-            several = self.samples > 1
+        several, all_equal = self.samples > 1, False
+        if scored and "cut" not in self.warned:
+            self.means = [*self.means, row["objective/scores"]][-_EQUAL_ROWS:]
+            all_equal = len(self.means) == _EQUAL_ROWS and len(set(self.means)) == 1
+            all_equal = row["objective/tie_rate"] == 1 if several else all_equal
+        if all_equal:
             which = "all samples of each prompt have the same score" if several else "all scores are equal"
             ends = "".join(f"; {name} {row[name]:.2g}" for name in _ENDS if row.get(name))
             self._warn(
@@ -211,13 +216,6 @@ class ScoreDoubts(Logger):
             self.warned.add(kind)
             say(f"warning: {text}", style="yellow")
 
-    def all_equal(self, row: Row) -> bool:
-        """Return whether the samples of each prompt have equal scores; for one sample: whether all have."""
-        if self.samples > 1:
-            return row["objective/tie_rate"] == 1
-        self.means = [*self.means, row["objective/scores"]][-_EQUAL_ROWS:]
-        return len(self.means) == _EQUAL_ROWS and len(set(self.means)) == 1
-
 
 def no_reply_ended(row: Row, cfg: Config) -> str | None:
     """Return a warning if no reply of an update or an evaluation was given to the environment; else None."""
@@ -235,3 +233,147 @@ def no_reply_ended(row: Row, cfg: Config) -> str | None:
         f"no reply of the {'evaluation' if at else 'update'} ended: all were cut at {key}={most}, so step of "
         f"the environment was not called; set {key}={longer}"
     )
+
+
+# User code that a run calls after an update, an evaluation or a checkpoint, on the first rank only:
+#
+#     # my_hooks.py
+#     from rlhf import Hook
+#
+#     class Announce(Hook):
+#         def after_evaluation(self, state, metrics, completions):
+#             print(state.update, metrics["eval/score"])
+#
+#     python -m rlhf.train algo=dpo 'hooks=[my_hooks:Announce]'
+
+
+class StopRun(Exception):
+    """A hook raises this exception to stop its run before the last update. The run does not fail.
+
+    The run stops after the current or the next update, with a checkpoint. The same command resumes the run.
+
+    Args:
+        reason: the reason in a word or two, for tables, such as "pruned".
+    """
+
+
+class Hook:
+    """The base class of hooks. Every method does nothing; subclasses override methods.
+
+    A hook must not change its arguments. If a method raises an exception other than `StopRun`, the run ends
+    with an error that names the hook, after the current or the next update and with a checkpoint.
+    """
+
+    def after_update(self, state: TrainState, metrics: Row) -> None:
+        """Handle the end of an update.
+
+        Args:
+            state: the counters of the run: `update`, `num_updates`, `episode`, `version`, `lag`.
+            metrics: the training metrics, as means since the last row of metrics.jsonl.
+        """
+
+    def after_evaluation(self, state: TrainState, metrics: Row, completions: list[dict[str, Any]]) -> None:
+        """Handle an evaluation, including the evaluation before training (`state.update` is 0).
+
+        Args:
+            state: the counters of the run.
+            metrics: the metrics of the evaluation (`eval/...`).
+            completions: one dictionary per held-out example, with the keys of completions.jsonl.
+        """
+
+    def after_checkpoint(self, state: TrainState, folder: Path) -> None:
+        """Handle a checkpoint, which is complete, in its `folder`."""
+
+
+_METHODS = frozenset(name for name in vars(Hook) if name.startswith("after_"))
+
+
+class Hooks(Logger):
+    """A logger that calls hooks, and asks the run to stop if a hook raises an exception.
+
+    After an exception, no hook is called again.
+
+    Args:
+        hooks: the hooks, called in this order.
+        stop: asks the run to stop after the current update.
+    """
+
+    def __init__(self, hooks: Sequence[Hook], stop: Callable[[], None]) -> None:
+        self.hooks = hooks
+        self.stop = stop
+        self.failure: str | None = None  # the hook, its method and its exception
+        self.stopped: str | None = None  # the reason of a `StopRun`
+
+    def updated(self, figures: Metrics, state: TrainState) -> None:
+        """Call `after_update` of every hook."""
+        if self.hooks:
+            values = {name: stat.value() for name, stat in figures.items()}
+            self.call("after_update", state, {name: x for name, x in values.items() if x is not None})
+
+    def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
+        """Call `after_evaluation` of every hook."""
+        self.call("after_evaluation", state, evaluation.figures, evaluation.samples)
+
+    def saved(self, checkpoint: Path, state: TrainState) -> None:
+        """Call `after_checkpoint` of every hook."""
+        self.call("after_checkpoint", state, checkpoint)
+
+    def call(self, method: str, state: TrainState, *arguments: Any) -> None:
+        """Call a method of every hook; print the traceback of an exception and ask the run to stop."""
+        for hook in self.hooks:
+            if self.failure is not None or self.stopped is not None:
+                return
+            try:
+                getattr(hook, method)(state, *arguments)
+            except StopRun as reason:
+                self.stopped = str(reason)
+                self.stop()
+            except Exception as error:  # the user's code may raise any exception
+                traceback.print_exc()
+                name = type(hook).__qualname__
+                self.failure = f"hook {name}.{method} raised {one_line(error)}"
+                say(f"{self.failure}; the run stops after an update, with a checkpoint", style="red")
+                self.stop()
+
+
+def load_hooks(paths: Sequence[str]) -> list[Hook]:
+    """Import and build hooks, in the process of the job.
+
+    Args:
+        paths: the addresses of their classes.
+
+    Raises:
+        UserError: a class cannot be imported or built without arguments, is not a hook, or has an unknown
+            method `after_...`.
+    """
+    hooks: list[Hook] = []
+    found: list[str] = []
+    for path in paths:
+        try:
+            cls = load_class("hooks", path)
+        except UserError as error:
+            found += error.problems
+            continue
+        unknown = sorted(name for name in dir(cls) if name.startswith("after_") and name not in _METHODS)
+        if not issubclass(cls, Hook):
+            found.append(
+                f"hooks must name subclasses of rlhf.Hook (the run calls their methods), got {path!r}; write "
+                f"class {cls.__name__}(rlhf.Hook)"
+            )
+        elif unknown:
+            close = get_close_matches(unknown[0], _METHODS, n=1) or sorted(_METHODS)
+            found.append(
+                f"hooks must have only the methods {', '.join(sorted(_METHODS))} that begin with after_ (no "
+                f"other is called), got {path!r} with {unknown[0]}; rename it {close[0]}"
+            )
+        else:
+            try:
+                hooks.append(cls())
+            except Exception as error:  # the user's code may raise any exception
+                found.append(
+                    f"hooks must name classes that can be built without arguments ({one_line(error)}), got "
+                    f"{path!r}; correct {cls.__name__}.__init__"
+                )
+    if found:
+        raise UserError(*found)
+    return hooks

@@ -55,32 +55,42 @@ class HttpScorer(Scorer):
         super().__init__(config, context)
         assert config.url is not None, "validated: a service is named"
         self.url = config.url
-        self.session = _new_session(config, context.at)
         self.answered = False  # True after the first answer: from then on, a refused connection is retried
+        self.session = requests.Session()
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, HTTPAdapter(pool_maxsize=config.concurrency))
+        self.session.trust_env = not is_loopback(config.url)  # no proxy on the way to this machine
+        if config.token_variable is not None:
+            token = os.environ.get(config.token_variable)
+            if not token:
+                raise UserError(
+                    f"{self.at}.token_variable must name an environment variable with the token, got "
+                    f"{config.token_variable!r}, which is not set; run: export "
+                    f"{config.token_variable}=<token>"
+                )
+
+            def bearer(request: requests.PreparedRequest) -> requests.PreparedRequest:
+                request.headers["Authorization"] = f"Bearer {token}"
+                return request
+
+            self.session.auth = bearer  # ~/.netrc overrides an Authorization header, but not session.auth
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the scores [N, K] that the service returns.
 
         Raises:
-            RunError: the service cannot be reached, refuses the request, or does not answer with scores.
+            RunError: the service cannot be reached, refuses a request, or does not answer with scores.
             Interrupted: a signal was received.
         """
         return self.ranks.from_first(lambda: self.answers(rollouts))
 
     def answers(self, rollouts: Rollouts) -> Tensor:
-        """Send the requests from this process, and return the scores [N, K].
-
-        Raises:
-            RunError: the service cannot be reached, refuses a request, or does not answer with scores.
-            Interrupted: a signal was received.
-        """
+        """Send the requests from this process, and return the scores [N, K]; raises as `score`."""
         if not self.answered and (reason := refusal(self.url)):
-            raise RunError(
-                f"{self.at}.url={self.url} does not accept connections ({reason}); start the service, or "
-                f"correct {self.at}.url"
+            raise self.error(
+                f"does not accept connections ({reason})", f"start the service, or correct {self.at}.url"
             )
-        texts = distinct_texts(rollouts, self.tokenizer)
-        size = self.config.batch_size
+        texts, size = distinct_texts(rollouts, self.tokenizer), self.config.batch_size
 
         def ask(number: int, deadline: float) -> list[float]:
             part = slice(number * size, (number + 1) * size)
@@ -107,110 +117,79 @@ class HttpScorer(Scorer):
             RunError: the service refuses the request, or does not answer with scores.
         """
         question = {"prompts": prompts, "responses": responses, "references": references}
+        limit, body = (_LARGEST_KIB + len(responses)) * 1024, bytearray()
         try:
             # Do not follow redirects: the POST would become a GET and the token would go to another address.
-            answer = self.session.post(
+            with self.session.post(
                 self.url, json=question, timeout=self.config.timeout_s, allow_redirects=False, stream=True
-            )
-            with answer:
-                limit = (_LARGEST_KIB + len(responses)) * 1024
-                body = _read_at_most(answer, limit, deadline)
+            ) as answer:
+                while len(body) <= limit and (piece := answer.raw.read1(_PIECE, decode_content=True)):
+                    body += piece
+                    if time.monotonic() > deadline:
+                        raise requests.Timeout
         except ValueError as error:  # requests refuses to send the request, so a retry is useless
-            raise RunError(
-                f"{self.at}.url={self.url} cannot be requested ({type(error).__name__}); "
-                f"correct {self.at}.url"
-            ) from None
+            reason = f"cannot be requested ({type(error).__name__})"
+            raise self.error(reason, f"correct {self.at}.url") from None
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
             raise Again(self.no_answer(cause_of(error))) from None
         if answer.status_code != 200:
             raise self.refused(answer, body)
         if len(body) > limit:
-            raise RunError(
-                f"{self.at}.url={self.url} answered with more than {limit:,} bytes for {len(responses)} "
-                f"responses; {EXPECTED}"
+            raise self.error(
+                f"answered with more than {limit:,} bytes for {len(responses)} responses", _EXPECTED
             )
-        return self.read(body, len(responses))
-
-    def no_answer(self, cause: str) -> RunError:
-        """Return the error of a request that got no answer in its last try."""
-        tries = self.config.retries + 1
-        return RunError(
-            f"{self.at}.url={self.url} did not answer in {tries} {'try' if tries == 1 else 'tries'} of "
-            f"{self.config.timeout_s:g} s ({cause}); check that the service runs there, or raise "
-            f"{self.at}.timeout_s"
-        )
-
-    def refused(self, answer: requests.Response, body: bytes) -> Exception:
-        """Return the error of a try that was answered with another status than 200."""
-        status, at = answer.status_code, self.at
-        text = shortened(repr(body.decode(errors="replace")), 200)
-        problem = f"{at}.url={self.url} answered with status {status} ({text})"
-        if status not in _TRY_AGAIN:
-            remedy = f"correct {at}.url, or see the log of the service"
-            if status in (401, 403):
-                remedy = (
-                    f"set {at}.token_variable=<environment variable with a token that the service accepts>"
-                )
-            elif status == 413:
-                remedy = f"lower {at}.batch_size"
-            return RunError(f"{problem}; {remedy}")
-        wait_s, limit_s = retry_after(answer.headers.get("Retry-After", "")), self.config.timeout_s
-        if wait_s is not None and wait_s > limit_s:
-            return RunError(
-                f"{problem} and asked to wait for {wait_s:,.0f} seconds (Retry-After), more than "
-                f"{at}.timeout_s={limit_s:g}; run the same command later, or set {at}.timeout_s={wait_s:.0f}"
-            )
-        error = RunError(
-            f"{problem}; {self.config.retries + 1} tries were made: see the log of the service, lower "
-            f"{at}.concurrency or raise {at}.retries"
-        )
-        return Again(error, wait_s or None)
-
-    def read(self, body: bytes, count: int) -> list[float]:
-        """Return the `count` scores in an answer of the service.
-
-        Raises:
-            RunError: the answer does not contain `count` scores.
-        """
         content: Any = None
         with suppress(ValueError, RecursionError):  # RecursionError: brackets inside of brackets
             content = json.loads(body)
         given = content.get("scores") if isinstance(content, dict) else None
-        if not isinstance(given, list):
-            problem = shortened(repr(body.decode(errors="replace")), 200)
-        elif len(given) != count:
-            problem = f"{len(given)} scores for {count} responses"
-        else:
+        problem = shortened(repr(body.decode(errors="replace")), 200)
+        if isinstance(given, list):
             scores = [as_score(value) for value in given]
-            found = [score for score in scores if score is not None]
-            if len(found) == count:
+            found, problem = [score for score in scores if score is not None], ""
+            if len(found) == len(given) == len(responses):
                 return found
-            wrong = scores.index(None)
-            problem = f"{shortened(repr(given[wrong]), 80)} as score {wrong} of {count}"
-        raise RunError(f"{self.at}.url={self.url} answered with status 200 and {problem}; {EXPECTED}")
+            problem = f"{len(given)} scores for {len(responses)} responses"
+            if len(given) == len(responses):
+                wrong = scores.index(None)
+                problem = f"{shortened(repr(given[wrong]), 80)} as score {wrong} of {len(given)}"
+        raise self.error(f"answered with status 200 and {problem}", _EXPECTED)
+
+    def error(self, problem: str, remedy: str) -> RunError:
+        """Return the error of a request."""
+        return RunError(f"{self.at}.url={self.url} {problem}; {remedy}")
+
+    def no_answer(self, cause: str) -> RunError:
+        """Return the error of a request that got no answer in its last try."""
+        tries = "1 try" if self.config.retries == 0 else f"{self.config.retries + 1} tries"
+        return self.error(
+            f"did not answer in {tries} of {self.config.timeout_s:g} s ({cause})",
+            f"check that the service runs there, or raise {self.at}.timeout_s",
+        )
+
+    def refused(self, answer: requests.Response, body: bytes | bytearray) -> Exception:
+        """Return the error of a try that was answered with another status than 200."""
+        status, at, limit_s = answer.status_code, self.at, self.config.timeout_s
+        problem = f"answered with status {status} ({shortened(repr(body.decode(errors='replace')), 200)})"
+        if status not in _TRY_AGAIN:
+            token = f"set {at}.token_variable=<environment variable with a token that the service accepts>"
+            remedies = {401: token, 403: token, 413: f"lower {at}.batch_size"}
+            return self.error(
+                problem, remedies.get(status, f"correct {at}.url, or see the log of the service")
+            )
+        wait_s = retry_after(answer.headers.get("Retry-After", ""))
+        if wait_s is not None and wait_s > limit_s:
+            return self.error(
+                f"{problem} and asked to wait for {wait_s:,.0f} seconds (Retry-After), more than "
+                f"{at}.timeout_s={limit_s:g}",
+                f"run the same command later, or set {at}.timeout_s={wait_s:.0f}",
+            )
+        made = f"{self.config.retries + 1} tries were made: see the log of the service"
+        return Again(
+            self.error(problem, f"{made}, lower {at}.concurrency or raise {at}.retries"), wait_s or None
+        )
 
 
-EXPECTED = 'the answer must be {"scores": [...]} with one finite number per response; correct the service'
-
-
-def _read_at_most(answer: requests.Response, limit: int, deadline: float) -> bytes:
-    """Return the body of an answer; a body of more than `limit` bytes is cut after them.
-
-    Args:
-        answer: an answer whose body has not been read.
-        limit: number of bytes; the result has more bytes only if the body does.
-        deadline: time when the body must be complete (`time.monotonic`).
-
-    Raises:
-        requests.Timeout: the deadline is exceeded.
-        HTTPError: the connection failed (an exception of urllib3).
-    """
-    body = bytearray()
-    while len(body) <= limit and (piece := answer.raw.read1(_PIECE, decode_content=True)):
-        body += piece
-        if time.monotonic() > deadline:
-            raise requests.Timeout
-    return bytes(body)
+_EXPECTED = 'the answer must be {"scores": [...]} with one finite number per response; correct the service'
 
 
 def retry_after(header: str) -> float | None:
@@ -221,36 +200,6 @@ def retry_after(header: str) -> float | None:
         return max(parsedate_to_datetime(header).timestamp() - time.time(), 0.0)
     except ValueError:
         return None
-
-
-def _new_session(config: HttpScorerConfig, key: str) -> requests.Session:
-    """Return a session that sends the token, and bypasses proxies for a service on this machine.
-
-    Args:
-        config: config section of the scorer.
-        key: config key of this section, for error messages.
-
-    Raises:
-        UserError: the environment variable with the token is not set.
-    """
-    session = requests.Session()
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(pool_maxsize=config.concurrency))
-    session.trust_env = not is_loopback(config.url or "")
-    if config.token_variable is not None:
-        token = os.environ.get(config.token_variable)
-        if not token:
-            raise UserError(
-                f"{key}.token_variable must name an environment variable that contains the token, got "
-                f"{config.token_variable!r}, which is not set; run: export {config.token_variable}=<token>"
-            )
-
-        def bearer(request: requests.PreparedRequest) -> requests.PreparedRequest:
-            request.headers["Authorization"] = f"Bearer {token}"
-            return request
-
-        session.auth = bearer  # ~/.netrc overrides an Authorization header, but not session.auth
-    return session
 
 
 def cause_of(error: BaseException) -> str:

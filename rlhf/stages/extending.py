@@ -34,7 +34,7 @@ from rlhf.words.identity import not_in_name
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rlhf.loggers.hooks import Hook
+    from rlhf.loggers.logger import Hook
     from rlhf.runs.folder import RunFolder
 
 # Settings that an extension cannot change, although they do not affect the result: files, loggers

@@ -34,7 +34,7 @@ from rlhf.scorers.function import FunctionScorer
 from rlhf.scorers.scorer import ScorerContext, distinct_texts
 from rlhf.stages import prerequisites
 from rlhf.stages.guards import quieten_libraries
-from rlhf.tasks.summary import summarize
+from rlhf.tasks.task import summarize
 from rlhf.terminal.console import say, say_row
 from rlhf.text.chat import unquoted
 from rlhf.text.encoding import encode_completions
@@ -123,10 +123,10 @@ def _data_lines(cfg: Config, task: Task, width: int) -> Iterator[Line]:
     with _warnings_of("rlhf.tasks") as logged:
         summary = summarize(task, cfg.generator.response_length, splits)
     yield from (Line(""), Line("Data", "bold"))
-    for name, value in summary.rows():
+    for name, value in summary.rows:
         wrapped = textwrap.wrap(f"  {name:18}{value}", width, subsequent_indent=" " * 20)
         yield from map(Line, wrapped)
-    yield from _warning_lines([*logged, *summary.warnings()], width)
+    yield from _warning_lines([*logged, *summary.warnings], width)
 
 
 def _reward_lines(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width: int) -> Iterator[Line]:

@@ -26,7 +26,7 @@ from rlhf.core.formatting import short_path
 from rlhf.core.machine import keep_freed
 from rlhf.core.numerics import derive
 from rlhf.engines.engine import NonFinite
-from rlhf.loggers.hooks import Hooks
+from rlhf.loggers.logger import Hooks
 from rlhf.models.folder import CARD
 from rlhf.models.modules import RewardModel, is_adapted
 from rlhf.processes.ranks import Ranks, lost_rank
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.core.state import TrainState
     from rlhf.engines.engine import Engine
-    from rlhf.loggers.hooks import Hook
+    from rlhf.loggers.logger import Hook
     from rlhf.processes.signals import Interruption
     from rlhf.runs.folder import RunFolder
     from rlhf.training.stream import RolloutStream

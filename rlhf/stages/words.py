@@ -25,7 +25,7 @@ from rlhf.loggers.display import shown
 from rlhf.memory import plan
 from rlhf.memory.plan import fills_memory
 from rlhf.stages.inspection import rehearse
-from rlhf.tasks.summary import summarize
+from rlhf.tasks.task import summarize
 from rlhf.terminal import progress
 from rlhf.terminal.console import console, say, say_row, transcript
 from rlhf.words.compose import compose
@@ -84,11 +84,11 @@ def print_opening(
         return
     splits = ("train", "validation") if cfg.schedule.eval_every else ("train",)
     summary = summarize(task, cfg.generator.response_length, splits)
-    for name, value in summary.rows():
+    for name, value in summary.rows:
         say_row(name, value)
-    for line in summary.lines():
+    for line in summary.lines:
         say(f"    {line}")
-    _log_all(summary.warnings())
+    _log_all(summary.warnings)
     ranks.from_first(lambda: rehearse(cfg, task))
     ranks.from_first(lambda: _log_all(check_formats(cfg, task, tokenizer)))
 

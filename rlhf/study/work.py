@@ -33,7 +33,7 @@ from rlhf.core.launched import RESULTS
 from rlhf.launch.command_line import multirun_config, requeue
 from rlhf.launch.preflight import Job, completed, failure_message
 from rlhf.launch.sweep import submit_jobs
-from rlhf.loggers.hooks import Hook, StopRun
+from rlhf.loggers.logger import Hook, StopRun
 from rlhf.processes.signals import interruptible
 from rlhf.report.runs import Run as RunFiles
 from rlhf.report.runs import Status, read_run

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
-from itertools import dropwhile, takewhile
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.algorithms import Data
@@ -95,8 +96,10 @@ class Layout:
         else:
             prompt = self._prompt(row)
             reference = "" if isinstance(prompt, str) else []
-        name = "query" if isinstance(prompt, str) else "messages"
-        return {name: prompt, "reference_response": reference, **others} | self._tools(row, prompt)
+        if isinstance(prompt, str):
+            return {"query": prompt, "reference_response": reference, **others}
+        others |= {} if self.tools is None else self._tools(row)
+        return {"messages": prompt, "reference_response": reference, **others}
 
     def demonstration(self, row: Row) -> Row:
         """Return the prompt and the response that SFT imitates; see `example`.
@@ -108,10 +111,8 @@ class Layout:
             self.messages is not None
             and (last := conversation(row, self.messages)[-1]["role"]) != "assistant"
         ):
-            raise BadRow(
-                f"have dialogues that end with a message of the assistant in its column {self.messages}",
-                f"with a last message of {last}",
-            )
+            rule = f"have dialogues that end with a message of the assistant in its column {self.messages}"
+            raise BadRow(rule, f"with a last message of {last}")
         return self.example(row)
 
     def pair(self, row: Row) -> Row:
@@ -121,30 +122,33 @@ class Layout:
             BadRow: the row lacks a column, or a value has the wrong form.
         """
         made = dict(zip(PREFERENCE_COLUMNS, self._pair(row), strict=True))
-        return made | self._tools(row, made["prompt"])
+        return made if self.tools is None or isinstance(made["prompt"], str) else made | self._tools(row)
 
-    def _tools(self, row: Row, prompt: Prompt) -> Row:
-        return {} if self.tools is None or isinstance(prompt, str) else {TOOLS: tools(row, self.tools)}
+    def _tools(self, row: Row) -> Row:
+        """Return the tools of a row: a list of JSON schemas, or its JSON text; None: there are none."""
+        assert self.tools is not None
+        value = row.get(self.tools)
+        with suppress(ValueError, TypeError):
+            value = json.loads(value) if isinstance(value, str) and value else value
+            value = [json.loads(each) if isinstance(each, str) else each for each in value or []]
+            if all(isinstance(each, dict) for each in value):
+                return {TOOLS: value or None}
+        rule = f"have tools as a list of JSON schemas (or its JSON text) in its column {self.tools}"
+        raise BadRow(rule, f"with {described(row.get(self.tools))}")
 
     def _pair(self, row: Row) -> tuple[Prompt, Response, Response]:
         assert self.chosen is not None and self.rejected is not None
         if self.prompt is None and not isinstance(row.get(self.chosen), list):
             if found := without_prompt(text(row, self.chosen), text(row, self.rejected)):
                 return found
-            raise BadRow(
-                "have a column of prompts beside texts in chosen and rejected, or whole dialogues with "
-                "'\\n\\nAssistant:' before each answer",
-                "without them",
-                "add the column prompt",
-            )
+            rule = "have a column of prompts, or whole dialogues with '\\n\\nAssistant:' before each answer"
+            raise BadRow(rule, "without them", "add the column prompt")
         before = self._prompt(row) if self.prompt is not None else []
         first, chosen = answer(before, row, self.chosen)
         second, rejected = answer(before, row, self.rejected)
         if first != second:
-            raise BadRow(
-                f"have the same messages before the answers in {self.chosen} and {self.rejected}",
-                "with different messages",
-            )
+            rule = f"have the same messages before the answers in {self.chosen} and {self.rejected}"
+            raise BadRow(rule, "with different messages")
         if first == []:
             raise BadRow(f"have prompts, in a column of their own or in {self.chosen}", "without a prompt")
         return first, chosen, rejected
@@ -180,10 +184,8 @@ def text(row: Row, column: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise BadRow(
-            f"have text of whole Unicode characters in its column {column}",
-            "with half of a surrogate pair (\\ud800 to \\udfff)",
-        ) from None
+        rule = f"have text of whole Unicode characters in its column {column}"
+        raise BadRow(rule, "with half of a surrogate pair (\\ud800 to \\udfff)") from None
     return value
 
 
@@ -223,33 +225,10 @@ def conversation(row: Row, column: str) -> list[Message]:
             remedy = "write the text of its parts as one text" if parts else error.remedy
             raise BadRow(rule, f"{error.got} in place of a text", remedy) from None
         if (meant := _ROLES.get(role)) is not None:
-            raise BadRow(
-                f"have messages with the roles of chat templates in its column {column}",
-                f"with a message of {role}",
-                f"write {meant} in place of {role} in all rows",
-            )
+            rule = f"have messages with the roles of chat templates in its column {column}"
+            raise BadRow(rule, f"with a message of {role}", f"write {meant} in place of {role} in all rows")
         messages.append({"role": role, "content": content, **others})
     return messages
-
-
-def tools(row: Row, column: str) -> list[Any] | None:
-    """Return the tools in a column of a row: a list of JSON schemas, or its JSON text; None: there are none.
-
-    Raises:
-        BadRow: the value is something else.
-    """
-    value = row.get(column)
-    try:
-        value = json.loads(value) if isinstance(value, str) and value else value
-        value = [json.loads(each) if isinstance(each, str) else each for each in value or []]
-        if all(isinstance(each, dict) for each in value):
-            return value or None
-    except (ValueError, TypeError):
-        pass
-    raise BadRow(
-        f"have tools as a list of JSON schemas (or its JSON text) in its column {column}",
-        f"with {described(row.get(column))}",
-    )
 
 
 def answer(before: Prompt, row: Row, column: str) -> tuple[Prompt, Response]:
@@ -272,10 +251,8 @@ def answer(before: Prompt, row: Row, column: str) -> tuple[Prompt, Response]:
         return before, written if isinstance(before, str) else [{"role": "assistant", "content": written}]
     *turns, last = conversation(row, column)
     if last["role"] != "assistant":
-        raise BadRow(
-            f"have a message of the assistant at the end of its column {column}",
-            f"with a message of {last['role']}",
-        )
+        rule = f"have a message of the assistant at the end of its column {column}"
+        raise BadRow(rule, f"with a message of {last['role']}")
     if isinstance(before, list):
         return turns if turns[: len(before)] == before else [*before, *turns], [last]
     asked = any(turn["role"] == "user" for turn in turns)  # the messages then repeat the text
@@ -314,28 +291,25 @@ def converted(
 
 @cache
 def conversion(columns: tuple[str, ...]) -> Callable[[Row], Row]:
-    """Return the function that checks and converts a row with the canonical columns `columns`."""
-    if columns == PREFERENCE_COLUMNS:
-        return pair
-    if columns == ("messages",):
-        return dialogue
-    return lambda row: {column: text(row, column) for column in columns}
+    """Return the function that checks and converts a row with the canonical columns `columns`.
 
-
-def dialogue(row: Row) -> Row:
-    """Return `messages`, `reference_response` and perhaps `tools` of a row that has columns with these names.
-
-    Raises:
-        BadRow: a value has the wrong form.
+    It raises BadRow if the row lacks a column, or a value has the wrong form. Rows of messages and of pairs
+    may have the column `tools`.
     """
-    return Layout(messages="messages", tools=TOOLS if TOOLS in row else None).example(row)
 
+    def convert(row: Row) -> Row:
+        beside = TOOLS if TOOLS in row else None
+        if columns == ("messages",):
+            return Layout(messages="messages", tools=beside).example(row)
+        if columns == PREFERENCE_COLUMNS:
+            for column in PREFERENCE_COLUMNS[1:]:
+                if column not in row:
+                    text(row, column)  # raises
+            prompt = "prompt" if "prompt" in row else None
+            return Layout(prompt=prompt, chosen="chosen", rejected="rejected", tools=beside).pair(row)
+        return {column: text(row, column) for column in columns}
 
-def before_replies(messages: list[Message], demonstration: list[Message]) -> list[Message]:
-    """Return the messages of a prompt before its demonstration, which contains the replies among them."""
-    if len(demonstration) < 2:
-        return messages
-    return list(takewhile(lambda message: message["role"] != "assistant", messages))
+    return convert
 
 
 def with_all_replies(example: Row) -> Row:
@@ -344,26 +318,12 @@ def with_all_replies(example: Row) -> Row:
         raise BadRow("have dialogues for task.all_replies=true", "with texts", "set task.all_replies=false")
     whole = example["messages"] + example["reference_response"]
     if whole[0]["role"] == "assistant":
-        raise BadRow(
+        rule, remedy = (
             "have a message before the first reply for task.all_replies=true",
-            "without it",
-            "correct or remove that row, or set task.all_replies=false",
+            "set task.all_replies=false",
         )
+        raise BadRow(rule, "without it", f"correct or remove that row, or {remedy}")
     return {**example, "demonstration": list(dropwhile(lambda each: each["role"] != "assistant", whole))}
-
-
-def pair(row: Row) -> Row:
-    """Return `prompt`, `chosen`, `rejected` and perhaps `tools` of a row that has columns with these names.
-
-    Raises:
-        BadRow: a value has the wrong form, or there is no prompt.
-    """
-    prompt = "prompt" if "prompt" in row else None
-    for column in PREFERENCE_COLUMNS[1:]:
-        if column not in row:
-            text(row, column)
-    beside = TOOLS if TOOLS in row else None
-    return Layout(prompt=prompt, chosen="chosen", rejected="rejected", tools=beside).pair(row)
 
 
 # Recognised names of the columns, in any case. `reference_response` is the name in the embedded tasks.
@@ -412,7 +372,26 @@ def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str,
     Raises:
         UserError: a named column does not exist, or the columns lack what an example needs or are ambiguous.
     """
-    found: dict[str, Any] = {role: _column(role, names, config, key, place) for role in _NAMES}
+    taken = {each.name: getattr(config, each.name) for each in fields(config)}
+    found: dict[str, Any] = {}
+    for role, usual in _NAMES.items():
+        named = taken[role]
+        if named is not None and named not in names:
+            close = get_close_matches(str(named), names, n=1)
+            remedy = "name one of these columns"
+            if close:
+                remedy = f"did you mean {setting(f'task.columns.{role}', close[0])}?"
+            raise UserError(
+                f"task.columns.{role} must name a column of the data ({', '.join(names)}), got {named} with "
+                f"{key}={place}; {remedy}"
+            )
+        likely = [name for name in names if name.lower() in usual and name not in taken.values()]
+        if named is None and len(likely) > 1:
+            raise UserError(
+                f"{key} must have one column of {role}s (the choice is not clear), got {place} with "
+                f"{' and '.join(likely)}; set {setting(f'task.columns.{role}', likely[0])}"
+            )
+        found[role] = named if named is not None else next(iter(likely), None)
     prompt, response, messages = found["prompt"], found["response"], found["messages"]
     beside = next((name for name in names if name.lower() == TOOLS), None)
     if messages is not None and config.prompt is None and data is not Data.preferences:
@@ -438,29 +417,6 @@ def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str,
         context = next((name for name in names if name.lower() == _CONTEXT), None)
     unused = {"messages": None} | ({"response": None} if data is Data.preferences else {})
     return Layout(**{**found, **unused}, context=context, tools=beside)
-
-
-def _column(role: str, names: Sequence[str], config: ColumnsConfig, key: str, place: str) -> str | None:
-    """Return the column with the role `role`, or None."""
-    taken = {each.name: getattr(config, each.name) for each in fields(config)}
-    if (named := taken[role]) is not None:
-        if named in names:
-            return str(named)
-        close = get_close_matches(str(named), names, n=1)
-        remedy = "name one of these columns"
-        if close:
-            remedy = f"did you mean {setting(f'task.columns.{role}', close[0])}?"
-        raise UserError(
-            f"task.columns.{role} must name a column of the data ({', '.join(names)}), got {named} with "
-            f"{key}={place}; {remedy}"
-        )
-    found = [name for name in names if name.lower() in _NAMES[role] and name not in taken.values()]
-    if len(found) > 1:
-        raise UserError(
-            f"{key} must have one column of {role}s (the choice is not clear), got {place} with "
-            f"{' and '.join(found)}; set {setting(f'task.columns.{role}', found[0])}"
-        )
-    return found[0] if found else None
 
 
 def _lacks(names: Sequence[str], data: Data, key: str, place: str) -> UserError:

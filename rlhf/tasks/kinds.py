@@ -1,4 +1,4 @@
-"""The kinds of tasks: own files, preferences, chat, GSM8K, reasoning-gym, arithmetic."""
+"""The kinds of tasks: own files, preferences, chat, GSM8K, reasoning-gym, arithmetic, games."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import logging
 import random
 import string
+from abc import abstractmethod
 from ast import literal_eval
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from functools import cache, lru_cache
 from importlib.metadata import version
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import xxhash
@@ -20,16 +21,24 @@ from datasets.exceptions import DatasetGenerationError
 
 from rlhf.config.algorithms import Data
 from rlhf.config.tasks import PREFERENCE_COLUMNS, Difficulty
-from rlhf.core.errors import UserError
+from rlhf.core.errors import RunError, UserError
 from rlhf.core.numerics import derive
-from rlhf.tasks.columns import converted, dialogue, with_all_replies
+from rlhf.environments.environment import Example
+from rlhf.environments.episodes import FIRST_MESSAGE, first_messages
+from rlhf.environments.library import Calculator, GuessNumber
+from rlhf.tasks.columns import conversion, converted, with_all_replies
 from rlhf.tasks.files import KEY, LocalFiles, Splits
-from rlhf.tasks.reading import NOTHING, BadRow, Wanted
+from rlhf.tasks.reading import NOTHING, RECORD, BadRow, Wanted
 from rlhf.tasks.source import EmbeddedSource, Source, as_messages, from_rows, is_text, mapped
+from rlhf.text.chat import PLAIN, set_template
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from rlhf.config.scorers import ReasoningGymConfig
-    from rlhf.config.tasks import ArithmeticConfig, GSM8KConfig, LocalConfig
+    from rlhf.config.tasks import ArithmeticConfig, LocalConfig
+    from rlhf.environments.environment import EnvironmentFactory
+    from rlhf.tasks.columns import Message
     from rlhf.tasks.reading import Row
 
 
@@ -74,7 +83,7 @@ class LocalSource(Source):
         return self._split(split, Data.preferences, wanted)
 
     @property
-    def conversational(self) -> bool:  # type: ignore[override]
+    def conversational(self) -> bool:
         """Whether the prompts of the training rows are dialogues. Only the first row is read."""
         return "messages" in self.files.first()[1]
 
@@ -153,7 +162,7 @@ class PreferencesSource(Source):
     no_pairs = "it has no data set of its own"
 
     @property
-    def conversational(self) -> bool:  # type: ignore[override]
+    def conversational(self) -> bool:
         """Whether the prompts of the pairs are lists of messages. Of files, only one row is read."""
         pairs = self.stored_pairs()
         return pairs is not None and not is_text(pairs.load("train", PREFERENCE_COLUMNS, limit=1), "prompt")
@@ -178,11 +187,6 @@ class ChatSource(Source):
 
     no_pairs = "No Robots has none"
 
-    @property
-    def conversational(self) -> bool:  # type: ignore[override]
-        """Whether the prompts are lists of messages: `task.turn` does not format the messages as text."""
-        return self.config.turn is None
-
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `messages` or `query`, and `reference_response`, the last turn.
 
@@ -197,7 +201,7 @@ class ChatSource(Source):
 
     def _example(self, row: Row) -> Row:
         try:
-            made = dialogue(row)
+            made = conversion(("messages",))(row)
         except BadRow:
             made = {}
         if not made.get("reference_response"):
@@ -231,10 +235,6 @@ class GSM8KSource(Source):
     """
 
     no_pairs = "the data set has none"
-
-    def __init__(self, config: GSM8KConfig) -> None:
-        super().__init__(config)
-        self.conversational = config.chat
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with `query` (or `messages`) and `reference_response`, the worked answer.
@@ -286,10 +286,6 @@ class ReasoningGymSource(EmbeddedSource):
 
     config: ReasoningGymConfig
     pattern = r"</?answer>|[\s\S]"
-
-    def __init__(self, config: ReasoningGymConfig) -> None:
-        super().__init__(config)
-        self.conversational = config.chat
 
     @classmethod
     @cache
@@ -375,36 +371,29 @@ def _generated(version: str, arguments: dict[str, Any]) -> Iterator[dict[str, st
 
 _TERMS = {Difficulty.easy: 2, Difficulty.medium: 3, Difficulty.hard: 5}  # terms of a sum, each 1 to 9
 _FORGETS_CARRY = 0.1  # times the term: probability that a carry is forgotten; 0.9 for + 9
-_LARGEST = 9 * max(_TERMS.values())
-_TOKEN_PATTERN = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
 
 
-def forgetful_add(before: int, term: int, forgets: bool) -> int:
-    """Return `before + term`; if `forgets` is True, without the carry: 17 + 5 = 12."""
-    carries = before % 10 + term >= 10
-    return before + term - 10 * (carries and forgets)
+def _pupil_totals(terms: list[int], rng: random.Random) -> list[int]:
+    """Return the running totals of a pupil who sometimes forgets the carry: 17 + 5 = 12."""
 
+    def add(before: int, term: int) -> int:
+        forgets = rng.random() < _FORGETS_CARRY * term
+        return before + term - 10 * (forgets and before % 10 + term >= 10)
 
-def pupil_totals(terms: list[int], rng: random.Random) -> list[int]:
-    """Return the running totals of a pupil who sometimes forgets the carry."""
-    return list(
-        accumulate(
-            terms, lambda before, term: forgetful_add(before, term, rng.random() < _FORGETS_CARRY * term)
-        )
-    )
+    return list(accumulate(terms, add))
 
 
 class ArithmeticSource(EmbeddedSource):
     """A source of sums, generated from `task.data_seed`, and of preference pairs from a folder."""
 
     config: ArithmeticConfig
-    pattern = _TOKEN_PATTERN
+    pattern = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
 
     @classmethod
     @cache
     def vocabulary(cls) -> tuple[str, ...]:
         """Return every token except special tokens. Operators, `####` and numbers begin with a space."""
-        numbers = (f" {number}" for number in range(_LARGEST + 1))
+        numbers = (f" {number}" for number in range(9 * max(_TERMS.values()) + 1))
         return ("Problem:", "Solution:", "\n", " +", " =", ",", " ####", *numbers)
 
     def generate(self, split: str, size: int) -> dict[str, list[str]]:
@@ -417,10 +406,158 @@ class ArithmeticSource(EmbeddedSource):
             rows["query"].append(f"Problem: {' + '.join(map(str, terms))}\nSolution:")
             totals = {
                 "reference_response": list(accumulate(terms)),
-                "demonstration": pupil_totals(terms, rng),
+                "demonstration": _pupil_totals(terms, rng),
             }
             for column, own in totals.items():  # running totals, which may be wrong
                 steps = zip(own[:-1], terms[1:], own[1:], strict=True)
                 work = ", ".join(f"{before} + {term} = {after}" for before, term, after in steps)
                 rows[column].append(f" {work} #### {own[-1]}")
         return rows
+
+
+# The embedded tasks `calculator` and `guess_number`: dialogues with an environment in the plain chat format.
+#
+#     Problem: 7 + 5 + 8 | calc 7 + 5 | 12 | calc 12 + 8 | 20 | #### 20        Guess: 1 to 15 | 8 | higher |
+#     12
+#
+# SFT imitates pupils, whom the environment answers. Of those with a problem, 60 % answer by head and forget
+# carries as in `arithmetic`; 40 % use the calculator, and 20 % of these write another number than its result.
+# Pupils who guess a number ignore the answers in half of their guesses. RL learns to calculate and to search.
+
+
+Pupil = Generator[str, str, None]  # yields replies, gets messages
+
+_MARKS = ("<|user|>", "<|assistant|>", "\n", " error")
+_PROBLEM_TERMS, _BY_HEAD, _CARELESS = 3, 0.6, 0.2
+_LARGEST, _HEEDLESS = 15, 0.5
+
+
+class GameSource(EmbeddedSource):
+    """A source of questions, whose rows have the number that answers them in the column `secret`."""
+
+    pattern = r"<\|[a-z]+\|>|\n| ?[0-9]+| ?[A-Za-z]+:?| ?#+| ?[^\sA-Za-z0-9#]"
+    environment: ClassVar[type[Calculator | GuessNumber]]
+    replies: ClassVar[int]  # largest number in a demonstration
+
+    @staticmethod
+    @abstractmethod
+    def game(rng: random.Random) -> tuple[str, str, Pupil]:
+        """Return a question, the right last reply, and a pupil."""
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return a tokenizer with this vocabulary and the plain chat format."""
+        made = super().tokenizer()
+        set_template(made, PLAIN)
+        return made
+
+    def generate(self, split: str, size: int) -> dict[str, list[Any]]:
+        """Return `size` examples; the demonstrations are dialogues of pupils with the environment."""
+        rng = random.Random(f"{self.config.name}/{self.config.data_seed}/{split}")
+        rows = [self._example(*self.game(rng)) for _ in range(size)]
+        return {name: [row[name] for row in rows] for name in rows[0]}
+
+    def _example(self, question: str, right: str, pupil: Pupil) -> dict[str, Any]:
+        record, environment = {"secret": int(right.split()[-1])}, self.environment()
+        environment.reset(Example(prompt=question, reference=right, record=record, seed=0, sample=0))
+        talk = [_said("assistant", next(pupil))]
+        for _ in range(self.replies - 1):
+            if (answer := environment.step(talk[-1]["content"])).done:
+                break
+            talk += [_said("user", answer.message), _said("assistant", pupil.send(answer.message))]
+        asked, reference = [_said("user", question)], [_said("assistant", right)]
+        return {"messages": asked, "reference_response": reference, "demonstration": talk, **record}
+
+
+class CalculatorSource(GameSource):
+    """A source of sums, and of pupils who add by head or with a calculator."""
+
+    environment, replies = Calculator, _PROBLEM_TERMS
+
+    @classmethod
+    @cache
+    def vocabulary(cls) -> tuple[str, ...]:
+        """Return every token except special tokens; numbers up to twice the largest sum."""
+        numbers = (f" {number}" for number in range(2 * 9 * _PROBLEM_TERMS + 1))
+        return (*_MARKS, "Problem:", " calc", " +", " ####", *numbers)
+
+    @staticmethod
+    def game(rng: random.Random) -> tuple[str, str, Pupil]:
+        """Return a problem, its answer, and a pupil."""
+        terms = [rng.randint(1, 9) for _ in range(_PROBLEM_TERMS)]
+
+        def pupil() -> Pupil:
+            if rng.random() < _BY_HEAD:
+                yield f" #### {_pupil_totals(terms, rng)[-1]}"
+            total = f" {terms[0]}"
+            for term in terms[1:]:
+                total = yield f" calc{total} + {term}"
+            careless = rng.random() < _CARELESS
+            yield f" #### {rng.randint(_PROBLEM_TERMS, 9 * _PROBLEM_TERMS)}" if careless else f" ####{total}"
+
+        return f"Problem: {' + '.join(map(str, terms))}", f" #### {sum(terms)}", pupil()
+
+
+class GuessNumberSource(GameSource):
+    """A source of numbers, and of pupils who guess them."""
+
+    environment, replies = GuessNumber, 4
+
+    @classmethod
+    @cache
+    def vocabulary(cls) -> tuple[str, ...]:
+        """Return every token except special tokens."""
+        return (*_MARKS, "Guess:", " to", " higher", " lower", *(f" {i}" for i in range(_LARGEST + 1)))
+
+    @staticmethod
+    def game(rng: random.Random) -> tuple[str, str, Pupil]:
+        """Return the question, a number, and a pupil."""
+
+        def pupil() -> Pupil:
+            low, high = 1, _LARGEST
+            while True:
+                heedless = rng.random() < _HEEDLESS
+                guess = rng.randint(1, _LARGEST) if heedless else rng.randint(low, high)
+                if (yield f" {guess}") == " higher":
+                    low = max(low, guess + 1)
+                else:
+                    high = min(high, guess - 1)
+
+        return f"Guess: 1 to {_LARGEST}", f" {rng.randint(1, _LARGEST)}", pupil()
+
+
+def _said(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+# The task `environment`: prompts that the environment of a run returns from `reset`.
+
+
+class FirstMessages(Source):
+    """A source of first messages, as messages of the user. The record of a row has its text and `seed`.
+
+    Attributes:
+        factory: makes the environments; set after the construction, because a task knows only its section.
+    """
+
+    factory: EnvironmentFactory
+
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return the split with the columns `messages` and `reference_response`, which is empty.
+
+        Raises:
+            UserError: the environment fails, or `reset` returns no text.
+        """
+        size = getattr(self.config, f"{split}_size")
+        seeds = [derive(self.config.data_seed, "first message", split, i) % 2**31 for i in range(size)]
+        try:
+            texts = first_messages(self.factory, seeds)
+        except RunError as error:
+            raise UserError(str(error)) from None
+        if unfit := [text for text in texts if not isinstance(text, str) or not text.strip()]:
+            raise UserError(
+                f"environment must return a text from reset for task=environment (it is the prompt), got "
+                f"{unfit[0]!r} from {self.factory.address}; return the first message"
+            )
+        made = [{"seed": seed, FIRST_MESSAGE: text} for seed, text in zip(seeds, texts, strict=True)]
+        rows = {"query": texts, "reference_response": [""] * size, RECORD: [*map(wanted.record, made)]}
+        return as_messages(Dataset.from_dict(rows))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset, Features, Json, Value, concatenate_datasets
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlhf.config.scorers import MixtureConfig
     from rlhf.core.batch import Batch, Prompts
     from rlhf.core.metrics import Metrics
+    from rlhf.tasks.task import Task
 
 
 TEXT, DIALOGUE = Value("string"), Json()
@@ -45,7 +46,7 @@ class MixtureSource(Source):
             self.sources[name] = getattr(import_module(module), source)(part)
 
     @property
-    def conversational(self) -> bool:  # type: ignore[override]
+    def conversational(self) -> bool:
         """Whether the prompts are dialogues.
 
         Raises:
@@ -167,43 +168,6 @@ def mixed_order(parts: np.ndarray, shares: Sequence[float], seed: int, epoch: in
     return rng.permutation(np.concatenate(drawn))
 
 
-def check_parts(parts: np.ndarray, names: Sequence[str], limit: int) -> None:
-    """Raise UserError if a part of a mixture has no training example.
-
-    Args:
-        parts: the part of each training example.
-        names: names of the parts.
-        limit: largest length of a prompt in tokens.
-    """
-    for number, name in enumerate(names):
-        if not (parts == number).any():
-            raise UserError(
-                f"task.parts.{name} must have training prompts with 1 to {limit} tokens "
-                "(task.max_prompt_tokens), got none; set a larger task.max_prompt_tokens, or other data"
-            )
-
-
-def figures_of_parts(batch: Batch, names: Sequence[str]) -> Metrics:
-    """Return the metrics of each part of a mixture in a scored batch.
-
-    Args:
-        batch: rollouts with scores. There are no metrics if `batch.part` is None (stored rollouts).
-        names: names of the parts.
-    """
-    figures: Metrics = {}
-    if not names or batch.part is None:
-        return figures
-    for number, name in enumerate(names):
-        own = batch.part == number
-        figures |= {
-            f"part/{name}/prompts": Stat(float(own.sum()), 1.0, How.sum),
-            f"part/{name}/scores": mean(batch.scores[own]),
-            f"part/{name}/response_tokens": mean(batch.response_mask[own].sum(-1)),
-            f"part/{name}/eos_rate": mean(batch.ended[own]),
-        }
-    return figures
-
-
 def means_of_parts(
     names: Sequence[str], part: Any, values: Mapping[str, Sequence[float]]
 ) -> dict[str, float]:
@@ -226,24 +190,6 @@ def means_of_parts(
 # The order in which a run draws its training examples, epoch after epoch.
 
 
-class Examples(Protocol):
-    """The training examples of a task."""
-
-    prompts_per_update: int
-
-    def __len__(self) -> int:
-        """Return the number of examples."""
-
-    def order(self, epoch: int) -> np.ndarray:
-        """Return the positions of all examples in the order of an epoch."""
-
-    def rows(self) -> np.ndarray:
-        """Return the row in the data set (`Prompts.index`) of each example."""
-
-    def batch(self, positions: list[int]) -> Prompts:
-        """Return the examples at `positions`."""
-
-
 class PromptOrder:
     """An endless iterator over the training batches of a task.
 
@@ -262,7 +208,7 @@ class PromptOrder:
 
     def __init__(
         self,
-        task: Examples,
+        task: Task,
         solved_at: float | None = None,
         start: int = 0,
         parts: Sequence[str] = (),
@@ -306,7 +252,16 @@ class PromptOrder:
         Returns:
             The share of solved examples, if `solved_at` is set, and the metrics of each part of a mixture.
         """
-        figures = figures_of_parts(batch, self.parts)
+        figures: Metrics = {}
+        known = self.parts if self.parts and batch.part is not None else ()  # stored rollouts have no parts
+        for number, name in enumerate(known):
+            own = batch.part == number
+            figures |= {
+                f"part/{name}/prompts": Stat(float(own.sum()), 1.0, How.sum),
+                f"part/{name}/scores": mean(batch.scores[own]),
+                f"part/{name}/response_tokens": mean(batch.response_mask[own].sum(-1)),
+                f"part/{name}/eos_rate": mean(batch.ended[own]),
+            }
         if self.solved_at is None:
             return figures
         solved = batch.scores.mean(1) >= self.solved_at

@@ -30,6 +30,7 @@ from rlhf.tasks.files import Splits, data_folder, lacking
 from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted, rows_of_arrow
 
 if TYPE_CHECKING:
+    from rlhf.config.algorithms import Data
     from rlhf.config.tasks import TaskConfig
     from rlhf.tasks.reading import Row
 
@@ -39,17 +40,19 @@ class Source(ABC):
 
     Args:
         config: config section of the task.
-
-    Attributes:
-        conversational: the prompts are dialogues; a response then ends as a turn of the chat template ends.
     """
 
-    conversational: bool = False
+    splits_off_validation = False  # whether the validation split is a part of the training rows
     no_pairs: ClassVar[str] = "it names none"  # why the task has no pairs of its own, for messages
     pairs_beside_prompts: ClassVar[bool] = False  # whether `task.path` may be the folder of the pairs
 
     def __init__(self, config: TaskConfig) -> None:
         self.config: Any = config  # each task reads the keys of its own section
+
+    @property
+    def conversational(self) -> bool:
+        """Whether the prompts are dialogues; a response then ends as a turn of the chat template ends."""
+        return bool(self.config.dialogues)
 
     @abstractmethod
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
@@ -78,6 +81,10 @@ class Source(ABC):
                 f"({self.no_pairs}), got null; set task.preferences_path=<folder>"
             )
         return pairs.load(split, PREFERENCE_COLUMNS, wanted)
+
+    def columns(self, data: Data) -> str | None:
+        """Return the recognised columns of the training rows as text; None: the task has fixed columns."""
+        return None
 
     def stored_prompts(self, subset: str | None = None) -> Stored:
         """Return the prompts of the task: `task.path` if it is set, else a subset of the hub data set."""
@@ -213,11 +220,14 @@ def as_messages(rows: Dataset) -> Dataset:
 class DialogueSource(Source):
     """The prompts of another source, whose texts become messages of the user."""
 
-    conversational = True
-
     def __init__(self, texts: Source) -> None:
         super().__init__(texts.config)
         self.texts = texts
+
+    @property
+    def conversational(self) -> bool:
+        """Whether the prompts are dialogues: always."""
+        return True
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `messages` and `reference_response`."""

@@ -1,17 +1,18 @@
-"""The data of a task as tokenized batches; a run can resume at any batch."""
+"""The data of a task as tokenized batches, and their summary; a run can resume at any batch."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
@@ -25,12 +26,11 @@ from rlhf.core.batch import Prompts
 from rlhf.core.errors import UserError
 from rlhf.core.files import vocabulary
 from rlhf.core.numerics import derive
-from rlhf.tasks.columns import before_replies
-from rlhf.tasks.mixture import PromptOrder, check_parts, mixed_order
+from rlhf.tasks.mixture import PromptOrder, mixed_order
 from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted
 from rlhf.tasks.source import is_text, mapped
 from rlhf.text.chat import START, Dialogues, Messages, Tools, control_tokens, said, unquoted
-from rlhf.text.encoding import end_tokens, pad_prompts, prompt_tokens
+from rlhf.text.encoding import end_tokens, pad_prompts, pieces, prompt_tokens
 
 if TYPE_CHECKING:
     from rlhf.tasks.columns import Response
@@ -242,7 +242,10 @@ class Task:
                 answers = [each for _, each in written]
                 if shown is not None:
                     turns = [self._turns(messages) for messages in shown]
-                    texts = list(map(before_replies, texts, turns))
+                    for i, shown_turns in enumerate(turns):
+                        if len(shown_turns) > 1:  # the demonstration has the replies among these messages
+                            roles = [each["role"] for each in (*texts[i], {"role": "assistant"})]
+                            texts[i] = texts[i][: roles.index("assistant")]
                     episodes = list(map(dialogues.episode, texts, turns, places, tools))
                     heads = [head for head, _ in episodes]
                     made["completions"] = [[parts] for _, parts in episodes]
@@ -272,19 +275,32 @@ class Task:
             remove_columns=stored.column_names,
             desc=f"tokenize {split}",
         )
-        counts, kept = Counts.of(
-            examples, self.max_prompt_tokens, empty, equal, pairs or data is Data.references
+        lengths = pc.list_value_length(examples.data.column("ids")).to_numpy()
+        no_prompt = (lengths == 0) | pc.equal(examples.data.column("text"), "").to_numpy()
+        too_long = lengths > self.max_prompt_tokens
+        kept = ~no_prompt & ~too_long
+        must_respond = pairs or data is Data.references or not all(empty)  # else the data are prompts only
+        read = "such tokens" if dialogues is None else "plain text"
+        for mask, what in (
+            (no_prompt, "an empty prompt; they are skipped"),
+            (np.array(empty) & must_respond, "an empty response; they are kept"),
+            (np.array(equal), "equal chosen and rejected responses, which teach nothing; they are kept"),
+            (np.array(control), f"control tokens in their texts, read as {read}"),
+        ):
+            if mask.any():
+                first = examples["place"][int(mask.argmax())]
+                log.warning(
+                    "%d of %d rows of the split %s have %s (first: %s)",
+                    mask.sum(), len(mask), split, what, first,
+                )  # fmt: skip
+        counts = Counts(
+            rows=len(examples),
+            too_long=int(too_long.sum()),
+            no_prompt=int(no_prompt.sum()),
+            prompt_tokens=Lengths.of(lengths),
         )
         self._counts[split, data] = counts
-        for warning in counts.warnings(split, lambda i: examples["place"][i]):
-            log.warning("%s", warning)
-        if any(control):
-            log.warning(
-                "%d of %d rows of the split %s have control tokens in their texts, read as %s (first: %s)",
-                sum(control), counts.rows, split, "such tokens" if dialogues is None else "plain text",
-                examples["place"][control.index(True)],
-            )  # fmt: skip
-        if pairs and split == "train" and counts.no_difference.count == counts.rows:
+        if pairs and split == "train" and all(equal):
             raise UserError(
                 "task.path must contain pairs with different responses (equal ones teach nothing), got "
                 f"{counts.rows:,} pairs of the split {split}, all with chosen equal to rejected; correct the "
@@ -294,12 +310,16 @@ class Task:
             log.warning("%s", warning)
         if not kept.any():
             raise UserError(counts.all_skipped(split, self.max_prompt_tokens))
-        if split == "train" and self.shares:
-            check_parts(np.asarray(examples["part"])[kept], list(self.shares), self.max_prompt_tokens)
-        if counts.too_long.count:
+        for number, name in enumerate(self.shares if split == "train" else ()):
+            if not (np.asarray(examples["part"])[kept] == number).any():
+                raise UserError(
+                    f"task.parts.{name} must have training prompts with 1 to {self.max_prompt_tokens} tokens "
+                    "(task.max_prompt_tokens), got none; set a larger task.max_prompt_tokens, or other data"
+                )
+        if counts.too_long:
             log.info(
                 "skipped %d of %d prompts of the split %s: longer than task.max_prompt_tokens=%d",
-                counts.too_long.count, counts.rows, split, self.max_prompt_tokens,
+                counts.too_long, counts.rows, split, self.max_prompt_tokens,
             )  # fmt: skip
         return examples if kept.all() else examples.select(np.flatnonzero(kept))
 
@@ -362,21 +382,13 @@ def _said(response: Response) -> bool:
     return any(map(said, response))
 
 
-# Counts of the examples of a split: skipped prompts, empty texts, equal responses, and lengths.
+# What the data of a run contain: rows, recognised columns, lengths in tokens, skipped rows, examples.
 
 
-@dataclass(frozen=True, slots=True)
-class Some:
-    """A number of rows, and the first of them (from 0)."""
-
-    count: int
-    first: int | None
-
-    @classmethod
-    def where(cls, mask: np.ndarray) -> Some:
-        """Return the rows where the mask is True."""
-        rows = np.flatnonzero(mask)
-        return cls(len(rows), int(rows[0]) if len(rows) else None)
+_MEASURED = 2000  # largest number of examples whose responses are tokenized for the summary
+_EXAMPLES = 3
+_WIDTH = 72  # characters of a shortened example, without the arrow
+_PROMPT_WIDTH = 48  # of these for the prompt, if the response is long
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,8 +403,7 @@ class Lengths:
     @classmethod
     def of(cls, lengths: np.ndarray) -> Lengths:
         """Return the distribution of at least one length."""
-        least, median, most, largest = np.quantile(lengths, [0, 0.5, 0.95, 1], method="higher")
-        return cls(int(least), int(median), int(most), int(largest))
+        return cls(*map(int, np.quantile(lengths, [0, 0.5, 0.95, 1], method="higher")))
 
     def __str__(self) -> str:
         return f"median {self.median:,}, 95% at most {self.most_of:,}, longest {self.largest:,}"
@@ -400,78 +411,21 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What a split contains, before prompts are skipped.
-
-    Attributes:
-        rows: number of rows.
-        too_long: rows whose prompt has more tokens than `task.max_prompt_tokens`; they are skipped.
-        no_prompt: rows whose prompt is empty; they are skipped.
-        prompt_tokens: lengths of all prompts.
-        no_response: rows with an empty stored response, if the data have responses.
-        no_difference: pairs with equal responses.
-    """
+    """What a split contains, before prompts are skipped."""
 
     rows: int
-    too_long: Some
-    no_prompt: Some
-    prompt_tokens: Lengths
-    no_response: Some
-    no_difference: Some
-
-    @classmethod
-    def of(
-        cls, examples: Dataset, limit: int, empty: Sequence[bool], equal: Sequence[bool], responses: bool
-    ) -> tuple[Counts, np.ndarray]:
-        """Return the counts of a tokenized split, and a bool mask of the rows that are not skipped.
-
-        Args:
-            examples: the rows of the split with the columns `text` and `ids`.
-            limit: largest length of a prompt in tokens.
-            empty: whether a row has an empty response, for each row.
-            equal: whether both responses of a pair are equal, for each row.
-            responses: whether the rows must have responses; otherwise the data may be prompts only.
-        """
-        table = examples.data
-        lengths = pc.list_value_length(table.column("ids")).to_numpy()
-        no_prompt = (lengths == 0) | pc.equal(table.column("text"), "").to_numpy()
-        no_response = np.asarray(empty, dtype=bool) & (responses or not all(empty))
-        counts = cls(
-            rows=len(examples),
-            too_long=Some.where(lengths > limit),
-            no_prompt=Some.where(no_prompt),
-            prompt_tokens=Lengths.of(lengths),
-            no_response=Some.where(no_response),
-            no_difference=Some.where(np.asarray(equal)),
-        )
-        return counts, ~no_prompt & (lengths <= limit)
+    too_long: int  # rows whose prompt has more tokens than `task.max_prompt_tokens`; they are skipped
+    no_prompt: int  # rows whose prompt is empty; they are skipped
+    prompt_tokens: Lengths  # of all prompts
 
     @property
     def kept(self) -> int:
         """The number of examples that are not skipped."""
-        return self.rows - self.too_long.count - self.no_prompt.count
-
-    def warnings(self, split: str, place: Callable[[int], str]) -> Iterator[str]:
-        """Yield a warning for each kind of rows that teach nothing.
-
-        Args:
-            split: name of the split.
-            place: returns the place of a row for messages.
-        """
-        found = (
-            (self.no_prompt, "an empty prompt; they are skipped"),
-            (self.no_response, "an empty response; they are kept"),
-            (self.no_difference, "equal chosen and rejected responses, which teach nothing; they are kept"),
-        )
-        for some, what in found:
-            if some.first is not None:
-                yield (
-                    f"{some.count:,} of {self.rows:,} rows of the split {split} have {what} "
-                    f"(first: {place(some.first)})"
-                )
+        return self.rows - self.too_long - self.no_prompt
 
     def all_skipped(self, split: str, limit: int) -> str:
-        """Return the error message for a split of which no prompt is used; `limit` as in `of`."""
-        if self.no_prompt.count == self.rows:
+        """Return the error message for a split of which no prompt has 1 to `limit` tokens."""
+        if self.no_prompt == self.rows:
             return (
                 f"task.path must contain prompts, got {self.rows:,} rows with empty prompts in the split "
                 f"{split}; fill the column of the prompts"
@@ -483,6 +437,129 @@ class Counts:
             f"{lengths.least:,} tokens, the median is {lengths.median:,}, the longest {lengths.largest:,}; "
             f"set task.max_prompt_tokens={lengths.most_of}"
         )
+
+
+class Summary(NamedTuple):
+    """What the data of a run contain, for readers."""
+
+    rows: list[tuple[str, str]]  # names and values
+    lines: list[str]  # some training examples: the end of the prompt, and the beginning of the response
+    warnings: list[str]  # texts that the tokenizer does not keep, cut responses, too few examples
+
+
+def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train", "validation")) -> Summary:
+    """Return the summary of the data of a run.
+
+    Args:
+        task: the data of the run.
+        response_length: `generator.response_length`.
+        splits: the splits that the run reads; `train` must be one of them.
+
+    Raises:
+        UserError: a split cannot be loaded, or has no prompt that can be used.
+    """
+    train = task.examples("train")
+    some = train[np.linspace(0, len(train) - 1, min(len(train), _MEASURED)).astype(int)]
+    stored = [["".join(each) for each in row] for row in some.get("completions", [])]
+    responses = stored or [[text] if text else [] for text in some["reference"]]
+    texts = list(chain.from_iterable(responses))
+    before = [text for text, row in zip(some["text"], responses, strict=True) for _ in row]
+    tokens = pieces(task.tokenizer).encode(texts, before)
+    lengths = np.array([len(ids) + 1 for ids in tokens])  # with the end token
+    columns = task.source.columns(task.data)
+    records = dict.fromkeys(chain.from_iterable(map(json.loads, some.get(RECORD, []))))
+
+    rows: list[tuple[str, str]] = []
+    for split in splits:
+        counts = task.counts(split)
+        off = split != "train" and task.source.splits_off_validation
+        value = f"{counts.kept:,} rows" + ", split off" * off
+        if counts.too_long:
+            limit = f"{task.max_prompt_tokens:,}"
+            value += f"; {counts.too_long:,} skipped: prompt longer than {limit} tokens"
+        if counts.no_prompt:
+            value += f"; {counts.no_prompt:,} skipped: empty prompt"
+        rows.append((split, value))
+    if columns is not None:
+        rows.append(("columns", columns))
+    if records:
+        rows.append(("reward columns", ", ".join(records)))
+    if "messages" in some:
+        of_texts = columns is not None and task.source.config.chat
+        note = " for each prompt (task.chat=false turns it off)" if of_texts else ""
+        rows.append(("format", f"chat template{note}; responses end with {task.tokenizer.eos_token}"))
+    rows.append(("prompt tokens", str(task.counts("train").prompt_tokens)))
+    if texts:
+        rows.append(("response tokens", str(Lengths.of(lengths))))
+
+    warnings, kept, size = [], task.counts("train").kept, task.prompts_per_update
+    if changed := altered(task.tokenizer, some, "messages" in some, texts, tokens):
+        warnings.append(changed)
+    cut = float((lengths > response_length).mean()) if stored else 0.0  # a policy samples its own responses
+    if cut:
+        about = "" if len(some["text"]) == kept else "about "
+        warnings.append(
+            f"{about}{cut:.1%} of the stored responses are longer than generator.response_length="
+            f"{response_length} and are cut, so training sees no end for them; to keep them "
+            f"whole, set generator.response_length={lengths.max()}"
+        )
+    if kept < size:
+        warnings.append(
+            f"the {kept:,} training examples are fewer than schedule.prompts_per_update={size:,}, so each "
+            f"update uses an example {size / kept:.3g} times on average; for at most once, set "
+            f"schedule.prompts_per_update={1 << (kept.bit_length() - 1)}"
+        )
+    firsts = [each[0] for each in stored] if stored else some["reference"]
+    examples = zip(map(unquoted, some["text"][:_EXAMPLES]), map(unquoted, firsts), strict=False)
+    return Summary(rows, [_shortened(*each) for each in examples], warnings)
+
+
+def altered(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: dict[str, list[Any]],
+    formatted: bool,
+    texts: list[str],
+    tokens: list[list[int]],
+) -> str | None:
+    """Return a sentence on the prompts and responses whose tokens read as another text; None: there are none.
+
+    Spaces beside special tokens do not count, because tokenizers of the Llama 2 kind insert some.
+
+    Args:
+        tokenizer: the tokenizer.
+        prompts: examples with the columns `text` and `ids`.
+        formatted: whether a chat template wrote the prompts.
+        texts: responses.
+        tokens: their tokens.
+    """
+    special = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)) or "(?!)")
+
+    def plain(text: str) -> str:
+        return re.sub(r"\s", "", special.sub("", text)) if formatted else special.sub("", text).lstrip()
+
+    read = tokenizer.batch_decode(prompts["ids"], clean_up_tokenization_spaces=False)
+    pairs = zip(map(unquoted, prompts["text"]), read, strict=True)
+    found = [each for each in pairs if plain(each[0]) != plain(each[1])]
+    pairs = zip(map(unquoted, texts), map(pieces(tokenizer).read, tokens), strict=True)
+    found += [each for each in pairs if each[0] != each[1]]
+    if not found:
+        return None
+    start = max(0, len(os.path.commonprefix(found[0])) - _PROMPT_WIDTH // 2)
+    text, other = (repr(each[start : start + _PROMPT_WIDTH]) for each in found[0])
+    return (
+        f"the tokenizer changes {len(found):,} of {len(read) + len(texts):,} measured prompts and responses; "
+        f"in the first, {text} becomes {other}"
+    )
+
+
+def _shortened(prompt: str, response: str) -> str:
+    """Return the end of a prompt and the beginning of a response on one line, with visible line breaks."""
+    before, after = (repr(text)[1:-1] for text in (prompt, response))
+    room = max(_PROMPT_WIDTH, _WIDTH - len(after)) if response else _WIDTH
+    before = before if len(before) <= room else "..." + before[3 - room :]
+    room = _WIDTH - len(before)
+    after = after if len(after) <= room else after[: room - 3] + "..."
+    return f"{before} -> {after}" if response else before
 
 
 # Preference pairs whose responses repeat the prompt: a property of a data set, never of a row alone.

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf.checks.check import hooks_exist
 from rlhf.core.errors import UserError
-from rlhf.loggers.hooks import Hook, load_hooks
+from rlhf.loggers.logger import Hook, load_hooks
 from rlhf.words.compose import compose
 
 FILE = """

@@ -27,7 +27,7 @@ from rlhf.launch.search import (
     to_repeat,
     unfinished,
 )
-from rlhf.loggers.hooks import Hook, Hooks
+from rlhf.loggers.logger import Hook, Hooks
 
 SPACE = SearchSpace(
     ["sweep=lr", "algo=dpo"],

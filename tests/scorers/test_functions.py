@@ -16,10 +16,9 @@ from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes import signals
 from rlhf.scorers.function import build
-from rlhf.usercode.address import ONLY_HERE, load_function, parameters_of
+from rlhf.usercode.address import ONLY_HERE, parameters_of
 from rlhf.usercode.objects import GivenFunctions
 from rlhf.words.compose import compose
-from rlhf.words.identity import digest
 from tests.scorers.test_scorers import TOKENIZER, rollouts
 from tests.tiny_models import scorer_context
 
@@ -63,11 +62,8 @@ def test_several_functions_give_their_weighted_sum_and_a_metric_each(here):
     figures = OnlineDPO(DPOConfig()).describe(batch)
     assert figures["objective/scores/words"].value() == pytest.approx(10 / 6)
     assert figures["objective/scores"].value() == pytest.approx(19 / 6)
-
-
-def test_missing_eos_settings_of_a_list_apply_to_the_sum(here):
     config = FunctionScorerConfig(path=["one.py:words", "one.py:same"], missing_eos_score=-9)
-    assert batch_of(config).scores.tolist() == [[2, -9], [-9, 1], [2, 1]]
+    assert batch_of(config).scores.tolist() == [[2, -9], [-9, 1], [2, 1]], "of the sum"
 
 
 def test_functions_of_the_same_name_are_told_apart_by_their_files(here):
@@ -88,12 +84,16 @@ WRONG = {
     "scorer.path='one.py:words,one.py:same'": r"set 'scorer.path=\[one.py:words,one.py:same\]'$",
     "scorer.path={a:one.py:words,b:one.py:same}": r"set 'scorer.path=\[one.py:words,one.py:same\]'$",
     "scorer.path=[one.py:words] scorer.weights=[nan]": "scorer.weights must be finite",
+    "scorer.path=lists.py:f": "got false; set scorer.batched=true$",
+    "scorer.path=later.py:lists": "set scorer.batched=true$",
     "scorer.path=pkg/top.py:score": r"\(line 1 of pkg/top.py has one\).* set scorer.path=pkg.top:score$",
 }
 
 
 @pytest.mark.parametrize("words", WRONG)
 def test_a_wrong_list_or_address_is_reported_with_a_remedy(here, words):
+    (here / "lists.py").write_text("def f(prompts, completions, **kwargs): return [1.0]\n")
+    (here / "later.py").write_text(ASYNC)
     cfg = compose(["scorer=function", *words.split()])
     (found,) = cfg.scorer.problems("scorer")
     assert re.search(WRONG[words], found), found
@@ -111,12 +111,6 @@ def test_a_list_without_scorer_function_is_reported_with_the_choice_of_the_score
     words = ["task=tldr", "scorer.path=[one.py:words,two.py:words]"]
     with pytest.raises(UserError, match="set scorer=function 'scorer.path=.one.py"):
         composed(words)
-
-
-def test_a_config_with_one_function_keeps_its_digest():
-    words = ["scorer=function", "scorer.path=one.py:words"]
-    assert digest(compose([*words])) == digest(compose([*words, "scorer.weights=null"]))
-    assert digest(compose([*words])) != digest(compose(["scorer=function", "scorer.path=[one.py:words]"]))
 
 
 # -- parameters ------------------------------------------------------------------------------------
@@ -181,16 +175,6 @@ def test_parameters_that_cannot_be_meant_are_refused(source):
         received(source)
 
 
-def test_a_function_that_takes_lists_must_be_batched(here):
-    (here / "lists.py").write_text(
-        "def f(prompts, completions, **kwargs): return [1.0 for _ in completions]\n"
-    )
-    (found,) = FunctionScorerConfig(path="lists.py:f").problems("scorer")
-    assert found.endswith("got false; set scorer.batched=true")
-    config = FunctionScorerConfig(path="lists.py:f", batched=True)
-    assert not list(config.problems("scorer"))
-
-
 DIALOGUE = [{"role": "user", "content": "Hi", "name": "Ann"}]
 
 
@@ -238,11 +222,6 @@ def test_a_function_may_use_a_pool_of_processes_that_call_functions_of_its_file(
     (here / "pool.py").rename(here / "folder" / f"pool_{method}.py")
     config = FunctionScorerConfig(path=f"folder/pool_{method}.py:f", batched=True)
     assert batch_of(config).scores.tolist() == [[1, 2], [3, 1], [2, 1]]
-
-
-def test_no_file_is_written_beside_a_reward_file(here):
-    load_function("scorer.path", "two.py:words", ())
-    assert not (here / "__pycache__").exists()
 
 
 # -- asynchronous functions, and functions that leave responses out ---------------------------------
@@ -367,8 +346,3 @@ def test_an_asynchronous_function_that_is_given_as_an_object_scores(monkeypatch)
     monkeypatch.setitem(sys.modules, ONLY_HERE, None)
     functions.provide()
     assert batch_of(FunctionScorerConfig(path=functions.paths[0])).scores[0].tolist() == [2, 5]
-
-
-def test_the_parameters_of_an_asynchronous_function_show_that_it_takes_lists(later):
-    (found,) = FunctionScorerConfig(path="later.py:lists").problems("scorer")
-    assert found.endswith("set scorer.batched=true")

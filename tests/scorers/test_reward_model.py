@@ -53,8 +53,12 @@ def answers(
     return encode_completions(prompts, [[*texts]], tokenizer, response_length=None, ended=ended)
 
 
-def test_a_reward_model_with_the_tokenizer_of_the_policy_reads_its_tokens(tmp_path):
-    assert build(llama_3(), path=folder(tmp_path, llama_3())).own_tokenizer is None
+def test_a_reward_model_with_tokens_and_ends_of_the_policy_reads_its_tokens(tmp_path):
+    assert build(llama_3(), path=folder(tmp_path / "texts", llama_3())).own_tokenizer is None
+    policy = qwen()
+    set_format(policy, None, conversational=True)
+    path = folder(tmp_path / "turns", qwen())
+    assert build(policy, conversational=True, path=path).own_tokenizer is None
 
 
 def test_a_reward_model_with_another_tokenizer_reads_the_texts_in_its_own_tokens(tmp_path):
@@ -100,12 +104,6 @@ def test_a_reward_model_reads_dialogues_in_the_format_of_its_own_template(tmp_pa
     read = scorer.retokenize(answers(policy, dialogue=True), scorer.own_tokenizer)
     assert own.decode(read.prompt_ids[0]) == render(own, QUESTION)
     assert own.decode(read.response_ids[0, 0][read.response_mask[0, 0]]) == "So.<end_of_turn>"
-
-
-def test_a_base_tokenizer_that_ends_turns_as_the_policy_reads_the_tokens_of_the_policy(tmp_path):
-    policy = qwen()
-    set_format(policy, None, conversational=True)
-    assert build(policy, conversational=True, path=folder(tmp_path, qwen())).own_tokenizer is None
 
 
 def test_a_reward_model_without_template_reads_the_format_of_the_policy_with_a_warning(tmp_path, caplog):

@@ -19,8 +19,8 @@ from rlhf.config.scorers import (
     ScorerConfig,
     WeightedScorerConfig,
 )
-from rlhf.core.batch import Batch, Budget, Rollouts, microbatches
-from rlhf.core.errors import RunError, UserError
+from rlhf.core.batch import Budget, Rollouts, microbatches
+from rlhf.core.errors import RunError
 from rlhf.core.formatting import as_score
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.scorers.function import FunctionScorer
@@ -57,16 +57,19 @@ def words_scorer(**settings) -> TextScorer:
     return WordCount(AnswerScorerConfig(**settings), scorer_context(TOKENIZER))
 
 
-def test_missing_eos_score_replaces_the_score_of_a_response_without_end():
-    assert words_scorer(missing_eos_score=-5)(rollouts()).scores.tolist() == [[1, -5], [-5, 1], [2, 1]]
-
-
-def test_missing_eos_penalty_is_subtracted_from_the_score_of_a_response_without_end():
-    assert words_scorer(missing_eos_penalty=0.5)(rollouts()).scores.tolist() == [[1, 1.5], [2.5, 1], [2, 1]]
-
-
-def test_a_judge_score_ignores_missing_eos_settings():
-    assert words_scorer(missing_eos_score=-5).score(rollouts()).tolist() == [[1, 2], [3, 1], [2, 1]]
+@pytest.mark.parametrize(
+    ("settings", "scores", "of_sum"),
+    [
+        ({"missing_eos_score": -9}, [[1, -9], [-9, 1], [2, 1]], [[1, -9], [-9, 2], [4, 2]]),
+        ({"missing_eos_penalty": 0.5}, [[1, 1.5], [2.5, 1], [2, 1]], [[1, 1.5], [3.5, 2], [4, 2]]),
+    ],
+)
+def test_missing_eos_settings_apply_to_responses_without_end_and_not_to_a_judge(settings, scores, of_sum):
+    one = words_scorer(**settings)
+    assert one(rollouts()).scores.tolist() == scores and one(rollouts()).parts is None
+    assert one.score(rollouts()).tolist() == [[1, 2], [3, 1], [2, 1]]
+    assert weighted(**settings)(rollouts()).scores.tolist() == of_sum
+    assert weighted(**settings).score(rollouts()).tolist() == [[1, 4], [6, 2], [4, 2]]
 
 
 def test_missing_eos_score_does_not_replace_labels():
@@ -93,15 +96,6 @@ def test_a_weighted_score_is_the_weighted_sum_and_parts_are_kept_unweighted():
     assert batch.parts["words"].tolist() == [[1, 1], [2, 1], [2, 1]]
     assert batch.parts["same"].tolist() == [[1, 0], [0, 0], [0, 0]]
     assert batch.scores.tolist() == [[1, 2], [4, 2], [4, 2]]
-
-
-def test_missing_eos_settings_of_a_weighted_scorer_apply_to_the_weighted_sum():
-    assert weighted(missing_eos_score=-9)(rollouts()).scores.tolist() == [[1, -9], [-9, 2], [4, 2]]
-    assert weighted(missing_eos_penalty=10)(rollouts()).scores.tolist() == [[1, -8], [-6, 2], [4, 2]]
-
-
-def test_a_weighted_judge_score_ignores_missing_eos_settings():
-    assert weighted(missing_eos_score=-9).score(rollouts()).tolist() == [[1, 4], [6, 2], [4, 2]]
 
 
 def test_parts_follow_the_selection_of_rows_and_samples():
@@ -135,21 +129,21 @@ def function(tmp_path: Path, body: str, arguments: str = "prompt, response, refe
 
 
 LISTS = "prompts, responses, references"
+EACH = "100 * int(p[1:]) + 10 * len(r.split()) + int(a[1:])"
 
 
-def test_a_function_receives_prompt_response_and_reference(tmp_path):
-    body = "return 100 * int(prompt[1:]) + 10 * len(response.split()) + int(reference[1:])"
-    scores = function(tmp_path, body)(rollouts()).scores
+@pytest.mark.parametrize(
+    ("body", "arguments", "batched"),
+    [
+        (f"return {EACH}", "p, r, a", False),
+        (f"return [{EACH} for p, r, a in zip(prompts, responses, references)]", LISTS, True),
+    ],
+)
+def test_a_function_receives_prompt_response_and_reference_or_lists_of_them(
+    tmp_path, body, arguments, batched
+):
+    scores = function(tmp_path, body, arguments, batched=batched)(rollouts()).scores
     assert scores.tolist() == [[811, 821], [932, 912], [1023, 1013]] and scores.dtype == torch.float32
-
-
-def test_a_batched_function_receives_lists_and_gives_the_same_scores(tmp_path):
-    body = (
-        "return [100 * int(p[1:]) + 10 * len(r.split()) + int(ref[1:])"
-        " for p, r, ref in zip(prompts, responses, references)]"
-    )
-    scores = function(tmp_path, body, LISTS, batched=True)(rollouts()).scores
-    assert scores.tolist() == [[811, 821], [932, 912], [1023, 1013]]
 
 
 @pytest.mark.parametrize("value", ["None", "'1.0'", "float('nan')", "math.inf", "[1.0]", "1e300", "b'1'"])
@@ -161,29 +155,32 @@ def test_a_score_that_is_no_finite_number_stops_the_run_and_names_the_row(tmp_pa
     assert "row 9 of the data, response 'w4'; a score must be a finite number" in text
 
 
+@pytest.mark.parametrize(
+    ("body", "batched", "said"),
+    [
+        ("raise KeyError('x')", False, r"raised KeyError: 'x' \(.*own.py, line 3\) for row 8"),
+        ("raise KeyError('x')", True, r"raised KeyError: 'x' \(.*own.py, line 3\).*row 8"),
+        ("import sys; sys.exit('my message')", False, r"called sys.exit\(.*row 8.*; correct the function"),
+        ("import sys; sys.exit()", False, r"called sys.exit\(.*row 8.*; correct the function"),
+        ("return (1 / 0 for _ in responses)", True, r"raised ZeroDivisionError.*line 3.*it receives lists"),
+        ("return [0.0 for _ in responses]", False, r"returned \[0.0, 0.0.*set scorer.parts.own.batched=true"),
+        ("return 1e300", False, r"returned 1e\+300 for .*a finite number below 3.4e38"),
+        ("return [1.0] * 5", True, "returned 5 scores for 6 responses, the first of row 8.*own.batched=true"),
+        ("return 1.0", True, "returned float 1.0 for 6 responses, the first of row 8"),
+        ("return None", True, "returned NoneType None for 6 responses"),
+        ("return {*range(6)}", True, "it must return a list with one score per response"),
+        ("return {'scores': [1.0]}", True, "it must return a list with one score per response"),
+        ("return '123456'", True, "it must return a list with one score per response"),
+    ],
+)
+def test_a_function_that_fails_is_reported_with_its_line_the_row_and_a_remedy(tmp_path, body, batched, said):
+    with pytest.raises(RunError, match=f"own.py:score {said}|own.py:score .*{said}"):
+        function(tmp_path, body, LISTS, batched=batched)(rollouts())
+
+
 @pytest.mark.parametrize("value", [1, True, torch.tensor(1.0), torch.tensor([1.0]), numpy.float32(1)])
 def test_numbers_and_tensors_of_one_number_are_scores(value):
     assert as_score(value) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("body", "got"),
-    [("return [1.0] * 5", "5 scores"), ("return 1.0", "float 1.0"), ("return None", "NoneType None")],
-)
-def test_a_batched_function_must_give_a_score_for_each_response(tmp_path, body, got):
-    with pytest.raises(RunError) as stopped:
-        function(tmp_path, body, LISTS, batched=True)(rollouts())
-    assert f"returned {got} for 6 responses, the first of row 8" in str(stopped.value)
-    assert "scorer.parts.own.batched=true" in str(stopped.value)
-
-
-@pytest.mark.parametrize("batched", [False, True])
-def test_an_exception_in_a_function_is_reported_with_function_line_and_row(tmp_path, batched):
-    with pytest.raises(RunError) as stopped:
-        function(tmp_path, "raise KeyError('x')", LISTS, batched=batched)(rollouts())
-    text = str(stopped.value)
-    assert f"own.py:score raised KeyError: 'x' ({tmp_path}/own.py, line 3)" in text and "row 8" in text
-    assert isinstance(stopped.value.__cause__, KeyError)
 
 
 def test_the_line_of_an_exception_is_the_innermost_line_of_the_file_of_the_function(tmp_path):
@@ -197,66 +194,6 @@ def test_the_line_of_an_exception_is_the_innermost_line_of_the_file_of_the_funct
         match=re.escape(f"JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}, line 3)"),
     ):
         scorer(rollouts())
-
-
-@pytest.mark.parametrize("code", ["3", "'my message'", ""])
-def test_sys_exit_in_a_function_is_an_error_of_the_run(tmp_path, code):
-    with pytest.raises(RunError, match=r"own.py:score called sys.exit\(.*row 8.*; correct the function"):
-        function(tmp_path, f"import sys; sys.exit({code})")(rollouts())
-
-
-def test_an_exception_while_a_batched_function_yields_scores_is_reported(tmp_path):
-    with pytest.raises(RunError, match=r"raised ZeroDivisionError.*own.py, line 3.*\(it receives lists\)"):
-        function(tmp_path, "return (1 / 0 for _ in responses)", LISTS, batched=True)(rollouts())
-
-
-def test_a_function_that_returns_a_list_for_one_response_is_reported_with_the_setting_for_lists(tmp_path):
-    with pytest.raises(RunError, match=r"returned \[0.0, 0.0.*set scorer.parts.own.batched=true if it takes"):
-        function(tmp_path, "return [0.0 for _ in response]")(rollouts())
-
-
-def test_a_score_beyond_float32_is_reported_with_the_limit(tmp_path):
-    with pytest.raises(RunError, match=r"returned 1e\+300 for .*a finite number below 3.4e38"):
-        function(tmp_path, "return 1e300")(rollouts())
-
-
-@pytest.mark.parametrize("result", ["{*range(6)}", "{'scores': [1.0]}", "'123456'"])
-def test_a_batched_function_must_not_return_a_set_a_dict_or_text(tmp_path, result):
-    with pytest.raises(RunError, match="it must return a list with one score per response"):
-        function(tmp_path, f"return {result}", LISTS, batched=True)(rollouts())
-
-
-@pytest.mark.parametrize(
-    ("source", "name", "said"),
-    [
-        ("def other(): ...", "score", "must name a function of {file} (there is no score in it, only other)"),
-        ("score = 3", "score", "must name a function (score is of type int)"),
-        (
-            "def score(prompt): ...",
-            "score",
-            "messages or of columns of the data (score takes (prompt): too many positional arguments)",
-        ),
-        (
-            "def score(prompt, messages, x): ...",
-            "score",
-            "without a parameter response, messages would be the response",
-        ),
-        ("def score(tests, /, response): ...", "score", "arguments before / have no names"),
-        ("1 / 0", "score", "(importing it raised ZeroDivisionError: division by zero, in {file}, line 1)"),
-        ("def (", "score", "(importing it raised SyntaxError"),
-    ],
-)
-def test_an_invalid_function_is_a_user_error(tmp_path, source, name, said):
-    file = tmp_path / "own.py"
-    file.write_text(source + "\n")
-    with pytest.raises(UserError) as refused:
-        FunctionScorer(FunctionScorerConfig(path=f"{file}:{name}"), scorer_context(TOKENIZER, "gold"))
-    text = str(refused.value)
-    assert (
-        "gold.path must name" in text
-        and said.format(file=file) in text
-        and f", got '{file}:{name}'; " in text
-    )
 
 
 def test_a_module_of_the_working_directory_is_imported(tmp_path, monkeypatch):
@@ -278,7 +215,3 @@ def test_a_function_file_may_define_dataclasses_and_keeps_its_state_between_scor
     for first in (1, 7):
         scorer = FunctionScorer(FunctionScorerConfig(path=f"{file}:score"), scorer_context(TOKENIZER))
         assert scorer(rollouts()).scores[0, 0] == first
-
-
-def test_a_batch_of_a_single_scorer_has_no_parts():
-    assert isinstance(batch := words_scorer()(rollouts()), Batch) and batch.parts is None

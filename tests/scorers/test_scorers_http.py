@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
-from urllib3.exceptions import MaxRetryError, ProtocolError, SSLError
 
 from rlhf.config.scorers import HttpScorerConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError, UserError
-from rlhf.scorers.http import HttpScorer, cause_of, retry_after
+from rlhf.scorers.http import HttpScorer
 from rlhf.text.encoding import encode_completions, encode_prompts
 from tests.tiny_models import scorer_context, tiny_tokenizer
 
@@ -108,11 +106,9 @@ def scorer_of(service: Service, **settings) -> HttpScorer:
 def test_texts_are_posted_in_batches_with_prompts_and_references(service):
     assert scorer_of(service, batch_size=5, concurrency=1)(rollouts()).scores.tolist() == EXPECTED
     assert [len(request["responses"]) for request in service.requests] == [5, 5, 5, 5, 4]
-    assert service.requests[0] == {
-        "prompts": ["w0", "w0", "w1", "w1", "w2"],
-        "responses": ["w0", "w1", "w2", "w3", "w4"],
-        "references": ["w0 w0", "w0 w0", "w1 w0", "w1 w0", "w2 w0"],
-    }
+    first = {name: texts[:3] for name, texts in service.requests[0].items()}
+    expected = {"prompts": ["w0", "w0", "w1"], "responses": ["w0", "w1", "w2"]}
+    assert first == {**expected, "references": ["w0 w0", "w0 w0", "w1 w0"]}
 
 
 def test_scores_keep_their_order_if_answers_arrive_out_of_order(service):
@@ -180,19 +176,6 @@ def test_a_service_that_ends_during_the_run_is_retried_and_reported_without_text
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (requests.ReadTimeout("Read timed out. (read timeout=1)"), "timed out"),
-        (requests.ConnectionError(ProtocolError("x", ConnectionResetError(104, "Reset"))), "Reset"),
-        (requests.exceptions.SSLError(MaxRetryError(None, "/", SSLError("handshake"))), "SSLError"),
-        (requests.RequestException(), "RequestException"),
-    ],
-)
-def test_the_cause_of_a_failed_request_is_one_phrase(error, said):
-    assert cause_of(error) == said
-
-
-@pytest.mark.parametrize(
     ("answer", "said"),
     [
         ({"scores": [1.0] * 3}, "3 scores for 24 responses"),
@@ -202,6 +185,9 @@ def test_the_cause_of_a_failed_request_is_one_phrase(error, said):
         ({"rewards": [1.0] * 24}, "rewards"),
         ([1.0] * 24, "[1.0"),
         (b"<html>", "<html>"),
+        (b"[" * 10**6, "[[["),
+        (b'{"scores": [1' + b"0" * 5000 + b"]}", '{"scores": ...'),
+        (b"\xff\xfe", "\ufffd"),
     ],
 )
 def test_an_answer_without_valid_scores_stops_the_run(service, answer, said):
@@ -239,10 +225,7 @@ def test_the_token_is_read_from_its_variable_and_never_from_netrc(service, monke
     scorer_of(service, token_variable="SCORE_TOKEN")(rollouts())
     scorer_of(service)(rollouts())
     assert [headers.get("Authorization") for headers in service.headers] == ["Bearer hunter2", None]
-
-
-def test_an_unset_token_variable_is_a_user_error(service, monkeypatch):
-    monkeypatch.delenv("SCORE_TOKEN", raising=False)
+    monkeypatch.delenv("SCORE_TOKEN")
     with pytest.raises(UserError, match="scorer.token_variable must name an environment variable"):
         scorer_of(service, token_variable="SCORE_TOKEN")
 
@@ -370,13 +353,6 @@ def test_a_compressed_answer_is_read_up_to_a_limit(rough):
         scorer_at(rough(lambda connection: connection.sendall(head + bomb)))(rollouts())
 
 
-@pytest.mark.parametrize("body", [b"[" * 10**6, b'{"scores": [1' + b"0" * 5000 + b"]}", b"\xff\xfe"])
-def test_an_answer_that_cannot_be_parsed_stops_the_run(service, body):
-    service.answer = lambda request, which: (200, body)
-    with pytest.raises(RunError, match="answered with status 200 and"):
-        scorer_of(service)(rollouts())
-
-
 def test_a_cut_answer_is_repeated(rough):
     answers = iter([b"Content-Length: 1000\r\n\r\n{", b"Content-Length: 3\r\n\r\n{}}"])
     with pytest.raises(RunError, match="answered with status 200 and '{}}'"):
@@ -386,6 +362,12 @@ def test_a_cut_answer_is_repeated(rough):
 def answers_later(header: str) -> Callable[[socket.socket], None]:
     head = f"HTTP/1.1 429 Too Many Requests\r\nRetry-After: {header}\r\nContent-Length: 0\r\n\r\n"
     return lambda connection: connection.sendall(head.encode())
+
+
+@pytest.mark.parametrize("header", ["", "soon", "-1"])
+def test_an_invalid_retry_after_is_ignored(rough, header):
+    with pytest.raises(RunError, match="2 tries were made"):
+        scorer_at(rough(answers_later(header)), retries=1, concurrency=1)(rollouts())
 
 
 @pytest.mark.parametrize("date", [False, True])
@@ -405,11 +387,6 @@ def test_a_short_retry_after_is_honoured(rough):
     assert 1 <= time.monotonic() - start < 2
 
 
-@pytest.mark.parametrize(("header", "wait"), [("", None), ("soon", None), ("7", 7), ("-1", None)])
-def test_an_invalid_retry_after_is_ignored(header, wait):
-    assert retry_after(header) == wait
-
-
 # -- secrets -----------------------------------------------------------------------------------------
 
 
@@ -426,13 +403,10 @@ def test_an_invalid_retry_after_is_ignored(header, wait):
     ],
 )
 def test_a_secret_in_the_address_is_refused_and_not_shown(url):
+    assert not list(HttpScorerConfig(url="http://h/x?version=2&model=llama-3-8b").problems("scorer"))
     (problem,) = HttpScorerConfig(url=url).problems("gold")
     assert problem.startswith("gold.url must not contain a ") and "hunter2" not in problem
     assert "set gold.token_variable=<environment variable" in problem
-
-
-def test_an_address_may_have_a_query_without_a_secret():
-    assert not list(HttpScorerConfig(url="http://h/x?version=2&model=llama-3-8b").problems("scorer"))
 
 
 @pytest.mark.parametrize(

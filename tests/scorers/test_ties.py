@@ -10,7 +10,6 @@ import torch
 
 from rlhf.assembly.parts import make
 from rlhf.config.algorithms import BestOfKConfig, DPOConfig, RLOOConfig
-from rlhf.config.models import Dtype
 from rlhf.config.scorers import (
     FunctionScorerConfig,
     LabelsScorerConfig,
@@ -66,6 +65,8 @@ def test_identical_responses_have_equal_tokens_of_one_prompt_and_equal_ends():
     noise = rollouts()
     noise.response_ids[~noise.response_mask] = 42
     assert torch.equal(first_of_identical(noise), first_of_identical(rollouts())), "padding does not matter"
+    noise.ended[0, 2] = False  # with the tokens of the first response, but cut
+    assert first_of_identical(noise).tolist()[0] == [0, 1, 2, 1]
 
 
 def test_identical_responses_of_any_scorer_get_one_score():
@@ -74,10 +75,7 @@ def test_identical_responses_of_any_scorer_get_one_score():
     assert once[0, 0] == once[0, 2] != once[0, 1] == once[0, 3]
     assert torch.equal(once[1:], scores[1:])
     assert torch.equal(rounding()(rollouts()).scores, once)
-
-
-def test_labels_of_identical_responses_may_differ():
-    labels = torch.arange(12.0).view(3, 4)
+    labels = torch.arange(12.0).view(3, 4)  # may differ
     scorer = LabelsScorer(LabelsScorerConfig(), scorer_context(TOKENIZER))
     assert torch.equal(scorer(replace(rollouts(), labels=labels)).scores, labels)
 
@@ -112,17 +110,9 @@ def test_scores_within_the_tolerance_of_best_and_worst_are_equal_to_them():
     assert merged[0].tolist() == [1, 0.5, 1, 0.5, scores[0, 4], scores[0, 5]]
     assert len(set(merged[1].tolist())) == 1
     assert torch.equal(merge_ties(scores, 0.0), scores)
-
-
-def test_ties_are_relative_for_scores_above_one():
-    scores = torch.tensor([[1000.0, 1000.005], [0.001, 0.001 + 2e-5]])
-    merged = merge_ties(scores, 1e-5)
-    assert merged[0, 0] == merged[0, 1] and torch.equal(merged[1], scores[1])
-
-
-def test_scores_of_a_chain_of_small_differences_are_not_all_equal():
-    chain = torch.arange(10).div(10)[None]
-    merged = merge_ties(chain, 0.15)
+    scores = torch.tensor([[1000.0, 1000.005], [0.001, 0.001 + 2e-5]])  # relative above one
+    assert (merge_ties(scores, 1e-5)[:, 0] == merge_ties(scores, 1e-5)[:, 1]).tolist() == [True, False]
+    merged = merge_ties(torch.arange(10).div(10)[None], 0.15)  # a chain of small differences
     assert merged.tolist()[0] == pytest.approx([0, 0, *[0.1 * i for i in range(2, 8)], 0.9, 0.9])
 
 
@@ -172,20 +162,11 @@ def tolerance(*words: str) -> float:
     return cfg.tie_tolerance(cfg.scorer)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"), [(Dtype.float32, 1e-5), (Dtype.bfloat16, 1e-2), (Dtype.float16, 1e-3)]
-)
-def test_the_default_for_a_reward_model_is_the_rounding_of_its_dtype(dtype, expected):
-    assert tolerance(f"model.dtype={dtype.value}") == expected
-
-
-def test_scores_of_programs_are_exact_and_a_set_tolerance_applies_to_every_scorer():
-    assert tolerance("scorer=facts") == 0
+def test_the_default_is_the_rounding_of_the_dtype_of_a_reward_model_or_the_sum_of_its_parts():
+    for dtype, expected in (("float32", 1e-5), ("bfloat16", 1e-2), ("float16", 1e-3)):
+        assert tolerance(f"model.dtype={dtype}") == expected
+    assert tolerance("scorer=facts") == tolerance("algo.tie_tolerance=0") == 0
     assert tolerance("scorer=facts", "algo.tie_tolerance=0.5") == 0.5
-    assert tolerance("algo.tie_tolerance=0") == 0
-
-
-def test_the_default_of_a_weighted_sum_is_the_weighted_sum_of_its_parts():
     words = ["task=arithmetic", "scorer=reward_and_answer"]
     weight = compose(words).scorer.parts["reward_model"].weight
     assert tolerance(*words) == pytest.approx(weight * 1e-5)
@@ -196,14 +177,6 @@ def test_the_tolerance_is_part_of_the_name_of_a_run_only_if_it_is_set():
     names = [run_name(compose(words)) for words in ([], ["algo.tie_tolerance=0"], ["algo.tie_tolerance=0.1"])]
     assert len(set(names)) == 3
     assert names[0] == run_name(compose(["algo.tie_tolerance=null"]))
-
-
-def test_a_response_that_ended_and_one_with_equal_tokens_that_was_cut_keep_their_own_scores():
-    both = rollouts()
-    both.ended[0, 2] = False  # its tokens are those of the first response
-    assert first_of_identical(both).tolist()[0] == [0, 1, 2, 1]
-    scores, once = rounding().score(both), rounding().score_once(both)
-    assert once[0].tolist() == [scores[0, 0], scores[0, 1], scores[0, 2], scores[0, 1]]
 
 
 # Sums of scores
@@ -219,11 +192,6 @@ def first(prompt: str, response: str, reference: str) -> float:
 def second(prompt: str, response: str, reference: str) -> float:
     """Return the share of the second part."""
     return 0.7 - SHARES[response] if response == "w6" else {"w3": 0.6, "w4": 0.4, "w5": 0.5}[response]
-
-
-def late(prompt: str, response: str, reference: str) -> float:
-    """Return a score that the penalty 0.4 makes 0.7 for the first response."""
-    return 1.1 if response == "w3" else 0.7
 
 
 def shares_of() -> Rollouts:
@@ -247,6 +215,8 @@ def test_equal_sums_of_scores_are_ties_and_train_nothing():
     batch = make(config, context_of())(shares_of())
     assert batch.scores.dtype == torch.float32 and batch.parts["a"].dtype == torch.float32
     assert len(set(batch.scores.flatten().tolist())) == 1
+    judged = merge_ties(make(config, context_of()).score_once(shares_of()), 0.0)
+    assert len(set(judged.flatten().tolist())) == 1
     assert OnlineDPO(DPOConfig()).describe(batch)["objective/tie_rate"].value() == 1
     batch = replace(batch, ref_logprobs=torch.zeros(2, 4, 1), behaviour_logprobs=torch.zeros(2, 4, 1))
     for config in (DPOConfig(), BestOfKConfig(), RLOOConfig(samples_per_prompt=4)):
@@ -261,19 +231,6 @@ def test_the_weights_of_parts_and_of_mixtures_are_applied_before_rounding():
     rollouts = shares_of()
     rollouts.part = torch.tensor([0, 1])
     assert len(set(make(mixed, outer)(rollouts).scores.flatten().tolist())) == 1
-
-
-def test_a_penalty_is_subtracted_before_rounding():
-    rollouts = shares_of()
-    rollouts.ended[:, 0] = False
-    batch = make(part("late", missing_eos_penalty=0.4), context_of())(rollouts)
-    assert len(set(batch.scores.flatten().tolist())) == 1
-
-
-def test_judged_sums_tie():
-    config = WeightedScorerConfig(parts={"a": part("first"), "b": part("second")})
-    judged = merge_ties(make(config, context_of()).score_once(shares_of()), 0.0)
-    assert len(set(judged.flatten().tolist())) == 1
 
 
 # -- comparison of two responses -------------------------------------------------------------------

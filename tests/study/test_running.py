@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rlhf.core.errors import UserError
-from rlhf.loggers.hooks import Hook
+from rlhf.loggers.logger import Hook
 from rlhf.report.runs import read_run
 from rlhf.study import work
 from rlhf.study.plan import DONE

@@ -17,7 +17,7 @@ from rlhf.text.chat import render, set_format
 from rlhf.text.encoding import encode_completions
 from rlhf.words.compose import compose
 from tests.chat_templates import with_template
-from tests.chat_tokenizers import CHAT, gemma, llama_3, neox, qwen
+from tests.chat_tokenizers import CHAT, gemma, llama_3, qwen
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 FIRST, REPLY = {"role": "user", "content": "Hi {role}"}, {"role": "assistant", "content": "Hello."}
@@ -31,18 +31,13 @@ def write(folder: Path, *dialogues: object, splits: tuple[str, ...] = ("train", 
     return str(folder)
 
 
-def test_the_last_turn_is_the_reference_and_the_turns_before_are_the_prompt(tmp_path):
+def test_the_last_turn_is_the_reference_and_the_turns_before_are_the_prompt_also_as_text(tmp_path):
     path = write(tmp_path, [FIRST, REPLY], [SYSTEM, FIRST, REPLY, SECOND, LAST])
     source = make(ChatConfig(path=path))
     short, long = source.prompts("train")
     assert source.conversational
     assert (short["messages"], short["reference_response"]) == ([FIRST], [REPLY])
-    assert long["messages"] == [SYSTEM, FIRST, REPLY, SECOND]
-    assert long["reference_response"] == [LAST]
-
-
-def test_prompts_are_texts_in_the_configured_format(tmp_path):
-    path = write(tmp_path, [FIRST, REPLY], [SYSTEM, FIRST, REPLY, SECOND, LAST])
+    assert (long["messages"], long["reference_response"]) == ([SYSTEM, FIRST, REPLY, SECOND], [LAST])
     source = make(ChatConfig(path=path, turn="<|{role}|>\n{content}\n", reply="<|assistant|>\n"))
     short, long = source.prompts("train")
     assert not source.conversational
@@ -76,13 +71,6 @@ def test_a_dialogue_that_the_template_refuses_is_refused_with_its_line(tmp_path)
         len(task_of(ChatConfig(path=path), gemma()))
 
 
-def test_a_tokenizer_without_template_is_refused(tmp_path):
-    tokenizer = neox()
-    tokenizer.pad_token = "<|padding|>"
-    with pytest.raises(UserError, match="model.chat_template must be set for dialogues"):
-        len(task_of(ChatConfig(path=write(tmp_path, [FIRST, REPLY])), tokenizer))
-
-
 def test_texts_in_the_configured_format_get_the_special_tokens_of_the_tokenizer(tmp_path):
     config = ChatConfig(path=write(tmp_path, [FIRST, REPLY]), turn="{role}: {content}\n", reply="assistant:")
     tokenizer = llama_3()
@@ -103,12 +91,18 @@ def test_pairs_may_have_dialogues_as_prompts(tmp_path):
     assert batch.completions == [["Hello.", "No."]]
 
 
-@pytest.mark.parametrize("key", ["turn", "reply"])
-def test_turn_and_reply_must_be_set_together(key):
-    (found,) = problems(
-        compose(["task=chat", "model=llama_8b", "algo=sft", f"task.{key}='{{role}}{{content}}'"])
-    )
-    assert "must be set together with" in found
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("task.turn='{role}{content}'", "task.reply must be set together with"),
+        ("task.reply=x", "task.turn must be set together with"),
+        ("task.turn='{role}' task.reply=x", "task.turn must contain {content}"),
+        ("task.turn='{content}' task.reply=x", "task.turn must contain {role}"),
+    ],
+)
+def test_a_format_of_turns_must_be_complete(words, said):
+    (found,) = problems(compose(["task=chat", "model=llama_8b", "algo=sft", *words.split()]))
+    assert found.startswith(said)
 
 
 def test_validation_uses_the_configured_split_of_the_dialogues(tmp_path):
@@ -133,17 +127,13 @@ def test_an_invalid_dialogue_is_refused_with_its_row_number(tmp_path, messages):
         make(ChatConfig(path=path)).prompts("train")
 
 
-def test_the_error_names_an_invalid_row_after_valid_rows(tmp_path):
-    path = write(tmp_path, [FIRST, REPLY], [FIRST])
-    with pytest.raises(ValueError, match="got line 2 of .* with another form"):
-        make(ChatConfig(path=path)).prompts("train")
-
-
 def test_the_user_must_provide_the_pairs_of_the_chat_task(tmp_path):
     words = ["task=chat", "model=llama_8b", "algo=reward", "model.policy=some/sft"]
     (found,) = problems(compose(words))
     assert found.startswith("task.preferences_path must name a folder of preference pairs for task=chat")
-    assert problems(compose([*words, "task.preferences_name=some/pairs"])) == []
+    dialogues = write(tmp_path, [FIRST, REPLY])  # which need no columns of pairs
+    for more in ([], [f"task.path={dialogues}"]):
+        assert problems(compose([*words, *more, "task.preferences_name=some/pairs"])) == []
     rows = '{"prompt": "a", "chosen": "b", "rejected": "c"}'
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text(rows)
@@ -152,19 +142,6 @@ def test_the_user_must_provide_the_pairs_of_the_chat_task(tmp_path):
     assert make(chosen.task).preferences("train").remove_columns("place").to_list() == [json.loads(rows)]
     with pytest.raises(ValueError, match="No Robots has none"):
         make(ChatConfig()).preferences("train")
-
-
-def test_dialogues_need_no_columns_of_preference_pairs(tmp_path):
-    words = ["task=chat", "model=llama_8b", "algo=reward", "model.policy=some/sft"]
-    path = write(tmp_path, [FIRST, REPLY])
-    assert problems(compose([*words, f"task.path={path}", "task.preferences_name=some/pairs"])) == []
-
-
-@pytest.mark.parametrize("turn", ["{content}", "{role}"])
-def test_the_turn_template_must_contain_role_and_content(turn):
-    words = ["task=chat", "model=llama_8b", "algo=sft", f"task.turn='{turn}'", "task.reply=x"]
-    (found,) = problems(compose(words))
-    assert found.startswith("task.turn must contain {")
 
 
 @pytest.mark.parametrize("data", [Data.references, Data.preferences])

@@ -3,13 +3,14 @@
 import pytest
 
 from rlhf.config.algorithms import Data
-from rlhf.config.tasks import ColumnsConfig
+from rlhf.config.tasks import PREFERENCE_COLUMNS, ColumnsConfig
 from rlhf.core.errors import UserError
-from rlhf.tasks.columns import BadRow, Layout, pair, recognise
+from rlhf.tasks.columns import BadRow, Layout, conversion, recognise
 
 ASK, MORE = {"role": "user", "content": "ask"}, {"role": "user", "content": "more"}
 GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
 SYSTEM = {"role": "system", "content": "be brief"}
+pair = conversion(PREFERENCE_COLUMNS)
 
 
 def layout(names: str, data: Data = Data.prompts, **columns: str) -> Layout:

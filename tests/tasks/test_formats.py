@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import re
 
 import pyarrow
 import pyarrow.parquet
@@ -29,9 +28,9 @@ from rlhf.config.algorithms import Data
 from rlhf.config.tasks import ColumnsConfig, LocalConfig
 from rlhf.core.errors import UserError
 from rlhf.stages.given_objects import written
-from rlhf.tasks.columns import Layout, converted, recognise
+from rlhf.tasks.columns import recognise
 from rlhf.tasks.kinds import LocalSource
-from rlhf.tasks.reading import Wanted, Written, messages_of, rows, rows_of_table, without_prompt
+from rlhf.tasks.reading import Wanted, rows
 from rlhf.tasks.source import numbered
 
 DIALOGUE = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It's \u00fc"}]
@@ -64,32 +63,11 @@ def test_messages_as_text_are_read_as_messages(tmp_path, write):
     assert prompts(LocalSource(LocalConfig(path=str(tmp_path / "c.csv")))) == prompts(plain)
 
 
-def test_other_texts_with_brackets_stay_texts():
-    for text in ("[1, 2]", "[{]", '[{"a": 1}]', "[x] {y}", "[]", "plain"):
-        assert messages_of(text) == text
-
-
 def test_numbers_are_read_as_they_are_written(tmp_path, caplog):
     rows = '{"prompt": "1/8 =", "answer": 0.1250}\n{"prompt": "10^3 =", "answer": 1e3}\n'
     rows += '{"prompt": "2+2 =", "answer": 4}\n'
     read = prompts(source(tmp_path / "a.jsonl", rows))
     assert [reference for _, reference in read] == ["0.1250", "1e3", "4"]
-
-
-def test_other_values_in_place_of_a_text_get_a_remedy_of_their_kind(tmp_path):
-    remedies = {
-        "null": "correct or remove the rows",
-        "true": "as text, in quotes",
-        "{}": "field",
-    }
-    for number, (value, remedy) in enumerate(remedies.items()):
-        with pytest.raises(UserError, match=remedy):
-            prompts(source(tmp_path / f"{number}.jsonl", f'{{"prompt": "a", "answer": {value}}}\n' * 2))
-
-
-def test_numbers_of_json_compute_and_print_as_written():
-    number = Written("1.50")
-    assert (str(number), number + 1, json.dumps(number)) == ("1.50", 2.5, "1.5")
 
 
 @pytest.mark.parametrize(
@@ -106,31 +84,44 @@ def test_tables_of_pandas_are_read_by_rows(tmp_path, text):
     assert prompts(source(tmp_path / "a.json", text)) == [("a", "x"), ("b", "y")]
 
 
-def test_a_row_is_no_table():
-    for row in ({"prompt": "a"}, {"a": {"b": 1}}, {"messages": [1]}, {}, {"data": []}, [1]):
-        assert rows_of_table(row) is None
+@pytest.mark.parametrize("text", ["[1, 2]", "[{]", '[{"a": 1}]', "[x] {y}", "[]", '{"a": {"0": 1}}'])
+def test_texts_with_brackets_stay_texts_and_rows_with_objects_are_no_tables(tmp_path, text):
+    rows = [{"prompt": text, "response": "", "more": {"0": 1}}, {"prompt": "b", "response": "y", "more": {}}]
+    assert sorted(prompts(source(tmp_path / "a.jsonl", lines(*rows)))) == sorted([(text, ""), ("b", "y")])
 
 
-def test_pairs_of_whole_dialogues_are_divided_before_the_last_common_answer():
-    start = "\n\nHuman: A\n\nAssistant: b\n\nHuman: C\n\nAssistant:"
-    assert without_prompt(f"{start} yes", f"{start} yes, but") == (start, " yes", " yes, but")
-    assert without_prompt("one text", "one other text") is None
+def turn(**message):
+    return [{"messages": [message]}] * 2
 
 
-def test_pairs_without_prompts_and_labels_of_kto_get_a_remedy():
-    with pytest.raises(UserError, match="chosen and rejected for each prompt"):
-        recognise(["prompt", "completion", "label"], ColumnsConfig(), Data.preferences, "task.path", "x")
-    with pytest.raises(UserError, match="keep the rows whose label is true"):
-        recognise(["prompt", "completion", "label"], ColumnsConfig(), Data.references, "task.path", "x")
-    assert recognise(["prompt", "completion", "label"], ColumnsConfig(), Data.prompts, "task.path", "x")
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"prompt": "a", "answer": None}] * 2, "line 1 of .*with null; correct or remove the rows"),
+        ([{"prompt": "a", "answer": True}] * 2, "line 1 of .*as text, in quotes"),
+        ([{"prompt": "a", "answer": {}}] * 2, "line 1 of .*field"),
+        (turn(**{"from": "human", "value": "Hi"}), "user in place of human and assistant in place of gpt$"),
+        (turn(role="human", content="Hi"), "write user in place of human in all rows$"),
+        (turn(role="bot", content="Hi"), "write assistant in place of bot in all rows$"),
+        (turn(role="user", content=[{"text": "Hi"}]), "as one text$"),
+        ([{"messages": ["Hi"]}], 'write {"role": ..., "content": ...} for each message$'),
+        (turn(role="system", content="Be kind."), "line 1 of .*system message only"),
+    ],
+)
+def test_values_of_another_kind_are_refused_with_their_line_and_a_remedy_for_all_rows(tmp_path, rows, said):
+    with pytest.raises(UserError, match=said):
+        prompts(source(tmp_path / "a.jsonl", lines(*rows)))
 
 
-def test_columns_with_labels_beside_others_are_refused_unless_the_user_names_the_responses():
-    names = ["id", "prompt", "completion", "label"]
-    with pytest.raises(UserError, match="or set task.columns.response=completion for all rows"):
-        recognise(names, ColumnsConfig(), Data.references, "task.path", "x")
-    named = ColumnsConfig(response="completion")
-    assert recognise(names, named, Data.references, "task.path", "x").response == "completion"
+def test_labels_of_kto_are_refused_unless_the_user_names_the_responses():
+    for names in (["prompt", "completion", "label"], ["id", "prompt", "completion", "label"]):
+        with pytest.raises(UserError, match="a good and a bad completion"):
+            recognise(names, ColumnsConfig(), Data.preferences, "task.path", "x")
+        with pytest.raises(UserError, match="or set task.columns.response=completion for all rows"):
+            recognise(names, ColumnsConfig(), Data.references, "task.path", "x")
+        assert recognise(names, ColumnsConfig(), Data.prompts, "task.path", "x")
+        named = ColumnsConfig(response="completion")
+        assert recognise(names, named, Data.references, "task.path", "x").response == "completion"
 
 
 @pytest.mark.parametrize(
@@ -146,35 +137,8 @@ def test_only_columns_with_names_of_that_kind_are_proposed_as_pairs(names, said)
         recognise(names.split(), ColumnsConfig(), Data.preferences, "task.path", "x")
 
 
-@pytest.mark.parametrize(
-    ("turn", "remedy"),
-    [
-        ({"from": "human", "value": "Hi"}, "with user in place of human and assistant in place of gpt$"),
-        ({"role": "human", "content": "Hi"}, "write user in place of human in all rows$"),
-        ({"role": "bot", "content": "Hi"}, "write assistant in place of bot in all rows$"),
-        ({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, "as one text$"),
-        ("Hi", 'write {"role": ..., "content": ...} for each message$'),
-    ],
-)
-def test_dialogues_of_another_kind_get_a_remedy_for_all_rows(tmp_path, turn, remedy):
-    (tmp_path / "own.jsonl").write_text(json.dumps({"messages": [turn]}))
-    with pytest.raises(UserError) as refused:
-        list(
-            converted(
-                rows(tmp_path / "own.jsonl", "task.path"), Layout(messages="messages").example, "task.path"
-            )
-        )
-    assert re.search(remedy, str(refused.value))
-
-
-def test_a_dialogue_with_a_system_message_only_is_refused(tmp_path):
-    rows = [{"messages": [{"role": "system", "content": "Be kind."}]}] * 2
-    with pytest.raises(UserError, match="line 1 of .* with a system message only"):
-        prompts(source(tmp_path / "a.jsonl", lines(*rows)))
-
-
 def test_pairs_of_hh_rlhf_are_read(tmp_path):
-    start = "\n\nHuman: {}\n\nAssistant:"
+    start = "\n\nHuman: A\n\nAssistant: b\n\nHuman: {}\n\nAssistant:"  # to the last common answer
     rows = [{"chosen": start.format(n) + " yes", "rejected": start.format(n) + " no"} for n in "ab"]
     data = source(tmp_path / "a.jsonl", lines(*rows))
     read = [row for split in ("train", "validation") for row in data.preferences(split)]
@@ -280,12 +244,6 @@ def test_every_type_of_column_has_the_values_of_json_lines_in_every_format(tmp_p
     made.save_to_disk(tmp_path / "saved")
     assert [row["x"] for _, row in rows(tmp_path / "a.parquet", "key")] == values
     assert [row["x"] for _, row in numbered(load_from_disk(tmp_path / "saved"), "saved")] == values
-
-
-def test_a_map_of_parquet_is_an_object(tmp_path):
-    table = pyarrow.table({"x": pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    assert [row for _, row in rows(tmp_path / "a.parquet", "key")] == [{"x": {"a": 1}}]
 
 
 def test_absent_keys_of_messages_and_tools_are_not_null(tmp_path):

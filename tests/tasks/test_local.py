@@ -10,7 +10,6 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from rlhf.assembly.parts import make
-from rlhf.checks.check import problems
 from rlhf.checks.data import data_folders, data_of_tasks
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.tasks import ColumnsConfig, LocalConfig, PreferencesConfig
@@ -19,9 +18,7 @@ from rlhf.tasks.files import LocalFiles
 from rlhf.tasks.kinds import held_out_rows
 from rlhf.tasks.reading import Wanted
 from rlhf.tasks.source import word_tokenizer
-from rlhf.tasks.summary import shortened, summarize
-from rlhf.tasks.task import Task
-from rlhf.words.compose import compose
+from rlhf.tasks.task import Task, summarize
 from tests.tasks.test_task import WORDS
 
 ROWS = [{"question": f"w{i % 20} w{i // 20}", "answer": f" w{i % 7}"} for i in range(100)]
@@ -104,13 +101,12 @@ def test_two_files_for_a_split_are_refused(tmp_path):
     assert "with train.csv and train.jsonl; remove or rename one of them" in problem
 
 
-def test_a_folder_without_a_validation_file_is_split(tmp_path):
+def test_parts_of_a_split_are_read_in_their_order_and_none_may_be_missing(tmp_path):
     write(tmp_path / "train-00000-of-00002.jsonl", ROWS[:50])
     write(tmp_path / "train-00001-of-00002.jsonl", ROWS[50:])
-    assert len(make(LocalConfig(path=str(tmp_path))).prompts("train")) == 90
+    assert len(make(LocalConfig(path=str(tmp_path))).prompts("train")) == 90, "a part is split off"
     (tmp_path / "train-00001-of-00002.jsonl").unlink()
-    (problem,) = found(str(tmp_path))
-    assert "1 of 2 parts of train" in problem
+    assert "1 of 2 parts of train" in found(str(tmp_path))[0]
 
 
 def test_a_saved_data_set_is_read_with_and_without_splits(tmp_path):
@@ -204,15 +200,6 @@ def test_pairs_may_have_a_folder_of_their_own(tmp_path):
     assert source.columns(Data.prompts) == "question as prompt, answer as response"
 
 
-def test_the_command_line_checks_the_file(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [{"a": "b"}])
-    words = ["task=local", f"task.path={path}", "algo=sft", "model.base=some/base"]
-    more = ["task.columns.prompt=a", "task.columns.response=c"]
-    assert any(
-        "task.columns.response must name a column" in each for each in problems(compose([*words, *more]))
-    )
-
-
 # -- the summary of the data -----------------------------------------------------------------------
 
 
@@ -229,36 +216,44 @@ def test_the_summary_has_rows_columns_lengths_and_examples(tmp_path):
     long = {"question": " w1" * 12, "answer": " w2"}
     path = write(tmp_path / "rows.jsonl", [*ROWS, long, {**long, "question": ""}])
     summary = summarize(task(path, Data.references), response_length=2)
-    assert summary.splits["train"].rows + summary.splits["validation"].rows == 102
-    rows = dict(summary.rows())
+    rows = dict(summary.rows)
     skipped = rows["train"] + rows["validation"]
+    assert sum(int(rows[split].partition(" ")[0]) for split in ("train", "validation")) == 100
     assert "1 skipped: prompt longer than 10 tokens" in skipped
     assert "1 skipped: empty prompt" in skipped
     assert ", split off" in rows["validation"]
     assert rows["columns"] == "question as prompt, answer as response"
     assert rows["prompt tokens"].startswith("median 2, 95% at most 2, longest ")
     assert rows["response tokens"] == "median 2, 95% at most 2, longest 2"
-    assert len(summary.lines()) == 3
-    assert summary.lines()[0] == f"{ROWS[0]['question']} -> {ROWS[0]['answer']}"
-    assert list(summary.warnings()) == []
+    assert len(summary.lines) == 3 and summary.warnings == []
+    assert summary.lines[0] == f"{ROWS[0]['question']} -> {ROWS[0]['answer']}"
+
+
+@pytest.mark.parametrize("prompt", [" w1" * 40 + "\nw2", " w3"])
+@pytest.mark.parametrize("response", [" w4\n" * 50, " w5", ""])
+def test_an_example_is_shortened_to_one_line(tmp_path, prompt, response):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": f"w{i}{prompt}", "response": response} for i in (7, 8)])
+    (line,) = summarize(task(path, Data.prompts, max_prompt_tokens=99), 2).lines
+    assert len(line) <= 76 and "\n" not in line and (" -> " in line) == (response != "")
+    assert line.startswith("...") == (len(prompt) > 9) and line.endswith("...") == (len(response) > 9)
 
 
 def test_the_summary_names_the_columns_that_rewards_receive(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{**row, "unit": "g", "weight": 2, "note": ""} for row in ROWS])
-    assert "reward columns" not in dict(summarize(task(path, Data.prompts), 2).rows())
+    assert "reward columns" not in dict(summarize(task(path, Data.prompts), 2).rows)
     wanted = Wanted({"unit": ("scorer.path", "own.py:score")}, optional=frozenset({"weight", "price"}))
     summary = summarize(task(path, Data.prompts, wanted=wanted), 2)
-    assert dict(summary.rows())["reward columns"] == "unit, weight"
+    assert dict(summary.rows)["reward columns"] == "unit, weight"
 
 
 def test_cut_responses_and_small_data_give_a_warning(tmp_path):
     path = write(tmp_path / "pairs.jsonl", PAIRS)
-    cut, small = summarize(task(path, Data.preferences, prompts_per_update=128), 2).warnings()
+    cut, small = summarize(task(path, Data.preferences, prompts_per_update=128), 2).warnings
     assert cut.startswith("50.0% of the stored responses are longer than generator.response_length=2")
     assert cut.endswith("set generator.response_length=3")
     assert "the 90 training examples are fewer than schedule.prompts_per_update=128" in small
     assert small.endswith("set schedule.prompts_per_update=64")
-    assert not list(summarize(task(path, Data.prompts), 2).warnings()), "a policy samples its own responses"
+    assert not summarize(task(path, Data.prompts), 2).warnings, "a policy samples its own responses"
 
 
 def test_rows_that_teach_nothing_give_a_warning_with_their_place(tmp_path, caplog):
@@ -308,13 +303,3 @@ def test_prompts_that_are_all_too_long_are_an_error_with_their_lengths(tmp_path)
         len(task(path, Data.prompts))
     remedy = int(str(e.value).rpartition("=")[2])
     assert len(task(path, Data.prompts, max_prompt_tokens=remedy)) >= 15
-
-
-def test_an_example_is_shortened_to_one_line():
-    line = shortened("a" * 99 + "\nQ:", " b\n" * 50)
-    assert len(line) == 76
-    assert line.startswith("...aa")
-    assert "a\\nQ: ->  b\\n b" in line
-    assert shortened("only a prompt", "") == "only a prompt"
-    assert len(shortened("p" * 200, "yes")) <= 76
-    assert len(shortened("p", "r" * 200)) <= 76

@@ -16,12 +16,12 @@ from rlhf.core.errors import UserError
 from rlhf.tasks.mixture import (
     MixtureSource,
     PromptOrder,
-    figures_of_parts,
     interleaved,
     means_of_parts,
     mixed_order,
 )
 from rlhf.tasks.task import Task
+from tests.tasks.test_task import make_task
 from tests.tiny_models import tiny_rollouts, tiny_tokenizer
 
 PARTS = np.repeat([0, 1], [90, 10])
@@ -172,13 +172,15 @@ def test_metrics_of_a_part_describe_its_responses_only():
     rollouts = tiny_rollouts(4)
     rollouts.part = torch.tensor([0, 1, 1, 1])
     scores = torch.tensor([[1.0, 3.0], [0.0, 0.0], [0.0, 6.0], [0.0, 0.0]])
-    figures = figures_of_parts(rollouts.extend(Batch, scores=scores), ["a", "b", "c"])
+    order = make_task().prompts()
+    order.parts = ["a", "b", "c"]
+    figures = order.scored(rollouts.extend(Batch, scores=scores))
     values = {name: stat.value() for name, stat in figures.items()}
     assert (values["part/a/scores"], values["part/b/scores"], values["part/c/scores"]) == (2.0, 1.0, None)
     assert (values["part/a/prompts"], values["part/b/prompts"], values["part/c/prompts"]) == (1, 3, 0)
     assert values["part/a/response_tokens"] == rollouts.response_mask[0].sum() / 2
     rollouts.part = None
-    assert figures_of_parts(rollouts.extend(Batch, scores=scores), ["a"]) == {}
+    assert order.scored(rollouts.extend(Batch, scores=scores)) == {}, "of stored rollouts"
 
 
 def test_means_of_parts_leave_out_a_part_without_prompts():

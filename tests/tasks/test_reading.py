@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from rlhf.core.errors import UserError
-from rlhf.tasks.reading import rows, stem, suffix_of
+from rlhf.tasks.reading import rows
 
 TEXTS = [{"prompt": f"p{i}", "response": 'a, "b"\nc'} for i in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in TEXTS)
@@ -86,12 +86,6 @@ def test_parquet_gives_the_rows_of_the_requested_columns(tmp_path):
     file = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "more": [1]} for row in TEXTS]), file)
     assert [row for _, row in rows(file, "key", ["prompt", "response", "absent"])] == TEXTS
-
-
-def test_suffixes_are_recognised_in_any_case_and_compressed():
-    names = {"a.jsonl": ".jsonl", "a.b.CSV.gz": ".csv", "a.parquet.gz": None, "a.txt": None, "jsonl": None}
-    assert {name: suffix_of(Path(name)) for name in names} == names
-    assert stem(Path("data/train.JSONL.gz")) == "train"
 
 
 def test_places_count_lines_from_one(tmp_path):

@@ -15,6 +15,7 @@ from rlhf.checks.check import warnings
 from rlhf.checks.data import data_folders
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.tasks import GSM8KConfig, PreferencesConfig, TaskConfig, TLDRConfig, TLDRMiniConfig
+from rlhf.core.errors import UserError
 from rlhf.tasks.files import Splits, folder_problems, has_dialogues
 from rlhf.words.compose import compose
 from tests import needs
@@ -26,25 +27,24 @@ ROWS = {"query": ["a", "b"], "reference_response": ["c", "d"]}
 PAIRS = {"prompt": ["a", "b"], "chosen": ["c", "d"], "rejected": ["e", "f"]}
 
 
+WRITERS = {
+    "jsonl": Dataset.to_json,
+    "json": lambda rows, file: Path(file).write_text(json.dumps(list(rows))),
+    "parquet": Dataset.to_parquet,
+    "csv": Dataset.to_csv,
+}
+KINDS = [*WRITERS, "saved"]
+
+
 def write(folder: Path, kind: str, columns: dict[str, list[str]]) -> Path:
     dataset = Dataset.from_dict(columns)
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "saved":
         DatasetDict({"train": dataset, "validation": dataset}).save_to_disk(str(folder))
-    for split in ("train", "validation"):
-        file = str(folder / f"{split}.{kind}")
-        if kind == "jsonl":
-            dataset.to_json(file)
-        elif kind == "json":
-            Path(file).write_text(json.dumps(list(dataset)))
-        elif kind == "parquet":
-            dataset.to_parquet(file)
-        elif kind == "csv":
-            dataset.to_csv(file)
+    else:
+        for split in ("train", "validation"):
+            WRITERS[kind](dataset, str(folder / f"{split}.{kind}"))
     return folder
-
-
-KINDS = ["jsonl", "json", "parquet", "csv", "saved"]
 
 
 def split_columns(folder: Path) -> dict[str, list[str]]:
@@ -88,29 +88,20 @@ def test_a_missing_column_is_reported_with_the_existing_columns(tmp_path: Path, 
         make(TLDRConfig(path=str(folder))).prompts("train")
 
 
-def test_a_missing_folder_is_a_problem_before_anything_is_loaded(tmp_path: Path):
-    (problem,) = problems(TLDRConfig(path=str(tmp_path / "none")))
-    assert problem.startswith("task.path must be a folder")
-    assert "none (no such folder); set task.path=<folder>" in problem
-
-
-def test_a_file_in_place_of_a_folder_is_a_problem(tmp_path: Path):
-    file = write(tmp_path, "jsonl", ROWS) / "train.jsonl"
-    (problem,) = problems(TLDRConfig(path=str(file)))
-    assert "(a file)" in problem
-
-
-def test_a_missing_split_is_a_problem(tmp_path: Path):
+def test_what_is_missing_is_a_problem_before_anything_is_loaded_with_its_remedy(tmp_path: Path):
     (write(tmp_path, "jsonl", ROWS) / "validation.jsonl").unlink()
-    (problem,) = problems(TLDRConfig(path=str(tmp_path)))
-    assert "must contain the split validation" in problem
-    assert "with train; add validation.jsonl with the columns query, reference_response" in problem
-
-
-def test_a_saved_data_set_without_splits_is_the_train_split(tmp_path: Path):
-    Dataset.from_dict(ROWS).save_to_disk(str(tmp_path / "one"))
-    assert split_columns(tmp_path / "one") == {"train": list(ROWS)}
-    assert make(TLDRConfig(path=str(tmp_path / "one"))).prompts("train").to_dict() == ROWS
+    for task, said in (
+        (TLDRConfig(path=str(tmp_path / "none")), "none (no such folder); set task.path=<folder>"),
+        (TLDRConfig(path=str(tmp_path / "train.jsonl")), "(a file)"),
+        (
+            TLDRConfig(path=str(tmp_path)),
+            "with train; add validation.jsonl with the columns query, ",
+        ),
+        (PreferencesConfig(), "set task.path=<folder> or task.preferences_name=<hub name>"),
+        (GSM8KConfig(template="Solve this."), "task.template must contain {question}"),
+    ):
+        (problem,) = problems(task)
+        assert said in problem
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,7 +109,12 @@ def test_an_unusable_row_is_a_problem_before_the_run_in_every_format(tmp_path: P
     write(tmp_path / kind, kind, {"query": ["a", "b"], "reference_response": ["c", None]})  # type: ignore[list-item]
     path, columns = str(tmp_path / kind), ("query", "reference_response")
     found = list(folder_problems("task.path", path, columns, ["train"], "why"))
-    assert found == [] if kind == "csv" else "with null; correct or remove the rows" in found[0]
+    if kind == "csv":
+        assert found == []
+        return
+    assert " 2 of " in found[0] and "with null; correct or remove the rows" in found[0]
+    with pytest.raises(UserError, match=" 2 of .*with null"):
+        make(TLDRConfig(path=path)).prompts("train")
 
 
 @pytest.mark.parametrize("lost", ["data-00000-of-00001.arrow", "state.json"])
@@ -136,21 +132,6 @@ def test_dialogues_stored_as_texts_are_read_as_dialogues_from_every_format(tmp_p
     texts = {name: [json.dumps(turns[number])] * 2 for number, name in enumerate(("chosen", "rejected"))}
     source = make(PreferencesConfig(path=str(write(tmp_path, kind, {"prompt": ["a", "b"], **texts}))))
     assert [row["prompt"] for row in source.preferences("train")] == [turns[0][:1]] * 2
-
-
-def test_a_column_without_text_is_refused(tmp_path: Path):
-    write(tmp_path, "jsonl", {"query": ["a"], "reference_response": [["b"]]})  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="must have a text in its column reference_response"):
-        make(TLDRConfig(path=str(tmp_path))).prompts("train")
-
-
-def test_a_missing_text_in_a_saved_data_set_is_refused_with_its_row(tmp_path: Path):
-    columns = {"query": ["a", None], "reference_response": ["c", "d"]}
-    write(tmp_path, "saved", columns)  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match="got row 2 of the split train of .* with null; correct or remove the rows"
-    ):
-        make(TLDRConfig(path=str(tmp_path))).prompts("train")
 
 
 def test_a_hub_name_as_a_path_is_a_problem_that_names_the_key_of_hub_names():
@@ -218,11 +199,6 @@ def test_the_validation_split_of_preferences_may_have_another_name(tmp_path: Pat
     assert content(make(config).preferences("validation")) == PAIRS
 
 
-def test_preferences_without_a_data_set_are_a_problem():
-    (problem,) = problems(PreferencesConfig())
-    assert "set task.path=<folder> or task.preferences_name=<hub name>" in problem
-
-
 @pytest.mark.process
 def test_checking_a_folder_imports_neither_torch_nor_datasets(tmp_path: Path):
     write(tmp_path, "parquet", ROWS)
@@ -236,22 +212,15 @@ def test_checking_a_folder_imports_neither_torch_nor_datasets(tmp_path: Path):
 
 
 @needs_gsm8k
-def test_gsm8k_folder_as_published_loads_with_the_papers_prompt():
-    config = GSM8KConfig(path=str(GSM8K))
-    assert problems(config) == []
-    row = make(config).prompts("train")[0]
-    assert row["query"].startswith("[MATH_TASK] Problem:\nNatalia sold clips to 48 of her friends")
-    assert row["query"].endswith("May?\n\nSolution:")
-    assert row["reference_response"].endswith("#### 72")
-
-
-@needs_gsm8k
-def test_gsm8k_validation_is_the_end_of_train_and_test_is_separate():
+def test_gsm8k_as_published_has_the_papers_prompt_and_the_end_of_train_is_the_validation_split():
     source = make(GSM8KConfig(path=str(GSM8K)))
-    parts = [set(source.prompts(split)["query"]) for split in ("train", "validation", "test")]
-    assert [len(source.prompts(split)) for split in ("train", "validation", "test")] == [7000, 473, 1319]
-    assert not parts[0] & parts[1]
-    assert not parts[0] & parts[2]
+    rows = [source.prompts(split) for split in ("train", "validation", "test")]
+    parts = [set(each["query"]) for each in rows]
+    assert [*map(len, rows)] == [7000, 473, 1319] and not parts[0] & (parts[1] | parts[2])
+    assert problems(source.config) == []
+    row = rows[0][0]
+    assert row["query"].startswith("[MATH_TASK] Problem:\nNatalia sold clips to 48 of her friends")
+    assert row["query"].endswith("May?\n\nSolution:") and row["reference_response"].endswith("#### 72")
 
 
 def test_gsm8k_with_chat_asks_the_question_as_a_message_with_the_form_of_the_answer(tmp_path):
@@ -265,8 +234,3 @@ def test_gsm8k_with_chat_asks_the_question_as_a_message_with_the_form_of_the_ans
     assert "####" in message["content"] and "query" not in row and "#### 1" in str(row["reference_response"])
     own = make(GSM8KConfig(path=str(tmp_path), chat=True, template="Q: {question}"))
     assert own.config.question_format == "Q: {question}"
-
-
-def test_gsm8k_template_must_contain_the_question():
-    (problem,) = problems(GSM8KConfig(template="Solve this."))
-    assert problem.startswith("task.template must contain {question}")

@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset, concatenate_datasets, load_from_disk
 
 from rlhf.config.algorithms import Data
+from rlhf.core.errors import UserError
 from rlhf.tasks.source import word_tokenizer
 from rlhf.tasks.task import Task
 from rlhf.text.encoding import encode_completions
@@ -75,20 +76,13 @@ def test_the_fingerprint_depends_only_on_the_content_of_the_examples(tmp_path):
     )
 
 
-def test_every_epoch_contains_every_example_once_in_another_order():
+def test_every_epoch_contains_every_example_once_in_another_order_that_the_seed_determines():
     index = torch.cat([batch.index for batch in islice(make_task().prompts(), 10)]).view(4, 10)
     assert torch.equal(index.sort(dim=1).values, torch.arange(10).repeat(4, 1))
     assert len({tuple(epoch.tolist()) for epoch in index}) == 4
-
-
-def test_order_depends_on_the_seed():
     assert not torch.equal(next(make_task(seed=1).prompts()).index, next(make_task(seed=2).prompts()).index)
-
-
-def test_a_batch_may_be_larger_than_the_data():
-    batch = next(make_task(prompts_per_update=25).prompts())
-    assert set(batch.index[:10].tolist()) == set(batch.index[10:20].tolist()) == set(range(10))
-    assert len(batch) == 25
+    large = next(make_task(prompts_per_update=25).prompts()).index  # a batch may be larger than the data
+    assert len(large) == 25 and set(large[:10].tolist()) == set(large[10:20].tolist()) == set(range(10))
 
 
 def test_prompts_are_padded_on_the_left():
@@ -100,21 +94,14 @@ def test_prompts_are_padded_on_the_left():
 
 def test_too_long_prompts_are_skipped_and_counted(caplog: pytest.LogCaptureFixture):
     with caplog.at_level("INFO"):
-        task = make_task(max_prompt_tokens=3)
+        task = make_task(max_prompt_tokens=3, prompts_per_update=6)
         assert len(task) == 6
     assert "skipped 4 of 10" in caplog.text
-    assert next(task.prompts()).prompt_mask.sum(1).max() <= 3
-
-
-def test_index_is_the_row_number_before_long_prompts_are_skipped():
-    task = make_task(max_prompt_tokens=3, prompts_per_update=6)
     batch = next(task.prompts())
-    assert set(batch.index.tolist()) == {0, 1, 2, 5, 6, 7}
-    assert batch.references == [f" w{i}" for i in batch.index.tolist()]
-
-
-def test_a_task_without_examples_is_an_error_that_names_the_key():
-    with pytest.raises(ValueError, match=r"task\.max_prompt_tokens must be .* some of the 10 prompts"):
+    assert batch.prompt_mask.sum(1).max() <= 3
+    assert set(batch.index.tolist()) == {0, 1, 2, 5, 6, 7}, "the numbers of rows in the data set"
+    assert batch.references == [f" w{i}" for i in batch.index.tolist()], "without end tokens"
+    with pytest.raises(UserError, match=r"task\.max_prompt_tokens must be .* some of the 10 prompts"):
         len(make_task(max_prompt_tokens=0))
 
 
@@ -123,10 +110,6 @@ def test_a_tokenizer_without_pad_token_is_refused():
     bare.pad_token = None
     with pytest.raises(ValueError, match=r"model\.pad_token must be set"):
         Task(ListSource(), bare, data=Data.prompts, prompts_per_update=1, max_prompt_tokens=9, seed=1)
-
-
-def test_the_end_token_of_references_is_removed():
-    assert make_task().held_out(2).references == [" w0", " w1"]
 
 
 def test_reference_data_has_one_completion_per_prompt():

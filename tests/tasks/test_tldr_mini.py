@@ -64,15 +64,15 @@ def test_no_value_is_a_word_of_a_template():
     ]
     words = {word for text in (*templates, *FILLER) for word in split_words(text)}
     assert len(values) == len(set(values))
-    assert not words & set(values)
+    assert not words & set(values) and len(BY_NAME) == len(SLOTS)
 
 
 @pytest.mark.parametrize("difficulty", list(Difficulty))
-def test_facts_read_from_a_post_equal_the_generated_facts(difficulty: Difficulty):
+def test_facts_and_title_read_from_a_post_equal_the_generated_facts(difficulty: Difficulty):
     rng = random.Random(1)
     for _ in range(300):
         post = make_post(rng, LEVELS[difficulty])
-        assert read_facts(post.query) == post.facts
+        assert read_facts(post.query) == post.facts and title_slot(post.query) == post.title
 
 
 @pytest.mark.parametrize("difficulty", list(Difficulty))
@@ -83,11 +83,6 @@ def test_texts_are_encoded_without_unknown_tokens_and_decoded_unchanged(difficul
             ids = tokenizer(text)["input_ids"]
             assert tokenizer.unk_token_id not in ids
             assert tokenizer.decode(ids) == text
-
-
-def test_the_three_special_tokens_are_different():
-    tokenizer = make(TLDRMiniConfig()).tokenizer()
-    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|padding|>")
     assert len({tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}) == 3
     assert tokenizer("<|endoftext|>")["input_ids"] == [tokenizer.eos_token_id]
 
@@ -124,14 +119,6 @@ def test_half_of_the_facts_and_the_fact_in_the_title_are_relevant():
     assert {name for name in names if titled[name]} == {"deed", "when", "ask", "thing", "feeling"}
     other = fact_weights(QUERY.replace("r/legaladvice", "r/offmychest"), names)
     assert {name for name in names if other[name]} == {"feeling", "why", "who", "when", "thing"}
-
-
-@pytest.mark.parametrize("difficulty", list(Difficulty))
-def test_the_title_slot_is_found(difficulty: Difficulty):
-    rng = random.Random(2)
-    for _ in range(100):
-        post = make_post(rng, LEVELS[difficulty])
-        assert title_slot(post.query) == post.title
 
 
 def test_a_clean_summary_of_the_relevant_facts_is_worth_nearly_all_points():
@@ -201,11 +188,6 @@ def test_naming_every_value_of_a_slot_gives_a_large_negative_score(slot):
     assert gold_score(QUERY, listed) < -POINTS
 
 
-def test_values_without_sentences_earn_less_than_half():
-    bag = " ".join(read_facts(QUERY).values())
-    assert gold_score(QUERY, bag) < 0.5 * gold_score(QUERY, CLEAN)
-
-
 def test_a_fact_without_its_phrase_earns_less_than_half_of_its_points():
     nothing, bare, framed = (
         gold_score(QUERY, f" Someone just sold my guitar{when}.") for when in ("", " monday", " last monday")
@@ -236,7 +218,3 @@ def test_no_prefix_of_the_ideal_summary_scores_higher_than_the_summary():
     words = CLEAN.split()
     scores = [gold_score(QUERY, " " + " ".join(words[:end])) for end in range(len(words) + 1)]
     assert max(scores) == scores[-1]
-
-
-def test_slot_names_are_unique():
-    assert len(BY_NAME) == len(SLOTS)
