@@ -246,12 +246,12 @@ def check_memory(cfg: Config) -> None:
     Raises:
         UserError: a device certainly has too little memory.
     """
-    if found := memory.relabelling_problems(cfg):
+    if found := memory.problems(cfg, trains=False):
         raise UserError(*found)
     if is_first_rank():
-        for name, value in memory.rows(memory.relabelling_plan(cfg)):
+        for name, value in memory.rows(memory.plan(cfg, trains=False)):
             say_row(name, value)
-    warn(memory.relabelling_warnings(cfg))
+    warn(memory.warnings(cfg, trains=False))
 
 
 def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
