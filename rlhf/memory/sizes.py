@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 # GPT-NeoX (Pythia), Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3.
 
 
-HEADS = ("lm_head.", "embed_out.", "score.")  # prefixes of the names of tensors of an output head
+_HEADS = ("lm_head.", "embed_out.", "score.")  # prefixes of the names of tensors of an output head
 _EMBEDDINGS = ("embed_in", "embed_tokens", "wte")  # last parts of the names of input embeddings
 _BUFFERS = re.compile(r"\.(attention|attn)\.(masked_)?bias$|\.inv_freq$")  # tensors that are not parameters
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # config keys of a mixture of experts
-NAMES = {  # size -> its keys in config.json, the most common key first
+_NAMES = {  # size -> its keys in config.json, the most common key first
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "heads": ("num_attention_heads", "n_head", "num_heads"),
@@ -172,7 +172,7 @@ def folder_size(folder: Path) -> ModelSize | None:
     counts = _tensor_counts(folder)
     if size is None or not counts:
         return None if size is None or size.backbone == 0 else size
-    head = sum(count for name, count in counts.items() if name.startswith(HEADS))
+    head = sum(count for name, count in counts.items() if name.startswith(_HEADS))
     return replace(size, backbone=sum(counts.values()) - head, head=head)
 
 
@@ -183,7 +183,7 @@ def config_size(config: dict[str, Any]) -> ModelSize | None:
     """
     nested = config.get("text_config")
     config = {**config, **(nested if isinstance(nested, dict) else {})}
-    hidden, layers, heads, intermediate = (_first_number(config, names) for names in NAMES.values())
+    hidden, layers, heads, intermediate = (_first_number(config, names) for names in _NAMES.values())
     vocabulary = _first_number(config, ("vocab_size",))
     if hidden is None or layers is None or heads is None or vocabulary is None:
         return None

@@ -148,7 +148,7 @@ CHOICE_CHUNK = {"cpu": 2**20, "cuda": 2**24}  # probabilities in a chunk, as in 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
+class _Precision:
     """The bytes per number in a forward pass."""
 
     residual: int  # for numbers of the residual stream
@@ -156,9 +156,9 @@ class Precision:
     cache: int  # for cached keys and values, on average; under autocast, rotary positions make keys float32
 
 
-FLOAT32 = Precision(residual=4, product=4, cache=4)
-AUTOCAST = Precision(residual=4, product=2, cache=3)  # bfloat16 products over float32 weights
-BFLOAT16 = Precision(residual=2, product=2, cache=2)  # bfloat16 weights
+FLOAT32 = _Precision(residual=4, product=4, cache=4)
+AUTOCAST = _Precision(residual=4, product=2, cache=3)  # bfloat16 products over float32 weights
+BFLOAT16 = _Precision(residual=2, product=2, cache=2)  # bfloat16 weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +221,7 @@ class Forward:
 
     size: ModelSize
     tokens: Tokens
-    precision: Precision
+    precision: _Precision
     eager: bool = False
     device: str = "cpu"
 
