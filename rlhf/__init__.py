@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 # Name -> module. They are imported at their first use, so that the commands start quickly.
-LAZY = {
+_LAZY = {
     "Experiment": "rlhf.experiment",
     "Hook": "rlhf.loggers.logger",
     "StopRun": "rlhf.loggers.logger",
@@ -46,6 +46,6 @@ launched.handle()
 
 def __getattr__(name: str) -> Any:
     """Import a name of the Python API at its first use."""
-    if name not in LAZY:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(LAZY[name]), name)
+    return getattr(import_module(_LAZY[name]), name)

@@ -31,12 +31,12 @@ COMMANDS = {  # command, a module of this package -> description
     "study": "Evaluate a study of methods, axes and seeds: tables and claims.",
     "report": "Write a page of figures and print a table of run folders.",
 }
-OPTIONS = {
+_OPTIONS = {
     "--help": "Print this text; for a command: rlhf <command> --help.",
     "--version": "Print the version.",
     "--completion bash": "Print the script for tab completion in bash.",
 }
-HELP = """\
+_HELP = """\
 Train language models from human feedback, synchronously or asynchronously.
 
 Usage: rlhf <command> [arguments]
@@ -63,15 +63,15 @@ def main() -> None:
         del sys.argv[1]
         runpy.run_module(f"rlhf.{first}", run_name="__main__", alter_sys=True)
     elif first in ("--help", "-h"):
-        print(HELP.format(commands=table(COMMANDS, 12), options=table(OPTIONS, 23)))
+        print(_HELP.format(commands=table(COMMANDS, 12), options=table(_OPTIONS, 23)))
     elif first == "--version":
         print(f"rlhf {__version__}")
     elif first == "--completion":
-        print(completion_script(others), end="")
+        print(_completion_script(others), end="")
     elif first == "--complete":  # for the scripts of --completion
         print("".join(f"{each}\n" for each in completions(others)), end="")
     else:
-        refuse_command(first, others)
+        _refuse_command(first, others)
 
 
 def table(rows: dict[str, str], width: int) -> str:
@@ -79,7 +79,7 @@ def table(rows: dict[str, str], width: int) -> str:
     return "\n".join(f"  {name:{width}}{means}" for name, means in rows.items())
 
 
-def completion_script(arguments: list[str]) -> str:
+def _completion_script(arguments: list[str]) -> str:
     """Return the script for tab completion in bash.
 
     Args:
@@ -92,7 +92,7 @@ def completion_script(arguments: list[str]) -> str:
 
     if arguments != ["bash"]:
         got = " ".join(arguments) or "nothing"
-        refuse(f"--completion must be followed by bash, got {got}; run: rlhf --completion bash")
+        _refuse(f"--completion must be followed by bash, got {got}; run: rlhf --completion bash")
     return COMPLETION
 
 
@@ -104,7 +104,7 @@ def completions(words: list[str]) -> list[str]:
     """
     command, *arguments = words or [""]
     if not arguments:
-        options = [option.partition(" ")[0] for option in OPTIONS]
+        options = [option.partition(" ")[0] for option in _OPTIONS]
         return [name for name in (*COMMANDS, *options) if name.startswith(command or tuple(COMMANDS))]
     if command not in COMMANDS or command in ("report", "serve", "study"):  # their arguments are files
         return []
@@ -114,7 +114,7 @@ def completions(words: list[str]) -> list[str]:
     return candidates(arguments, module.COMMAND.own if command != "train" else ())
 
 
-def refuse_command(first: str, others: list[str]) -> NoReturn:
+def _refuse_command(first: str, others: list[str]) -> NoReturn:
     """End with exit code 2 because `first` is no command, and suggest a command line that is valid."""
     close = get_close_matches(first.removeprefix("rlhf."), COMMANDS, n=1)
     remedy = "see rlhf --help"
@@ -122,10 +122,10 @@ def refuse_command(first: str, others: list[str]) -> NoReturn:
         remedy = f"run: {shlex.join(['rlhf', 'train', first, *others])}"
     elif close:
         remedy = f"run: {shlex.join(['rlhf', close[0], *others])}"
-    refuse(f"rlhf must be followed by a command ({', '.join(COMMANDS)}), got {first}; {remedy}")
+    _refuse(f"rlhf must be followed by a command ({', '.join(COMMANDS)}), got {first}; {remedy}")
 
 
-def refuse(problem: str) -> NoReturn:
+def _refuse(problem: str) -> NoReturn:
     """Print an error, and end with exit code 2."""
     print_error(report([problem]))
     raise SystemExit(2)

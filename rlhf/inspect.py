@@ -35,15 +35,15 @@ COMMAND = Command(
     usage="[--config-dir <folder>] [group=option ...] [key=value ...]",
     does="Prints the models, the tokenizer, the data and tokenized examples of a run,\nand runs nothing.",
 )
-WIDTH = 80  # most columns of the examples
+_WIDTH = 80  # most columns of the examples
 
 
 def main() -> None:
     """Run the command line."""
-    COMMAND.run(lambda _, overrides: show(overrides))
+    COMMAND.run(lambda _, overrides: _show(overrides))
 
 
-def show(overrides: list[str]) -> None:
+def _show(overrides: list[str]) -> None:
     """Print what the run with these overrides would train on.
 
     Raises:
@@ -54,23 +54,22 @@ def show(overrides: list[str]) -> None:
         raise UserError(*found)
     load_hooks(cfg.hooks)
     warn([*catalogue.replaced(cfg, overrides), *warnings(cfg)])
-    line("Models", "bold")
+    _line("Models", "bold")
     for model in models(cfg):
         for text in described(model):
-            line(text)
-    line("")
+            _line(text)
+    _line("")
     say_loading()
-    from rlhf.stages.inspection import inspection
+    from rlhf.stages.inspection import Inspection
 
-    for each in inspection(cfg, min(WIDTH, console.width)):
-        line(each.text, each.style)
-    line("")
-    line("no problem found; to start the run:", "bold")
+    Inspection(cfg, min(_WIDTH, console.width), _line).report()
+    _line("")
+    _line("no problem found; to start the run:", "bold")
     for text in lines("python -m rlhf.train", *map(shlex.quote, [*config_dir_words(), *overrides])):
-        line(text)
+        _line(text)
 
 
-def line(text: str, style: str | None = None) -> None:
+def _line(text: str, style: str | None = None) -> None:
     """Print a line without markup; a line that is too long is wrapped by the terminal, not divided."""
     console.print(text, style=style, markup=False, soft_wrap=True)
 

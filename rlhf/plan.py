@@ -34,10 +34,10 @@ COMMAND = Command(
 
 def main() -> None:
     """Run the command line."""
-    COMMAND.run(lambda _, overrides: show(overrides))
+    COMMAND.run(lambda _, overrides: _show(overrides))
 
 
-def show(overrides: list[str]) -> None:
+def _show(overrides: list[str]) -> None:
     """Print the memory plan of a run.
 
     Raises:

@@ -132,11 +132,11 @@ def show(folder: RunFolder, count: int) -> None:
         items = [f"{short} {figure(row[name])}" for name, short in SCORES.items() if name in row]
         fate = (f"cut: {row['limit']}" if row["limit"] else "ended") if "limit" in row else ""
         console.print(GAP.join([f"[{place}]", *items, fate]), markup=False)
-        console.print(*transcript(row), sep="\n", markup=False, soft_wrap=True)
+        console.print(*_transcript(row), sep="\n", markup=False, soft_wrap=True)
     console.print("(+ written by the model: training counts the tokens of these texts only)")
 
 
-def transcript(row: dict[str, Any]) -> Iterator[str]:
+def _transcript(row: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of a row of completions.jsonl: who wrote what, and the reward of each reply."""
     turns = row.get("messages") or [{"role": "response", "content": row["response"]}]
     ends = [{"role": name, "content": row[name]} for name in ("prompt", "reference") if row.get(name)]

@@ -49,7 +49,7 @@ def sweep(*overrides: str | Sequence[str], config_dir: str | Path | None = None)
     if found := [f"{run.folder.name}: {problem}" for run in runs for problem in run.problems()]:
         raise UserError(*dict.fromkeys(found))
     folder = [] if config_dir is None else ["--config-dir", str(config_dir)]
-    code = follow([sys.executable, "-m", "rlhf.train", "-m", *typed, *folder])
+    code = _follow([sys.executable, "-m", "rlhf.train", "-m", *typed, *folder])
     if code:
         failed = [str(run.folder) for run in runs if run.status != "finished"]
         raise RunError(
@@ -77,7 +77,7 @@ def jobs(overrides: Sequence[str]) -> list[Experiment]:
             return [experiment_of(config, job, number) for number, job in enumerate(jobs, 1)]
 
 
-def follow(command: list[str]) -> int:
+def _follow(command: list[str]) -> int:
     """Run a command, print its output line by line, and return its exit code.
 
     Raises:

@@ -260,7 +260,7 @@ def build_device(cfg: Config) -> torch.device:
         UserError: the config asks for a GPU and torch finds none, for float16 without a GPU, or for
             `backend.portable` where this is not possible.
     """
-    set_portable(cfg.backend.portable)
+    _set_portable(cfg.backend.portable)
     name = cfg.backend.device.value
     if cfg.backend.device is Device.auto:
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -277,7 +277,7 @@ def build_device(cfg: Config) -> torch.device:
 # Setting of a process that computes the same bits as those on other x86 processors (`backend.portable`).
 
 
-def set_portable(wanted: bool) -> None:
+def _set_portable(wanted: bool) -> None:
     """Let this process and its child processes compute the bits of every processor, or of their own.
 
     Call this function before torch computes in this process.

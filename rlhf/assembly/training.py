@@ -116,7 +116,7 @@ def assemble(
     compile_blocks(engine, cfg, state.num_updates)
     generator = build_generator(cfg, engine, tokenizer, folder, ranks)
     ends.callback(generator.close)
-    scorer = build_training_scorer(cfg, tokenizer, ranks)
+    scorer = _build_training_scorer(cfg, tokenizer, ranks)
     evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, ranks)
     objective = make(cfg.algo)
     prompts = task.prompts(solved_at=cfg.schedule.solved_at)
@@ -289,7 +289,7 @@ class AnnotatorFactory:
         backend = TorchConfig(micro_batch=self.cfg.backend.micro_batch, tokens=self.cfg.backend.tokens)
         cfg, alone = replace(self.cfg, backend=backend), Ranks(build_device(self.cfg))
         tokenizer = build_tokenizer(cfg)
-        scorer = build_training_scorer(cfg, tokenizer, alone)
+        scorer = _build_training_scorer(cfg, tokenizer, alone)
         wanted = "ref_logprobs" in make(cfg.algo).needs
         reference = build_reference(cfg, tokenizer, alone) if wanted else None
         return Annotator(scorer, reference, inference_budget(cfg), alone, cfg.model.dtype)
@@ -388,7 +388,7 @@ def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks
     return build(cfg.scorer if at == "scorer" else cfg.gold, at)
 
 
-def build_training_scorer(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
+def _build_training_scorer(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
     """Return the scorer whose scores are used for training."""
     scorer = build_scorer(cfg, "scorer", tokenizer, ranks)
     assert scorer is not None, "validated: training needs a scorer"

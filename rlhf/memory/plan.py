@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf.config.backends import Device
@@ -11,23 +12,9 @@ from rlhf.config.models import Dtype
 from rlhf.config.schema import value_at
 from rlhf.core.launched import local_world_size, world_size
 from rlhf.core.machine import this_machine
-from rlhf.memory.generator import Workers
+from rlhf.memory.processes import Trainer, Workers
 from rlhf.memory.sizes import judges, longest, models
-from rlhf.memory.trainer import Trainer
-from rlhf.memory.uses import (
-    CONTEXT,
-    LIBRARIES,
-    NEARLY,
-    PROCESS,
-    Part,
-    Phase,
-    Plan,
-    Use,
-    gib,
-    nccl,
-    on_heap,
-    times,
-)
+from rlhf.memory.uses import CONTEXT, LIBRARIES, NEARLY, PROCESS, Part, Phase, Plan, Use, gib, nccl
 from rlhf.words.catalogue import options
 
 if TYPE_CHECKING:
@@ -46,23 +33,21 @@ if TYPE_CHECKING:
 PAIRS = 256  # pairs that `rlhf.relabel` passes to the judge at once, between two steps of the progress bar
 
 
-def plan(cfg: Config, machine: Machine | None = None) -> Plan:
-    """Return the memory plan of the run `cfg` on `machine`, by default this machine.
+def plan(cfg: Config, machine: Machine | None = None, trains: bool = True) -> Plan:
+    """Return the memory plan of a command.
 
-    The plan is empty for tiny stand-ins. If the size of a model is unknown, the plan lists only unknown
-    models.
+    The plan is empty for tiny stand-ins, and if no model is loaded. If the size of a model is unknown, the
+    plan lists only unknown models.
+
+    Args:
+        cfg: the config of the run.
+        machine: the machine; None: this machine.
+        trains: whether the config is carried out; False: `rlhf.relabel`, which loads only its judges.
     """
     machine = machine or this_machine()
-    return _planned(with_token_limit(cfg, machine), machine)
-
-
-def relabelling_plan(cfg: Config, machine: Machine | None = None) -> Plan:
-    """Return the memory plan of `rlhf.relabel`, which loads only the judges of `cfg`; see `plan`.
-
-    The plan is empty if no judge is a model.
-    """
-    cfg = cfg.with_({"schedule.prompts_per_update": PAIRS})
-    return _planned(cfg, machine or this_machine(), trains=False)
+    if trains:
+        return _planned(with_token_limit(cfg, machine), machine)
+    return _planned(cfg.with_({"schedule.prompts_per_update": PAIRS}), machine, trains=False)
 
 
 def fills_memory(cfg: Config, machine: Machine | None = None) -> bool:
@@ -103,8 +88,11 @@ def device(cfg: Config, machine: Machine) -> str:
 
 def _passes_fit(cfg: Config, machine: Machine) -> bool:
     """Return whether all phases except sampling need at most `NEARLY` of every device."""
-    uses = _planned(cfg, machine).uses
-    return all(use.total is None or use.without("sampling").bytes <= NEARLY * use.total for use in uses)
+    for use in _planned(cfg, machine).uses:
+        passes = replace(use, phases=tuple(phase for phase in use.phases if phase.name != "sampling"))
+        if use.total is not None and passes.bytes > NEARLY * use.total:
+            return False
+    return True
 
 
 def _planned(cfg: Config, machine: Machine, trains: bool = True) -> Plan:
@@ -114,42 +102,39 @@ def _planned(cfg: Config, machine: Machine, trains: bool = True) -> Plan:
     if not loaded or unknown:
         return Plan((), unknown)
     trainer = Trainer(cfg, loaded, world_size(), device(cfg, machine))
-    workers = Workers.of(trainer, local_world_size())
+    workers = Workers(trainer, local_world_size())
     phases = [phase for phase in trainer.phases() if trains or phase.bytes]
-    if trainer.device == "cpu":
-        return Plan((_without_gpus(workers, machine, phases, trains),), {})
-    if not trains:
-        return Plan((_on_gpus_of_ranks(workers, machine, (), phases),), {})
-    return Plan(tuple(_with_gpus(workers, machine, phases)), {})
-
-
-def _without_gpus(workers: Workers, machine: Machine, phases: Iterable[Phase], trains: bool) -> Use:
-    """Return the memory of a host without GPUs: parts and phases of each rank, parts of other processes."""
-    trainer, local = workers.trainer, workers.local
-    parts = [times(part, local) for part in trainer.parts()]
+    if trainer.device == "cuda":
+        uses = _with_gpus(workers, machine, phases) if trains else [_on_ranks(workers, machine, phases)]
+        return Plan(tuple(uses), {})
+    local, generators = workers.local, workers.generators
+    parts = [part.times(local) for part in trainer.parts()]
     if trains:
-        parts += [times(part, local) for part in trainer.in_ram()]
-        parts += [times(on_heap(part), workers.generators) for part in workers.in_ram(machine.ram)]
-    on_host = (Phase(each.name, tuple(times(on_heap(part), local) for part in each.parts)) for each in phases)
-    return Use.of("RAM", machine.ram, parts, on_host)
+        parts += [part.times(local) for part in trainer.in_ram()]
+        parts += [part.times(generators, on_heap=True) for part in workers.in_ram(machine.ram)]
+    on_host = [
+        Phase(each.name, tuple(part.times(local, on_heap=True) for part in each.parts)) for each in phases
+    ]
+    return Plan((Use.of("RAM", machine.ram, parts, on_host),), {})
 
 
-def _on_gpus_of_ranks(
-    workers: Workers, machine: Machine, others: Iterable[Part], phases: Iterable[Phase], groups: int = 0
+def _on_ranks(
+    workers: Workers, machine: Machine, phases: Iterable[Phase], others: Iterable[Part] = (), groups: int = 0
 ) -> Use:
     """Return the memory on the GPU of each rank.
 
     Args:
         workers: the ranks and the other processes of this host.
         machine: the memory of this host.
-        others: parts of other processes on the GPU.
         phases: the phases of an update.
+        others: parts of other processes on the GPU.
         groups: number of groups of NCCL, besides that of the ranks.
     """
     trainer, local = workers.trainer, workers.local
     messages = nccl(int(trainer.ranks > 1) + groups)
     parts = [Part("CUDA", CONTEXT, "one process"), *messages, *trainer.parts(), *others]
-    return Use.of(f"GPU {_numbers(range(local))}", min(machine.gpus[:local], default=None), parts, phases)
+    name = f"GPU {' '.join(map(str, range(local)))}"
+    return Use.of(name, min(machine.gpus[:local], default=None), parts, phases)
 
 
 def _with_gpus(workers: Workers, machine: Machine, phases: list[Phase]) -> Iterator[Use]:
@@ -165,28 +150,23 @@ def _with_gpus(workers: Workers, machine: Machine, phases: list[Phase]) -> Itera
             others.append(Part(f"{reserved.engine}: CUDA", CONTEXT, "its process"))
         smallest = min((gpus[i] for i in devices if i < len(gpus)), default=None)
         total = None if smallest is None else int(reserved.share * smallest)
-        parts = tuple(workers.of_engine(reserved))
-        yield Use(f"{reserved.engine}'s share of GPU {_numbers(devices)}", total, parts)
+        name = f"{reserved.engine}'s share of GPU {' '.join(map(str, devices))}"
+        yield Use(name, total, tuple(workers.of_engine(reserved)))
     found = workers.on_gpus(len(gpus))
     on_ranks = [parts for gpu, parts in found.items() if gpu < local]
     others += max(on_ranks, key=lambda parts: sum(part.bytes for part in parts), default=[])
     on_gpu = workers.route is not Transfer.shared_memory  # weights in transfer are on the trainer's GPU
     if on_gpu:
         others.append(workers.in_transfer())
-    yield _on_gpus_of_ranks(workers, machine, others, phases, groups=int(workers.route is Transfer.nccl))
+    yield _on_ranks(workers, machine, phases, others, groups=int(workers.route is Transfer.nccl))
     yield from workers.own_gpus(found, gpus)
     ram = [Part("processes", PROCESS * (local + workers.each * many), LIBRARIES)]
-    ram += [times(part, local) for part in trainer.in_ram()]
+    ram += [part.times(local) for part in trainer.in_ram()]
     if trainer.cfg.has_worker and not on_gpu:
-        ram.append(times(workers.in_transfer(), many))
+        ram.append(workers.in_transfer().times(many))
     if workers.annotates:
-        ram.append(times(Part("annotator's process", PROCESS, LIBRARIES), many))
-    loads = 1 if trainer.only_first_loads else local  # hosts without rank 0 then load no models
-    yield Use.of("RAM", machine.ram, ram, [Phase("loading", (times(trainer.loading(), loads),))])
-
-
-def _numbers(gpus: Iterable[int]) -> str:
-    return " ".join(map(str, gpus))
+        ram.append(Part("annotator's process", PROCESS, LIBRARIES).times(many))
+    yield Use.of("RAM", machine.ram, ram, [Phase("loading", (trainer.loading(local),))])
 
 
 # Messages about the memory plan: rows of the summary, warnings, errors with a remedy.
@@ -219,32 +199,21 @@ def unknown_models(unknown: dict[str, str]) -> str:
     return "unknown until these models are downloaded: " + ", ".join(f"{k}={v}" for k, v in unknown.items())
 
 
-def problems(cfg: Config) -> list[str]:
-    """Return an error for each device that certainly has too little memory for the run `cfg`."""
-    return [_too_little(cfg, use) for use in plan(cfg).uses if not use.fits]
+def problems(cfg: Config, trains: bool = True) -> list[str]:
+    """Return an error for each device that certainly has too little memory; see `plan`."""
+    return [_too_little(cfg, use, trains) for use in plan(cfg, trains=trains).uses if not use.fits]
 
 
-def relabelling_problems(cfg: Config) -> list[str]:
-    """Return an error for each device that certainly has too little memory to relabel with `cfg`."""
-    return [_too_little_for_judge(cfg, use) for use in relabelling_plan(cfg).uses if not use.fits]
-
-
-def warnings(cfg: Config) -> list[str]:
-    """Return a warning for each device that may have too little memory for the run `cfg`."""
-    lists = "python -m rlhf.plan with the same arguments lists all parts"
-    return [f"the run {text}; {lists}" for text in _nearly_full(plan(cfg))]
-
-
-def relabelling_warnings(cfg: Config) -> list[str]:
-    """Return a warning for each device that may have too little memory to relabel with `cfg`."""
-    return [f"relabelling {text}" for text in _nearly_full(relabelling_plan(cfg))]
-
-
-def _nearly_full(made: Plan) -> Iterator[str]:
-    for use in made.uses:
+def warnings(cfg: Config, trains: bool = True) -> list[str]:
+    """Return a warning for each device that may have too little memory; see `plan`."""
+    found = []
+    for use in plan(cfg, trains=trains).uses:
         if use.fits and use.total is not None and use.bytes > NEARLY * use.total:
             amounts = f"about {gib(use.bytes)} of the {gib(use.total)} of {use.device}"
-            yield f"may need {amounts} ({_in_short(use)})"
+            text = f"{'the run' if trains else 'relabelling'} may need {amounts} ({_in_short(use)})"
+            lists = "; python -m rlhf.plan with the same arguments lists all parts" if trains else ""
+            found.append(text + lists)
+    return found
 
 
 _WORTH = 0.95  # settings that need more than this fraction of the memory are not named
@@ -255,25 +224,24 @@ _ADJUSTABLE = {  # phase -> the key that makes the phase smaller
 }
 
 
-def _refusal(use: Use, what: str, key: str, got: object, remedy: str) -> str:
-    """Return the error message for a device with too little memory; `what` needs it, such as "the run"."""
-    assert use.total is not None
-    return (
-        f"{key} must be small enough for the {gib(use.total)} of {use.device} ({what} is estimated to need "
-        f"{gib(use.bytes)}: {_in_short(use)}), got {got}; {remedy}"
-    )
+def _too_little(cfg: Config, use: Use, trains: bool) -> str:
+    """Return the error about a device with too little memory, with settings that fit if there are any."""
 
-
-def _too_little(cfg: Config, use: Use) -> str:
     def fits(changed: Config) -> bool:
-        return all(each.fits for each in plan(changed).uses if each.device == use.device)
+        return all(each.fits for each in plan(changed, trains=trains).uses if each.device == use.device)
 
-    adjusted, first = adjustable(cfg, use.largest.name), next(models(cfg))
+    adjusted, step = "gold.batch_size", 2  # the two responses of a pair
+    if trains:
+        adjusted, step = adjustable(cfg, use.largest.name), cfg.algo.samples_per_prompt
+    first = next(models(cfg) if trains else judges(cfg))
     made = cfg.model.architecture(cfg.task.vocabulary_size)
     key: str = first.key
     got: object = first.name
-    if adjusted and (fitting := _smaller(cfg, adjusted, cfg.algo.samples_per_prompt, fits)):
+    if adjusted and (fitting := _smaller(cfg, adjusted, step, fits)):
         key, got, remedy = adjusted, value_at(cfg, adjusted), f"set {adjusted}={fitting}"
+    elif not trains:
+        lower = ", or set model.dtype=bfloat16" if cfg.model.dtype is Dtype.float32 else ""
+        remedy = f"set {key} to a smaller model{lower}"
     elif (shares := _fitting_share(cfg)) is not None:
         key, got, remedy = "generator.memory", shares[0], f"set generator.memory={shares[1]:g}"
     elif first.name is None and made:
@@ -283,18 +251,12 @@ def _too_little(cfg: Config, use: Use) -> str:
     else:
         others = [f"set {override}" for override in smaller_settings(cfg)]
         remedy = ", or ".join([f"set {key} to a smaller model", *others])
-    return _refusal(use, "the run", key, got, remedy)
-
-
-def _too_little_for_judge(cfg: Config, use: Use) -> str:
-    def fits(changed: Config) -> bool:
-        return all(each.fits for each in relabelling_plan(changed).uses)
-
-    judge, key = next(judges(cfg)), "gold.batch_size"
-    if (size := _smaller(cfg, key, 2, fits)) is not None:  # the two responses of a pair
-        return _refusal(use, "relabelling", key, cfg.gold.sequences, f"set {key}={size}")
-    lower = ", or set model.dtype=bfloat16" if cfg.model.dtype is Dtype.float32 else ""
-    return _refusal(use, "relabelling", judge.key, judge.name, f"set {judge.key} to a smaller model{lower}")
+    assert use.total is not None
+    return (
+        f"{key} must be small enough for the {gib(use.total)} of {use.device} "
+        f"({'the run' if trains else 'relabelling'} is estimated to need {gib(use.bytes)}: "
+        f"{_in_short(use)}), got {got}; {remedy}"
+    )
 
 
 def adjustable(cfg: Config, phase: str) -> str | None:

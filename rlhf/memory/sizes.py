@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 # GPT-NeoX (Pythia), Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3.
 
 
-HEADS = ("lm_head.", "embed_out.", "score.")  # prefixes of the names of tensors of an output head
+_HEADS = ("lm_head.", "embed_out.", "score.")  # prefixes of the names of tensors of an output head
 _EMBEDDINGS = ("embed_in", "embed_tokens", "wte")  # last parts of the names of input embeddings
 _BUFFERS = re.compile(r"\.(attention|attn)\.(masked_)?bias$|\.inv_freq$")  # tensors that are not parameters
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # config keys of a mixture of experts
-NAMES = {  # size -> its keys in config.json, the most common key first
+_NAMES = {  # size -> its keys in config.json, the most common key first
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "heads": ("num_attention_heads", "n_head", "num_heads"),
@@ -76,6 +76,10 @@ class ModelSize:
         """The width of a token's keys, all heads together; the width of its values is equal."""
         return self.kv_heads * self.head_size
 
+    def cache(self, tokens: int, number_bytes: float) -> float:
+        """Return the bytes of the keys and values of `tokens` tokens in all layers."""
+        return self.layers * 2 * self.kv_width * tokens * number_bytes
+
     def scoring(self) -> ModelSize:
         """Return the size of a reward or value model: the same backbone, a head with one output."""
         return replace(self, head=self.hidden, vocabulary=1)
@@ -88,8 +92,7 @@ def named_size(name: str) -> ModelSize | None:
         The size; None if config.json lacks a size, or if the model is neither on this machine nor in the
         table of published models.
     """
-    folder = _folder_of(name)
-    if folder is not None:
+    if (folder := _folder_of(name)) is not None:
         return folder_size(folder)
     published = published_config(name)
     return None if published is None else config_size(published)
@@ -169,7 +172,7 @@ def folder_size(folder: Path) -> ModelSize | None:
     counts = _tensor_counts(folder)
     if size is None or not counts:
         return None if size is None or size.backbone == 0 else size
-    head = sum(count for name, count in counts.items() if name.startswith(HEADS))
+    head = sum(count for name, count in counts.items() if name.startswith(_HEADS))
     return replace(size, backbone=sum(counts.values()) - head, head=head)
 
 
@@ -180,7 +183,7 @@ def config_size(config: dict[str, Any]) -> ModelSize | None:
     """
     nested = config.get("text_config")
     config = {**config, **(nested if isinstance(nested, dict) else {})}
-    hidden, layers, heads, intermediate = (_first_number(config, names) for names in NAMES.values())
+    hidden, layers, heads, intermediate = (_first_number(config, names) for names in _NAMES.values())
     vocabulary = _first_number(config, ("vocab_size",))
     if hidden is None or layers is None or heads is None or vocabulary is None:
         return None
@@ -265,21 +268,20 @@ class Model:
 
 def models(cfg: Config) -> Iterator[Model]:
     """Yield the models that the trainer process of the run `cfg` loads, trained models first."""
-    model, algo, batch, start = cfg.model, cfg.algo, without_gradient(cfg), cfg.start
+    model, algo, start, batch = cfg.model, cfg.algo, cfg.start, most_sequences(cfg, WITHOUT_GRADIENT)
     key = "model.base" if algo.trains is Trains.base else "model.policy"
     if algo.trains is Trains.reward:
-        yield _adapted(cfg, _scoring(cfg, "reward model", key, start, batch, trained=True))
+        yield _model(cfg, "reward model", key, start, batch, trained=True, scores=True)
         return
-    yield _adapted(cfg, Model("policy", key, start, _size(cfg, start), True, batch))
+    yield _model(cfg, "policy", key, start, batch, trained=True)
     if cfg.value_starts_as is not None:
         value = start
         if cfg.value_starts_as is ValueFrom.reward:
             key, value = "model.reward", cfg.value_reward
-        yield _adapted(cfg, _scoring(cfg, "value model", key, value, batch, trained=True))
+        yield _model(cfg, "value model", key, value, batch, trained=True, scores=True)
     if algo.trains is Trains.policy and not (model.lora.rank and model.starts_as_reference):
-        name = model.reference or model.policy
         key = "model.reference" if model.reference else "model.policy"
-        yield Model("reference", key, name, _size(cfg, name), False, batch)
+        yield _model(cfg, "reference", key, model.reference or model.policy, batch)
     yield from _scorers(cfg)
 
 
@@ -294,46 +296,39 @@ def _scorers(cfg: Config) -> Iterator[Model]:
         if scorer.sequences:
             key, name = scorer.reward_model(at, cfg.model.reward) or ("model.reward", None)
             role = "judge" if at.startswith("gold") else "reward model"
-            yield _scoring(cfg, role, key, name, scorer.sequences)
+            yield _model(cfg, role, key, name, scorer.sequences, scores=True)
 
 
-def _scoring(
-    cfg: Config, role: str, key: str, name: str | None, batch_size: int, trained: bool = False
+def _model(
+    cfg: Config,
+    role: str,
+    key: str,
+    name: str | None,
+    batch_size: int,
+    *,
+    trained: bool = False,
+    scores: bool = False,
 ) -> Model:
-    """Return a model with one output: a reward or value model, or a judge."""
-    size = _size(cfg, name)
-    return Model(role, key, name, size and size.scoring(), trained, batch_size)
+    """Return a model with its size; `scores`: its head is replaced by a head with one output.
 
-
-def _adapted(cfg: Config, model: Model) -> Model:
-    """Return a trained model with the number of parameters that are trained beside the frozen weights.
-
-    These are the adapters, a trained copy of the modules in `model.lora.modules_to_save`, and the head of a
-    model with one output.
+    With LoRA, the parameters of a trained model that are trained beside the frozen weights are the adapters,
+    a copy of the modules in `model.lora.modules_to_save`, and the head of a model with one output.
     """
-    lora = cfg.model.lora
-    if not lora.rank or model.size is None:
-        return model
-    whole, count = lora.modules_to_save, adapter_parameters(model.size, lora.rank, lora.targets)
-    if model.size.vocabulary == 1:
-        count += model.size.head
-        whole = [name for name in whole if name != "score"]
-    original = _size(cfg, model.name)
-    assert original is not None, "the size of the model is known"
-    return replace(model, adapters=count + module_parameters(model.name, original, list(whole)))
-
-
-def _size(cfg: Config, name: str | None) -> ModelSize | None:
-    """Return the size of a model, or None if it is unknown; without a name, a run makes the model."""
+    original: ModelSize | None = None  # the size is unknown
     if name is not None:
-        return named_size(name)
-    made = cfg.model.architecture(cfg.task.vocabulary_size)
-    if not made or not cfg.task.embedded:
-        return None
-    return named_size(cfg.model.base) if cfg.model.base else config_size(made)
-
-
-# The number of the longest sequences in a forward pass, given `backend.micro_batch` and `backend.tokens`.
+        original = named_size(name)
+    elif cfg.task.embedded and (made := cfg.model.architecture(cfg.task.vocabulary_size)):
+        original = named_size(cfg.model.base) if cfg.model.base else config_size(made)
+    if original is None:
+        return Model(role, key, name, None, trained, batch_size)
+    size, lora, adapters = original.scoring() if scores else original, cfg.model.lora, None
+    if trained and lora.rank:
+        whole, adapters = lora.modules_to_save, adapter_parameters(size, lora.rank, lora.targets)
+        if size.vocabulary == 1:
+            adapters += size.head
+            whole = [each for each in whole if each != "score"]
+        adapters += module_parameters(name, original, whole)
+    return Model(role, key, name, size, trained, batch_size, adapters)
 
 
 def longest(cfg: Config) -> int:
@@ -341,17 +336,13 @@ def longest(cfg: Config) -> int:
     return cfg.task.max_prompt_tokens + cfg.generator.response_length
 
 
-def with_gradient(cfg: Config) -> int:
-    """Return the largest number of the longest sequences in a forward pass with gradients."""
-    return _sequences(cfg, 1)
+def most_sequences(cfg: Config, times: int = 1) -> int:
+    """Return the largest number of the longest sequences in a forward pass with gradients.
 
-
-def without_gradient(cfg: Config) -> int:
-    """Return the largest number of the longest sequences in a forward pass without gradients."""
-    return _sequences(cfg, WITHOUT_GRADIENT)
-
-
-def _sequences(cfg: Config, times: int) -> int:
+    Args:
+        cfg: the config of the run.
+        times: `WITHOUT_GRADIENT`: in a pass without gradients.
+    """
     most, tokens = cfg.backend.micro_batch, cfg.backend.tokens
     return max(1, min(times * most, times * tokens // longest(cfg))) if tokens else most
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from rlhf.models import folder
 
 if TYPE_CHECKING:
-    from rlhf.config.backends import Footprint
     from rlhf.memory.sizes import ModelSize
 
 
@@ -35,6 +34,24 @@ class Part:
     bytes: float
     made_of: str = ""  # the factors of `bytes`, for the table
     estimated: bool = False  # True: upper bound, at maximum length; False: exact
+
+    @classmethod
+    def of_parameters(cls, name: str, count: int, size: float, estimated: bool = False) -> Part:
+        """Return the part of `count` parameters that need `size` bytes together."""
+        many = f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.2f} million"
+        return cls(name, size, f"{many} parameters x {size / max(1, count):.3g} bytes", estimated)
+
+    def times(self, count: int, on_heap: bool = False) -> Part:
+        """Return the part with the memory of `count` processes.
+
+        Args:
+            count: number of processes.
+            on_heap: whether the memory is RAM: estimated parts then count `HEAP` times, because they are
+                temporary tensors, and the C library does not return all their memory after they are freed.
+        """
+        made_of = self.made_of if count == 1 else f"{count} x {self.made_of}"
+        factor = count * HEAP if on_heap and self.estimated else count
+        return replace(self, bytes=self.bytes * factor, made_of=made_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +92,6 @@ class Use:
         peaks = [self.parts + phase.parts for phase in self.phases or (self.largest,)]
         return max(sum(part.bytes / (_MARGIN if part.estimated else 1) for part in parts) for parts in peaks)
 
-    def without(self, name: str) -> Use:
-        """Return the use without the phase `name`."""
-        return replace(self, phases=tuple(phase for phase in self.phases if phase.name != name))
-
     @property
     def fits(self) -> bool:
         """Whether the device has at least `least` bytes of memory; True if its memory is unknown."""
@@ -96,28 +109,6 @@ class Plan:
 
     uses: tuple[Use, ...]  # one per device; empty if a model is unknown
     unknown: dict[str, str]  # models that are not on this machine, by config key
-
-
-def on_heap(part: Part) -> Part:
-    """Return the part with its size in RAM: estimated parts times `HEAP`.
-
-    Estimated parts are temporary tensors, and the C library does not return all their memory after they are
-    freed.
-    """
-    return replace(part, bytes=part.bytes * HEAP) if part.estimated else part
-
-
-def times(part: Part, count: int) -> Part:
-    """Return the part with the memory of `count` processes."""
-    if count == 1:
-        return part
-    return replace(part, bytes=part.bytes * count, made_of=f"{count} x {part.made_of}")
-
-
-def parameters(count: int, size: float) -> str:
-    """Return the number of parameters and the bytes per parameter as text; `size` is in bytes."""
-    many = f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.2f} million"
-    return f"{many} parameters x {size / max(1, count):.3g} bytes"
 
 
 def gib(amount: float) -> str:
@@ -157,7 +148,7 @@ CHOICE_CHUNK = {"cpu": 2**20, "cuda": 2**24}  # probabilities in a chunk, as in 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
+class _Precision:
     """The bytes per number in a forward pass."""
 
     residual: int  # for numbers of the residual stream
@@ -165,9 +156,9 @@ class Precision:
     cache: int  # for cached keys and values, on average; under autocast, rotary positions make keys float32
 
 
-FLOAT32 = Precision(residual=4, product=4, cache=4)
-AUTOCAST = Precision(residual=4, product=2, cache=3)  # bfloat16 products over float32 weights
-BFLOAT16 = Precision(residual=2, product=2, cache=2)  # bfloat16 weights
+FLOAT32 = _Precision(residual=4, product=4, cache=4)
+AUTOCAST = _Precision(residual=4, product=2, cache=3)  # bfloat16 products over float32 weights
+BFLOAT16 = _Precision(residual=2, product=2, cache=2)  # bfloat16 weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,158 +207,125 @@ class Tokens:
             yield self.sequences, self.length, self.length
 
 
-def training(
-    size: ModelSize,
-    tokens: Tokens,
-    precision: Precision,
-    *,
-    eager: bool = False,
-    device: str = "cpu",
-    checkpointing: bool = False,
-) -> float:
-    """Return the peak bytes of a forward and backward pass, besides weights and gradients.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """A forward pass of a model, whose peak memory is estimated.
 
-    Args:
-        size: the trained model.
-        tokens: the tokens of a micro-batch.
+    Attributes:
+        size: the model.
+        tokens: the tokens of the pass; for training, those of a micro-batch.
         precision: bytes per number.
-        eager: whether attention computes and keeps a matrix of probabilities.
+        eager: whether attention computes and, for training, keeps a matrix of probabilities.
         device: "cpu" or "cuda".
-        checkpointing: whether blocks store only their inputs and are recomputed in the backward pass.
     """
-    encoded = sum(rows * queries for rows, queries, _ in tokens.passes(eager))
-    layer = [_kept_pass(size, tokens, precision, eager, *each) for each in tokens.passes(eager)]
-    prompts = cache_bytes(size, tokens.prompts * tokens.prompt, precision) if tokens.apart else 0
-    if checkpointing:
-        kept = size.layers * encoded * size.hidden * precision.residual + prompts + sum(layer)
-    else:
-        kept = size.layers * sum(layer) - (layer[0] if tokens.apart else 0)
-    normed = encoded - (tokens.prompts * tokens.prompt if tokens.apart else 0)  # tokens after the last layer
-    if tokens.apart and not eager:  # all layers share the mask of the responses
-        rows, queries, keys = list(tokens.passes(eager))[-1]
-        kept += rows * queries * keys * precision.product
-    ends = (encoded + normed + 3 * tokens.sequences * tokens.response) * size.hidden * precision.residual
-    copied = size.kv_heads < size.heads or precision.product < precision.cache
-    on_top = max(
-        prompts if copied else 0,  # otherwise the cache consists of tensors that autograd keeps
-        _head_bytes(size, tokens, precision, device, backward=True),
-        encoded * size.intermediate * precision.product,  # the first gradients of the backward pass
-    )
-    return kept + ends + on_top + _autocast_copies(size, precision)
 
+    size: ModelSize
+    tokens: Tokens
+    precision: _Precision
+    eager: bool = False
+    device: str = "cpu"
 
-def _kept_pass(
-    size: ModelSize, tokens: Tokens, precision: Precision, eager: bool, rows: int, queries: int, keys: int
-) -> float:
-    """Return the bytes that autograd keeps of one pass through one layer.
+    def training(self, checkpointing: bool = False) -> float:
+        """Return the peak bytes of a forward and backward pass, besides weights and gradients.
 
-    Args:
-        size: the model.
-        tokens: the tokens of the forward.
-        precision: bytes per number.
-        eager: whether attention keeps its probabilities.
-        rows: rows of the pass.
-        queries: tokens encoded per row.
-        keys: tokens attended to per row.
-    """
-    r, a, h = precision.residual, precision.product, size.hidden
-    norms = 2 * (2 * r + a) * h if size.rms else ((1 if size.parallel else 2) * r + 2 * a) * h
-    mlp = (4 if size.gated else 2) * a * size.intermediate
-    token = norms + mlp + 2 * a * size.query_width
-    if size.fused and not tokens.apart:
-        # The values are a view of the product of queries, keys and values, which is kept as a whole.
-        token += 2 * a * size.query_width
-    kept = rows * queries * token + rows * keys * 2 * a * size.query_width
-    if eager:
-        return kept + rows * queries * keys * size.heads * (4 + (a if a < 4 else 0))
-    return kept + (0 if tokens.apart else rows * queries * keys * a)
+        Args:
+            checkpointing: whether blocks store only their inputs and are recomputed in the backward pass.
+        """
+        size, tokens, precision = self.size, self.tokens, self.precision
+        passes = list(tokens.passes(self.eager))
+        encoded = sum(rows * queries for rows, queries, _ in passes)
+        layer = [self._kept(*each) for each in passes]
+        prompts = self._cache_of_prompts()
+        if checkpointing:
+            kept = size.layers * encoded * size.hidden * precision.residual + prompts + sum(layer)
+        else:
+            kept = size.layers * sum(layer) - (layer[0] if tokens.apart else 0)
+        normed = encoded - (tokens.prompts * tokens.prompt if tokens.apart else 0)  # after the last layer
+        if tokens.apart and not self.eager:  # all layers share the mask of the responses
+            rows, queries, keys = passes[-1]
+            kept += rows * queries * keys * precision.product
+        ends = (encoded + normed + 3 * tokens.sequences * tokens.response) * size.hidden * precision.residual
+        copied = size.kv_heads < size.heads or precision.product < precision.cache
+        on_top = max(
+            prompts if copied else 0,  # otherwise the cache consists of tensors that autograd keeps
+            self._head() + 4 * size.vocabulary * size.hidden,  # the gradient of the head's weight
+            encoded * size.intermediate * precision.product,  # the first gradients of the backward pass
+        )
+        return kept + ends + on_top + self._autocast_copies()
 
+    def inference(self) -> float:
+        """Return the peak bytes of a forward pass without gradients, besides the weights."""
+        tokens, precision, cache, largest = self.tokens, self.precision, self._cache_of_prompts(), 0.0
+        for rows, queries, keys in tokens.passes(self.eager):
+            copy = 2 * self.size.kv_width * rows * keys * precision.cache if keys > queries else 0
+            largest = max(largest, cache + copy + self._one_layer(rows, queries, keys))
+        states = 2 * tokens.sequences * tokens.response * self.size.hidden * precision.residual
+        return max(largest, states + self._head()) + self._autocast_copies()
 
-def inference(
-    size: ModelSize, tokens: Tokens, precision: Precision, *, eager: bool = False, device: str = "cpu"
-) -> float:
-    """Return the peak bytes of a forward pass without gradients, besides the weights.
+    def sampling(self) -> float:
+        """Return the peak bytes of sampling all sequences in parallel, besides the weights.
 
-    The arguments are those of `training`.
-    """
-    cache = cache_bytes(size, tokens.prompts * tokens.prompt, precision) if tokens.apart else 0
-    largest = 0.0
-    for rows, queries, keys in tokens.passes(eager):
-        copy = 2 * size.kv_width * rows * keys * precision.cache if keys > queries else 0
-        largest = max(largest, cache + copy + _one_layer(size, rows, queries, keys, precision, eager))
-    states = 2 * tokens.sequences * tokens.response * size.hidden * precision.residual
-    head = _head_bytes(size, tokens, precision, device, backward=False)
-    return max(largest, states + head) + _autocast_copies(size, precision)
+        The formula follows `rlhf.generators.hf.generator`.
+        """
+        size, tokens, precision = self.size, self.tokens, self.precision
+        rows = tokens.sequences // tokens.decoded_a_row(self.eager)
+        cached = rows * tokens.prompt + tokens.sequences * tokens.response
+        prompts = min(tokens.prompts, max(1, PROMPT_TOKENS[self.device] // tokens.prompt))
+        prefill = self._one_layer(prompts, tokens.prompt, tokens.prompt)
+        logits = tokens.sequences * size.vocabulary
+        chunk = min(logits, max(CHOICE_CHUNK[self.device], size.vocabulary))
+        choice = 4 * (logits + tokens.prompts * size.vocabulary + 2 * chunk)
+        # A CUDA graph has a memory pool of its own: it cannot reuse the memory that the prefill has freed.
+        most = prefill + choice if self.device == "cuda" else max(prefill, choice)
+        return size.cache(cached, precision.product) + most + self._autocast_copies()
 
+    def _cache_of_prompts(self) -> float:
+        """Return the bytes of keys and values of the prompts that have a separate pass."""
+        count = self.tokens.prompts * self.tokens.prompt if self.tokens.apart else 0
+        return self.size.cache(count, self.precision.cache)
 
-def sampling(
-    size: ModelSize, tokens: Tokens, precision: Precision, *, eager: bool = False, device: str = "cpu"
-) -> float:
-    """Return the peak bytes of sampling all sequences of `tokens` in parallel, besides the weights.
+    def _kept(self, rows: int, queries: int, keys: int) -> float:
+        """Return the bytes that autograd keeps of one pass through one layer; see `Tokens.passes`."""
+        size, r, a, h = self.size, self.precision.residual, self.precision.product, self.size.hidden
+        norms = 2 * (2 * r + a) * h if size.rms else ((1 if size.parallel else 2) * r + 2 * a) * h
+        token = norms + (4 if size.gated else 2) * a * size.intermediate + 2 * a * size.query_width
+        if size.fused and not self.tokens.apart:
+            # The values are a view of the product of queries, keys and values, which is kept as a whole.
+            token += 2 * a * size.query_width
+        kept = rows * queries * token + rows * keys * 2 * a * size.query_width
+        if self.eager:
+            return kept + rows * queries * keys * size.heads * (4 + (a if a < 4 else 0))
+        return kept + (0 if self.tokens.apart else rows * queries * keys * a)
 
-    The arguments are those of `training`. The formula follows `rlhf.generators.hf.generator`.
-    """
-    rows = tokens.sequences // tokens.decoded_a_row(eager)
-    cached = replace(precision, cache=precision.product)
-    cache = cache_bytes(size, rows * tokens.prompt + tokens.sequences * tokens.response, cached)
-    prompts = min(tokens.prompts, max(1, PROMPT_TOKENS[device] // tokens.prompt))
-    prefill = _one_layer(size, prompts, tokens.prompt, tokens.prompt, precision, eager)
-    logits = tokens.sequences * size.vocabulary
-    chunk = min(logits, max(CHOICE_CHUNK[device], size.vocabulary))
-    choice = 4 * (logits + tokens.prompts * size.vocabulary + 2 * chunk)
-    # A CUDA graph has a memory pool of its own: it cannot reuse the memory that the prefill has freed.
-    most = prefill + choice if device == "cuda" else max(prefill, choice)
-    return cache + most + _autocast_copies(size, precision)
+    def _one_layer(self, rows: int, queries: int, keys: int) -> float:
+        """Return the peak bytes of one layer without gradients: the larger value of its MLP and attention."""
+        size, r, a, h = self.size, self.precision.residual, self.precision.product, self.size.hidden
+        mlp = rows * queries * (2 * r * h + a * h + (3 if size.gated else 2) * a * size.intermediate)
+        cast = r if a < r and size.kv_heads < size.heads else 0  # keys are repeated before the cast
+        attended = (2 * a + cast) * size.query_width * rows * keys
+        pairs = rows * queries * keys * (2 * 4 * size.heads if self.eager else 1 + a)
+        attention = rows * queries * (r * h + a * h + 3 * a * size.query_width) + attended + pairs
+        return max(mlp, attention)
 
+    def _head(self) -> float:
+        """Return the bytes of two tiles of float32 logits.
 
-def _one_layer(
-    size: ModelSize, rows: int, queries: int, keys: int, precision: Precision, eager: bool
-) -> float:
-    """Return the peak bytes of one layer without gradients: the larger value of its MLP and its attention.
+        With 16-bit matrix products, there is also a 16-bit copy of a tile. A compiled head, on a GPU, needs
+        three 16-bit tiles and a copy of the weight instead.
+        """
+        logits = self.tokens.sequences * self.tokens.response * self.size.vocabulary * 4
+        tile = min(logits, TILE_BYTES[self.device])
+        if self.precision.product == 4:
+            return 2 * tile
+        weight = self.size.vocabulary * self.size.hidden
+        return max(2.5 * tile, 1.5 * tile + 2 * weight) if self.device == "cuda" else 2.5 * tile
 
-    Args:
-        size: the model.
-        rows: rows of the pass.
-        queries: tokens encoded per row.
-        keys: tokens attended to per row.
-        precision: bytes per number.
-        eager: whether attention computes a matrix of probabilities.
-    """
-    r, a, h = precision.residual, precision.product, size.hidden
-    mlp = rows * queries * (2 * r * h + a * h + (3 if size.gated else 2) * a * size.intermediate)
-    cast = r if a < r and size.kv_heads < size.heads else 0  # keys are repeated before the cast
-    attended = (2 * a + cast) * size.query_width * rows * keys
-    pairs = rows * queries * keys * (2 * 4 * size.heads if eager else 1 + a)
-    attention = rows * queries * (r * h + a * h + 3 * a * size.query_width) + attended + pairs
-    return max(mlp, attention)
-
-
-def cache_bytes(size: ModelSize, tokens: int, precision: Precision) -> float:
-    """Return the bytes of the keys and values of `tokens` tokens in all layers."""
-    return size.layers * 2 * size.kv_width * tokens * precision.cache
-
-
-def _head_bytes(size: ModelSize, tokens: Tokens, precision: Precision, device: str, backward: bool) -> float:
-    """Return the bytes of the output head: two tiles of float32 logits; if `backward`, the weight's gradient.
-
-    With 16-bit matrix products, there is also a 16-bit copy of a tile. A compiled head, on a GPU, needs three
-    16-bit tiles and a copy of the weight instead.
-    """
-    weight = size.vocabulary * size.hidden
-    logits = tokens.sequences * tokens.response * size.vocabulary * 4
-    tile = min(logits, TILE_BYTES[device])
-    low = precision.product < 4
-    most = (2.5 if low else 2) * tile
-    if low and device == "cuda":
-        most = max(most, 1.5 * tile + 2 * weight)
-    return most + (4 * weight if backward else 0)
-
-
-def _autocast_copies(size: ModelSize, precision: Precision) -> float:
-    """Return the bytes of the copies of the layers' weights in the product dtype, which autocast caches."""
-    if precision.product == precision.residual:
-        return 0
-    return precision.product * max(0, size.parameters - 2 * size.vocabulary * size.hidden)
+    def _autocast_copies(self) -> float:
+        """Return the bytes of the copies of layers' weights in the product dtype, which autocast caches."""
+        if self.precision.product == self.precision.residual:
+            return 0
+        layers = self.size.parameters - 2 * self.size.vocabulary * self.size.hidden
+        return self.precision.product * max(0, layers)
 
 
 # Memory of messages between ranks: buffers of NCCL, and the bucket of gradients that is summed at once.
@@ -383,18 +341,4 @@ def nccl(groups: int) -> Iterator[Part]:
     """Yield the buffers of NCCL on one GPU that is in `groups` groups of processes."""
     if groups:
         made_of = f"{_CHANNELS} channels x 2 connections x {_CONNECTION // _MIB} MiB"
-        yield times(Part("NCCL", GROUP, made_of, estimated=True), groups)
-
-
-def bucket(footprint: Footprint, trained: int, ranks: int) -> Iterator[Part]:
-    """Yield the copies of gradients that one message between the ranks contains.
-
-    Args:
-        footprint: footprint of the backend.
-        trained: number of trained parameters.
-        ranks: number of ranks.
-    """
-    if ranks > 1 and trained:
-        count = min(footprint.bucket, trained)
-        size = 4 * footprint.copies * count
-        yield Part("gradient bucket", size, parameters(count, size), estimated=True)
+        yield Part("NCCL", GROUP, made_of, estimated=True).times(groups)

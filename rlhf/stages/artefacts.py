@@ -148,10 +148,10 @@ def push_run(folder: RunFolder, repository: str) -> None:
         UserError: the model is missing or damaged.
         RunError: the upload failed.
     """
-    say(f"pushed to {push_model(final_model(folder), repository)}")
+    say(f"pushed to {_push_model(final_model(folder), repository)}")
 
 
-def push_model(folder: Path, repository: str) -> str:
+def _push_model(folder: Path, repository: str) -> str:
     """Upload a model folder, and return the address of the repository.
 
     Files that the repository already has are not uploaded again.

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
@@ -140,17 +140,18 @@ def evaluate(
                 rows[row["model"]] = row
     found = [rows[candidate.name] for candidate in wanted if candidate.name in rows]
     # The initial policy may have been evaluated after other models.
-    initial = initial_scores(cfg, folder, split)
-    return [{**row, **_comparison(cfg, row, _saved_scores(folder, row), initial)} for row in found]
+    initial = _initial_scores(cfg, folder, split)
+    saved = ((row, _scores_of(read_lines(completions_file(folder, row)))) for row in found)
+    return [{**row, **_comparison(cfg, row, scores, initial)} for row, scores in saved]
 
 
-def _not_evaluated(wanted: list[Candidate], rows: dict[str, dict[str, Any]]) -> list[Candidate]:
+def _not_evaluated(wanted: list[_Candidate], rows: dict[str, dict[str, Any]]) -> list[_Candidate]:
     """Return the models without a row; a named model whose files have changed has no row."""
     return [each for each in wanted if rows.get(each.name, {"files": ""}).get("files") != each.files]
 
 
 def measure(
-    due: list[Candidate], cfg: Config, folder: RunFolder, split: str, ranks: Ranks | None
+    due: list[_Candidate], cfg: Config, folder: RunFolder, split: str, ranks: Ranks | None
 ) -> Iterator[dict[str, Any]]:
     """Evaluate each model of `due`; write and yield its row. Damaged checkpoints are skipped."""
     say_loading()
@@ -163,7 +164,7 @@ def measure(
     asked, about = cfg, settings(cfg, split)
     # Sharded weights need the run's own engine, whose value model may start as the reward model.
     reward = cfg.scores_completions or any(candidate.shards for candidate in due)
-    cfg = ranks.from_first(lambda: complete(measuring(cfg), run, reward=reward))
+    cfg = ranks.from_first(lambda: complete(_measuring(cfg), run, reward=reward))
     cfg = at_start(cfg, ranks.from_first(folder.started))
     if ranks.first:
         setup_logging(folder)
@@ -192,7 +193,7 @@ def measure(
             if candidate.named:
                 start = cfg.start and Path(cfg.start).expanduser().resolve()
                 row |= {"files": candidate.files, "initial": start == candidate.weights.resolve()}
-            initial = ranks.from_first(lambda: initial_scores(asked, folder, split))
+            initial = ranks.from_first(lambda: _initial_scores(asked, folder, split))
             row |= _comparison(cfg, row, evaluation.scores, initial)
             if ranks.first:
                 if evaluation.samples:
@@ -200,29 +201,29 @@ def measure(
                     file.parent.mkdir(exist_ok=True)
                     write_atomically(file, "".join(map(as_line, evaluation.samples)))
                 append(folder.evaluations, [row])  # after the completions: it marks them as complete
-            show(row, evaluation, cfg, last=candidate is good[-1])
+            if cfg.progress is not Progress.off:
+                update = f" (update {row['update']})" if "update" in row else ""
+                say_items(f"{row['model']}{update}:", metric_texts(row))
+                if cfg.eval.samples:  # of the last model all that are asked for
+                    print_samples(evaluation.samples[: cfg.eval.samples if candidate is good[-1] else 1])
             warn([text for text in [no_reply_ended(row, cfg)] if text is not None])
             yield row
 
 
-def initial_scores(cfg: Config, folder: RunFolder, split: str) -> list[float] | None:
+def _initial_scores(cfg: Config, folder: RunFolder, split: str) -> list[float] | None:
     """Return the scores of the initial policy's completions with the settings `cfg`; None if unknown.
 
     They are known if the settings are those of the run, which was evaluated before its first update, or if
     the initial policy was evaluated as one of `models=`.
     """
-    rows = known(cfg, folder, split).values()
-    scores = next((_saved_scores(folder, row) for row in rows if row.get("initial")), None)
-    if scores is not None or split != "validation" or not folder.config.is_file():
-        return scores
+    for row in known(cfg, folder, split).values():
+        if row.get("initial") and (scores := _scores_of(read_lines(completions_file(folder, row)))):
+            return scores
+    if split != "validation" or not folder.config.is_file():
+        return None
     if fingerprint(load_config(folder.config), split) != fingerprint(cfg, split):
         return None
     return _scores_of(row for row in read_lines(folder.completions, ["update"]) if row["update"] == 0)
-
-
-def _saved_scores(folder: RunFolder, row: dict[str, Any]) -> list[float] | None:
-    """Return the scores of the completions of a row of evaluations.jsonl; None without scores."""
-    return _scores_of(read_lines(completions_file(folder, row)))
 
 
 def _scores_of(samples: Iterable[dict[str, Any]]) -> list[float] | None:
@@ -252,7 +253,7 @@ def _comparison(
     return against_initial(scores, initial, cfg.tie_tolerance(cfg.scorer))
 
 
-def _refuse_other_tokenizers(due: list[Candidate], cfg: Config) -> None:
+def _refuse_other_tokenizers(due: list[_Candidate], cfg: Config) -> None:
     """Raise UserError if a named model has another vocabulary than the reference model.
 
     KL and perplexity compare the two models token by token.
@@ -282,13 +283,13 @@ def _starting_from(model: str, cfg: Config) -> Config:
 
 
 def evaluations(
-    group: list[Candidate],
+    group: list[_Candidate],
     cfg: Config,
     folder: RunFolder,
     split: str,
     ranks: Ranks,
-    begin: Callable[[Candidate, int], Callable[[int], None]],
-) -> Iterator[tuple[Candidate, Evaluation]]:
+    begin: Callable[[_Candidate, int], Callable[[int], None]],
+) -> Iterator[tuple[_Candidate, Evaluation]]:
     """Yield each model of a group with its evaluation. One engine loads the models one after the other.
 
     Args:
@@ -349,7 +350,9 @@ def evaluations(
             if not named:
                 engine.load(candidate.weights)
                 if cfg.algo.trains is Trains.reward:
-                    engine.module.model.config.reward_offset = offset(candidate.weights)
+                    file = candidate.weights / "config.json"  # a checkpoint has no offset of its scores
+                    saved = json.loads(file.read_text()) if file.exists() else {}
+                    engine.module.model.config.reward_offset = saved.get("reward_offset", 0.0)
             generator.load(engine.weights(), version)
             if isinstance(evaluator, PolicyEvaluator):
                 requests = 2 if engine.reference is not None else 1  # near-greedy; then sampled, for the KL
@@ -357,12 +360,6 @@ def evaluations(
             else:
                 begin(candidate, 0)
             yield candidate, evaluator(state)
-
-
-def offset(folder: Path) -> float:
-    """Return the offset that centres the scores of a reward model; a checkpoint has no offset: 0."""
-    file = folder / "config.json"
-    return json.loads(file.read_text()).get("reward_offset", 0.0) if file.exists() else 0.0
 
 
 def completions_file(folder: RunFolder, row: dict[str, Any]) -> Path:
@@ -374,18 +371,17 @@ def completions_file(folder: RunFolder, row: dict[str, Any]) -> Path:
 @contextmanager
 def _progress_by_model(
     cfg: Config, models: int
-) -> Iterator[Callable[[Candidate, int], Callable[[int], None]]]:
+) -> Iterator[Callable[[_Candidate, int], Callable[[int], None]]]:
     """Show the progress of an evaluation of several models.
 
     Yields:
         A function that starts the display of a model, given the model and the number of prompts to answer.
-        The function returns another function, which must be called with each number of newly answered
-        prompts.
+        It returns a function that must be called with each number of newly answered prompts.
     """
     numbers = count(1)
     with ExitStack() as display:
 
-        def begin(candidate: Candidate, total: int) -> Callable[[int], None]:
+        def begin(candidate: _Candidate, total: int) -> Callable[[int], None]:
             display.close()  # the display of the previous model
             title = f"evaluating {candidate.name} ({next(numbers)} of {models})"
             if total:
@@ -400,18 +396,18 @@ def _progress_by_model(
 # The config of an evaluation: the config of a run changed by overrides, or the config of overrides alone.
 
 
-SPLITS = ("validation", "test")
+_SPLITS = ("validation", "test")
 # Sections and other keys that an evaluation reads.
 _SECTIONS = ("eval", "generator", "scorer", "gold", "backend", "model", "task")
-KEYS = ("seed", "progress", "cache_dir")
+_KEYS = ("seed", "progress", "cache_dir")
 # Key that selects an option -> its section.
 _CHOICES = {"generator": "generator", "scorer": "scorer", "scorer@gold": "gold"}
 
 
 def check_split(split: str) -> None:
     """Raise UserError if `split` is not a held-out split."""
-    if split not in SPLITS:
-        raise UserError(f"split= must be one of {', '.join(SPLITS)}, got {split}; set split=test")
+    if split not in _SPLITS:
+        raise UserError(f"split= must be one of {', '.join(_SPLITS)}, got {split}; set split=test")
 
 
 def check_sampling(samples: int, temperature: float, response_length: int) -> None:
@@ -450,12 +446,12 @@ def changed(folder: RunFolder, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: an override is invalid, or changes a setting that an evaluation does not read.
     """
-    cfg = overridden(folder.config, overrides, " (an evaluation has one), got {}; leave it out", change)
-    checked(measuring(cfg), training=False)
+    cfg = overridden(folder.config, overrides, " (an evaluation has one), got {}; leave it out", _change)
+    checked(_measuring(cfg), training=False)
     return cfg
 
 
-def change(node: DictConfig, overrides: Sequence[Override]) -> None:
+def _change(node: DictConfig, overrides: Sequence[Override]) -> None:
     """Apply overrides to the config `node`; an option is selected before its keys are set.
 
     Raises:
@@ -465,10 +461,10 @@ def change(node: DictConfig, overrides: Sequence[Override]) -> None:
     for override in overrides:
         key, text = key_of(override), override.input_line
         first = key.partition(".")[0]
-        if key not in _CHOICES and (first not in (*_SECTIONS, *KEYS) or key in _SECTIONS):
+        if key not in _CHOICES and (first not in (*_SECTIONS, *_KEYS) or key in _SECTIONS):
             remedy = f"set {shlex.quote(f'scorer@{text}')}" if key == "gold" else "leave it out"
             raise UserError(
-                f"{key} must be something that an evaluation reads ({', '.join((*_SECTIONS, *KEYS))}; the "
+                f"{key} must be something that an evaluation reads ({', '.join((*_SECTIONS, *_KEYS))}; the "
                 f"run is already trained), got {text}; {remedy}"
             )
     for override in sorted(overrides, key=lambda each: key_of(each) not in _CHOICES):
@@ -498,17 +494,15 @@ def alone(models: Sequence[str], overrides: Sequence[str]) -> Config:
     """
     named_models(models)
     cfg = composed(list(overrides))
-    if cfg.start is None and cfg.algo.trains is Trains.base:
-        cfg = cfg.with_({"model.base": models[0]})
-    elif cfg.start is None:
-        cfg = cfg.with_({"model.policy": models[0]})
+    if cfg.start is None:
+        cfg = cfg.with_({f"model.{'base' if cfg.algo.trains is Trains.base else 'policy'}": models[0]})
     if cfg.scorer.reads_reward and cfg.model.reward is None:
         cfg = cfg.with_({"scorer": NoScorerConfig()})
-    checked(measuring(cfg), training=False)
+    checked(_measuring(cfg), training=False)
     return cfg
 
 
-def measuring(cfg: Config) -> Config:
+def _measuring(cfg: Config) -> Config:
     """Return `cfg` without settings that only training uses: lag, in-flight updates, annotator."""
     changes = {f"generator.{key}": None for key in cfg.generator.only_training}
     return cfg.with_({**changes, "schedule.max_lag": 0, "schedule.update": Update.between})
@@ -518,7 +512,7 @@ def measuring(cfg: Config) -> Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class _Candidate:
     """A checkpoint or the final model of a run, or a model that the user names.
 
     Attributes:
@@ -551,7 +545,7 @@ class Candidate:
         return {name: state[name] for name in ("update", "episode") if name in state}
 
 
-def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> list[Candidate]:
+def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> list[_Candidate]:
     """Return the models of a run, oldest first.
 
     Args:
@@ -564,12 +558,15 @@ def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> li
     """
     found = []
     for path in complete_checkpoints(folder.path):
-        shards = _number_of_shards(path)
+        shards = 0
+        # If the file with the number is damaged, `damage` tells later that the checkpoint is skipped.
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            shards = int(json.loads((path / RANKS_FILE).read_bytes())["ranks"])
         weights = path if shards else path / "model"
-        found.append(Candidate(path.name, weights, path / "counters.json", path, shards))
+        found.append(_Candidate(path.name, weights, path / "counters.json", path, shards))
     if folder.finished():
         weights = folder.adapter if cfg.model.lora.rank else folder.model
-        found.append(Candidate(folder.model.name, weights, folder.state))
+        found.append(_Candidate(folder.model.name, weights, folder.state))
     if not found:
         raise UserError(
             f"run= must have a checkpoint or a final model to evaluate, got {folder.path} with neither; "
@@ -594,18 +591,7 @@ def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> li
     return chosen
 
 
-def _number_of_shards(checkpoint: Path) -> int:
-    """Return the number of ranks that DeepSpeed sharded the weights of a checkpoint over; 0: not sharded.
-
-    The result is also 0 if the file with the number is damaged; the evaluation then skips the checkpoint.
-    """
-    try:
-        return int(json.loads((checkpoint / RANKS_FILE).read_bytes())["ranks"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return 0
-
-
-def named_models(models: Sequence[str]) -> list[Candidate]:
+def named_models(models: Sequence[str]) -> list[_Candidate]:
     """Return the models that the user names.
 
     Args:
@@ -616,16 +602,16 @@ def named_models(models: Sequence[str]) -> list[Candidate]:
     """
     if problems := [problem for model in models if (problem := folder_problem("models", model))]:
         raise UserError(*problems)
-    return [Candidate(model, Path(model).expanduser(), None, files=signature(model)) for model in models]
-
-
-def signature(model: str) -> str | None:
-    """Return a hash of sizes and times of the files of a model, without its card; None for a hub name."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        return None
-    stats = {path.name: path.stat() for path in folder.iterdir() if path.is_file() and path.name != CARD}
-    return files.digest({name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()})
+    found = []
+    for model in models:
+        folder, digits = Path(model).expanduser(), None
+        if folder.is_dir():  # its card does not change what the model computes
+            stats = {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
+            digits = files.digest(
+                {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items() if name != CARD}
+            )
+        found.append(_Candidate(model, folder, None, files=digits))
+    return found
 
 
 # Results of evaluations in the terminal: the metrics of each model, and a table of all models.
@@ -635,16 +621,6 @@ _COUNTS = ("update", "episode", "examples")
 _SIDE_BY_SIDE = 3  # largest number of models in columns beside each other; more models are rows
 _WIDTH = 24  # largest width of a column
 _PADDING = 3  # blanks between two cells
-
-
-def show(row: dict[str, Any], evaluation: Evaluation, cfg: Config, last: bool) -> None:
-    """Print the metrics of a model, and `eval.samples` completions if the model is the last one, else one."""
-    if cfg.progress is Progress.off:
-        return
-    update = f" (update {row['update']})" if "update" in row else ""
-    say_items(f"{row['model']}{update}:", metric_texts(row))
-    if cfg.eval.samples:
-        print_samples(evaluation.samples[: cfg.eval.samples if last else 1])
 
 
 def table(rows: list[dict[str, Any]], width: int = 80) -> Group:
@@ -668,7 +644,14 @@ def table(rows: list[dict[str, Any]], width: int = 80) -> Group:
     else:
         by_metric = [[cells[place] for cells in by_model] for place in range(len(headings))]
         first, others = ("model", models), list(zip(headings, by_metric, strict=True))
-    tables = (_part_of_table(first, group) for group in _fitting_groups(first, others, width))
+    tables = []
+    for group in _fitting_groups(first, others, width):
+        tables.append(part := Table(box=box.SIMPLE))
+        part.add_column(first[0], no_wrap=True)
+        for heading, _ in group:
+            part.add_column(heading, justify="right", no_wrap=True)
+        for cells in zip(first[1], *(cells for _, cells in group), strict=True):
+            part.add_row(*cells)
     return Group(*lines_of(title, width), *tables, *paths)
 
 
@@ -701,13 +684,3 @@ def _fitting_groups(first: _Column, others: list[_Column], width: int) -> Iterat
         group.append(column)
         left -= needed
     yield group
-
-
-def _part_of_table(first: _Column, others: list[_Column]) -> Table:
-    made = Table(box=box.SIMPLE)
-    made.add_column(first[0], no_wrap=True)
-    for heading, _ in others:
-        made.add_column(heading, justify="right", no_wrap=True)
-    for cells in zip(first[1], *(cells for _, cells in others), strict=True):
-        made.add_row(*cells)
-    return made

@@ -57,14 +57,14 @@ def extend(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook] = 
     """
     # The other ranks of a run would find the lock of its first rank.
     with claimed(folder.path) if is_first_rank() else nullcontext():
-        return carry_out(folder, overrides, hooks)
+        return _carry_out(folder, overrides, hooks)
 
 
-def carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]) -> Config:
+def _carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]) -> Config:
     """Extend the run in the locked `folder`; see `extend`."""
     before = load_config(folder.config)
     key = length_key(before)
-    cfg = changed(folder, overrides, key)
+    cfg = _changed(folder, overrides, key)
     old, new = length_value(before), length_value(cfg)
     state = folder.read_state() or {}
     finished = state.get("finished") is True
@@ -96,7 +96,7 @@ def carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]
     if not is_first_rank():
         run(cfg, folder, check=False, claim=nullcontext)
         return cfg
-    for line in description(cfg, folder, state, last, f"{key}={old} -> {new}" if new > old else ""):
+    for line in _description(cfg, folder, state, last, f"{key}={old} -> {new}" if new > old else ""):
         say(line)
     with _unchanged_if_refused(folder):
         if finished:
@@ -120,7 +120,7 @@ def _unchanged_if_refused(folder: RunFolder) -> Iterator[None]:
         raise
 
 
-def changed(folder: RunFolder, overrides: Sequence[str], length_key: str) -> Config:
+def _changed(folder: RunFolder, overrides: Sequence[str], length_key: str) -> Config:
     """Return the config of the run in `folder` with `overrides`.
 
     Args:
@@ -161,7 +161,7 @@ def _refuse_change(override: str, length_key: str) -> None:
     )
 
 
-def description(
+def _description(
     cfg: Config, folder: RunFolder, state: dict[str, Any], last: Path | None, change: str
 ) -> list[str]:
     """Return lines about an extension: new length, first update, and what depends on the length.

@@ -104,7 +104,7 @@ def written(dataset: object, folder: Path) -> Path:
     return place
 
 
-def _splits_of(dataset: object) -> dict[str, Rows | Sequence[Any]]:
+def _splits_of(dataset: object) -> dict[str, _Rows | Sequence[Any]]:
     """Return the rows of each split of a data set.
 
     Raises:
@@ -112,7 +112,7 @@ def _splits_of(dataset: object) -> dict[str, Rows | Sequence[Any]]:
     """
     given: Mapping[Any, Any] = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     datasets = sys.modules.get("datasets")
-    found: dict[str, Rows | Sequence[Any]] = {}
+    found: dict[str, _Rows | Sequence[Any]] = {}
     for name, split in given.items():
         stored = datasets is not None and isinstance(split, datasets.Dataset)
         if not (stored or isinstance(split, list | tuple)) or str(name) != component(str(name)):
@@ -122,13 +122,13 @@ def _splits_of(dataset: object) -> dict[str, Rows | Sequence[Any]]:
             raise UserError(f"{_RULE}, got {what}; {_remedy(split)}")
         if len(split) == 0:
             raise UserError(f"dataset must have rows, got none in the split {name}; add rows")
-        found[str(name)] = Rows(split.with_format(None)) if stored else split
+        found[str(name)] = _Rows(split.with_format(None)) if stored else split
     if not found:
         raise UserError("dataset must have the split train, got no split; add rows")
     return found
 
 
-class Rows:
+class _Rows:
     """The rows of a `datasets.Dataset` as JSON Lines would have them, see `rows_of_arrow`."""
 
     def __init__(self, dataset: Any) -> None:

@@ -53,9 +53,9 @@ def joined(cfg: Config, ranks: Ranks | None = None) -> Ranks:
 # The error of a run whose GPU has too little memory: for what, and which settings need less.
 
 
-SCORES = "scores"  # of scorers that are models; the other phases are those of the memory plan
-PHASES = {  # beginning of the name of a module -> phase; the first that is in a traceback counts
-    "rlhf.scorers": SCORES,
+_SCORES = "scores"  # of scorers that are models; the other phases are those of the memory plan
+_PHASES = {  # beginning of the name of a module -> phase; the first that is in a traceback counts
+    "rlhf.scorers": _SCORES,
     "rlhf.models.placement": "log-probs and scores",
     "rlhf.generators": "sampling",
     "rlhf.engines": "training",
@@ -72,7 +72,7 @@ def full_gpu(cfg: Config, folder: RunFolder | None, error: Exception) -> RunErro
     """
     if isinstance(error, torch.OutOfMemoryError):
         modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        found = (phase for start, phase in PHASES.items() if any(name.startswith(start) for name in modules))
+        found = (phase for start, phase in _PHASES.items() if any(name.startswith(start) for name in modules))
         phase = next(found, "the models")
         said = f"a GPU has too little memory for {phase} ({first_line(error)})"
     elif isinstance(error, OutOfMemory):
@@ -80,10 +80,10 @@ def full_gpu(cfg: Config, folder: RunFolder | None, error: Exception) -> RunErro
         said = str(error)
     else:
         return None
-    return RunError(f"{said}; {remedies(cfg, folder, phase)}")
+    return RunError(f"{said}; {_remedies(cfg, folder, phase)}")
 
 
-def remedies(cfg: Config, folder: RunFolder | None, phase: str) -> str:
+def _remedies(cfg: Config, folder: RunFolder | None, phase: str) -> str:
     """Return settings that need less memory and the last checkpoint, as the end of an error message."""
     useless = set() if phase == "training" else {"model.gradient_checkpointing=true"}
     if folder is None:
@@ -103,7 +103,7 @@ def remedies(cfg: Config, folder: RunFolder | None, phase: str) -> str:
 
 def _smaller_forwards(cfg: Config, phase: str) -> list[str]:
     """Return settings that halve the forward passes of a phase, without those that cannot be smaller."""
-    keys = ["scorer.batch_size", "gold.batch_size"] if phase == SCORES else [adjustable(cfg, phase)]
+    keys = ["scorer.batch_size", "gold.batch_size"] if phase == _SCORES else [adjustable(cfg, phase)]
     tokens = training_budget(cfg).tokens
     if keys == ["backend.micro_batch"] and tokens is not None:
         return [f"backend.tokens={tokens // 2}"]

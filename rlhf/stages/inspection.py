@@ -8,8 +8,7 @@ import os
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from threading import Timer
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
     from rlhf.config.root import Config
     from rlhf.config.scorers import FunctionScorerConfig
-    from rlhf.core.batch import Prompts
+    from rlhf.core.batch import Prompts, Rollouts
     from rlhf.environments.environment import EnvironmentFactory
     from rlhf.tasks.task import Task
 
@@ -57,138 +56,139 @@ if TYPE_CHECKING:
 # The tokenizer and the data are built as the run builds them, so the examples are those of its first update.
 
 
-SHOWN = 3  # examples
-FIRST, LAST = 60, 30  # tokens of a text that are shown
-SPECIAL = ("bos", "eos", "pad", "unk")
+log = logging.getLogger(__name__)
+
+_SHOWN = 3  # examples
+_FIRST, _LAST = 60, 30  # tokens of a text that are shown
+_SPECIAL = ("bos", "eos", "pad", "unk")
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of the report."""
-
-    text: str
-    style: str | None = None
-
-
-def inspection(cfg: Config, width: int) -> Iterator[Line]:
-    """Yield the lines that describe the tokenizer and the training data of the run `cfg`.
+class Inspection:
+    """The lines that describe the tokenizer and the training data of a run.
 
     Args:
         cfg: the config of the run, checked.
         width: the number of columns.
-
-    Raises:
-        UserError: the tokenizer or the data cannot be used.
+        line: prints a line in a style; None: without style.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    quieten_libraries()
-    datasets.disable_caching()  # otherwise `map` writes files beside a saved data set
-    with tempfile.TemporaryDirectory() as scratch:
-        if cfg.stand_ins:
-            cfg = prerequisites.complete_stand_ins(cfg.with_({"cache_dir": scratch}))
-        tokenizer = build_tokenizer(cfg)
-        yield from _tokenizer_lines(cfg, tokenizer)
-        data = cfg.data
-        if data is Data.preferences and cfg.task.embedded and cfg.task.preferences_path is None:
-            yield Line("The run first samples its preference pairs; these are their prompts.")
-            data = Data.prompts
-        task = build_task(cfg, tokenizer, data, cfg.schedule.prompts_per_update)
-        yield from _data_lines(cfg, task, width)
-        if cfg.environment.answers:
-            described, warnings = tried_environment(cfg, task, tokenizer)
-            yield from (Line(""), Line("Environment", "bold"), Line(f"  {described}"))
-            yield from _warning_lines(warnings, width)
-        yield from _reward_lines(cfg, task, tokenizer, width)
-        yield from _examples(cfg, task, tokenizer, width)
 
+    def __init__(self, cfg: Config, width: int, line: Callable[[str, str | None], None]) -> None:
+        self.cfg, self.width, self._line = cfg, width, line
 
-def _tokenizer_lines(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Iterator[Line]:
-    """Yield the lines about the vocabulary, the special tokens and the chat template."""
-    rows = [("name", cfg.model.tokenizer or cfg.start or f"made from task={cfg.task.name}")]
-    rows.append(("tokens", f"{len(tokenizer):,}"))
-    for name, meaning in (("bos", "begin (BOS)"), ("eos", "end (EOS)"), ("pad", "padding (PAD)")):
-        token, number = getattr(tokenizer, f"{name}_token"), getattr(tokenizer, f"{name}_token_id")
-        rows.append((meaning, "none" if token is None else f"{token}  (id {number})"))
-    ends = build_stop_ids(cfg, tokenizer)[1:]
-    for other, token in zip(ends, tokenizer.convert_ids_to_tokens(ends), strict=True):
-        rows.append(("also an end", f"{token}  (id {other})"))
-    rows.append(("chat template", "yes" if tokenizer.chat_template else "none"))
-    yield Line("Tokenizer", "bold")
-    yield from (Line(f"  {name:18}{value}") for name, value in rows)
+    def report(self) -> None:
+        """Print all lines.
 
+        Raises:
+            UserError: the tokenizer or the data cannot be used.
+        """
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        quieten_libraries()
+        datasets.disable_caching()  # otherwise `map` writes files beside a saved data set
+        with tempfile.TemporaryDirectory() as scratch:
+            if self.cfg.stand_ins:
+                self.cfg = prerequisites.complete_stand_ins(self.cfg.with_({"cache_dir": scratch}))
+            cfg = self.cfg
+            self.tokenizer = tokenizer = build_tokenizer(cfg)
+            self._show_tokenizer()
+            data = cfg.data
+            if data is Data.preferences and cfg.task.embedded and cfg.task.preferences_path is None:
+                self._say("The run first samples its preference pairs; these are their prompts.")
+                data = Data.prompts
+            task = build_task(cfg, tokenizer, data, cfg.schedule.prompts_per_update)
+            self._show_data(task)
+            if cfg.environment.answers:
+                described, warnings = tried_environment(cfg, task, tokenizer)
+                self._title("Environment")
+                self._say(f"  {described}")
+                self._warn(warnings)
+            self._show_rewards(task)
+            batch, rollouts = next(task.prompts()), None
+            if batch.completions is not None:
+                limit = cfg.generator.response_length
+                rollouts = encode_completions(batch, batch.completions, tokenizer, limit)
+            for i in range(min(_SHOWN, len(batch))):
+                self._title(f"Example {i + 1} of the first update ({batch.place(i)})")
+                self._show_example(batch, rollouts, i)
 
-def _data_lines(cfg: Config, task: Task, width: int) -> Iterator[Line]:
-    """Yield the lines about rows, columns and lengths, and the warnings about them."""
-    splits = ("train", "validation") if cfg.schedule.eval_every else ("train",)
-    with _warnings_of("rlhf.tasks") as logged:
-        summary = summarize(task, cfg.generator.response_length, splits)
-    yield from (Line(""), Line("Data", "bold"))
-    for name, value in summary.rows:
-        wrapped = textwrap.wrap(f"  {name:18}{value}", width, subsequent_indent=" " * 20)
-        yield from map(Line, wrapped)
-    yield from _warning_lines([*logged, *summary.warnings], width)
+    def _say(self, text: str, style: str | None = None) -> None:
+        self._line(text, style)
 
+    def _title(self, text: str) -> None:
+        self._say("")
+        self._say(text, "bold")
 
-def _reward_lines(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width: int) -> Iterator[Line]:
-    """Yield the scores of reward functions for some stored responses, and warnings.
+    def _warn(self, warnings: Iterable[str]) -> None:
+        for warning in warnings:
+            for text in textwrap.wrap(f"  warning: {warning}", self.width, subsequent_indent=" " * 4):
+                self._say(text, "yellow")
 
-    Among the warnings is what reward models with a chat template of their own do not read.
-    """
-    trials = tried(cfg, task, tokenizer)
-    if trials:
-        yield from (Line(""), Line("Rewards", "bold"))
-    for each in trials:
-        yield Line(f"  {each.path}")
-        yield from (Line(f"    {text}") for text in each.lines())
-        yield from _warning_lines([each.warning] if each.warning is not None else [], width)
-    yield from _warning_lines(check_formats(cfg, task, tokenizer), width)
+    def _show_tokenizer(self) -> None:
+        """Print the vocabulary, the special tokens and the chat template."""
+        cfg, tokenizer = self.cfg, self.tokenizer
+        rows = [("name", cfg.model.tokenizer or cfg.start or f"made from task={cfg.task.name}")]
+        rows.append(("tokens", f"{len(tokenizer):,}"))
+        for name, meaning in (("bos", "begin (BOS)"), ("eos", "end (EOS)"), ("pad", "padding (PAD)")):
+            token, number = getattr(tokenizer, f"{name}_token"), getattr(tokenizer, f"{name}_token_id")
+            rows.append((meaning, "none" if token is None else f"{token}  (id {number})"))
+        ends = build_stop_ids(cfg, tokenizer)[1:]
+        for other, token in zip(ends, tokenizer.convert_ids_to_tokens(ends), strict=True):
+            rows.append(("also an end", f"{token}  (id {other})"))
+        rows.append(("chat template", "yes" if tokenizer.chat_template else "none"))
+        self._say("Tokenizer", "bold")
+        for name, value in rows:
+            self._say(f"  {name:18}{value}")
 
+    def _show_data(self, task: Task) -> None:
+        """Print rows, columns and lengths, and the warnings about them."""
+        splits = ("train", "validation") if self.cfg.schedule.eval_every else ("train",)
+        logged: list[str] = []  # warnings of rlhf.tasks, which are shown here instead of being logged
+        tasks, handler = logging.getLogger("rlhf.tasks"), logging.Handler(logging.WARNING)
+        handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+        tasks.addHandler(handler)
+        propagate, tasks.propagate = tasks.propagate, False
+        try:
+            summary = summarize(task, self.cfg.generator.response_length, splits)
+        finally:
+            tasks.removeHandler(handler)
+            tasks.propagate = propagate
+        self._title("Data")
+        for name, value in summary.rows:
+            for text in textwrap.wrap(f"  {name:18}{value}", self.width, subsequent_indent=" " * 20):
+                self._say(text)
+        self._warn([*logged, *summary.warnings])
 
-def _warning_lines(warnings: Iterable[str], width: int) -> Iterator[Line]:
-    for warning in warnings:
-        for text in textwrap.wrap(f"  warning: {warning}", width, subsequent_indent=" " * 4):
-            yield Line(text, "yellow")
+    def _show_rewards(self, task: Task) -> None:
+        """Print the scores of reward functions for some stored responses, and warnings.
 
+        Among the warnings is what reward models with a chat template of their own do not read.
+        """
+        trials = tried(self.cfg, task, self.tokenizer)
+        if trials:
+            self._title("Rewards")
+        for each in trials:
+            self._say(f"  {each.path}")
+            for text in each.lines():
+                self._say(f"    {text}")
+            self._warn([each.warning] if each.warning is not None else [])
+        self._warn(check_formats(self.cfg, task, self.tokenizer))
 
-@contextmanager
-def _warnings_of(name: str) -> Iterator[list[str]]:
-    """Return a context that yields a list, to which the warnings of a logger are added."""
-    found: list[str] = []
-    log, handler = logging.getLogger(name), logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    propagate, log.propagate = log.propagate, False
-    try:
-        yield found
-    finally:
-        log.removeHandler(handler)
-        log.propagate = propagate
-
-
-def _examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width: int) -> Iterator[Line]:
-    """Yield the lines of the first examples of the first update, with their masks."""
-    batch = next(task.prompts())
-    limit = cfg.generator.response_length
-    rollouts = None
-    if batch.completions is not None:
-        rollouts = encode_completions(batch, batch.completions, tokenizer, limit)
-    loss = "scored at its last token" if cfg.algo.trains is Trains.reward else "in the loss"
-    for i in range(min(SHOWN, len(batch))):
-        yield from (Line(""), Line(f"Example {i + 1} of the first update ({batch.place(i)})", "bold"))
+    def _show_example(self, batch: Prompts, rollouts: Rollouts | None, i: int) -> None:
+        """Print an example as tokens, with the use of each part; `rollouts`: its stored responses, if any."""
+        cfg, tokenizer, limit = self.cfg, self.tokenizer, self.cfg.generator.response_length
         prompt = batch.prompt_ids[i][batch.prompt_mask[i]].tolist()
-        yield from _text_lines("prompt", prompt, "not in the loss", tokenizer, width, "dim")
+        self._show_tokens("prompt", prompt, "not in the loss", "dim")
         padding = f"  padding    {int((~batch.prompt_mask[i]).sum())} PAD on the left of the prompt"
         if rollouts is None:
             until = f"until {names_of(build_stop_ids(cfg, tokenizer), tokenizer)}, at most {limit} tokens"
-            yield Line(f"  {'response':10} sampled {until}; in the loss")
+            self._say(f"  {'response':10} sampled {until}; in the loss")
             if (environment := make(cfg.environment, tokenizer)) is not None:
                 ids, end = environment.turns.tokens("<message of the environment>"), [tokenizer.eos_token_id]
-                note = "then a reply again; not in the loss"
-                yield from _text_lines("message", ids, note, tokenizer, width, "dim", end)
-            yield Line(padding)
-            continue
-        samples = rollouts.response_ids.shape[1]
-        for j, name in enumerate(("response",) if samples == 1 else ("chosen", "rejected")):
+                self._show_tokens("message", ids, "then a reply again; not in the loss", "dim", end)
+            self._say(padding)
+            return
+        loss = "scored at its last token" if cfg.algo.trains is Trains.reward else "in the loss"
+        names = ("response",) if rollouts.response_ids.shape[1] == 1 else ("chosen", "rejected")
+        for j, name in enumerate(names):
             real = rollouts.real[i, j]
             kept = rollouts.response_ids[i, j][real].tolist()
             sampled = rollouts.response_mask[i, j][real].tolist()
@@ -196,58 +196,51 @@ def _examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width
             read = prompt
             for own, places in groupby(range(len(kept)), sampled.__getitem__):
                 ids = [kept[place] for place in places]
-                use = (name, ids, loss + cut) if own else ("message", ids, "not in the loss")
-                yield from _text_lines(*use, tokenizer, width, "green" if own else "dim", read[-4:])
+                if own:
+                    self._show_tokens(name, ids, loss + cut, "green", read[-4:])
+                else:
+                    self._show_tokens("message", ids, "not in the loss", "dim", read[-4:])
                 read = read + ids
         right = (~rollouts.real[i]).sum(-1).tolist()
-        yield Line(f"{padding}, {' and '.join(map(str, right))} on the right; masked")
+        self._say(f"{padding}, {' and '.join(map(str, right))} on the right; masked")
+
+    def _show_tokens(
+        self, name: str, ids: list[int], note: str, style: str, before: Sequence[int] = ()
+    ) -> None:
+        """Print a title and the tokens of a text, separated by `|`; long texts are shortened in the middle.
+
+        Args:
+            name: name of the text.
+            ids: its tokens.
+            note: use of the text in training.
+            style: style of the tokens.
+            before: tokens before the text.
+        """
+        self._say(f"  {name:10} {len(ids):,} tokens, {note}")
+        if len(ids) <= _FIRST + _LAST:
+            shown = self._texts(ids, before)
+        else:
+            left_out = f" ... {len(ids) - _FIRST - _LAST:,} tokens ... "
+            end = self._texts(ids[-_LAST:], ids[:-_LAST][-1:])
+            shown = [*self._texts(ids[:_FIRST], before), left_out, *end]
+        for text in _wrapped(shown, self.width - 4):
+            self._say(f"    {text}", style)
+
+    def _texts(self, ids: list[int], before: Sequence[int]) -> list[str]:
+        """Return the text of each token behind the tokens `before`; special ones are marked: `[EOS </s>]`."""
+        roles = {getattr(self.tokenizer, f"{name}_token_id"): name.upper() for name in reversed(_SPECIAL)}
+        texts, read = [], ""
+        for end in range(len(ids) + 1):
+            whole = str(self.tokenizer.decode([*before, *ids[:end]], clean_up_tokenization_spaces=False))
+            texts.append(printable(whole[len(read) :]))
+            read = whole
+        return [
+            f"[{roles[number]} {text.strip()}]" if number in roles else text
+            for number, text in zip(ids, texts[1:], strict=True)
+        ]
 
 
-def _text_lines(
-    name: str,
-    ids: list[int],
-    note: str,
-    tokenizer: PreTrainedTokenizerFast,
-    width: int,
-    style: str,
-    before: Sequence[int] = (),
-) -> Iterator[Line]:
-    """Yield a title and the tokens of a text, separated by `|`; long texts are shortened in the middle.
-
-    Args:
-        name: name of the text.
-        ids: its tokens.
-        note: use of the text in training.
-        tokenizer: the tokenizer.
-        width: the number of columns.
-        style: style of the tokens.
-        before: tokens before the text.
-    """
-    yield Line(f"  {name:10} {len(ids):,} tokens, {note}")
-    if len(ids) <= FIRST + LAST:
-        shown = _token_texts(ids, tokenizer, before)
-    else:
-        left_out = f" ... {len(ids) - FIRST - LAST:,} tokens ... "
-        end = _token_texts(ids[-LAST:], tokenizer, ids[:-LAST][-1:])
-        shown = [*_token_texts(ids[:FIRST], tokenizer, before), left_out, *end]
-    for line in wrapped(shown, width - 4):
-        yield Line(f"    {line}", style)
-
-
-def _token_texts(ids: list[int], tokenizer: PreTrainedTokenizerFast, before: Sequence[int]) -> list[str]:
-    """Return the text of each token behind the tokens `before`; special tokens are marked: `[EOS </s>]`."""
-    roles = {getattr(tokenizer, f"{name}_token_id"): name.upper() for name in reversed(SPECIAL)}
-    found: list[str] = []
-    read = str(tokenizer.decode([*before], clean_up_tokenization_spaces=False))
-    for end, number in enumerate(ids, 1):
-        whole = str(tokenizer.decode([*before, *ids[:end]], clean_up_tokenization_spaces=False))
-        text = printable(whole[len(read) :])
-        read = whole
-        found.append(f"[{roles[number]} {text.strip()}]" if number in roles else text)
-    return found
-
-
-def wrapped(parts: list[str], width: int) -> Iterator[str]:
+def _wrapped(parts: list[str], width: int) -> Iterator[str]:
     """Yield lines of at most `width` columns with all parts, separated by `|`."""
     line = ""
     for i, part in enumerate(parts):
@@ -271,14 +264,12 @@ def wrapped(parts: list[str], width: int) -> Iterator[str]:
 # empty reply. Services and reward models are not called.
 
 
-log = logging.getLogger(__name__)
-
 _EXAMPLES = 3
 BUDGET_S = 10.0  # no further example is tried after this time; the first one has no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class _Trial:
     """What a reward function returned for some examples.
 
     Attributes:
@@ -317,12 +308,12 @@ def rehearse(cfg: Config, task: Task | None = None) -> None:
         return
     tokenizer = build_tokenizer(cfg)
     task = task or build_task(cfg, tokenizer, Data.prompts, cfg.schedule.prompts_per_update)
-    warnings = []
-    for each in tried(cfg, task, tokenizer):
+    trials = tried(cfg, task, tokenizer)
+    warnings = [each.warning for each in trials if each.warning is not None]
+    for each in trials:
         name, scores = each.path.rpartition(":")[2], ", ".join(map(_text, each.scores))
         slow = f" ({each.seconds:.1f} s)" if each.seconds > 1 else ""
         say_row("reward tried", f"{name}: {scores} for {len(each.scores)} examples{slow}")
-        warnings += [each.warning] if each.warning is not None else []
     if cfg.environment.answers:
         described, more = tried_environment(cfg, task, tokenizer)
         say_row("environment", described)
@@ -369,7 +360,7 @@ def tried_environment(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFas
     return f"{cfg.environment.name}, {limits}", warnings
 
 
-def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[Trial]:
+def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[_Trial]:
     """Return the trials of all reward functions of a run.
 
     Args:
@@ -380,10 +371,8 @@ def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[T
     Raises:
         UserError: a function fails, or returns something that is not a score.
     """
-    found, problems, known = [], [], dict(scorers(cfg))
+    found, problems, known, rows = [], [], dict(scorers(cfg)), task.examples("train")
     for at, section in reward_functions(cfg):
-        whole, paths = known.get(at.rpartition(".parts.")[0]), getattr(known[at], "path", None)
-        alone = len(paths) == 1 if isinstance(paths, list) else whole is None or whole.of_mixture
         context = ScorerContext(
             at=at,
             tokenizer=tokenizer,
@@ -392,13 +381,16 @@ def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[T
             place=lambda make: make(),
             build=lambda section, key: None,
         )
-        rows, part = task.examples("train"), part_of(cfg, at)
-        places = range(len(rows))
-        if part is not None:  # the part of a mixture whose responses the scorer scores
+        scorer = FunctionScorer(section, context)
+        whole, paths = known.get(at.rpartition(".parts.")[0]), getattr(known[at], "path", None)
+        # Whether no other function judges the examples, so that the function must judge them all.
+        scorer.alone = len(paths) == 1 if isinstance(paths, list) else whole is None or whole.of_mixture
+        places: Sequence[int] = range(len(rows))
+        if (part := part_of(cfg, at)) is not None:  # the part of a mixture that the scorer scores
             of_part = np.asarray(rows["part"]) == list(cfg.task.shares).index(part)
             places = np.flatnonzero(of_part).tolist()
         try:
-            found.append(_trial(section, context, task.batch(list(places[:_EXAMPLES])), alone))
+            found.append(_trial(section, scorer, task.batch(list(places[:_EXAMPLES]))))
         except RunError as error:
             problems.append(str(error))
     if problems:
@@ -406,21 +398,23 @@ def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[T
     return found
 
 
-def _trial(section: FunctionScorerConfig, context: ScorerContext, prompts: Prompts, alone: bool) -> Trial:
-    """Return the trial of one function on the examples `prompts`; `alone`: no other function judges them.
+def _trial(section: FunctionScorerConfig, scorer: FunctionScorer, prompts: Prompts) -> _Trial:
+    """Return the trial of one function on the examples `prompts`.
 
     Raises:
         RunError: the function fails, or returns something that is not a score.
     """
-    scorer = FunctionScorer(section, context)
-    scorer.alone = alone
     texts = [text or TEXT for text in prompts.references]
     rollouts = encode_completions(prompts, [[text] for text in texts], scorer.tokenizer, None)
     size = len(prompts) if section.batched else 1
     scores: list[float] = []
     warning = None
+    slow = f"{scorer.name} has been scoring {_EXAMPLES} examples for {BUDGET_S:g} s; Ctrl-C ends the run"
+    timer = Timer(BUDGET_S, say, [slow])
+    timer.daemon = True
+    timer.start()
     started = time.monotonic()
-    with _patience(scorer.name):
+    try:
         for rows in torch.arange(len(prompts)).split(size):
             scores += scorer.given(rollouts.select(rows))[:, 0].tolist()
             if (seconds := time.monotonic() - started) > BUDGET_S:
@@ -434,7 +428,9 @@ def _trial(section: FunctionScorerConfig, context: ScorerContext, prompts: Promp
                 scorer.given(encode_completions(first, [[""]], scorer.tokenizer, None))
             except RunError as error:
                 warning = f"a policy may sample an empty response: {error}"
-    return Trial(
+    finally:
+        timer.cancel()
+    return _Trial(
         path=str(section.path),
         responses=list(map(unquoted, texts[: len(scores)])),
         scores=scores,
@@ -445,16 +441,3 @@ def _trial(section: FunctionScorerConfig, context: ScorerContext, prompts: Promp
 
 def _text(score: float) -> str:
     return "None" if math.isnan(score) else f"{score:.4g}"
-
-
-@contextmanager
-def _patience(name: str) -> Iterator[None]:
-    """Return a context that prints a line if it takes longer than `BUDGET_S`."""
-    text = f"{name} has been scoring {_EXAMPLES} examples for {BUDGET_S:g} s; Ctrl-C ends the run"
-    timer = Timer(BUDGET_S, say, [text])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

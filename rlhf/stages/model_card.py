@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 UNKNOWN = "unknown"  # the hub's identifier of a license that is not known
 _ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
-URL = re.compile(r"\w+://\S+")
-LICENSE = ("license", "license_name", "license_link")  # keys of a model card
+_URL = re.compile(r"\w+://\S+")
+_LICENSE = ("license", "license_name", "license_link")  # keys of a model card
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,7 @@ def origin(start: str | None) -> Origin:
         base = start
     elif not isinstance(base, str) or is_local(base) or HUB_NAME.fullmatch(base) is None:
         base = None
-    stated = {key: text for key in LICENSE if isinstance(text := card.get(key), str)}
+    stated = {key: text for key in _LICENSE if isinstance(text := card.get(key), str)}
     link = stated.get("license_link", "")
     return Origin(
         name=public(start) if local else start,
@@ -235,7 +235,7 @@ def public(text: str) -> str:
 
     An address of a service becomes `<url>`. Other texts, such as hub names, stay as they are.
     """
-    if URL.fullmatch(text):
+    if _URL.fullmatch(text):
         return "<url>"
     place, colon, function = text.rpartition(":") if ".py:" in text else (text, "", "")
     local = place.startswith(("/", "~", "./", "../")) or ("/" in place and os.path.exists(place))

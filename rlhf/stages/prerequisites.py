@@ -31,7 +31,7 @@ from rlhf.words.compose import compose
 from rlhf.words.mistakes import CONFIG_ERRORS, explain
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     from rlhf.config.root import Config
     from rlhf.config.tasks import TaskConfig
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # This module imports torch only to make an artefact.
 
 
-Run = Callable[..., object]  # rlhf.stages.run.run, which carries out a run
+_Run = Callable[..., object]  # rlhf.stages.run.run, which carries out a run
 
 SFT, PAIRS, REWARD = "SFT model", "preference pairs", "reward model"
 
@@ -71,7 +71,7 @@ def names(cfg: Config, reward: bool = True) -> list[str]:
     return [name for name, needed in due.items() if needed]
 
 
-def prerequisites(cfg: Config, run: Run, reward: bool = True) -> tuple[Config, list[Artefact]]:
+def prerequisites(cfg: Config, run: _Run, reward: bool = True) -> tuple[Config, list[Artefact]]:
     """Return `cfg` with the paths of its prerequisites, and the prerequisites of `names(cfg, reward)`.
 
     Args:
@@ -87,21 +87,20 @@ def prerequisites(cfg: Config, run: Run, reward: bool = True) -> tuple[Config, l
     stages = {name: checked(stage(cfg, algo)) for name, algo in algos.items() if name in due}
     found: list[Artefact] = []
     paths: dict[str, str] = {}
-    if SFT in due:
-        found.append(_model(SFT, stages[SFT], run))
-        paths["model.policy"] = str(RunFolder(found[-1].folder).model)
-    if PAIRS in due:
-        reader = cfg if cfg.reads_pairs else stages[REWARD]
-        found.append(_sampled_pairs(reader.with_(paths)))
-        if cfg.reads_pairs:  # otherwise the reward stage itself finds the pairs
-            paths["task.preferences_path"] = str(found[-1].folder)
-    if REWARD in due:
-        found.append(_model(REWARD, stages[REWARD].with_(paths), run))
-        paths["model.reward"] = str(RunFolder(found[-1].folder).model)
+    for name in due:  # each may need the one before
+        if name == PAIRS:
+            reader = cfg if cfg.reads_pairs else stages[REWARD]
+            found.append(_sampled_pairs(reader.with_(paths)))
+            if cfg.reads_pairs:  # otherwise the reward stage itself finds the pairs
+                paths["task.preferences_path"] = str(found[-1].folder)
+        else:
+            found.append(_model(name, stages[name].with_(paths), run))
+            key = "model.policy" if name == SFT else "model.reward"
+            paths[key] = str(RunFolder(found[-1].folder).model)
     return cfg.with_(paths), found
 
 
-def complete(cfg: Config, run: Run, reward: bool = True, stages: Stages | None = None) -> Config:
+def complete(cfg: Config, run: _Run, reward: bool = True, stages: Stages | None = None) -> Config:
     """Make every missing model and data set of an embedded task, and return `cfg` with their paths.
 
     For a task of the hub, `cfg` is returned unchanged, or with stand-ins if `cfg.stand_ins`.
@@ -130,7 +129,7 @@ def complete(cfg: Config, run: Run, reward: bool = True, stages: Stages | None =
     return cfg
 
 
-def _model(name: str, cfg: Config, run: Run) -> Artefact:
+def _model(name: str, cfg: Config, run: _Run) -> Artefact:
     """Return the model that the stage `cfg` trains on this rank alone."""
 
     def make() -> None:
@@ -272,14 +271,14 @@ def pairs_folder(cfg: Config) -> Path:
 # Reward models are random. Metrics of such a run have no meaning.
 
 
-Row = dict[str, Any]
+_Row = dict[str, Any]
 _Pair = tuple[str, str]  # prompt and reference
 _SIZES = {"train": 64, "validation": 32}  # rows per split
 _KNOWN_ROWS = 512  # rows of a user's data whose words get tokens
-WORDS = r" ?\w+|\s| ?#+| ?[^\w\s]"  # regular expression of a token
+_WORDS = r" ?\w+|\s| ?#+| ?[^\w\s]"  # regular expression of a token
 _LLAMAS = ("rho_1b", "llama_8b")  # model options with the Llama architecture; others are GPT-NeoX
 _POSITIONS = 8192  # maximum sequence length, longer than the sequences of any recipe
-STEPS, LEARNING_RATE = 60, 1e-2  # for the training of the policy
+_STEPS, _LEARNING_RATE = 60, 1e-2  # for the training of the policy
 
 
 def complete_stand_ins(cfg: Config) -> Config:
@@ -287,7 +286,14 @@ def complete_stand_ins(cfg: Config) -> Config:
 
     Stand-ins that do not exist are made first.
     """
-    folder = stand_ins(cfg)
+    digits = digest([values(cfg.task), cfg.model.name in _LLAMAS])
+    folder = Path(cfg.cache_dir) / component(f"stand-ins-{cfg.task.name}-{digits}")
+
+    def write(scratch: Path) -> None:
+        say(f"making tiny stand-ins for models and data of the hub (once; kept in {folder})", style="bold")
+        _make_stand_ins(cfg, scratch)
+
+    made_once(folder, write)
     cfg = copy.deepcopy(cfg)
     if (folder / "data").is_dir():  # the config names no folder of data
         cfg.task.path = str(folder / "data")
@@ -301,36 +307,70 @@ def complete_stand_ins(cfg: Config) -> Config:
     return cfg
 
 
-def stand_ins(cfg: Config) -> Path:
-    """Return the folder of the stand-ins for the task and the model of `cfg`; make a missing folder first."""
-    digits = digest([values(cfg.task), cfg.model.name in _LLAMAS])
-    folder = Path(cfg.cache_dir) / component(f"stand-ins-{cfg.task.name}-{digits}")
+def _make_stand_ins(cfg: Config, folder: Path) -> None:
+    """Write `data`, `pairs`, and the models `policy`, `reward` and `judge`, which share a tokenizer.
 
-    def write(scratch: Path) -> None:
-        say(f"making tiny stand-ins for models and data of the hub (once; kept in {folder})", style="bold")
-        make(cfg, scratch)
+    The models have about 100,000 parameters, and a head size that vLLM supports.
+    """
+    import torch
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        GPTNeoXConfig,
+        LlamaConfig,
+    )
 
-    return made_once(folder, write)
-
-
-def make(cfg: Config, folder: Path) -> None:
-    """Write `data`, `pairs`, and the models `policy`, `reward` and `judge`, which share a tokenizer."""
     task = copy.copy(cfg.task)
-    made = task.path is None and task.name in ROWS
+    made = task.path is None and task.name in _ROWS
     if made:
         task.path = str(folder / "data")
-        _write_splits(folder / "data", ROWS[task.name], task.validation_split)
-    pairs = read(task)
+        _write_splits(folder / "data", _ROWS[task.name], task.validation_split)
+    pairs = _read(task)
     if made:
-        _write_splits(folder / "pairs", lambda rng: preference(rng, pairs))
+        _write_splits(folder / "pairs", lambda rng: _preference(rng, pairs))
     tokenizer = _make_tokenizer([text for pair in pairs for text in pair])
-    config = architecture(cfg.model.name in _LLAMAS, tokenizer)
-    _make_policy(config, tokenizer, pairs, folder / "policy")
-    for seed, name in enumerate(("reward", "judge")):
-        _make_reward_model(config, tokenizer, seed, folder / name)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+        "max_position_embeddings": _POSITIONS,
+        "bos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    with torch.random.fork_rng(devices=[]):
+        for name, seed in (("policy", 0), ("reward", 0), ("judge", 1)):
+            scores = {} if name == "policy" else {"num_labels": 1}
+            llama = cfg.model.name in _LLAMAS
+            config = LlamaConfig(**sizes, num_key_value_heads=1) if llama else GPTNeoXConfig(**sizes)
+            config.update(scores)
+            torch.manual_seed(seed)
+            auto: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+            model = auto.from_config(config)
+            if name == "policy":
+                _teach(model, tokenizer, pairs[: _SIZES["train"]])
+            model.save_pretrained(folder / name)
+            tokenizer.save_pretrained(folder / name)
 
 
-def _tldr_row(rng: random.Random) -> Row:
+def _teach(model: Any, tokenizer: PreTrainedTokenizerFast, pairs: list[_Pair]) -> None:
+    """Train a causal LM on `pairs` for a few steps."""
+    import torch
+
+    texts = [prompt + answer.removesuffix(tokenizer.eos_token) for prompt, answer in pairs]
+    rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
+    batch = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+    for _ in range(_STEPS):
+        optimizer.zero_grad()
+        model(**batch, labels=labels).loss.backward()
+        optimizer.step()
+
+
+def _tldr_row(rng: random.Random) -> _Row:
     """Return a post and its summary."""
     who, where = rng.choice(("friend", "sister", "boss")), rng.choice(("paris", "rome"))
     how = rng.choice(_MOODS)
@@ -341,7 +381,7 @@ def _tldr_row(rng: random.Random) -> Row:
     }
 
 
-def _gsm8k_row(rng: random.Random) -> Row:
+def _gsm8k_row(rng: random.Random) -> _Row:
     """Return a problem and its worked answer."""
     a, b = rng.randint(1, 4), rng.randint(1, 4)
     return {
@@ -350,7 +390,7 @@ def _gsm8k_row(rng: random.Random) -> Row:
     }
 
 
-def _chat_row(rng: random.Random) -> Row:
+def _chat_row(rng: random.Random) -> _Row:
     """Return a dialogue, with or without a system prompt."""
     what, how = rng.choice(("tea", "bread", "soup")), rng.choice(_MOODS)
     prompt = f"I am {how}. What do I need for {what}?"
@@ -366,17 +406,21 @@ def _chat_row(rng: random.Random) -> Row:
 
 
 _MOODS = ("sad", "happy", "tired")
-ROWS: dict[str, Callable[[random.Random], Row]] = {"tldr": _tldr_row, "gsm8k": _gsm8k_row, "chat": _chat_row}
+_ROWS: dict[str, Callable[[random.Random], _Row]] = {
+    "tldr": _tldr_row,
+    "gsm8k": _gsm8k_row,
+    "chat": _chat_row,
+}
 
 
-def preference(rng: random.Random, pairs: list[_Pair]) -> Row:
+def _preference(rng: random.Random, pairs: list[_Pair]) -> _Row:
     """Return a pair: the reference of a prompt is chosen, the reference of another prompt is rejected."""
     prompt, chosen = rng.choice(pairs)
     rejected = rng.choice([answer for _, answer in pairs if answer != chosen])
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def _write_splits(folder: Path, row: Callable[[random.Random], Row], validation: str = "validation") -> None:
+def _write_splits(folder: Path, row: Callable[[random.Random], _Row], validation: str = "validation") -> None:
     """Write a file of rows for each split; the file of the validation split has the name `validation`."""
     folder.mkdir(parents=True)
     for split, name in (("train", "train"), ("validation", validation)):
@@ -385,7 +429,7 @@ def _write_splits(folder: Path, row: Callable[[random.Random], Row], validation:
         (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def read(task: TaskConfig) -> list[_Pair]:
+def _read(task: TaskConfig) -> list[_Pair]:
     """Return the first training examples of the task as pairs of prompt and reference."""
     rows = make_part(task).prompts("train")
     rows = rows.select(range(min(_KNOWN_ROWS, len(rows))))
@@ -406,66 +450,7 @@ def _make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     from rlhf.tasks.source import SPECIAL, word_tokenizer
     from rlhf.text.chat import PLAIN, set_template
 
-    words = {word for text in texts for word in re.findall(WORDS, text)}
-    tokenizer = word_tokenizer(sorted(words - set(SPECIAL)), WORDS)
+    words = {word for text in texts for word in re.findall(_WORDS, text)}
+    tokenizer = word_tokenizer(sorted(words - set(SPECIAL)), _WORDS)
     set_template(tokenizer, PLAIN)
     return tokenizer
-
-
-def architecture(llama: bool, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """Return the config of a model of about 100,000 parameters, with a head size that vLLM supports."""
-    from transformers import GPTNeoXConfig, LlamaConfig
-
-    sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 128,
-        "max_position_embeddings": _POSITIONS,
-        "bos_token_id": tokenizer.eos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    return LlamaConfig(**sizes, num_key_value_heads=1) if llama else GPTNeoXConfig(**sizes)
-
-
-def _make_policy(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, pairs: list[_Pair], folder: Path
-) -> None:
-    """Train a causal LM on `pairs` for a few steps, and write it with the tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    texts = [prompt + answer.removesuffix(tokenizer.eos_token) for prompt, answer in pairs[: _SIZES["train"]]]
-    rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
-    batch = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    model = _random_model(AutoModelForCausalLM, config, seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        model(**batch, labels=labels).loss.backward()
-        optimizer.step()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _make_reward_model(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, seed: int, folder: Path
-) -> None:
-    """Write a sequence classifier with random weights, and the tokenizer."""
-    from transformers import AutoModelForSequenceClassification
-
-    config = copy.deepcopy(config)
-    config.num_labels = 1
-    _random_model(AutoModelForSequenceClassification, config, seed).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _random_model(kind: Any, config: PreTrainedConfig, seed: int) -> Any:
-    import torch
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return kind.from_config(config)

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from rlhf.tasks.task import Task
 
 REPORT = "relabel.json"  # written last, so its presence marks the data set as complete
+_OF_MODEL = ("dtype", "tokenizer", "pad_token", "chat_template")  # keys that the scores depend on
 _ADDED = ("chosen_score", "rejected_score", "swapped")  # columns of the data set besides the pair
 
 
@@ -138,6 +139,12 @@ def table(output: Path) -> Table:
     return made
 
 
+def agreement_text(output: Path) -> str:
+    """Return the agreement on the training pairs of a relabelled data set as text."""
+    entry = json.loads((output / REPORT).read_text())["splits"]["train"]
+    return f"{_interval_text(entry)} of {entry['pairs']:,} pairs"
+
+
 def _interval_text(entry: dict[str, Any]) -> str:
     """Return the agreement of a split with its interval as text; `entry` is an entry of relabel.json."""
     if entry["agreement"] is None:
@@ -145,21 +152,12 @@ def _interval_text(entry: dict[str, Any]) -> str:
     return f"{entry['agreement']:.3f} [{entry['agreement_low']:.3f}, {entry['agreement_high']:.3f}]"
 
 
-def agreement_text(output: Path) -> str:
-    """Return the agreement on the training pairs of a relabelled data set as text."""
-    entry = json.loads((output / REPORT).read_text())["splits"]["train"]
-    return f"{_interval_text(entry)} of {entry['pairs']:,} pairs"
-
-
 def settings(cfg: Config) -> dict[str, Any]:
     """Return the settings that the scores depend on, without the rows of the data set."""
     node = what_counts(cfg)
-
-    def some(section: str, *keys: str) -> dict[str, Any]:
-        return {key: node[section][key] for key in keys if key in node[section]}
-
-    model = some("model", "dtype", "tokenizer", "pad_token", "chat_template")
-    return {"task": node["task"], "gold": node["gold"], "model": model, **some("algo", "tie_tolerance")}
+    model = {key: node["model"][key] for key in _OF_MODEL if key in node["model"]}
+    ties = {key: node["algo"][key] for key in ("tie_tolerance",) if key in node["algo"]}
+    return {"task": node["task"], "gold": node["gold"], "model": model, **ties}
 
 
 def fingerprint(cfg: Config) -> str:
@@ -226,35 +224,26 @@ def relabel(cfg: Config, output: Path, ranks: Ranks | None = None) -> None:
         ranks: the ranks that score; None: the ranks that the launcher started.
 
     Raises:
-        UserError: `output` contains something else, the pairs cannot be read, or another process writes
-            `output`.
+        UserError: `output` contains something else, the pairs cannot be read, a device certainly has too
+            little memory for the judge, or another process writes `output`.
         Interrupted: a signal stopped the call; the same call resumes.
     """
     if not finished(cfg, output):
-        check_memory(cfg)
+        if found := memory.problems(cfg, trains=False):
+            raise UserError(*found)
+        if is_first_rank():
+            for name, value in memory.rows(memory.plan(cfg, trains=False)):
+                say_row(name, value)
+        warn(memory.warnings(cfg, trains=False))
         with interruptible(), written_by_one(output) if is_first_rank() else nullcontext():
             if not finished(cfg, output):
-                carry_out(cfg, output, ranks)
+                _carry_out(cfg, output, ranks)
                 return
     if is_first_rank():
         say(f"relabelled already: {output}")
 
 
-def check_memory(cfg: Config) -> None:
-    """Print the memory that the judge needs, and check the memory of this machine.
-
-    Raises:
-        UserError: a device certainly has too little memory.
-    """
-    if found := memory.relabelling_problems(cfg):
-        raise UserError(*found)
-    if is_first_rank():
-        for name, value in memory.rows(memory.relabelling_plan(cfg)):
-            say_row(name, value)
-    warn(memory.relabelling_warnings(cfg))
-
-
-def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
+def _carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     """Score the pairs that have no scores yet, and write the data set."""
     say_loading()
     from datasets import DatasetDict
@@ -275,9 +264,12 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     splits, agreements = {}, {}
     for split in SPLITS:
         stored = task.source.preferences(split)
-        of_split = {**about, "split": split, "rows": _rows_digest(stored)}
+        hasher = hashlib.sha256()
+        for rows in stored.iter(1000):
+            hasher.update(json.dumps(rows, sort_keys=True).encode())
+        of_split = {**about, "split": split, "rows": hasher.hexdigest()[:16]}
         scores = ranks.from_first(partial(begin, work, split, of_split))
-        for new in score(scores, task, split, gold, tokenizer, cfg):
+        for new in _score(scores, task, split, gold, tokenizer, cfg):
             if ranks.first:
                 append(work / f"{split}.jsonl", new)
         agreements[split] = agreement(scores, len(stored))
@@ -287,14 +279,6 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
         report = {"gold": cfg.gold.described, "splits": agreements, "settings": about}
         write_data(DatasetDict(splits), report, work, output)
     ranks.any(False)  # the other ranks wait until the data set is written
-
-
-def _rows_digest(stored: Dataset) -> str:
-    """Return 16 hex digits of the rows of a data set."""
-    hasher = hashlib.sha256()
-    for rows in stored.iter(1000):
-        hasher.update(json.dumps(rows, sort_keys=True).encode())
-    return hasher.hexdigest()[:16]
 
 
 def begin(work: Path, split: str, about: dict[str, Any]) -> dict[int, list[float]]:
@@ -315,7 +299,7 @@ def begin(work: Path, split: str, about: dict[str, Any]) -> dict[int, list[float
     return {row["index"]: row["scores"] for row in kept}
 
 
-def score(
+def _score(
     scores: dict[int, list[float]],
     task: Task,
     split: str,

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-Prompt = str | Sequence[Mapping[str, str]]
+_Prompt = str | Sequence[Mapping[str, str]]
 
 
 class Sampler:
@@ -74,7 +74,7 @@ class Sampler:
         self.requests = 0
 
     def __call__(
-        self, prompts: Sequence[Prompt], *, samples: int, temperature: float, response_length: int
+        self, prompts: Sequence[_Prompt], *, samples: int, temperature: float, response_length: int
     ) -> list[dict[str, Any]]:
         """Return one row per response; see `rlhf.experiment.Experiment.sample`.
 
@@ -111,7 +111,7 @@ class Sampler:
         return sorted(rows, key=lambda row: row["prompt"])
 
 
-def text_of(prompt: Prompt, tokenizer: PreTrainedTokenizerFast) -> str:
+def text_of(prompt: _Prompt, tokenizer: PreTrainedTokenizerFast) -> str:
     """Return a prompt as text; the chat template formats a conversation.
 
     Raises:

@@ -143,7 +143,7 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
     else:
         rows.append(("updates", f"{updates:,} = {schedule.total_episodes:,} episodes / {per_update:,}"))
         if examples is not None:
-            rows.append(("passes over the data", f"{passes(cfg, examples):.3g} of {examples:,} {unit}"))
+            rows.append(("passes over the data", f"{_passes(cfg, examples):.3g} of {examples:,} {unit}"))
     steps = updates * schedule.minibatches * schedule.epochs
     parts = f"{updates:,} updates x {schedule.minibatches} minibatches x {schedule.epochs} epochs"
     rows += [("optimizer steps", f"{steps:,} = {parts}"), forward]
@@ -174,7 +174,7 @@ def _forward_size(cfg: Config) -> str:
     return f"{text} on each of {ranks} ranks" if ranks > 1 else text
 
 
-def passes(cfg: Config, examples: int) -> float:
+def _passes(cfg: Config, examples: int) -> float:
     """Return how often a run draws each of the `examples` prompts of the training data."""
     return cfg.num_updates(examples) * cfg.schedule.prompts_per_update / examples
 
@@ -186,7 +186,7 @@ def doubts(cfg: Config, examples: int) -> Iterator[str]:
         cfg: the config of the run.
         examples: the size of the training data.
     """
-    if (often := passes(cfg, examples)) > _MANY_PASSES:
+    if (often := _passes(cfg, examples)) > _MANY_PASSES:
         fewer = max(1, round(3 * examples / cfg.schedule.prompts_per_update)) * cfg.episodes_per_update
         remedy = f"schedule.total_episodes={fewer}" if cfg.epochs is None else "schedule.total_epochs=3"
         yield (

@@ -16,7 +16,7 @@ from rlhf.config.models import Dtype
 from rlhf.core.batch import Batch
 from rlhf.engines.engine import trained
 from rlhf.memory.plan import with_token_limit
-from rlhf.memory.sizes import with_gradient
+from rlhf.memory.sizes import most_sequences
 from rlhf.models.forward import raise_errors
 from rlhf.models.logprobs import fused_logprobs, token_outputs
 from rlhf.models.modules import LogprobHead, RolloutModule
@@ -85,7 +85,7 @@ def may_pay_off(cfg: Config, device: torch.device) -> bool:
 def work(cfg: Config, ranks: Ranks, updates: int) -> tuple[int, int]:
     """Return the prompts of a micro-batch of the longest sequences, and the micro-batches of `updates`."""
     share = -(-cfg.schedule.prompts_per_update // (cfg.schedule.minibatches * ranks.size))  # of a minibatch
-    prompts = max(1, min(share, with_gradient(with_token_limit(cfg)) // cfg.algo.samples_per_prompt))
+    prompts = max(1, min(share, most_sequences(with_token_limit(cfg)) // cfg.algo.samples_per_prompt))
     return prompts, updates * cfg.schedule.epochs * cfg.schedule.minibatches * -(-share // prompts)
 
 
@@ -163,7 +163,7 @@ def choose_head(engine: Engine, cfg: Config) -> None:
     heads = parts(engine, LogprobHead)
     if not heads or not (asked or (asked is None and head_may_pay_off(cfg, ranks.device))):
         return
-    rows = with_gradient(with_token_limit(cfg)) * cfg.generator.response_length
+    rows = most_sequences(with_token_limit(cfg)) * cfg.generator.response_length
     with timed(ranks.device):
         trial = compare_heads(heads[0], rows, cfg.generator.temperature, ranks.device, dtype)
     trial = ranks.gather(trial)[0]  # the result of the first rank counts

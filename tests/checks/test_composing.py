@@ -11,7 +11,7 @@ from rlhf.memory.sizes import config_size
 from rlhf.stages.words import describe
 from rlhf.words.compose import compose
 from rlhf.words.identity import run_name
-from tests.memory.test_plan import PYTHIA_2_8B
+from tests.memory.plans import PYTHIA_2_8B
 
 MODEL = ["model=pythia_410m", "task=tldr"]
 

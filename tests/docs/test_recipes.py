@@ -115,8 +115,8 @@ def judging(cfg: Config) -> float:
     size = published_size(cfg.gold.path).scoring()
     batch = cfg.gold.batch_size
     tokens = uses.Tokens(prompts=batch, samples=1, prompt=512, response=128, apart=False)
-    forward = uses.inference(size, tokens, uses.BFLOAT16, eager=False, device="cuda")
-    return CONTEXT + 2 * size.parameters + forward
+    forward = uses.Forward(size=size, tokens=tokens, precision=uses.BFLOAT16, device="cuda")
+    return CONTEXT + 2 * size.parameters + forward.inference()
 
 
 @pytest.mark.parametrize("name", RECIPES)

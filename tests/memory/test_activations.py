@@ -22,7 +22,7 @@ from rlhf.generators.hf import generator as sampling
 from rlhf.generators.hf.generator import sample, uniforms
 from rlhf.memory import uses
 from rlhf.memory.sizes import ModelSize, config_size
-from rlhf.memory.uses import AUTOCAST, FLOAT32, HEAP, Tokens
+from rlhf.memory.uses import AUTOCAST, FLOAT32, HEAP, Forward, Tokens
 from rlhf.models import logprobs
 from rlhf.models.forward import checkpoint_blocks
 from rlhf.models.modules import Policy
@@ -145,33 +145,32 @@ def test_estimates_are_close_to_the_memory_that_torch_allocates(case):
     engine.step(rows, objective)  # creates the optimizer states
     gradients = 4 * size.parameters
     trained = allocated(lambda: engine.step(rows, objective))
-    estimate = gradients + uses.training(size, tokens, precision, eager=eager, checkpointing=checkpointing)
+    planned = Forward(size=size, tokens=tokens, precision=precision, eager=eager)
+    estimate = gradients + planned.training(checkpointing)
     assert estimate == pytest.approx(trained, rel=0.15)
 
     read = allocated(lambda: engine.infer(engine.policy, rows, "logprobs"))
-    assert uses.inference(size, tokens, precision, eager=eager) == pytest.approx(read, rel=0.3)
+    assert planned.inference() == pytest.approx(read, rel=0.3)
 
     def decode() -> None:
         numbers = uniforms(0, 0, rows.index, samples, response)
         with torch.no_grad(), engine.borrow_policy() as borrowed:
             sample(borrowed, rows.prompt_ids, rows.prompt_mask, samples, response, 1.0, numbers, [1], 0)
 
-    both = replace(tokens, prompts=2 * prompts)
-    estimate = uses.sampling(size, both, precision, eager=eager)
-    assert estimate == pytest.approx(allocated(decode), rel=0.3)
+    both = replace(planned, tokens=replace(tokens, prompts=2 * prompts))
+    assert both.sampling() == pytest.approx(allocated(decode), rel=0.3)
 
 
 def test_memory_grows_with_tokens_and_shrinks_with_gradient_checkpointing():
-    size = size_of(PYTHIA_14M)
     tokens = Tokens(prompts=8, samples=2, prompt=512, response=128)
+    planned = Forward(size=size_of(PYTHIA_14M), tokens=tokens, precision=FLOAT32)
 
     def needed(**changes) -> float:
-        return uses.training(size, replace(tokens, **changes), FLOAT32)
+        return replace(planned, tokens=replace(tokens, **changes)).training()
 
     assert needed() > 1.4 * needed(prompts=4)
     assert needed(apart=False) > needed() > needed(prompt=256) > needed(prompt=256, response=64)
-    small = uses.training(size, tokens, FLOAT32, checkpointing=True)
-    assert small < 0.6 * needed()
+    assert planned.training(checkpointing=True) < 0.6 * needed()
 
 
 PROCESS = """
@@ -206,7 +205,7 @@ def test_peak_memory_of_a_training_process_grows_by_the_estimate():
     size = size_of(NANO)
     states = 16 * size.parameters  # weights, gradients and two moments
     tokens = Tokens(prompts=64, samples=2, prompt=192, response=40)
-    needed = states + HEAP * uses.training(size, tokens, FLOAT32)
+    needed = states + HEAP * Forward(size=size, tokens=tokens, precision=FLOAT32).training()
     assert after - before == pytest.approx(needed, rel=0.3)
 
 

@@ -23,7 +23,7 @@ from rlhf.memory.sizes import (
 from rlhf.models.loading import new_nano, new_reward_model, save
 from rlhf.models.modules import adapt
 from rlhf.words.compose import compose
-from tests.memory.test_plan import PYTHIA_2_8B
+from tests.memory.plans import PYTHIA_2_8B
 from tests.tiny_models import tiny_config, tiny_lm, tiny_tokenizer
 
 LLAMA_8B = {

@@ -1,329 +1,293 @@
-"""The memory plan: the memory that each device needs, and the rejection of runs that do not fit."""
+"""The memory that each device needs, part by part: ranks, generators, annotators, messages, optimizers."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from dataclasses import replace
+import importlib.util
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from rlhf import plan
 from rlhf.config.backends import Footprint, TorchConfig, zero
+from rlhf.config.generators import Reserved, WorkerConfig
+from rlhf.config.schedule import OptimConfig, Optimizer
 from rlhf.core.machine import Machine
 from rlhf.engines.deepspeed_engine import DeepSpeedEngine, hollow
-from rlhf.memory import plan as advice
-from rlhf.memory import plan as memory
-from rlhf.memory import sizes
-from rlhf.memory.uses import CONTEXT, GIB, PROCESS, Part, Phase, Use
+from rlhf.engines.engine import build_optimizer, hidden_matrices
+from rlhf.memory.plan import plan
+from rlhf.memory.processes import EIGHT_BIT
+from rlhf.memory.sizes import config_size, matrix_parameters, models
+from rlhf.memory.uses import CONTEXT, GIB, GROUP, PROCESS, Part, Phase, Use
 from rlhf.models import folder
 from rlhf.models.modules import Policy, whole_weights
-from rlhf.processes.ranks import ALONE
-from rlhf.stages.words import describe
+from rlhf.processes.ranks import ALONE, BUCKET
 from rlhf.words.compose import compose
-from tests.model_folders import write_model
-from tests.tiny_models import tiny_lm
+from tests.memory.plans import COUNT_2_8B, LAPTOP, PYTHIA_2_8B, TWO_GPUS, gpus, local_model, needs
+from tests.tiny_models import KINDS, tiny_config, tiny_lm
 
-LAPTOP = Machine(ram=16 * GIB)
 BY_SEQUENCES = "backend.tokens=1000000"  # more than any micro-batch has: backend.micro_batch is the limit
-TWO_GPUS = Machine(ram=256 * GIB, gpus=(80 * GIB, 40 * GIB))
-LLAMA_70B = {
-    "model_type": "stablelm",  # as llama, but without a check of the names of its tensors
-    "vocab_size": 128256,
-    "hidden_size": 8192,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "intermediate_size": 28672,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 8192,
-}
-PYTHIA_2_8B = {
-    "model_type": "gpt_neox",
-    "vocab_size": 50304,
-    "hidden_size": 2560,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "intermediate_size": 10240,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 2048,
-}
-COUNT_2_8B = 2_775_208_960  # parameters, as EleutherAI publish them
-
-
-@pytest.fixture(autouse=True)
-def laptop(monkeypatch):
-    """Replace this machine by a laptop with 16 GiB of RAM and no GPU, and this run by a single rank."""
-    monkeypatch.setattr(memory, "this_machine", lambda: LAPTOP)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def local_model(folder: Path, config: dict) -> str:
-    """Write a model folder whose weights have no tensors, so that its size follows from its config."""
-    return write_model(folder, config, tensors={})
-
-
-@pytest.fixture
-def pythia(tmp_path) -> list[str]:
-    """Return overrides that set policy and reward model to a folder of Pythia 2.8b with empty weights."""
-    folder = local_model(tmp_path / "pythia", PYTHIA_2_8B)
-    return [f"model.policy={folder}", f"model.reward={folder}", "model.dtype=bfloat16"]
-
-
-def parts(use: Use) -> dict[str, float]:
-    return {part.name: part.bytes for part in use.parts}
-
-
-def phases(use: Use) -> dict[str, Phase]:
-    return {phase.name: phase for phase in use.phases}
+LAG, ANNOTATE = "schedule.max_lag=1", "generator.annotate=true"
+HEAD = 2560 * 50304  # parameters of the output head of Pythia 2.8b
+MATRICES = 32 * 12 * 2560**2  # parameters of its matrices
+ADAPTERS = 32 * ((2560 + 3 * 2560) + 2 * 2560 + 2 * (2560 + 10240))  # parameters of its adapters of rank 1
 
 
 def test_the_default_run_needs_less_than_2_gib_of_ram():
-    (use,) = memory.plan(compose([])).uses
+    (use,) = plan(compose([])).uses
     assert use.device == "RAM" and use.fits and 0.6 * GIB < use.bytes < 2 * GIB
-    weights = parts(use)["policy: weights"]
-    assert parts(use)["policy: optimizer"] == 2 * weights == 2 * parts(use)["reference: weights"]
-    assert set(phases(use)) == {"training", "log-probs and scores", "sampling"}
+    ram = needs("")["RAM"]
+    assert ram["policy: optimizer"] == 2 * ram["policy: weights"] == 2 * ram["reference: weights"]
+    assert [phase.name for phase in use.phases] == ["training", "log-probs and scores", "sampling"]
 
 
 def test_ppo_trains_a_second_model():
-    (use,) = memory.plan(compose(["algo=ppo"])).uses
-    assert parts(use)["value model: optimizer"] == 2 * parts(use)["reward model: weights"]
-    named = [part.name for part in phases(use)["training"].parts]
-    assert named == ["policy: gradients", "value model: gradients", "policy: activations",
-                     "value model: activations"]  # fmt: skip
+    ram = needs("algo=ppo")["RAM"]
+    assert ram["value model: optimizer"] == 2 * ram["reward model: weights"]
+    assert {f"training / {role}: {part}" for role in ("policy", "value model") for part in (
+        "gradients", "activations")} <= ram.keys()  # fmt: skip
 
 
 def test_each_kind_of_run_names_the_models_that_it_loads(tmp_path):
-    def roles(*words: str) -> list[str]:
-        return [model.role for model in sizes.models(compose(list(words)))]
-
-    assert roles() == ["policy", "reference", "reward model"]
-    assert roles("algo=ppo") == ["policy", "value model", "reference", "reward model"]
-    assert roles("scorer=facts") == ["policy", "reference"]
-    assert roles("algo=sft") == ["policy"] and roles("algo=reward") == ["reward model"]
     judge = local_model(tmp_path / "judge", PYTHIA_2_8B)
-    assert roles("scorer@gold=reward_model", f"gold.path={judge}")[-1] == "judge"
-    assert roles("scorer=reward_and_answer", "task=arithmetic")[-1] == "reward model"
+    for words, roles in {
+        "": ["policy", "reference", "reward model"],
+        "algo=ppo": ["policy", "value model", "reference", "reward model"],
+        "scorer=facts": ["policy", "reference"],
+        "algo=sft": ["policy"],
+        "algo=reward": ["reward model"],
+        f"scorer@gold=reward_model gold.path={judge}": ["policy", "reference", "reward model", "judge"],
+        "scorer=reward_and_answer task=arithmetic": ["policy", "reference", "reward model"],
+    }.items():
+        assert [model.role for model in models(compose(words.split()))] == roles
 
 
 def test_weights_and_optimizer_of_a_large_model_are_counted(pythia):
-    use = memory.plan(compose(pythia), TWO_GPUS).uses[0]
-    assert use.device == "GPU 0" and use.total == 80 * GIB
-    assert parts(use)["policy: weights"] == 4 * COUNT_2_8B
-    assert parts(use)["policy: optimizer"] == 8 * COUNT_2_8B
-    assert parts(use)["reference: weights"] == 2 * COUNT_2_8B
-    assert phases(use)["training"].parts[0].bytes == 4 * COUNT_2_8B
-    assert phases(use)["optimizer step"].bytes == 8 * COUNT_2_8B, "gradients, and updates of all tensors"
+    use = plan(compose(pythia), TWO_GPUS).uses[0]
+    gpu = needs(pythia, TWO_GPUS)["GPU 0"]
+    assert use.total == 80 * GIB and gpu["policy: weights"] == 4 * COUNT_2_8B
+    assert gpu["policy: optimizer"] == 8 * COUNT_2_8B and gpu["reference: weights"] == 2 * COUNT_2_8B
+    assert gpu["training / policy: gradients"] == 4 * COUNT_2_8B
+    assert gpu["optimizer step"] == 8 * COUNT_2_8B, "gradients, and updates of all tensors"
 
 
 def test_fewer_and_shorter_sequences_need_less_memory(pythia):
     def training(*words: str) -> float:
-        return phases(memory.plan(compose([*pythia, BY_SEQUENCES, *words]), TWO_GPUS).uses[0])[
-            "training"
-        ].bytes
+        return needs([*pythia, BY_SEQUENCES, *words], TWO_GPUS)["GPU 0"]["training"]
 
     assert training() > training("backend.micro_batch=2")
     assert training("task.max_prompt_tokens=64") < training() < training("generator.response_length=128")
-    assert training("model.dtype=float32") > training()
-    assert training("model.attention=eager") > training()
-    assert training("model.shared_prefix=false") > training()
-    eight = ["algo.samples_per_prompt=8", "backend.micro_batch=16", "schedule.prompts_per_update=64"]
-    bok, dpo = (memory.plan(compose([f"algo={algo}", *eight])).uses[0] for algo in ("bok", "dpo"))
-    assert phases(bok)["training"].bytes > phases(dpo)["training"].bytes, (
-        "bok trains on 1 sample of a prompt and dpo on 2, so a micro-batch of bok has more prompts"
-    )
-    assert training("schedule.prompts_per_update=4", "backend.micro_batch=64") < training(
-        "schedule.prompts_per_update=64", "backend.micro_batch=64"
-    ), "a micro-batch has at most as many rows as the batch"
+    for more in ("model.dtype=float32", "model.attention=eager", "model.shared_prefix=false"):
+        assert training(more) > training()
+    wide = "backend.micro_batch=64"
+    few, many = (f"schedule.prompts_per_update={count}" for count in (4, 64))
+    assert training(few, wide) < training(many, wide), "a micro-batch has at most as many rows as the batch"
+    assert needs(f"{few} schedule.eval_every=0")["RAM"]["sampling"] < (
+        needs(f"{many} schedule.eval_every=0")["RAM"]["sampling"] / 4
+    ), "at most the requested prompts are sampled at the same time"
+    gradients = 4 * COUNT_2_8B
+    assert training("model.gradient_checkpointing=true") - gradients < 0.5 * (training() - gradients)
 
-    def sampling(prompts: int) -> float:
-        words = [f"schedule.prompts_per_update={prompts}", "schedule.eval_every=0"]
-        return phases(memory.plan(compose(words)).uses[0])["sampling"].bytes
 
-    assert sampling(4) < sampling(64) / 4, "at most the requested prompts are sampled at the same time"
+def test_a_micro_batch_of_bok_has_more_prompts_than_that_of_dpo():
+    """bok trains on 1 sample of a prompt, and dpo on 2."""
+    words = "algo.samples_per_prompt=8 backend.micro_batch=16 schedule.prompts_per_update=64"
+    bok, dpo = (needs(f"algo={algo} {words}")["RAM"]["training"] for algo in ("bok", "dpo"))
+    assert bok > dpo
 
 
 def test_shorter_prompts_never_need_more_memory_on_a_gpu(pythia):
-    def bytes_of(prompt: int, phase: str) -> float:
-        words = ["backend.micro_batch=64", f"task.max_prompt_tokens={prompt}", "algo.samples_per_prompt=2"]
-        return phases(memory.plan(compose([*pythia, BY_SEQUENCES, *words]), TWO_GPUS).uses[0])[phase].bytes
-
     # the length from which 32 prompts are encoded in a separate pass
     edge = int(folder.prompt_pass_pays_from(2, 2560) / 32)
+    words = [*pythia, BY_SEQUENCES, "backend.micro_batch=64", "algo.samples_per_prompt=2"]
+    plans = [
+        needs([*words, f"task.max_prompt_tokens={prompt}"], TWO_GPUS)["GPU 0"]
+        for prompt in (edge // 2, edge - 1, edge + 1, 2 * edge)
+    ]
     for phase in ("training", "log-probs and scores"):
-        needed = [bytes_of(prompt, phase) for prompt in (edge // 2, edge - 1, edge + 1, 2 * edge)]
+        needed = [each[phase] for each in plans]
         assert needed == sorted(needed) and needed[0] < needed[3]
 
 
-def test_a_generator_process_needs_its_own_weights_and_weight_versions_in_transfer():
-    (use,) = memory.plan(compose(["schedule.max_lag=1"])).uses
-    weights = parts(use)["policy: weights"]
-    assert parts(use)["generator: weights"] == weights
-    assert parts(use)["weights in transfer"] == 2 * weights
-    assert "sampling" not in phases(use) and parts(use)["generator: KV cache and logits"] > 0
-    for words, versions in (
-        ("schedule.max_lag=64", 2),
-        ("schedule.max_lag=2 schedule.update=in_flight", 3),
-        ("schedule.max_lag=64 schedule.update=in_flight", 4),
-        ("schedule.max_lag=1 generator.replicas=2", 3),
-        ("schedule.max_lag=64 generator.replicas=2", 4),
-    ):
-        (more,) = memory.plan(compose(words.split())).uses
-        assert parts(more)["weights in transfer"] == versions * weights
+def test_a_generator_process_has_weights_of_its_own_and_versions_in_transfer():
+    ram = needs(LAG)["RAM"]
+    weights = ram["policy: weights"]
+    assert ram["generator: weights"] == weights and ram["generator: KV cache and logits"] > 0
+    assert "sampling" not in ram
+    for words, versions in {
+        LAG: 2,
+        "schedule.max_lag=64": 2,
+        "schedule.max_lag=2 schedule.update=in_flight": 3,
+        "schedule.max_lag=64 schedule.update=in_flight": 4,
+        "schedule.max_lag=1 generator.replicas=2": 3,
+        "schedule.max_lag=64 generator.replicas=2": 4,
+    }.items():
+        assert needs(words)["RAM"]["weights in transfer"] == versions * weights
 
 
 def test_each_replica_is_a_process_with_its_own_weights(pythia):
-    def needs(words: str, machine: Machine = LAPTOP) -> dict[str, float]:
-        plan = memory.plan(compose([*words.split(), "schedule.max_lag=3"]), machine)
-        return {f"{use.device}: {name}": size for use in plan.uses for name, size in parts(use).items()}
-
-    one, three = needs(""), needs("generator.replicas=3")
+    lag = "schedule.max_lag=3"
+    one, three = needs(lag)["RAM"], needs(f"{lag} generator.replicas=3")["RAM"]
     for name in ("generator's process", "generator: weights", "generator: KV cache and logits"):
-        assert three[f"RAM: {name}"] == 3 * one[f"RAM: {name}"]
-    assert three["RAM: weights in transfer"] == 6 / 2 * one["RAM: weights in transfer"]
-    one, three = needs("generator=vllm"), needs("generator=vllm generator.replicas=3")
-    assert three["RAM: vLLM: keys and values"] == 3 * one["RAM: vLLM: keys and values"]
-    gpus = Machine(ram=256 * GIB, gpus=(80 * GIB,) * 3)
-    one, three = needs("", gpus), needs("generator.replicas=3", gpus)
-    assert three["GPU 2: generator: weights"] == 2 * one["GPU 2: generator: weights"], (
+        assert three[name] == 3 * one[name]
+    assert three["weights in transfer"] == 6 / 2 * one["weights in transfer"]
+    vllm = f"{lag} generator=vllm"
+    three = needs(f"{vllm} generator.replicas=3")["RAM"]
+    assert three["vLLM: keys and values"] == 3 * needs(vllm)["RAM"]["vLLM: keys and values"]
+    one, three = needs(lag, gpus(3)), needs(f"{lag} generator.replicas=3", gpus(3))
+    assert three["GPU 2"]["generator: weights"] == 2 * one["GPU 2"]["generator: weights"], (
         "2 of the 3 replicas share a GPU"
     )
-    assert "vLLM's share of GPU 1 2: vLLM: weights" in needs("generator=vllm generator.replicas=2", gpus)
+    assert "vLLM's share of GPU 1 2" in needs(f"{vllm} generator.replicas=2", gpus(3))
 
 
 def test_vllm_uses_its_configured_share_of_ram_or_of_a_gpu(pythia):
-    (use,) = memory.plan(compose(["generator=vllm", "generator.memory=0.2"])).uses
-    assert parts(use)["vLLM: keys and values"] == pytest.approx(0.2 * LAPTOP.ram)
-    vllm, trainer, ram = memory.plan(compose([*pythia, "generator=vllm"]), TWO_GPUS).uses
-    assert vllm.device == "vLLM's share of GPU 1" and vllm.total == int(0.9 * 40 * GIB)
-    assert parts(vllm)["vLLM: weights"] == 2 * COUNT_2_8B
-    assert trainer.device == "GPU 0" and ram.device == "RAM"
-    assert parts(trainer)["weights in transfer"] == 2 * 2 * COUNT_2_8B, (
-        "NCCL sends the weights in the dtype of vLLM"
-    )
-    assert "weights in transfer" not in parts(ram)
-    shared = [*pythia, "generator=vllm", "generator.transfer=shared_memory"]
-    _, trainer, ram = memory.plan(compose(shared), TWO_GPUS).uses
-    assert parts(ram)["weights in transfer"] == 2 * 2 * COUNT_2_8B
-    assert "weights in transfer" not in parts(trainer)
+    ram = needs("generator=vllm generator.memory=0.2")["RAM"]
+    assert ram["vLLM: keys and values"] == pytest.approx(0.2 * LAPTOP.ram)
+    found, share = needs([*pythia, "generator=vllm"], TWO_GPUS), "vLLM's share of GPU 1"
+    assert list(found) == [share, "GPU 0", "RAM"]
+    assert plan(compose([*pythia, "generator=vllm"]), TWO_GPUS).uses[0].total == int(0.9 * 40 * GIB)
+    assert found[share]["vLLM: weights"] == 2 * COUNT_2_8B
+    versions = 2 * 2 * COUNT_2_8B  # in the dtype of vLLM
+    assert found["GPU 0"]["weights in transfer"] == versions and "weights in transfer" not in found["RAM"]
+    found = needs([*pythia, "generator=vllm", "generator.transfer=shared_memory"], TWO_GPUS)
+    assert found["RAM"]["weights in transfer"] == versions and "weights in transfer" not in found["GPU 0"]
 
 
 def test_colocated_vllm_uses_its_share_of_the_gpu_only_during_sampling(pythia):
     words = [*pythia, BY_SEQUENCES, "generator=vllm_colocated"]
-    vllm, trainer, ram = memory.plan(compose(words), TWO_GPUS).uses
-    assert vllm.device == "vLLM's share of GPU 0" and vllm.fits
-    assert parts(vllm)["vLLM: working memory"] > 1.5 * GIB
-    share, rest = phases(trainer)["sampling"].parts
-    assert share.bytes == pytest.approx(0.45 * 80 * GIB)
-    assert rest.bytes == phases(trainer)["training"].bytes / 4, "segments that the trainer cannot return"
-    assert parts(trainer)["vLLM: CUDA"] == CONTEXT
-    assert not [name for name in parts(ram) if name.startswith("vLLM")], "vLLM discards its weights"
-    small = memory.plan(compose([*words, "generator.memory=0.05"]), TWO_GPUS).uses[0]
-    assert not small.fits, "the weights alone are more than 4 GiB"
+    found = needs(words, TWO_GPUS)
+    vllm, trainer = found["vLLM's share of GPU 0"], found["GPU 0"]
+    assert vllm["vLLM: working memory"] > 1.5 * GIB and trainer["vLLM: CUDA"] == CONTEXT
+    assert trainer["sampling / vLLM"] == pytest.approx(0.45 * 80 * GIB)
+    kept = trainer["sampling / trainer: memory torch cannot return"]
+    assert kept == trainer["training"] / 4, "segments that the trainer cannot return"
+    assert not any(name.startswith("vLLM") for name in found["RAM"]), "vLLM discards its weights"
+    fits = (
+        plan(compose([*words, f"generator.memory={part}"]), TWO_GPUS).uses[0].fits for part in (0.45, 0.05)
+    )
+    assert list(fits) == [True, False], "the weights alone are more than 4 GiB"
 
 
 def test_while_colocated_vllm_samples_zero_3_keeps_its_gradients(monkeypatch, pythia):
     monkeypatch.setattr(TorchConfig, "footprint", lambda *_: zero(3, False, bfloat16=True))
-    trainer = memory.plan(compose([*pythia, "generator=vllm_colocated"]), TWO_GPUS).uses[1]
-    kept = {part.name: part.bytes for part in phases(trainer)["sampling"].parts}
-    assert kept["policy: gradients"] == 2 * COUNT_2_8B and "policy: one layer" not in kept
+    trainer = needs([*pythia, "generator=vllm_colocated"], TWO_GPUS)["GPU 0"]
+    assert trainer["sampling / policy: gradients"] == 2 * COUNT_2_8B
+    assert "sampling / policy: one layer" not in trainer
 
 
-def test_a_share_of_colocated_vllm_that_does_not_fit_gets_the_nearest_share_that_fits(monkeypatch, pythia):
-    monkeypatch.setattr(memory, "this_machine", lambda: Machine(ram=256 * GIB, gpus=(80 * GIB,)))
-    words = [*pythia, "generator=vllm_colocated", "backend.micro_batch=2"]
-    for share in (0.8, 0.05):
-        problems = advice.problems(compose([*words, f"generator.memory={share}"]))
-        assert f"got {share}; set generator.memory=0." in problems[0]
-        fitting = problems[0].rpartition("=")[2]
-        assert advice.problems(compose([*words, f"generator.memory={fitting}"])) == []
+def test_an_annotator_process_has_its_own_reference_and_reward_model():
+    def annotator(words: str) -> dict[str, float]:
+        return {name: held for name, held in needs(words)["RAM"].items() if name.startswith("annotator")}
 
-
-def test_an_annotator_process_has_its_own_reference_and_reward_model(pythia):
-    def annotator(*words: str) -> dict[str, float]:
-        (use,) = memory.plan(compose([*words])).uses
-        return {name: held for name, held in parts(use).items() if name.startswith("annotator")}
-
-    (alone,) = memory.plan(compose([])).uses
-    assert annotator("schedule.max_lag=1") == {
+    alone = needs("")["RAM"]
+    assert annotator(LAG) == {
         "annotator's process": PROCESS,
-        "annotator: reference": parts(alone)["reference: weights"],
-        "annotator: reward model": parts(alone)["reward model: weights"],
+        "annotator: reference": alone["reference: weights"],
+        "annotator: reward model": alone["reward model: weights"],
     }
-    assert annotator("schedule.max_lag=1", "model.lora.rank=4").keys() >= {"annotator: reference"}
-    assert not annotator() and not annotator("schedule.max_lag=1", "generator.annotate=false")
+    assert "annotator: reference" in annotator(f"{LAG} model.lora.rank=4")
+    assert not annotator("") and not annotator(f"{LAG} generator.annotate=false")
 
 
-def test_generator_per_rank_plans_one_generator_for_each_rank(monkeypatch, pythia):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    lag, own = ["schedule.max_lag=1"], "generator.per_rank=true"
-    one, two = (parts(memory.plan(compose([*lag, *more])).uses[0]) for more in ([], [own]))
+def on_gpus(words: str, count: int) -> dict[str, dict[str, float]]:
+    return needs(f"backend.device=cuda {LAG} {words}", gpus(count))
+
+
+def test_a_generator_process_is_counted_on_its_own_gpu():
+    one, two = on_gpus("", 1), on_gpus("", 2)
+    assert list(one) == ["GPU 0", "RAM"] and list(two) == ["GPU 0", "GPU 1", "RAM"]
+    assert "generator: weights" in one["GPU 0"] and "generator: weights" not in two["GPU 0"]
+    assert two["GPU 1"]["generator: weights"] == one["GPU 0"]["generator: weights"]
+    assert on_gpus(ANNOTATE, 2)["GPU 1"]["CUDA"] == 2 * CONTEXT, "the generator's and the annotator's"
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "device"),
+    [("", 1, "GPU 0"), ("", 2, "GPU 1"), ("", 3, "GPU 1"), ("generator=vllm", 2, "GPU 0")],
+)
+def test_the_models_of_an_annotator_are_counted_on_its_gpu(words, count, device):
+    without, found = on_gpus(words, count), on_gpus(f"{words} {ANNOTATE}", count)
+    added = found[device].keys() - without.get(device, {}).keys()
+    assert added >= {"annotator: reference", "annotator: reward model", "annotator: log-probs and scores"}
+    assert found["RAM"]["annotator's process"] > 0
+    others = [name for name in found if name not in (device, "RAM")]
+    assert not any(part.startswith("annotator") for name in others for part in found[name])
+
+
+@dataclass(kw_only=True, slots=True)
+class OtherEngine(WorkerConfig):
+    """A generator that no module of the package knows."""
+
+    def reserves(self, on_gpu):
+        return Reserved(engine="engine", share=0.5)
+
+    def reserved_gpus(self, ranks):
+        return range(ranks, ranks + 1)
+
+
+def test_a_new_generator_is_planned_from_the_answers_of_its_section():
+    cfg = replace(compose(["backend.device=cuda"]), generator=OtherEngine(name="other"))
+    uses = plan(cfg, gpus(2)).uses
+    assert [use.device for use in uses] == ["engine's share of GPU 1", "GPU 0", "RAM"]
+    assert uses[0].total == 40 * GIB
+    (ram,) = plan(replace(cfg, backend=compose([]).backend), LAPTOP).uses
+    assert {part.name: part.bytes for part in ram.parts}["engine: keys and values"] == 8 * GIB
+
+
+def test_a_generator_per_rank_is_planned_for_each_rank(ranks, pythia):
+    ranks(2, local=2)
+    own = "generator.per_rank=true"
+    one, two = needs(LAG)["RAM"], needs(f"{LAG} {own}")["RAM"]
     for name in ("weights in transfer", "generator's process", "generator: weights"):
         assert two[name] == 2 * one[name]
-    four = Machine(ram=256 * GIB, gpus=(80 * GIB,) * 4)
-    plan = memory.plan(compose([*pythia, "generator=vllm", own]), four)
-    assert [use.device for use in plan.uses] == ["vLLM's share of GPU 2 3", "GPU 0 1", "RAM"]
+    found = needs([*pythia, "generator=vllm", own], gpus(4))
+    assert list(found) == ["vLLM's share of GPU 2 3", "GPU 0 1", "RAM"]
+    one, each = on_gpus("", 2), on_gpus(own, 2)
+    assert list(one) == list(each) == ["GPU 0 1", "RAM"]
+    assert one["GPU 0 1"]["generator: weights"] == each["GPU 0 1"]["generator: weights"]
 
 
-def test_ranks_on_one_machine_share_its_ram_and_have_a_gpu_each(monkeypatch, pythia):
-    (one,) = memory.plan(compose([])).uses
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    (two,) = memory.plan(compose([])).uses
-    assert parts(two) == {name: 2 * held for name, held in parts(one).items()}
-    for words in (["schedule.eval_every=0"], ["schedule.eval_every=0", "schedule.minibatches=2"]):
-        shared = phases(memory.plan(compose(words)).uses[0])
-        monkeypatch.delenv("WORLD_SIZE")
-        whole = phases(memory.plan(compose(words)).uses[0])
-        monkeypatch.setenv("WORLD_SIZE", "4")
-        few, all_ = (
-            {part.name: part.bytes for part in phase["training"].parts}["policy: activations"]
-            for phase in (shared, whole)
-        )
-        assert few == pytest.approx(all_ / 4, rel=0.05)
-        assert shared["sampling"].bytes < whole["sampling"].bytes / 2, (
-            "a part of the sampling memory does not depend on the number of sequences"
-        )
-    gpus = memory.plan(compose(pythia), TWO_GPUS).uses[0]
-    assert gpus.device == "GPU 0 1" and gpus.total == 40 * GIB
+def test_ranks_on_one_machine_share_its_ram_and_have_a_gpu_each(ranks, pythia):
+    words = ["schedule.eval_every=0", "schedule.eval_every=0 schedule.minibatches=2"]
+    alone = [needs(each)["RAM"] for each in ("", *words)]
+    ranks(1, local=2)
+    assert needs("")["RAM"]["policy: weights"] == 2 * alone[0]["policy: weights"]
+    ranks(4, local=2)
+    for whole, shared in zip(alone[1:], (needs(each)["RAM"] for each in words), strict=True):
+        name = "training / policy: activations"
+        assert shared[name] == pytest.approx(2 * whole[name] / 4, rel=0.05)
+        assert shared["sampling"] < whole["sampling"], "a part does not depend on the number of sequences"
+    use = plan(compose(pythia), TWO_GPUS).uses[0]
+    assert use.device == "GPU 0 1" and use.total == 40 * GIB
 
 
-# (stage, offload): bytes per parameter on each of 4 GPUs (weights, gradients, optimizer), and in RAM
-SHARES = {
-    (0, False): (2, 2, 12, 0),
-    (1, False): (2, 2, 3, 0),
-    (2, False): (2, 0.5, 3, 0),
-    (3, False): (0.5, 0.5, 3, 0),
-    (2, True): (2, 0, 0, 4),
-    (3, True): (0, 0, 0, 4.5),
-}
-
-
-@pytest.mark.parametrize("case", SHARES)
-def test_zero_partitions_and_offloads_by_stage(case):
-    footprint = zero(*case, bfloat16=True)
-    kinds = ("weights", "gradients", "optimizer")
-    *device, ram = SHARES[case]
-    assert [footprint.on_device(kind, 100, 4) for kind in kinds] == [100 * each for each in device]
+@pytest.mark.parametrize(
+    ("stage", "offload", "each"),  # bytes per parameter on 4 GPUs: weights, gradients, optimizer; in RAM
+    [
+        (0, False, (2, 2, 12, 0)),
+        (1, False, (2, 2, 3, 0)),
+        (2, False, (2, 0.5, 3, 0)),
+        (3, False, (0.5, 0.5, 3, 0)),
+        (2, True, (2, 0, 0, 4)),
+        (3, True, (0, 0, 0, 4.5)),
+    ],
+)
+def test_zero_partitions_and_offloads_by_stage(stage, offload, each):
+    footprint, kinds = zero(stage, offload, bfloat16=True), ("weights", "gradients", "optimizer")
+    *device, ram = each
+    assert [footprint.on_device(kind, 100, 4) for kind in kinds] == [100 * one for one in device]
     assert sum(footprint.in_ram(kind, 100, 4) for kind in kinds) == 100 * ram
 
 
-def test_a_backend_that_partitions_and_offloads_changes_the_plan(monkeypatch, pythia):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_a_backend_that_partitions_and_offloads_changes_the_plan(monkeypatch, ranks, pythia):
+    ranks(2, local=2)
     monkeypatch.setattr(TorchConfig, "footprint", lambda *_: zero(3, True, bfloat16=True))
-    gpu, ram = memory.plan(compose(pythia), TWO_GPUS).uses
-    assert "policy: optimizer" not in parts(gpu) and "policy: weights" not in parts(gpu)
-    assert "policy: one layer" in [part.name for part in phases(gpu)["training"].parts]
-    assert "optimizer step" not in phases(gpu)
-    assert parts(ram)["policy: offloaded"] == pytest.approx(2 * 18 / 2 * COUNT_2_8B), (
-        "2 ranks run on this machine"
-    )
+    gpu, ram = needs(pythia, gpus(2)).values()
+    assert not {"policy: optimizer", "policy: weights", "optimizer step"} & gpu.keys()
+    assert "training / policy: one layer" in gpu
+    assert ram["policy: offloaded"] == pytest.approx(2 * 18 / 2 * COUNT_2_8B)
 
 
 def test_float32_under_zero_keeps_a_copy_of_the_weights_from_stage_1_on():
@@ -333,55 +297,33 @@ def test_float32_under_zero_keeps_a_copy_of_the_weights_from_stage_1_on():
 
 def test_lora_needs_gradients_and_optimizer_states_for_adapters_and_no_reference_weights(pythia):
     words = [*pythia, "model.lora.rank=16"]
-    use = memory.plan(compose(words), TWO_GPUS).uses[0]
-    adapters = 32 * 16 * ((2560 + 3 * 2560) + 2 * 2560 + 2 * (2560 + 10240))
-    assert parts(use)["policy: weights"] == 2 * COUNT_2_8B
-    assert parts(use)["policy: adapters"] == 4 * adapters
-    assert parts(use)["policy: optimizer"] == 8 * adapters
-    assert phases(use)["training"].parts[0].bytes == 4 * adapters
-    assert "reference: weights" not in parts(use)
-    other = memory.plan(
-        compose([*words, f"model.reference={Path(words[0].partition('=')[2]) / '..' / 'pythia'}"]), TWO_GPUS
-    )
-    assert parts(other.uses[0])["reference: weights"] == 2 * COUNT_2_8B
+    gpu = needs(words, TWO_GPUS)["GPU 0"]
+    assert gpu["policy: weights"] == 2 * COUNT_2_8B and gpu["policy: adapters"] == 4 * 16 * ADAPTERS
+    assert gpu["policy: optimizer"] == 2 * gpu["training / policy: gradients"] == 8 * 16 * ADAPTERS
+    assert "reference: weights" not in gpu
+    other = Path(words[0].partition("=")[2]) / ".." / "pythia"
+    gpu = needs([*words, f"model.reference={other}"], TWO_GPUS)["GPU 0"]
+    assert gpu["reference: weights"] == 2 * COUNT_2_8B
+    gpu = needs([*words, "algo=ppo"], TWO_GPUS)["GPU 0"]
+    assert gpu["value model: adapters"] == gpu["policy: adapters"] + 4 * 2560, "the head is trained whole"
 
 
-def test_lora_trains_all_weights_of_the_value_head(pythia):
-    use = memory.plan(compose([*pythia, "algo=ppo", "model.lora.rank=16"]), TWO_GPUS).uses[0]
-    assert parts(use)["value model: adapters"] == parts(use)["policy: adapters"] + 4 * 2560
+def test_zero3_also_partitions_frozen_models(ranks, pythia):
+    ranks(2, local=2)
+    gpu = needs([*pythia, "backend=zero3"], gpus(2))["GPU 0 1"]
+    assert gpu["reference: weights"] == 2 * COUNT_2_8B / 2 == gpu["policy: weights"] / 2
+    gpu, ram = needs([*pythia, "backend=zero3_offload"], gpus(2)).values()
+    assert "reference: weights" not in gpu and ram["reference: offloaded"] == 2 * (2 * COUNT_2_8B / 2)
 
 
-def test_gradient_checkpointing_needs_less_activation_memory(pythia):
-    def training(*words: str) -> float:
-        return phases(memory.plan(compose([*pythia, BY_SEQUENCES, *words]), TWO_GPUS).uses[0])[
-            "training"
-        ].bytes
-
-    gradients = 4 * COUNT_2_8B
-    assert training("model.gradient_checkpointing=true") - gradients < 0.5 * (training() - gradients)
-
-
-def test_zero3_also_partitions_frozen_models(monkeypatch, pythia):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    use = memory.plan(compose([*pythia, "backend=zero3"]), TWO_GPUS).uses[0]
-    assert parts(use)["reference: weights"] == 2 * COUNT_2_8B / 2
-    assert parts(use)["policy: weights"] == 4 * COUNT_2_8B / 2
-    offloaded = memory.plan(compose([*pythia, "backend=zero3_offload"]), TWO_GPUS).uses
-    assert "reference: weights" not in parts(offloaded[0])
-    assert parts(offloaded[1])["reference: offloaded"] == 2 * (2 * COUNT_2_8B / 2), (
-        "2 ranks run on this machine"
-    )
-
-
-def copies(cfg, machine: Machine) -> dict[str, list[float]]:
+def copies(words: list[str], machine: Machine) -> dict[str, float]:
     """Return the bytes of the whole copies of the policy in the plan, by the phase that needs them."""
-    found: dict[str, list[float]] = {}
-    for use in memory.plan(cfg, machine).uses:
-        for phase in use.phases:
-            sizes = [part.bytes for part in phase.parts if part.name == "policy: whole copy"]
-            if sizes:
-                found.setdefault(phase.name, []).extend(sizes)
-    return found
+    return {
+        name.partition(" / ")[0]: size
+        for parts in needs(words, machine).values()
+        for name, size in parts.items()
+        if name.endswith(" / policy: whole copy")
+    }
 
 
 @pytest.mark.parametrize(
@@ -398,13 +340,12 @@ def copies(cfg, machine: Machine) -> dict[str, list[float]]:
         ("backend=torch", None),
     ],
 )
-def test_each_rank_samples_from_a_whole_copy_of_the_policy_with_zero_3(monkeypatch, pythia, words, phase):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    policy = pythia[0].partition("=")[2]
-    cfg = compose([*pythia, "model.dtype=float32", *words.format(policy=policy).split()])
-    whole = 4 * COUNT_2_8B
-    assert copies(cfg, TWO_GPUS) == ({phase: [whole]} if phase else {}), "one copy on each GPU"
-    assert copies(cfg, LAPTOP) == ({phase: [2 * whole]} if phase else {}), "2 ranks share the RAM"
+def test_each_rank_samples_from_a_whole_copy_of_the_policy_with_zero_3(ranks, pythia, words, phase):
+    ranks(2, local=2)
+    words = words.format(policy=pythia[0].partition("=")[2]).split()
+    words, whole = [*pythia, "model.dtype=float32", *words], 4 * COUNT_2_8B
+    assert copies(words, gpus(2)) == ({phase: whole} if phase else {}), "one copy on each GPU"
+    assert copies(words, LAPTOP) == ({phase: 2 * whole} if phase else {}), "2 ranks share the RAM"
 
 
 @pytest.mark.parametrize("settings", [{"kind": "gpt_neox"}, {"kind": "llama", "tie_word_embeddings": True}])
@@ -412,12 +353,13 @@ def test_each_rank_samples_from_a_whole_copy_of_the_policy_with_zero_3(monkeypat
 @pytest.mark.parametrize("head", ["model.float32_head=false", "model.float32_head=true"])
 def test_the_whole_copy_of_zero_3_is_as_large_as_that_of_the_engine(tmp_path, settings, dtype, head):
     tiny_lm(**settings).save_pretrained(tmp_path)
-    cfg = compose([f"model.policy={tmp_path}", "scorer=facts", "backend=zero3", f"model.dtype={dtype}", head])
+    words = [f"model.policy={tmp_path}", "scorer=facts", "backend=zero3", f"model.dtype={dtype}", head]
+    cfg = compose(words)
     model = Policy(tiny_lm(**settings), 0.7, True, float32_head=cfg.model.float32_head).model
     engine_settings = SimpleNamespace(dtype=cfg.model.dtype)
     engine = SimpleNamespace(settings=engine_settings, ranks=ALONE, weights=lambda: whole_weights(model))
     copy = DeepSpeedEngine.whole(engine, hollow(model))
-    assert copies(cfg, LAPTOP) == {"sampling": [sum(each.nbytes for each in copy.parameters())]}
+    assert copies(words, LAPTOP) == {"sampling": sum(each.nbytes for each in copy.parameters())}
 
 
 @pytest.mark.parametrize(
@@ -430,263 +372,127 @@ def test_the_whole_copy_of_zero_3_is_as_large_as_that_of_the_engine(tmp_path, se
         (["backend=torch"], 2),
     ],
 )
-def test_ranks_that_get_placeholders_load_no_models(monkeypatch, pythia, words, loads):
-    def loading() -> float:
-        return phases(memory.plan(compose([*pythia, "scorer=facts", *words]), TWO_GPUS).uses[-1])[
-            "loading"
-        ].bytes
-
-    alone = loading()
+def test_ranks_that_get_placeholders_load_no_models(ranks, pythia, words, loads):
+    words = [*pythia, "scorer=facts", *words]
+    alone = needs(words, TWO_GPUS)["RAM"]["loading"]
     assert alone == (4 + 2) * COUNT_2_8B, "the policy in float32 and the reference in bfloat16"
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert loading() == loads * alone
+    ranks(4, local=2)
+    assert needs(words, TWO_GPUS)["RAM"]["loading"] == loads * alone
 
 
-def test_the_plan_is_unknown_if_models_are_not_downloaded(monkeypatch):
-    monkeypatch.setattr(sizes, "named_size", lambda name: None)
-    cfg = compose(["model=pythia_410m", "task=tldr"])
-    made = memory.plan(cfg)
-    assert not made.uses and made.unknown["model.policy"] == "mnoukhov/pythia410m-sft-tldr"
-    assert advice.problems(cfg) == advice.warnings(cfg) == []
-    ((_, told),) = advice.rows(memory.plan(cfg))
-    assert told.startswith("unknown until these models are downloaded: model.policy=mnoukhov/")
+def test_messages_of_nccl_need_buffers_for_each_group_of_processes(ranks, pythia):
+    def nccl(*words: str) -> list[float]:
+        return [parts.get("NCCL", 0) for parts in needs([*pythia, *words], gpus(4)).values()]
+
+    vllm = "generator=vllm"
+    assert nccl() == [0, 0] and nccl(vllm) == [GROUP, GROUP, 0], "weights are sent by NCCL"
+    assert nccl(vllm, "generator.transfer=shared_memory") == [0, 0, 0]
+    assert nccl(vllm, "generator.replicas=2") == [0, 0, 0], "replicas read one snapshot in shared memory"
+    assert nccl("generator=vllm_colocated") == [0, 0, 0]
+    assert nccl(vllm, "generator.tensor_parallel_size=2") == [2 * GROUP, GROUP, 0]
+    ranks(2)
+    assert nccl() == [GROUP, 0] and 0.5 * GIB < GROUP < 0.7 * GIB
+    assert "NCCL" not in needs("")["RAM"], "ranks without GPUs"
+
+
+def test_ranks_sum_gradients_in_two_copies_of_a_bucket(ranks, pythia):
+    def bucket(*words: str) -> float:
+        found = next(iter(needs([*pythia, *words], TWO_GPUS).values()))
+        return found.get("training / gradient bucket", 0)
+
+    assert bucket() == 0, "one rank"
+    ranks(2)
+    assert bucket() == 2 * 4 * BUCKET < 2 * 4 * COUNT_2_8B
+    assert bucket("backend=zero2") == 2 * 4 * 50_000_000, "DeepSpeed's reduce_bucket_size"
+    assert bucket("model.lora.rank=1") == 2 * 4 * ADAPTERS < 2 * 4 * BUCKET
+
+
+def state_bytes(name: str, module: Policy) -> int:
+    """Return the bytes of the state of a real optimizer after one step, without step counts and tables."""
+    optimizer = build_optimizer(module, OptimConfig(optimizer=Optimizer(name), lr=1e-3), None)
+    for each in module.parameters():
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    found = [value for state in optimizer.state.values() for key, value in state.items() if "map" not in key]
+    tensors = [each for each in found if isinstance(each, torch.Tensor) and each.dim()]
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_muon_updates_the_counted_matrices(kind):
+    module, size = Policy(tiny_lm(kind), 0.7, True), config_size(tiny_config(kind).to_dict())
+    assert sum(each.numel() for each in hidden_matrices(module)) == matrix_parameters(size)
+
+
+def test_muon_has_one_float32_momentum_per_element_of_a_matrix(pythia):
+    words = [*pythia, "optim.optimizer=muon"]
+    gpu = needs(words, TWO_GPUS)["GPU 0"]
+    others = COUNT_2_8B - MATRICES
+    assert gpu["policy: optimizer"] == pytest.approx(4 * MATRICES + 8 * others)
+    assert gpu["optimizer step / updates"] == 4 * others + 10 * 2560 * 10240, "one matrix at a time"
+    lora = [*pythia, "model.lora.rank=16"], [*words, "model.lora.rank=16"]
+    adamw, muon = (needs(each, TWO_GPUS)["GPU 0"]["policy: optimizer"] for each in lora)
+    assert muon == adamw / 2, "adapters are matrices"
+    module = Policy(tiny_lm(), 0.7, True)
+    every, matrices = (
+        sum(each.numel() for each in found) for found in (module.parameters(), hidden_matrices(module))
+    )
+    assert state_bytes("muon", module) == 4 * matrices + 8 * (every - matrices)
+
+
+def test_a_step_with_8_bit_moments_has_no_temporary_tensors(pythia):
+    gpu = needs([*pythia, "optim.optimizer=adamw_8bit"], TWO_GPUS)["GPU 0"]
+    assert gpu["policy: optimizer"] == EIGHT_BIT * COUNT_2_8B and gpu["optimizer step / updates"] == 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_8_bit_moments_have_two_bytes_per_parameter_and_the_scales_of_blocks():
+    module = Policy(tiny_lm(hidden_size=64, vocab_size=256), 0.7, True)
+    small = sum(each.numel() for each in module.parameters() if each.numel() < 4096)
+    large = sum(each.numel() for each in module.parameters()) - small
+    assert state_bytes("adamw_8bit", module) == EIGHT_BIT * large + 8 * small
+
+
+def test_eval_batch_size_sets_the_sampling_memory_of_supervised_runs():
+    default, small = (needs(f"algo=sft {words}")["RAM"] for words in ("", "eval.batch_size=32"))
+    assert default["sampling"] > 3 * small["sampling"], "256 by default"
 
 
 def test_a_run_on_a_device_of_unknown_memory_is_not_rejected(pythia):
-    cfg = compose([*pythia, "backend.device=cuda"])
-    gpu = memory.plan(cfg, LAPTOP).uses[0]
+    gpu = plan(compose([*pythia, "backend.device=cuda"]), LAPTOP).uses[0]
     assert gpu.device == "GPU 0" and gpu.total is None and gpu.fits
 
 
 def test_a_run_is_rejected_only_if_half_of_the_estimated_memory_does_not_fit():
-    def use(counted: float, estimated: float) -> Use:
+    def fits(counted: float, estimated: float) -> bool:
         phase = Phase("training", (Part("activations", estimated * GIB, estimated=True),))
-        return Use("RAM", 16 * GIB, (Part("weights", counted * GIB),), (phase,))
+        return Use("RAM", 16 * GIB, (Part("weights", counted * GIB),), (phase,)).fits
 
-    assert use(12, 6).fits and not use(12, 10).fits and not use(17, 0).fits
-
-
-def test_a_run_that_may_not_fit_gives_a_warning(monkeypatch):
-    cfg = compose(["backend.tokens=1000000"])
-    needed = memory.plan(cfg).uses[0].bytes
-    assert advice.warnings(cfg) == []
-    monkeypatch.setattr(memory, "this_machine", lambda: Machine(ram=int(needed * 1.05)))
-    (warning,) = advice.warnings(cfg)
-    assert warning.startswith("the run may need about 1.") and "RAM (process 0.6 GiB, " in warning
-    assert advice.problems(cfg) == []
+    assert fits(12, 6) and not fits(12, 10) and not fits(17, 0)
 
 
-def test_the_error_for_a_too_large_micro_batch_suggests_a_size_that_fits():
-    cfg = compose(["backend.micro_batch=16384", "schedule.prompts_per_update=8192",
-                   "schedule.total_episodes=163840", "backend.tokens=100000000"])  # fmt: skip
-    (problem,) = advice.problems(cfg)
-    assert problem.startswith("backend.micro_batch must be small enough for the 16.0 GiB of RAM")
-    fitting = int(problem.rpartition("set backend.micro_batch=")[2])
-    assert not advice.problems(replace(cfg, backend=replace(cfg.backend, micro_batch=fitting)))
-    assert 256 <= fitting < 16384 and "got 16384;" in problem
+@pytest.fixture
+def judged(tmp_path) -> list[str]:
+    """Return the overrides of relabelling with a judge of 2.8 billion parameters."""
+    folder = local_model(tmp_path / "judge", PYTHIA_2_8B)
+    return ["algo=reward", f"model.policy={folder}", "scorer@gold=reward_model", f"gold.path={folder}"]
 
 
-def test_a_limit_of_tokens_bounds_the_sequences_of_the_plan():
-    words = ["backend.micro_batch=1024", "schedule.prompts_per_update=512", "schedule.total_episodes=10240"]
-    length = sum((compose(words).task.max_prompt_tokens, compose(words).generator.response_length))
-    sizes = {}
-    for tokens in (None, 64 * length, 0):
-        cfg = compose([*words, f"backend.tokens={'null' if tokens is None else tokens}"])
-        (use,) = memory.plan(cfg).uses
-        phases = {phase.name: phase.bytes for phase in use.phases}
-        sizes[tokens] = phases["training"], phases["log-probs and scores"]
-    (use,) = memory.plan(compose([*words[1:], "backend.micro_batch=64"])).uses
-    few = {phase.name: phase.bytes for phase in use.phases}
-    assert sizes[64 * length][0] == few["training"] < sizes[None][0]
-    assert few["log-probs and scores"] < sizes[64 * length][1] <= sizes[None][1]
-    assert sizes[0][0] == sizes[None][0], "all 1,024 sequences fit"
+def test_relabelling_needs_the_judge_alone(judged, ranks):
+    count = COUNT_2_8B - HEAD + 2560  # the head is replaced by a head with one output
+    (ram,) = needs(judged, trains=False).values()
+    reads = {name for name in ram if name.startswith("log-probs and scores")}
+    assert ram.keys() - reads == {"process", "judge: weights"}
+    assert ram["judge: weights"] == 4 * count and ram["log-probs and scores"] > 0
+    wide = needs([*judged, "gold.batch_size=64"], trains=False)["RAM"]
+    assert wide["log-probs and scores"] > ram["log-probs and scores"]
+    (gpu,) = needs([*judged, "model.dtype=bfloat16"], gpus(1), trains=False).values()
+    assert (gpu["CUDA"], gpu["judge: weights"]) == (CONTEXT, 2 * count) and "NCCL" not in gpu
+    ranks(2)
+    assert needs(judged, gpus(1), trains=False)["GPU 0"]["NCCL"] == GROUP
 
 
-def test_the_automatic_limit_of_tokens_fits_the_machine():
-    words = ["backend.micro_batch=16384", "schedule.prompts_per_update=8192",
-             "schedule.total_episodes=163840", "backend.tokens=0"]  # fmt: skip
-    cfg = memory.with_token_limit(compose(words))
-    (use,) = memory.plan(cfg).uses
-    assert use.bytes <= 0.9 * 16 * GIB and advice.problems(compose(words)) == []
-    assert ("sequences per forward", "at most 16384, and at most what fits into the memory") in describe(
-        compose(words)
-    )
-    on_gpus = memory.with_token_limit(compose(words[:3]), TWO_GPUS).backend.tokens
-    assert on_gpus == memory.with_token_limit(compose(words), TWO_GPUS).backend.tokens, "the default on a GPU"
-    assert memory.with_token_limit(compose(words[:3])) == cfg, "the default on a CPU with too little memory"
-    assert memory.with_token_limit(compose([])).backend.tokens is None, "no limit if the memory suffices"
-    double = replace(cfg, backend=replace(cfg.backend, tokens=2 * cfg.backend.tokens))
-    assert memory.plan(double).uses[0].bytes > 0.9 * 16 * GIB, "the next larger limit does not fit"
-
-
-def test_a_small_model_and_your_own_data_fit_a_laptop_with_the_defaults(tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "question {i}"}}\n' for i in range(9)))
-    for model, forward in (("HuggingFaceTB/SmolLM2-135M-Instruct", 8), ("Qwen/Qwen2.5-0.5B-Instruct", 2)):
-        cfg = compose(["task=local", f"task.path={prompts}", "algo=rloo", f"model.policy={model}",
-                       "scorer=facts", "generator=hf"])  # fmt: skip
-        assert advice.problems(cfg) == []
-        assert memory.with_token_limit(cfg).backend.tokens == forward * (512 + 256)
-
-
-def test_settings_that_need_less_memory_are_named_with_the_memory_that_they_need():
-    words = ["model.hidden_size=512", "model.layers=8", "backend.tokens=1000000"]
-    cfg = compose(words)
-    device, sizes = advice.savings(cfg)
-    assert device == "RAM" and list(sizes) == sorted(sizes, key=sizes.get)
-    assert {"model.gradient_checkpointing", "backend.micro_batch"} <= {each.split("=")[0] for each in sizes}
-    for override, size in sizes.items():
-        (use,) = memory.plan(compose([*words, override])).uses
-        assert use.bytes == size < memory.plan(cfg).uses[0].bytes
-
-
-def test_the_error_for_a_too_large_model_names_settings_that_fit_together():
-    words = ["model=pythia_1b", "model.policy=EleutherAI/pythia-1b", "scorer=facts", "generator=hf"]
-    (problem,) = advice.problems(compose(words))
-    remedy = problem.rpartition("; set ")[2].split()
-    assert "model.lora.rank=16" in remedy
-    assert advice.problems(compose([*words, *remedy])) == []
-
-
-def test_the_error_for_a_too_large_generator_batch_suggests_another_size():
-    words = ["generator.batch_size=16384", "eval.prompts=16384", "model.layers=8"]
-    (problem,) = advice.problems(compose(words))
-    assert (
-        problem.startswith("generator.batch_size must be small enough for")
-        and "set generator.batch_size=" in problem
-    )
-
-
-def test_eval_batch_size_sets_the_sampling_memory_of_supervised_runs():
-    def sampling(*words: str) -> float:
-        return phases(memory.plan(compose(["algo=sft", *words])).uses[0])["sampling"].bytes
-
-    assert sampling() > 3 * sampling("eval.batch_size=32"), "256 by default"
-    (problem,) = advice.problems(
-        compose(["algo=sft", "eval.batch_size=16384", "eval.prompts=16384", "model.layers=8"])
-    )
-    assert (
-        problem.startswith("eval.batch_size must be small enough for") and "set eval.batch_size=" in problem
-    )
-
-
-def test_the_error_for_a_too_large_embedded_model_names_hidden_size():
-    (problem,) = advice.problems(compose(["model.hidden_size=8192", "model.layers=32"]))
-    assert problem.startswith("model.hidden_size must be small enough for")
-    assert "got 8192; set model.hidden_size=" in problem
-
-
-@pytest.mark.process
-def test_a_70b_model_is_rejected_before_torch_is_imported_and_leaves_no_files(tmp_path):
-    folder = local_model(tmp_path / "llama", LLAMA_70B)
-    script = f"""
-import sys
-from rlhf.memory import plan as memory
-from rlhf.core.machine import Machine
-memory.this_machine = lambda: Machine(ram=64 * 2**30)
-sys.argv = ["train.py", "model.policy={folder}", "scorer=facts"]
-from rlhf.train import main
-try:
-    main()
-except SystemExit as stop:
-    print(stop.code, sorted({{"torch", "transformers", "vllm", "datasets"}} & set(sys.modules)))
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "2 []\n"
-    (error,) = [line for line in done.stderr.splitlines() if not line.startswith("warning")]
-    assert error.startswith("error: model.policy must be small enough for the 64.0 GiB of RAM")
-    for said in ("policy 788 GiB", f"got {folder}; ", "set model.policy to a smaller model", "model.dtype"):
-        assert said in error
-    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
-
-
-def test_a_sweep_job_that_does_not_fit_is_rejected_with_exit_code_2(command, tmp_path):
-    folder = local_model(tmp_path / "llama", LLAMA_70B)
-    answer = command("-m", f"model.policy={folder}", "scorer=facts", "seed=1")
-    assert answer.code == 2 and not answer.runs
-    assert "model.policy must be small enough for the 16.0 GiB of RAM" in answer.err
-
-
-def test_a_finished_run_is_reported_on_a_machine_with_too_little_memory(command, monkeypatch):
-    assert command().code == 0
-    folder = next(Path("outputs").iterdir())
-    (folder / "trainer_state.json").write_text(json.dumps({"finished": True, "result": {}}))
-    monkeypatch.setattr(memory, "this_machine", lambda: Machine(ram=GIB // 2))
-    assert "finished already" in command().out
-    assert command("resume=never").code == 2 and folder.is_dir(), (
-        "the run is rejected before its folder is moved aside"
-    )
-
-
-def test_the_summary_has_one_memory_row_for_each_device(monkeypatch, pythia):
-    rows = dict(describe(compose([])))
-    assert rows["memory (RAM)"].startswith("about 1.0 GiB of 16.0 GiB: process 0.6 GiB, training 0.4 GiB")
-    monkeypatch.setattr(memory, "this_machine", lambda: TWO_GPUS)
-    names = [name for name, _ in advice.rows(memory.plan(compose([*pythia, "generator=vllm"])))]
-    assert names == ["memory (vLLM's share of GPU 1)", "memory (GPU 0)", "memory (RAM)"]
-
-
-# -- the command python -m rlhf.plan ---------------------------------------------------------------
-
-
-def planned(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["plan.py", *words])
-    code = 0
-    try:
-        plan.main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    said = capsys.readouterr()
-    return code, said.out, said.err
-
-
-def test_the_command_prints_each_part_and_creates_no_files(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    code, out, err = planned(monkeypatch, capsys, "algo=ppo")
-    assert code == 0 and err == "" and not list(tmp_path.iterdir())
-    for said in ("RAM: about ", " of 16.0 GiB", "value model: optimizer", "while training", "the most",
-                 "x (192 + 40) tokens", "million parameters x 8 bytes"):  # fmt: skip
-        assert said in out
-
-
-def test_the_command_prints_the_table_before_the_error(monkeypatch, capsys, tmp_path):
-    folder = local_model(tmp_path / "llama", LLAMA_70B)
-    code, out, err = planned(monkeypatch, capsys, f"model.policy={folder}", "scorer=facts")
-    assert code == 2 and "70.55 billion parameters x 4 bytes" in out
-    assert err.startswith("error: model.policy must be small enough for the 16.0 GiB of RAM")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["algo.beat=1"], "did you mean algo.beta?"),
-        (["algo.beta=-1"], "algo.beta must be > 0"),
-        (["-m"], "-m must be a flag of this command"),
-        (["--config-dir", "nowhere"], "--config-dir must name a folder laid out like conf/"),
-    ],
-)
-def test_the_command_reports_config_errors_with_exit_code_2(monkeypatch, capsys, words, said):
-    code, out, err = planned(monkeypatch, capsys, *words)
-    assert code == 2 and out == "" and err.startswith("error: ") and said in err
-
-
-def test_the_command_accepts_a_config_folder_of_the_user(monkeypatch, capsys, own_conf):
-    words = ["--config-dir", str(own_conf), "experiment=fine"]
-    assert planned(monkeypatch, capsys, *words)[0] == 0
-
-
-@pytest.mark.process
-def test_the_command_imports_neither_torch_nor_libraries_that_import_torch(tmp_path):
-    script = (
-        "import sys; sys.argv = ['plan.py', 'algo=ppo']; from rlhf.plan import main; main();"
-        "print(sorted({'torch', 'transformers', 'datasets', 'vllm', 'deepspeed'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_help_of_the_command_prints_its_usage(monkeypatch, capsys):
-    code, out, _ = planned(monkeypatch, capsys, "--help")
-    assert code == 0 and out.startswith("Usage: python -m rlhf.plan")
+def test_relabelling_has_no_plan_without_a_judge_that_is_a_model(judged):
+    assert needs("algo=reward", trains=False) == {}
+    found = plan(compose([*judged[:-1], "gold.path=someone/judge"]), LAPTOP, trains=False)
+    assert found.uses == () and found.unknown == {"gold.path": "someone/judge"}
