@@ -97,7 +97,6 @@ class AlgoConfig(Section):
 
 
 @option("algo", "dpo", part="rlhf.objectives.dpo:OnlineDPO")
-@dataclass(kw_only=True, slots=True)
 class DPOConfig(AlgoConfig):
     """Online DPO on the best and the worst of K samples. With `generator=dataset`: offline DPO on pairs."""
 
@@ -105,7 +104,6 @@ class DPOConfig(AlgoConfig):
     keeps: ClassVar[int | None] = 2
     pairwise: ClassVar[bool] = True
 
-    name: str = "dpo"
     samples_per_prompt: int = 2
     loss_type: DPOLoss = DPOLoss.sigmoid
     beta: float = number(
@@ -146,20 +144,17 @@ class DPOConfig(AlgoConfig):
 
 
 @option("algo", "bok", part="rlhf.objectives.bok:BestOfK")
-@dataclass(kw_only=True, slots=True)
 class BestOfKConfig(AlgoConfig):
     """Best-of-K fine-tuning: maximum likelihood of the best of K samples."""
 
     min_samples: ClassVar[int] = 2
     keeps: ClassVar[int | None] = 1
 
-    name: str = "bok"
     samples_per_prompt: int = 2
     ties: Ties = Ties.drop
 
 
 @option("algo", "sft", part="rlhf.objectives.sft:SFT")
-@dataclass(kw_only=True, slots=True)
 class SFTConfig(AlgoConfig):
     """Supervised fine-tuning: cross-entropy of the reference response, EOS included."""
 
@@ -167,11 +162,8 @@ class SFTConfig(AlgoConfig):
     data: ClassVar[Data] = Data.references
     supervised: ClassVar[bool] = True
 
-    name: str = "sft"
-
 
 @option("algo", "reward", part="rlhf.objectives.reward_modelling:RewardModelling")
-@dataclass(kw_only=True, slots=True)
 class RewardConfig(AlgoConfig):
     """Reward modelling: Bradley-Terry loss on chosen and rejected responses."""
 
@@ -181,7 +173,6 @@ class RewardConfig(AlgoConfig):
     min_samples: ClassVar[int] = 2
     pairwise: ClassVar[bool] = True
 
-    name: str = "reward"
     samples_per_prompt: int = 2
 
 
@@ -495,13 +486,11 @@ class PolicyGradientConfig(AlgoConfig):
 
 
 @option("algo", "ppo", part="rlhf.objectives.ppo:PPO")
-@dataclass(kw_only=True, slots=True)
 class PPOConfig(PolicyGradientConfig):
     """PPO: a value model and generalised advantage estimation."""
 
     learns_from_ties: ClassVar[bool] = True
 
-    name: str = "ppo"
     kl_coef: float = 0.05
     kl_in: KLIn = KLIn.reward
     kl_estimator: KLEstimator = KLEstimator.k1
@@ -540,14 +529,12 @@ class PPOConfig(PolicyGradientConfig):
 
 
 @option("algo", "rloo", part="rlhf.objectives.rloo:RLOO")
-@dataclass(kw_only=True, slots=True)
 class RLOOConfig(PolicyGradientConfig):
     """RLOO: REINFORCE with the mean reward of a prompt's other samples as baseline."""
 
     min_samples: ClassVar[int] = 2
     sequence_ratio: ClassVar[bool] = True
 
-    name: str = "rloo"
     samples_per_prompt: int = 2
     loss_type: RLOOLoss = RLOOLoss.clip
     kl_coef: float = 0.05
@@ -574,13 +561,11 @@ class RLOOConfig(PolicyGradientConfig):
 
 
 @option("algo", "grpo", part="rlhf.objectives.grpo:GRPO")
-@dataclass(kw_only=True, slots=True)
 class GRPOConfig(PolicyGradientConfig):
     """GRPO: PPO's clipped ratio with advantages relative to the K samples of a prompt."""
 
     min_samples: ClassVar[int] = 2
 
-    name: str = "grpo"
     samples_per_prompt: int = 4
     kl_coef: float = 0.04
     advantage: Advantage = entry(Advantage.mean, added=True)
@@ -598,46 +583,38 @@ class GRPOConfig(PolicyGradientConfig):
 
 
 @option("algo", "dr_grpo", part="rlhf.objectives.dr_grpo:DrGRPO")
-@dataclass(kw_only=True, slots=True)
 class DrGRPOConfig(GRPOConfig):
     """Dr. GRPO: GRPO with unscaled advantages and a constant divisor of the loss."""
 
-    name: str = "dr_grpo"
     kl_coef: float = 0.0
     scale: Scale = Scale.none
 
 
 @option("algo", "dapo", part="rlhf.objectives.dapo:DAPO")
-@dataclass(kw_only=True, slots=True)
 class DAPOConfig(GRPOConfig):
     """DAPO: GRPO with a mean over all tokens and a larger upper bound of the ratio."""
 
-    name: str = "dapo"
     clip_high: float = 0.28
     kl_coef: float = 0.0
 
 
 @option("algo", "gspo", part="rlhf.objectives.gspo:GSPO")
-@dataclass(kw_only=True, slots=True)
 class GSPOConfig(GRPOConfig):
     """GSPO: GRPO with one ratio per response, the geometric mean of the ratios of its tokens."""
 
     sequence_ratio: ClassVar[bool] = True
 
-    name: str = "gspo"
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     kl_coef: float = 0.0
 
 
 @option("algo", "cispo", part="rlhf.objectives.cispo:CISPO")
-@dataclass(kw_only=True, slots=True)
 class CISPOConfig(GRPOConfig):
     """CISPO: REINFORCE on every token, weighted by the ratio of the token, which has an upper bound."""
 
     unused: ClassVar[tuple[str, ...]] = _CLIPPED_LOSS
 
-    name: str = "cispo"
     clip_low: float = 1.0
     clip_high: float = 4.0
     kl_coef: float = 0.0
@@ -678,14 +655,12 @@ class UnclippedConfig(GRPOConfig):
 
 
 @option("algo", "m2po", part="rlhf.objectives.m2po:M2PO")
-@dataclass(kw_only=True, slots=True)
 class M2POConfig(UnclippedConfig):
     """M2PO: a policy gradient whose ratios to the sampler have a bounded second moment."""
 
     # The limited ratio is that to the sampler.
     unused: ClassVar[tuple[str, ...]] = (*UnclippedConfig.unused, "anchor")
 
-    name: str = "m2po"
     form: M2POForm = M2POForm.mask
     limit: float = number(
         0.04, "bound of the mean of (log ratio)^2 over the tokens whose ratio rises with A", above=0
@@ -693,21 +668,17 @@ class M2POConfig(UnclippedConfig):
 
 
 @option("algo", "topr", part="rlhf.objectives.topr:TOPR")
-@dataclass(kw_only=True, slots=True)
 class TOPRConfig(UnclippedConfig):
     """TOPR: REINFORCE; only the weights of responses with a negative advantage are ratios, at most 1."""
 
-    name: str = "topr"
     scale: Scale = Scale.none
     level: Level = entry(Level.sequence, "the unit of one ratio")
 
 
 @option("algo", "dppo", part="rlhf.objectives.dppo:DPPO")
-@dataclass(kw_only=True, slots=True)
 class DPPOConfig(UnclippedConfig):
     """DPPO: tokens whose probability moved too far from the sampler's are masked, instead of clipped."""
 
-    name: str = "dppo"
     divergence: DPPODivergence = DPPODivergence.tv
     limit_low: float | None = number(
         None, "A < 0: largest fall in probability; null: tv 0.15, kl 0.05", above=0, remedy="null"
@@ -726,25 +697,21 @@ class DPPOConfig(UnclippedConfig):
 
 
 @option("algo", "scalerl", part="rlhf.objectives.scalerl:ScaleRL")
-@dataclass(kw_only=True, slots=True)
 class ScaleRLConfig(UnclippedConfig):
     """ScaleRL: truncated ratios as weights, advantages scaled over the batch, a mean over prompts."""
 
-    name: str = "scalerl"
     scale: Scale = Scale.batch
     ties: Ties = Ties.drop
     cap: float = number(5.0, "the largest ratio that weighs a token", above=0)
 
 
 @option("algo", "oapl", part="rlhf.objectives.oapl:OAPL")
-@dataclass(kw_only=True, slots=True)
 class OAPLConfig(AlgoConfig):
     """OAPL: regression of log-ratios on optimal advantages; no ratio weights and no clipping."""
 
     min_samples: ClassVar[int] = 2
     learns_from_ties: ClassVar[bool] = True
 
-    name: str = "oapl"
     samples_per_prompt: int = 4
     anchor: OAPLAnchor = OAPLAnchor.behaviour
     beta_value: float = number(

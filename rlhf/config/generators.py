@@ -230,14 +230,12 @@ class WorkerConfig(GeneratorConfig):
 
 
 @option("generator", "hf", part="rlhf.generators.hf.generator:build")
-@dataclass(kw_only=True, slots=True)
 class HFConfig(WorkerConfig):
     """Sampling with the Hugging Face model that is trained, or with its copy in a separate process."""
 
     exact: ClassVar[bool] = True
     samples_parts: ClassVar[bool] = True
 
-    name: str = "hf"
     batch_size: int = number(256, "sequences decoded in parallel", least=1)
     worker: bool | None = entry(
         None, "sample in a separate process; null: only if schedule.max_lag is above 0", affects=Affects.speed
@@ -277,7 +275,6 @@ class Precision(Choice):
 
 
 @option("generator", "vllm", part="rlhf.generators.vllm.generator:build")
-@dataclass(kw_only=True, slots=True)
 class VLLMConfig(WorkerConfig):
     """Sampling with vLLM in a separate process; if there are GPUs, on other GPUs than the trainer."""
 
@@ -287,7 +284,6 @@ class VLLMConfig(WorkerConfig):
     lowest_temperature: ClassVar[float] = 0.01
     start_limits: ClassVar[tuple[float, float]] = (300.0, 1200.0)  # on GPUs it compiles and captures graphs
 
-    name: str = "vllm"
     memory: float | None = number(
         None,
         "share of the GPU memory for vLLM; null: 0.9, colocated 0.45; "
@@ -368,14 +364,11 @@ class VLLMConfig(WorkerConfig):
 
 
 @option("generator", "vllm_colocated", part="rlhf.generators.vllm.generator:build")
-@dataclass(kw_only=True, slots=True)
 class VLLMColocatedConfig(VLLMConfig):
     """Sampling with vLLM on the trainer's GPU, in a process that frees its GPU memory during training."""
 
     on_gpu: ClassVar[float] = 0.45
     shares_gpu: ClassVar[bool] = True
-
-    name: str = "vllm_colocated"
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for more than one replica: only one request is in flight at a time."""
@@ -386,13 +379,11 @@ class VLLMColocatedConfig(VLLMConfig):
 
 
 @option("generator", "dataset", part="rlhf.generators.generator:build")
-@dataclass(kw_only=True, slots=True)
 class DatasetConfig(GeneratorConfig):
     """Completions that a data set contains; training samples no completions."""
 
     samples: ClassVar[bool] = False
 
-    name: str = "dataset"
     temperature: float = entry(1.0, "temperature of the log-probs")
     path: str | None = entry(None, "saved rollouts (generations/ of a run); null: completions of the task")
 
@@ -414,14 +405,12 @@ INTERFACE = "NCCL_SOCKET_IFNAME"  # environment variable with the network interf
 
 
 @option("generator", "vllm_server", part="rlhf.generators.servers.pool:build")
-@dataclass(kw_only=True, slots=True)
 class VLLMServerConfig(VLLMConfig):
     """Sampling with servers of vLLM, which the run starts on this machine, or which run anywhere."""
 
     samples_singly: ClassVar[bool] = True
     start_limits: ClassVar[tuple[float, float]] = (600.0, 1200.0)  # a server has three processes
 
-    name: str = "vllm_server"
     servers: int = number(1, "servers that the run starts on this machine", least=1, affects=Affects.speed)
     urls: list[str] | None = entry(
         None,

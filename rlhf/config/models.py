@@ -54,7 +54,6 @@ class LoRAConfig(Section):
 
 
 @option("model", "hub")
-@dataclass(kw_only=True, slots=True)
 class ModelConfig(Section):
     """The models of a run, each a hub name or a local folder."""
 
@@ -169,10 +168,10 @@ def float16_needs_gpu(found: str) -> str:
 
 
 @option("model", "nano")
-@dataclass(kw_only=True, slots=True)
 class NanoConfig(ModelConfig):
     """A GPT-NeoX (Pythia) small enough for a laptop's CPU, with random weights if `base` is null."""
 
+    name: str = MISSING
     hidden_size: int = entry(128, "width of the model")
     layers: int = entry(2, "number of blocks")
     heads: int = entry(4, "attention heads per block")

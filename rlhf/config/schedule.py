@@ -247,7 +247,6 @@ class EvalConfig(Section):
 
 
 @option("clock", "wall", part="rlhf.training.events:build")
-@dataclass(kw_only=True, slots=True)
 class ClockConfig(Section):
     """The time of this machine: generators sample as fast as they can."""
 
@@ -257,13 +256,11 @@ class ClockConfig(Section):
 
 
 @option("clock", "virtual", part="rlhf.training.events:VirtualStream")
-@dataclass(kw_only=True, slots=True)
 class VirtualConfig(ClockConfig):
     """The virtual time of a cluster that is simulated in this process, the same on every machine."""
 
     virtual: ClassVar[bool] = True
 
-    name: str = "virtual"
     slots: int | None = number(
         None,
         "sequences decoded at the same time; null: as many as can be in flight, N K (max_lag + 1)",

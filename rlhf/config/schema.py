@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
-from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Self, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 
@@ -217,8 +217,12 @@ def section_class(hint: Any) -> type[Section] | None:
     return next((each for each in found if isinstance(each, type) and issubclass(each, Section)), None)
 
 
+@dataclass_transform(kw_only_default=True, field_specifiers=(field,))
 def option(group: str, name: str, part: str | None = None) -> Callable[[T], T]:
     """Register a section class as the option `name` of the config group `group`.
+
+    The class becomes a keyword-only dataclass with slots, unless it is a dataclass already. The default of
+    its key `name`, if a base class has this key, is the name of the option.
 
     Args:
         group: the config group, for example "algo".
@@ -227,23 +231,24 @@ def option(group: str, name: str, part: str | None = None) -> Callable[[T], T]:
             configures no part. Subclasses do not inherit the address.
 
     Raises:
-        TypeError: the class is not a keyword-only dataclass with slots. Without slots, a key that is added
+        TypeError: the class is a dataclass with positional arguments, or without slots: a key that is added
             with `+` would be accepted silently.
     """
 
     def store(cls: T) -> T:
-        if not is_dataclass(cls) or "__slots__" not in vars(cls):
-            raise TypeError(f"{cls.__name__} must be a @dataclass(kw_only=True, slots=True): it has no slots")
-        if positional := [each.name for each in fields(cls) if not each.kw_only]:
-            raise TypeError(
-                f"{cls.__name__} must be a @dataclass(kw_only=True, slots=True): "
-                f"{', '.join(positional)} can be set by position"
-            )
-        ConfigStore.instance().store(group=f"schema/{group}", name=name, node=cls)
-        SCHEMAS[f"schema/{group}/{name}"] = cls
+        section: Any = cls
+        if "__dataclass_fields__" not in vars(cls):
+            if "name" in getattr(cls, "__dataclass_fields__", ()) and "name" not in vars(cls):
+                section.__annotations__ = {**section.__annotations__, "name": "str"}
+                section.name = name
+            section = dataclass(kw_only=True, slots=True)(section)
+        if "__slots__" not in vars(section) or not all(each.kw_only for each in fields(section)):
+            raise TypeError(f"{cls.__name__} must be a @dataclass(kw_only=True, slots=True)")
+        ConfigStore.instance().store(group=f"schema/{group}", name=name, node=section)
+        SCHEMAS[f"schema/{group}/{name}"] = section
         if part is not None:
-            PARTS[cls] = part
-        return cls
+            PARTS[section] = part
+        return section  # type: ignore[no-any-return]
 
     return store
 

@@ -138,27 +138,23 @@ class Difficulty(Choice):
 
 
 @option("task", "tldr_mini", part="rlhf.tasks.tldr_mini:TLDRMiniSource")
-@dataclass(kw_only=True, slots=True)
 class TLDRMiniConfig(EmbeddedTaskConfig):
     """TL;DR in miniature: generated posts, flawed references, and a program as judge."""
 
     vocabulary_size: ClassVar[int] = 372
     has_answers: ClassVar[bool] = False
 
-    name: str = "tldr_mini"
     train_size: int = 8192
     max_prompt_tokens: int = 192
     difficulty: Difficulty = Difficulty.medium
 
 
 @option("task", "tldr", part="rlhf.tasks.source:StoredSource")
-@dataclass(kw_only=True, slots=True)
 class TLDRConfig(TaskConfig):
     """Reddit posts and the summaries of their writers, with the data sets of Stiennon et al. (2020)."""
 
     has_answers: ClassVar[bool] = False
 
-    name: str = "tldr"
     prompts_name: str = entry(
         "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
         "hub name of the prompts and references",
@@ -209,7 +205,6 @@ _QUESTION = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # for base models, 
 
 
 @option("task", "gsm8k", part="rlhf.tasks.kinds:GSM8KSource")
-@dataclass(kw_only=True, slots=True)
 class GSM8KConfig(QuestionsConfig):
     """Grade-school mathematics with answers that can be checked (Cobbe et al., 2021)."""
 
@@ -219,7 +214,6 @@ class GSM8KConfig(QuestionsConfig):
     prompt_columns: ClassVar[tuple[str, ...]] = ("question", "answer")
     prompt_splits: ClassVar[tuple[str, ...]] = ("train",)
 
-    name: str = "gsm8k"
     prompts_name: str = entry("openai/gsm8k", "hub name of the prompts and references")
     chat: bool = entry(
         False, "the prompt is a message of the user, in the format of the model's chat template", added=True
@@ -233,27 +227,23 @@ class GSM8KConfig(QuestionsConfig):
 
 
 @option("task", "arithmetic", part="rlhf.tasks.kinds:ArithmeticSource")
-@dataclass(kw_only=True, slots=True)
 class ArithmeticConfig(EmbeddedTaskConfig):
     """Generated sums with answers that can be checked; the SFT responses contain mistakes of pupils."""
 
     vocabulary_size: ClassVar[int] = 56
 
-    name: str = "arithmetic"
     train_size: int = 16384
     max_prompt_tokens: int = 32
     difficulty: Difficulty = Difficulty.medium
 
 
 @option("task", "chat", part="rlhf.tasks.kinds:ChatSource")
-@dataclass(kw_only=True, slots=True)
 class ChatConfig(TaskConfig):
     """Dialogues whose last turn is the reference, as in No Robots (Rajani et al., 2023)."""
 
     has_answers: ClassVar[bool] = False
     prompt_columns: ClassVar[tuple[str, ...]] = ("messages",)
 
-    name: str = "chat"
     prompts_name: str = entry("HuggingFaceH4/no_robots", "hub name of the prompts and references")
     preferences_name: str | None = entry(
         None, "hub name of pairs with prompt, chosen, rejected in this format"
@@ -300,7 +290,6 @@ class ChatConfig(TaskConfig):
 
 
 @option("task", "preferences", part="rlhf.tasks.kinds:PreferencesSource")
-@dataclass(kw_only=True, slots=True)
 class PreferencesConfig(TaskConfig):
     """Any data set with the columns prompt, chosen and rejected."""
 
@@ -308,7 +297,6 @@ class PreferencesConfig(TaskConfig):
     has_answers: ClassVar[bool] = False
     dialogues: ClassVar[None] = None  # the rows decide
 
-    name: str = "preferences"
     preferences_name: str | None = entry(None, "hub name")
     validation_split: str = entry("validation", "the name of the validation split in the data set")
 
@@ -364,14 +352,12 @@ class ColumnsConfig(Section):
 
 
 @option("task", "local", part="rlhf.tasks.kinds:LocalSource")
-@dataclass(kw_only=True, slots=True)
 class LocalConfig(TaskConfig):
     """Your own files: prompts, prompts with responses, dialogues, or preference pairs."""
 
     own_data: ClassVar[bool] = True
     dialogues: ClassVar[None] = None  # the rows decide
 
-    name: str = "local"
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     validation_fraction: float = number(
         0.1, "share of the rows for validation, if there is no validation file", above=0, below=1
@@ -425,28 +411,21 @@ class GameConfig(EmbeddedTaskConfig):
 
 
 @option("task", "calculator", part="rlhf.tasks.games:CalculatorSource")
-@dataclass(kw_only=True, slots=True)
 class CalculatorTaskConfig(GameConfig):
     """Generated sums for a calculator; the SFT responses are those of pupils, of whom few use it."""
 
     vocabulary_size: ClassVar[int] = 66
 
-    name: str = "calculator"
-
 
 @option("task", "guess_number", part="rlhf.tasks.games:GuessNumberSource")
-@dataclass(kw_only=True, slots=True)
 class GuessNumberTaskConfig(GameConfig):
     """Numbers to guess in four guesses; the SFT responses ignore half of the answers."""
 
     vocabulary_size: ClassVar[int] = 27
     has_answers: ClassVar[bool] = False
 
-    name: str = "guess_number"
-
 
 @option("task", "environment", part="rlhf.tasks.games:FirstMessages")
-@dataclass(kw_only=True, slots=True)
 class EnvironmentTaskConfig(TaskConfig):
     """The first messages of the environment: the texts that `reset` returns for seeds."""
 
@@ -454,7 +433,6 @@ class EnvironmentTaskConfig(TaskConfig):
     has_answers: ClassVar[bool] = False
     dialogues: ClassVar[bool] = True  # a first message is a message of the user
 
-    name: str = "environment"
     data_seed: int = entry(0, "seed of the seeds; the run's own seed does not change the data")
     train_size: int = number(1024, "first messages to ask for", least=1)
     validation_size: int = number(256, "first messages to ask for", least=1)
