@@ -110,7 +110,11 @@ class DPOConfig(AlgoConfig):
         0.1, "strength of the KL constraint; a higher value keeps the policy near the reference", above=0
     )
     label_smoothing: float = number(
-        0.0, "fraction of labels that are assumed wrong; sigmoid and robust", least=0, below=0.5
+        0.0,
+        "fraction of labels that are assumed wrong; sigmoid and robust",
+        "loss_type=sigmoid|robust",
+        least=0,
+        below=0.5,
     )
     length_normalised: bool = entry(False, "divide each log-ratio by the number of tokens of its response")
     ties: Ties = Ties.drop
@@ -121,26 +125,19 @@ class DPOConfig(AlgoConfig):
         added=True,
     )
     weighting_eps: float = number(
-        1.0, "weighting=is: weights have the upper bound exp(2 weighting_eps)", least=0, added=True
+        1.0,
+        "weighting=is: weights have the upper bound exp(2 weighting_eps)",
+        "weighting=is",
+        least=0,
+        added=True,
     )
     weighting_clamp: float | None = number(
-        1.0, "weighting=wpo: upper bound of the weights; null: no bound", above=0, added=True
+        1.0, "weighting=wpo: upper bound of the weights; null: no bound", "weighting=wpo", above=0, added=True
     )
 
     def corrections(self) -> list[str]:
         """Return the setting that weights pairs, if they have no weights."""
         return ["algo.weighting=is"] if self.weighting is PairWeighting.none else []
-
-    def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning for each key that is set and that the loss or the weighting does not use."""
-        loss, weighting = f"{at}.loss_type={self.loss_type.value}", f"{at}.weighting={self.weighting.value}"
-        smooth = self.loss_type in (DPOLoss.sigmoid, DPOLoss.robust)
-        uses = {
-            "label_smoothing": (smooth, loss, "sigmoid and robust"),
-            "weighting_eps": (self.weighting is PairWeighting["is"], weighting, f"{at}.weighting=is"),
-            "weighting_clamp": (self.weighting is PairWeighting.wpo, weighting, f"{at}.weighting=wpo"),
-        }
-        yield from self.without_effect(at, uses)
 
 
 @option("algo", "bok", part="rlhf.objectives.bok:BestOfK")
@@ -282,36 +279,47 @@ class Covariance(Choice):
     clip = "clip", "Clip-Cov: a random share of them has no gradient"
 
 
+_BAND = "reject!=null", "reject!=m2", "reject_by=k1"  # conditions of the bounds of w
+
+
 @dataclass(kw_only=True, slots=True)
 class CorrectionConfig(Section):
     """Importance weights (trainer / sampler) and rejection, for lag and for other numerics of the sampler."""
 
     kind: CorrectionKind = CorrectionKind.none
     level: Level = Level.token
-    cap: float = number(2.0, "truncate: the largest weight", above=0)
-    floor: float = number(0.0, "truncate: the smallest weight", least=0, most=1, added=True)
-    low: float = entry(0.5, "kind=mask: smaller weights are set to 0")
-    high: float = entry(2.0, "kind=mask: larger weights are set to 0")
-    normalise: bool = entry(False, "divide the weights by their mean over the rollout batch", added=True)
+    cap: float = number(2.0, "truncate: the largest weight", "kind=truncate", above=0)
+    floor: float = number(0.0, "truncate: the smallest weight", "kind=truncate", least=0, most=1, added=True)
+    low: float = entry(0.5, "kind=mask: smaller weights are set to 0", "kind=mask")
+    high: float = entry(2.0, "kind=mask: larger weights are set to 0", "kind=mask")
+    normalise: bool = entry(
+        False, "divide the weights by their mean over the rollout batch", "kind!=none", added=True
+    )
     reject: Reject | None = entry(
         None, "what is left out of the sum and of the count of the loss; null: nothing", added=True
     )
-    reject_by: Divergence = entry(Divergence.k1, added=True)
+    reject_by: Divergence = entry(Divergence.k1, "", "reject!=null", "reject!=m2", added=True)
     reject_low: float = number(
         0.5,
         "reject_by=k1: smaller w is rejected (with reject=mean the geometric mean)",
+        *_BAND,
         least=0,
         most=1,
         added=True,
     )
     reject_high: float | None = number(
-        2.0, "reject_by=k1: larger w is rejected; null: no limit", least=1, remedy="2", added=True
+        2.0, "reject_by=k1: larger w is rejected; null: no limit", *_BAND, least=1, remedy="2", added=True
     )
     reject_limit: float = number(
-        0.04, "reject_by=k2 or k3, and reject=m2: larger values are rejected", above=0, added=True
+        0.04,
+        "reject_by=k2 or k3, and reject=m2: larger values are rejected",
+        "reject!=null",
+        "reject=m2 or reject_by!=k1",
+        above=0,
+        added=True,
     )
     reject_counted: bool = entry(
-        False, "whether rejected tokens still count in the mean of the loss", added=True
+        False, "whether rejected tokens still count in the mean of the loss", "reject!=null", added=True
     )
 
     @property
@@ -329,29 +337,6 @@ class CorrectionConfig(Section):
             rule = f"be >= {at}.floor={self.floor:g}"
             yield self.refused(at, "cap", rule, "weights are between the two")
 
-    def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning for each key that is set and has no effect."""
-        kind, by = f"{at}.kind={self.kind.value}", f"{at}.reject_by={self.reject_by.value}"
-        uses = {
-            "cap": (self.kind is CorrectionKind.truncate, kind, "truncate"),
-            "floor": (self.kind is CorrectionKind.truncate, kind, "truncate"),
-            "low": (self.kind is CorrectionKind.mask, kind, "mask"),
-            "high": (self.kind is CorrectionKind.mask, kind, "mask"),
-            "normalise": (self.kind is not CorrectionKind.none, kind, "truncate, mask and decoupled"),
-        }
-        if self.reject is None:
-            nothing = f"{at}.reject=null"
-            names = ("reject_by", "reject_low", "reject_high", "reject_limit", "reject_counted")
-            uses |= {name: (False, nothing, "a rejection") for name in names}
-        elif self.reject is Reject.m2:
-            bounds = ("reject_by", "reject_low", "reject_high")
-            uses |= {name: (False, f"{at}.reject=m2", "other rejections") for name in bounds}
-        else:
-            bands = self.reject_by is Divergence.k1
-            uses |= {name: (bands, by, "k1") for name in ("reject_low", "reject_high")}
-            uses["reject_limit"] = (not bands, by, "k2 and k3")
-        yield from self.without_effect(at, uses)
-
 
 @dataclass(kw_only=True, slots=True)
 class CovarianceConfig(Section):
@@ -359,11 +344,16 @@ class CovarianceConfig(Section):
 
     kind: Covariance = entry(Covariance.none, added=True)
     share: float = number(
-        2e-3, "share of the response tokens of a rollout batch that is limited", above=0, most=1, added=True
+        2e-3,
+        "share of the response tokens of a rollout batch that is limited",
+        "kind!=none",
+        above=0,
+        most=1,
+        added=True,
     )
-    low: float = number(1.0, "kind=clip: the smallest covariance of a limited token", added=True)
-    high: float = number(5.0, "kind=clip: the largest covariance of a limited token", added=True)
-    coef: float = number(1.0, "kind=kl: weight of the penalty |logp - old|", least=0, added=True)
+    low: float = number(1.0, "kind=clip: the smallest covariance of a limited token", "kind=clip", added=True)
+    high: float = number(5.0, "kind=clip: the largest covariance of a limited token", "kind=clip", added=True)
+    coef: float = number(1.0, "kind=kl: weight of the penalty |logp - old|", "kind=kl", least=0, added=True)
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if no covariance is between the bounds."""
@@ -371,17 +361,6 @@ class CovarianceConfig(Section):
             reason = "the covariance of a limited token is between the two"
             remedy = f"set {at}.low=1 {at}.high=5"
             yield self.refused(at, "low", f"be < {at}.high={self.high:g}", reason, remedy=remedy)
-
-    def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning for each key that is set and has no effect."""
-        kind = f"{at}.kind={self.kind.value}"
-        uses = {
-            "share": (self.kind is not Covariance.none, kind, "kl and clip"),
-            "low": (self.kind is Covariance.clip, kind, "clip"),
-            "high": (self.kind is Covariance.clip, kind, "clip"),
-            "coef": (self.kind is Covariance.kl, kind, "kl"),
-        }
-        yield from self.without_effect(at, uses)
 
 
 _CLIP_RANGE = ("clip_low", "clip_high")
@@ -462,7 +441,7 @@ class PolicyGradientConfig(AlgoConfig):
         """The keys of the clipped loss that the loss of this algorithm does not use."""
         return ()
 
-    def warnings(self, at: str) -> Iterator[str]:
+    def doubts(self, at: str) -> Iterator[str]:
         """Yield a warning if the KL penalty has no gradient, or if a sequence loss has weights of tokens."""
         in_loss = self.kl_coef > 0 and self.kl_in is KLIn.loss
         if in_loss and self.kl_estimator is KLEstimator.k1 and not self.kl_unbiased:
@@ -572,9 +551,8 @@ class GRPOConfig(PolicyGradientConfig):
     scale: Scale = Scale.group
     ties: Ties = Ties.keep
 
-    def warnings(self, at: str) -> Iterator[str]:
+    def doubts(self, at: str) -> Iterator[str]:
         """Yield a warning if the advantages of OPO are divided by a standard deviation."""
-        yield from PolicyGradientConfig.warnings(self, at)
         if self.advantage is Advantage.opo and self.scale is not Scale.none:
             yield (
                 f"algo.advantage=opo with algo.scale={self.scale.value} is not OPO (OPO does not divide "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
@@ -28,6 +29,7 @@ T = TypeVar("T", bound=type)
 ABSENT = object()  # the value of a key that a config does not have
 _REQUIRED = "???"  # the value of a key that a config must set, in OmegaConf
 SCHEMAS: dict[str, type] = {}  # "schema/<group>/<name>" -> the section class registered under that name
+_TERM = re.compile(r"(\w+)(!?=)(\S+)")  # key, sign and values of a condition
 PARTS: dict[type, str] = {}  # section class -> address of the part that it configures, "module:name"
 
 
@@ -41,7 +43,10 @@ class Affects(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class Section:
-    """One section of the configuration."""
+    """One section of the configuration.
+
+    A class may have a variable `affects`: what of a run depends on the keys that it declares by `entry`.
+    """
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error message for each number out of its bounds, and for each rule that is broken.
@@ -88,19 +93,20 @@ class Section:
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each setting of this section that has no effect, or is allowed but doubtful."""
-        return iter(())
-
-    def without_effect(self, at: str, uses: Mapping[str, tuple[bool, str, str]]) -> Iterator[str]:
-        """Yield a warning for each field that is not used, but differs from its default.
-
-        Args:
-            at: the dotted key of this section.
-            uses: for each field, whether it is used, the setting that decides this, and what uses the field.
-        """
         default = type(self)()
-        for name, (used, decided_by, owner) in uses.items():
-            if not used and getattr(self, name) != getattr(default, name):
-                yield f"{dotted(at, name)} has no effect with {decided_by} (it belongs to {owner})"
+        for name, conditions in used(type(self)).items():
+            if getattr(self, name) == getattr(default, name):
+                continue
+            for condition in conditions:
+                states = [(*each, plain(getattr(self, each[0]))) for each in _TERM.findall(condition)]
+                if not any((now in values.split("|")) == (sign == "=") for _, sign, values, now in states):
+                    key, sign, values, now = states[-1]
+                    owner = f" (it belongs to {values.replace('|', ' and ')})" if sign == "=" else ""
+                    yield f"{dotted(at, name)} has no effect with {dotted(at, key)}={now}{owner}"
+                    break
+        for cls in reversed(type(self).__mro__):
+            if "doubts" in vars(cls):
+                yield from vars(cls)["doubts"](self, at)
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error for each value that fails in the process of a job.
@@ -162,6 +168,13 @@ def sections(section: Section, key: str = "") -> Iterator[tuple[str, Section]]:
 def dotted(at: str, name: str) -> str:
     """Return the dotted key of the field `name` of the section with the dotted key `at`."""
     return f"{at}.{name}" if at else name
+
+
+@cache
+def used(cls: type) -> dict[str, tuple[str, ...]]:
+    """Return the conditions under which fields of a section class have an effect, by the names of fields."""
+    found = {each.name: fact(cls, each.name, "when") for each in fields(cls)}
+    return {name: conditions for name, conditions in found.items() if conditions}
 
 
 def value_at(value: Any, key: str) -> Any:
@@ -303,7 +316,12 @@ class Bound:
 
 
 def entry(
-    default: Any = _REQUIRED, means: str = "", *, affects: Affects = Affects.result, added: bool = False
+    default: Any = _REQUIRED,
+    means: str = "",
+    *when: str,
+    affects: Affects | None = None,
+    added: bool = False,
+    bound: Bound | None = None,
 ) -> Any:
     """Declare a field of a section with the facts about its key.
 
@@ -312,22 +330,24 @@ def entry(
     Args:
         default: the value of a config that does not set the key; or a function that makes it, such as `list`.
         means: the meaning of the key, for `--help` and docs/reference/config.md (docs/generate.py writes it).
-        affects: what of a run depends on the key.
+        when: the conditions under which the key has an effect, about other keys of its section, such as
+            `kind=mask`, `kind=truncate|mask`, `kind!=none` or `reject=m2 or reject_by!=k1`.
+        affects: what of a run depends on the key; None: see `Section`.
         added: an earlier version has no such key, and does what the default says. A key with its default is
             then not part of the name of a run, so that earlier runs keep their names.
+        bound: the rule of a number; see `number`.
     """
-    facts = {"means": means, "affects": affects, "added": added, "declared": default}
+    facts = {"means": means, "when": when, "affects": affects, "added": added, "declared": default}
     if callable(default):
         return field(default_factory=default, metadata={**facts, "declared": _REQUIRED})
-    return field(default=default, metadata=facts)
+    return field(default=default, metadata={**facts, "bound": bound} if bound else facts)
 
 
 def number(
-    default: Any, means: str, *, affects: Affects = Affects.result, added: bool = False, **rule: Any
+    default: Any, means: str, *when: str, affects: Affects | None = None, added: bool = False, **rule: Any
 ) -> Any:
     """Declare a numeric field with its rule (as in `Bound`) and the facts about its key (as in `entry`)."""
-    facts = {"means": means, "affects": affects, "added": added, "declared": default, "bound": Bound(**rule)}
-    return field(default=default, metadata=facts)
+    return entry(default, means, *when, affects=affects, added=added, bound=Bound(**rule))
 
 
 def fact(cls: type, name: str, kind: str) -> Any:
@@ -336,16 +356,20 @@ def fact(cls: type, name: str, kind: str) -> Any:
     Args:
         cls: the section class.
         name: the field of the key.
-        kind: "means", "affects", "added", "declared" (the default in this class) or "bound".
+        kind: "means", "when", "affects", "added", "declared" (the default in this class) or "bound".
 
     Returns:
         The fact. None: no class declares it.
     """
-    for each in cls.__mro__:
-        declared: Field[Any] | None = vars(each).get("__dataclass_fields__", {}).get(name)
-        if declared is not None and kind in declared.metadata:
-            return declared.metadata[kind]
-    return None
+    fields_of = [(each, vars(each).get("__dataclass_fields__", {}).get(name)) for each in cls.__mro__]
+    declared: Field[Any] | None = next(
+        (f for _, f in fields_of if f is not None and kind in f.metadata), None
+    )
+    found = None if declared is None else declared.metadata[kind]
+    if kind == "affects" and declared is not None and found is None:
+        owner = [each for each, field in fields_of if field is declared][-1]  # others inherit the field
+        return vars(owner).get("affects", Affects.result)
+    return found
 
 
 def plain(value: Any) -> str:

@@ -129,7 +129,7 @@ class ScorerConfig(Section):
         if math.isfinite(self.weight) and self.weight != 1 and ".parts." not in at:
             yield self.refused(at, "weight", "be 1 outside of a weighted scorer", "only parts have weights")
 
-    def warnings(self, at: str) -> Iterator[str]:
+    def doubts(self, at: str) -> Iterator[str]:
         """Yield a warning for each missing-EOS key of a judge, where these keys have no effect."""
         for key in ("missing_eos_score", "missing_eos_penalty"):
             if at.startswith("gold") and (value := getattr(self, key)) is not None:
@@ -559,7 +559,7 @@ class MixtureConfig(TaskConfig):
                 rule = "be null for task=mixture"
                 yield self.refused(at, key, rule, "each part has its own data", remedy=remedy)
 
-    def warnings(self, at: str) -> Iterator[str]:
+    def doubts(self, at: str) -> Iterator[str]:
         """Yield a warning for each part with a limit of prompt tokens, which has no effect."""
         for name, part in self.parts.items():
             if part.max_prompt_tokens != type(part)().max_prompt_tokens:

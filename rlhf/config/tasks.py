@@ -10,6 +10,7 @@ from omegaconf import MISSING
 
 from rlhf.config.algorithms import Data
 from rlhf.config.schema import Choice, Section, entry, fact, number, option
+from rlhf.core.errors import setting
 
 PROMPT_COLUMNS = ("query", "reference_response")
 PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected")
@@ -197,8 +198,9 @@ class QuestionsConfig(TaskConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the template does not contain `{question}`."""
         if "{question}" not in self.template:
-            reason, template = "it is replaced by the problem", "'Problem: {question} Solution:'"
-            yield self.refused(at, "template", "contain {question}", reason, template)
+            remedy = f"set {setting(f'{at}.template', 'Problem: {question} Solution:')}"
+            reason = "it is replaced by the problem"
+            yield self.refused(at, "template", "contain {question}", reason, remedy=remedy)
 
 
 _QUESTION = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # for base models, as in the paper
@@ -321,7 +323,7 @@ class PreferencesConfig(TaskConfig):
             remedy = f"set {at}.path=<folder> or {at}.preferences_name=<hub name>"
             yield self.refused(at, "path", rule, reason, remedy=remedy)
 
-    def warnings(self, at: str) -> Iterator[str]:
+    def doubts(self, at: str) -> Iterator[str]:
         """Yield a warning for each data set key without effect, because another key names the pairs."""
         hidden = {"preferences_name": self.preferences_name}
         if self.preferences_path is not None:
