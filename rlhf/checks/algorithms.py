@@ -22,7 +22,7 @@ from rlhf.checks.rules import (
 )
 from rlhf.config.algorithms import Trains
 from rlhf.config.root import Config
-from rlhf.config.schedule import MOST_EPISODES, ESSScaling, Optimizer
+from rlhf.config.schedule import MOST_EPISODES, Optimizer
 from rlhf.config.schema import missing_package, plain, sections
 from rlhf.config.scorers import choice, scorers
 from rlhf.core.launched import world_size
@@ -102,16 +102,11 @@ TRAINING_RULES += [
 
 @doubt
 def _settings_of_schedules(cfg: Config) -> Iterator[str]:
-    solved_at, on_policy = cfg.schedule.solved_at, cfg.optim.ess_on_policy
+    solved_at = cfg.schedule.solved_at
     if solved_at is not None and chosen(cfg, "scorer") == "reward_model":
         yield (
             f"schedule.solved_at={plain(solved_at)} is compared with scores of a reward model, which are not "
             "pass rates"
-        )
-    if cfg.optim.ess_scaling is ESSScaling.none and on_policy != 1:
-        yield (
-            f"optim.ess_on_policy={plain(on_policy)} has no effect with optim.ess_scaling=none; set "
-            "optim.ess_scaling=sqrt"
         )
 
 

@@ -12,17 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.models import tokenizer_in, tokenizer_of
-from rlhf.checks.rules import (
-    RULES,
-    Allowed,
-    When,
-    chosen,
-    doubt,
-    is_set,
-    must,
-    rule,
-    training_rule,
-)
+from rlhf.checks.rules import RULES, Allowed, When, chosen, doubt, is_set, must, rule, training_rule
 from rlhf.config.algorithms import Trains
 from rlhf.config.environments import TurnsConfig
 from rlhf.config.root import Config

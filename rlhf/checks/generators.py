@@ -7,20 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from rlhf.checks.algorithms import SUPERVISED
-from rlhf.checks.rules import (
-    RULES,
-    TRAINING_RULES,
-    Allowed,
-    When,
-    chosen,
-    doubt,
-    is_set,
-    must,
-    rule,
-)
+from rlhf.checks.rules import RULES, TRAINING_RULES, Allowed, When, chosen, doubt, is_set, must, rule
 from rlhf.config.backends import Device
 from rlhf.config.root import Config, threads
-from rlhf.config.schedule import Dropped, Order, Stale, Unit
+from rlhf.config.schedule import Order, Stale, Unit
 from rlhf.core.files import files, shared
 from rlhf.core.launched import cpu_cores, local_world_size, world_size
 
@@ -217,14 +207,8 @@ def _settings_of_rollouts(cfg: Config) -> Iterator[str]:
             f"generator.threads={typed('generator.threads')} has no effect without a process of its own "
             "(generator.worker=true, or schedule.max_lag above 0)"
         )
-    if schedule.stale is not Stale.wait and schedule.max_age is None:
-        yield f"schedule.stale={typed('schedule.stale')} has no effect without schedule.max_age"
     if schedule.unit is not Unit.group and schedule.order is Order.fifo and not virtual:
         yield f"schedule.unit={typed('schedule.unit')} has no effect with schedule.order=fifo and clock=wall"
-    if schedule.dropped is not Dropped.again and schedule.stale is not Stale.drop:
-        yield f"schedule.dropped={typed('schedule.dropped')} has no effect without schedule.stale=drop"
-    if typed("clock.train_token_s") not in ("", "0") and not is_set(cfg, "clock.train_s"):
-        yield f"clock.train_token_s={typed('clock.train_token_s')} has no effect without clock.train_s"
     punished = is_set(cfg, "scorer.missing_eos_score") or is_set(cfg, "scorer.missing_eos_penalty")
     if schedule.stale is Stale.cut and schedule.max_age is not None and punished:
         yield (

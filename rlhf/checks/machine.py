@@ -39,12 +39,7 @@ def check_machine(cfg: Config) -> None:
         UserError: the machine lacks processes, GPUs, memory, a model that it cannot download, or the token
             for `push_to`.
     """
-    if found := [
-        *problems(cfg),
-        *expandable_segments(cfg),
-        *downloads(cfg),
-        *push_problems(cfg.push_to),
-    ]:
+    if found := [*problems(cfg), *expandable_segments(cfg), *downloads(cfg), *push_problems(cfg.push_to)]:
         raise UserError(*found)
     check_memory(cfg)
 

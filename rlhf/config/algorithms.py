@@ -97,7 +97,6 @@ class AlgoConfig(Section):
 
 
 @option("algo", "dpo", part="rlhf.objectives.dpo:OnlineDPO")
-@dataclass(kw_only=True, slots=True)
 class DPOConfig(AlgoConfig):
     """Online DPO on the best and the worst of K samples. With `generator=dataset`: offline DPO on pairs."""
 
@@ -105,14 +104,17 @@ class DPOConfig(AlgoConfig):
     keeps: ClassVar[int | None] = 2
     pairwise: ClassVar[bool] = True
 
-    name: str = "dpo"
     samples_per_prompt: int = 2
     loss_type: DPOLoss = DPOLoss.sigmoid
     beta: float = number(
         0.1, "strength of the KL constraint; a higher value keeps the policy near the reference", above=0
     )
     label_smoothing: float = number(
-        0.0, "fraction of labels that are assumed wrong; sigmoid and robust", least=0, below=0.5
+        0.0,
+        "fraction of labels that are assumed wrong; sigmoid and robust",
+        "loss_type=sigmoid|robust",
+        least=0,
+        below=0.5,
     )
     length_normalised: bool = entry(False, "divide each log-ratio by the number of tokens of its response")
     ties: Ties = Ties.drop
@@ -123,43 +125,33 @@ class DPOConfig(AlgoConfig):
         added=True,
     )
     weighting_eps: float = number(
-        1.0, "weighting=is: weights have the upper bound exp(2 weighting_eps)", least=0, added=True
+        1.0,
+        "weighting=is: weights have the upper bound exp(2 weighting_eps)",
+        "weighting=is",
+        least=0,
+        added=True,
     )
     weighting_clamp: float | None = number(
-        1.0, "weighting=wpo: upper bound of the weights; null: no bound", above=0, added=True
+        1.0, "weighting=wpo: upper bound of the weights; null: no bound", "weighting=wpo", above=0, added=True
     )
 
     def corrections(self) -> list[str]:
         """Return the setting that weights pairs, if they have no weights."""
         return ["algo.weighting=is"] if self.weighting is PairWeighting.none else []
 
-    def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning for each key that is set and that the loss or the weighting does not use."""
-        loss, weighting = f"{at}.loss_type={self.loss_type.value}", f"{at}.weighting={self.weighting.value}"
-        smooth = self.loss_type in (DPOLoss.sigmoid, DPOLoss.robust)
-        uses = {
-            "label_smoothing": (smooth, loss, "sigmoid and robust"),
-            "weighting_eps": (self.weighting is PairWeighting["is"], weighting, f"{at}.weighting=is"),
-            "weighting_clamp": (self.weighting is PairWeighting.wpo, weighting, f"{at}.weighting=wpo"),
-        }
-        yield from self.without_effect(at, uses)
-
 
 @option("algo", "bok", part="rlhf.objectives.bok:BestOfK")
-@dataclass(kw_only=True, slots=True)
 class BestOfKConfig(AlgoConfig):
     """Best-of-K fine-tuning: maximum likelihood of the best of K samples."""
 
     min_samples: ClassVar[int] = 2
     keeps: ClassVar[int | None] = 1
 
-    name: str = "bok"
     samples_per_prompt: int = 2
     ties: Ties = Ties.drop
 
 
 @option("algo", "sft", part="rlhf.objectives.sft:SFT")
-@dataclass(kw_only=True, slots=True)
 class SFTConfig(AlgoConfig):
     """Supervised fine-tuning: cross-entropy of the reference response, EOS included."""
 
@@ -167,11 +159,8 @@ class SFTConfig(AlgoConfig):
     data: ClassVar[Data] = Data.references
     supervised: ClassVar[bool] = True
 
-    name: str = "sft"
-
 
 @option("algo", "reward", part="rlhf.objectives.reward_modelling:RewardModelling")
-@dataclass(kw_only=True, slots=True)
 class RewardConfig(AlgoConfig):
     """Reward modelling: Bradley-Terry loss on chosen and rejected responses."""
 
@@ -181,7 +170,6 @@ class RewardConfig(AlgoConfig):
     min_samples: ClassVar[int] = 2
     pairwise: ClassVar[bool] = True
 
-    name: str = "reward"
     samples_per_prompt: int = 2
 
 
@@ -291,36 +279,47 @@ class Covariance(Choice):
     clip = "clip", "Clip-Cov: a random share of them has no gradient"
 
 
+_BAND = "reject!=null", "reject!=m2", "reject_by=k1"  # conditions of the bounds of w
+
+
 @dataclass(kw_only=True, slots=True)
 class CorrectionConfig(Section):
     """Importance weights (trainer / sampler) and rejection, for lag and for other numerics of the sampler."""
 
     kind: CorrectionKind = CorrectionKind.none
     level: Level = Level.token
-    cap: float = number(2.0, "truncate: the largest weight", above=0)
-    floor: float = number(0.0, "truncate: the smallest weight", least=0, most=1, added=True)
-    low: float = entry(0.5, "kind=mask: smaller weights are set to 0")
-    high: float = entry(2.0, "kind=mask: larger weights are set to 0")
-    normalise: bool = entry(False, "divide the weights by their mean over the rollout batch", added=True)
+    cap: float = number(2.0, "truncate: the largest weight", "kind=truncate", above=0)
+    floor: float = number(0.0, "truncate: the smallest weight", "kind=truncate", least=0, most=1, added=True)
+    low: float = entry(0.5, "kind=mask: smaller weights are set to 0", "kind=mask")
+    high: float = entry(2.0, "kind=mask: larger weights are set to 0", "kind=mask")
+    normalise: bool = entry(
+        False, "divide the weights by their mean over the rollout batch", "kind!=none", added=True
+    )
     reject: Reject | None = entry(
         None, "what is left out of the sum and of the count of the loss; null: nothing", added=True
     )
-    reject_by: Divergence = entry(Divergence.k1, added=True)
+    reject_by: Divergence = entry(Divergence.k1, "", "reject!=null", "reject!=m2", added=True)
     reject_low: float = number(
         0.5,
         "reject_by=k1: smaller w is rejected (with reject=mean the geometric mean)",
+        *_BAND,
         least=0,
         most=1,
         added=True,
     )
     reject_high: float | None = number(
-        2.0, "reject_by=k1: larger w is rejected; null: no limit", least=1, remedy="2", added=True
+        2.0, "reject_by=k1: larger w is rejected; null: no limit", *_BAND, least=1, remedy="2", added=True
     )
     reject_limit: float = number(
-        0.04, "reject_by=k2 or k3, and reject=m2: larger values are rejected", above=0, added=True
+        0.04,
+        "reject_by=k2 or k3, and reject=m2: larger values are rejected",
+        "reject!=null",
+        "reject=m2 or reject_by!=k1",
+        above=0,
+        added=True,
     )
     reject_counted: bool = entry(
-        False, "whether rejected tokens still count in the mean of the loss", added=True
+        False, "whether rejected tokens still count in the mean of the loss", "reject!=null", added=True
     )
 
     @property
@@ -338,29 +337,6 @@ class CorrectionConfig(Section):
             rule = f"be >= {at}.floor={self.floor:g}"
             yield self.refused(at, "cap", rule, "weights are between the two")
 
-    def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning for each key that is set and has no effect."""
-        kind, by = f"{at}.kind={self.kind.value}", f"{at}.reject_by={self.reject_by.value}"
-        uses = {
-            "cap": (self.kind is CorrectionKind.truncate, kind, "truncate"),
-            "floor": (self.kind is CorrectionKind.truncate, kind, "truncate"),
-            "low": (self.kind is CorrectionKind.mask, kind, "mask"),
-            "high": (self.kind is CorrectionKind.mask, kind, "mask"),
-            "normalise": (self.kind is not CorrectionKind.none, kind, "truncate, mask and decoupled"),
-        }
-        if self.reject is None:
-            nothing = f"{at}.reject=null"
-            names = ("reject_by", "reject_low", "reject_high", "reject_limit", "reject_counted")
-            uses |= {name: (False, nothing, "a rejection") for name in names}
-        elif self.reject is Reject.m2:
-            bounds = ("reject_by", "reject_low", "reject_high")
-            uses |= {name: (False, f"{at}.reject=m2", "other rejections") for name in bounds}
-        else:
-            bands = self.reject_by is Divergence.k1
-            uses |= {name: (bands, by, "k1") for name in ("reject_low", "reject_high")}
-            uses["reject_limit"] = (not bands, by, "k2 and k3")
-        yield from self.without_effect(at, uses)
-
 
 @dataclass(kw_only=True, slots=True)
 class CovarianceConfig(Section):
@@ -368,11 +344,16 @@ class CovarianceConfig(Section):
 
     kind: Covariance = entry(Covariance.none, added=True)
     share: float = number(
-        2e-3, "share of the response tokens of a rollout batch that is limited", above=0, most=1, added=True
+        2e-3,
+        "share of the response tokens of a rollout batch that is limited",
+        "kind!=none",
+        above=0,
+        most=1,
+        added=True,
     )
-    low: float = number(1.0, "kind=clip: the smallest covariance of a limited token", added=True)
-    high: float = number(5.0, "kind=clip: the largest covariance of a limited token", added=True)
-    coef: float = number(1.0, "kind=kl: weight of the penalty |logp - old|", least=0, added=True)
+    low: float = number(1.0, "kind=clip: the smallest covariance of a limited token", "kind=clip", added=True)
+    high: float = number(5.0, "kind=clip: the largest covariance of a limited token", "kind=clip", added=True)
+    coef: float = number(1.0, "kind=kl: weight of the penalty |logp - old|", "kind=kl", least=0, added=True)
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if no covariance is between the bounds."""
@@ -380,17 +361,6 @@ class CovarianceConfig(Section):
             reason = "the covariance of a limited token is between the two"
             remedy = f"set {at}.low=1 {at}.high=5"
             yield self.refused(at, "low", f"be < {at}.high={self.high:g}", reason, remedy=remedy)
-
-    def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning for each key that is set and has no effect."""
-        kind = f"{at}.kind={self.kind.value}"
-        uses = {
-            "share": (self.kind is not Covariance.none, kind, "kl and clip"),
-            "low": (self.kind is Covariance.clip, kind, "clip"),
-            "high": (self.kind is Covariance.clip, kind, "clip"),
-            "coef": (self.kind is Covariance.kl, kind, "kl"),
-        }
-        yield from self.without_effect(at, uses)
 
 
 _CLIP_RANGE = ("clip_low", "clip_high")
@@ -471,7 +441,7 @@ class PolicyGradientConfig(AlgoConfig):
         """The keys of the clipped loss that the loss of this algorithm does not use."""
         return ()
 
-    def warnings(self, at: str) -> Iterator[str]:
+    def doubts(self, at: str) -> Iterator[str]:
         """Yield a warning if the KL penalty has no gradient, or if a sequence loss has weights of tokens."""
         in_loss = self.kl_coef > 0 and self.kl_in is KLIn.loss
         if in_loss and self.kl_estimator is KLEstimator.k1 and not self.kl_unbiased:
@@ -495,13 +465,11 @@ class PolicyGradientConfig(AlgoConfig):
 
 
 @option("algo", "ppo", part="rlhf.objectives.ppo:PPO")
-@dataclass(kw_only=True, slots=True)
 class PPOConfig(PolicyGradientConfig):
     """PPO: a value model and generalised advantage estimation."""
 
     learns_from_ties: ClassVar[bool] = True
 
-    name: str = "ppo"
     kl_coef: float = 0.05
     kl_in: KLIn = KLIn.reward
     kl_estimator: KLEstimator = KLEstimator.k1
@@ -540,14 +508,12 @@ class PPOConfig(PolicyGradientConfig):
 
 
 @option("algo", "rloo", part="rlhf.objectives.rloo:RLOO")
-@dataclass(kw_only=True, slots=True)
 class RLOOConfig(PolicyGradientConfig):
     """RLOO: REINFORCE with the mean reward of a prompt's other samples as baseline."""
 
     min_samples: ClassVar[int] = 2
     sequence_ratio: ClassVar[bool] = True
 
-    name: str = "rloo"
     samples_per_prompt: int = 2
     loss_type: RLOOLoss = RLOOLoss.clip
     kl_coef: float = 0.05
@@ -574,22 +540,19 @@ class RLOOConfig(PolicyGradientConfig):
 
 
 @option("algo", "grpo", part="rlhf.objectives.grpo:GRPO")
-@dataclass(kw_only=True, slots=True)
 class GRPOConfig(PolicyGradientConfig):
     """GRPO: PPO's clipped ratio with advantages relative to the K samples of a prompt."""
 
     min_samples: ClassVar[int] = 2
 
-    name: str = "grpo"
     samples_per_prompt: int = 4
     kl_coef: float = 0.04
     advantage: Advantage = entry(Advantage.mean, added=True)
     scale: Scale = Scale.group
     ties: Ties = Ties.keep
 
-    def warnings(self, at: str) -> Iterator[str]:
+    def doubts(self, at: str) -> Iterator[str]:
         """Yield a warning if the advantages of OPO are divided by a standard deviation."""
-        yield from PolicyGradientConfig.warnings(self, at)
         if self.advantage is Advantage.opo and self.scale is not Scale.none:
             yield (
                 f"algo.advantage=opo with algo.scale={self.scale.value} is not OPO (OPO does not divide "
@@ -598,46 +561,38 @@ class GRPOConfig(PolicyGradientConfig):
 
 
 @option("algo", "dr_grpo", part="rlhf.objectives.dr_grpo:DrGRPO")
-@dataclass(kw_only=True, slots=True)
 class DrGRPOConfig(GRPOConfig):
     """Dr. GRPO: GRPO with unscaled advantages and a constant divisor of the loss."""
 
-    name: str = "dr_grpo"
     kl_coef: float = 0.0
     scale: Scale = Scale.none
 
 
 @option("algo", "dapo", part="rlhf.objectives.dapo:DAPO")
-@dataclass(kw_only=True, slots=True)
 class DAPOConfig(GRPOConfig):
     """DAPO: GRPO with a mean over all tokens and a larger upper bound of the ratio."""
 
-    name: str = "dapo"
     clip_high: float = 0.28
     kl_coef: float = 0.0
 
 
 @option("algo", "gspo", part="rlhf.objectives.gspo:GSPO")
-@dataclass(kw_only=True, slots=True)
 class GSPOConfig(GRPOConfig):
     """GSPO: GRPO with one ratio per response, the geometric mean of the ratios of its tokens."""
 
     sequence_ratio: ClassVar[bool] = True
 
-    name: str = "gspo"
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     kl_coef: float = 0.0
 
 
 @option("algo", "cispo", part="rlhf.objectives.cispo:CISPO")
-@dataclass(kw_only=True, slots=True)
 class CISPOConfig(GRPOConfig):
     """CISPO: REINFORCE on every token, weighted by the ratio of the token, which has an upper bound."""
 
     unused: ClassVar[tuple[str, ...]] = _CLIPPED_LOSS
 
-    name: str = "cispo"
     clip_low: float = 1.0
     clip_high: float = 4.0
     kl_coef: float = 0.0
@@ -678,14 +633,12 @@ class UnclippedConfig(GRPOConfig):
 
 
 @option("algo", "m2po", part="rlhf.objectives.m2po:M2PO")
-@dataclass(kw_only=True, slots=True)
 class M2POConfig(UnclippedConfig):
     """M2PO: a policy gradient whose ratios to the sampler have a bounded second moment."""
 
     # The limited ratio is that to the sampler.
     unused: ClassVar[tuple[str, ...]] = (*UnclippedConfig.unused, "anchor")
 
-    name: str = "m2po"
     form: M2POForm = M2POForm.mask
     limit: float = number(
         0.04, "bound of the mean of (log ratio)^2 over the tokens whose ratio rises with A", above=0
@@ -693,21 +646,17 @@ class M2POConfig(UnclippedConfig):
 
 
 @option("algo", "topr", part="rlhf.objectives.topr:TOPR")
-@dataclass(kw_only=True, slots=True)
 class TOPRConfig(UnclippedConfig):
     """TOPR: REINFORCE; only the weights of responses with a negative advantage are ratios, at most 1."""
 
-    name: str = "topr"
     scale: Scale = Scale.none
     level: Level = entry(Level.sequence, "the unit of one ratio")
 
 
 @option("algo", "dppo", part="rlhf.objectives.dppo:DPPO")
-@dataclass(kw_only=True, slots=True)
 class DPPOConfig(UnclippedConfig):
     """DPPO: tokens whose probability moved too far from the sampler's are masked, instead of clipped."""
 
-    name: str = "dppo"
     divergence: DPPODivergence = DPPODivergence.tv
     limit_low: float | None = number(
         None, "A < 0: largest fall in probability; null: tv 0.15, kl 0.05", above=0, remedy="null"
@@ -726,25 +675,21 @@ class DPPOConfig(UnclippedConfig):
 
 
 @option("algo", "scalerl", part="rlhf.objectives.scalerl:ScaleRL")
-@dataclass(kw_only=True, slots=True)
 class ScaleRLConfig(UnclippedConfig):
     """ScaleRL: truncated ratios as weights, advantages scaled over the batch, a mean over prompts."""
 
-    name: str = "scalerl"
     scale: Scale = Scale.batch
     ties: Ties = Ties.drop
     cap: float = number(5.0, "the largest ratio that weighs a token", above=0)
 
 
 @option("algo", "oapl", part="rlhf.objectives.oapl:OAPL")
-@dataclass(kw_only=True, slots=True)
 class OAPLConfig(AlgoConfig):
     """OAPL: regression of log-ratios on optimal advantages; no ratio weights and no clipping."""
 
     min_samples: ClassVar[int] = 2
     learns_from_ties: ClassVar[bool] = True
 
-    name: str = "oapl"
     samples_per_prompt: int = 4
     anchor: OAPLAnchor = OAPLAnchor.behaviour
     beta_value: float = number(

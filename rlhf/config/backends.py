@@ -167,15 +167,12 @@ class BackendConfig(Section):
 
 
 @option("backend", "torch", part="rlhf.engines.torch_engine:TorchEngine")
-@dataclass(kw_only=True, slots=True)
 class TorchConfig(BackendConfig):
     """Plain torch: the whole model on every rank."""
 
     scales_loss: ClassVar[bool] = True
     any_optimizer: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
-
-    name: str = "torch"
 
 
 # -- DeepSpeed -------------------------------------------------------------------------------------
@@ -283,61 +280,43 @@ class ZeroConfig(BackendConfig):
 
 
 @option("backend", "zero0", part="rlhf.engines.deepspeed_engine:DeepSpeedEngine")
-@dataclass(kw_only=True, slots=True)
 class Zero0Config(ZeroConfig):
     """DeepSpeed data parallelism: every rank has the whole model."""
 
     stage: ClassVar[int] = 0
 
-    name: str = "zero0"
-
 
 @option("backend", "zero1", part="rlhf.engines.deepspeed_engine:DeepSpeedEngine")
-@dataclass(kw_only=True, slots=True)
 class Zero1Config(ZeroConfig):
     """DeepSpeed ZeRO stage 1: optimizer state is divided over ranks."""
 
     stage: ClassVar[int] = 1
 
-    name: str = "zero1"
-
 
 @option("backend", "zero2", part="rlhf.engines.deepspeed_engine:DeepSpeedEngine")
-@dataclass(kw_only=True, slots=True)
 class Zero2Config(ZeroConfig):
     """DeepSpeed ZeRO stage 2: optimizer state and gradients are divided over ranks."""
 
     stage: ClassVar[int] = 2
 
-    name: str = "zero2"
-
 
 @option("backend", "zero3", part="rlhf.engines.deepspeed_engine:DeepSpeedEngine")
-@dataclass(kw_only=True, slots=True)
 class Zero3Config(ZeroConfig):
     """ZeRO stage 3: optimizer state, gradients and the weights of all models are divided over ranks."""
 
     stage: ClassVar[int] = 3
 
-    name: str = "zero3"
-
 
 @option("backend", "zero2_offload", part="rlhf.engines.deepspeed_engine:DeepSpeedEngine")
-@dataclass(kw_only=True, slots=True)
 class Zero2OffloadConfig(Zero2Config):
     """ZeRO stage 2 with the optimizer on the CPU."""
 
     offload_optimizer: ClassVar[bool] = True
 
-    name: str = "zero2_offload"
-
 
 @option("backend", "zero3_offload", part="rlhf.engines.deepspeed_engine:DeepSpeedEngine")
-@dataclass(kw_only=True, slots=True)
 class Zero3OffloadConfig(Zero3Config):
     """ZeRO stage 3 with optimizer and weights in CPU memory."""
 
     offload_optimizer: ClassVar[bool] = True
     offload_weights: ClassVar[bool] = True
-
-    name: str = "zero3_offload"

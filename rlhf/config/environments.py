@@ -22,7 +22,6 @@ class OnError(Choice):
 
 
 @option("environment", "none", part="rlhf.environments.environment:none")
-@dataclass(kw_only=True, slots=True)
 class EnvironmentConfig(Section):
     """No environment: the policy replies once to each prompt."""
 
@@ -80,34 +79,27 @@ class ClassConfig(TurnsConfig):
 
 
 @option("environment", "calculator", part="rlhf.environments.environment:build")
-@dataclass(kw_only=True, slots=True)
 class CalculatorConfig(ClassConfig):
     """A tool that adds two numbers; the reward is 1 for the right answer to the problem."""
 
     address: ClassVar[str] = "rlhf.environments.library:Calculator"
 
-    name: str = "calculator"
-
 
 @option("environment", "guess_number", part="rlhf.environments.environment:build")
-@dataclass(kw_only=True, slots=True)
 class GuessNumberConfig(ClassConfig):
     """A game that says whether the secret number is higher or lower than a guess."""
 
     address: ClassVar[str] = "rlhf.environments.library:GuessNumber"
 
-    name: str = "guess_number"
     max_turns: int = 4
 
 
 @option("environment", "tools", part="rlhf.environments.library:build")
-@dataclass(kw_only=True, slots=True)
 class ToolsConfig(TurnsConfig):
     """Functions, or methods of a class, that a reply may call; a scorer judges the last reply."""
 
     rewards: ClassVar[bool] = False
 
-    name: str = "tools"
     role: str = "tool"
     functions: list[str] = entry(
         list,
@@ -134,11 +126,9 @@ class ToolsConfig(TurnsConfig):
 
 
 @option("environment", "python", part="rlhf.environments.environment:build")
-@dataclass(kw_only=True, slots=True)
 class PythonEnvironmentConfig(ClassConfig):
     """A class of the user with the methods `reset(example)` and `step(reply)`."""
 
-    name: str = "python"
     path: str | None = entry(None, "<file>.py:<Class> or <module>:<Class>")
     arguments: dict[str, Any] = entry(dict, "arguments of the class, such as {scale: 15}")
 
@@ -180,13 +170,11 @@ class PythonEnvironmentConfig(ClassConfig):
 
 
 @option("environment", "gymnasium", part="rlhf.environments.environment:build")
-@dataclass(kw_only=True, slots=True)
 class GymnasiumConfig(ClassConfig):
     """An environment of gymnasium; with `task=environment`, its first observations are the prompts."""
 
     address: ClassVar[str] = "rlhf.environments.library:Gymnasium"
 
-    name: str = "gymnasium"
     id: str | None = entry(None, "its name, such as FrozenLake-v1")
     actions: dict[str, Any] = entry(
         dict, "the action that each word means, such as {left: 0}; {}: a reply is the action"
@@ -226,13 +214,11 @@ class GymnasiumConfig(ClassConfig):
 
 
 @option("environment", "openenv", part="rlhf.environments.environment:build")
-@dataclass(kw_only=True, slots=True)
 class OpenEnvConfig(ClassConfig):
     """Sessions of an OpenEnv server, one for each episode of a request; see `gymnasium` for the prompts."""
 
     address: ClassVar[str] = "rlhf.environments.library:OpenEnv"
 
-    name: str = "openenv"
     url: str | None = entry(None, "address of the server, http or https")
     action: str = entry("message", "field of an action that has the reply")
     observation: str | None = entry(
@@ -248,13 +234,10 @@ class OpenEnvConfig(ClassConfig):
 
 
 @option("scorer", "environment", part="rlhf.scorers.scorer:EnvironmentScorer")
-@dataclass(kw_only=True, slots=True)
 class EnvironmentScorerConfig(ScorerConfig):
     """The sum of the rewards that the environment gave for the replies of an episode."""
 
     reads_rewards: ClassVar[bool] = True
-
-    name: str = "environment"
 
 
 def default_scorer(node: DictConfig) -> DictConfig:

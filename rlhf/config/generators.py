@@ -155,44 +155,33 @@ class GeneratorConfig(Section):
 class WorkerConfig(GeneratorConfig):
     """The keys of a generator that can sample in a separate process."""
 
+    affects: ClassVar[Affects] = Affects.speed
+
     only_training: ClassVar[tuple[str, ...]] = ("annotate",)
     start_limits: ClassVar[tuple[float, float]] = (300.0, 300.0)  # seconds without and with GPUs
 
     replicas: int = number(
-        1,
-        "generator processes, which take requests in turn; useful up to schedule.max_lag + 1",
-        least=1,
-        affects=Affects.speed,
+        1, "generator processes, which take requests in turn; useful up to schedule.max_lag + 1", least=1
     )
     threads: int | None = number(
         None,
         "CPU threads of each generator process; null: an equal share of the cores (max_lag=0: all)",
         least=1,
-        affects=Affects.speed,
     )
     start_limit_s: float | None = number(
         None,
         "seconds until the process must be ready; null: 1200 for vLLM on GPUs, else 600 for servers "
         "and 300 for others",
         least=1,
-        affects=Affects.speed,
     )
     request_limit_s: float = number(
-        1800.0,
-        "seconds that a request may take; then the process is treated as hung",
-        least=1,
-        affects=Affects.speed,
+        1800.0, "seconds that a request may take; then the process is treated as hung", least=1
     )
-    per_rank: bool = entry(
-        False, "one process per rank; false: the process of rank 0 serves all ranks", affects=Affects.speed
-    )
-    restarts: int = number(
-        3, "times per session that a process which died or hung is replaced", least=0, affects=Affects.speed
-    )
+    per_rank: bool = entry(False, "one process per rank; false: the process of rank 0 serves all ranks")
+    restarts: int = number(3, "times per session that a process which died or hung is replaced", least=0)
     annotate: bool | None = entry(
         None,
         "score in a separate process; null: only with schedule.max_lag above 0, on the CPU and with one rank",
-        affects=Affects.speed,
     )
 
     def has_worker(self, max_lag: int) -> bool:
@@ -230,14 +219,12 @@ class WorkerConfig(GeneratorConfig):
 
 
 @option("generator", "hf", part="rlhf.generators.hf.generator:build")
-@dataclass(kw_only=True, slots=True)
 class HFConfig(WorkerConfig):
     """Sampling with the Hugging Face model that is trained, or with its copy in a separate process."""
 
     exact: ClassVar[bool] = True
     samples_parts: ClassVar[bool] = True
 
-    name: str = "hf"
     batch_size: int = number(256, "sequences decoded in parallel", least=1)
     worker: bool | None = entry(
         None, "sample in a separate process; null: only if schedule.max_lag is above 0", affects=Affects.speed
@@ -277,7 +264,6 @@ class Precision(Choice):
 
 
 @option("generator", "vllm", part="rlhf.generators.vllm.generator:build")
-@dataclass(kw_only=True, slots=True)
 class VLLMConfig(WorkerConfig):
     """Sampling with vLLM in a separate process; if there are GPUs, on other GPUs than the trainer."""
 
@@ -287,7 +273,6 @@ class VLLMConfig(WorkerConfig):
     lowest_temperature: ClassVar[float] = 0.01
     start_limits: ClassVar[tuple[float, float]] = (300.0, 1200.0)  # on GPUs it compiles and captures graphs
 
-    name: str = "vllm"
     memory: float | None = number(
         None,
         "share of the GPU memory for vLLM; null: 0.9, colocated 0.45; "
@@ -368,14 +353,11 @@ class VLLMConfig(WorkerConfig):
 
 
 @option("generator", "vllm_colocated", part="rlhf.generators.vllm.generator:build")
-@dataclass(kw_only=True, slots=True)
 class VLLMColocatedConfig(VLLMConfig):
     """Sampling with vLLM on the trainer's GPU, in a process that frees its GPU memory during training."""
 
     on_gpu: ClassVar[float] = 0.45
     shares_gpu: ClassVar[bool] = True
-
-    name: str = "vllm_colocated"
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for more than one replica: only one request is in flight at a time."""
@@ -386,13 +368,11 @@ class VLLMColocatedConfig(VLLMConfig):
 
 
 @option("generator", "dataset", part="rlhf.generators.generator:build")
-@dataclass(kw_only=True, slots=True)
 class DatasetConfig(GeneratorConfig):
     """Completions that a data set contains; training samples no completions."""
 
     samples: ClassVar[bool] = False
 
-    name: str = "dataset"
     temperature: float = entry(1.0, "temperature of the log-probs")
     path: str | None = entry(None, "saved rollouts (generations/ of a run); null: completions of the task")
 
@@ -414,35 +394,28 @@ INTERFACE = "NCCL_SOCKET_IFNAME"  # environment variable with the network interf
 
 
 @option("generator", "vllm_server", part="rlhf.generators.servers.pool:build")
-@dataclass(kw_only=True, slots=True)
 class VLLMServerConfig(VLLMConfig):
     """Sampling with servers of vLLM, which the run starts on this machine, or which run anywhere."""
+
+    affects: ClassVar[Affects] = Affects.speed
 
     samples_singly: ClassVar[bool] = True
     start_limits: ClassVar[tuple[float, float]] = (600.0, 1200.0)  # a server has three processes
 
-    name: str = "vllm_server"
-    servers: int = number(1, "servers that the run starts on this machine", least=1, affects=Affects.speed)
+    servers: int = number(1, "servers that the run starts on this machine", least=1)
     urls: list[str] | None = entry(
-        None,
-        "addresses of servers that run already (launchers/serve.sh); null: the run starts them",
-        affects=Affects.speed,
+        None, "addresses of servers that run already (launchers/serve.sh); null: the run starts them"
     )
     key_variable: str | None = entry(
-        None,
-        "environment variable with the key of the servers in urls; beyond this machine they need one",
-        affects=Affects.speed,
+        None, "environment variable with the key of the servers in urls; beyond this machine they need one"
     )
     folder: str | None = entry(
-        None,
-        "folder for the weights, which trainer and servers can read; null: in the run folder",
-        affects=Affects.speed,
+        None, "folder for the weights, which trainer and servers can read; null: in the run folder"
     )
     answer_limit_s: float = number(
         60.0,
         "seconds in which a server must answer a call that samples nothing; then it is given up",
         above=0,
-        affects=Affects.speed,
     )
 
     @property

@@ -29,12 +29,14 @@ class LoRAConfig(Section):
     """Low-rank adapters, trained instead of the weights (Hu et al., arXiv 2106.09685)."""
 
     rank: int = number(0, "rank of the adapters; 0: no adapters", least=0, remedy="16")
-    alpha: int = number(32, "the update is multiplied by alpha / rank")
+    alpha: int = number(32, "the update is multiplied by alpha / rank", "rank!=0")
     targets: list[str] | None = entry(
-        None, "names of linear layers, or ends of such names; null: all linear layers except the head"
+        None,
+        "names of linear layers, or ends of such names; null: all linear layers except the head",
+        "rank!=0",
     )
     modules_to_save: list[str] = entry(
-        list, "names of modules, or ends of such names, that are trained whole, without adapters"
+        list, "names of modules, or ends of such names, that are trained whole, without adapters", "rank!=0"
     )
 
     def rules(self, at: str) -> Iterator[str]:
@@ -47,14 +49,8 @@ class LoRAConfig(Section):
         if self.targets == []:
             yield self.refused(at, "targets", "name a layer", "nothing would be trained")
 
-    def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning for each other key of this section that is set although `rank` is 0."""
-        names = ("alpha", "targets", "modules_to_save")
-        yield from self.without_effect(at, dict.fromkeys(names, (self.rank != 0, f"{at}.rank=0", "adapters")))
-
 
 @option("model", "hub")
-@dataclass(kw_only=True, slots=True)
 class ModelConfig(Section):
     """The models of a run, each a hub name or a local folder."""
 
@@ -169,10 +165,10 @@ def float16_needs_gpu(found: str) -> str:
 
 
 @option("model", "nano")
-@dataclass(kw_only=True, slots=True)
 class NanoConfig(ModelConfig):
     """A GPT-NeoX (Pythia) small enough for a laptop's CPU, with random weights if `base` is null."""
 
+    name: str = MISSING
     hidden_size: int = entry(128, "width of the model")
     layers: int = entry(2, "number of blocks")
     heads: int = entry(4, "attention heads per block")

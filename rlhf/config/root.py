@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -96,6 +97,8 @@ _MINIMISED = ("eval/loss", "eval/ppl", "eval/kl")  # metrics of an evaluation wh
 class Config(Section):
     """The config of a run."""
 
+    affects: ClassVar[Affects] = Affects.nothing
+
     algo: AlgoConfig = MISSING
     model: ModelConfig = MISSING
     task: TaskConfig = MISSING
@@ -109,39 +112,27 @@ class Config(Section):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     stages: StagesConfig = field(default_factory=StagesConfig)
-    logger: LoggersConfig = entry(LoggersConfig, affects=Affects.nothing)
-    seed: int = number(1, "seed of everything random in the run", least=0)
-    resume: Resume = entry(Resume.auto, affects=Affects.nothing)
-    save_total_limit: int = number(
-        2, "checkpoints that are kept; a run resumes from the newest", least=1, affects=Affects.nothing
-    )
+    logger: LoggersConfig = entry(LoggersConfig)
+    seed: int = number(1, "seed of everything random in the run", least=0, affects=Affects.result)
+    resume: Resume = entry(Resume.auto)
+    save_total_limit: int = number(2, "checkpoints that are kept; a run resumes from the newest", least=1)
     save_generations: bool = entry(
-        False,
-        "write every rollout with its scores to generations/ of the run folder",
-        affects=Affects.nothing,
+        False, "write every rollout with its scores to generations/ of the run folder"
     )
-    hooks: list[str] = entry(
-        list, "your classes, as module:Class, called during training", affects=Affects.nothing
-    )
+    hooks: list[str] = entry(list, "your classes, as module:Class, called during training")
     objective_metric: str | None = entry(
         None,
         "metric that a sweeper optimises; null: eval/win_rate; if answers are checked eval/accuracy; "
         "without a judge eval/score; otherwise eval/accuracy on pairs or, for SFT, eval/loss",
-        affects=Affects.nothing,
     )
-    output_dir: str = entry("outputs", "folder in which run folders are created", affects=Affects.nothing)
-    cache_dir: str = entry(
-        "outputs/artefacts",
-        "folder of models and pairs that runs make as prerequisites",
-        affects=Affects.nothing,
-    )
+    output_dir: str = entry("outputs", "folder in which run folders are created")
+    cache_dir: str = entry("outputs/artefacts", "folder of models and pairs that runs make as prerequisites")
     push_to: str | None = entry(
         None,
         "hub repository <owner>/<name>, to which a finished run uploads its model; a new repository is "
         "private",
-        affects=Affects.nothing,
     )
-    progress: Progress = entry(Progress.auto, affects=Affects.nothing)
+    progress: Progress = entry(Progress.auto)
 
     @property
     def data(self) -> Data:

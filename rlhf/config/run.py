@@ -77,7 +77,6 @@ class DashboardConfig(Section):
 
 
 @option("logger", "wandb", part="rlhf.loggers.dashboards:WandbLogger")
-@dataclass(kw_only=True, slots=True)
 class WandbConfig(DashboardConfig):
     """Weights & Biases."""
 
@@ -93,7 +92,6 @@ class WandbConfig(DashboardConfig):
 
 
 @option("logger", "tensorboard", part="rlhf.loggers.dashboards:TensorboardLogger")
-@dataclass(kw_only=True, slots=True)
 class TensorboardConfig(DashboardConfig):
     """TensorBoard event files in `tensorboard/` of the run folder."""
 
@@ -103,7 +101,6 @@ class TensorboardConfig(DashboardConfig):
 
 
 @option("logger", "mlflow", part="rlhf.loggers.dashboards:MlflowLogger")
-@dataclass(kw_only=True, slots=True)
 class MlflowConfig(DashboardConfig):
     """MLflow, in a local SQLite store or on a tracking server."""
 
@@ -136,7 +133,6 @@ class MlflowConfig(DashboardConfig):
 
 
 @option("logger", "trackio", part="rlhf.loggers.dashboards:TrackioLogger")
-@dataclass(kw_only=True, slots=True)
 class TrackioConfig(DashboardConfig):
     """Trackio, in a local store."""
 
@@ -160,7 +156,6 @@ class TrackioConfig(DashboardConfig):
 
 
 @option("logger", "jsonl")
-@dataclass(kw_only=True, slots=True)
 class LoggersConfig(Section):
     """The loggers that a run uses in addition to metrics.jsonl; null turns a logger off."""
 

@@ -98,7 +98,9 @@ class OptimConfig(Section):
         "clipping",
         above=0,
     )
-    momentum: float = number(0.95, "decay rate of the momentum of Muon", least=0, below=1, added=True)
+    momentum: float = number(
+        0.95, "decay rate of the momentum of Muon", "optimizer=muon", least=0, below=1, added=True
+    )
     eps: float = number(
         1e-8,
         "epsilon in the denominator of Adam, also for ppo (Huang et al., arXiv 2403.17031: 1e-5)",
@@ -115,7 +117,12 @@ class OptimConfig(Section):
         added=True,
     )
     ess_on_policy: float = number(
-        1.0, "ESS of on-policy samples as a fraction of their number", above=0, most=1, added=True
+        1.0,
+        "ESS of on-policy samples as a fraction of their number",
+        "ess_scaling!=none",
+        above=0,
+        most=1,
+        added=True,
     )
 
     def rules(self, at: str) -> Iterator[str]:
@@ -123,11 +130,6 @@ class OptimConfig(Section):
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             reason = "decay rates of the gradient and of its square"
             yield self.refused(at, "betas", "be two numbers >= 0 and < 1", reason)
-
-    def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning if the momentum of Muon is set and the optimizer is not Muon."""
-        chosen, muon = f"{at}.optimizer={self.optimizer.value}", self.optimizer is Optimizer.muon
-        yield from self.without_effect(at, {"momentum": (muon, chosen, f"{at}.optimizer=muon")})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -159,9 +161,9 @@ class ScheduleConfig(Section):
         remedy="8",
         added=True,
     )
-    stale: Stale = entry(Stale.wait, "what happens to a group at max_age", added=True)
+    stale: Stale = entry(Stale.wait, "what happens to a group at max_age", "max_age!=null", added=True)
     unit: Unit = entry(Unit.group, "what starts together when slots are free", added=True)
-    dropped: Dropped = entry(Dropped.again, "the prompt of a discarded group", added=True)
+    dropped: Dropped = entry(Dropped.again, "the prompt of a discarded group", "stale=drop", added=True)
     refill: int = number(
         0,
         "most groups without signal (equal scores) that groups of other prompts replace for an update, "
@@ -247,7 +249,6 @@ class EvalConfig(Section):
 
 
 @option("clock", "wall", part="rlhf.training.events:build")
-@dataclass(kw_only=True, slots=True)
 class ClockConfig(Section):
     """The time of this machine: generators sample as fast as they can."""
 
@@ -257,13 +258,11 @@ class ClockConfig(Section):
 
 
 @option("clock", "virtual", part="rlhf.training.events:VirtualStream")
-@dataclass(kw_only=True, slots=True)
 class VirtualConfig(ClockConfig):
     """The virtual time of a cluster that is simulated in this process, the same on every machine."""
 
     virtual: ClassVar[bool] = True
 
-    name: str = "virtual"
     slots: int | None = number(
         None,
         "sequences decoded at the same time; null: as many as can be in flight, N K (max_lag + 1)",
@@ -296,7 +295,9 @@ class VirtualConfig(ClockConfig):
     train_s: float | None = number(
         None, "constant seconds of an update, instead of balance", least=0, remedy="10"
     )
-    train_token_s: float = number(0.0, "with train_s, further seconds per token of the batch", least=0)
+    train_token_s: float = number(
+        0.0, "with train_s, further seconds per token of the batch", "train_s!=null", least=0
+    )
     score_s: float = number(0.0, "seconds from the end of a group until it is scored", least=0)
     sync_s: float = number(
         0.0, "seconds from the end of training until the generators have the weights", least=0

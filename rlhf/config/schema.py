@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
-from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Self, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 
@@ -28,6 +29,7 @@ T = TypeVar("T", bound=type)
 ABSENT = object()  # the value of a key that a config does not have
 _REQUIRED = "???"  # the value of a key that a config must set, in OmegaConf
 SCHEMAS: dict[str, type] = {}  # "schema/<group>/<name>" -> the section class registered under that name
+_TERM = re.compile(r"(\w+)(!?=)(\S+)")  # key, sign and values of a condition
 PARTS: dict[type, str] = {}  # section class -> address of the part that it configures, "module:name"
 
 
@@ -41,7 +43,10 @@ class Affects(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class Section:
-    """One section of the configuration."""
+    """One section of the configuration.
+
+    A class may have a variable `affects`: what of a run depends on the keys that it declares by `entry`.
+    """
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error message for each number out of its bounds, and for each rule that is broken.
@@ -88,19 +93,20 @@ class Section:
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each setting of this section that has no effect, or is allowed but doubtful."""
-        return iter(())
-
-    def without_effect(self, at: str, uses: Mapping[str, tuple[bool, str, str]]) -> Iterator[str]:
-        """Yield a warning for each field that is not used, but differs from its default.
-
-        Args:
-            at: the dotted key of this section.
-            uses: for each field, whether it is used, the setting that decides this, and what uses the field.
-        """
         default = type(self)()
-        for name, (used, decided_by, owner) in uses.items():
-            if not used and getattr(self, name) != getattr(default, name):
-                yield f"{dotted(at, name)} has no effect with {decided_by} (it belongs to {owner})"
+        for name, conditions in used(type(self)).items():
+            if getattr(self, name) == getattr(default, name):
+                continue
+            for condition in conditions:
+                states = [(*each, plain(getattr(self, each[0]))) for each in _TERM.findall(condition)]
+                if not any((now in values.split("|")) == (sign == "=") for _, sign, values, now in states):
+                    key, sign, values, now = states[-1]
+                    owner = f" (it belongs to {values.replace('|', ' and ')})" if sign == "=" else ""
+                    yield f"{dotted(at, name)} has no effect with {dotted(at, key)}={now}{owner}"
+                    break
+        for cls in reversed(type(self).__mro__):
+            if "doubts" in vars(cls):
+                yield from vars(cls)["doubts"](self, at)
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error for each value that fails in the process of a job.
@@ -164,6 +170,13 @@ def dotted(at: str, name: str) -> str:
     return f"{at}.{name}" if at else name
 
 
+@cache
+def used(cls: type) -> dict[str, tuple[str, ...]]:
+    """Return the conditions under which fields of a section class have an effect, by the names of fields."""
+    found = {each.name: fact(cls, each.name, "when") for each in fields(cls)}
+    return {name: conditions for name, conditions in found.items() if conditions}
+
+
 def value_at(value: Any, key: str) -> Any:
     """Return the value of the dotted key `key` in a section or dictionary; `ABSENT`: there is no such key."""
     for name in key.split("."):
@@ -217,8 +230,12 @@ def section_class(hint: Any) -> type[Section] | None:
     return next((each for each in found if isinstance(each, type) and issubclass(each, Section)), None)
 
 
+@dataclass_transform(kw_only_default=True, field_specifiers=(field,))
 def option(group: str, name: str, part: str | None = None) -> Callable[[T], T]:
     """Register a section class as the option `name` of the config group `group`.
+
+    The class becomes a keyword-only dataclass with slots, unless it is a dataclass already. The default of
+    its key `name`, if a base class has this key, is the name of the option.
 
     Args:
         group: the config group, for example "algo".
@@ -227,23 +244,24 @@ def option(group: str, name: str, part: str | None = None) -> Callable[[T], T]:
             configures no part. Subclasses do not inherit the address.
 
     Raises:
-        TypeError: the class is not a keyword-only dataclass with slots. Without slots, a key that is added
+        TypeError: the class is a dataclass with positional arguments, or without slots: a key that is added
             with `+` would be accepted silently.
     """
 
     def store(cls: T) -> T:
-        if not is_dataclass(cls) or "__slots__" not in vars(cls):
-            raise TypeError(f"{cls.__name__} must be a @dataclass(kw_only=True, slots=True): it has no slots")
-        if positional := [each.name for each in fields(cls) if not each.kw_only]:
-            raise TypeError(
-                f"{cls.__name__} must be a @dataclass(kw_only=True, slots=True): "
-                f"{', '.join(positional)} can be set by position"
-            )
-        ConfigStore.instance().store(group=f"schema/{group}", name=name, node=cls)
-        SCHEMAS[f"schema/{group}/{name}"] = cls
+        section: Any = cls
+        if "__dataclass_fields__" not in vars(cls):
+            if "name" in getattr(cls, "__dataclass_fields__", ()) and "name" not in vars(cls):
+                section.__annotations__ = {**section.__annotations__, "name": "str"}
+                section.name = name
+            section = dataclass(kw_only=True, slots=True)(section)
+        if "__slots__" not in vars(section) or not all(each.kw_only for each in fields(section)):
+            raise TypeError(f"{cls.__name__} must be a @dataclass(kw_only=True, slots=True)")
+        ConfigStore.instance().store(group=f"schema/{group}", name=name, node=section)
+        SCHEMAS[f"schema/{group}/{name}"] = section
         if part is not None:
-            PARTS[cls] = part
-        return cls
+            PARTS[section] = part
+        return section  # type: ignore[no-any-return]
 
     return store
 
@@ -298,7 +316,12 @@ class Bound:
 
 
 def entry(
-    default: Any = _REQUIRED, means: str = "", *, affects: Affects = Affects.result, added: bool = False
+    default: Any = _REQUIRED,
+    means: str = "",
+    *when: str,
+    affects: Affects | None = None,
+    added: bool = False,
+    bound: Bound | None = None,
 ) -> Any:
     """Declare a field of a section with the facts about its key.
 
@@ -307,22 +330,24 @@ def entry(
     Args:
         default: the value of a config that does not set the key; or a function that makes it, such as `list`.
         means: the meaning of the key, for `--help` and docs/reference/config.md (docs/generate.py writes it).
-        affects: what of a run depends on the key.
+        when: the conditions under which the key has an effect, about other keys of its section, such as
+            `kind=mask`, `kind=truncate|mask`, `kind!=none` or `reject=m2 or reject_by!=k1`.
+        affects: what of a run depends on the key; None: see `Section`.
         added: an earlier version has no such key, and does what the default says. A key with its default is
             then not part of the name of a run, so that earlier runs keep their names.
+        bound: the rule of a number; see `number`.
     """
-    facts = {"means": means, "affects": affects, "added": added, "declared": default}
+    facts = {"means": means, "when": when, "affects": affects, "added": added, "declared": default}
     if callable(default):
         return field(default_factory=default, metadata={**facts, "declared": _REQUIRED})
-    return field(default=default, metadata=facts)
+    return field(default=default, metadata={**facts, "bound": bound} if bound else facts)
 
 
 def number(
-    default: Any, means: str, *, affects: Affects = Affects.result, added: bool = False, **rule: Any
+    default: Any, means: str, *when: str, affects: Affects | None = None, added: bool = False, **rule: Any
 ) -> Any:
     """Declare a numeric field with its rule (as in `Bound`) and the facts about its key (as in `entry`)."""
-    facts = {"means": means, "affects": affects, "added": added, "declared": default, "bound": Bound(**rule)}
-    return field(default=default, metadata=facts)
+    return entry(default, means, *when, affects=affects, added=added, bound=Bound(**rule))
 
 
 def fact(cls: type, name: str, kind: str) -> Any:
@@ -331,16 +356,20 @@ def fact(cls: type, name: str, kind: str) -> Any:
     Args:
         cls: the section class.
         name: the field of the key.
-        kind: "means", "affects", "added", "declared" (the default in this class) or "bound".
+        kind: "means", "when", "affects", "added", "declared" (the default in this class) or "bound".
 
     Returns:
         The fact. None: no class declares it.
     """
-    for each in cls.__mro__:
-        declared: Field[Any] | None = vars(each).get("__dataclass_fields__", {}).get(name)
-        if declared is not None and kind in declared.metadata:
-            return declared.metadata[kind]
-    return None
+    fields_of = [(each, vars(each).get("__dataclass_fields__", {}).get(name)) for each in cls.__mro__]
+    declared: Field[Any] | None = next(
+        (f for _, f in fields_of if f is not None and kind in f.metadata), None
+    )
+    found = None if declared is None else declared.metadata[kind]
+    if kind == "affects" and declared is not None and found is None:
+        owner = [each for each, field in fields_of if field is declared][-1]  # others inherit the field
+        return vars(owner).get("affects", Affects.result)
+    return found
 
 
 def plain(value: Any) -> str:

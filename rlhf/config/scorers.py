@@ -129,7 +129,7 @@ class ScorerConfig(Section):
         if math.isfinite(self.weight) and self.weight != 1 and ".parts." not in at:
             yield self.refused(at, "weight", "be 1 outside of a weighted scorer", "only parts have weights")
 
-    def warnings(self, at: str) -> Iterator[str]:
+    def doubts(self, at: str) -> Iterator[str]:
         """Yield a warning for each missing-EOS key of a judge, where these keys have no effect."""
         for key in ("missing_eos_score", "missing_eos_penalty"):
             if at.startswith("gold") and (value := getattr(self, key)) is not None:
@@ -153,11 +153,9 @@ def choice(key: str) -> str:
 
 
 @option("scorer", "reward_model", part="rlhf.scorers.reward_model:build")
-@dataclass(kw_only=True, slots=True)
 class RewardModelScorerConfig(ScorerConfig):
     """A sequence-classification model with one output, read at the last response token."""
 
-    name: str = "reward_model"
     path: str | None = entry(None, "hub name or local folder; null: model.reward")
     batch_size: int = number(32, "sequences per forward pass", least=1)
     pad_token: str | None = entry(
@@ -196,11 +194,8 @@ class RewardModelScorerConfig(ScorerConfig):
 
 
 @option("scorer", "facts", part="rlhf.scorers.function:FactsScorer")
-@dataclass(kw_only=True, slots=True)
 class FactsScorerConfig(ScorerConfig):
     """The program that judges `task=tldr_mini`: facts covered, minus errors, filler and excess length."""
-
-    name: str = "facts"
 
     def cannot_score(self, task: TaskConfig) -> str | None:
         """Return a reason for every other task."""
@@ -208,13 +203,11 @@ class FactsScorerConfig(ScorerConfig):
 
 
 @option("scorer", "answer", part="rlhf.scorers.function:AnswerScorer")
-@dataclass(kw_only=True, slots=True)
 class AnswerScorerConfig(ScorerConfig):
     """A score of 1 if the answer in the response equals the answer in the reference, else 0."""
 
     verifies: ClassVar[bool] = True
 
-    name: str = "answer"
     pattern: str = entry(r"#### (\-?[0-9\.\,]+)", "regular expression whose group matches the answer")
 
     def cannot_score(self, task: TaskConfig) -> str | None:
@@ -223,19 +216,13 @@ class AnswerScorerConfig(ScorerConfig):
 
 
 @option("scorer", "labels", part="rlhf.scorers.scorer:LabelsScorer")
-@dataclass(kw_only=True, slots=True)
 class LabelsScorerConfig(ScorerConfig):
     """The stored scores (labels) of stored completions."""
 
-    name: str = "labels"
-
 
 @option("scorer", "none", part="rlhf.scorers.scorer:no_scorer")
-@dataclass(kw_only=True, slots=True)
 class NoScorerConfig(ScorerConfig):
     """No scorer: evaluation omits its metrics. Training needs a scorer, but no judge (`scorer@gold=none`)."""
-
-    name: str = "none"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -275,7 +262,6 @@ class PartsScorerConfig(ScorerConfig):
 
 
 @option("scorer", "weighted", part="rlhf.scorers.scorer:WeightedScorer")
-@dataclass(kw_only=True, slots=True)
 class WeightedScorerConfig(PartsScorerConfig):
     """The sum of other scorers, each times its `weight`.
 
@@ -285,8 +271,6 @@ class WeightedScorerConfig(PartsScorerConfig):
     """
 
     reason: ClassVar[str] = "the score is a sum of such scores"
-
-    name: str = "weighted"
 
     def rounding(self, dtype: Dtype) -> float:
         """Return the weighted sum of the rounding errors of the parts."""
@@ -300,11 +284,9 @@ class WeightedScorerConfig(PartsScorerConfig):
 
 
 @option("scorer", "function", part="rlhf.scorers.function:build")
-@dataclass(kw_only=True, slots=True)
 class FunctionScorerConfig(ScorerConfig):
     """A Python function of the user, or several, which take a response and return a number."""
 
-    name: str = "function"
     path: Any = entry(
         None,
         "<file>.py:<function> or <module>:<function>, or a list of these; the working directory is searched",
@@ -403,13 +385,11 @@ _URL = "http://127.0.0.1:8000/score"
 
 
 @option("scorer", "http", part="rlhf.scorers.http:HttpScorer")
-@dataclass(kw_only=True, slots=True)
 class HttpScorerConfig(ScorerConfig):
     """A service that returns scores over HTTP; docs/rewards.md describes the protocol."""
 
     asks_service: ClassVar[bool] = True
 
-    name: str = "http"
     url: str | None = entry(None, "address of the service; texts are posted there")
     batch_size: int = number(32, "responses per request", least=1)
     concurrency: int = number(4, "requests in parallel", least=1, affects=Affects.speed)
@@ -460,7 +440,6 @@ _REFUSED = {
 
 
 @option("task", "reasoning_gym", part="rlhf.tasks.kinds:ReasoningGymSource")
-@dataclass(kw_only=True, slots=True)
 class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
     """Problems of a data set of the package reasoning-gym, which generates and verifies them."""
 
@@ -469,7 +448,6 @@ class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
     has_answers: ClassVar[bool] = False
     reads_path: ClassVar[bool] = False
 
-    name: str = "reasoning_gym"
     dataset: str = entry("chain_sum", "name of the data set in reasoning-gym")
     arguments: dict[str, Any] = entry(dict, "arguments of the data set, such as {min_terms: 2, max_terms: 3}")
     chat: bool = entry(
@@ -504,14 +482,12 @@ class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
 
 
 @option("scorer", "reasoning_gym", part="rlhf.scorers.function:ReasoningGymScorer")
-@dataclass(kw_only=True, slots=True)
 class ReasoningGymScorerConfig(ScorerConfig):
     """The verifier of the problem in `task=reasoning_gym`."""
 
     verifies: ClassVar[bool] = True
     columns: ClassVar[frozenset[str]] = frozenset({"dataset", "arguments", "entry"})
 
-    name: str = "reasoning_gym"
     pattern: str | None = entry(
         r"<answer>([\s\S]*?)</answer>",
         "regular expression whose group matches the answer; null: the whole response",
@@ -527,7 +503,6 @@ class ReasoningGymScorerConfig(ScorerConfig):
 
 
 @option("task", "mixture", part="rlhf.tasks.mixture:MixtureSource")
-@dataclass(kw_only=True, slots=True)
 class MixtureConfig(TaskConfig):
     """Several tasks with weights: the prompts of each part are drawn in proportion to its weight.
 
@@ -537,7 +512,6 @@ class MixtureConfig(TaskConfig):
     own_data: ClassVar[bool] = True
     dialogues: ClassVar[None] = None  # the parts decide
 
-    name: str = "mixture"
     parts: dict[str, TaskConfig] = entry(dict, "name chosen by the user -> task")
     weights: dict[str, float] = entry(dict, "name of a part -> weight; 1 for other parts")
 
@@ -585,7 +559,7 @@ class MixtureConfig(TaskConfig):
                 rule = "be null for task=mixture"
                 yield self.refused(at, key, rule, "each part has its own data", remedy=remedy)
 
-    def warnings(self, at: str) -> Iterator[str]:
+    def doubts(self, at: str) -> Iterator[str]:
         """Yield a warning for each part with a limit of prompt tokens, which has no effect."""
         for name, part in self.parts.items():
             if part.max_prompt_tokens != type(part)().max_prompt_tokens:
@@ -596,7 +570,6 @@ class MixtureConfig(TaskConfig):
 
 
 @option("scorer", "mixture", part="rlhf.scorers.scorer:MixtureScorer")
-@dataclass(kw_only=True, slots=True)
 class MixtureScorerConfig(PartsScorerConfig):
     """A scorer for each part of `task=mixture`, under the name of the part.
 
@@ -606,8 +579,6 @@ class MixtureScorerConfig(PartsScorerConfig):
 
     reason: ClassVar[str] = "each part has one"
     of_mixture: ClassVar[bool] = True
-
-    name: str = "mixture"
 
     def cannot_score(self, task: TaskConfig) -> str | None:
         """Return a reason for a task without parts."""

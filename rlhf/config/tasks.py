@@ -10,6 +10,7 @@ from omegaconf import MISSING
 
 from rlhf.config.algorithms import Data
 from rlhf.config.schema import Choice, Section, entry, fact, number, option
+from rlhf.core.errors import setting
 
 PROMPT_COLUMNS = ("query", "reference_response")
 PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected")
@@ -138,27 +139,23 @@ class Difficulty(Choice):
 
 
 @option("task", "tldr_mini", part="rlhf.tasks.tldr_mini:TLDRMiniSource")
-@dataclass(kw_only=True, slots=True)
 class TLDRMiniConfig(EmbeddedTaskConfig):
     """TL;DR in miniature: generated posts, flawed references, and a program as judge."""
 
     vocabulary_size: ClassVar[int] = 372
     has_answers: ClassVar[bool] = False
 
-    name: str = "tldr_mini"
     train_size: int = 8192
     max_prompt_tokens: int = 192
     difficulty: Difficulty = Difficulty.medium
 
 
 @option("task", "tldr", part="rlhf.tasks.source:StoredSource")
-@dataclass(kw_only=True, slots=True)
 class TLDRConfig(TaskConfig):
     """Reddit posts and the summaries of their writers, with the data sets of Stiennon et al. (2020)."""
 
     has_answers: ClassVar[bool] = False
 
-    name: str = "tldr"
     prompts_name: str = entry(
         "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
         "hub name of the prompts and references",
@@ -201,15 +198,15 @@ class QuestionsConfig(TaskConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the template does not contain `{question}`."""
         if "{question}" not in self.template:
-            reason, template = "it is replaced by the problem", "'Problem: {question} Solution:'"
-            yield self.refused(at, "template", "contain {question}", reason, template)
+            remedy = f"set {setting(f'{at}.template', 'Problem: {question} Solution:')}"
+            reason = "it is replaced by the problem"
+            yield self.refused(at, "template", "contain {question}", reason, remedy=remedy)
 
 
 _QUESTION = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # for base models, as in the paper
 
 
 @option("task", "gsm8k", part="rlhf.tasks.kinds:GSM8KSource")
-@dataclass(kw_only=True, slots=True)
 class GSM8KConfig(QuestionsConfig):
     """Grade-school mathematics with answers that can be checked (Cobbe et al., 2021)."""
 
@@ -219,7 +216,6 @@ class GSM8KConfig(QuestionsConfig):
     prompt_columns: ClassVar[tuple[str, ...]] = ("question", "answer")
     prompt_splits: ClassVar[tuple[str, ...]] = ("train",)
 
-    name: str = "gsm8k"
     prompts_name: str = entry("openai/gsm8k", "hub name of the prompts and references")
     chat: bool = entry(
         False, "the prompt is a message of the user, in the format of the model's chat template", added=True
@@ -233,27 +229,23 @@ class GSM8KConfig(QuestionsConfig):
 
 
 @option("task", "arithmetic", part="rlhf.tasks.kinds:ArithmeticSource")
-@dataclass(kw_only=True, slots=True)
 class ArithmeticConfig(EmbeddedTaskConfig):
     """Generated sums with answers that can be checked; the SFT responses contain mistakes of pupils."""
 
     vocabulary_size: ClassVar[int] = 56
 
-    name: str = "arithmetic"
     train_size: int = 16384
     max_prompt_tokens: int = 32
     difficulty: Difficulty = Difficulty.medium
 
 
 @option("task", "chat", part="rlhf.tasks.kinds:ChatSource")
-@dataclass(kw_only=True, slots=True)
 class ChatConfig(TaskConfig):
     """Dialogues whose last turn is the reference, as in No Robots (Rajani et al., 2023)."""
 
     has_answers: ClassVar[bool] = False
     prompt_columns: ClassVar[tuple[str, ...]] = ("messages",)
 
-    name: str = "chat"
     prompts_name: str = entry("HuggingFaceH4/no_robots", "hub name of the prompts and references")
     preferences_name: str | None = entry(
         None, "hub name of pairs with prompt, chosen, rejected in this format"
@@ -300,7 +292,6 @@ class ChatConfig(TaskConfig):
 
 
 @option("task", "preferences", part="rlhf.tasks.kinds:PreferencesSource")
-@dataclass(kw_only=True, slots=True)
 class PreferencesConfig(TaskConfig):
     """Any data set with the columns prompt, chosen and rejected."""
 
@@ -308,7 +299,6 @@ class PreferencesConfig(TaskConfig):
     has_answers: ClassVar[bool] = False
     dialogues: ClassVar[None] = None  # the rows decide
 
-    name: str = "preferences"
     preferences_name: str | None = entry(None, "hub name")
     validation_split: str = entry("validation", "the name of the validation split in the data set")
 
@@ -333,7 +323,7 @@ class PreferencesConfig(TaskConfig):
             remedy = f"set {at}.path=<folder> or {at}.preferences_name=<hub name>"
             yield self.refused(at, "path", rule, reason, remedy=remedy)
 
-    def warnings(self, at: str) -> Iterator[str]:
+    def doubts(self, at: str) -> Iterator[str]:
         """Yield a warning for each data set key without effect, because another key names the pairs."""
         hidden = {"preferences_name": self.preferences_name}
         if self.preferences_path is not None:
@@ -364,14 +354,12 @@ class ColumnsConfig(Section):
 
 
 @option("task", "local", part="rlhf.tasks.kinds:LocalSource")
-@dataclass(kw_only=True, slots=True)
 class LocalConfig(TaskConfig):
     """Your own files: prompts, prompts with responses, dialogues, or preference pairs."""
 
     own_data: ClassVar[bool] = True
     dialogues: ClassVar[None] = None  # the rows decide
 
-    name: str = "local"
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     validation_fraction: float = number(
         0.1, "share of the rows for validation, if there is no validation file", above=0, below=1
@@ -425,28 +413,21 @@ class GameConfig(EmbeddedTaskConfig):
 
 
 @option("task", "calculator", part="rlhf.tasks.kinds:CalculatorSource")
-@dataclass(kw_only=True, slots=True)
 class CalculatorTaskConfig(GameConfig):
     """Generated sums for a calculator; the SFT responses are those of pupils, of whom few use it."""
 
     vocabulary_size: ClassVar[int] = 66
 
-    name: str = "calculator"
-
 
 @option("task", "guess_number", part="rlhf.tasks.kinds:GuessNumberSource")
-@dataclass(kw_only=True, slots=True)
 class GuessNumberTaskConfig(GameConfig):
     """Numbers to guess in four guesses; the SFT responses ignore half of the answers."""
 
     vocabulary_size: ClassVar[int] = 27
     has_answers: ClassVar[bool] = False
 
-    name: str = "guess_number"
-
 
 @option("task", "environment", part="rlhf.tasks.kinds:FirstMessages")
-@dataclass(kw_only=True, slots=True)
 class EnvironmentTaskConfig(TaskConfig):
     """The first messages of the environment: the texts that `reset` returns for seeds."""
 
@@ -454,7 +435,6 @@ class EnvironmentTaskConfig(TaskConfig):
     has_answers: ClassVar[bool] = False
     dialogues: ClassVar[bool] = True  # a first message is a message of the user
 
-    name: str = "environment"
     data_seed: int = entry(0, "seed of the seeds; the run's own seed does not change the data")
     train_size: int = number(1024, "first messages to ask for", least=1)
     validation_size: int = number(256, "first messages to ask for", least=1)

@@ -73,12 +73,6 @@ def test_a_program_can_score_the_part_that_it_is_made_for(words):
     )
 
 
-def test_only_a_mixture_has_a_mixture_of_scorers():
-    (message,) = problems(compose(["scorer=mixture"]))
-    assert message.startswith("scorer must not be mixture for task=tldr_mini")
-    assert problems(compose([message.rpartition("set ")[2]])) == []
-
-
 def test_a_limit_of_prompt_tokens_of_a_part_gives_a_warning(words):
     (message,) = (
         text for text in warnings(compose([*words, "task.parts.sums.max_prompt_tokens=9"])) if "9" in text

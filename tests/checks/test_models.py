@@ -75,21 +75,6 @@ def test_missing_scorer_model_is_reported_with_the_key_of_that_scorer(tmp_path):
         assert problem.startswith(f"{key} must name a model on the hub or a folder")
 
 
-def test_a_value_model_may_start_from_the_reward_model_of_the_scorer():
-    own = ["algo=ppo", "algo.value_from=reward"]
-    assert problems(*own) == [], "an embedded task trains its own reward model"
-    (problem,) = problems(*own, "scorer=facts")
-    assert problem.startswith("model.reward must name a reward model for algo.value_from=reward")
-    assert problems(*own, "scorer=facts", "model.reward=some/reward") == []
-    assert problems(*own, "scorer=reward_model", "scorer.path=some/reward") == []
-
-
-def test_adapters_of_sft_need_a_base_model(tmp_path):
-    (problem,) = problems("algo=sft", "model.lora.rank=4")
-    assert problem.startswith("model.lora.rank must be 0 for algo=sft without model.base")
-    assert problems("algo=sft", "model.lora.rank=4", f"model.base={model(tmp_path / 'base', 512)}") == []
-
-
 def test_flash_attention_needs_a_gpu_16_bits_and_a_package(monkeypatch):
     chosen = "model.attention=flash_attention_2"
     (cpu,) = problems(chosen, "model.dtype=bfloat16")

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf.checks.check import problems, warnings
 from rlhf.checks.machine import composed
-from rlhf.config.environments import GymnasiumConfig, PythonEnvironmentConfig
+from rlhf.config.environments import GymnasiumConfig
 from rlhf.words.compose import compose, compose_node
 from rlhf.words.identity import run_name, what_counts
 
@@ -57,31 +57,6 @@ def test_a_class_that_cannot_play_ends_the_command_before_the_run_folder_exists(
     answer = command(*GYM, "environment=python", f"environment.path={file}:{name}", *words)
     assert answer.code == 2 and not answer.runs and said in answer.err
     assert "[" not in answer.err.partition("set environment.path=")[2][:1], "one class, not a list"
-
-
-def test_a_class_must_be_named():
-    (problem,) = PythonEnvironmentConfig().problems("environment")
-    assert problem == "environment.path must name a class, got null; set environment.path=<file>.py:<Class>"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["task=arithmetic", "scorer=environment"], "scorer must not be environment with environment=none"),
-        ([*GYM[:4], GUESS, "scorer@gold=environment"], "scorer@gold must not be environment"),
-        (["task=arithmetic", GUESS], f"environment must be none with {GUESS} and"),
-        (
-            ["task=reasoning_gym", "task.chat=true", "algo=reward", GUESS],
-            "environment must be none with algo=reward",
-        ),
-        (
-            ["scorer=weighted", "+scorer@scorer.parts.game=environment"],
-            "scorer@scorer.parts.game must not be environment with environment=none",
-        ),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_an_environment_is_refused(words, said):
-    assert any(problem.startswith(said) for problem in problems(compose(words)))
 
 
 ROOM = [
@@ -144,25 +119,6 @@ def test_a_run_without_an_environment_has_the_name_of_earlier_versions(file):
     plain = compose(["task=arithmetic", "algo=grpo"])
     assert "environment" not in str(what_counts(plain)) and "environment" in str(what_counts(own(file)))
     assert run_name(own(file)) != run_name(own(file, "Counter", "environment.max_turns=2"))
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["environment=tools"], "environment.functions must name at least one function"),
-        (
-            ["environment=gymnasium"],
-            "environment.id must name an environment, got null; set environment.id=FrozenLake-v1",
-        ),
-        (
-            ["environment=openenv"],
-            "environment.url must begin with http:// or https://, got null; set environment.url=http://localhost",
-        ),
-        (["environment=openenv", "environment.url=host:1"], "environment.url must begin with http:// or"),
-    ],
-)
-def test_what_an_environment_needs_is_named(words, said):
-    assert any(problem.startswith(said) for problem in problems(compose([*GYM, *words])))
 
 
 @pytest.mark.parametrize(

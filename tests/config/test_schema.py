@@ -91,9 +91,9 @@ def test_option_must_be_a_keyword_only_dataclass_with_slots():
 
         value: int = 0
 
-    with pytest.raises(TypeError, match="has no slots"):
+    with pytest.raises(TypeError, match="slots=True"):
         option("algo", "open")(Open)
-    with pytest.raises(TypeError, match="value can be set by position"):
+    with pytest.raises(TypeError, match="kw_only=True"):
         option("algo", "positional")(Positional)
     assert not {"schema/algo/open", "schema/algo/positional"} & SCHEMAS.keys()
 

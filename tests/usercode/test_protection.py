@@ -16,6 +16,7 @@ import torch
 
 from rlhf.usercode.protection import protected
 
+CUDNN, TERM = torch.backends.cudnn, signal.SIGTERM
 ENTERED = []  # contexts that are never left
 
 
@@ -35,14 +36,8 @@ CHANGES = {  # what the user's code does -> how the setting is read
         lambda: torch.use_deterministic_algorithms(True, warn_only=True),
         torch.are_deterministic_algorithms_enabled,
     ),
-    "precision": (
-        lambda: torch.set_float32_matmul_precision("medium"),
-        torch.get_float32_matmul_precision,
-    ),
-    "cudnn": (
-        lambda: setattr(torch.backends.cudnn, "benchmark", True),
-        lambda: torch.backends.cudnn.benchmark,
-    ),
+    "precision": (lambda: torch.set_float32_matmul_precision("medium"), torch.get_float32_matmul_precision),
+    "cudnn": (lambda: setattr(CUDNN, "benchmark", True), lambda: CUDNN.benchmark),
     "torch seed": (lambda: torch.manual_seed(7), lambda: torch.get_rng_state().tolist()),
     "torch draws": (lambda: torch.rand(3), lambda: torch.get_rng_state().tolist()),
     "numpy seed": (lambda: numpy.random.seed(7), lambda: numpy.random.get_state()[1].tolist()),
@@ -58,10 +53,7 @@ CHANGES = {  # what the user's code does -> how the setting is read
     "warnings": (lambda: warnings.simplefilter("error"), lambda: list(warnings.filters)),
     "inference mode": (lambda: ENTERED.append(enter_inference_mode()), torch.is_inference_mode_enabled),
     "inference mode, left": (lambda: torch.inference_mode().__enter__(), torch.is_grad_enabled),
-    "signals": (
-        lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
-        lambda: signal.getsignal(signal.SIGTERM),
-    ),
+    "signals": (lambda: signal.signal(TERM, signal.SIG_IGN), lambda: signal.getsignal(TERM)),
 }
 
 

@@ -7,17 +7,15 @@ import tomllib
 from dataclasses import fields
 from pathlib import Path
 
-import hydra
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from rlhf.checks.check import as_objects, checked
-from rlhf.config.root import Config, best_generator
+from rlhf.config.root import Config, best_generator, to_config
 from rlhf.config.run import WandbMode
 from rlhf.config.schema import SCHEMAS
-from rlhf.words import catalogue
-from rlhf.words.catalogue import all_keys, conf_dir, groups, options
+from rlhf.core.errors import UserError
+from rlhf.words.catalogue import all_keys, also, conf_dir, groups, options, replaced
 from rlhf.words.compose import compose_node
 from rlhf.words.help import GROUPS, LONG, all_meanings, help_text
 from rlhf.words.identity import run_name
@@ -27,10 +25,7 @@ CHOICES = [(group, option) for group in groups() for option in options(group)]
 
 
 def compose(*overrides: str) -> Config:
-    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        cfg = OmegaConf.to_object(hydra.compose("config", list(overrides)))
-    assert isinstance(cfg, Config)
-    return cfg
+    return to_config(compose_node([*overrides]))
 
 
 COMPOSED = [each for each in CHOICES if each[0] != "experiment"]  # tests/docs/test_recipes.py composes these
@@ -61,8 +56,7 @@ def test_every_scorer_can_be_the_judge(option):
     "overrides", [[], ["algo=sft"], ["algo=reward"], ["generator=dataset"], ["debug=tiny"]]
 )
 def test_runs_of_the_readme_are_valid(overrides):
-    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        checked(as_objects(hydra.compose("config", overrides)))
+    checked(as_objects(compose_node(overrides)))
 
 
 def test_stored_completions_use_the_labels_scorer_by_default():
@@ -159,14 +153,10 @@ def test_every_key_has_a_help_text_of_its_own(command, monkeypatch):
         assert "".join(help_text([key]).split()).startswith(key)
 
 
-def test_help_of_an_unknown_key_suggests_a_key(command):
-    answer = command("--help", "schedule.max_lga")
-    assert answer.code == 2 and "did you mean --help schedule.max_lag?" in answer.err
-
-
-def test_help_with_an_unknown_topic_suggests_a_group(command):
-    answer = command("--help", "modell")
-    assert answer.code == 2 and "did you mean --help model?" in answer.err
+@pytest.mark.parametrize(("topic", "near"), [("schedule.max_lga", "schedule.max_lag"), ("modell", "model")])
+def test_help_of_an_unknown_topic_suggests_a_similar_one(command, topic, near):
+    answer = command("--help", topic)
+    assert answer.code == 2 and f"--help {near}?" in answer.err
 
 
 def test_help_lists_options_of_a_user_config_folder(command, own_conf):
@@ -185,6 +175,46 @@ def test_wheel_contains_every_package_and_conf():
     ]
 
 
+LENGTH = "schedule: {total_episodes: 320, prompts_per_update: 8}\n"
+GLOBAL = "# @package _global_\n"
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A function that writes option files, and a folder that the configs of the block include."""
+
+    def write(name, text):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    with also(tmp_path):
+        yield write
+
+
+def test_the_lengths_of_an_algorithm_are_inherited_by_another_file(own):
+    own("algo/mine.yaml", f"{GLOBAL}defaults: [grpo, _self_]\n{LENGTH}")
+    own("algo/other.yaml", f"{GLOBAL}defaults: [mine, _self_]\nalgo: {{kl_coef: 0.5}}\n")
+    for algo in ("mine", "other"):
+        cfg = compose("task=local", "task.path=x", f"algo={algo}")
+        assert (cfg.schedule.total_episodes, cfg.schedule.prompts_per_update) == (320, 8)
+
+
+def test_a_setting_that_another_option_replaces_is_reported_unless_it_is_meant(own):
+    own("task/mine.yaml", f"{GLOBAL}defaults: [tldr_mini, _self_]\n{LENGTH}optim: {{betas: [0.8, 0.9]}}\n")
+    words = ["task=mine", "algo=grpo"]
+    first, second = replaced(compose(*words), words)
+    assert "schedule.total_episodes is 320 in" in first and "but another option sets 262144" in first
+    assert second.endswith("add schedule.prompts_per_update=8")
+    for more in (["schedule.total_episodes=64", "schedule.prompts_per_update=8"], ["debug=tiny"]):
+        assert replaced(compose(*words, *more), [*words, *more]) == []
+
+
+def test_a_file_with_the_name_of_an_option_of_this_project_is_refused(own):
+    own("algo/grpo.yaml", f"{GLOBAL}defaults: [/schema/algo@algo: grpo, _self_]\n{LENGTH}")
+    with pytest.raises(UserError, match="rename the file to my_grpo.yaml, and set algo=my_grpo"):
+        as_objects(compose_node(["algo=grpo"]), ["algo=grpo"])
+
+
 @pytest.mark.parametrize(
     ("schedule", "length", "prompts"),
     [
@@ -195,13 +225,7 @@ def test_wheel_contains_every_package_and_conf():
         ({"eval_every": 0}, None, 64),
     ],
 )
-def test_lengths_of_an_algorithm_of_the_user_come_before_lengths_of_the_task(
-    tmp_path, schedule, length, prompts
-):
-    (tmp_path / "algo").mkdir()
-    head = "# @package _global_\n"
-    body = {"defaults": ["grpo", "_self_"], "schedule": schedule}
-    (tmp_path / "algo" / "mine.yaml").write_text(head + yaml.safe_dump(body))
-    with catalogue.also(tmp_path):
-        made = compose_node(["task=local", "algo=mine"]).schedule
+def test_lengths_of_an_algorithm_of_the_user_come_before_lengths_of_the_task(own, schedule, length, prompts):
+    own("algo/mine.yaml", GLOBAL + yaml.safe_dump({"defaults": ["grpo", "_self_"], "schedule": schedule}))
+    made = compose_node(["task=local", "algo=mine"]).schedule
     assert (made.total_episodes, made.total_epochs, made.prompts_per_update) == (length, None, prompts)

@@ -1,4 +1,4 @@
-"""Tests of the table of names in TRL, OpenRLHF and verl."""
+"""The table of names in TRL, OpenRLHF and verl; similar words; names of metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rlhf.checks.machine import composed
 from rlhf.checks.rules import RULES, TRAINING_RULES, Row
 from rlhf.config.root import Config
 from rlhf.words.catalogue import all_keys, groups, options
-from rlhf.words.suggestions import PROJECTS, TABLE, WITHOUT, assigned, keys_of_run, meaning
+from rlhf.words.compose import compose
+from rlhf.words.suggestions import PROJECTS, TABLE, WITHOUT, assigned, closest, keys_of_run, lacking, meaning
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
 
@@ -84,18 +85,14 @@ def test_the_remedies_of_the_rules_name_options_and_keys_that_exist():
         assert (value in options(group) or "{" in value) if group in groups() else exists(key), (key, value)
 
 
-def test_every_key_of_the_table_exists():
-    keys = {row.key for row in TABLE} - {WITHOUT, *groups()}
-    assert [key for key in keys if not exists(key)] == []
-
-
 def test_no_row_follows_another_one_that_has_all_of_its_names():
     for row in (row for row in TABLE if row.names[-1]):
         found = [meaning(name) for name, _ in row.named()]
         assert all(each is not None and each[0].key == row.key for each in found)
 
 
-def test_the_page_has_every_name():
+def test_every_key_of_the_table_exists_and_the_page_has_every_name():
+    assert all(exists(row.key) for row in TABLE if row.key not in {WITHOUT, *groups()})
     for row in (row for row in TABLE if any(row.names[:-1])):
         assert all(f"`{name}`" in PAGE for name, _ in row.named())
         assert row.key == WITHOUT or f"- `{row.key}" in PAGE
@@ -119,3 +116,29 @@ def test_a_name_leads_to_its_key(word, known, key):
 
 def test_a_name_of_no_project_has_no_meaning():
     assert meaning("quantum") is None
+
+
+def test_suggestions_ignore_case_and_dashes_and_know_other_names_of_dtypes():
+    assert closest("Tldr-Mini", ["tldr", "tldr_mini"]) == "tldr_mini"
+    assert closest("dpo.yaml", ["ppo", "dpo"]) == "dpo"
+    assert closest("bf16", ["float16", "bfloat16"]) == "bfloat16"
+    assert closest("xyz", ["float16"]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("eval/gold_score_low", ""),
+        ("objective/scores/length", ""),
+        ("environment/turns", "task=calculator"),
+        ("environment/my_figure", "task=calculator"),
+        ("eval/kl", "algo=sft"),
+    ],
+)
+def test_a_run_may_have_a_metric(name, words):
+    assert lacking(name, compose(words.split())) is None
+
+
+@pytest.mark.parametrize("name", ["environment/turn", "environment/tool_error"])
+def test_a_misspelled_figure_of_an_environment_is_not_a_figure_of_the_user(name):
+    assert lacking(name, compose(["task=calculator"]), code=True) is not None
