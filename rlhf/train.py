@@ -33,10 +33,9 @@ from rlhf.checks.machine import generator_of
 from rlhf.config.root import selecting
 from rlhf.core.errors import RunError, UserError
 from rlhf.experiment import Experiment
-from rlhf.launch import command_line, search
+from rlhf.launch import command_line
 from rlhf.launch.command_line import checked_arguments, exit_codes, flags, help_topics, stop
-from rlhf.launch.search import run_job
-from rlhf.launch.sweep import Sweep
+from rlhf.launch.sweep import Sweep, run_job
 from rlhf.terminal.console import prepare_output
 from rlhf.words import catalogue
 from rlhf.words.help import help_text
@@ -94,7 +93,6 @@ def main() -> None:
                 print(help_text(topics))
                 return
             sys.argv[1:] = checked_arguments(sys.argv[1:], flags())
-            search.register()
             with selecting(generator_of(_overrides())), Sweep().watching():
                 train()
     except CONFIG_ERRORS as error:

@@ -18,20 +18,20 @@ from typing import Any, NoReturn
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.core.singleton import Singleton
 from hydra.plugins.completion_plugin import CompletionPlugin
 from hydra.plugins.launcher import Launcher
-from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from rlhf.checks.check import overrides_of
 from rlhf.checks.rules import check_arguments
 from rlhf.config.root import set_environment
 from rlhf.core.errors import Interrupted, RunError, UserError, report, setting
 from rlhf.core.launched import is_first_rank, rank
-from rlhf.processes.signals import Interruption, interruptible
+from rlhf.processes.signals import interruptible
 from rlhf.terminal.console import prepare_output, print_error
 from rlhf.words import catalogue
 from rlhf.words.catalogue import conf_dir, groups, options
@@ -42,11 +42,8 @@ from rlhf.words.mistakes import CONFIG_ERRORS, flag_problem, readable, texts
 # Common parts of the commands: arguments, `--help`, and exit codes, which `rlhf.train` lists.
 
 
-_CTRL_C = 128 + signal.SIGINT  # exit code after Ctrl-C
-
 WIDTH = 80
-FLAGS = ("--help", "--config-dir", "-cd")  # flags of the commands other than rlhf.train
-_OPTIONS = "Groups, options and keys: python -m rlhf.train --help"
+FLAGS = {"--help": False, "--config-dir": True, "-cd": True}  # of the commands other than rlhf.train
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +97,8 @@ class Command:
             for name, meaning in self.own.items()
         ]
         usage = [line.replace("\0", " ") for line in usage]
-        return "\n".join([*usage, "", self.does, "", *rows, *([""] if rows else []), _OPTIONS])
+        more = "Groups, options and keys: python -m rlhf.train --help"
+        return "\n".join([*usage, "", self.does, "", *rows, *([""] if rows else []), more])
 
     def split(self, arguments: list[str]) -> tuple[dict[str, str], list[str]]:
         """Return the command's own arguments (name -> value) and the overrides.
@@ -111,10 +109,9 @@ class Command:
             UserError: a flag or the folder of `--config-dir` does not exist, or one of the command's own
                 arguments is repeated or empty.
         """
-        check_arguments(arguments)
         own: dict[str, str] = {}
         overrides: list[str] = []
-        for argument in _without_config_dir(arguments, self.own):
+        for argument in _divided(arguments, FLAGS, self.own)[0]:
             name, _, value = argument.partition("=")
             if name not in self.own:
                 overrides += readable([argument])
@@ -167,45 +164,41 @@ def checked_arguments(arguments: Sequence[str], flags: Mapping[str, bool]) -> li
     for before, argument in zip(["", *arguments], arguments, strict=False):
         if before not in ("--config-dir", "-cd", "--config-name", "-cn"):
             _check_saved_config(argument)
-    if problem := flag_problem(arguments, flags):
-        raise UserError(problem)
-    check_arguments(arguments)
-    overrides: list[str] = []
-    others: list[str] = []
-    before = folder = ""
-    for argument in arguments:
-        is_value = flags.get(before, False) and not argument.startswith("-")
-        if (is_value and before in ("--config-dir", "-cd")) or argument.startswith("--config-dir="):
-            _check_config_dir(folder := argument if is_value else argument.partition("=")[2])
-        if (is_value and before in ("--config-name", "-cn")) or argument.startswith("--config-name="):
-            _check_config_name(argument if is_value else argument.partition("=")[2], folder)
-        (others if is_value or argument.startswith("-") else overrides).append(argument)
-        before = argument
+    overrides, others = _divided(arguments, flags)
     return [*readable(overrides), *others]
 
 
-def _without_config_dir(arguments: list[str], own: Collection[str] = ()) -> list[str]:
-    """Return the arguments without `--config-dir <folder>`, which `rlhf.words.catalogue` reads.
+def _divided(
+    arguments: Sequence[str], flags: Mapping[str, bool], own: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Return the words of a command line that are no flags, and the flags with their values.
 
     Args:
         arguments: the command line without the name of the command.
+        flags: the flags of the command, and whether a value follows each flag.
         own: names of the command's own arguments.
 
     Raises:
-        UserError: the folder does not exist, or the arguments contain another flag.
+        UserError: the arguments have another flag, a secret, or a folder of `--config-dir` without options.
     """
-    if problem := flag_problem(arguments, FLAGS, own):
+    if problem := flag_problem(arguments, flags, own):
         raise UserError(problem)
-    kept = []
-    rest = iter(arguments)
-    for argument in rest:
-        if argument in ("--config-dir", "-cd"):
-            _check_config_dir(next(rest, ""))
-        elif argument.startswith("--config-dir="):
-            _check_config_dir(argument.partition("=")[2])
-        else:
-            kept.append(argument)
-    return kept
+    check_arguments(arguments)
+    words: list[str] = []
+    others: list[str] = []
+    before = folder = ""
+    for argument in [*arguments, ""]:
+        flag, equals, value = argument.partition("=")
+        if is_value := flags.get(before, False) and not argument.startswith("-"):
+            flag, equals, value = before, "=", argument
+        if equals and flag in ("--config-dir", "-cd"):
+            _check_config_dir(folder := value)
+        elif equals and flag in ("--config-name", "-cn"):
+            _check_config_name(value, folder)
+        is_flag = re.match("--?[A-Za-z]", argument)
+        (others if is_value or is_flag else words).append(argument)
+        before = argument
+    return [each for each in words if each], [each for each in others if each]
 
 
 def _check_config_dir(folder: str) -> None:
@@ -273,44 +266,28 @@ def exit_codes() -> Iterator[None]:
             signal.
     """
     try:
-        with interruptible() as interruption, _not_replaced(interruption):
-            _check_current_folder()
-            yield
+        with interruptible() as interruption:
+            try:
+                Path.cwd()
+            except FileNotFoundError:
+                raise UserError(
+                    "the current folder must exist (paths begin there), got a folder that was deleted; "
+                    "change to an existing folder: cd <folder>"
+                ) from None
+            try:
+                yield
+            except Exception:
+                if interruption.raised:  # a library, such as numpy's import, made an error of the signal
+                    interruption.check()
+                raise
     except (UserError, RunError) as error:
         stop(error)
-    except Interrupted as reason:
+    except (Interrupted, KeyboardInterrupt) as reason:
+        received = getattr(reason, "received", signal.SIGINT)
         if is_first_rank():
-            print_error(str(reason))
-        raise SystemExit(_CTRL_C if reason.received is signal.SIGINT else os.EX_TEMPFAIL) from None
-    except KeyboardInterrupt:
-        if is_first_rank():
-            print_error("interrupted by Ctrl-C; the same command resumes from the last checkpoint, if any")
-        raise SystemExit(_CTRL_C) from None
-
-
-@contextmanager
-def _not_replaced(interruption: Interruption) -> Iterator[None]:
-    """Raise Interrupted in place of an error that a library made of the exception of a signal handler.
-
-    The import of numpy, for example, turns KeyboardInterrupt into ImportError.
-    """
-    try:
-        yield
-    except Exception:
-        if interruption.raised:
-            interruption.check()
-        raise
-
-
-def _check_current_folder() -> None:
-    """Raise UserError if the current folder was deleted, for example in another terminal."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        raise UserError(
-            "the current folder must exist (paths begin there), got a folder that was deleted; change to an "
-            "existing folder: cd <folder>"
-        ) from None
+            ctrl_c = "interrupted by Ctrl-C; the same command resumes from the last checkpoint, if any"
+            print_error(str(reason) or ctrl_c)
+        raise SystemExit(128 + signal.SIGINT if received is signal.SIGINT else os.EX_TEMPFAIL) from None
 
 
 def stop(error: RunError | UserError) -> NoReturn:
@@ -372,7 +349,7 @@ def candidates(words: Sequence[str], own: Collection[str] = ()) -> list[str]:
     if found := options(group.partition("@")[0]) if equals else {}:  # scorer@gold= has the options of scorer=
         return [f"{group}={option}" for option in found if option.startswith(value)]
     try:
-        keys = matching_keys(compose_node(overrides), word)
+        keys = CompletionPlugin._get_matches(compose_node(overrides), word)  # `<key>=`: with its value
     except CONFIG_ERRORS:  # of the words before; the command explains them
         keys = []
     return [
@@ -415,8 +392,13 @@ def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
         if tasks == 1:
             return {}
         rank, local = environ["SLURM_PROCID"], environ["SLURM_LOCALID"]
-        on_this_machine = tasks_of_node(environ["SLURM_STEP_TASKS_PER_NODE"], int(environ["SLURM_NODEID"]))
-        host = first_host(environ["SLURM_STEP_NODELIST"])
+        counts: list[int] = []  # of each node: 4(x2),3 stands for 4, 4, 3
+        for part in environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
+            count, _, times = part.rstrip(")").partition("(x")
+            counts += [int(count)] * int(times or "1")
+        on_this_machine = counts[int(environ["SLURM_NODEID"])]
+        nodes = re.sub(r"\[(\w+)[^\]]*\]", r"\1", environ["SLURM_STEP_NODELIST"])  # rack[1-2]node[08-10,12],a
+        host = nodes.partition(",")[0]
         job = int(environ["SLURM_JOB_ID"]) * 31 + int(environ["SLURM_STEP_ID"])
     if tasks == 1:
         return {}
@@ -432,26 +414,13 @@ def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def first_host(nodes: str) -> str:
-    """Return the first host of SLURM's node list: `rack[1-2]node[08-10,12],login` -> `rack1node08`."""
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).partition(",")[0]
-
-
-def tasks_of_node(shorthand: str, node: int) -> int:
-    """Return the number of tasks of node number `node`; `shorthand` is SLURM's `4(x2),3` for 4, 4, 3."""
-    counts: list[int] = []
-    for part in shorthand.split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        counts += [int(count)] * int(times or "1")
-    return counts[node]
-
-
 def requeue(reason: Interrupted) -> None:
     """Requeue this submitit job after the checkpoint of a stopped run is written.
 
     The function calls submitit's handler of SIGUSR2, which counts the sessions that reached the time limit
     (`hydra.launcher.max_num_timeout`) and asks SLURM to requeue the job. The function returns if the job must
-    not be requeued.
+    not be requeued: if a user cancelled it. SLURM would requeue such a job, too, so it is asked for the
+    reason.
 
     Args:
         reason: the exception that stopped the run.
@@ -461,70 +430,50 @@ def requeue(reason: Interrupted) -> None:
         submitit's UncompletedJobError: the job reached its time limit too often.
     """
     submitit_handler = signal.getsignal(signal.SIGUSR2)
-    if not callable(submitit_handler) or not _was_preempted(reason):
+    if not callable(submitit_handler):
         return
-    submitit_handler(signal.SIGUSR2, None)  # ends the process of the first rank
-    raise SystemExit(os.EX_TEMPFAIL)
-
-
-def _was_preempted(reason: Interrupted) -> bool:
-    """Return whether a job was stopped by its time limit or by another job, not cancelled by a user.
-
-    SLURM would requeue a cancelled job, too, so the function asks SLURM for the reason.
-
-    Args:
-        reason: the exception that stopped the run.
-    """
-    if os.environ.get("SUBMITIT_EXECUTOR") == "local":
-        return reason.received is not signal.SIGTERM
-    job = os.environ["SLURM_JOB_ID"]
-    if "SLURM_ARRAY_TASK_ID" in os.environ:  # the id of the last element is that of the whole array
-        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    answer = subprocess.run(
-        ["squeue", "--noheader", f"--jobs={job}", "--format=%T %r"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    state, _, why = answer.stdout.strip().partition(" ")
-    return state == "RUNNING" or why in ("TimeLimit", "Preempted")
+    preempted = reason.received is not signal.SIGTERM
+    if os.environ.get("SUBMITIT_EXECUTOR") != "local":
+        job = os.environ["SLURM_JOB_ID"]
+        if "SLURM_ARRAY_TASK_ID" in os.environ:  # the id of the last element is that of the whole array
+            job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+        command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T %r"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        state, _, why = answer.stdout.strip().partition(" ")
+        preempted = state == "RUNNING" or why in ("TimeLimit", "Preempted")
+    if preempted:
+        submitit_handler(signal.SIGUSR2, None)  # ends the process of the first rank
+        raise SystemExit(os.EX_TEMPFAIL)
 
 
 # Private parts of Hydra and of its submitit launcher that this project depends on.
 #
-# Hydra has no public interface for these uses. All uses of private parts are in this module, and each has a
-# test in tests/launch/test_hydra_internals.py, so that these tests fail after an incompatible upgrade.
+# Hydra has no public interface for these uses, so tests/launch/test_hydra_internals.py fails after an
+# incompatible upgrade. `rlhf.launch.sweep` calls submitit's launcher, and changes the settings of joblib's.
 
 
 def uses_basic_sweeper(config: DictConfig) -> bool:
     """Return whether the sweeper is Hydra's own, which runs every combination of the given values."""
-    target: str = config.hydra.sweeper._target_
-    return target == f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
+    return bool(config.hydra.sweeper._target_.endswith(".BasicSweeper"))
 
 
-def register_sweeper(target: str, sweeper: type[Sweeper]) -> None:
-    """Let Hydra make `sweeper` for the `_target_` of a config, which must begin with `hydra_plugins.`."""
-    Plugins.instance().class_name_to_class[target] = sweeper
+def combinations(config: DictConfig) -> list[list[str]]:
+    """Return the overrides of each job that Hydra's own sweeper makes from the swept overrides."""
+    parsed = parsed_overrides(config, config.hydra.sweeper.params)
+    return BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
 
 
-def combinations(overrides: list[Override]) -> list[list[str]]:
-    """Return the overrides of each job that Hydra's own sweeper makes from the swept `overrides`."""
-    (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
-    return jobs
+def parsed_overrides(config: DictConfig, params: Mapping[str, Any] | None = None) -> list[Override]:
+    """Return the overrides of a sweep: `params`, which are those of its recipe, then the command line."""
+    words = [f"{key}={value}" for key, value in (params or {}).items()]
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    return parser.parse_overrides([*words, *overrides_of(config.hydra.overrides)])
 
 
 def flags() -> dict[str, bool]:
     """Return the flags of Hydra's command line, such as `--cfg`, and whether a value follows each flag."""
     actions = get_args_parser()._actions
     return {flag: action.nargs != 0 for action in actions for flag in action.option_strings}
-
-
-def matching_keys(config: DictConfig, word: str) -> list[str]:
-    """Return the keys of a config that begin with a word, such as `algo.` and `seed=`, by Hydra's completion.
-
-    After `<key>=` the result is the key with its value; if the value is null, nothing.
-    """
-    return CompletionPlugin._get_matches(config, word)
 
 
 @contextmanager
@@ -544,40 +493,9 @@ def launchers_wrapped_by(wrap: Callable[[Launcher], Launcher]) -> Iterator[None]
         Plugins.instantiate_launcher = original  # type: ignore[method-assign]
 
 
-def submits_to_slurm(config: DictConfig) -> bool:
-    """Return whether the launcher of a sweep submits SLURM jobs."""
-    return str(config.hydra.launcher._target_).endswith(".SlurmLauncher")
-
-
 def submitit_executor(launcher: Launcher) -> str | None:
     """Return the executor of a submitit launcher, "slurm" or "local"; None for another launcher."""
     return getattr(launcher, "_EXECUTOR", None)
-
-
-def joblib_settings(launcher: Launcher) -> dict[str, Any] | None:
-    """Return the settings of a joblib launcher, which can be changed; None for another launcher."""
-    return getattr(launcher, "joblib", None)
-
-
-def submitit_general_settings() -> set[str]:
-    """Return the keys of `hydra.launcher` that apply to every submitit executor."""
-    from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
-
-    return set(map(str, OmegaConf.structured(BaseQueueConf)))
-
-
-def submitit_calls(jobs: Sequence[list[str]], first: int) -> list[tuple[Any, ...]]:
-    """Return the arguments with which a submitit launcher is called in each job.
-
-    Args:
-        jobs: overrides of each job.
-        first: number of the first job.
-    """
-    state = Singleton.get_state()
-    return [
-        (overrides, "hydra.sweep.dir", number, f"job_id_for_{number}", state)
-        for number, overrides in enumerate(jobs, first)
-    ]
 
 
 def multirun_config(overrides: list[str]) -> DictConfig:

@@ -1,21 +1,17 @@
-"""Checks before a run or a sweep: its jobs, its search space, the machine, the run folders."""
+"""Checks before a run or a sweep: its jobs, the machine, the run folders."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -24,19 +20,17 @@ from rlhf.checks import machine
 from rlhf.checks.check import overrides_of, refuse, warn, warnings
 from rlhf.checks.machine import selected
 from rlhf.config.root import SELECTED, candidates
-from rlhf.config.run import SEARCH_SWEEPER, SearchConfig
+from rlhf.config.run import SEARCH_SWEEPER
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import is_first_rank
 from rlhf.experiment import Experiment
-from rlhf.launch.command_line import combinations, stop, submits_to_slurm, uses_basic_sweeper
+from rlhf.launch.command_line import combinations, parsed_overrides, stop, uses_basic_sweeper
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import folder_of, twice_as_long
 from rlhf.stages.artefacts import again, model_problem
 from rlhf.words.mistakes import explained
 
 if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
-
     from rlhf.config.root import Config
 
 
@@ -100,7 +94,8 @@ class Preflight(Callback):
         problems = list(folders_outside(config))
         doubts: list[str] = []
         try:
-            check_search(config.hydra.sweeper)
+            if is_search(config.hydra.sweeper):
+                _check_search(config.hydra.sweeper)
             jobs = sweep_jobs(config)
         except UserError as error:
             refuse([*problems, *error.problems])
@@ -113,21 +108,12 @@ class Preflight(Callback):
             except UserError as error:
                 problems += [f"{label}: {problem}" for problem in error.problems]
             else:
-                wrong = [*_wrong_direction(config, experiment.config), *_uploads(experiment.config)]
+                wrong = _problems_of_job(config, experiment.config)
                 problems += [f"{label}: {problem}" for problem in wrong]
                 doubts += [f"{label}: {warning}" for warning in warnings(experiment.config)]
         if problems:
             refuse(problems)
         warn(doubts)
-
-
-def _uploads(cfg: Config) -> Iterator[str]:
-    """Yield an error if the job of a sweep uploads its model."""
-    if cfg.push_to is not None:
-        yield (
-            "push_to must be null in a sweep (each job would upload its model, the best and the worst), got "
-            f"{cfg.push_to}; leave it out, and run the command of the best job again with push_to"
-        )
 
 
 def folders_outside(config: DictConfig) -> Iterator[str]:
@@ -141,14 +127,36 @@ def folders_outside(config: DictConfig) -> Iterator[str]:
         )
 
 
-def _wrong_direction(config: DictConfig, cfg: Config) -> Iterator[str]:
-    """Yield an error if a search maximises a metric whose lower values are better."""
+def _problems_of_job(config: DictConfig, cfg: Config) -> Iterator[str]:
+    """Yield an error if a job uploads its model, or if a search maximises a metric to be minimised."""
+    if cfg.push_to is not None:
+        yield (
+            "push_to must be null in a sweep (each job would upload its model, the best and the worst), got "
+            f"{cfg.push_to}; leave it out, and run the command of the best job again with push_to"
+        )
     direction = str(config.hydra.sweeper.get("direction", "")).rpartition(".")[2]
     if cfg.minimised and direction == "maximize":
         yield (
             f"hydra.sweeper.direction must be minimize for {cfg.metric} (lower values are better), got "
             "maximize; set hydra.sweeper.direction=minimize"
         )
+
+
+def is_search(sweeper: DictConfig) -> bool:
+    """Return whether `hydra.sweeper` is that of `hydra/sweeper=search`."""
+    return bool(sweeper._target_ == SEARCH_SWEEPER)
+
+
+def _check_search(sweeper: DictConfig) -> None:
+    """Raise UserError if Optuna is not installed, or a setting of a search is invalid."""
+    if importlib.util.find_spec("optuna") is None:
+        raise UserError(
+            "hydra/sweeper=search needs Optuna (it proposes the values), which is not installed; run: pip "
+            "install -e '.[optuna]', or leave hydra/sweeper=search out"
+        )
+    settings: Any = OmegaConf.to_object(sweeper)
+    if problems := list(settings.problems("hydra.sweeper")):
+        raise UserError(*problems)
 
 
 def generator_of_jobs(config: DictConfig, jobs: Sequence[list[str]]) -> str:
@@ -163,7 +171,7 @@ def generator_of_jobs(config: DictConfig, jobs: Sequence[list[str]]) -> str:
     """
     launcher = config.hydra.launcher
     of_node: tuple[int, int] | tuple[()] = ()
-    if submits_to_slurm(config):
+    if str(launcher._target_).endswith(".SlurmLauncher"):
         ranks = launcher.tasks_per_node
         of_node = (launcher.gpus_per_node or ranks * (launcher.gpus_per_task or 0), ranks)
     loader = GlobalHydra.instance().config_loader()
@@ -185,9 +193,11 @@ def sweep_jobs(config: DictConfig) -> list[list[str]]:
         UserError: the search space is invalid.
     """
     if is_search(config.hydra.sweeper):
+        from rlhf.launch.search import search_space
+
         return [search_space(config).example]
     if uses_basic_sweeper(config):
-        return combinations(parsed_overrides(config, config.hydra.sweeper.params))
+        return combinations(config)
     return [[each.input_line or "" for each in parsed_overrides(config) if not each.is_sweep_override()]]
 
 
@@ -239,14 +249,9 @@ class Job:
 
     @property
     def done(self) -> JobReturn | None:
-        """The result of the run if it is finished, else None."""
+        """The result of the run, with the final value of the metric, if it is finished; else None."""
         state = None if self.folder is None or self.error is not None else self.folder.finished()
         return None if state is None else completed(state["result"].get(self.metric))
-
-    @property
-    def result(self) -> float | None:
-        """The final value of the metric; None if the run is not finished."""
-        return None if (done := self.done) is None else done.return_value
 
 
 def experiment_of(config: DictConfig, overrides: Sequence[str], number: int) -> Experiment:
@@ -321,145 +326,3 @@ def failure_message(error: BaseException | None) -> str:
     if isinstance(error, UserError | RunError):
         return str(error).removeprefix("error: ")
     return f"{type(error).__name__}: {error}"
-
-
-# The search space of a search: the swept overrides, as distributions of Optuna.
-#
-#     optim.lr=tag(log,interval(1e-5,1e-2))   FloatDistribution(log=True)
-#     schedule.epochs=range(1,4)              IntDistribution: 1, 2 or 3
-#     algo.beta=0.1,0.2                       CategoricalDistribution
-#
-# This module imports no torch, and Optuna only in functions.
-
-
-@dataclass(frozen=True, slots=True)
-class SearchSpace:
-    """The overrides of a search.
-
-    Attributes:
-        fixed: the overrides that all trials share.
-        distributions: the distribution of each swept key.
-    """
-
-    fixed: list[str]
-    distributions: dict[str, BaseDistribution]
-
-    @property
-    def example(self) -> list[str]:
-        """The overrides of a trial in the middle of the space."""
-        return [*self.fixed, *overrides({key: middle(each) for key, each in self.distributions.items()})]
-
-
-def is_search(sweeper: DictConfig) -> bool:
-    """Return whether `hydra.sweeper` is that of `hydra/sweeper=search`."""
-    return bool(sweeper._target_ == SEARCH_SWEEPER)
-
-
-def check_search(sweeper: DictConfig) -> None:
-    """Check the settings of a search in `hydra.sweeper`; another sweeper is not checked.
-
-    Raises:
-        UserError: Optuna is not installed, or a setting is invalid.
-    """
-    if not is_search(sweeper):
-        return
-    if importlib.util.find_spec("optuna") is None:
-        raise UserError(
-            "hydra/sweeper=search needs Optuna (it proposes the values), which is not installed; run: pip "
-            "install -e '.[optuna]', or leave hydra/sweeper=search out"
-        )
-    if problems := list(settings_of(sweeper).problems("hydra.sweeper")):
-        raise UserError(*problems)
-
-
-def settings_of(sweeper: DictConfig) -> SearchConfig:
-    """Return the settings of a search from `hydra.sweeper`."""
-    settings = OmegaConf.to_object(sweeper)
-    assert isinstance(settings, SearchConfig)
-    return settings
-
-
-def parsed_overrides(config: DictConfig, params: Mapping[str, Any] | None = None) -> list[Override]:
-    """Return the overrides of a sweep: `params`, which are those of its recipe, then the command line."""
-    words = [f"{key}={value}" for key, value in (params or {}).items()]
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    return parser.parse_overrides([*words, *overrides_of(config.hydra.overrides)])
-
-
-def search_space(config: DictConfig) -> SearchSpace:
-    """Return the search space of `hydra.sweeper.params` and of the command line, which takes precedence.
-
-    Raises:
-        UserError: no key is swept, or an interval is invalid.
-    """
-    last = {each.get_key_element(): each for each in parsed_overrides(config, config.hydra.sweeper.params)}
-    swept = {key: each for key, each in last.items() if each.is_sweep_override()}
-    if not swept:
-        raise UserError(
-            "hydra/sweeper=search needs a key with several values (the search space), got none; add for "
-            "example 'optim.lr=tag(log,interval(1e-5,1e-2))'"
-        )
-    fixed = [each.input_line or "" for key, each in last.items() if key not in swept]
-    return SearchSpace(fixed, {key: distribution(each) for key, each in swept.items()})
-
-
-def distribution(override: Override) -> BaseDistribution:
-    """Return the distribution of a swept override.
-
-    Raises:
-        UserError: the interval is invalid, or the range is empty.
-    """
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
-    sweep: Any = override.value()
-    try:
-        if override.is_interval_sweep():
-            whole = isinstance(sweep.start, int) and isinstance(sweep.end, int)
-            kind = IntDistribution if whole else FloatDistribution
-            return kind(sweep.start, sweep.end, log="log" in sweep.tags)
-        if override.is_range_sweep():
-            low, high, step = bounds(sweep)
-            if all(isinstance(each, int) for each in (sweep.start, sweep.stop, sweep.step)):
-                return IntDistribution(int(low), int(high), step=int(step))
-            return FloatDistribution(float(low), float(high), step=float(step))
-    except ValueError as error:
-        raise UserError(
-            f"{override.key_or_group} must have valid bounds ({error}), got {override.input_line}; "
-            "correct the bounds"
-        ) from None
-    return CategoricalDistribution(list(override.sweep_string_iterator()))
-
-
-def bounds(sweep: RangeSweep) -> tuple[Decimal, Decimal, Decimal]:
-    """Return the smallest and the largest value of a range, and its step, as exact decimal numbers.
-
-    Raises:
-        ValueError: the range is empty.
-    """
-    count = len(list(sweep.range()))
-    if not count:
-        raise ValueError("the range has no value")
-    first, step = Decimal(str(sweep.start)), Decimal(str(sweep.step))
-    low, high = sorted((first, first + (count - 1) * step))
-    return low, high, abs(step)
-
-
-def middle(found: BaseDistribution) -> Any:
-    """Return the value in the middle of a distribution; of a list, the first value."""
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
-    if isinstance(found, CategoricalDistribution):
-        return found.choices[0]
-    assert isinstance(found, FloatDistribution | IntDistribution)
-    if found.log:
-        value = math.sqrt(found.low * found.high)
-    elif found.step:
-        return found.low + round((found.high - found.low) / found.step / 2) * found.step
-    else:
-        value = (found.low + found.high) / 2
-    return round(value) if isinstance(found, IntDistribution) else value
-
-
-def overrides(values: Mapping[str, Any]) -> list[str]:
-    """Return the values of a trial as overrides; numbers are rounded to six significant digits."""
-    return [f"{key}={f'{value:.6g}' if isinstance(value, float) else value}" for key, value in values.items()]

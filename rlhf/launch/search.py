@@ -1,97 +1,163 @@
-"""Hyperparameter searches with Optuna, and the jobs of a sweep in their processes."""
+"""Hyperparameter searches with Optuna: `python -m rlhf.train -m hydra/sweeper=search`.
+
+    SearchSweeper (process of the command)       PruningHook (process of the job)
+    ask the study for the values of a trial
+    launch the job                          -->  report each evaluation to the study
+                                                 stop the run if the pruner of the study says so
+    tell the study the result               <--  the objective metric
+
+The study is a file below `output_dir`, or a database. The same command continues the study: a trial that was
+interrupted or failed runs again, with its values. The search space consists of the swept overrides:
+
+    optim.lr=tag(log,interval(1e-5,1e-2))   FloatDistribution(log=True)
+    schedule.epochs=range(1,4)              IntDistribution: 1, 2 or 3
+    algo.beta=0.1,0.2                       CategoricalDistribution
+
+This module imports Optuna and no torch; other modules import it only for a search.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
-import signal
-import threading
-import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from optuna import Study, Trial, create_study, load_study, logging
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+    distribution_to_json,
+)
+from optuna.pruners import MedianPruner, NopPruner
+from optuna.samplers import RandomSampler, TPESampler
+from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
 
-from rlhf.checks.check import as_objects, overrides_of
-from rlhf.config.run import SEARCH_SWEEPER, Direction, Pruner, Sampler, SearchConfig
+from rlhf.checks.check import as_objects
+from rlhf.config.run import Direction, Pruner, Sampler, SearchConfig
 from rlhf.core import files
-from rlhf.core.errors import Interrupted, RunError, UserError
-from rlhf.core.files import component, write_atomically
+from rlhf.core.errors import UserError
 from rlhf.core.formatting import figure
-from rlhf.core.launched import is_first_rank, world_size
 from rlhf.core.numerics import derive
-from rlhf.experiment import Experiment
-from rlhf.launch import command_line
-from rlhf.launch import sweep as sweeps
-from rlhf.launch.command_line import register_sweeper
-from rlhf.launch.preflight import SearchSpace, announce, is_search, overrides, search_space, settings_of
+from rlhf.launch.command_line import parsed_overrides
 from rlhf.loggers.logger import Hook, StopRun
-from rlhf.processes import signals
-from rlhf.runs.lock import locked, waiting_claim
-from rlhf.terminal import progress
-from rlhf.terminal.console import console, say
+from rlhf.runs.lock import locked
+from rlhf.terminal.console import say
 from rlhf.words.catalogue import config_dir_words
 from rlhf.words.identity import digest
 
 if TYPE_CHECKING:
-    from optuna import Study, Trial
-    from optuna.pruners import BasePruner
-    from optuna.samplers import BaseSampler
-    from optuna.storages import BaseStorage
-    from optuna.trial import FrozenTrial
-
-    from rlhf.config.root import Config
     from rlhf.core.metrics import Row
     from rlhf.core.state import TrainState
 
+logging.set_verbosity(logging.WARNING)
 
-# Hyperparameter searches with Optuna: `python -m rlhf.train -m hydra/sweeper=search`.
-#
-#     SearchSweeper (process of the command)       PruningHook (process of the job)
-#     ask the study for the values of a trial
-#     launch the job                          -->  report each evaluation to the study
-#                                                  stop the run if the pruner of the study says so
-#     tell the study the result               <--  the objective metric
-#
-# The study is a file below `output_dir`, or a database. The same command continues the study: a trial that
-# was interrupted or failed runs again, with its values. This module imports no torch, and Optuna only in
-# functions.
+_PRUNED = "pruned"  # attribute of a pruned trial
+_STEPS = 1000  # steps of a trial: all updates of its run; the runs of a search may differ in their updates
 
 
-_RESULTS = "optimization_results.yaml"
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """The overrides of a search: those that all trials share, and the distribution of each swept key."""
+
+    fixed: list[str]
+    distributions: dict[str, BaseDistribution]
+
+    @property
+    def example(self) -> list[str]:
+        """The overrides of a trial in the middle of the space; of a list, the first value."""
+        values: dict[str, Any] = {}
+        for key, found in self.distributions.items():
+            if isinstance(found, CategoricalDistribution):
+                values[key] = found.choices[0]
+                continue
+            assert isinstance(found, FloatDistribution | IntDistribution)
+            value = math.sqrt(found.low * found.high) if found.log else (found.low + found.high) / 2
+            if found.step and not found.log:
+                value = found.low + round((found.high - found.low) / found.step / 2) * found.step
+            values[key] = round(value) if isinstance(found, IntDistribution) else value
+        return [*self.fixed, *overrides(values)]
+
+
+def search_space(config: DictConfig) -> SearchSpace:
+    """Return the search space of `hydra.sweeper.params` and of the command line, which takes precedence.
+
+    Raises:
+        UserError: no key is swept, an interval is invalid, or a range is empty.
+    """
+    last = {each.get_key_element(): each for each in parsed_overrides(config, config.hydra.sweeper.params)}
+    swept = {key: each for key, each in last.items() if each.is_sweep_override()}
+    if not swept:
+        raise UserError(
+            "hydra/sweeper=search needs a key with several values (the search space), got none; add for "
+            "example 'optim.lr=tag(log,interval(1e-5,1e-2))'"
+        )
+    fixed = [each.input_line or "" for key, each in last.items() if key not in swept]
+    return SearchSpace(fixed, {key: distribution(each) for key, each in swept.items()})
+
+
+def distribution(override: Override) -> BaseDistribution:
+    """Return the distribution of a swept override.
+
+    Raises:
+        UserError: the interval is invalid, or the range is empty.
+    """
+    sweep: Any = override.value()
+    try:
+        if override.is_interval_sweep():
+            whole = isinstance(sweep.start, int) and isinstance(sweep.end, int)
+            kind = IntDistribution if whole else FloatDistribution
+            return kind(sweep.start, sweep.end, log="log" in sweep.tags)
+        if override.is_range_sweep():
+            if not (count := len(list(sweep.range()))):
+                raise ValueError("the range has no value")
+            first, step = Decimal(str(sweep.start)), Decimal(str(sweep.step))  # exact
+            low, high = sorted((first, first + (count - 1) * step))
+            if all(isinstance(each, int) for each in (sweep.start, sweep.stop, sweep.step)):
+                return IntDistribution(int(low), int(high), step=int(abs(step)))
+            return FloatDistribution(float(low), float(high), step=float(abs(step)))
+    except ValueError as error:
+        raise UserError(
+            f"{override.key_or_group} must have valid bounds ({error}), got {override.input_line}; "
+            "correct the bounds"
+        ) from None
+    return CategoricalDistribution(list(override.sweep_string_iterator()))
+
+
+def overrides(values: Mapping[str, Any]) -> list[str]:
+    """Return the values of a trial as overrides; numbers are rounded to six significant digits."""
+    return [f"{key}={f'{value:.6g}' if isinstance(value, float) else value}" for key, value in values.items()]
 
 
 class SearchSweeper(Sweeper):
-    """A sweeper whose jobs are the trials of an Optuna study.
+    """A sweeper whose jobs are the trials of an Optuna study; `sweep` reads its settings from the config.
 
-    Args:
-        settings: the fields of `SearchConfig`.
+    Its launcher is a `rlhf.launch.sweep.Sweep`, which shows the shared overrides and the conclusion.
     """
 
     config: DictConfig
     hydra_context: HydraContext
-    launcher: Launcher
-
-    def __init__(self, **settings: Any) -> None:
-        """Accept the settings, which `sweep` reads from the config."""
+    launcher: Any
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store the config of the sweep, and make its launcher."""
-        self.config = config
-        self.hydra_context = hydra_context
+        self.config, self.hydra_context = config, hydra_context
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -105,38 +171,40 @@ class SearchSweeper(Sweeper):
         Raises:
             UserError: the storage cannot be used, or the study belongs to another search.
         """
-        from optuna import logging
-
-        logging.set_verbosity(logging.WARNING)
-        settings = settings_of(self.config.hydra.sweeper)
+        settings: Any = OmegaConf.to_object(self.config.hydra.sweeper)
         space = search_space(self.config)
-        loader = self.hydra_context.config_loader
-        example = loader.load_sweep_config(self.config, space.example)
+        example = self.hydra_context.config_loader.load_sweep_config(self.config, space.example)
         cfg = as_objects(example, space.example)
-        definition = define(cfg, settings, space)
-        name = settings.study_name or default_name(cfg, definition)
+        best = settings.direction or (Direction.minimize if cfg.minimised else Direction.maximize)
+        definition = {  # what identifies a search
+            "runs": digest(cfg),
+            "objective_metric": cfg.metric,
+            "direction": best.value,
+            "space": {
+                key: json.loads(distribution_to_json(each)) for key, each in space.distributions.items()
+            },
+        }
+        name = settings.study_name or f"{cfg.task.name}-{cfg.algo.name}-{files.digest(definition)}"
         if settings.study_name is None:  # each job is composed again, from the overrides
             with read_write(self.config), open_dict(self.config):
                 self.config.hydra.overrides.hydra.append(f"hydra.sweeper.study_name={name}")
         folder = Path(self.config.hydra.sweep.dir)
-        file = study_file(folder, name)
+        file = _study_file(folder, name)
         with locked(file.with_suffix(".lock"), file):
             study = open_study(settings, file, name, definition)
             try:
-                self.run(study, settings, space)
+                self._run(study, settings, space)
             finally:
-                if sweeps.current is not None:
-                    sweeps.current.conclusion = list(conclusion(study, cfg.metric, space))
-            _write_results(study, folder)
+                self.launcher.conclusion = list(conclusion(study, cfg.metric, space))
+            if (trial := _best_trial(study)) is not None:
+                found = {"name": "optuna", "best_params": plain(trial.params), "best_value": trial.value}
+                text = yaml.safe_dump(found, sort_keys=False)
+                files.write_atomically(folder / "optimization_results.yaml", text)
 
-    def run(self, study: Study, settings: SearchConfig, space: SearchSpace) -> None:
+    def _run(self, study: Study, settings: SearchConfig, space: SearchSpace) -> None:
         """Run trials until the study has `n_trials`, or too many fail."""
-        from optuna.trial import TrialState
-
-        if sweeps.current is not None:
-            sweeps.current.fixed = space.fixed
-        interrupted = unfinished(study, space)
-        failed = to_repeat(study.get_trials())
+        self.launcher.fixed = space.fixed
+        interrupted, failed = unfinished(study, space), to_repeat(study.get_trials())
         number = len(study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED)))
         if number:
             say(f"study {study.study_name}: {number} of {settings.n_trials} trials are done")
@@ -148,11 +216,11 @@ class SearchSweeper(Sweeper):
             ]
             jobs = [[*space.fixed, *overrides(trial.params)] for trial in batch]
             results = self.launcher.launch(jobs, initial_job_idx=number)
-            failures = [not tell(study, trial, done) for trial, done in zip(batch, results, strict=True)]
+            failures = sum(not tell(study, trial, done) for trial, done in zip(batch, results, strict=True))
             number += count
-            if sum(failures) > settings.max_failure_rate * count:
+            if failures > settings.max_failure_rate * count:
                 say(
-                    f"the search stops: {sum(failures)} of {count} trials failed, more than "
+                    f"the search stops: {failures} of {count} trials failed, more than "
                     f"hydra.sweeper.max_failure_rate={settings.max_failure_rate:g} allows"
                 )
                 return
@@ -170,10 +238,9 @@ class PruningHook(Hook):
     """
 
     def __init__(self, study: Study, trial: FrozenTrial, metric: str) -> None:
-        self.study = study
-        self.trial = resumed(study, trial)
+        self.study, self.metric = study, metric
+        self.trial = Trial(study, trial._trial_id)
         self.reported = set(trial.intermediate_values)  # steps, of an earlier session too
-        self.metric = metric
 
     def after_evaluation(self, state: TrainState, metrics: Row, completions: list[dict[str, Any]]) -> None:
         """Report the value of the metric, if the evaluation has measured it.
@@ -184,51 +251,58 @@ class PruningHook(Hook):
         value = metrics.get(self.metric)
         if state.update == 0 or value is None or not math.isfinite(value):
             return
-        step = round(STEPS * state.update / state.num_updates)
+        step = round(_STEPS * state.update / state.num_updates)
         if step not in self.reported:
             self.trial.report(value, step)
             self.reported.add(step)
         if not state.done and self.trial.should_prune():
-            for trial in running(self.study):  # trials with equal values have one run
+            for trial in _running(self.study):  # trials with equal values have one run
                 if trial.params == self.trial.params:
-                    resumed(self.study, trial).set_user_attr(PRUNED, state.update)
+                    Trial(self.study, trial._trial_id).set_user_attr(_PRUNED, state.update)
             say(
                 f"pruned: {self.metric} {figure(value)} at update {state.update} of {state.num_updates}; the "
                 "best value so far is worse than the median of the finished trials at this point"
             )
-            raise StopRun(PRUNED)
+            raise StopRun(_PRUNED)
 
 
-def pruning_hooks(
-    sweeper: DictConfig, folder: Path, task_overrides: Sequence[str], metric: str
-) -> Sequence[Hook]:
-    """Return the hook of a job that is a trial of a search; an empty list for other jobs.
+def pruning_hooks(settings: Any, folder: Path, task_overrides: Sequence[str], metric: str) -> Sequence[Hook]:
+    """Return the hook of a job that is a trial of a search; an empty list if its trial is not running.
 
     Args:
-        sweeper: `hydra.sweeper` in the process of the job.
+        settings: the settings of the search (`SearchConfig`) in the process of the job.
         folder: the folder of the sweep.
         task_overrides: the overrides of the job.
         metric: name of the metric that the search optimises.
     """
-    if not is_search(sweeper) or not is_first_rank():
-        return []
-    from optuna import load_study, logging
-
-    logging.set_verbosity(logging.WARNING)
-    settings = settings_of(sweeper)
     name = str(settings.study_name)
-    storage = storage_of(settings, study_file(folder, name))
-    study = load_study(study_name=name, storage=storage, pruner=pruner(settings))
-    own = (each for each in running(study) if set(overrides(each.params)) <= set(task_overrides))
+    pruner = MedianPruner(settings.warmup_trials, round(_STEPS * settings.warmup))
+    study = load_study(
+        study_name=name,
+        storage=_storage(settings, _study_file(folder, name)),
+        pruner=NopPruner() if settings.pruner is Pruner.none else pruner,
+    )
+    own = (each for each in _running(study) if set(overrides(each.params)) <= set(task_overrides))
     return [PruningHook(study, trial, metric) for trial in own][:1]
 
 
-def register() -> None:
-    """Let Hydra find the sweeper of `hydra/sweeper=search`."""
-    register_sweeper(SEARCH_SWEEPER, SearchSweeper)
+def _study_file(folder: Path, name: str) -> Path:
+    """Return the file of a study; `folder` is the folder of the sweep."""
+    return folder / ".search" / f"{files.component(name, fill='_')}.log"
 
 
-def best_trial(study: Study) -> FrozenTrial | None:
+def _storage(settings: SearchConfig, file: Path) -> BaseStorage | str:
+    """Return the storage of a study: the URL of a database, or a file whose default is `file`."""
+    if settings.storage is not None and "://" in settings.storage:
+        return settings.storage
+    return JournalStorage(JournalFileBackend(settings.storage or str(file)))
+
+
+def _running(study: Study) -> list[FrozenTrial]:
+    return study.get_trials(states=(TrialState.RUNNING,))
+
+
+def _best_trial(study: Study) -> FrozenTrial | None:
     """Return the best finished trial; None if no trial is finished."""
     try:
         return study.best_trial
@@ -241,8 +315,6 @@ def conclusion(study: Study, metric: str, space: SearchSpace) -> Iterator[str]:
 
     The command leaves out `sweep=`, whose recipe may shorten runs.
     """
-    from optuna.trial import TrialState
-
     trials = study.get_trials(deepcopy=False)
     states = Counter(trial.state for trial in trials)
     numbers = {
@@ -253,20 +325,13 @@ def conclusion(study: Study, metric: str, space: SearchSpace) -> Iterator[str]:
     }
     counts = ", ".join(f"{number} {name}" for name, number in numbers.items() if number)
     yield f"study {study.study_name}: {counts or 'no trials'}"
-    if (best := best_trial(study)) is None:
+    if (best := _best_trial(study)) is None:
         return
     values = overrides(best.params)
     yield f"best: {metric} {figure(best.value or 0.0)} with {' '.join(values)}"
     fixed = [word for word in space.fixed if not word.startswith("sweep=")]
     command = shlex.join(["python", "-m", "rlhf.train", *config_dir_words(), *fixed, *values])
     yield f"train with these values: {command}"
-
-
-def _write_results(study: Study, folder: Path) -> None:
-    """Write the values and the result of the best trial, if a trial is finished."""
-    if (best := best_trial(study)) is not None:
-        found = {"name": "optuna", "best_params": plain(best.params), "best_value": best.value}
-        write_atomically(folder / _RESULTS, yaml.safe_dump(found, sort_keys=False))
 
 
 def plain(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,67 +343,16 @@ def plain(params: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# The Optuna study of a search: storage, sampler and pruner, new trials, and the results of trials.
-#
-# This module imports no torch, and Optuna only in functions.
-
-
-FOLDER = ".search"  # below the folder of the sweep: the files of studies
-PRUNED = "pruned"  # attribute of a pruned trial
-STEPS = 1000  # steps of a trial: all updates of its run; the runs of a search may differ in their updates
-
-
-def define(cfg: Config, settings: SearchConfig, space: SearchSpace) -> dict[str, Any]:
-    """Return what identifies a search: settings of the runs, metric, direction and search space.
-
-    Args:
-        cfg: the config of a trial in the middle of the space.
-        settings: the settings of the search.
-        space: the search space.
-    """
-    from optuna.distributions import distribution_to_json
-
-    best = Direction.minimize if cfg.minimised else Direction.maximize
-    return {
-        "runs": digest(cfg),
-        "objective_metric": cfg.metric,
-        "direction": (settings.direction or best).value,
-        "space": {key: json.loads(distribution_to_json(each)) for key, each in space.distributions.items()},
-    }
-
-
-def default_name(cfg: Config, definition: dict[str, Any]) -> str:
-    """Return the name of a study for which the config sets no name."""
-    return f"{cfg.task.name}-{cfg.algo.name}-{files.digest(definition)}"
-
-
-def study_file(folder: Path, name: str) -> Path:
-    """Return the file of a study; `folder` is the folder of the sweep."""
-    return folder / FOLDER / f"{component(name, fill='_')}.log"
-
-
-def storage_of(settings: SearchConfig, file: Path) -> BaseStorage | str:
-    """Return the storage of a study: the URL of a database, or a file whose default is `file`."""
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    if settings.storage is not None and "://" in settings.storage:
-        return settings.storage
-    return JournalStorage(JournalFileBackend(settings.storage or str(file)))
-
-
 def open_study(settings: SearchConfig, file: Path, name: str, definition: dict[str, Any]) -> Study:
     """Return the study, which is created if it does not exist.
 
     Raises:
         UserError: the storage cannot be used, or the study belongs to another search.
     """
-    from optuna import create_study
-
     try:
         study = create_study(
             study_name=name,
-            storage=storage_of(settings, file),
+            storage=_storage(settings, file),
             direction=definition["direction"],
             load_if_exists=True,
         )
@@ -359,35 +373,8 @@ def open_study(settings: SearchConfig, file: Path, name: str, definition: dict[s
     return study
 
 
-def pruner(settings: SearchConfig) -> BasePruner:
-    """Return the pruner of a search."""
-    from optuna.pruners import MedianPruner, NopPruner
-
-    if settings.pruner is Pruner.none:
-        return NopPruner()
-    return MedianPruner(settings.warmup_trials, round(STEPS * settings.warmup))
-
-
-def sampler(settings: SearchConfig, number: int) -> BaseSampler:
-    """Return the sampler of a trial, with a seed of its own, so that an interruption changes no proposal.
-
-    Args:
-        settings: the settings of the search.
-        number: number of earlier trials.
-    """
-    from optuna.samplers import RandomSampler, TPESampler
-
-    seed = derive(settings.seed, "trial", number) % 2**32
-    if settings.sampler is Sampler.random:
-        return RandomSampler(seed)
-    return TPESampler(n_startup_trials=settings.warmup_trials, seed=seed)
-
-
-# -- trials ----------------------------------------------------------------------------------------
-
-
 def ask(study: Study, settings: SearchConfig, space: SearchSpace, failed: list[dict[str, Any]]) -> Trial:
-    """Return a new trial.
+    """Return a new trial. Its sampler has a seed of its own, so that an interruption changes no proposal.
 
     Args:
         study: the study.
@@ -395,45 +382,30 @@ def ask(study: Study, settings: SearchConfig, space: SearchSpace, failed: list[d
         space: the search space.
         failed: the values of trials to repeat; the first is removed.
     """
-    study.sampler = sampler(settings, len(study.get_trials(deepcopy=False)))
+    seed = derive(settings.seed, "trial", len(study.get_trials(deepcopy=False))) % 2**32
+    random = settings.sampler is Sampler.random
+    tpe = TPESampler(n_startup_trials=settings.warmup_trials, seed=seed)
+    study.sampler = RandomSampler(seed) if random else tpe
     if failed:
         study.enqueue_trial(failed.pop(0))
     return study.ask(space.distributions)
 
 
-def resumed(study: Study, trial: FrozenTrial) -> Trial:
-    """Return a trial of the storage as an object that can report values."""
-    from optuna import Trial
-
-    return Trial(study, trial._trial_id)
-
-
-def running(study: Study) -> list[FrozenTrial]:
-    """Return the trials that are not finished."""
-    from optuna.trial import TrialState
-
-    return study.get_trials(states=(TrialState.RUNNING,))
-
-
 def unfinished(study: Study, space: SearchSpace) -> list[Trial]:
     """Return the interrupted trials of an earlier session, and tell the study which trials are pruned."""
-    from optuna.trial import TrialState
-
     interrupted: list[Trial] = []
-    for trial in running(study):
+    for trial in _running(study):
         if trial.params.keys() != space.distributions.keys():  # the command was killed while it asked
             study.tell(trial.number, state=TrialState.FAIL)
-        elif PRUNED in trial.user_attrs:
+        elif _PRUNED in trial.user_attrs:
             study.tell(trial.number, state=TrialState.PRUNED)
         else:
-            interrupted.append(resumed(study, trial))
+            interrupted.append(Trial(study, trial._trial_id))
     return interrupted
 
 
 def to_repeat(trials: Sequence[FrozenTrial]) -> list[dict[str, Any]]:
     """Return the values of the failed trials that were not repeated."""
-    from optuna.trial import TrialState
-
     failed, others = {}, set()
     for trial in trials:
         values = frozenset(overrides(trial.params))
@@ -449,109 +421,13 @@ def tell(study: Study, trial: Trial, done: JobReturn) -> bool:
 
     A trial fails if its job fails, or if its run is finished without a finite value of the metric.
     """
-    from optuna.trial import TrialState
-
     value = done._return_value if done.status is JobStatus.COMPLETED else None
-    pruned = PRUNED in study.get_trials(deepcopy=False)[trial.number].user_attrs
+    pruned = _PRUNED in study.get_trials(deepcopy=False)[trial.number].user_attrs
     if done.status is JobStatus.COMPLETED and pruned:
         study.tell(trial.number, state=TrialState.PRUNED)
-        return True
-    if value is None or not math.isfinite(value):
+    elif value is None or not math.isfinite(value):
         study.tell(trial.number, state=TrialState.FAIL)
         return False
-    study.tell(trial.number, float(value), state=TrialState.COMPLETE)
+    else:
+        study.tell(trial.number, float(value), state=TrialState.COMPLETE)
     return True
-
-
-# A job of a sweep, in the process that runs it: that of the sweep, one of joblib, or one of submitit.
-#
-# A process of joblib runs several jobs. After a signal, a running job writes its checkpoint, and a job that
-# has not begun is refused. If the process of the sweep is killed, a process of joblib does the same and ends.
-
-
-_POLL_S = 0.5  # seconds between checks whether the process of the sweep has ended
-
-_handlers = ExitStack()  # in a process of joblib: its signal handlers, from its first job until its end
-_busy = threading.Lock()  # locked while a job runs in a process of joblib
-
-
-def run_job(config: DictConfig, folder: Path) -> float | None:
-    """Run a job, and return the value of the metric that a sweeper optimises.
-
-    Args:
-        config: the config of the job.
-        folder: the run folder.
-
-    Raises:
-        UserError, RunError: the job failed, or a signal stopped the process of the job.
-        Interrupted: a signal stopped the process of the sweep, which runs the job.
-    """
-    of_joblib = sweeps.current is None and "joblib" in HydraConfig.get().launcher._target_
-    try:
-        with _process_of_joblib() if of_joblib else nullcontext():
-            return _execute(config, folder)
-    except Interrupted as reason:
-        if sweeps.current is not None:
-            raise
-        if not of_joblib:
-            command_line.requeue(reason)
-        raise RunError(str(reason)) from None
-    except (UserError, RunError):
-        raise
-    except Exception:
-        traceback.print_exc()  # the exception may arrive in the process of the sweep without its traceback
-        raise
-
-
-def _execute(config: DictConfig, folder: Path) -> float | None:
-    job = HydraConfig.get()
-    overrides = overrides_of(job.overrides)
-    experiment = Experiment.composed(config, overrides, folder)
-    experiment.validate()  # perhaps on another machine than that of the sweep
-    begin_job(job.job.num, overrides)
-    metric = experiment.config.metric
-    if (finished := experiment.prepare(wait=world_size() == 1)) is not None:
-        announce(experiment.files, finished, metric)
-        return finished["result"].get(metric)
-    experiment.hooks = pruning_hooks(job.sweeper, Path(job.sweep.dir), overrides, metric)
-    return experiment.execute(claim=waiting_claim)
-
-
-def begin_job(number: int, overrides: list[str]) -> None:
-    """Print the title of a job. In a process for jobs, later titles begin with the number of the job.
-
-    Args:
-        number: number of the job among the jobs that run, from 0.
-        overrides: overrides of the job.
-    """
-    known = None if sweeps.current is None else sweeps.current.title(overrides)
-    console.print(known or f"job {number + 1}: {' '.join(overrides)}", markup=False, style="bold")
-    progress.job = f"job {number + 1} " if sweeps.current is None else ""
-
-
-@contextmanager
-def _process_of_joblib() -> Iterator[None]:
-    """Run a job in a process of joblib, which keeps its signal handlers between jobs.
-
-    Raises:
-        Interrupted: a signal was received, also before this job.
-    """
-    if signals.active is None:
-        _handlers.enter_context(signals.interruptible())
-        threading.Thread(target=_end_with_sweep, args=(os.getppid(),), daemon=True).start()
-    assert signals.active is not None, "joblib runs jobs in the main thread"
-    signals.active.check()
-    with _busy:
-        try:
-            yield
-        finally:
-            signals.active.deferred = True
-
-
-def _end_with_sweep(sweep: int) -> None:
-    """Wait until the process `sweep`, the parent, has ended; let a running job stop; end this process."""
-    while os.getppid() == sweep:
-        time.sleep(_POLL_S)
-    os.kill(os.getpid(), signal.SIGTERM)
-    with _busy:
-        os._exit(os.EX_TEMPFAIL)

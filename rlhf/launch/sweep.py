@@ -14,41 +14,47 @@ import shlex
 import shutil
 import signal
 import subprocess
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from rlhf.config.run import Resume
+from rlhf.checks.check import overrides_of
+from rlhf.config.run import SEARCH_SWEEPER, Resume
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.formatting import figure, short_path
-from rlhf.launch.command_line import (
-    joblib_settings,
-    launchers_wrapped_by,
-    submitit_calls,
-    submitit_executor,
-    submitit_general_settings,
-    uses_basic_sweeper,
-)
+from rlhf.core.launched import is_first_rank, world_size
+from rlhf.experiment import Experiment
+from rlhf.launch.command_line import launchers_wrapped_by, requeue, submitit_executor, uses_basic_sweeper
 from rlhf.launch.preflight import (
     Job,
+    announce,
     completed,
     distinct_overrides,
     experiment_of,
     failed,
     failure_message,
     finished_message,
+    is_search,
     sweep_jobs,
 )
 from rlhf.processes import signals
+from rlhf.runs.lock import waiting_claim
 from rlhf.runs.resuming import refuse_another_run
+from rlhf.terminal import progress
 from rlhf.terminal.console import console, print_error, say
 
 if TYPE_CHECKING:
@@ -85,8 +91,9 @@ class Sweep(Launcher):
         """
         global current
         current = self
+        Plugins.instance().class_name_to_class[SEARCH_SWEEPER] = search_sweeper  # type: ignore[assignment]
         try:
-            with launchers_wrapped_by(self._around):
+            with launchers_wrapped_by(self.around):
                 yield
         except (Interrupted, KeyboardInterrupt):
             self.report()
@@ -102,7 +109,8 @@ class Sweep(Launcher):
         if self.failures:
             raise SystemExit(2 if all(isinstance(job.error, UserError) for job in self.failures) else 1)
 
-    def _around(self, launcher: Launcher) -> Launcher:
+    def around(self, launcher: Launcher) -> Launcher:
+        """Return this launcher, which passes jobs to the launcher of the config."""
         self.launcher = launcher
         return self
 
@@ -130,9 +138,14 @@ class Sweep(Launcher):
         """Print the table of two or more jobs, the conclusion of the sweeper, and the failed jobs."""
         if len(self.jobs) > 1:
             console.print()
-            command = report_command(self.jobs, Path(self.config.hydra.sweep.dir))
-            for line in [*lines(self.jobs), f"compare: {command}"]:
+            for line in lines(self.jobs):
                 console.print(line, markup=False, soft_wrap=True)
+            folder = Path(self.config.hydra.sweep.dir)
+            own = list(dict.fromkeys(job.path for job in self.jobs if job.folder is not None))
+            names = {path.resolve() for path in own}
+            others = [file for file in folder.glob("*/config.yaml") if file.parent.resolve() not in names]
+            command = ["python", "-m", "rlhf.report", *map(short_path, own if others else [folder])]
+            console.print(f"compare: {shlex.join(command)}", markup=False, soft_wrap=True)
         for line in self.conclusion:
             console.print(line, markup=False, soft_wrap=True)
         if not self.failures:
@@ -219,6 +232,13 @@ class Sweep(Launcher):
 current: Sweep | None = None  # the sweep that this process runs
 
 
+def search_sweeper(**settings: Any) -> Sweeper:
+    """Return the sweeper of `hydra/sweeper=search`, which needs Optuna."""
+    from rlhf.launch.search import SearchSweeper
+
+    return SearchSweeper()
+
+
 @contextmanager
 def _waiting_for_jobs(launcher: Launcher, jobs: int) -> Iterator[None]:
     """After a signal during the block, in which joblib runs jobs, stop the jobs and wait for their end.
@@ -228,7 +248,7 @@ def _waiting_for_jobs(launcher: Launcher, jobs: int) -> Iterator[None]:
     Raises:
         Interrupted: a signal was received.
     """
-    settings, interruption = joblib_settings(launcher), signals.active
+    settings, interruption = getattr(launcher, "joblib", None), signals.active
     if settings is None or interruption is None:
         yield
         return
@@ -262,6 +282,104 @@ def _pass_on() -> None:
                 child.send_signal(signal.SIGTERM)
 
 
+# A job of a sweep, in the process that runs it: that of the sweep, one of joblib, or one of submitit.
+#
+# A process of joblib runs several jobs. After a signal, a running job writes its checkpoint, and a job that
+# has not begun is refused. If the process of the sweep is killed, a process of joblib does the same and ends.
+
+
+_PARENT_POLL_S = 0.5  # seconds between checks whether the process of the sweep has ended
+
+_handlers = ExitStack()  # in a process of joblib: its signal handlers, from its first job until its end
+_busy = threading.Lock()  # locked while a job runs in a process of joblib
+
+
+def run_job(config: DictConfig, folder: Path) -> float | None:
+    """Run a job, and return the value of the metric that a sweeper optimises.
+
+    Args:
+        config: the config of the job.
+        folder: the run folder.
+
+    Raises:
+        UserError, RunError: the job failed, or a signal stopped the process of the job.
+        Interrupted: a signal stopped the process of the sweep, which runs the job.
+    """
+    of_joblib = current is None and "joblib" in HydraConfig.get().launcher._target_
+    try:
+        with _process_of_joblib() if of_joblib else nullcontext():
+            return _execute(config, folder)
+    except Interrupted as reason:
+        if current is not None:
+            raise
+        if not of_joblib:
+            requeue(reason)
+        raise RunError(str(reason)) from None
+    except (UserError, RunError):
+        raise
+    except Exception:
+        traceback.print_exc()  # the exception may arrive in the process of the sweep without its traceback
+        raise
+
+
+def _execute(config: DictConfig, folder: Path) -> float | None:
+    job = HydraConfig.get()
+    overrides = overrides_of(job.overrides)
+    experiment = Experiment.composed(config, overrides, folder)
+    experiment.validate()  # perhaps on another machine than that of the sweep
+    begin_job(job.job.num, overrides)
+    metric = experiment.config.metric
+    if (finished := experiment.prepare(wait=world_size() == 1)) is not None:
+        announce(experiment.files, finished, metric)
+        return finished["result"].get(metric)
+    if is_search(job.sweeper) and is_first_rank():
+        from rlhf.launch.search import pruning_hooks
+
+        settings = OmegaConf.to_object(job.sweeper)
+        experiment.hooks = pruning_hooks(settings, Path(job.sweep.dir), overrides, metric)
+    return experiment.execute(claim=waiting_claim)
+
+
+def begin_job(number: int, overrides: list[str]) -> None:
+    """Print the title of a job. In a process for jobs, later titles begin with the number of the job.
+
+    Args:
+        number: number of the job among the jobs that run, from 0.
+        overrides: overrides of the job.
+    """
+    known = None if current is None else current.title(overrides)
+    console.print(known or f"job {number + 1}: {' '.join(overrides)}", markup=False, style="bold")
+    progress.job = f"job {number + 1} " if current is None else ""
+
+
+@contextmanager
+def _process_of_joblib() -> Iterator[None]:
+    """Run a job in a process of joblib, which keeps its signal handlers between jobs.
+
+    Raises:
+        Interrupted: a signal was received, also before this job.
+    """
+    if signals.active is None:
+        _handlers.enter_context(signals.interruptible())
+        threading.Thread(target=_end_with_sweep, args=(os.getppid(),), daemon=True).start()
+    assert signals.active is not None, "joblib runs jobs in the main thread"
+    signals.active.check()
+    with _busy:
+        try:
+            yield
+        finally:
+            signals.active.deferred = True
+
+
+def _end_with_sweep(sweep: int) -> None:
+    """Wait until the process `sweep`, the parent, has ended; let a running job stop; end this process."""
+    while os.getppid() == sweep:
+        time.sleep(_PARENT_POLL_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with _busy:
+        os._exit(os.EX_TEMPFAIL)
+
+
 # The table at the end of a sweep: job, result, status, swept values and run folder.
 
 
@@ -269,7 +387,8 @@ def lines(jobs: Sequence[Job]) -> Iterator[str]:
     """Yield the lines of the table: two lines per job, the second with the run folder."""
     metrics = {job.metric for job in jobs if job.metric}
     heading = metrics.pop() if len(metrics) == 1 else "result"
-    results = ["" if job.result is None else figure(job.result) for job in jobs]
+    values = [None if (done := job.done) is None else done.return_value for job in jobs]
+    results = ["" if value is None else figure(value) for value in values]
     if heading == "result":
         results = [f"{job.metric} {text}" if text else "" for job, text in zip(jobs, results, strict=True)]
     states = [job.state for job in jobs]
@@ -279,17 +398,6 @@ def lines(jobs: Sequence[Job]) -> Iterator[str]:
         yield f"{job.number:3}  {result:>{width}}  {state:{state_width}}  {job.label}".rstrip()
         if job.folder is not None and not (job.status or "").startswith("same"):
             yield f"     {job.folder.path}"
-
-
-def report_command(jobs: Sequence[Job], folder: Path) -> str:
-    """Return the command that compares the runs of a sweep.
-
-    It names `folder`, which contains the run folders, unless there are also other runs in it.
-    """
-    own = list(dict.fromkeys(job.folder.path for job in jobs if job.folder is not None))
-    names = {path.resolve() for path in own}
-    others = [file for file in folder.glob("*/config.yaml") if file.parent.resolve() not in names]
-    return shlex.join(["python", "-m", "rlhf.report", *map(short_path, own if others else [folder])])
 
 
 # Sweep jobs in their own processes, by submitit: SLURM jobs, or processes on this machine.
@@ -352,18 +460,22 @@ def submit_jobs(
     running = {job.path: there for job in jobs if (there := queue.find(job)) is not None}
     new = [job for job in jobs if job.path not in running]
     if new:
-        with _settings_over_environment(launcher.params), _ctrl_c_ignored():
-            numbers: list[tuple[Any, ...]] = [(job.number,) for job in new]
-            calls = numbers if work else submitit_calls([job.overrides for job in new], first)
+        with _submission(launcher.params):
+            state = Singleton.get_state()  # with which the launcher is called in each job
+            calls: list[tuple[Any, ...]] = [
+                (job.number,) if work else (job.overrides, "hydra.sweep.dir", at, f"job_id_for_{at}", state)
+                for at, job in enumerate(new, first)
+            ]
             submitted = _executor(launcher).map_array(work or launcher, *zip(*calls, strict=True))
         for job, sent in zip(new, submitted, strict=True):
-            queue.note(job, sent)
+            queue.record(job).write_text(f"{sent.job_id} {sent.num_tasks}\n")
             running[job.path] = sent
     waited = [running[job.path] for job in jobs]
     try:
         for job, sent in zip(jobs, waited, strict=True):
             state = "submitted" if job in new else "still in the queue"
-            print(f"{job.label}: {state} as job {sent.job_id}; output: {_output(sent)}", flush=True)
+            output = sent.task(0).paths.stdout
+            print(f"{job.label}: {state} as job {sent.job_id}; output: {output}", flush=True)
         return _wait(jobs, waited, queue, meanwhile)
     except KeyboardInterrupt:
         queue.cancel(waited)
@@ -421,12 +533,8 @@ class _Queue:
         self.asked_at = -_ASK_SLURM_S  # time.monotonic() of the last successful squeue
         self.missing_since: dict[str, float] = {}  # job id -> time.monotonic(), for ended jobs without result
 
-    def note(self, job: Job, sent: Submitted) -> None:
-        """Write the id of a job to a file, for a later call of the same sweep."""
-        self.record(job).write_text(f"{sent.job_id} {sent.num_tasks}\n")
-
     def record(self, job: Job) -> Path:
-        """Return the file that stores the id of a job."""
+        """Return the file that stores the id of a job, for a later call of the same sweep."""
         return self.folder / f"{job.path.name}.job"
 
     def find(self, job: Job) -> Submitted | None:
@@ -495,32 +603,32 @@ class _Queue:
 
 def _executor(launcher: BaseSubmititLauncher) -> Any:
     """Return submitit's executor with the settings of `hydra.launcher`."""
+    from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
     from submitit import AutoExecutor
 
-    kind = submitit_executor(launcher)
-    settings = dict(launcher.params)
-    folder = settings.pop("submitit_folder")
-    timeouts = settings.pop("max_num_timeout", 0)
+    kind, settings = submitit_executor(launcher), dict(launcher.params)
+    folder, timeouts = settings.pop("submitit_folder"), settings.pop("max_num_timeout", 0)
     made = AutoExecutor(folder=folder, cluster=kind, **{f"{kind}_max_num_timeout": timeouts})
-    general = submitit_general_settings()
-    made.update_parameters(
-        **{key if key in general else f"{kind}_{key}": value for key, value in settings.items()}
-    )
+    general = {str(key) for key in OmegaConf.structured(BaseQueueConf)}  # keys of every executor
+    made.update_parameters(**{k if k in general else f"{kind}_{k}": each for k, each in settings.items()})
     return made
 
 
 @contextmanager
-def _settings_over_environment(settings: dict[str, Any]) -> Iterator[None]:
-    """Hide the SBATCH_ variables of keys that `hydra.launcher` sets, because sbatch prefers the variables.
+def _submission(settings: dict[str, Any]) -> Iterator[None]:
+    """Submit jobs in this context, by processes that ignore Ctrl-C; `_Queue.cancel` stops them.
+
+    The SBATCH_ variables of keys that `hydra.launcher` sets are hidden, because sbatch prefers the variables.
 
     Raises:
-        UserError: SLURM rejects the jobs that are submitted in this context.
+        UserError: SLURM rejects the jobs.
     """
     hidden = {
         name: os.environ.pop(name)
         for key, value in settings.items()
         if value is not None and (name := f"SBATCH_{_SBATCH_NAMES.get(key, key.upper())}") in os.environ
     }
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     except Exception as error:
@@ -534,26 +642,12 @@ def _settings_over_environment(settings: dict[str, Any]) -> Iterator[None]:
             "launchers/site.sh"
         ) from None
     finally:
-        os.environ.update(hidden)
-
-
-@contextmanager
-def _ctrl_c_ignored() -> Iterator[None]:
-    """Let processes started in this context ignore Ctrl-C in the terminal; `_Queue.cancel` stops them."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _output(sent: Submitted) -> Path:
-    """Return the file with the output of a job's first rank."""
-    return Path(sent.task(0).paths.stdout)
+        os.environ.update(hidden)
 
 
 def _failure(text: str, sent: Submitted) -> str:
     """Return the last line of `text` with the job id and the file that has the details."""
     last = text.strip().splitlines()[-1]
     errors = sent.task(0).paths.stderr
-    return f"job {sent.job_id}: {last}; see {errors if errors.is_file() else _output(sent)}"
+    return f"job {sent.job_id}: {last}; see {errors if errors.is_file() else sent.task(0).paths.stdout}"

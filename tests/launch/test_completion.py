@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from rlhf.launch.command_line import candidates
@@ -14,10 +12,8 @@ from rlhf.launch.command_line import candidates
     [
         (["algo=d"], {"algo=dpo", "algo=dapo", "algo=dr_grpo", "algo=dppo"}),
         (["alg"], {"algo=", "algo."}),
-        (["schedule.max_lag="], {"schedule.max_lag=0"}),
         (["model.policy="], set()),
         (["model.policy=./mo"], set()),
-        (["schedule.max_l"], {"schedule.max_lag="}),
         (["algo=ppo", "algo.clip_v"], {"algo.clip_value="}),
         (["algo=dpo", "algo.clip_v"], set()),
         (["algo=ppo", "algo.correction.c"], {"algo.correction.cap="}),
@@ -50,5 +46,5 @@ def test_own_arguments_of_a_command_are_candidates_and_have_no_values():
 
 def test_options_of_a_config_dir_are_candidates(own_conf, monkeypatch):
     words = ["--config-dir", str(own_conf), "experiment=fi"]
-    monkeypatch.setattr(sys, "argv", ["rlhf", "--complete", "train", *words])
+    monkeypatch.setattr("sys.argv", ["rlhf", "--complete", "train", *words])
     assert candidates(words) == ["experiment=fine"]

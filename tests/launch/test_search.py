@@ -1,28 +1,29 @@
-"""Tests of studies without runs: continuing a study, repeating failed trials, and the choice to prune."""
+"""Searches without runs: the space, continuing a study, repeating failed trials, and the choice to prune."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hydra.core.utils import JobReturn
-from optuna import load_study
-from optuna.distributions import CategoricalDistribution, FloatDistribution
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 
 from rlhf import StopRun
 from rlhf.config.run import Pruner, Sampler, SearchConfig
 from rlhf.core.errors import RunError, UserError
-from rlhf.launch.preflight import SearchSpace, completed, failed
+from rlhf.launch.preflight import completed, failed
 from rlhf.launch.search import (
-    PruningHook,
+    SearchSpace,
     ask,
     conclusion,
+    distribution,
     open_study,
+    overrides,
     plain,
-    pruner,
-    storage_of,
+    pruning_hooks,
     tell,
     to_repeat,
     unfinished,
@@ -37,29 +38,67 @@ SPACE = SearchSpace(
     },
 )
 DEFINITION = {"runs": "12345678", "objective_metric": "eval/win_rate", "direction": "maximize"}
-SETTINGS = SearchConfig(warmup_trials=2)
+SETTINGS = SearchConfig(warmup_trials=2, study_name="study")
 
 
-def opened(tmp_path, **changed):
-    return open_study(SETTINGS, tmp_path / "study.log", "study", {**DEFINITION, **changed})
+@pytest.mark.parametrize(
+    ("word", "wanted", "in_the_middle"),
+    [
+        ("optim.lr=interval(0.2,0.4)", FloatDistribution(0.2, 0.4), "0.3"),
+        ("optim.lr=tag(log,interval(1e-5,1e-3))", FloatDistribution(1e-5, 1e-3, log=True), "0.0001"),
+        ("schedule.epochs=int(interval(1,5))", IntDistribution(1, 5), "3"),
+        ("schedule.epochs=tag(log,int(interval(1,100)))", IntDistribution(1, 100, log=True), "10"),
+        ("schedule.epochs=range(1,4)", IntDistribution(1, 3), "2"),
+        ("schedule.epochs=range(8,0,step=-4)", IntDistribution(4, 8, step=4), "4"),
+        ("algo.beta=range(0.1,0.35,step=0.1)", FloatDistribution(0.1, 0.3, step=0.1), "0.2"),
+        ("algo.beta=choice(0.05,0.1)", CategoricalDistribution(["0.05", "0.1"]), "0.05"),
+        ("algo=dpo,rloo", CategoricalDistribution(["dpo", "rloo"]), "dpo"),
+        ("optim.betas=[0.9,0.9],[0.9,1]", CategoricalDistribution(["[0.9,0.9]", "[0.9,1]"]), "[0.9,0.9]"),
+    ],
+)
+def test_a_swept_override_is_a_distribution_with_a_middle(word, wanted, in_the_middle):
+    (override,) = OverridesParser.create().parse_overrides([word])
+    assert distribution(override) == wanted
+    assert SearchSpace(["seed=1"], {"x": wanted}).example == ["seed=1", f"x={in_the_middle}"]
 
 
-def result(trial) -> JobReturn:
+@pytest.mark.parametrize(
+    "word",
+    ["optim.lr=interval(2,1)", "optim.lr=tag(log,interval(0,1.0))", "seed=range(3,3)", "seed=range(1,2,0)"],
+)
+def test_invalid_bounds_are_refused_with_the_key_and_the_value(word):
+    (override,) = OverridesParser.create().parse_overrides([word])
+    with pytest.raises(UserError, match=f"{word.partition('=')[0]} must .*; correct the bounds") as refused:
+        distribution(override)
+    assert f"got {word}" in str(refused.value)
+
+
+def test_numbers_of_a_trial_are_rounded_to_six_digits_and_texts_are_kept():
+    values = {"optim.lr": 0.000123456789, "schedule.epochs": 12345678, "algo.beta": "0.05"}
+    assert overrides(values) == ["optim.lr=0.000123457", "schedule.epochs=12345678", "algo.beta=0.05"]
+    assert plain(values) == {"optim.lr": 0.000123457, "schedule.epochs": 12345678, "algo.beta": 0.05}
+
+
+def opened(folder, settings=SETTINGS, **changed):
+    (folder / ".search").mkdir(parents=True, exist_ok=True)
+    return open_study(settings, folder / ".search/study.log", "study", {**DEFINITION, **changed})
+
+
+def result(trial):
     """Return the result of a job whose win rate is best at a learning rate of 1e-3."""
     return completed(1 - abs(math.log10(trial.params["optim.lr"]) + 3))
 
 
 @pytest.mark.parametrize("sampler", Sampler)
 def test_an_interrupted_search_proposes_what_an_uninterrupted_search_proposes(tmp_path, sampler):
-    settings = SearchConfig(warmup_trials=2, sampler=sampler)
-    whole, found = opened(tmp_path), []
+    settings = replace(SETTINGS, sampler=sampler)
+    whole, found = opened(tmp_path, settings), []
     for _ in range(6):
         trial = ask(whole, settings, SPACE, [])
         tell(whole, trial, result(trial))
     for _ in range(6):
-        study = open_study(settings, tmp_path / "other.log", "study", DEFINITION)
-        ask(study, settings, SPACE, [])  # the command is killed
-        study = open_study(settings, tmp_path / "other.log", "study", DEFINITION)
+        ask(opened(tmp_path / "other", settings), settings, SPACE, [])  # the command is killed
+        study = opened(tmp_path / "other", settings)
         (trial,) = unfinished(study, SPACE)
         tell(study, trial, result(trial))
         found.append(trial.params)
@@ -82,37 +121,28 @@ def test_a_failed_trial_is_repeated_once_by_the_next_command(tmp_path):
     assert to_repeat(study.trials) == again
 
 
-def test_a_study_of_another_search_is_refused(tmp_path):
+def test_a_study_of_another_search_and_a_storage_that_is_no_study_are_refused(tmp_path):
     opened(tmp_path)
-    with pytest.raises(
-        UserError, match=r"whose objective_metric differ; set another hydra\.sweeper\.study_name"
-    ):
+    with pytest.raises(UserError, match=r"objective_metric differ; set another hydra\.sweeper\.study_name"):
         opened(tmp_path, objective_metric="eval/score")
-
-
-def test_a_storage_that_is_no_study_is_refused(tmp_path):
-    (tmp_path / "study.log").write_text("no study\n{}\n")
+    with pytest.raises(UserError, match="nodatabase"):
+        opened(tmp_path, SearchConfig(storage="nodatabase://x"))
+    (tmp_path / ".search/study.log").write_text("no study\n{}\n")
     with pytest.raises(UserError, match=r"hydra\.sweeper\.storage must be a file or the URL"):
         opened(tmp_path)
-    with pytest.raises(UserError, match="nodatabase"):
-        open_study(SearchConfig(storage="nodatabase://x"), tmp_path / "study.log", "study", DEFINITION)
-
-
-# -- pruning ---------------------------------------------------------------------------------------
 
 
 def state(update: int, num_updates: int = 10):
     return SimpleNamespace(update=update, num_updates=num_updates, done=update == num_updates)
 
 
-def hook(tmp_path, trial, settings=SETTINGS) -> PruningHook:
-    """Return the hook of a trial as another process makes it."""
-    storage = storage_of(settings, tmp_path / "study.log")
-    study = load_study(study_name="study", storage=storage, pruner=pruner(settings))
-    return PruningHook(study, study.trials[trial.number], "eval/win_rate")
+def hook(folder, trial, settings=SETTINGS):
+    """Return the hook of a trial as the process of its job makes it."""
+    (made,) = pruning_hooks(settings, folder, ["seed=1", *overrides(trial.params)], "eval/win_rate")
+    return made
 
 
-def report(made: PruningHook, updates: dict[int, float], num_updates: int = 10) -> None:
+def report(made, updates, num_updates=10):
     for update, value in updates.items():
         made.after_evaluation(state(update, num_updates), {"eval/win_rate": value}, [])
 
@@ -164,9 +194,9 @@ def test_trials_with_the_same_values_share_a_run_and_are_pruned_together(study, 
         ({0: 0.1}, SETTINGS),  # before training
         ({10: 0.1}, SETTINGS),  # the run is finished
         ({5: math.nan}, SETTINGS),
-        ({5: 0.1}, SearchConfig(warmup_trials=3)),
-        ({5: 0.1}, SearchConfig(warmup_trials=2, warmup=0.6)),
-        ({5: 0.1}, SearchConfig(pruner=Pruner.none)),
+        ({5: 0.1}, replace(SETTINGS, warmup_trials=3)),
+        ({5: 0.1}, replace(SETTINGS, warmup=0.6)),
+        ({5: 0.1}, replace(SETTINGS, pruner=Pruner.none)),
     ],
 )
 def test_a_trial_is_not_pruned(study, tmp_path, updates, settings):
@@ -200,22 +230,11 @@ def test_an_exception_stop_run_of_a_hook_stops_the_run_without_a_failure():
     assert (hooks.stopped, hooks.failure, asked, stopping.calls) == ("enough", None, [True], 1)
 
 
-# -- results ---------------------------------------------------------------------------------------
-
-
-def test_the_conclusion_has_the_command_of_the_best_values_without_the_recipe_of_the_search(study):
+def test_the_conclusion_has_the_command_of_the_best_values_without_the_recipe_of_the_search(study, tmp_path):
+    assert list(conclusion(opened(tmp_path / "new"), "eval/win_rate", SPACE)) == ["study study: no trials"]
     values = study.best_trial.params
     lr = f"{values['optim.lr']:.6g}"
     counts, best, command = conclusion(study, "eval/win_rate", SPACE)
     assert counts == "study study: 2 finished"
     assert best == f"best: eval/win_rate 0.700 with optim.lr={lr} algo.beta={values['algo.beta']}"
     assert command.startswith(f"train with these values: python -m rlhf.train algo=dpo optim.lr={lr} ")
-    assert plain({"optim.lr": 0.000123456789, "algo.beta": "0.05", "n": 3}) == {
-        "optim.lr": 0.000123457,
-        "algo.beta": 0.05,
-        "n": 3,
-    }
-
-
-def test_a_study_without_a_finished_trial_has_no_best_values(tmp_path):
-    assert list(conclusion(opened(tmp_path), "eval/win_rate", SPACE)) == ["study study: no trials"]

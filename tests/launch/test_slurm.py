@@ -1,13 +1,14 @@
 """The rank variables of tasks that SLURM or the local executor of submitit starts."""
 
-from signal import SIGUSR2
-from subprocess import CompletedProcess
+import os
+import signal
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from rlhf.core.errors import Interrupted
-from rlhf.launch import command_line
-from rlhf.launch.command_line import first_host, name_rank, rank_environment, tasks_of_node
+from rlhf.launch.command_line import PORTS, name_rank, rank_environment, requeue
 
 STEP = {
     "SLURM_JOB_ID": "1234",
@@ -37,7 +38,7 @@ def test_a_slurm_task_gets_the_rank_variables_of_torchrun():
         "LOCAL_WORLD_SIZE": "3",
         "MASTER_ADDR": "gpu03",
     }
-    assert int(port) in command_line.PORTS
+    assert int(port) in PORTS
 
 
 def test_tasks_of_a_step_share_a_master_port_and_other_steps_use_other_ports():
@@ -82,12 +83,10 @@ def test_variables_set_by_the_user_or_by_torchrun_are_not_overwritten(monkeypatc
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("RANK", "0")
     name_rank()
-    assert "WORLD_SIZE" not in command_line.os.environ
+    assert "WORLD_SIZE" not in os.environ
     monkeypatch.delenv("RANK")
     name_rank()
-    assert (
-        command_line.os.environ["WORLD_SIZE"] == "7" and command_line.os.environ["MASTER_ADDR"] == "10.0.0.1"
-    )
+    assert os.environ["WORLD_SIZE"] == "7" and os.environ["MASTER_ADDR"] == "10.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -101,20 +100,31 @@ def test_variables_set_by_the_user_or_by_torchrun_are_not_overwritten(monkeypatc
         ("gpu[5,7].site.org", "gpu5.site.org"),
     ],
 )
-def test_the_first_host_of_a_slurm_node_list_is_parsed(nodes, first):
-    assert first_host(nodes) == first
+def test_the_main_address_is_the_first_host_of_the_node_list(nodes, first):
+    assert rank_environment({**STEP, "SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first
 
 
-def test_the_tasks_of_each_node_are_parsed_from_the_slurm_notation():
-    assert [tasks_of_node("2(x3),1", node) for node in range(4)] == [2, 2, 2, 1]
-    assert tasks_of_node("8", 0) == 8
+@pytest.mark.parametrize(("shorthand", "counts"), [("2(x3),1", "2221"), ("8", "8")])
+def test_the_tasks_of_each_node_are_parsed_from_the_slurm_notation(shorthand, counts):
+    for node, count in enumerate(counts):
+        step = {**STEP, "SLURM_STEP_TASKS_PER_NODE": shorthand, "SLURM_NODEID": str(node)}
+        assert rank_environment(step)["LOCAL_WORLD_SIZE"] == count
 
 
-def test_an_element_of_an_array_asks_slurm_about_itself(monkeypatch):
+@pytest.mark.parametrize(("answer", "requeued"), [("RUNNING None", True), ("COMPLETING None", False)])
+def test_an_element_of_an_array_asks_slurm_about_itself_and_is_requeued_unless_cancelled(
+    monkeypatch, answer, requeued
+):
     monkeypatch.setenv("SLURM_JOB_ID", "7")  # also the id of the array
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    states = {"--jobs=7_3": "RUNNING None\n", "--jobs=7": "PENDING BeginTime\nRUNNING None\n"}
-    answer = lambda words, **_: CompletedProcess(words, 0, states[words[2]])  # noqa: E731
-    monkeypatch.setattr(command_line.subprocess, "run", answer)
-    assert command_line._was_preempted(Interrupted("", SIGUSR2))
+    answers = {"--jobs=7_3": answer, "--jobs=7": "PENDING BeginTime\nRUNNING None"}
+    monkeypatch.setattr("subprocess.run", lambda words, **_: SimpleNamespace(stdout=f"{answers[words[2]]}\n"))
+    called = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: called.append(True))
+    try:
+        with pytest.raises(SystemExit) if requeued else nullcontext():
+            requeue(Interrupted("", signal.SIGUSR2))
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert bool(called) == requeued
