@@ -90,34 +90,6 @@ def test_wrong_sampler_logprobs_are_reported_in_the_log_with_metrics(tiny, tmp_p
         assert f"{figure} is" in told, figure
 
 
-@pytest.mark.parametrize("settings", [nightly([]), ["algo.kl_target=0.5"]], ids=["fixed", "adaptive"])
-def test_resumed_ppo_run_equals_uninterrupted_run(tiny, tmp_path, finished, settings, monkeypatch):
-    words = ["algo=ppo", *settings, *SCORED, "schedule.total_episodes=48"]
-    words += ["schedule.save_every=1", "schedule.eval_every=0"]
-    whole = finished(*words)
-
-    from rlhf.training.checkpoint import Checkpoints
-
-    class Stopped(Exception):
-        pass
-
-    save = Checkpoints.save
-
-    def stop_after_saving(self, *parts):
-        save(self, *parts)
-        raise Stopped
-
-    folder = RunFolder(tmp_path / "interrupted")
-    monkeypatch.setattr(Checkpoints, "save", stop_after_saving)
-    with pytest.raises(Stopped):
-        run(tiny(*words), folder)
-    monkeypatch.undo()
-    run(tiny(*words), folder)
-    assert rows(folder) == rows(whole)
-    coefficients = [row["objective/kl_coef"] for row in updates(whole)]
-    assert (len(set(coefficients)) == 1) == (not settings)
-
-
 @pytest.mark.parametrize("start", ["reward", "policy"])
 def test_value_model_starts_from_the_reward_model_or_at_zero(tiny, tmp_path, start):
     folder = RunFolder(tmp_path / "run")

@@ -117,7 +117,7 @@ def test_generator_process_gives_the_same_tokens_as_sampling_in_line(tmp_path, k
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sampler_loads_the_weights_that_were_sent(kind, tmp_path):
+def test_a_sampler_loads_the_weights_that_were_sent(kind):
     from rlhf.generators.weights import SharedWeights, confirm
 
     model = tiny_lm(kind)

@@ -225,7 +225,7 @@ def test_error_of_one_rank_is_reported_with_its_rank(command, tmp_path):
 
 
 @pytest.mark.nightly
-def test_the_launcher_of_deepspeed_starts_ranks(command, tmp_path):
+def test_the_launcher_of_deepspeed_starts_ranks(command):
     launcher = Path(sys.executable).with_name("deepspeed")
     words = ["--num_accelerators", "2", "--master_port", "29617", "--module", "rlhf.train", *command]
     done = subprocess.run([launcher, *words], capture_output=True, text=True, timeout=LIMIT_S)
