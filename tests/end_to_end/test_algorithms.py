@@ -110,11 +110,7 @@ def test_offline_dpo_trains_on_a_dataset_of_prompt_chosen_and_rejected(finished,
     sft = finished("algo=sft")
     folder = RunFolder(tmp_path / "run")
     words = [
-        "debug=tiny",
-        "progress=off",
-        "algo=dpo",
-        "generator=dataset",
-        "task=preferences",
+        *("debug=tiny", "progress=off", "algo=dpo", "generator=dataset", "task=preferences"),
         "optim.lr=1e-3",
     ]
     words.append("task.max_prompt_tokens=256")

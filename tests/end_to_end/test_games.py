@@ -12,10 +12,7 @@ from tests.end_to_end.test_algorithms import ONLINE, STALE
 SFT = (
     *("schedule.total_epochs=null", "schedule.total_episodes=1024", "schedule.prompts_per_update=32"),
     *(
-        "optim.lr=2e-3",
-        "optim.warmup=5",
-        "backend.micro_batch=32",
-        "schedule.eval_every=1.0",
+        *("optim.lr=2e-3", "optim.warmup=5", "backend.micro_batch=32", "schedule.eval_every=1.0"),
         "eval.prompts=16",
     ),
 )

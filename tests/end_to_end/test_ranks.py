@@ -141,10 +141,7 @@ def test_in_flight_run_on_two_ranks_reaches_the_last_episode(on_two_ranks):
 
 
 SURVIVES = [
-    "schedule.total_episodes=160",
-    "schedule.save_every=1",
-    "schedule.eval_every=0.5",
-    "algo.ties=keep",
+    *("schedule.total_episodes=160", "schedule.save_every=1", "schedule.eval_every=0.5", "algo.ties=keep"),
 ]
 
 

@@ -5,13 +5,8 @@ import pytest
 from tests.end_to_end.conftest import rows
 
 RUN = [
-    "schedule.total_episodes=80",
-    "schedule.replay=3",
-    "schedule.minibatches=2",
-    "schedule.max_lag=1",
-    "generator.worker=false",
-    "schedule.save_every=1",
-    "schedule.eval_every=2",
+    *("schedule.total_episodes=80", "schedule.replay=3", "schedule.minibatches=2", "schedule.max_lag=1"),
+    *("generator.worker=false", "schedule.save_every=1", "schedule.eval_every=2"),
 ]
 ALGORITHMS = ["dpo", "ppo"]
 

@@ -115,8 +115,8 @@ RESUMED = {  # runs whose checkpoints have parts of their own
     "ppo, adaptive": ("algo=ppo", *LONGER[:3], "algo.kl_target=0.5", *SCORED),
     "replay": (*LONGER, *REPLAY),
     "replay ppo": ("algo=ppo", *LONGER[:3], *REPLAY),
-    "muon": ("algo=rloo", *LONGER[:3], "optim.optimizer=muon"),
-    "adamw_8bit": ("algo=rloo", *LONGER[:3], "optim.optimizer=adamw_8bit"),
+    "muon": (*LONGER, "optim.optimizer=muon"),
+    "adamw_8bit": (*LONGER, "optim.optimizer=adamw_8bit"),
 }
 FURTHER = ("lag", "minibatches", "sft", "ppo", "replay")
 
