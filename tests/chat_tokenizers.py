@@ -60,12 +60,8 @@ ZEPHYR = (
 )
 
 LLAMA_3_SPECIAL = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|finetune_right_pad_id|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|start_header_id|>"),
+    *("<|end_header_id|>", "<|eot_id|>"),
 )
 
 
@@ -183,9 +179,7 @@ def adding(core: Tokenizer, begin: str, end: str | None) -> processors.TemplateP
 
 
 CORPUS = (
-    "Heat water and wait for 4 minutes.",
-    "play playing played 2+2=4",
-    "why? How so! it is.",
+    *("Heat water and wait for 4 minutes.", "play playing played 2+2=4", "why? How so! it is."),
     "A b c: d e",
 )
 

@@ -1,8 +1,8 @@
 """Python processes that start within 0.1 s: a process that has imported the libraries forks them.
 
 The imports of `python -m rlhf.train` take about five seconds of CPU time. Most tests that start processes
-test something else. In those tests `Popen` replaces `subprocess.Popen`: a program that begins with
-`sys.executable -m` or `sys.executable -c` is forked from the server of the calling process.
+test something else. In those tests `subprocess.Popen` and its subclasses fork a program that begins with
+`sys.executable -m` or `sys.executable -c` from the server of the calling process.
 
     process that calls Popen ── socket: arguments, environment, files ──▶ server (imports, no thread)
             └── child: the program ◀──────────── clone(CLONE_PARENT) ────────────┘
@@ -45,7 +45,6 @@ SUPPORTED = sys.platform == "linux" and CLONE is not None
 OWN_FILES = 256  # file descriptors from this number on are free in a server
 TITLE = 4096  # bytes for the arguments that `ps` and psutil show
 ALONE = ("rlhf.processes.service",)  # modules that start no further Python processes
-REAL = subprocess.Popen
 SAME_USER = (None, None, None, -1)  # the defaults of group, groups, user and umask
 READY = "ready"
 # A child ignores those of these signals that its parent ignores.
@@ -74,58 +73,80 @@ PRELOADED = (
 )
 
 
-class Popen(subprocess.Popen):
-    """`subprocess.Popen` that forks Python programs from the server of this process."""
+execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
-    server: socket.socket | None = None
-    process: subprocess.Popen[bytes] | None = None  # of the server
+
+class Server:
+    """The server of this process."""
+
+    socket: socket.socket | None = None
+    process: subprocess.Popen[bytes] | None = None
     owner = 0  # pid of the process that the server forks for
     lock = threading.Lock()
 
-    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:
-        shell, *ends = rest[2:9]
-        *user, start_new_session, process_group = rest[10:]
-        special = shell or executable or preexec_fn or not close_fds or tuple(user) != SAME_USER
-        listed = not isinstance(args, (str, bytes, os.PathLike))
-        server = self.connected() if listed and parsed(args) and not special else None
-        if server is None:
-            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
-            return
-        p2cread, _, _, c2pwrite, _, errwrite = ends
-        request = {
-            "args": [os.fspath(arg) for arg in args],
-            "env": dict(os.environ if env is None else env),
-            "cwd": os.fspath(cwd) if cwd is not None else os.getcwd(),
-            "files": [0, 1, 2, *pass_fds],
-            "ignored": [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN],
-            "session": start_new_session,
-            "group": process_group,
-        }
-        files = [end if end != -1 else number for number, end in enumerate((p2cread, c2pwrite, errwrite))]
-        try:
-            with self.lock:
-                send(server, request, [*files, *pass_fds])
-                self.pid, _ = receive(server)
-        finally:
-            self._close_pipe_fds(*ends)
-        self._child_created = True
 
-    @classmethod
-    def connected(cls) -> socket.socket | None:
-        """Return the connection to the server of this process; the first call starts the server."""
-        with cls.lock:
-            if cls.owner != os.getpid():
-                cls.owner, cls.server = os.getpid(), None
-                ours, theirs = socket.socketpair()
-                command = [sys.executable, "-m", "tests.forks", str(theirs.fileno()), " " * TITLE]
-                environment = {**os.environ, **NO_THREADS, "PYTHONPATH": str(ROOT)}
-                with theirs:
-                    cls.process = REAL(
-                        command, env=environment, cwd=ROOT, pass_fds=[theirs.fileno()], process_group=0
-                    )
-                assert receive(ours) == (READY, [])
-                cls.server = ours
-            return cls.server
+class Started(subprocess.Popen):
+    """A process that Python starts anew."""
+
+    _execute_child = execute_child
+
+
+def connected() -> socket.socket:
+    """Return the connection to the server of this process; the first call starts the server."""
+    with Server.lock:
+        if Server.socket is None or Server.owner != os.getpid():
+            Server.owner, Server.socket = os.getpid(), None
+            ours, theirs = socket.socketpair()
+            command = [sys.executable, "-m", "tests.forks", str(theirs.fileno()), " " * TITLE]
+            own = {**os.environ, **NO_THREADS, "PYTHONPATH": str(ROOT)}
+            with theirs:
+                Server.process = Started(
+                    command, env=own, cwd=ROOT, pass_fds=[theirs.fileno()], process_group=0
+                )
+            assert receive(ours) == (READY, [])
+            Server.socket = ours
+        return Server.socket
+
+
+def fork_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:
+    """Fork a Python program from the server of this process, as a method of `subprocess.Popen`."""
+    shell, *ends = rest[2:9]
+    *user, start_new_session, process_group = rest[10:]
+    special = shell or executable or preexec_fn or not close_fds or tuple(user) != SAME_USER
+    listed = not isinstance(args, (str, bytes, os.PathLike))
+    if special or not listed or not parsed(args):
+        execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
+        return
+    server = connected()
+    p2cread, _, _, c2pwrite, _, errwrite = ends
+    request = {
+        "args": [os.fspath(arg) for arg in args],
+        "env": dict(os.environ if env is None else env),
+        "cwd": os.fspath(cwd) if cwd is not None else os.getcwd(),
+        "files": [0, 1, 2, *pass_fds],
+        "ignored": [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN],
+        "session": start_new_session,
+        "group": process_group,
+    }
+    files = [end if end != -1 else number for number, end in enumerate((p2cread, c2pwrite, errwrite))]
+    try:
+        with Server.lock:
+            send(server, request, [*files, *pass_fds])
+            self.pid, _ = receive(server)
+    finally:
+        self._close_pipe_fds(*ends)
+    self._child_created = True
+
+
+class Popen(subprocess.Popen):
+    """`subprocess.Popen` that forks Python programs."""
+
+    _execute_child = fork_child
+
+
+def install(forks: bool = True) -> None:
+    """Let `subprocess.Popen` and its subclasses fork Python programs, or start them anew."""
+    subprocess.Popen._execute_child = fork_child if forks else execute_child  # type: ignore[attr-defined]
 
 
 def parsed(args: Any) -> tuple[set[str], str, str, list[str]] | None:
@@ -266,7 +287,7 @@ def own_server() -> None:
     ours, theirs = socket.socketpair()
     if os.fork():
         theirs.close()
-        Popen.server, Popen.owner = ours, os.getpid()
+        Server.socket, Server.owner = ours, os.getpid()
         return
     ours.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -342,7 +363,7 @@ def main() -> None:
     for path in sys.path[1:]:
         if path != str(ROOT):
             BASE_PATH.append(path)
-    subprocess.Popen = Popen  # type: ignore[misc]
+    install()
     os.fsync = lambda file: None  # as in tests/conftest.py
     for module in PRELOADED:
         if importlib.util.find_spec(module.partition(".")[0]):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from collections import Counter
 from functools import cache
@@ -29,7 +28,6 @@ ROOT = Path(__file__).parents[1]
 DURATIONS = Path(__file__).with_name("durations.json")
 SHORTEST_S = 0.5  # shorter durations are not recorded
 STARTS = ("process", "run", "system", "gpu")  # marks of tests that may start a Python process
-REAL = subprocess.Popen
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -105,13 +103,13 @@ sys.addaudithook(forbid)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None):
     global unmarked
     mark = item.get_closest_marker("forks")
-    if mark is not None and mark.args != (False,) and forks.SUPPORTED:
-        subprocess.Popen = forks.Popen  # type: ignore[misc]
+    forks.install(mark is not None and mark.args != (False,) and forks.SUPPORTED)
     unmarked = None if any(item.get_closest_marker(name) for name in STARTS) else item.nodeid
     try:
         return (yield)
     finally:
-        subprocess.Popen, unmarked = REAL, None  # type: ignore[misc]
+        forks.install(False)
+        unmarked = None
 
 
 # -- final report ----------------------------------------------------------------------------------

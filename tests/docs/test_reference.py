@@ -64,10 +64,10 @@ def test_generated_pages_name_their_generator(page):
 
 
 @pytest.mark.process
+@pytest.mark.forks
 def test_generated_pages_are_up_to_date():
-    done = subprocess.run(
-        [sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "docs.generate", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

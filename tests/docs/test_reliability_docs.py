@@ -13,7 +13,6 @@ COLUMNS = ["fault", "reaction", "repeated work", "exit code"]
 FAULTS_AND_TESTS = """
 `kill -9` of the trainer
     test_run_killed_after_a_checkpoint_resumes_with_identical_results
-    test_run_killed_at_random_moments_resumes_with_identical_results
     test_a_killed_trainer_leaves_no_process_and_resumes_to_the_same_rows
 `kill -9` while a checkpoint is written
     test_run_killed_in_a_checkpoint_resumes_from_the_previous_checkpoint
@@ -158,7 +157,6 @@ disk full while the final model is written
     test_disk_that_fills_up_skips_checkpoints_and_then_fails_at_the_model
 disk full while metrics or another file is written
     test_full_disk_at_a_metrics_row_is_an_error_that_names_the_file
-    test_a_disk_that_is_full_ends_the_run_without_a_traceback
 disk full below a file with the terminal's output
     test_a_full_disk_below_stdout_does_not_end_the_process
 a checkpoint file is truncated or altered

@@ -6,15 +6,19 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
 from safetensors import safe_open
 
 from rlhf.config.root import Config
+from rlhf.core.state import TrainState
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.training.recorder import Recorder
 from rlhf.words.compose import compose
 from tests.end_to_end.wheels import build_this_project
 from tests.hub_server import Hub, in_place_of_the_hub
@@ -91,6 +95,21 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def nightly(*values: object, **named: object):
     """Return a row of `pytest.mark.parametrize` that only make test-nightly runs."""
     return pytest.param(*values, marks=pytest.mark.nightly, **named)
+
+
+@contextmanager
+def interrupted(update: int) -> Iterator[None]:
+    """Let the run in the block crash after an update."""
+    flush = Recorder.flush
+
+    def crash(self: Recorder, state: TrainState, *rest: Any) -> None:
+        flush(self, state, *rest)
+        if state.update == update:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Recorder, "flush", crash)
+        yield
 
 
 def assert_same_end(a: RunFolder, b: RunFolder) -> None:

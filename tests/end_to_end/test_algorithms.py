@@ -1,4 +1,4 @@
-"""Tests of every algorithm in complete runs: on-policy, off-policy, resumed and offline."""
+"""Tests of every algorithm in complete runs: on-policy, off-policy, with corrections, weights and offline."""
 
 import json
 
@@ -6,8 +6,10 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from rlhf.generators.hf.generator import HFGenerator
+from rlhf.report.__main__ import main as report
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from rlhf.training.recorder import METRIC, Limits
 from rlhf.words.compose import compose
 from tests.end_to_end.conftest import UPDATES_ONLY, nightly, rows
 
@@ -90,34 +92,6 @@ def test_wrong_sampler_logprobs_are_reported_in_the_log_with_metrics(tiny, tmp_p
         assert f"{figure} is" in told, figure
 
 
-@pytest.mark.parametrize("settings", [nightly([]), ["algo.kl_target=0.5"]], ids=["fixed", "adaptive"])
-def test_resumed_ppo_run_equals_uninterrupted_run(tiny, tmp_path, finished, settings, monkeypatch):
-    words = ["algo=ppo", *settings, *SCORED, "schedule.total_episodes=48"]
-    words += ["schedule.save_every=1", "schedule.eval_every=0"]
-    whole = finished(*words)
-
-    from rlhf.training.checkpoint import Checkpoints
-
-    class Stopped(Exception):
-        pass
-
-    save = Checkpoints.save
-
-    def stop_after_saving(self, *parts):
-        save(self, *parts)
-        raise Stopped
-
-    folder = RunFolder(tmp_path / "interrupted")
-    monkeypatch.setattr(Checkpoints, "save", stop_after_saving)
-    with pytest.raises(Stopped):
-        run(tiny(*words), folder)
-    monkeypatch.undo()
-    run(tiny(*words), folder)
-    assert rows(folder) == rows(whole)
-    coefficients = [row["objective/kl_coef"] for row in updates(whole)]
-    assert (len(set(coefficients)) == 1) == (not settings)
-
-
 @pytest.mark.parametrize("start", ["reward", "policy"])
 def test_value_model_starts_from_the_reward_model_or_at_zero(tiny, tmp_path, start):
     folder = RunFolder(tmp_path / "run")
@@ -138,11 +112,7 @@ def test_offline_dpo_trains_on_a_dataset_of_prompt_chosen_and_rejected(finished,
     sft = finished("algo=sft")
     folder = RunFolder(tmp_path / "run")
     words = [
-        "debug=tiny",
-        "progress=off",
-        "algo=dpo",
-        "generator=dataset",
-        "task=preferences",
+        *("debug=tiny", "progress=off", "algo=dpo", "generator=dataset", "task=preferences"),
         "optim.lr=1e-3",
     ]
     words.append("task.max_prompt_tokens=256")
@@ -161,3 +131,126 @@ def test_a_run_with_only_ties_skips_every_step_and_reports_the_tie_rate(tiny, tm
         assert "policy/grad_norm" not in row
     evaluated = [row for row in map(json.loads, folder.metrics.open()) if "eval/gold_score" in row]
     assert evaluated and all(row["eval/accuracy"] == row["eval/gold_score"] == 0 for row in evaluated)
+
+
+BANDS = ("algo.correction.reject_low=0.9", "algo.correction.reject_high=1.1")
+MINIBATCHES = "schedule.minibatches=2"
+
+
+@pytest.mark.parametrize(
+    "plain, corrected",
+    [
+        (["algo=grpo"], ["algo=grpo", "correction=truncate"]),
+        nightly(["algo=grpo"], ["algo=grpo", "correction=icepop", "algo.correction.normalise=true"]),
+        (["algo=grpo"], ["algo=grpo", "correction=seq_mask_tis", *BANDS]),
+        (["algo=grpo"], ["algo=grpo", "algo.correction.kind=decoupled", "algo.correction.level=sequence"]),
+        (["algo=grpo"], ["algo=grpo", "algo.anchor=behaviour"]),
+        (["algo=grpo"], ["algo=grpo", "algo.anchor=loglinear", "algo.correction.kind=decoupled"]),
+        (["algo=grpo"], ["algo=grpo", "algo.off_policy_mask=1e-9"]),
+        (["algo=dapo"], ["algo=m2po", "algo.limit=1e-12"]),
+        nightly(["algo=dapo"], ["algo=m2po", "algo.form=clip", "algo.limit=1e-12"]),
+        (["algo=dapo"], ["algo=dppo", "algo.limit_high=1e-9", "algo.limit_low=1e-9"]),
+        (["algo=dapo", "algo.scale=none"], ["algo=topr", "algo.level=token"]),
+        (["algo=dpo"], ["algo=dpo", "algo.weighting=is"]),
+        (["algo=grpo", MINIBATCHES], ["algo=grpo", MINIBATCHES, "correction=truncate"]),
+        nightly(["algo=grpo", MINIBATCHES], ["algo=grpo", MINIBATCHES, "correction=seq_mask_tis", *BANDS]),
+    ],
+)
+def test_an_on_policy_run_is_the_uncorrected_run(finished, tiny, tmp_path, plain, corrected):
+    expected = finished(*plain, *SCORED, *UPDATES_ONLY)
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(*corrected, *SCORED, *UPDATES_ONLY), folder)
+    trained, uncorrected = ((each.model / "model.safetensors").read_bytes() for each in (folder, expected))
+    assert trained == uncorrected
+
+
+def test_noise_of_the_sampler_is_measured_as_mismatch_and_expected(tiny, tmp_path, capsys):
+    folder = RunFolder(tmp_path / "run")
+    run(tiny("algo=grpo", "generator.noise=0.3", *SCORED, *UPDATES_ONLY), folder)
+    assert "at the first update" not in capsys.readouterr().out
+    half_variance = (0.3 / 0.7) ** 2 / 2  # mismatch/kl if all tokens are equally likely; otherwise it is less
+    found = [row["mismatch/kl"] for row in rows(folder) if "lr" in row]
+    assert len(found) == 2 and all(half_variance / 4 < value < 1.1 * half_variance for value in found)
+
+
+COMMON = ("algo=dpo", *SCORED, *UPDATES_ONLY)
+
+
+def test_the_first_update_with_importance_weights_is_that_of_plain_dpo(finished, tiny, tmp_path):
+    plain = updates(finished(*COMMON))[0]
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(*COMMON, "algo.weighting=is"), folder)
+    first = updates(folder)[0]
+    for name in ("loss/policy", "policy/grad_norm"):
+        assert first[name] == pytest.approx(plain[name], rel=1e-4)
+    for name, expected in (("mean", 1), ("truncated", 0), ("ess", 1)):
+        assert first[f"weighting/{name}"] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("weighting", ["is", "wpo"])
+def test_pairs_of_an_older_policy_have_unequal_weights(tiny, tmp_path, weighting):
+    stale = ("schedule.max_lag=1", "schedule.minibatches=2", "generator.worker=false")
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(*COMMON, *stale, f"algo.weighting={weighting}", "schedule.total_episodes=96"), folder)
+    last = updates(folder)[-1]
+    assert last["lag"] == 1 and 0 < last["weighting/ess"] < 1
+
+
+def test_offline_pairs_are_weighted_by_wpo(tiny, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    run(tiny("algo=dpo", "generator=dataset", "algo.weighting=wpo", *UPDATES_ONLY), folder)
+    assert all(0 < row["weighting/ess"] <= 1 for row in updates(folder))
+
+
+def test_saved_rollouts_are_weighted_by_the_log_probs_that_they_contain(finished, tiny, tmp_path):
+    saved = finished(*COMMON, "save_generations=true")
+    folder = RunFolder(tmp_path / "run")
+    source = ("generator=dataset", f"generator.path={saved.path}/generations")
+    run(tiny(*COMMON, *source, "scorer=labels", "algo.weighting=is", "generator.temperature=0.7"), folder)
+    assert updates(folder)[0]["weighting/ess"] == pytest.approx(1, abs=1e-3)
+
+
+AHEAD = ("schedule.max_lag=2", "generator.worker=false", "schedule.total_episodes=96", *UPDATES_ONLY)
+
+
+def test_at_lag_0_the_run_is_the_run_without_scaling(finished, tiny, tmp_path):
+    plain = finished("algo=rloo", *SCORED, *UPDATES_ONLY)
+    folder = RunFolder(tmp_path / "run")
+    run(tiny("algo=rloo", *SCORED, *UPDATES_ONLY, "optim.ess_scaling=sqrt"), folder)
+    scaled = rows(folder)
+    assert [row.pop("policy/lr_scale") for row in scaled if "lr" in row] == [1.0] * len(updates(folder))
+    assert scaled == rows(plain)
+    trained, expected = ((each.model / "model.safetensors").read_bytes() for each in (folder, plain))
+    assert trained == expected
+
+
+@pytest.mark.parametrize("algo", ["dpo", pytest.param("ppo", marks=pytest.mark.nightly)])
+def test_a_stale_batch_lowers_the_rate_of_its_step(finished, tiny, tmp_path, algo):
+    plain = updates(finished(f"algo={algo}", *SCORED, *AHEAD))
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(f"algo={algo}", *SCORED, *AHEAD, "optim.ess_scaling=sqrt"), folder)
+    scaled = updates(folder)
+    assert scaled[0]["policy/lr_scale"] == 1 > scaled[-1]["policy/lr_scale"]
+    for row, other in zip(scaled, plain, strict=True):
+        assert row["policy/lr_scale"] == pytest.approx(row["mismatch/step_ess"] ** 0.5, abs=1e-6)
+        assert row["lr"] == pytest.approx(other["lr"] * row["policy/lr_scale"])
+
+
+def test_the_warning_of_a_collapse_is_in_the_terminal_the_rows_and_the_report(
+    tiny, finished, tmp_path, monkeypatch, capsys
+):
+    quiet = finished("algo=dpo", *SCORED)
+    assert not any(METRIC in row for row in rows(quiet))
+    monkeypatch.setattr("rlhf.assembly.training.LIMITS", Limits(entropy=100.0))  # every row is beyond it
+    folder = RunFolder(tmp_path / "runs" / "run")
+    run(tiny("algo=dpo", *SCORED), folder)
+    text = "the policy may collapse: entropy per token at 1 of its first value, limit 1e+02, at update 1; "
+    log = folder.log.read_text()
+    assert log.count("the policy may collapse") == 1 and text in log and "set optim.lr=" in log
+    assert text in " ".join(capsys.readouterr().out.split())
+    assert [row.pop(METRIC) for row in updates(folder)] == [1.0] * len(updates(folder))
+    bare = [{name: value for name, value in row.items() if name != METRIC} for row in rows(folder)]
+    assert bare == rows(quiet), "the warning changes no other metric"
+    report([str(tmp_path / "runs"), "--out", str(tmp_path / "report")])
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "Runs that warned of a collapse of the policy: run (update 1)" in page

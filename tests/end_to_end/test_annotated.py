@@ -15,10 +15,7 @@ from tests.end_to_end.conftest import nightly, rows
 from tests.end_to_end.test_async import workers
 
 RUN = [
-    "schedule.max_lag=1",
-    "schedule.total_episodes=48",
-    "schedule.eval_every=0",
-    "schedule.save_every=0",
+    *("schedule.max_lag=1", "schedule.total_episodes=48", "schedule.eval_every=0", "schedule.save_every=0"),
     "algo.samples_per_prompt=2",
 ]
 

@@ -17,10 +17,7 @@ from tests.tiny_models import tiny_tokenizer
 
 SMALL = [
     *(
-        "algo=rloo",
-        "task=local",
-        "task.path=prompts.jsonl",
-        "scorer=function",
+        *("algo=rloo", "task=local", "task.path=prompts.jsonl", "scorer=function"),
         "scorer.path=rewards.py:brief",
     ),
     *("task.max_prompt_tokens=10", "generator.response_length=6", "schedule.prompts_per_update=4"),

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -18,22 +18,19 @@ import pytest
 import torch
 
 from rlhf.config.models import Dtype
-from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.files import read_lines
-from rlhf.generators.hf.generator import HFGenerator, HFSampler, HFSamplerFactory, HFSettings
+from rlhf.generators.hf.generator import HFSampler, HFSamplerFactory, HFSettings
 from rlhf.generators.process import Replica, WorkerGenerator
 from rlhf.generators.weights import TransferError, checksum
 from rlhf.processes.signals import SIGNALS
-from rlhf.processes.worker import Limits, Worker
+from rlhf.processes.worker import Worker
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.reward_model import RewardModelScorer
 from rlhf.stages.run import run
-from rlhf.training.stream import Stream
 from rlhf.words.identity import run_name
 from tests.end_to_end.conftest import rows, wait_for
-from tests.tiny_models import KINDS, tiny_lm, tiny_rollouts
-from tests.training.streams import context
+from tests.tiny_models import KINDS, tiny_lm
 
 SETTINGS = HFSettings(stop_ids=[3], pad_id=0, batch_size=8, seed=7, noise=0.3)
 RUN = ["schedule.total_episodes=80", "schedule.save_every=1", "schedule.eval_every=2", "algo.ties=keep"]
@@ -41,10 +38,7 @@ RUN += ["schedule.max_lag=1"]  # equals LAG in test_survival.py, so both files s
 
 
 REPLICAS = [
-    "schedule.total_episodes=96",
-    "schedule.save_every=3",
-    "schedule.eval_every=3",
-    "schedule.max_lag=2",
+    *("schedule.total_episodes=96", "schedule.save_every=3", "schedule.eval_every=3", "schedule.max_lag=2"),
 ]
 
 
@@ -60,64 +54,8 @@ def factory(model, **settings):
     return HFSamplerFactory(**settings)
 
 
-def prompts():
-    batch = tiny_rollouts(prompts=6)
-    names = ("index", "texts", "references", "prompt_ids", "prompt_mask")
-    while True:
-        yield Prompts(**{name: getattr(batch, name) for name in names})
-
-
-def trained(model, generator, lag, updates):
-    """Return the rollouts of a schedule in which each update changes the weights."""
-    sampling = Sampling(samples=3, temperature=0.7, response_length=10, purpose="train")
-    found, draw = [], torch.Generator().manual_seed(1)
-    generator.load(model.state_dict().items(), 0)
-    for rollouts in Stream(context(generator, prompts(), sampling, lag, updates)):
-        found.append(rollouts)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
-        generator.load(model.state_dict().items(), len(found))
-    return found
-
-
-class InLine(HFGenerator):
-    """A generator in the trainer process that samples with a copy of the weights of the last load."""
-
-    def __init__(self, model):
-        own = tiny_lm(model.config.model_type)
-        super().__init__(lambda: nullcontext(own), SETTINGS)
-        self.own = own
-
-    def load(self, weights, version):
-        super().load((), version)
-        self.own.load_state_dict({name: tensor.clone() for name, tensor in weights})
-
-
-@pytest.mark.parametrize(("kind", "lag"), [("gpt_neox", 1), ("llama", 2)])
-def test_generator_process_gives_the_same_tokens_as_sampling_in_line(tmp_path, kind, lag):
-    model = tiny_lm(kind)
-    expected = trained(model, InLine(model), lag, updates=5)
-    model = tiny_lm(kind)
-    generator = WorkerGenerator(
-        factory(model), tmp_path / "log", {"OMP_NUM_THREADS": "1"}, Limits(120, 60, restarts=0)
-    )
-    try:
-        found = trained(model, generator, lag, updates=5)
-    finally:
-        generator.close()
-    for t, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert a.version == b.version == max(0, t - lag)
-        for field in ("response_ids", "response_mask", "ended", "index", "prompt_ids"):
-            assert torch.equal(getattr(a, field), getattr(b, field)), field
-        torch.testing.assert_close(a.behaviour_logprobs, b.behaviour_logprobs, rtol=0, atol=1e-5)
-    assert not torch.equal(found[0].response_ids, found[-1].response_ids), (
-        "the change of the weights must change the tokens"
-    )
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sampler_loads_the_weights_that_were_sent(kind, tmp_path):
+def test_a_sampler_loads_the_weights_that_were_sent(kind):
     from rlhf.generators.weights import SharedWeights, confirm
 
     model = tiny_lm(kind)

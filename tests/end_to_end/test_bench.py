@@ -1,4 +1,4 @@
-"""Tests of the commands of the benchmark against TRL."""
+"""Tests of the commands of the benchmark against TRL, and of the growth benchmark."""
 
 import argparse
 import json
@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import growth
 from benchmarks.against_trl import bench
 from benchmarks.against_trl.meter import PHASES
 from benchmarks.against_trl.reward import rewards, variety
 from benchmarks.against_trl.work import ENVIRONMENTS, LENGTHS, Case, cases
+from benchmarks.growth import Point, work
 from tests import needs
 
-pytestmark = [pytest.mark.forks, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 SMOKE = [sys.executable, "-m", "benchmarks.against_trl.bench", "--smoke", "--threads", "1"]
@@ -136,3 +138,21 @@ def test_both_sides_give_a_response_the_same_reward():
 def test_each_environment_of_trl_has_a_module():
     assert set(bench.THEIRS) == {"bench", *ENVIRONMENTS.values()}
     assert all(Path(bench.__file__).with_name(f"{name}.py").exists() for name in bench.THEIRS.values())
+
+
+SMALL = Point(prompts=2, samples=2, prompt=4, response=3, vocabulary=32, hidden_size=32, layers=1)
+
+
+def test_a_small_sweep_is_measured_and_plotted(monkeypatch, tmp_path):
+    monkeypatch.setattr(growth, "BASE", SMALL)
+    monkeypatch.setattr(growth, "UPDATES", 2)
+    monkeypatch.setattr(growth, "AXES", {"layers": ("layers", (1, 2)), "samples": ("samples", (2, 4))})
+    out = tmp_path / "growth.json"
+    for axis in ("layers", "samples"):  # the second command keeps the measurements of the first
+        monkeypatch.setattr("sys.argv", ["growth", "--axis", axis, "--out", str(out)])
+        growth.main()
+    kept = json.loads(out.read_text())
+    assert [point["value"] for point in kept["axes"]["layers"]] == [1, 2] and len(kept["axes"]) == 2
+    first = kept["axes"]["layers"][0]
+    assert all(0 < first["cpu_s"][phase] < 60 for phase in PHASES) and first["work"] == work(SMALL)
+    assert out.with_suffix(".png").stat().st_size > 10_000

@@ -14,14 +14,9 @@ from tests.chat_tokenizers import llama_3, neox, qwen
 from tests.tiny_models import tiny_lm
 
 SHORT = [
-    "progress=off",
-    "task.max_prompt_tokens=300",
-    "generator.response_length=16",
-    "schedule.prompts_per_update=4",
-    "schedule.eval_every=0.5",
-    "eval.prompts=4",
-    "backend.micro_batch=4",
-    "optim.lr=1e-3",
+    *("progress=off", "task.max_prompt_tokens=300", "generator.response_length=16"),
+    *("schedule.prompts_per_update=4", "schedule.eval_every=0.5", "eval.prompts=4"),
+    *("backend.micro_batch=4", "optim.lr=1e-3"),
 ]
 
 

@@ -15,10 +15,7 @@ from rlhf.words.compose import compose
 from tests.end_to_end.conftest import rows
 
 OFFLINE = (
-    "generator=dataset",
-    "scorer=labels",
-    "schedule.total_episodes=null",
-    "schedule.total_epochs=0.125",
+    *("generator=dataset", "scorer=labels", "schedule.total_episodes=null", "schedule.total_epochs=0.125"),
 )
 
 
@@ -73,9 +70,7 @@ def test_a_run_without_a_judge_reports_the_score_and_the_win_rate_against_the_in
     folder, lines = ended("scorer@gold=none", "scorer=facts", "schedule.eval_every=1")
     first, *_, last = [row for row in rows(folder) if "eval/score" in row]
     assert {
-        "eval/score",
-        "eval/score_low",
-        "eval/score_high",
+        *("eval/score", "eval/score_low", "eval/score_high"),
     } <= first.keys() and "eval/win_rate_vs_initial" not in first
     assert 0 <= last["eval/win_rate_vs_initial"] <= 1 and "eval/win_rate" not in last
     assert folder.finished()["result"]["eval/score"] == last["eval/score"]

@@ -15,9 +15,8 @@ from rlhf.core.files import read_lines
 from rlhf.loggers.dashboards import import_trackio, run_id, stored_id
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from tests.end_to_end.conftest import rows
+from tests.end_to_end.conftest import interrupted, rows
 from tests.end_to_end.test_loggers import SESSIONS
-from tests.end_to_end.test_run import interrupt
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -87,8 +86,7 @@ def test_a_resumed_run_continues_in_mlflow_and_trackio_with_each_update_once(
     monkeypatch.setattr(sys, "argv", ["train.py", f"some.api_key={SECRET}"])
     folder = RunFolder(tmp_path / "run")
     cfg = tiny("logger=[mlflow,trackio]", f"logger.trackio.dir={store}", *SESSIONS)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt(patch, update=3)
+    with interrupted(update=3):
         run(cfg, folder)
     client, mlflow_run = client_of(folder)
     assert client.get_run(mlflow_run).info.status == "KILLED"
@@ -122,8 +120,7 @@ def test_rows_that_a_store_lacks_are_sent_when_the_run_resumes(tiny, tmp_path, s
     monkeypatch.setenv("TRACKIO_STORAGE_MODE", "jsonl")  # as on a network file system
     folder = RunFolder(tmp_path / "run")
     cfg = tiny("logger=[mlflow,trackio]", f"logger.trackio.dir={store}", *SESSIONS)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt(patch, update=3)
+    with interrupted(update=3):
         run(cfg, folder)
     client, deleted = client_of(folder)
     client.delete_run(deleted)

@@ -18,7 +18,7 @@ from rlhf.stages.evaluation import changed, evaluate
 from rlhf.stages.run import run
 from rlhf.words.compose import compose
 from rlhf.words.identity import run_name
-from tests.end_to_end.conftest import assert_same_end, rows, wait_for
+from tests.end_to_end.conftest import assert_same_end, nightly, rows, wait_for
 from tests.end_to_end.test_survival import finish, start
 from tests.environments.templates import family
 from tests.environments.test_tools import TEMPLATE
@@ -67,7 +67,7 @@ def test_a_run_has_the_figures_of_its_episodes_and_stores_dialogues(finished):
     [
         ("algo=grpo", "schedule.max_lag=1", "schedule.update=in_flight"),
         ("algo=rloo", "schedule.max_lag=2", "generator.replicas=2", "correction=truncate"),
-        ("algo=ppo", "schedule.replay=2", "schedule.minibatches=2", "model.lora.rank=4"),
+        nightly(["algo=ppo", "schedule.replay=2", "schedule.minibatches=2", "model.lora.rank=4"]),
     ],
     ids=["in flight", "replicas", "replay and LoRA"],
 )
@@ -103,9 +103,7 @@ def test_virtual_time_with_slots_for_all_trains_on_the_episodes_of_a_generator_p
         shared = row.keys() & expected.keys()
         assert {name: row[name] for name in shared} == {name: expected[name] for name in shared}
         assert {name.split("/")[0] for name in row.keys() ^ expected.keys()} <= {
-            "rollouts",
-            "generator",
-            "annotator",
+            *("rollouts", "generator", "annotator"),
         }
 
 
@@ -118,15 +116,12 @@ class _Stop(Hook):
 @pytest.mark.parametrize(
     "words",
     [
-        ("algo=grpo", "schedule.update=in_flight", "schedule.refill=2"),
+        nightly(("algo=grpo", "schedule.update=in_flight", "schedule.refill=2")),
         (
-            "algo=ppo",
-            "schedule.update=in_flight",
-            "schedule.max_age=1",
-            "schedule.stale=cut",
+            *("algo=ppo", "schedule.update=in_flight", "schedule.max_age=1", "schedule.stale=cut"),
             "schedule.replay=2",
         ),
-        ("algo=rloo", "schedule.max_age=1", "schedule.stale=drop", "schedule.unit=sequence"),
+        nightly(("algo=rloo", "schedule.max_age=1", "schedule.stale=drop", "schedule.unit=sequence")),
     ],
     ids=["refill", "cut", "drop"],
 )
@@ -186,10 +181,7 @@ def test_prompts_describe_the_tools_and_texts_become_messages(tmp_path, monkeypa
     (tmp_path / "length.py").write_text("def score(response):\n    return float(len(response) % 7)\n")
     words = (
         *(
-            "task=local",
-            "task.path=rows.jsonl",
-            "model.policy=model",
-            "algo=rloo",
+            *("task=local", "task.path=rows.jsonl", "model.policy=model", "algo=rloo"),
             "generator.response_length=12",
         ),
         *("environment=tools", "environment.functions=[tests.environments.test_tools:add]", "eval.prompts=1"),

@@ -12,8 +12,7 @@ from rlhf.stages.extending import extend
 from rlhf.stages.run import run
 from rlhf.tasks.task import Task
 from rlhf.words.compose import load_config
-from tests.end_to_end.conftest import assert_same_end, nightly
-from tests.end_to_end.test_run import interrupt
+from tests.end_to_end.conftest import assert_same_end, interrupted, nightly
 
 # Without fractions of the length, and with a constant learning rate, a run does not depend on its length.
 CONSTANT = ("schedule.eval_every=1", "schedule.save_every=1", "optim.schedule=constant")
@@ -61,9 +60,8 @@ def test_a_refused_extension_leaves_the_run_finished(short, monkeypatch):
     assert [file.read_bytes() for file in files] == before
 
 
-def test_an_interrupted_extension_is_resumed_by_the_same_command(short, finished, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt(patch, update=3)
+def test_an_interrupted_extension_is_resumed_by_the_same_command(short, finished):
+    with interrupted(update=3):
         extend(short, [LONGER])
     assert not short.finished()
     extend(short, [LONGER])
@@ -73,11 +71,8 @@ def test_an_interrupted_extension_is_resumed_by_the_same_command(short, finished
     assert short.metrics.read_bytes() == before, "the extension is finished"
 
 
-def test_the_config_of_the_original_run_does_not_continue_an_unfinished_extension(
-    short, tiny, tmp_path, monkeypatch
-):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt(patch, update=3)
+def test_the_config_of_the_original_run_does_not_continue_an_unfinished_extension(short, tiny):
+    with interrupted(update=3):
         extend(short, [LONGER])
     original = tiny(*CONSTANT)
     for start in (lambda: run(original, short), lambda: prepare(short, original)):

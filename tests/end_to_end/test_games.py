@@ -6,16 +6,13 @@ from rlhf.runs.folder import RunFolder
 from rlhf.stages.prerequisites import model_folder, stage
 from rlhf.stages.run import run
 from rlhf.words.compose import compose
-from tests.end_to_end.conftest import TINY, rows
+from tests.end_to_end.conftest import TINY, nightly, rows
 from tests.end_to_end.test_algorithms import ONLINE, STALE
 
 SFT = (
     *("schedule.total_epochs=null", "schedule.total_episodes=1024", "schedule.prompts_per_update=32"),
     *(
-        "optim.lr=2e-3",
-        "optim.warmup=5",
-        "backend.micro_batch=32",
-        "schedule.eval_every=1.0",
+        *("optim.lr=2e-3", "optim.warmup=5", "backend.micro_batch=32", "schedule.eval_every=1.0"),
         "eval.prompts=16",
     ),
 )
@@ -26,7 +23,7 @@ WORDS = ("algo.samples_per_prompt=4", "generator.response_length=40", f"stages.s
     "words",
     [
         pytest.param(["task=calculator", "algo=grpo"], marks=pytest.mark.smoke),
-        ["task=calculator", "algo=ppo", "schedule.max_lag=1", "generator.worker=false"],
+        nightly(["task=calculator", "algo=ppo", "schedule.max_lag=1", "generator.worker=false"]),
         ["task=guess_number", "algo=dpo"],
     ],
     ids=" ".join,

@@ -16,8 +16,7 @@ from rlhf.core.files import read_lines
 from rlhf.loggers.dashboards import run_id
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from tests.end_to_end.conftest import rows
-from tests.end_to_end.test_run import interrupt
+from tests.end_to_end.conftest import interrupted, rows
 
 OFFLINE = ("logger=wandb", "logger.wandb.mode=offline")
 SESSIONS = ("schedule.total_episodes=64", "schedule.save_every=2", "schedule.eval_every=2", "algo.ties=keep")
@@ -111,11 +110,10 @@ def test_wandb_gets_the_figures_of_the_report_when_the_run_ends(logged):
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_resumed_run_continues_its_wandb_run(tiny, tmp_path, monkeypatch):
+def test_a_resumed_run_continues_its_wandb_run(tiny, tmp_path):
     folder = RunFolder(tmp_path / "run")
     cfg = tiny(*OFFLINE, *SESSIONS)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt(patch, update=3)
+    with interrupted(update=3):
         run(cfg, folder)
     run(cfg, folder)
     first, second = sessions(folder)
@@ -154,12 +152,11 @@ def test_a_missing_wandb_key_is_an_error_with_the_remedy(tiny, tmp_path, monkeyp
         run(tiny("logger=wandb", "logger.wandb.mode=online"), RunFolder(tmp_path / "run"))
 
 
-def test_tensorboard_shows_each_update_once_after_a_restart(tiny, tmp_path, monkeypatch):
+def test_tensorboard_shows_each_update_once_after_a_restart(tiny, tmp_path):
     for name, every in (("from a checkpoint", 2), ("from nothing", 0)):
         folder = RunFolder(tmp_path / name)
         cfg = tiny("logger=tensorboard", *SESSIONS, f"schedule.save_every={every}")
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            interrupt(patch, update=3)
+        with interrupted(update=3):
             run(cfg, folder)
         run(cfg, folder)
         events = EventAccumulator(str(folder.path / "tensorboard")).Reload()

@@ -6,9 +6,8 @@ import pytest
 
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from rlhf.training.recorder import Recorder
 from rlhf.words.compose import compose
-from tests.end_to_end.conftest import assert_same_end, rows
+from tests.end_to_end.conftest import assert_same_end, interrupted, rows
 
 
 def length(prompt: str, response: str, reference: str) -> float:
@@ -40,19 +39,11 @@ def mixture(tmp_path_factory, cache_dir):
 ONLINE = ["algo=rloo", "schedule.total_episodes=96", "schedule.save_every=1", "schedule.max_lag=1"]
 
 
-def test_rows_have_metrics_of_each_part_and_a_resumed_run_ends_equally(mixture, tmp_path, monkeypatch):
+def test_rows_have_metrics_of_each_part_and_a_resumed_run_ends_equally(mixture, tmp_path):
     words = [*ONLINE, "generator.worker=false", "schedule.replay=2"]
     whole, parts = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "parts")
     run(mixture(*words), whole)
-    flush = Recorder.flush
-
-    def crash(self, state, *rest):
-        flush(self, state, *rest)
-        if state.update == 3:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Recorder, "flush", crash)
+    with interrupted(update=3):
         run(mixture(*words), parts)
     run(mixture(*words), parts)
     assert_same_end(whole, parts)

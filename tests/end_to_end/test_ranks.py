@@ -141,10 +141,7 @@ def test_in_flight_run_on_two_ranks_reaches_the_last_episode(on_two_ranks):
 
 
 SURVIVES = [
-    "schedule.total_episodes=160",
-    "schedule.save_every=1",
-    "schedule.eval_every=0.5",
-    "algo.ties=keep",
+    *("schedule.total_episodes=160", "schedule.save_every=1", "schedule.eval_every=0.5", "algo.ties=keep"),
 ]
 
 
@@ -225,7 +222,7 @@ def test_error_of_one_rank_is_reported_with_its_rank(command, tmp_path):
 
 
 @pytest.mark.nightly
-def test_the_launcher_of_deepspeed_starts_ranks(command, tmp_path):
+def test_the_launcher_of_deepspeed_starts_ranks(command):
     launcher = Path(sys.executable).with_name("deepspeed")
     words = ["--num_accelerators", "2", "--master_port", "29617", "--module", "rlhf.train", *command]
     done = subprocess.run([launcher, *words], capture_output=True, text=True, timeout=LIMIT_S)

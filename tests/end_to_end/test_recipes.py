@@ -154,7 +154,7 @@ def test_stand_in_data_has_the_columns_of_the_real_data(cache_dir, task):
         assert all(row["chosen"] != row["rejected"] for row in pairs)
 
 
-def test_models_and_data_set_by_the_user_are_not_replaced_by_stand_ins(cache_dir, tmp_path):
+def test_models_and_data_set_by_the_user_are_not_replaced_by_stand_ins(cache_dir):
     made = complete(tiny_recipe("tldr_410m_dpo", cache_dir), run)
     own = [f"model.policy={made.model.policy}", f"task.path={made.task.path}"]
     cfg = complete(tiny_recipe("tldr_410m_dpo", cache_dir, *own), run)

@@ -1,48 +1,18 @@
 """Runs with a replay buffer (`schedule.replay`): equal results after a resume, lag and age of the samples."""
 
 import pytest
-import torch
 
-from rlhf.runs.folder import RunFolder
-from rlhf.stages.run import run
-from rlhf.training.recorder import Recorder
-from tests.end_to_end.conftest import assert_same_end, rows
+from tests.end_to_end.conftest import rows
 
 RUN = [
-    "schedule.total_episodes=80",
-    "schedule.replay=3",
-    "schedule.minibatches=2",
-    "schedule.max_lag=1",
-    "generator.worker=false",
-    "schedule.save_every=1",
-    "schedule.eval_every=2",
+    *("schedule.total_episodes=80", "schedule.replay=3", "schedule.minibatches=2", "schedule.max_lag=1"),
+    *("generator.worker=false", "schedule.save_every=1", "schedule.eval_every=2"),
 ]
 ALGORITHMS = ["dpo", "ppo"]
 
 
 def trained(folder):
     return [row for row in rows(folder) if "lr" in row]
-
-
-@pytest.mark.parametrize("algo", [pytest.param("dpo", marks=pytest.mark.nightly), "ppo"])
-def test_a_run_with_replay_that_is_interrupted_and_resumed_equals_an_uninterrupted_run(
-    tiny, tmp_path, finished, monkeypatch, algo
-):
-    words = [*RUN, f"algo={algo}"]
-    folder, flush = RunFolder(tmp_path / "parts"), Recorder.flush
-
-    def crash(self, state, *rest):
-        flush(self, state, *rest)
-        if state.update == 4:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Recorder, "flush", crash)
-        run(tiny(*words), folder)
-    buffer = torch.load(folder.last_checkpoint() / "replay.pt", weights_only=True)
-    assert [batch["trainer_version"] for batch in buffer] == [1, 2] and not folder.finished()
-    run(tiny(*words), folder)
-    assert_same_end(folder, finished(*words))
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS)

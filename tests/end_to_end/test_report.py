@@ -15,19 +15,14 @@ from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from tests import needs
 from tests.end_to_end import browser
-from tests.end_to_end.conftest import TINY
-from tests.end_to_end.test_run import interrupt
+from tests.end_to_end.conftest import TINY, interrupted
 
 DOCS = (Path(__file__).parents[2] / "docs" / "reports.md").read_text()
 LONGER = ["schedule.total_episodes=64", "schedule.eval_every=1"]
 LABELS = {"algo=dpo max_lag=0": 2, "algo=dpo max_lag=1": 1, "algo=rloo max_lag=0": 2}  # label -> seeds
 FIGURES = [
-    "win_rate_against_kl",
-    "learning_curves",
-    "optimization",
-    "win_rate_against_time",
-    "lag_and_mismatch",
-    "time_per_phase",
+    *("win_rate_against_kl", "learning_curves", "optimization", "win_rate_against_time"),
+    *("lag_and_mismatch", "time_per_phase"),
 ]
 
 
@@ -92,10 +87,9 @@ def test_the_page_lists_commands_and_commit_and_puts_answers_side_by_side(made):
     assert titles[:2] == ["reference response", "before training"] and set(titles[2:]) == answers
 
 
-def test_interrupted_run_is_reported_up_to_its_last_update(tiny, tmp_path, monkeypatch):
+def test_interrupted_run_is_reported_up_to_its_last_update(tiny, tmp_path):
     folder = RunFolder(tmp_path / "run")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt(patch, update=3)
+    with interrupted(update=3):
         run(tiny("schedule.total_episodes=64", "schedule.eval_every=2"), folder)
     (found,) = find_runs([str(folder.path)]).runs
     assert found.progress == "unfinished, update 3 of 4"

@@ -103,7 +103,7 @@ def test_rows_lost_during_the_run_are_restored(tiny, tmp_path, monkeypatch, fini
     assert_same_end(folder, finished(*SAVED))
 
 
-def test_rows_without_a_copy_are_reported_as_lost_in_the_state_and_in_the_report(tiny, interrupted, capsys):
+def test_rows_without_a_copy_are_reported_as_lost_in_the_state_and_in_the_report(tiny, interrupted):
     for checkpoint in complete_checkpoints(interrupted.path):  # as an earlier version wrote them
         shutil.rmtree(checkpoint / "history")
         (checkpoint / COMPLETE).unlink()
@@ -168,7 +168,7 @@ def test_a_refused_run_leaves_no_folder(tiny, tmp_path):
     assert not folder.path.exists()
 
 
-def test_a_constant_reward_gives_one_warning(tiny, tmp_path, capsys):
+def test_a_constant_reward_gives_one_warning(tiny, tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def score(prompt, response, reference):\n    return 1.0\n")
     folder = RunFolder(tmp_path / "run")

@@ -33,9 +33,7 @@ pytestmark = pytest.mark.forks(False)
 KEY, VARIABLE = "the-key-of-the-server", "RLHF_SERVER_KEY"
 RUN = ["generator=vllm_server", "generator.memory=0.01", "generator.max_num_seqs=16", "schedule.max_lag=1"]
 RUN += [
-    "schedule.order=fifo",
-    "schedule.total_episodes=640",
-    "schedule.save_every=1",
+    *("schedule.order=fifo", "schedule.total_episodes=640", "schedule.save_every=1"),
     "schedule.eval_every=20",
 ]
 

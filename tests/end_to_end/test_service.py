@@ -167,7 +167,7 @@ def test_sigterm_while_scores_are_awaited_writes_a_checkpoint_and_the_run_resume
 
 @pytest.mark.parametrize("update", [nightly(0), nightly(2), 4])
 def test_a_signal_while_an_evaluation_waits_for_a_service_leaves_the_evaluation_to_the_next_session(
-    tiny, service, whole, tmp_path, monkeypatch, update
+    tiny, service, whole, tmp_path, update
 ):
     words = [*RUN, "scorer@gold=http", f"gold.url={service.url}", "schedule.save_every=0"]
     folder, (uninterrupted, _) = RunFolder(tmp_path / "run"), whole(*words)

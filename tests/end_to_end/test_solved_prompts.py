@@ -1,12 +1,9 @@
 """Runs that leave out solved prompts (`schedule.solved_at`): which prompts they draw, also after a resume."""
 
-import pytest
-
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from rlhf.tasks.mixture import PromptOrder
-from rlhf.training.recorder import Recorder
-from tests.end_to_end.conftest import assert_same_end, rows
+from tests.end_to_end.conftest import assert_same_end, interrupted, rows
 
 RUN = [  # the second epoch begins with update 2; a request of 8 prompts is in flight
     "task.train_size=16",
@@ -31,7 +28,7 @@ def score(prompt: str, response: str, reference: str) -> float:
 
 def test_solved_prompts_are_not_drawn_again_and_a_resumed_run_draws_the_same(tiny, tmp_path, monkeypatch):
     texts, drawn, folders = [], [], []
-    draw, flush = PromptOrder.__next__, Recorder.flush
+    draw = PromptOrder.__next__
 
     def recorded(self):
         prompts = draw(self)
@@ -40,17 +37,11 @@ def test_solved_prompts_are_not_drawn_again_and_a_resumed_run_draws_the_same(tin
             drawn.append([score(text, "", "") == 1 for text in prompts.texts])
         return prompts
 
-    def crash(self, state, *rest):
-        flush(self, state, *rest)
-        if state.update == 4:
-            raise KeyboardInterrupt
-
     monkeypatch.setattr(PromptOrder, "__next__", recorded)
     for name in ("whole", "parts"):
         folders.append(RunFolder(tmp_path / name))
         if name == "parts":
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(Recorder, "flush", crash)
+            with interrupted(update=4):
                 run(tiny(*RUN), folders[-1])
         run(tiny(*RUN), folders[-1])
     assert_same_end(*reversed(folders))

@@ -418,9 +418,7 @@ def test_every_route_that_does_more_than_report_asks_for_the_key(settings):
     statuses, errors = json.loads(done.stdout.splitlines()[-1])
     guarded = {route for route, found in statuses.items() if {*found} == {401}}
     assert guarded == {
-        "GET /v1/rlhf/status",
-        "POST /v1/rlhf/load",
-        "POST /inference/v1/generate",
+        *("GET /v1/rlhf/status", "POST /v1/rlhf/load", "POST /inference/v1/generate"),
         "POST /inference/v1/abort_requests",
     }
     reports = {"GET /health", "GET /metrics", "GET /version", "GET /ping", "POST /ping"}

@@ -122,9 +122,7 @@ class TestTrials:
 
         problems = self.problems(workspace, tmp_path, leave, Outcome(codes(0), grace_s=0.2))
         assert [problem.partition(":")[0] for problem in problems] == [
-            "processes left after 0.2 s",
-            "temporary files left",
-            "out/note contains a secret",
+            *("processes left after 0.2 s", "temporary files left", "out/note contains a secret"),
         ]
         assert processes.of(tmp_path / "trial") == []
 

@@ -166,10 +166,7 @@ def workers() -> Iterator[Entry]:
     often = "Signals: generator or annotator process killed too often"
     for_ever = "Signals: generator or annotator process stopped for ever"
     for place in (
-        "lag generator",
-        "lag annotator",
-        "replicas generator",
-        "in_flight generator",
+        *("lag generator", "lag annotator", "replicas generator", "in_flight generator"),
         "http_lag annotator",
     ):
         run, role = place.split()
