@@ -31,8 +31,7 @@ from rlhf.core import files
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.files import component, write_atomically
 from rlhf.core.formatting import figure
-from rlhf.core.launched import is_first_rank, world_size
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive, is_first_rank, world_size
 from rlhf.experiment import Experiment
 from rlhf.launch import command_line
 from rlhf.launch import sweep as sweeps

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from datasets import Dataset
 
 from rlhf.core.errors import RunError, UserError
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 from rlhf.environments.environment import Example
 from rlhf.environments.episodes import FIRST_MESSAGE, first_messages
 from rlhf.environments.library import Calculator, GuessNumber

@@ -21,7 +21,7 @@ from datasets.exceptions import DatasetGenerationError
 from rlhf.config.algorithms import Data
 from rlhf.config.tasks import PREFERENCE_COLUMNS, Difficulty
 from rlhf.core.errors import UserError
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 from rlhf.tasks.columns import converted, dialogue, with_all_replies
 from rlhf.tasks.files import KEY, LocalFiles, Splits
 from rlhf.tasks.reading import NOTHING, BadRow, Wanted

@@ -24,7 +24,7 @@ from rlhf.config.algorithms import Data
 from rlhf.core.batch import Prompts
 from rlhf.core.errors import UserError
 from rlhf.core.files import vocabulary
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 from rlhf.tasks.columns import before_replies
 from rlhf.tasks.mixture import PromptOrder, check_parts, mixed_order
 from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted

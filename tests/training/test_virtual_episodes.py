@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf.core.batch import Begun, Prompts, Rollouts, Sampling, concatenated
 from rlhf.core.errors import RunError
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 from rlhf.environments.environment import LIMITS
 from rlhf.generators.hf.sampling import uniforms
 from rlhf.text.encoding import pad_prompts

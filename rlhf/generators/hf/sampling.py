@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 from rlhf.environments.environment import EnvironmentFactory
 from rlhf.generators.hf import decoding
 from rlhf.generators.hf.decoding import (
