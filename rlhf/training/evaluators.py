@@ -131,8 +131,8 @@ class PolicyEvaluator:
             known = ("score", "gold_score")
             values: dict[str, list[float]] = {name: columns[name] for name in known if name in columns}
             if (reference := columns.get("reference_gold_score")) is not None:
-                scores = zip(columns["gold_score"], reference, strict=True)
-                values["win_rate"] = [float(mine > theirs) for mine, theirs in scores]
+                pairs = zip(columns["gold_score"], reference, strict=True)
+                values["win_rate"] = [float(mine > theirs) for mine, theirs in pairs]
             values["response_tokens"] = rollouts.response_mask.sum(-1)[:, 0].tolist()
             figures |= means_of_parts(self.parts, self.prompts.part, values)
         columns |= {name: [*map(in_float32, columns[name])] for name in columns if "score" in name}
