@@ -31,7 +31,7 @@ from statistics import mean, stdev
 from benchmarks.recorded_cluster import Recording, read
 from rlhf.config.schedule import Order, Stale, VirtualConfig
 from rlhf.core.errors import UserError
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 from rlhf.training import clock
 from rlhf.training.clock import Clock, Group, Piece, Rules, Start, factors
 

@@ -31,8 +31,8 @@ from aiohttp import web
 from benchmarks.rollout_rules import RULES, Setting, run
 from rlhf.config.schedule import ScheduleConfig, Unit, Update
 from rlhf.core.batch import Prompts, Sampling
+from rlhf.core.launched import derive
 from rlhf.core.metrics import Timer
-from rlhf.core.numerics import derive
 from rlhf.core.state import TrainState
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.process import ABORT, GENERATE, LOAD, STATUS

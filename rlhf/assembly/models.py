@@ -16,7 +16,7 @@ from rlhf.config.backends import WITHOUT_GRADIENT, Device
 from rlhf.config.models import Dtype, float16_needs_gpu
 from rlhf.core.batch import Budget
 from rlhf.core.errors import UserError
-from rlhf.core.numerics import PORTABLE, asked_portable, derive
+from rlhf.core.launched import PORTABLE, asked_portable, derive
 from rlhf.engines.engine import trained
 from rlhf.environments.library import schemas
 from rlhf.memory.plan import with_token_limit

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 
 Completion = str | list[str]  # a text; or an episode: a reply, messages, a reply, ..., a reply
 B = TypeVar("B", bound="Prompts")

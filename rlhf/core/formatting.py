@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from urllib.parse import SplitResult, parse_qsl, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
@@ -212,14 +212,13 @@ def text(row: Mapping[str, float], name: str) -> str:
     if name not in row:
         return ""
     interval = bounds(row, name)
-    return figure(row[name]) + ("" if interval is None else " [{}, {}]".format(*map(_bound, interval)))
-
-
-def _bound(value: float) -> str:
-    """Return a bound of an interval as text, with fewer digits than `figure` outside the range of a share."""
-    if -0.1 < value <= 1 or abs(value) >= 99.95:
-        return figure(value)
-    return f"{value:.{2 if abs(value) < 9.995 else 1}f}"
+    if interval is None:
+        return figure(row[name])
+    bounds_of = [  # with fewer digits than `figure` outside the range of a share
+        figure(x) if -0.1 < x <= 1 or abs(x) >= 99.95 else f"{x:.{2 if abs(x) < 9.995 else 1}f}"
+        for x in interval
+    ]
+    return f"{figure(row[name])} [{', '.join(bounds_of)}]"
 
 
 # Secrets in URLs, in arguments and in text: where they are, and the text without them.
@@ -263,35 +262,24 @@ def secret_in(text: str) -> str | None:
             continue
         if parsed.username is not None:
             return "a user name or password"
-        if (name := _secret_parameter(parsed)) is not None:
-            return f"a secret in its query (the parameter {name})"
-    return "a token" if _TOKEN.search(text) else None
-
-
-def _secret_parameter(url: SplitResult) -> str | None:
-    """Return the name of the first parameter of a URL that looks like a secret; None: there is none."""
-    for part in (url.query, url.fragment):
-        for name, value in parse_qsl(part):
+        for name, value in [*parse_qsl(parsed.query), *parse_qsl(parsed.fragment)]:
             if _PARAMETER.search(name) or _RANDOM.fullmatch(value):
-                return name
-    return None
+                return f"a secret in its query (the parameter {name})"
+    return "a token" if _TOKEN.search(text) else None
 
 
 def hide(text: str) -> str:
     """Return a text, such as a message or an argument, without the secrets that it shows."""
     text = _CREDENTIALS.sub(HIDDEN, text)
-    text = _QUERY.sub(_hide_parameter, text)
-    text = _ASSIGNED.sub(_hide_value, text)
+
+    def parameter(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        return f"{name}={HIDDEN}" if _PARAMETER.search(name) or _RANDOM.fullmatch(value) else found[0]
+
+    def assignment(found: re.Match[str]) -> str:
+        key, value = found.groups()
+        secret = is_secret_key(key) and not NO_SECRET_VALUE.fullmatch(value)
+        return f"{key}={HIDDEN}" if secret else found[0]
+
+    text = _ASSIGNED.sub(assignment, _QUERY.sub(parameter, text))
     return _TOKEN.sub(HIDDEN, text)
-
-
-def _hide_parameter(match: re.Match[str]) -> str:
-    """Return a parameter of a URL, without its value if it looks like a secret."""
-    name, value = match.groups()
-    return f"{name}={HIDDEN}" if _PARAMETER.search(name) or _RANDOM.fullmatch(value) else match[0]
-
-
-def _hide_value(match: re.Match[str]) -> str:
-    """Return `key=value`, without the value if the key names a secret."""
-    key, value = match.groups()
-    return f"{key}={HIDDEN}" if is_secret_key(key) and not NO_SECRET_VALUE.fullmatch(value) else match[0]

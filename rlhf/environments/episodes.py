@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlhf.core.batch import Begun, Rollouts
 from rlhf.core.errors import RunError
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 from rlhf.environments.environment import COUNTS, Answer, Calls, Example, asynchronous, checked, too_many_hang
 from rlhf.text.chat import unquoted
 

@@ -54,7 +54,7 @@ from rlhf.config.run import Direction, Pruner, Sampler, SearchConfig
 from rlhf.core import files
 from rlhf.core.errors import UserError
 from rlhf.core.formatting import figure
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 from rlhf.launch.command_line import parsed_overrides
 from rlhf.loggers.logger import Hook, StopRun
 from rlhf.runs.lock import locked

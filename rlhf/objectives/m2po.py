@@ -26,8 +26,8 @@ from torch import Tensor
 
 from rlhf.config.algorithms import M2POConfig, M2POForm
 from rlhf.core.batch import Batch
+from rlhf.core.launched import root
 from rlhf.core.metrics import selected
-from rlhf.core.numerics import root
 from rlhf.objectives.correction import clip_bound, largest_kept
 from rlhf.objectives.dapo import DAPO
 from rlhf.objectives.objective import old_or_behaviour, sampler_logprobs

@@ -42,8 +42,8 @@ from rlhf.config.algorithms import (
     PolicyGradientConfig,
 )
 from rlhf.core.batch import Batch, Outputs
+from rlhf.core.launched import derive
 from rlhf.core.metrics import Metrics, Stat, mean, selected
-from rlhf.core.numerics import derive
 from rlhf.objectives.correction import corrected, importance_weights, over_tokens
 from rlhf.objectives.objective import (
     Counts,

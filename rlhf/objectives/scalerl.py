@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rlhf.config.algorithms import Scale, ScaleRLConfig
 from rlhf.core.batch import Batch
+from rlhf.core.launched import root
 from rlhf.core.metrics import selected
-from rlhf.core.numerics import root
 from rlhf.objectives.advantages import centred
 from rlhf.objectives.grpo import GRPO
 from rlhf.objectives.objective import Counts

@@ -313,7 +313,7 @@ def evaluations(
         build_task,
         check_formats,
     )
-    from rlhf.core.numerics import derive
+    from rlhf.core.launched import derive
     from rlhf.generators.generator import ChunkedGenerator
     from rlhf.stages.run import THREADS
     from rlhf.training.evaluators import PolicyEvaluator

@@ -23,8 +23,8 @@ from rlhf.config.run import Resume
 from rlhf.core.errors import Interrupted, RunError, UserError, explained
 from rlhf.core.files import whole
 from rlhf.core.formatting import short_path
+from rlhf.core.launched import derive
 from rlhf.core.machine import keep_freed
-from rlhf.core.numerics import derive
 from rlhf.engines.engine import NonFinite
 from rlhf.loggers.logger import Hooks
 from rlhf.models.folder import CARD

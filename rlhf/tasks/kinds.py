@@ -22,7 +22,7 @@ from datasets.exceptions import DatasetGenerationError
 from rlhf.config.algorithms import Data
 from rlhf.config.tasks import PREFERENCE_COLUMNS, Difficulty
 from rlhf.core.errors import RunError, UserError
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 from rlhf.environments.environment import Example
 from rlhf.environments.episodes import FIRST_MESSAGE, first_messages
 from rlhf.environments.library import Calculator, GuessNumber

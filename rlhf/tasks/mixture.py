@@ -11,8 +11,8 @@ from datasets import Dataset, Features, Json, Value, concatenate_datasets
 
 from rlhf.config.schema import PARTS
 from rlhf.core.errors import UserError
+from rlhf.core.launched import derive
 from rlhf.core.metrics import How, Stat, mean
-from rlhf.core.numerics import derive
 from rlhf.tasks.files import different_forms
 from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted
 from rlhf.tasks.source import Source, is_text, temporary

@@ -25,7 +25,7 @@ from rlhf.config.algorithms import Data
 from rlhf.core.batch import Prompts
 from rlhf.core.errors import UserError
 from rlhf.core.files import vocabulary
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 from rlhf.tasks.mixture import PromptOrder, mixed_order
 from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted
 from rlhf.tasks.source import is_text, mapped

@@ -101,7 +101,10 @@ def set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
             f"model.chat_template must be a file with a Jinja template or {PLAIN} ({error}), got {chosen!r}; "
             f"set model.chat_template={PLAIN}"
         ) from None
-    if not text.strip() or _is_json(text):
+    with suppress(ValueError):
+        if isinstance(json.loads(text), dict):  # such as tokenizer_config.json
+            text = "{}"
+    if text.strip() in ("", "{}"):
         raise UserError(
             f"model.chat_template must be a file with a Jinja template or {PLAIN}, got {chosen}, "
             f"{'a JSON file; write its template alone to a file' if text.strip() else 'an empty file'}; "
@@ -110,14 +113,6 @@ def set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
     tokenizer.chat_template = text
     tokenizer.template_file = chosen  # for messages
     end_of_turn(tokenizer)  # raises an error if the file contains no template that formats a dialogue
-
-
-def _is_json(text: str) -> bool:
-    """Return whether a text is a JSON object, such as tokenizer_config.json."""
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
 
 
 def set_clock(tokenizer: PreTrainedTokenizerBase, clock: str | None) -> None:
@@ -283,7 +278,12 @@ def _refused(
     """
     other = "set model.chat_template=<file with a Jinja template>"
     dialogue = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWERS[0]}]
-    if all(_fails(tokenizer, dialogue[:turns], options) for turns in (1, 2)):
+    fits = 0
+    for turns in (1, 2):
+        with suppress(Exception):  # as in `formatted`
+            written(tokenizer, dialogue[:turns], **options)
+            fits += 1
+    if not fits:
         line = getattr(error, "lineno", None)
         own = getattr(tokenizer, "template_file", None) is not None
         return (
@@ -296,15 +296,6 @@ def _refused(
         f"model.chat_template must format every dialogue of the data (the template reports: {error}), got "
         f"the roles {roles} in {where}; change these messages, or {other}"
     )
-
-
-def _fails(tokenizer: PreTrainedTokenizerBase, messages: Messages, options: dict[str, Any]) -> bool:
-    """Return whether the chat template raises an error for messages."""
-    try:
-        written(tokenizer, messages, **options)
-    except Exception:  # as in `formatted`
-        return True
-    return False
 
 
 # Control tokens, which the chat template writes, and texts of the data, which must not become such tokens.
@@ -375,6 +366,11 @@ class _Lost:
     count: int = 0
     first: str = ""
 
+    def add(self, where: str) -> None:
+        """Count a dialogue, whose place is `where`."""
+        self.count += 1
+        self.first = self.first or where
+
 
 class Dialogues:
     """The chat template of a tokenizer, applied to whole dialogues; counts what the template does not write.
@@ -426,10 +422,9 @@ class Dialogues:
                 before an answer in another way than without it.
         """
         messages, answers, tools = self.quoted(messages, answers, tools)
-        prompt, shared, wholes = self._wholes(messages, answers, where, tools)
-        texts = self._texts(shared, wholes, answers)
+        prompt, shared, wholes, texts = self._wholes(messages, answers, where, tools)
         if shared != prompt:
-            self._note(self.shortened, where)
+            self.shortened.add(where)
         self.total += 1
         names = set(self._unwritten(messages, [], prompt, "", where, tools))
         for answer, whole, text in zip(answers, wholes, texts, strict=True):
@@ -452,7 +447,7 @@ class Dialogues:
                 )
             names |= unwritten
         for name in names:
-            self._note(self.lost[name], where)
+            self.lost[name].add(where)
         return prompt if prompt_only else shared, texts
 
     def episode(
@@ -498,8 +493,8 @@ class Dialogues:
     ) -> tuple[str, list[str]]:
         """Return what `write` returns, for sampled answers: nothing is counted, and no answer is refused."""
         messages, answers, tools = self.quoted(messages, answers, tools)
-        _, shared, wholes = self._wholes(messages, answers, where, tools)
-        return shared, self._texts(shared, wholes, answers)
+        _, shared, _, texts = self._wholes(messages, answers, where, tools)
+        return shared, texts
 
     def quoted(self, *values: Any) -> list[Any]:
         """Return messages and tools with marks at what would become control tokens; see `control`."""
@@ -507,26 +502,24 @@ class Dialogues:
 
     def _wholes(
         self, messages: Messages, answers: Sequence[Messages], where: str, tools: Tools
-    ) -> tuple[str, str, list[str]]:
-        """Return the prompt, the part that it shares with each whole dialogue, and the K whole dialogues."""
+    ) -> tuple[str, str, list[str], list[str]]:
+        """Return the prompt, what it shares with each dialogue, the K whole dialogues, and the K answers."""
         prompt = render(self.tokenizer, messages, where, tools)
         wholes = [
-            self._format([*messages, *answer], where, tools) if answer else prompt for answer in answers
+            formatted(self.tokenizer, [*messages, *answer], where, tools) if answer else prompt
+            for answer in answers
         ]
-        if all(whole.startswith(prompt) for whole in wholes):
-            return prompt, prompt, wholes
-        shared = self._shared(prompt, wholes)
-        if len(shared) < self._length(messages, prompt, where, tools):
+        whole_prompt = all(whole.startswith(prompt) for whole in wholes)
+        shared = prompt if whole_prompt else self._shared(prompt, wholes)
+        if not whole_prompt and len(shared) < self._length(messages, prompt, where, tools):
             raise UserError(
                 "model.chat_template must write the messages before an answer in the same way with and "
                 f"without the answer, got another text from character {len(shared):,} of {where} on; "
                 "leave that dialogue out, or set model.chat_template=<file with a Jinja template>"
             )
-        return prompt, shared, wholes
-
-    def _texts(self, shared: str, wholes: Sequence[str], answers: Sequence[Messages]) -> list[str]:
         rows = zip(wholes, answers, strict=True)
-        return [self._turn(whole[len(shared) :]) if answer else "" for whole, answer in rows]
+        texts = [self._turn(whole[len(shared) :]) if answer else "" for whole, answer in rows]
+        return prompt, shared, wholes, texts
 
     def warnings(self, prompt_only: bool = False) -> Iterator[str]:
         """Yield a sentence for each kind of content that the template does not write as it is in the data."""
@@ -543,13 +536,6 @@ class Dialogues:
 
     def _share(self, lost: _Lost) -> str:
         return f"{lost.count:,} of {self.total:,} dialogues (first: {lost.first})"
-
-    def _format(self, messages: Messages, where: str, tools: Tools) -> str:
-        return formatted(self.tokenizer, messages, where, tools)
-
-    def _note(self, lost: _Lost, where: str) -> None:
-        lost.count += 1
-        lost.first = lost.first or where
 
     def _shared(self, prompt: str, wholes: Sequence[str]) -> str:
         """Return the longest common start of all texts that ends at the end of a token of each of them."""
@@ -568,7 +554,7 @@ class Dialogues:
         The template may write another text behind all messages, if no reply follows. So the last content
         counts, too.
         """
-        whole = len(self._format(messages, where, tools).rstrip())
+        whole = len(formatted(self.tokenizer, messages, where, tools).rstrip())
         content = messages[-1]["content"].strip()
         place = prompt.rfind(content) if content else -1
         return whole if place < 0 else min(whole, place + len(content))
@@ -598,7 +584,12 @@ class Dialogues:
         contents = [message["content"].strip() for message in messages]
         marked = ""
         if any(content in text and content not in own for content in contents):
-            marked = self._marked(messages, before, where, tools)
+            ends = [
+                {**message, "content": message["content"].rstrip() + _MARK.format(number)}
+                for number, message in enumerate(messages)
+            ]
+            prompt = {} if before else {"add_generation_prompt": True}
+            marked = formatted(self.tokenizer, [*before, *ends], where, tools, **prompt)
         for number, (message, content) in enumerate(zip(messages, contents, strict=True)):
             # Without a mark, the text of another message may be the same, or the text of the template
             found = content in own or (content in text and _MARK.format(number) in marked)
@@ -611,15 +602,6 @@ class Dialogues:
                     yield f"{key} {of}"
         if tools and not before and self._same(text, messages, where, None, True):
             yield "tools"
-
-    def _marked(self, messages: Messages, before: Messages, where: str, tools: Tools) -> str:
-        """Return the text of `before` and `messages` with a mark behind each content of `messages`."""
-        marked = [
-            {**message, "content": message["content"].rstrip() + _MARK.format(number)}
-            for number, message in enumerate(messages)
-        ]
-        prompt = {} if before else {"add_generation_prompt": True}
-        return formatted(self.tokenizer, [*before, *marked], where, tools, **prompt)
 
     def _same(self, text: str, messages: Messages, where: str, tools: Tools, prompt: bool) -> bool:
         """Return whether the template writes `text` for the messages, too."""

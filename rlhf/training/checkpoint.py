@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class _NoSpace(Exception):
     """A checkpoint does not fit on the disk; the message is the system's error message."""
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """The newest `limit` checkpoints of a run, in folders `checkpoint-<update>`.
 
@@ -55,24 +57,16 @@ class Checkpoints:
         ranks: the ranks of the run; all ranks call `save` and `load`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        limit: int,
-        objective: Objective,
-        replay: Replay,
-        prompts: PromptOrder,
-        data: str,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        self.folder = folder
-        self.limit = limit
-        self.objective = objective
-        self.replay = replay
-        self.prompts = prompts
-        self.data = data
-        self.ranks = ranks
-        ranks.from_first(self.clear)
+    folder: Path
+    limit: int
+    objective: Objective
+    replay: Replay
+    prompts: PromptOrder
+    data: str
+    ranks: Ranks = ALONE
+
+    def __post_init__(self) -> None:
+        self.ranks.from_first(self.clear)
 
     def clear(self) -> None:
         """Remove the unfinished files and folders that a crash left behind."""

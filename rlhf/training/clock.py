@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from rlhf.config.schedule import Order, Stale, VirtualConfig
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 
 # A response that is being decoded, in pieces, and what samples the pieces.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ _POLL_S = 0.2  # seconds between checks for a signal while a generator in anothe
 Evaluator = Callable[[TrainState], Evaluation]
 
 
+@dataclass(eq=False)
 class PolicyEvaluator:
     """An evaluator of a policy, which samples near-greedy completions of held-out prompts.
 
@@ -63,35 +64,19 @@ class PolicyEvaluator:
         environment: the factory of environments, for the dialogues of the completions; None: no environment.
     """
 
-    def __init__(
-        self,
-        prompts: Prompts,
-        generator: Generator,
-        gold: Scorer | None,
-        scorer: Scorer | None,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerFast,
-        sampling: Sampling,
-        train_temperature: float,
-        pairs: HeldOutPairs | None = None,
-        parts: tuple[str, ...] = (),
-        phases: Phases | None = None,
-        environment: EnvironmentFactory | None = None,
-    ) -> None:
-        self.prompts = prompts
-        self.generator = generator
-        self.gold = gold
-        self.scorer = scorer
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.sampling = sampling
-        self.train_temperature = train_temperature
-        self.has_references = any(prompts.references)  # without references, all are ""
-        self.pairs = pairs
-        self.parts = parts
-        self.phases = phases or Phases()
-        self.environment = environment
-        self.judged_references: Scored | None = None
+    prompts: Prompts
+    generator: Generator
+    gold: Scorer | None
+    scorer: Scorer | None
+    engine: Engine
+    tokenizer: PreTrainedTokenizerFast
+    sampling: Sampling
+    train_temperature: float
+    pairs: HeldOutPairs | None = None
+    parts: tuple[str, ...] = ()
+    phases: Phases = field(default_factory=Phases)
+    environment: EnvironmentFactory | None = None
+    judged_references: Scored | None = field(default=None, init=False)
 
     def __call__(self, state: TrainState) -> Evaluation:
         """Return metrics and completions of the policy with its current weights."""
@@ -118,8 +103,10 @@ class PolicyEvaluator:
             gold = judged.scores
             columns["gold_score"] = gold.tolist()
             figures |= _average("eval/gold_score", gold.double())
-            if self.has_references:
-                references = self.judge_references(self.gold)
+            if any(self.prompts.references):  # without references, all are ""
+                if self.judged_references is None:  # the references keep their scores
+                    (self.judged_references,) = self.gold.scored(self.references())
+                references = self.judged_references
                 difference = (gold - references.scores).double().mean().item()
                 gold, reference = self.gold.compare(judged, references).T
                 columns |= {"gold_score": gold.tolist(), "reference_gold_score": reference.tolist()}
@@ -141,7 +128,13 @@ class PolicyEvaluator:
         if self.pairs is not None:
             figures = self.pairs.measure() | figures  # the accuracy of answers, if a judge checks answers
         if self.prompts.part is not None:
-            figures |= means_of_parts(self.parts, self.prompts.part, _values_of(columns, rollouts))
+            known = ("score", "gold_score")
+            values: dict[str, list[float]] = {name: columns[name] for name in known if name in columns}
+            if (reference := columns.get("reference_gold_score")) is not None:
+                pairs = zip(columns["gold_score"], reference, strict=True)
+                values["win_rate"] = [float(mine > theirs) for mine, theirs in pairs]
+            values["response_tokens"] = rollouts.response_mask.sum(-1)[:, 0].tolist()
+            figures |= means_of_parts(self.parts, self.prompts.part, values)
         columns |= {name: [*map(in_float32, columns[name])] for name in columns if "score" in name}
         rows = zip(*columns.values(), strict=True)
         samples = [dict(zip(columns, row, strict=True)) for row in rows]
@@ -164,12 +157,6 @@ class PolicyEvaluator:
                     if future.done():  # the error of the generator
                         raise
                     done(0)
-
-    def judge_references(self, gold: Scorer) -> Scored:
-        """Return the reference responses with the judge's scores; computed at the first call only."""
-        if self.judged_references is None:
-            (self.judged_references,) = gold.scored(self.references())
-        return self.judged_references
 
     def references(self) -> Rollouts:
         """Return the reference responses as rollouts, without truncation."""
@@ -202,26 +189,12 @@ def last_messages(dialogues: list[list[dict[str, str]]] | None) -> list[str] | N
     return None if dialogues is None else [str(turns[-1].get("content") or "") for turns in dialogues]
 
 
-def _values_of(columns: dict[str, list[Any]], rollouts: Rollouts) -> dict[str, list[float]]:
-    """Return the values of held-out prompts of which `means_of_parts` computes means.
-
-    Args:
-        columns: the columns of the samples, with the scores that are known.
-        rollouts: one response per prompt.
-    """
-    scores = ("score", "gold_score")
-    found: dict[str, list[float]] = {name: columns[name] for name in scores if name in columns}
-    if (references := columns.get("reference_gold_score")) is not None:
-        gold = columns["gold_score"]
-        found["win_rate"] = [float(a > b) for a, b in zip(gold, references, strict=True)]
-    return found | {"response_tokens": rollouts.response_mask.sum(-1)[:, 0].tolist()}
-
-
 def _average(name: str, values: Tensor) -> Row:
     """Return the mean of values [N] as metric `name`, with the bounds of its 95 % interval if N > 1."""
     return with_bounds(name, values.mean().item(), mean_bounds(values.tolist()))
 
 
+@dataclass(eq=False)
 class HeldOutPairs:
     """Held-out preference pairs, on which a policy that DPO trains on stored pairs is measured.
 
@@ -231,11 +204,10 @@ class HeldOutPairs:
         engine: engine with policy and reference model.
     """
 
-    def __init__(self, pairs: Rollouts, objective: OnlineDPO, engine: Engine) -> None:
-        self.pairs = pairs
-        self.objective = objective
-        self.engine = engine
-        self.ref_logprobs: Tensor | None = None
+    pairs: Rollouts
+    objective: OnlineDPO
+    engine: Engine
+    ref_logprobs: Tensor | None = field(default=None, init=False)
 
     def measure(self) -> Row:
         """Return loss, accuracy and margin of the policy with its current weights."""
@@ -248,6 +220,7 @@ class HeldOutPairs:
         return figures | rate("eval/accuracy", figures["eval/accuracy"], len(self.pairs))
 
 
+@dataclass(eq=False)
 class RewardEvaluator:
     """An evaluator of a reward model on held-out pairs; equal rewards count as a wrong preference.
 
@@ -256,9 +229,8 @@ class RewardEvaluator:
         engine: engine with the reward model.
     """
 
-    def __init__(self, pairs: Rollouts, engine: Engine) -> None:
-        self.pairs = pairs
-        self.engine = engine
+    pairs: Rollouts
+    engine: Engine
 
     def __call__(self, state: TrainState) -> Evaluation:
         """Return metrics of the reward model with its current weights."""

@@ -21,8 +21,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf.config.schedule import ClockConfig, Dropped, Order, Unit, VirtualConfig
 from rlhf.core.batch import Batch, Begun, Prompts, Rollouts, concatenated, grouped
+from rlhf.core.launched import derive
 from rlhf.core.metrics import How, Metrics, Stat
-from rlhf.core.numerics import derive
 from rlhf.environments.environment import LIMITS
 from rlhf.generators.hf.generator import uniforms
 from rlhf.training import clock

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rlhf.config.schedule import ScheduleConfig
 from rlhf.core.batch import Batch, Prompts, R, Rollouts, Sampling, concatenated
+from rlhf.core.launched import derive
 from rlhf.core.metrics import How, Metrics, Stat, mean
-from rlhf.core.numerics import derive
 from rlhf.core.state import TrainState
 from rlhf.generators.generator import Generator
 from rlhf.terminal.progress import Phases
@@ -315,6 +315,7 @@ def unpack(packed: dict[str, Any]) -> Rollouts:
 ONCE = frozenset({"ref_logprobs"})  # needs that are computed once per prompt: no trained weights are used
 
 
+@dataclass(eq=False)
 class Replay:
     """A buffer of the last `size` rollout batches, from which the batch of each update is drawn.
 
@@ -327,11 +328,12 @@ class Replay:
         pad_id: token id of padding.
     """
 
-    def __init__(self, size: int, seed: int, pad_id: int) -> None:
-        self.size = size
-        self.seed = seed
-        self.pad_id = pad_id
-        self.earlier: deque[Batch] = deque(maxlen=size - 1)  # batches before the new batch, oldest first
+    size: int
+    seed: int
+    pad_id: int
+
+    def __post_init__(self) -> None:
+        self.earlier: deque[Batch] = deque(maxlen=self.size - 1)  # before the new batch, oldest first
 
     def __call__(self, new: Batch) -> tuple[Batch, Metrics]:
         """Add a batch to the buffer, and return the batch to train on and its metrics.

@@ -14,7 +14,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 import rlhf.stages.run  # noqa: F401  as the process that forks the runs of a study
 from rlhf.assembly.models import build_device
 from rlhf.core.errors import UserError
-from rlhf.core.numerics import root
+from rlhf.core.launched import root
 from rlhf.words.compose import compose
 
 RUN = ["algo=dpo", "model=pythia", "backend.device=cpu"]

@@ -83,7 +83,7 @@ def test_stages_are_portable_too_and_the_name_of_a_run_says_it():
 
 
 def test_no_function_is_used_that_mkl_begins_with_an_approximation_of_the_processor():
-    """Such functions are sqrt, atan and log10; `rlhf.core.numerics.root` is right on all processors."""
+    """Such functions are sqrt, atan and log10; `rlhf.core.launched.root` is right on all processors."""
     used = re.compile(r"\.(sqrt|atan|log10)_?\(\)|torch\.(sqrt|atan|log10)\(")
     folders = ("objectives", "models", "engines", "training", "generators", "scorers")
     for name, path in MODULES.items():

@@ -1,10 +1,26 @@
-"""Formatting of numbers, durations, paths, and texts that must fit a width."""
+"""Formatting of numbers, durations, paths and texts that must fit a width, scores, and intervals."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from rlhf.core.formatting import clock, figure, fitting, lines_of, short_path, shortened
+from rlhf.core.formatting import (
+    as_score,
+    bounds,
+    clock,
+    figure,
+    fitting,
+    in_float32,
+    lines_of,
+    mean_bounds,
+    rate,
+    short_path,
+    shortened,
+    text,
+    wilson,
+)
 
 
 @pytest.mark.parametrize(
@@ -63,3 +79,59 @@ def test_paths_below_the_current_folder_are_relative(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert short_path(tmp_path / "outputs" / "run") == "outputs/run"
     assert short_path(Path("outputs")) == "outputs" and short_path(Path("/outputs")) == "/outputs"
+
+
+@pytest.mark.parametrize("value", [0.1, np.float64(0.1), np.float32(0.1), torch.tensor(0.1), np.array(0.1)])
+def test_a_number_of_any_type_is_the_decimal_that_it_was_made_from(value):
+    assert as_score(value) == 0.1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, np.float32("nan"), "1", None, [1]])
+def test_what_is_no_finite_number_in_float32_is_no_score(value):
+    assert as_score(value) is None
+
+
+def test_exact_numbers_do_not_change():
+    for value in (511 / 512, 16777217, 1 / 3, -0.05000000074505806):
+        assert as_score(value) == value
+
+
+@pytest.mark.parametrize("value", [-0.05000000074505806, 1 / 3, 1e-30, 3.4e38, 16777216.0, 0.0])
+def test_the_shortest_decimal_is_the_same_float32(value):
+    short = in_float32(value)
+    assert np.float32(short) == np.float32(value) and len(repr(short)) <= len(repr(value))
+
+
+@pytest.mark.parametrize(  # Newcombe, Statistics in Medicine 17 (1998), table I, method 3
+    ("successes", "count", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilson_interval_matches_published_values(successes, count, low, high):
+    assert wilson(successes / count, count) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_interval_without_observations_is_zero_to_one():
+    assert wilson(0.0, 0) == (0.0, 1.0)
+
+
+def test_a_rate_has_the_bounds_of_its_own_wilson_interval_which_is_not_centred_and_ends_at_1():
+    row = rate("eval/win_rate", 1.0, 256)
+    assert [*row] == ["eval/win_rate", "eval/win_rate_low", "eval/win_rate_high"]
+    assert [*row.values()] == pytest.approx([1.0, 0.98522, 1.0], abs=5e-6)
+    assert text(row, "eval/win_rate") == "1.000 [0.985, 1.000]"
+    assert bounds(rate("x", 61 / 64, 64), "x") == pytest.approx((0.87100, 0.98393), abs=5e-6)
+
+
+def test_rows_of_earlier_versions_with_half_the_width_have_an_interval_too():
+    assert bounds({"eval/score": 0.5, "eval/score_ci95": 0.125}, "eval/score") == (0.375, 0.625)
+    assert text({"eval/score": 0.5, "eval/score_ci95": 0.125}, "eval/score") == "0.500 [0.375, 0.625]"
+    assert text({"x": -15.8, "x_low": -17.694, "x_high": 1.076}, "x") == "-15.80 [-17.7, 1.08]"
+    assert bounds({"eval/score": 0.5}, "eval/score") is None and text({}, "eval/score") == ""
+
+
+def test_the_interval_of_a_mean_is_1_96_standard_errors_to_both_sides():
+    values = [1.0, 2.0, 3.0, 4.0]  # standard deviation 1.290994, standard error 0.645497
+    assert mean_bounds(values) == pytest.approx(
+        (2.5 - 1.959964 * 0.645497, 2.5 + 1.959964 * 0.645497), rel=1e-5
+    )
+    assert mean_bounds([2.0, 2.0]) == (2.0, 2.0) and mean_bounds([1.0]) is None

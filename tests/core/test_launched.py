@@ -26,28 +26,20 @@ def launch(monkeypatch):
     return launch
 
 
-def test_a_process_without_a_launcher_is_the_only_rank(launch):
-    launch()
-    assert (rank(), world_size(), local_rank(), local_world_size(), is_first_rank()) == (0, 1, 0, 1, True)
-
-
-def test_a_launcher_numbers_the_ranks(launch):
-    launch(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4")
-    assert (rank(), world_size(), local_rank(), local_world_size(), is_first_rank()) == (5, 8, 1, 4, False)
-
-
-def test_local_world_size_is_world_size_unless_the_launcher_sets_it(launch):
-    launch(WORLD_SIZE="4")
-    assert local_world_size() == 4
-    launch(WORLD_SIZE="4", LOCAL_SIZE="2")  # DeepSpeed's launcher
-    assert local_world_size() == 2
-
-
-def test_only_slurm_task_zero_is_first_rank_before_rank_variables_are_set(launch):
-    launch(SLURM_PROCID="3")
-    assert not is_first_rank() and rank() == 0
-    launch(SLURM_PROCID="3", RANK="0")
-    assert is_first_rank()
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (0, 1, 0, 1, True)),  # no launcher
+        ({"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}, (5, 8, 1, 4, False)),
+        ({"WORLD_SIZE": 4}, (0, 4, 0, 4, True)),  # all ranks are here unless the launcher says otherwise
+        ({"WORLD_SIZE": 4, "LOCAL_SIZE": 2}, (0, 4, 0, 2, True)),  # DeepSpeed's launcher
+        ({"SLURM_PROCID": 3}, (0, 1, 0, 1, False)),  # before the variables of the rank are set
+        ({"SLURM_PROCID": 3, "RANK": 0}, (0, 1, 0, 1, True)),
+    ],
+)
+def test_rank_and_numbers_of_ranks_are_those_of_the_launcher(launch, variables, expected):
+    launch(**{name: str(value) for name, value in variables.items()})
+    assert (rank(), world_size(), local_rank(), local_world_size(), is_first_rank()) == expected
 
 
 def test_ranks_without_the_address_of_the_first_rank_cannot_connect(launch):

@@ -1,15 +1,15 @@
-"""The progress display: a live bar, plain lines at intervals, or no output."""
+"""The progress display, the stages of a command, and the nested phases of an update."""
 
 import io
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from rlhf.terminal import progress as module
-from rlhf.terminal import progress as stages
 from rlhf.terminal.progress import Phases, ProgressDisplay, Stages, progress
 
 ITEMS = ["reward 1.460", "KL 0.644", "accuracy 0.710", "5,120 episodes", "win rate 0.820 at update 24"]
@@ -18,7 +18,7 @@ ITEMS = ["reward 1.460", "KL 0.644", "accuracy 0.710", "5,120 episodes", "win ra
 @pytest.fixture
 def lines(monkeypatch):
     printed = []
-    monkeypatch.setattr(module, "say", printed.append)
+    monkeypatch.setattr(module, "say", lambda text, style=None: printed.append(text))
     return printed
 
 
@@ -28,6 +28,9 @@ def seconds(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     return now
+
+
+NAMES = ["SFT model", "reward model", "dpo tldr_mini"]
 
 
 def screen(display: ProgressDisplay, width: int, encoding: str = "utf-8") -> list[str]:
@@ -190,13 +193,13 @@ def test_auto_is_plain_without_a_terminal_even_with_forced_colors(lines, monkeyp
 def test_auto_is_plain_if_jobs_in_parallel_share_the_terminal(monkeypatch):
     terminal = SimpleNamespace(is_interactive=True, file=SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(module, "console", terminal)
-    monkeypatch.setattr(stages, "job", "job 2 ")
+    monkeypatch.setattr(module, "job", "job 2 ")
     assert ProgressDisplay("dpo", 1, "auto").mode == "plain"
 
 
 def test_the_time_of_all_stages_is_estimated_once(lines, seconds):
     with Stages(["SFT model", "preference pairs", "dpo"]).enter(1):
-        display = ProgressDisplay(stages.title("sft"), 10, "plain")
+        display = ProgressDisplay(module.title("sft"), 10, "plain")
         for second in (1, 2, 3):
             seconds[0] = second
             display.update(second)
@@ -210,3 +213,106 @@ def test_the_last_stage_shows_no_time_of_all_stages(lines, seconds):
         seconds[0] = 10.0
         advance()
     assert lines == ["[2/2] sampling  1/2  0:10 left"]
+
+
+def test_stages_print_number_folder_and_time(lines):
+    made = Stages(NAMES)
+    with made.run(1, Path("a")):
+        assert module.prefix() == "[1/3] " and module.title("sft") == "[1/3] SFT model"
+    made.skip(2, Path("b"))
+    assert lines == [
+        "[1/3] SFT model: a",
+        "[1/3] SFT model: done in 0:00",
+        "[2/3] reward model: finished, in b",
+    ]
+    assert module.current is None and made.outermost
+
+
+def test_a_later_stage_is_expected_to_last_as_long_as_the_mean_of_the_stages_so_far(lines, seconds):
+    made = Stages(["a", "b", "c", "d"])
+    made.skip(1, Path("a"))
+    for number, second, left, total in ((2, 6.0, 4.0, 30.0), (3, 20.0, 20.0, 60.0), (4, 50.0, 1.0, None)):
+        with made.enter(number):
+            seconds[0] = second
+            assert module.current.total_s(left) == total
+
+
+def test_a_run_that_is_a_stage_keeps_the_number_of_the_stage(lines):
+    with Stages(["RLHF", "evaluation"]).run(1, Path("a")):
+        inner = Stages(NAMES)
+        inner.skip(1, Path("b"))
+        assert inner.prefix(3) == "[1/2] " and not inner.outermost
+        with inner.enter(3):
+            assert module.title("dpo tldr_mini") == "[1/2] RLHF"
+    assert lines == ["[1/2] RLHF: a", "[1/2] RLHF: done in 0:00"]
+
+
+def test_a_command_with_one_stage_has_no_numbers():
+    with Stages(["dpo tldr_mini"]).enter(1):
+        assert module.prefix() == "" and module.title("dpo of pythia") == "dpo of pythia"
+
+
+def test_titles_of_jobs_in_parallel_begin_with_the_number_of_the_job(lines, monkeypatch):
+    monkeypatch.setattr(module, "job", "job 2 ")
+    made = Stages(["SFT model", "dpo tldr_mini"])
+    with made.run(1, Path("a")):
+        assert module.prefix() == "job 2 [1/2] " and module.title("sft") == "job 2 [1/2] SFT model"
+    assert made.prefix(2) == "job 2 [2/2] " and lines[0] == "job 2 [1/2] SFT model: a"
+    with Stages(["dpo"]).enter(1):
+        assert module.title("dpo tldr_mini") == "job 2 dpo tldr_mini"
+
+
+def test_a_failed_stage_is_not_reported_as_done(lines):
+    with pytest.raises(ZeroDivisionError), Stages(NAMES).run(1, Path("a")):
+        raise ZeroDivisionError
+    assert lines == ["[1/3] SFT model: a"] and module.current is None
+
+
+def test_the_text_has_the_finished_units_of_every_phase():
+    phases = Phases()
+    assert phases.text() == ""
+    with phases("evaluating"), phases("sampling", 1024) as sampled:
+        sampled(256)
+        with phases("token", 53) as token:
+            token()
+            token()
+            assert phases.text() == "evaluating, sampling 256/1,024, token 2/53"
+        assert phases.text() == "evaluating, sampling 256/1,024"
+    assert phases.text() == ""
+
+
+def test_an_inner_phase_of_one_unit_is_left_out():
+    phases = Phases()
+    with phases("training", 4), phases("micro-batch", 1):
+        assert phases.text() == "training 0/4"
+    with phases("training", 1), phases("micro-batch", 8):
+        assert phases.text() == "training, micro-batch 0/8"
+
+
+def test_a_phase_without_units_shows_its_seconds(seconds):
+    phases = Phases()
+    with phases("scoring"):
+        assert phases.text() == "scoring"
+        seconds[0] = 75.0
+        assert phases.text() == "scoring 1:15"
+
+
+def test_more_units_than_expected_are_not_shown():
+    phases = Phases()
+    with phases("log-probs", 4) as done:
+        done(6)
+        assert phases.text() == "log-probs 4/4"
+
+
+def test_a_phase_ends_with_an_exception_that_is_raised_between_units_of_an_inner_phase():
+    phases, calls = Phases(), []
+
+    def stop():
+        calls.append(phases.text())
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), phases("evaluating", between=stop), phases("token", 9) as token:
+        for _ in range(9):
+            token()
+    assert calls == ["evaluating, token 1/9", "evaluating, token 2/9"] and phases.text() == ""

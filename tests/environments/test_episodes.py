@@ -10,7 +10,7 @@ import torch
 from rlhf.config.models import Dtype
 from rlhf.core.batch import Begun, Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 from rlhf.environments.environment import Answer, EnvironmentFactory, Turns
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.hf.generator import HFGenerator, HFSamplerFactory, HFSettings, uniforms

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from rlhf.config.generators import HFConfig
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.errors import UserError
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 from rlhf.generators.hf import decoding
 from rlhf.generators.hf import generator as sampling
 from rlhf.generators.hf.decoding import GROUPED, grouped_attention

@@ -13,7 +13,7 @@ import torch
 
 from rlhf.core.batch import Begun, Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 from rlhf.generators.servers import server as servers
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.process import ABORT, GENERATE, LOAD, STATUS

@@ -56,55 +56,6 @@ def test_headers_state_names_shapes_and_dtypes(folder):
     assert opened(folder).tensors == found
 
 
-@pytest.mark.parametrize("keep", [0, 5, 100, -1])
-def test_truncated_weights_are_refused(folder, keep):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
-    assert f"model.safetensors is truncated or no safetensors file: {file.stat().st_size:,} bytes" in problem(
-        folder
-    )
-
-
-def test_weights_that_are_not_safetensors_are_refused(folder):
-    (folder / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"[]")
-    assert "no safetensors file" in problem(folder)
-
-
-def test_a_missing_file_of_several_is_named(folder):
-    shard(folder)[1].unlink()
-    assert "no model-2.safetensors" in problem(folder)
-
-
-def test_a_tensor_that_only_the_index_lists_is_named(folder):
-    first, _ = shard(folder)
-    write_weights(first, {"model.norm.weight": (4,)})
-    assert "model-1.safetensors lacks the tensor lm_head.weight" in problem(folder)
-
-
-def test_a_damaged_index_is_refused(folder):
-    shard(folder)
-    (folder / INDEX).write_text("{}")
-    assert "has no weight_map" in problem(folder)
-
-
-def test_weights_without_index_and_other_formats_are_refused(folder):
-    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
-    assert f"neither model.safetensors nor {INDEX}" in problem(folder)
-    (folder / "consolidated.safetensors").rename(folder / "pytorch_model.bin")
-    assert "no *.safetensors, only pytorch_model.bin; reading other formats can execute" in problem(folder)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"],
-)
-def test_a_missing_tensor_is_named(folder, name):
-    shapes = {**TENSORS, **HEAD}
-    del shapes[name]
-    write_weights(folder / "model.safetensors", shapes)
-    assert f"the weights lack {name}" in problem(folder)
-
-
 def test_tensors_are_compared_only_for_models_whose_blocks_are_alike(tmp_path):
     shapes = {**TENSORS, **HEAD}
     del shapes["model.layers.1.mlp.up_proj.weight"]
@@ -112,6 +63,68 @@ def test_tensors_are_compared_only_for_models_whose_blocks_are_alike(tmp_path):
     assert folder_problem("model.policy", other) is None
     more = Path(write_model(tmp_path / "more", num_hidden_layers=3))
     assert "the weights lack model.layers.2.input_layernorm.weight" in problem(more)
+
+
+def written(name: str, content: bytes):
+    """Return a function that writes a file of a folder."""
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def truncated(keep: int):
+    def cut(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:keep])
+
+    return cut
+
+
+def without(name: str):
+    """Return a function that writes weights that lack a tensor."""
+    shapes = {key: shape for key, shape in {**TENSORS, **HEAD}.items() if key != name}
+    return lambda folder: write_weights(folder / "model.safetensors", shapes)
+
+
+def renamed(name: str):
+    return lambda folder: (folder / "model.safetensors").rename(folder / name)
+
+
+def as_integers(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content.replace(b'"F32"', b'"I32"'))
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"
+NO_TYPE = json.dumps({key: value for key, value in LLAMA.items() if key != "model_type"}).encode()
+DEFECTS = {
+    "empty": (truncated(0), "model.safetensors is truncated or no safetensors file: 0 bytes"),
+    "header": (truncated(100), "model.safetensors is truncated or no safetensors file: 100 bytes"),
+    "last byte": (truncated(-1), "model.safetensors is truncated"),
+    "other": (written("model.safetensors", b"\x02" + bytes(7) + b"[]"), "no safetensors file"),
+    "shard": (lambda folder: shard(folder)[1].unlink(), "no model-2.safetensors"),
+    "index": (
+        lambda folder: write_weights(shard(folder)[0], {"model.norm.weight": (4,)}),
+        "model-1.safetensors lacks the tensor lm_head.weight",
+    ),
+    "no map": (lambda folder: (shard(folder), (folder / INDEX).write_text("{}")), "has no weight_map"),
+    "no index": (renamed("consolidated.safetensors"), f"neither model.safetensors nor {INDEX}"),
+    "pickle": (renamed("pytorch_model.bin"), "only pytorch_model.bin; reading other formats can execute"),
+    "block": (without("model.layers.1.mlp.up_proj.weight"), "the weights lack model.layers.1.mlp.up_proj"),
+    "head": (without("lm_head.weight"), "the weights lack lm_head.weight"),
+    "integers": (as_integers, "the weights are integers (I32)"),
+    "no JSON": (written("config.json", b"nonsense"), "config.json is not a JSON object"),
+    "list": (written("config.json", b"[]"), "config.json is not a JSON object"),
+    "no type": (written("config.json", NO_TYPE), "config.json has no model_type"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    "weights of LFS": (written("model.safetensors", LFS), "is a pointer of Git LFS, not the weights"),
+    "config of LFS": (written("config.json", LFS), "config.json is a pointer of Git LFS; run: git lfs pull"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_damaged_or_incomplete_folder_is_refused_and_the_defect_is_named(folder, defect):
+    change, said = DEFECTS[defect]
+    change(folder)
+    assert said in problem(folder)
 
 
 def change_a_byte(file: Path, tensor: str, place: int) -> None:
@@ -144,13 +157,6 @@ def test_a_head_with_other_values_than_the_embeddings_that_are_stated_as_its_own
     assert folder_problem("model.policy", str(tmp_path / "other")) is None
 
 
-@pytest.mark.parametrize("key", ["model.base", "model.reference", "model.reward", "scorer.path"])
-def test_every_model_of_a_run_is_checked_for_two_heads(tmp_path, key):
-    folder = write_model(tmp_path / "model", tie_word_embeddings=True)
-    change_a_byte(tmp_path / "model" / "model.safetensors", "lm_head.weight", 0)
-    assert "config.json ties the output head" in str(folder_problem(key, folder))
-
-
 def test_a_model_of_any_type_lacks_a_head_that_config_json_states(tmp_path):
     own = {"model_type": "other", "text_config": {"tie_word_embeddings": False}}
     stated = {**own, "tie_word_embeddings": None}
@@ -167,32 +173,6 @@ def test_linear_layers_are_the_matrices_of_the_blocks(folder):
     assert not any("norm" in name or "lm_head" in name or "embed" in name for name in layers)
 
 
-def test_a_broken_config_is_refused(folder):
-    for text in ("nonsense", "[]"):
-        (folder / "config.json").write_text(text)
-        assert "config.json is not a JSON object" in problem(folder)
-    (folder / "config.json").unlink()
-    assert "no config.json" in problem(folder)
-
-
-def test_a_config_without_model_type_is_refused(folder):
-    config = {key: value for key, value in LLAMA.items() if key != "model_type"}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert "config.json has no model_type" in problem(folder)
-
-
-def test_a_pointer_of_git_lfs_is_recognised(folder):
-    for name in ("model.safetensors", "config.json"):
-        (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
-        assert f"{name} is a pointer of Git LFS" in problem(folder) and "git lfs pull" in problem(folder)
-
-
-def test_weights_of_integers_are_refused(folder):
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content.replace(b'"F32"', b'"I32"'))
-    assert "the weights are integers (I32)" in problem(folder)
-
-
 def test_the_remedy_names_the_model_that_is_meant(folder, tmp_path):
     assert f"did you mean model.policy={folder}?" in problem(folder / "model.safetensors")
     other = folder.rename(tmp_path / "mine")
@@ -200,16 +180,11 @@ def test_the_remedy_names_the_model_that_is_meant(folder, tmp_path):
     assert "did you mean key=org/name?" in str(folder_problem("key", "https://huggingface.co/org/name"))
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert "is a link to" in problem(tmp_path / "link")
-
-
-def test_a_gguf_file_is_no_model(tmp_path):
-    (tmp_path / "mine-q4.gguf").write_bytes(b"GGUF")
-    assert "mine-q4-safetensors" in problem(tmp_path), "the command that makes a folder of the file"
-
-
-def test_a_run_folder_is_recognised(tmp_path):
     write_model(tmp_path / "run" / "model")
     assert problem(tmp_path / "run").endswith(f"set model.policy={tmp_path}/run/model")
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "mine-q4.gguf").write_bytes(b"GGUF")
+    assert "mine-q4-safetensors" in problem(tmp_path / "gguf"), "the command that makes a folder of the file"
 
 
 def test_an_adapter_folder_is_recognised_and_the_merge_is_proposed(tmp_path):
@@ -241,12 +216,27 @@ def test_the_vocabulary_and_the_special_tokens_of_a_tokenizer_are_read(folder):
     assert found.template is not None and found.special["eos_token"] == "c"
 
 
-def test_special_tokens_that_a_class_may_add_are_unknown(folder):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "tokenizer.json is not a tokenizer (it lacks 'model')"),
+        ('{"model": {"vocab": {}}, "added_tokens": []}', "tokenizer.json is not a tokenizer (no tokens)"),
+        ('{"model": {"vocab": 3}, "added_tokens": []}', "tokenizer.json is not a tokenizer (no tokens)"),
+        ('{"model": {"vocab": {"a": "b"}}, "added_tokens": []}', "a token id is not a number"),
+        ('{"model":', "tokenizer.json is not a JSON object"),
+        (None, "no tokenizer.json"),
+    ],
+)
+def test_a_broken_or_missing_tokenizer_is_reported(folder, content, message):
+    file = folder / "tokenizer.json"
+    file.unlink() if content is None else file.write_text(content)
+    found = opened(folder)
+    assert found.tokenizer is None and message in str(found.tokenizer_defect)
+
+
+def test_what_the_files_of_a_tokenizer_do_not_state_is_unknown(folder):
     write_tokenizer(folder, tokenizer_class="LlamaTokenizer", eos_token=None)
-    assert "eos_token" not in opened(folder).tokenizer.special
-
-
-def test_a_tokenizer_in_another_format_is_not_read(folder):
+    assert "eos_token" not in opened(folder).tokenizer.special, "the class may add it"
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
     assert opened(folder).tokenizer is None
 
@@ -255,27 +245,6 @@ def test_a_changed_tokenizer_is_read_again(folder):
     assert "new" not in opened(folder).tokenizer.ids
     write_tokenizer(folder, (*TOKENS, "new"))
     assert opened(folder).tokenizer.ids["new"] == 6
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{}", "tokenizer.json is not a tokenizer (it lacks 'model')"),
-        ('{"model": {"vocab": {}}, "added_tokens": []}', "tokenizer.json is not a tokenizer (no tokens)"),
-        ('{"model": {"vocab": 3}, "added_tokens": []}', "tokenizer.json is not a tokenizer (no tokens)"),
-        ('{"model": {"vocab": {"a": "b"}}, "added_tokens": []}', "a token id is not a number"),
-        ('{"model":', "tokenizer.json is not a JSON object"),
-    ],
-)
-def test_a_broken_tokenizer_is_reported(folder, text, message):
-    (folder / "tokenizer.json").write_text(text)
-    found = opened(folder)
-    assert found.tokenizer is None and message in str(found.tokenizer_defect)
-
-
-def test_a_missing_tokenizer_is_reported(folder):
-    (folder / "tokenizer.json").unlink()
-    assert opened(folder).tokenizer_defect == "no tokenizer.json"
 
 
 def test_a_head_that_the_class_of_a_model_ties_by_default_is_refused_when_it_is_loaded(tmp_path):

@@ -72,9 +72,6 @@ def golden_rollouts(name: str = "batch_k2") -> tuple[Rollouts, dict[str, np.ndar
     ), arrays
 
 
-# Policy
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_are_log_softmax_of_the_models_own_logits(kind):
     batch, policy = tiny_rollouts(), Policy(tiny_lm(kind), temperature=0.7, shared_prefix=True)
@@ -218,9 +215,6 @@ def test_wrapping_changes_neither_state_dict_nor_tied_weights():
     assert torch.equal(model(torch.tensor([[5, 6, 7]])).logits, logits)
 
 
-# Reward and value models
-
-
 def own_reward(model, prompt, response):
     """Return the reward of the Hugging Face forward of the sequence without padding."""
     return model(input_ids=torch.cat([prompt, response])[None]).logits[0, 0]
@@ -242,6 +236,9 @@ def test_rewards_are_centred_by_the_offset_in_the_config():
     before = RewardModel(model, True)(batch).rewards
     model.config.reward_offset = 1.5
     torch.testing.assert_close(RewardModel(model, True)(batch).rewards, before - 1.5)
+    values = ValueModel(model, True)(batch).values
+    last = values.gather(-1, batch.response_mask.sum(-1, keepdim=True))[..., 0]
+    torch.testing.assert_close(last, before - 1.5)
 
 
 @pytest.mark.parametrize("shared_prefix", [False, True])
@@ -256,14 +253,6 @@ def test_the_value_of_a_state_is_the_classifier_output_for_the_text_so_far(kind,
                     expected = own_reward(model, prompt, response[:t])
                     torch.testing.assert_close(values[n, k, t], expected, rtol=1e-4, atol=1e-4)
     assert values.shape == (*batch.response_ids.shape[:2], batch.response_ids.shape[2] + 1)
-
-
-def test_the_last_value_of_a_reward_model_is_its_reward():
-    model, batch = tiny_classifier(), tiny_rollouts()
-    model.config.reward_offset = 0.7
-    values = ValueModel(model, True)(batch).values
-    last = values.gather(-1, batch.response_mask.sum(-1, keepdim=True))[..., 0]
-    torch.testing.assert_close(last, RewardModel(model, True)(batch).rewards)
 
 
 def test_actor_critic_outputs_equal_the_outputs_of_actor_and_critic():
@@ -290,9 +279,6 @@ def test_golden_rewards_equal_the_hugging_face_forward_on_the_padded_batch(share
             position_ids=mask.long().cumsum(1) - mask.long(),
         ).logits.view(n, k)
     torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
-
-
-# Loading
 
 
 @pytest.fixture
@@ -405,9 +391,6 @@ def test_a_new_reward_model_has_the_backbone_of_the_lm_and_a_random_head(tmp_pat
     assert drawn[0].config.num_labels == 1 and drawn[0].config.pad_token_id == 0
 
 
-# Nano models
-
-
 def test_a_nano_model_has_the_configured_size_and_special_tokens():
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
@@ -419,9 +402,6 @@ def test_a_nano_model_has_the_configured_size_and_special_tokens():
     assert model.dtype == torch.float32 and config.hidden_dropout == 0
     logits = model(torch.arange(2, 20)[None]).logits
     assert 0.7 < logits.std() < 1.4  # unit scale, so that the first loss is near log V + 1 / 2
-
-
-# Checks of model folders
 
 
 def test_a_local_folder_is_distinguished_from_a_hub_name(tmp_path, monkeypatch):
@@ -441,6 +421,9 @@ def test_hub_names_and_folders_of_unknown_types_have_no_problem(folder, tmp_path
 
 def test_prompt_and_response_must_fit_the_context(folder):
     assert on_this_machine(folder).context == 128 and on_this_machine("EleutherAI/pythia-410m") is None
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    dynamic = tiny_config("llama", rope_parameters=rope)
+    assert check_context(dynamic, 100, 28) is None and "<= 128" in check_context(dynamic, 100, 29)
     config = tiny_lm().config
     assert check_context(config, 100, 28) is None
     assert check_context(config, 100, 29).endswith("got 100 + 29 = 129; set generator.response_length=28")
@@ -470,8 +453,3 @@ def test_a_sequence_must_fit_the_original_context_of_longrope(config):
 @pytest.mark.parametrize("rope", [None, {"rope_type": "default"}, {"rope_type": "llama3", "factor": 8.0}])
 def test_other_position_encodings_have_no_original_context(rope):
     assert rope_problem({"rope_scaling": rope, "max_position_embeddings": 64}, 1000, 1000) is None
-
-
-def test_a_sequence_of_a_model_with_dynamic_rope_must_fit_its_context():
-    config = tiny_config("llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
-    assert check_context(config, 100, 28) is None and "must be <= 128" in check_context(config, 100, 29)

@@ -5,6 +5,7 @@ import json
 import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,28 +39,18 @@ class FakeEngine:
 
 
 class FakeRecorder:
+    """A recorder, and an objective and a stream without a state."""
+
+    save = saved = load_state_dict = lambda self, *given: None
+
     def __init__(self):
         self.warnings = []
 
     def warn(self, text):
         self.warnings.append(text)
 
-    def save(self, checkpoint):
-        pass
-
-    def saved(self, checkpoint, state):
-        pass
-
     def state_dict(self):
         return {}
-
-    def load_state_dict(self, saved):
-        pass
-
-
-class NothingInFlight:
-    def state_dict(self):
-        return []
 
 
 class FakeOrder:
@@ -90,7 +81,8 @@ class Run:
 
     def save(self, update):
         state = TrainState(num_updates=100, update=update)
-        self.checkpoints.save(state, self.engine, NothingInFlight(), self.recorder)
+        nothing = SimpleNamespace(state_dict=list)  # in flight
+        self.checkpoints.save(state, self.engine, nothing, self.recorder)
         return self.path / f"checkpoint-{update}"
 
     def names(self):

@@ -76,14 +76,17 @@ class Judge(Scorer):
         return torch.tensor(next(self.answers))[:, None]
 
 
-def evaluated(gold, scorer=None, **settings):
-    prompts = encode_prompts(torch.arange(3), ["w1", "w2", "w3"], REFERENCES, TOKENIZER)
-    generator, engine = Generator(), Engine(policy=Model(2.0), reference=Model(3.0))
+def evaluated(gold, scorer=None, engine=None, references=REFERENCES, generator=None, part=None, **settings):
+    """Return an evaluation of prompts w1, w2, ..., the requests for completions, and the evaluator."""
+    index, texts = torch.arange(len(references)), [f"w{i + 1}" for i in range(len(references))]
+    prompts = replace(encode_prompts(index, texts, references, TOKENIZER), part=part)
+    generator = generator or Generator()
+    engine = engine or Engine(policy=Model(2.0), reference=Model(3.0))
     sampling = Sampling(samples=1, temperature=0.01, response_length=8, purpose="eval")
     evaluator = PolicyEvaluator(
         prompts, generator, gold, scorer, engine, TOKENIZER, sampling, 0.7, **settings
     )
-    return evaluator(STATE), generator.asked, evaluator
+    return evaluator(STATE), getattr(generator, "asked", []), evaluator
 
 
 def test_a_win_is_a_strictly_higher_score_than_that_of_the_reference_and_a_tie_is_no_win():
@@ -198,12 +201,11 @@ def test_perplexity_weighs_all_tokens_equally():
         def infer(self, module, rollouts, field):
             return -module.nats * rollouts.response_ids * rollouts.response_mask
 
-    prompts = encode_prompts(torch.arange(3), ["w1", "w2", "w3"], [""] * 3, TOKENIZER)
-    sampling = Sampling(samples=1, temperature=0.01, response_length=8, purpose="eval")
     engine = ByToken(policy=OfToken(0.0), reference=OfToken(0.1))
-    evaluator = PolicyEvaluator(prompts, Generator(), None, None, engine, TOKENIZER, sampling, 0.7)
     ids = [4, 5, 6, 1, 4, 1, 7, 7, 1]  # of `GREEDY`: "w1" is 4, the end token 1
-    assert evaluator(STATE).figures["eval/ppl"] == pytest.approx(math.exp(0.1 * sum(ids) / len(ids)))
+    assert evaluated(None, engine=engine)[0].figures["eval/ppl"] == pytest.approx(
+        math.exp(0.1 * sum(ids) / len(ids))
+    )
 
 
 def test_the_loss_of_sft_is_the_mean_over_the_tokens_of_references_of_unequal_length():
@@ -211,21 +213,13 @@ def test_the_loss_of_sft_is_the_mean_over_the_tokens_of_references_of_unequal_le
         def infer(self, module, rollouts, field):
             return -0.1 * rollouts.response_ids * rollouts.response_mask
 
-    prompts = encode_prompts(torch.arange(2), ["w1", "w2"], ["w9 w8 w7", "w6"], TOKENIZER)
-    sampling = Sampling(samples=1, temperature=0.01, response_length=2, purpose="eval")
-    generator = SimpleNamespace(submit=lambda prompts, sampling: answered(prompts))
-    evaluator = PolicyEvaluator(
-        prompts, generator, None, None, ByToken(policy=None, reference=None), TOKENIZER, sampling, 0.7
-    )
-    found = evaluator(STATE).figures
+    def submit(prompts, sampling):
+        return finished(encode_completions(prompts, [["w1"], ["w1"]], TOKENIZER, 2))
+
+    settings = {"engine": ByToken(policy=None, reference=None), "references": ["w9 w8 w7", "w6"]}
+    found = evaluated(None, generator=SimpleNamespace(submit=submit), **settings)[0].figures
     ids = [12, 11, 10, 1, 9, 1]  # references are not cut to two tokens
     assert found["eval/loss"] == pytest.approx(0.1 * sum(ids) / len(ids)) and "eval/kl" not in found
-
-
-def answered(prompts):
-    answer = Future()
-    answer.set_result(encode_completions(prompts, [["w1"], ["w1"]], TOKENIZER, 2))
-    return answer
 
 
 def test_references_are_judged_once_and_the_scorer_of_the_training_gives_the_score():
@@ -267,14 +261,8 @@ def test_the_interval_of_held_out_pairs_is_over_pairs_not_over_prompts():
 
 
 def test_metrics_of_the_parts_of_a_mixture_are_means_over_their_own_prompts():
-    prompts = encode_prompts(torch.arange(3), ["w1", "w2", "w3"], REFERENCES, TOKENIZER)
-    prompts = replace(prompts, part=torch.tensor([0, 1, 0]))
-    sampling = Sampling(samples=1, temperature=0.01, response_length=8, purpose="eval")
-    engine, judge = Engine(policy=Model(2.0), reference=Model(3.0)), Judge([3.0, 1.0, 0.0], [1.0, 0.0, 1.0])
-    evaluator = PolicyEvaluator(
-        prompts, Generator(), judge, None, engine, TOKENIZER, sampling, 0.7, parts=("a", "b")
-    )
-    found = evaluator(STATE).figures
+    judge = Judge([3.0, 1.0, 0.0], [1.0, 0.0, 1.0])
+    found = evaluated(judge, part=torch.tensor([0, 1, 0]), parts=("a", "b"))[0].figures
     assert (found["eval/part/a/win_rate"], found["eval/part/b/win_rate"]) == (0.5, 1)
     assert (found["eval/part/a/gold_score"], found["eval/part/b/gold_score"]) == (1.5, 1)
     assert found["eval/part/a/response_tokens"] == 3.5

@@ -1,6 +1,5 @@
 """Replacement of groups without signal: bound, scores, exactness at any lag, in wall and virtual time."""
 
-import io
 from collections import Counter
 
 import pytest
@@ -14,10 +13,12 @@ from tests.training.test_virtual import (
     B,
     Recorder,
     Trainer,
+    counted,
     equal,
     log_probs,
     prompts,
     sampling,
+    stored,
     stream,
     train,
 )
@@ -130,27 +131,18 @@ def test_a_resumed_stream_continues_to_the_bit(lag, virtual):
     expected = list(train(whole, trainer))
     for stop in (1, 4):
         first, drawn, known = Trainer(), [], Scorer()
-        before = refilled(first, lag, most=3, virtual=virtual, scorer=known, batches=_counted(drawn))
+        before = refilled(first, lag, most=3, virtual=virtual, scorer=known, batches=counted(drawn))
         batches = iter(before)
         for _ in range(stop):
             next(batches)
             first.train()
-        file = io.BytesIO()
-        torch.save(before.state_dict(), file)
-        file.seek(0)
-        second, saved = Trainer(stop), torch.load(file, weights_only=True)
+        second, saved = Trainer(stop), stored(before)
         later = prompts(len(drawn) * B)
         after = refilled(second, lag, most=3, virtual=virtual, scorer=known, saved=saved, batches=later)
         for mine, theirs in zip(train(after, second), expected[stop:], strict=True):
             equal(mine, theirs)
         assert known.seen == scorer.seen, "what is known is not scored again"
         assert untimed(before) + untimed(after) == untimed(whole)
-
-
-def _counted(drawn):
-    for batch in prompts():
-        drawn.append(batch)
-        yield batch
 
 
 def test_an_interrupted_scorer_leaves_a_stream_that_a_checkpoint_can_save():
@@ -165,7 +157,7 @@ def test_an_interrupted_scorer_leaves_a_stream_that_a_checkpoint_can_save():
             return super().__call__(rollouts)
 
     first, drawn = Trainer(), []
-    made = refilled(first, 1, most=3, scorer=Interrupted(), batches=_counted(drawn))
+    made = refilled(first, 1, most=3, scorer=Interrupted(), batches=counted(drawn))
     with pytest.raises(KeyboardInterrupt):
         list(train(made, first))
     assert made.resumable and made.taken == first.version

@@ -127,6 +127,14 @@ def train(made, trainer, most=UPDATES):
         trainer.train()
 
 
+def stored(made):
+    """Return the state of a stream, written and read as a checkpoint does it."""
+    file = io.BytesIO()
+    torch.save(made.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
 def equal(one, other):
     for name, value in one.as_dict().items():
         if isinstance(value, torch.Tensor):
@@ -198,16 +206,13 @@ def test_a_resumed_stream_continues_to_the_bit(rule, in_flight):
     for stop in (1, 5):
         first = Trainer(noise=0.5)
         drawn = []
-        before = stream(first, rule, batches=_counted(drawn), **settings)
+        before = stream(first, rule, batches=counted(drawn), **settings)
         iterator = iter(before)
         for _ in range(stop):
             next(iterator)
             first.train()
-        file = io.BytesIO()
-        torch.save(before.state_dict(), file)
-        file.seek(0)
         second = Trainer(stop, noise=0.5)
-        saved = {"update": stop, "saved": torch.load(file, weights_only=True)}
+        saved = {"update": stop, "saved": stored(before)}
         after = stream(second, rule, batches=prompts(len(drawn) * B), **saved, **settings)
         assert after.taken == stop
         for mine, theirs in zip(train(after, second), expected[stop:], strict=True):
@@ -218,7 +223,8 @@ def test_a_resumed_stream_continues_to_the_bit(rule, in_flight):
         ]
 
 
-def _counted(drawn):
+def counted(drawn):
+    """Yield batches of prompts, which are added to a list."""
     for batch in prompts():
         drawn.append(batch)
         yield batch

@@ -1,6 +1,5 @@
 """Episodes in virtual time: equality with `Stream`, log-probs and masks under every rule, checkpoints."""
 
-import io
 import itertools
 import random
 from dataclasses import replace
@@ -11,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf.core.batch import Begun, Prompts, Rollouts, Sampling, concatenated
 from rlhf.core.errors import RunError
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 from rlhf.environments.environment import LIMITS
 from rlhf.generators.hf.generator import uniforms
 from rlhf.text.encoding import pad_prompts
@@ -19,7 +18,7 @@ from rlhf.training.stream import Stream, with_token_versions
 from tests.environments.test_episodes import Judge, check_masks_and_rewards, settings, tokenizer
 from tests.environments.test_many_turns import model
 from tests.training.streams import context
-from tests.training.test_virtual import RULES, UPDATES, B, Trainer, stream, train
+from tests.training.test_virtual import RULES, UPDATES, B, Trainer, stored, stream, train
 
 K, T, PAD = 2, 28, 1
 ASKED = Sampling(samples=K, temperature=1.0, response_length=T, purpose="train")
@@ -144,11 +143,8 @@ def test_a_resumed_stream_plays_the_same_episodes(rule, in_flight):
     before = virtual(first, rule, in_flight=in_flight, batches=batches, **COSTS)
     for _ in train(before, first, stop):
         pass
-    file = io.BytesIO()
-    torch.save(before.state_dict(), file)
-    file.seek(0)
     second = trainer(stop)
-    saved = {"update": stop, "saved": torch.load(file, weights_only=True)}
+    saved = {"update": stop, "saved": stored(before)}
     after = virtual(second, rule, in_flight=in_flight, batches=prompts(next(drawn) * B), **saved, **COSTS)
     for one, two in zip(train(after, second), expected[stop:], strict=True):
         assert_equal(one, two)

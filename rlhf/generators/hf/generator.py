@@ -21,8 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, 
 
 from rlhf.core.batch import Prompts, Rollouts, Sampling, moved_to
 from rlhf.core.errors import UserError
-from rlhf.core.launched import local_rank
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive, local_rank
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.generator import Generator, GeneratorContext, finished
 from rlhf.generators.hf import decoding

@@ -24,7 +24,7 @@ from transformers.utils import cached_file
 
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
-from rlhf.core.numerics import derive
+from rlhf.core.launched import derive
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.shares import GIB, forward_tokens, working_memory
 from rlhf.generators.weights import Manifest, TransferError
