@@ -7,8 +7,8 @@ import pytest
 
 from rlhf.core.errors import UserError
 from rlhf.generators.servers.pool import ServerPool
-from rlhf.generators.servers.process import FILES, NCCL
 from rlhf.generators.servers.server import Server, check, numbers, ranges
+from rlhf.generators.vllm.sampler import FILES, NCCL
 from rlhf.generators.weights import SharedWeights
 from rlhf.serve import _parser
 from tests.generators.fake_server import FakeServer, loop_in_a_thread
