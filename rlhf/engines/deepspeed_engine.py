@@ -55,7 +55,6 @@ from rlhf.terminal.console import say
 
 if TYPE_CHECKING:
     from rlhf.config.backends import ZeroConfig
-    from rlhf.config.schedule import OptimConfig
     from rlhf.core.batch import Batch
     from rlhf.processes.ranks import Ranks
 
@@ -75,19 +74,35 @@ class DeepSpeedEngine(Engine):
 
     @staticmethod
     def prepare(config: ZeroConfig, dtype: Dtype, ranks: Ranks) -> None:
-        """Import DeepSpeed, check its settings, and build its CPU optimizer if the config uses it.
+        """Initialise DeepSpeed, check its settings, and build its CPU optimizer if the config uses it.
 
         Raises:
             UserError: DeepSpeed rejects its settings, or its CPU optimizer cannot be built.
         """
-        prepare(config, dtype, ranks)
+        deepspeed(ranks)
+        from deepspeed.runtime.config import DeepSpeedConfig
+
+        try:
+            DeepSpeedConfig(config.settings(dtype))
+        except (ValueError, AssertionError, TypeError) as error:
+            said = " ".join(str(error).split())
+            raise UserError(
+                f"backend.deepspeed must be settings that DeepSpeed accepts ({said}), got "
+                f"{config.deepspeed}; correct or leave out the setting that it names"
+            ) from None
+        if config.offload_optimizer:
+            ranks.from_first(lambda: _build_cpu_adam(config.name))
 
     @staticmethod
     def place(config: ZeroConfig, frozen: M, ranks: Ranks) -> M:
         """Return a frozen model on the device: divided over the ranks at stage 3, else whole on each rank."""
         if config.stage < 3:
             return place(frozen, ranks.device).requires_grad_(False)
-        return _shard(frozen, config, ranks)
+        native = config.settings(Dtype.float32)
+        settle(frozen.requires_grad_(False), native, ranks)
+        # a layer is gathered only while it computes; hooks in the model keep DeepSpeed's engine alive
+        deepspeed(ranks).initialize(model=frozen, config=native)
+        return frozen
 
     def __init__(self, *args: Any, config: ZeroConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,14 +115,25 @@ class DeepSpeedEngine(Engine):
         if self.stage == 3 and self.settings.dtype is Dtype.bfloat16:
             from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-            zero = DeepSpeedZeroConfig(**native["zero_optimization"])
-            send_rounded(self.module, torch.bfloat16, zero.param_persistence_threshold)
-        parts = groups(self.module, self.settings.optim.lr, self.settings.value_lr)
-        optimizer = adamw(parts, self.settings.optim, self.ranks.device, self.offload)
+            # smaller parameters stay gathered between steps, and stay exact
+            smaller = DeepSpeedZeroConfig(**native["zero_optimization"]).param_persistence_threshold
+            for weight in rounded_weights(self.module).values():
+                if weight.dtype == torch.float32 and weight.ds_numel > smaller:
+                    setattr(weight, _ATTRIBUTE, torch.bfloat16)
+        optimizer = self.adamw(groups(self.module, self.settings.optim.lr, self.settings.value_lr))
         self.deep, self.optimizer, *_ = deepspeed(self.ranks).initialize(
             model=self.module, optimizer=optimizer, config=native
         )
         self.deep.checkpoint_engine.load = _load_tensors
+
+    def adamw(self, parts: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return AdamW for groups of parameters: of DeepSpeed on the CPU, or of torch; fused on a GPU."""
+        if not self.offload:
+            fused = self.ranks.device.type == "cuda"
+            return torch.optim.AdamW(parts, fused=fused, **adam(self.settings.optim))
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(parts, **adam(self.settings.optim), adamw_mode=True)
 
     def forward(self, batch: Batch, *extras: str) -> Outputs:
         """Run the trained module on a micro-batch, with gradients; see `Policy.forward` for `extras`."""
@@ -227,24 +253,6 @@ def hollow(model: PreTrainedModel) -> PreTrainedModel:
     return made
 
 
-def adamw(
-    parts: list[dict[str, Any]], optim: OptimConfig, device: torch.device, offload: bool
-) -> torch.optim.Optimizer:
-    """Return AdamW for groups of parameters: of DeepSpeed on the CPU, or of torch; fused on a GPU.
-
-    Args:
-        parts: the groups, with the factors of their learning rates.
-        optim: settings of the optimizer.
-        device: the device of the parameters.
-        offload: whether the state and the step of the optimizer are on the CPU.
-    """
-    if offload:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(parts, **adam(optim), adamw_mode=True)
-    return torch.optim.AdamW(parts, fused=device.type == "cuda", **adam(optim))
-
-
 def settle(module: nn.Module, native: dict[str, Any], ranks: Ranks) -> None:
     """Move a module to the device; at stage 3, divide every parameter over the ranks.
 
@@ -288,14 +296,6 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return cast(Tensor, zero3_linear_wrap(rows, weight, bias))
 
 
-def _shard(frozen: M, config: ZeroConfig, ranks: Ranks) -> M:
-    """Divide a frozen model over the ranks and return it; a layer is gathered only while it computes."""
-    native = config.settings(Dtype.float32)
-    settle(frozen.requires_grad_(False), native, ranks)
-    deepspeed(ranks).initialize(model=frozen, config=native)  # hooks in the model keep the engine alive
-    return frozen
-
-
 @contextmanager
 def write_errors_last(files: Any) -> Iterator[None]:
     """Raise the first error of a write at the end of the block, instead of at once.
@@ -324,27 +324,6 @@ def write_errors_last(files: Any) -> Iterator[None]:
         del files.save, files.makedirs  # the methods of the class again
     if errors:
         raise errors[0]
-
-
-def prepare(config: ZeroConfig, dtype: Dtype, ranks: Ranks) -> None:
-    """Initialise DeepSpeed, check its settings, and build its CPU optimizer if the config uses it.
-
-    Raises:
-        UserError: DeepSpeed rejects its settings, or its CPU optimizer cannot be built.
-    """
-    deepspeed(ranks)
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    try:
-        DeepSpeedConfig(config.settings(dtype))
-    except (ValueError, AssertionError, TypeError) as error:
-        said = " ".join(str(error).split())
-        raise UserError(
-            f"backend.deepspeed must be settings that DeepSpeed accepts ({said}), got {config.deepspeed}; "
-            "correct or leave out the setting that it names"
-        ) from None
-    if config.offload_optimizer:
-        ranks.from_first(lambda: _build_cpu_adam(config.name))
 
 
 @cache
@@ -448,14 +427,6 @@ class Whole:
     step: Any  # number of optimizer steps, in the type of the optimizer: int, or tensor with one element
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The flat tensors of one parameter group in the file of one rank."""
-
-    weight: Tensor
-    state: dict[str, Any]  # state of the optimizer: moments as flat tensors, step
-
-
 _Fragment = tuple[int, int, int]  # rank, start and length of a fragment in the flat tensors of a rank
 
 
@@ -478,17 +449,20 @@ def joined(folder: Path, ranks: int, read: Read) -> Iterator[tuple[str, Whole]]:
         keys = "fp32_flat_groups", "optimizer_state_dict"
         shapes = read(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
         layouts = [shares(group, ranks) for group in shapes]
-    groups = zip(*(parts(state, *keys) for state in states), strict=True)
-    for group, layout in zip(groups, layouts, strict=True):
+
+    def whole(flats: list[Tensor], fragments: list[_Fragment]) -> Tensor:
+        return torch.cat([flats[rank].narrow(0, start, length) for rank, start, length in fragments])
+
+    weights, optimizer = keys
+    for group, layout in enumerate(layouts):
+        own = [state[optimizer]["state"].get(group, {}) for state in states]
+
         for name, fragments in layout.items():
-            yield name, join(group, fragments)
-
-
-def parts(state: dict[str, Any], weights: str, optimizer: str) -> Iterator[Part]:
-    """Yield the parts of one rank, one per parameter group, given the keys of weights and optimizer state."""
-    states = state[optimizer]["state"]
-    for group, weight in enumerate(state[weights]):
-        yield Part(weight, states.get(group, {}))
+            weight = whole([state[weights][group] for state in states], fragments)
+            moments = {
+                key: whole([state[key] for state in own], fragments) for key in MOMENTS if key in own[0]
+            }
+            yield name, Whole(weight, moments, own[0].get("step"))
 
 
 def mapped(mappings: Iterable[dict[str, Any]]) -> dict[str, list[_Fragment]]:
@@ -513,17 +487,6 @@ def shares(shapes: dict[str, torch.Size], ranks: int) -> dict[str, list[_Fragmen
     return found
 
 
-def join(group: tuple[Part, ...], fragments: list[_Fragment]) -> Whole:
-    """Return the parameter that consists of `fragments`, given the parts of its group from all ranks."""
-
-    def whole(flats: list[Tensor]) -> Tensor:
-        return torch.cat([flats[rank].narrow(0, start, length) for rank, start, length in fragments])
-
-    states = [part.state for part in group]
-    moments = {key: whole([state[key] for state in states]) for key in MOMENTS if key in states[0]}
-    return Whole(whole([part.weight for part in group]), moments, states[0].get("step"))
-
-
 def restore(deep: Any, stage: int, folder: Path, ranks: int, read: Read) -> None:
     """Set the trained weights and the optimizer state of a DeepSpeed engine.
 
@@ -535,6 +498,7 @@ def restore(deep: Any, stage: int, folder: Path, ranks: int, read: Read) -> None
         read: reads a file of the checkpoint.
     """
     from deepspeed import zero
+    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
     parameters = dict(deep.module.named_parameters())
     for name, whole in joined(folder, ranks, read):
@@ -543,8 +507,14 @@ def restore(deep: Any, stage: int, folder: Path, ranks: int, read: Read) -> None
             parameter.copy_(whole.weight.view_as(parameter))
         if whole.moments:
             begin_state(deep.optimizer, stage, whole.step)
-        for key, moment in whole.moments.items():
-            _set_moment(parameter, key, moment, stage)
+        for key, moment in whole.moments.items():  # this rank stores its part
+            if stage < 3:
+                safe_set_full_optimizer_state(parameter, moment, key)
+                continue
+            rank, share = dist.get_rank(), parameter.ds_tensor.numel()
+            part = moment[share * rank : share * (rank + 1)]
+            part = nn.functional.pad(part, (0, share - part.numel()))
+            safe_set_local_optimizer_state(parameter, part, key)
     deep.optimizer.refresh_fp32_params()
 
 
@@ -561,18 +531,6 @@ def begin_state(optimizer: Any, stage: int, step: Any) -> None:
             state.setdefault(key, torch.zeros_like(flat, requires_grad=False))
     if stage < 3:
         optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _set_moment(parameter: Any, key: str, moment: Tensor, stage: int) -> None:
-    """Set the part of a moment [numel] that this rank stores."""
-    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
-
-    if stage < 3:
-        safe_set_full_optimizer_state(parameter, moment, key)
-        return
-    rank, share = torch.distributed.get_rank(), parameter.ds_tensor.numel()
-    part = moment[share * rank : share * (rank + 1)]
-    safe_set_local_optimizer_state(parameter, nn.functional.pad(part, (0, share - part.numel())), key)
 
 
 # The number format in which ZeRO-3 gathers weights.
@@ -610,19 +568,6 @@ def rounded_weights(module: nn.Module) -> dict[str, Any]:
         and users[id(part.weight)] == 1
         and id(part.weight) not in exact
     }
-
-
-def send_rounded(module: nn.Module, dtype: torch.dtype, persistent: int) -> None:
-    """Let DeepSpeed send the weights that autocast rounds in a 16-bit `dtype`.
-
-    Args:
-        module: a module whose parameters are divided over the ranks.
-        dtype: dtype of the autocast.
-        persistent: parameters of at most this many elements stay gathered between steps, and stay exact.
-    """
-    for weight in rounded_weights(module).values():
-        if weight.dtype == torch.float32 and weight.ds_numel > persistent:
-            setattr(weight, _ATTRIBUTE, dtype)
 
 
 @contextmanager

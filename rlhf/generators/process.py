@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,18 +65,16 @@ def start(
     """
     limits, log = _limits_and_log("generator", config, context)
     in_flight = context.in_flight
-    generator: Generator
     if config.replicas == 1:
-        generator = (single or WorkerGenerator)(factory, log, variables[0], limits, in_flight, store)
-    else:
+        one = (single or WorkerGenerator)(factory, log, variables[0], limits, in_flight, store)
+        return annotated(one, config, context)
 
-        def replica(i: int, weights: SharedWeights) -> Replica:
-            own_log = log.with_stem(f"generator-replica{i}") if i else log
-            return Replica(factory, own_log, variables[i], limits, in_flight, weights)
+    def replica(i: int, weights: SharedWeights) -> Replica:
+        own_log = log.with_stem(f"generator-replica{i}") if i else log
+        return Replica(factory, own_log, variables[i], limits, in_flight, weights)
 
-        assert store is None or isinstance(store, SharedWeights), "validated: replicas use shared memory"
-        generator = Replicas(replica, config.replicas, in_flight, store)
-    return annotated(generator, config, context)
+    assert store is None or isinstance(store, SharedWeights), "validated: replicas use shared memory"
+    return annotated(Replicas(replica, config.replicas, in_flight, store), config, context)
 
 
 def annotated(generator: Generator, config: WorkerConfig, context: GeneratorContext) -> Generator:
@@ -107,6 +104,7 @@ def _limits_and_log(name: str, config: WorkerConfig, context: GeneratorContext) 
 # transformers. `Annotator` runs in the annotator process; `AnnotatedGenerator` runs in the trainer's process.
 
 
+@dataclass
 class Annotator(Service):
     """A service that adds scores and reference log-probs to rollouts, inside the annotator process.
 
@@ -118,11 +116,11 @@ class Annotator(Service):
         dtype: the dtype of forward passes.
     """
 
-    def __init__(
-        self, scorer: Scorer, reference: Policy | None, budget: Budget, ranks: Ranks, dtype: Dtype
-    ) -> None:
-        self.scorer, self.reference = scorer, reference
-        self.budget, self.ranks, self.dtype = budget, ranks, dtype
+    scorer: Scorer
+    reference: Policy | None
+    budget: Budget
+    ranks: Ranks
+    dtype: Dtype
 
     def annotate(self, rollouts: Rollouts) -> Batch:
         """Return the rollouts as a `Batch` with `scores`, `parts`, `ref_logprobs` and `annotate_ahead_s`.
@@ -170,49 +168,38 @@ class AnnotatedGenerator(Wrapper):
             RunError: the generator failed since the last call.
         """
         sampled = self.generator.submit(prompts, sampling)
-        if sampling.purpose != "train" or sampling.begun:
-            return sampled
-        annotated: Future[Rollouts] = Future()
-        sampled.add_done_callback(partial(self.annotate, annotated))
-        return annotated
-
-    def annotate(self, annotated: Future[Rollouts], sampled: Future[Rollouts]) -> None:
-        """Queue sampled rollouts for the annotator.
-
-        Args:
-            annotated: future that receives the batch, or the error of the generator or annotator.
-            sampled: finished future of the generator.
-        """
-        answer: Future[Batch] = Future()
-        try:
-            rollouts = sampled.result()
-        except Exception as error:  # `add_done_callback` only logs exceptions of the callback
-            annotated.set_exception(error)
-            return
-        try:
-            answer = self.annotator.put(Job("annotate", (rollouts,)))
-        except Exception as error:
-            answer.set_exception(error)
-        answer.add_done_callback(partial(self.deliver, annotated, rollouts))
+        return sampled if sampling.purpose != "train" or sampling.begun else self.annotated(sampled)
 
     def resume(self, rollouts: Rollouts) -> Future[Rollouts]:
         """Return a future of rollouts of a checkpoint; they are annotated now if they were not before."""
-        annotated: Future[Rollouts] = Future()
-        if isinstance(rollouts, Batch):
-            annotated.set_result(rollouts)
-        else:
-            self.annotate(annotated, finished(rollouts))
-        return annotated
+        return finished(rollouts) if isinstance(rollouts, Batch) else self.annotated(finished(rollouts))
 
-    def deliver(self, annotated: Future[Rollouts], sampled: Rollouts, answer: Future[Batch]) -> None:
-        """Set the result of `annotated`: the answer of the annotator, or `sampled` after a signal."""
-        error = answer.exception()
-        if error is None:
-            annotated.set_result(answer.result())
-        elif self.stopping:
-            annotated.set_result(sampled)
-        else:
-            annotated.set_exception(error)
+    def annotated(self, sampled: Future[Rollouts]) -> Future[Rollouts]:
+        """Return a future of the annotated rollouts; after a signal, of the rollouts themselves.
+
+        Args:
+            sampled: future of the generator, which also may have an error.
+        """
+        found: Future[Rollouts] = Future()
+
+        def deliver(answer: Future[Batch]) -> None:
+            if (error := answer.exception()) is None:
+                found.set_result(answer.result())
+            elif self.stopping and sampled.exception() is None:
+                found.set_result(sampled.result())
+            else:
+                found.set_exception(error)
+
+        def annotate(_: Future[Rollouts]) -> None:
+            answer: Future[Batch] = Future()
+            try:
+                answer = self.annotator.put(Job("annotate", (sampled.result(),)))
+            except Exception as error:  # `add_done_callback` only logs exceptions of the callback
+                answer.set_exception(error)
+            answer.add_done_callback(deliver)
+
+        sampled.add_done_callback(annotate)
+        return found
 
     def stop_annotating(self) -> None:
         """End the annotator after a signal, because its scorer may wait for a service.
@@ -372,8 +359,8 @@ class WorkerGenerator(Worker, Generator):
             Lost: the process ended, or exceeded the time limit.
             TransferError: version or checksums of the process differ from the weights that were sent.
         """
-        assert self.channel is not None
         start = time.perf_counter()
+        assert self.channel is not None
         # if the weights cannot be sent, the connection is shut down, and `check` raises the cause
         offered = self.store.offer(manifest, self.channel.shut)
         self.check_loaded(manifest, *self.ask("load", offered))
@@ -463,19 +450,14 @@ class SamplingFactory:
         return SamplingService(self.factory.build(), channel)
 
 
+@dataclass
 class SamplingService(Service):
-    """A service with the methods of a generator process that the trainer calls.
+    """A service with the methods of a generator process that the trainer calls."""
 
-    Args:
-        sampler: the sampler of the process.
-        channel: the connection to the trainer, on which loads arrive during a sample.
-    """
-
-    def __init__(self, sampler: Sampler, channel: Channel) -> None:
-        self.sampler = sampler
-        self.channel = channel
-        self.version: int | None = None  # version of the weights; None until a load has ended
-        self.paths: set[str] = set()  # paths of the trainer's shared files
+    sampler: Sampler
+    channel: Channel  # to the trainer; loads arrive on it during a sample
+    version: int | None = None  # version of the weights; None until a load has ended
+    paths: set[str] = field(default_factory=set)  # paths of the trainer's shared files
 
     def load(self, manifest: Manifest) -> tuple[int, dict[str, int]]:
         """Load weights into the sampler, and return their version and checksums.

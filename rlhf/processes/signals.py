@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -254,16 +255,10 @@ def end_wait() -> None:
         active.check()
 
 
-def hold() -> None:
-    """Block `SIGNALS` before a fork."""
+def _block(how: int) -> None:
+    """Block `SIGNALS` before a fork, or unblock them after it."""
     if active is not None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-
-def release() -> None:
-    """Unblock `SIGNALS` after a fork, in the parent process."""
-    if active is not None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(how, SIGNALS)
 
 
 def ignore(number: int, frame: FrameType | None) -> None:
@@ -282,11 +277,15 @@ def _leave_alone() -> None:
     for number in (*SIGNALS, signal.SIGINT):
         if signal.getsignal(number) in (ignore, launched.end):  # SIG_IGN comes from outside: keep it
             signal.signal(number, launched.default(number))
-    release()  # a signal that came before ends the process
+    _block(signal.SIG_UNBLOCK)  # a signal that came before ends the process
     active = None
 
 
-os.register_at_fork(before=hold, after_in_parent=release, after_in_child=_leave_alone)
+os.register_at_fork(
+    before=partial(_block, signal.SIG_BLOCK),
+    after_in_parent=partial(_block, signal.SIG_UNBLOCK),
+    after_in_child=_leave_alone,
+)
 
 
 def name(number: signal.Signals) -> str:

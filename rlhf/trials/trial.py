@@ -74,8 +74,8 @@ class Trial:
             / torch.stack([each.norm() for each in usual]).norm()
             for own, usual in zip(found.gradients, expected.gradients, strict=True)
         ]
-        largest = [float(torch.stack(x).max().nan_to_num(math.inf)) for x in (gaps, changes)]
-        return cls(expected.seconds, found.seconds, preparation_s, *largest)
+        outputs, gradients = (float(torch.stack(x).max().nan_to_num(math.inf)) for x in (gaps, changes))
+        return cls(expected.seconds, found.seconds, preparation_s, outputs, gradients)
 
     @property
     def differences(self) -> str:

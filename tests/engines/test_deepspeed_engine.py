@@ -14,8 +14,8 @@ import torch
 from rlhf.config.schedule import OptimConfig
 from rlhf.core.errors import UserError
 from rlhf.engines.deepspeed_engine import (
+    DeepSpeedEngine,
     _load_tensors,
-    adamw,
     begin_state,
     deepspeed,
     hollow,
@@ -57,7 +57,9 @@ def test_the_fused_adamw_finds_the_step_count_of_a_divided_checkpoint_on_its_dev
 @pytest.mark.parametrize(("device", "fused"), [("cuda", True), ("cpu", False)])
 def test_adamw_is_fused_on_a_gpu(device, fused):
     parts = [{"params": [torch.nn.Parameter(torch.zeros(2))], "scale": 1.0}]
-    assert adamw(parts, OptimConfig(lr=1e-4), torch.device(device), offload=False).defaults["fused"] is fused
+    settings = SimpleNamespace(optim=OptimConfig(lr=1e-4))
+    engine = SimpleNamespace(offload=False, ranks=Ranks(torch.device(device)), settings=settings)
+    assert DeepSpeedEngine.adamw(engine, parts).defaults["fused"] is fused
 
 
 @pytest.mark.parametrize("float32_head", [False, True])

@@ -80,31 +80,23 @@ def labelled(**settings):
     return replace(tiny_rollouts(), labels=torch.arange(8.0).view(4, 2), **settings)
 
 
-# -- the generator ---------------------------------------------------------------------------------
-
-
-def test_training_rollouts_are_annotated_in_the_order_of_sampling(parts):
+def test_training_rollouts_are_annotated_in_the_order_of_sampling_and_others_are_not(parts):
     whole, generator, annotator = parts
+    for purpose in ("eval", "eval-kl"):
+        future = ask(whole, purpose)
+        generator.futures.pop().set_result(rollouts := tiny_rollouts())
+        assert future.result(SECONDS) is rollouts and not annotator.calls
     futures = [ask(whole) for _ in range(3)]
     sampled = [labelled(version=version) for version in range(3)]
     for future, rollouts in zip(generator.futures, sampled, strict=True):
         future.set_result(rollouts)
-    assert [(method, rollouts.version) for method, rollouts in annotator.calls] == [
-        ("annotate", version) for version in range(3)
-    ]
+    assert [rollouts.version for _, rollouts in annotator.calls] == [0, 1, 2]
+    assert {method for method, _ in annotator.calls} == {"annotate"}
     assert not any(future.done() for future in futures)
     for future, rollouts in zip(annotator.futures, sampled, strict=True):
         future.set_result(rollouts.extend(Batch, scores=rollouts.labels))
     assert [future.result(SECONDS).version for future in futures] == [0, 1, 2]
     assert all(isinstance(future.result(), Batch) for future in futures)
-
-
-@pytest.mark.parametrize("purpose", ["eval", "eval-kl"])
-def test_evaluation_rollouts_are_not_annotated(parts, purpose):
-    whole, generator, annotator = parts
-    future = ask(whole, purpose)
-    generator.futures[0].set_result(rollouts := tiny_rollouts())
-    assert future.result(SECONDS) is rollouts and not annotator.calls
 
 
 def test_errors_of_generator_and_annotator_reach_the_waiting_caller(parts):
@@ -145,34 +137,21 @@ def test_rollouts_of_a_checkpoint_are_annotated_if_they_were_not(parts):
 
 
 @pytest.mark.parametrize("asks_service", [False, True])
-def test_a_signal_ends_the_annotation_only_if_its_scorer_waits_for_a_service(asks_service):
-    generator, annotator = Asked("generator"), Asked("annotator")
+def test_load_reaches_the_generator_and_figures_and_close_reach_both(parts, asks_service, monkeypatch):
+    _, generator, annotator = parts
     with interruptible() as interruption:
         whole = AnnotatedGenerator(generator, annotator, asks_service)
-        assert len(interruption.callbacks) == asks_service
+        assert len(interruption.callbacks) == asks_service, "a signal ends only a wait for a service"
+        whole.load([("weight", torch.ones(1))], 3)
+        assert generator.calls == [("load", [("weight", torch.ones(1))], 3)] and not annotator.calls
+        assert whole.figures().keys() == {"generator/restarts", "annotator/restarts"}
         whole.close()
-        assert not interruption.callbacks
-
-
-def test_load_reaches_the_generator_and_figures_and_close_reach_both(parts):
-    whole, generator, annotator = parts
-    whole.load([("weight", torch.ones(1))], 3)
-    assert generator.calls == [("load", [("weight", torch.ones(1))], 3)] and not annotator.calls
-    assert whole.figures().keys() == {"generator/restarts", "annotator/restarts"}
-    whole.close()
-    assert generator.calls[-1] == annotator.calls[-1] == "close"
-
-
-def test_the_annotator_is_closed_if_closing_the_generator_fails(parts, monkeypatch):
-    whole, generator, annotator = parts
-
-    def fail():
-        raise OSError
-
-    monkeypatch.setattr(generator, "close", fail)
-    with pytest.raises(OSError):
+        assert generator.calls[-1] == annotator.calls[-1] == "close" and not interruption.callbacks
+    annotator.calls.clear()
+    monkeypatch.setattr(generator, "close", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         whole.close()
-    assert annotator.calls == ["close"]
+    assert annotator.calls == ["close"], "also if closing the generator fails"
 
 
 @pytest.mark.parametrize(
@@ -246,15 +225,8 @@ def test_the_annotator_uses_no_gpu_of_vllm(monkeypatch, tmp_path, generator, gpu
         ("generator.start_limit_s=9", True, 9.0),
     ],
 )
-def test_vllm_on_a_gpu_has_more_time_to_start(monkeypatch, tmp_path, word, gpu, limit):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr("rlhf.generators.process.WorkerGenerator", lambda *given: given)
-    context = SimpleNamespace(ranks=ALONE, folder=tmp_path, in_flight=False, max_lag=0)
-    made = start_processes(compose([word]).generator, context, factory=None, variables=[{}])
-    assert made[3].start_s == limit
-
-
-# -- the annotator process -------------------------------------------------------------------------
+def test_vllm_on_a_gpu_has_more_time_to_start(word, gpu, limit):
+    assert compose([word]).generator.start_limit(on_gpu=gpu) == limit
 
 
 def labels_scorer(kind=LabelsScorer):
@@ -279,14 +251,6 @@ def test_annotate_adds_scores_reference_logprobs_and_the_seconds_it_took():
     assert batch.annotate_ahead_s > 0 and batch.advantages is None
 
 
-def test_a_weighted_score_keeps_its_parts():
-    parts = {"labels": LabelsScorerConfig(weight=2.0), "again": LabelsScorerConfig()}
-    batch = annotator(weighted_scorer(**parts)).annotate(rollouts := labelled())
-    assert torch.equal(batch.scores, 3 * rollouts.labels)
-    assert all(torch.equal(part, rollouts.labels) for part in batch.parts.values())
-    assert batch.parts.keys() == parts.keys()
-
-
 class Never(TextScorer):
     """A scorer that fails on every text."""
 
@@ -294,8 +258,11 @@ class Never(TextScorer):
         raise AssertionError("there is nothing to score")
 
 
-def test_a_scorer_returns_a_scored_batch_unchanged():
-    batch = annotator().annotate(labelled())
+def test_a_weighted_score_keeps_its_parts_and_a_scored_batch_is_not_scored_again():
+    parts = {"labels": LabelsScorerConfig(weight=2.0), "again": LabelsScorerConfig()}
+    batch = annotator(weighted_scorer(**parts)).annotate(rollouts := labelled())
+    assert torch.equal(batch.scores, 3 * rollouts.labels) and batch.parts.keys() == parts.keys()
+    assert all(torch.equal(part, rollouts.labels) for part in batch.parts.values())
     never = Never(AnswerScorerConfig(), scorer_context(tiny_tokenizer()))
     assert never(batch) is batch
     weighted = weighted_scorer(never=AnswerScorerConfig())
@@ -329,15 +296,12 @@ def settings(tmp_path):
     return compose([*own, "scorer=facts", "backend.micro_batch=4", f"cache_dir={tmp_path}"])
 
 
-def test_an_annotator_uses_the_settings_of_the_run(settings):
+def test_an_annotator_uses_the_settings_of_the_run(settings, monkeypatch):
     settings.model.reference = settings.model.policy
     settings.scorer.missing_eos_score = -7
     made = AnnotatorFactory(settings).build(None)
     assert made.reference.temperature == settings.generator.temperature and made.budget == Budget(4)
     assert (made.annotate(tiny_rollouts()).scores == -7).all(), "no response has an end token"
-
-
-def test_reference_logprobs_are_not_computed_if_the_objective_does_not_need_them(settings, monkeypatch):
     settings.model.reference = "nowhere"  # a path that cannot be loaded
     monkeypatch.setattr(OnlineDPO, "needs", frozenset())
     assert AnnotatorFactory(settings).build(None).annotate(tiny_rollouts()).ref_logprobs is None

@@ -1,14 +1,14 @@
 """Tests of the check of servers that a run did not start: settings, model, and the command in the message."""
 
 import re
-from types import SimpleNamespace
+import shlex
 
 import pytest
 
 from rlhf.core.errors import UserError
 from rlhf.generators.servers.pool import ServerPool
-from rlhf.generators.servers.process import FILES, NCCL
 from rlhf.generators.servers.server import Server, check, numbers, ranges
+from rlhf.generators.vllm.sampler import FILES, NCCL
 from rlhf.generators.weights import SharedWeights
 from rlhf.serve import _parser
 from tests.generators.fake_server import FakeServer, loop_in_a_thread
@@ -22,7 +22,7 @@ URL = "http://node7:8000"
 def needs(**changes):
     needed = {"model": "my model", "dtype": "bfloat16", "float32_head": True, "max_model_len": 64}
     needed["transfer"] = "shared_memory"
-    return SimpleNamespace(**needed | {"absent_ids": ABSENT} | changes)
+    return settings(**needed | {"absent_ids": ABSENT} | changes)
 
 
 def status(kind: str = "llama", **changes):
@@ -55,28 +55,15 @@ def test_a_server_with_the_same_settings_or_longer_sequences_is_used(kind):
         ({"absent_ids": [3, 90, 91, 92, 93]}, "absent_ids 3,90-93 (the run has 3,90-92)"),
         ({"model": tiny_config("llama", hidden_size=64).to_dict()}, "hidden_size 64 (the run has 32)"),
         ({"model": tiny_config("qwen2").to_dict()}, "model_type qwen2 (the run has llama)"),
-        (
-            {"model": tiny_config("llama", rope_theta=500.0).to_dict()},
-            "rope_parameters.rope_theta 500.0 (the",
-        ),
+        ({"model": tiny_config("llama", rope_theta=500.0).to_dict()}, "rope_parameters.rope_theta 500.0"),
     ],
 )
 def test_a_server_with_another_setting_or_model_is_refused_with_the_command_that_helps(changes, told):
     with pytest.raises(UserError) as error:
         check(needs(), tiny_config("llama").to_dict(), URL, status(**changes))
-    message = str(error.value)
-    assert f"got {URL} with" in message and told in message
-    assert message.endswith(
-        "start it with: python -m rlhf.serve 'my model' --dtype bfloat16 --max-model-len 64 --float32-head "
-        "--absent-ids 3,90-92"
-    )
-
-
-def test_the_command_of_the_message_gives_a_server_that_fits():
-    with pytest.raises(UserError) as error:
-        check(needs(model="m"), tiny_config("llama").to_dict(), URL, status(dtype="float32"))
-    options = _parser().parse_args(re.search(r"rlhf\.serve (.*)$", str(error.value))[1].split())
-    assert (options.model, options.dtype, options.max_model_len) == ("m", "bfloat16", 64)
+    assert URL in str(error.value) and told in str(error.value)
+    options = _parser().parse_args(shlex.split(re.search(r"rlhf\.serve (.*)$", str(error.value))[1]))
+    assert (options.model, options.dtype, options.max_model_len) == ("my model", "bfloat16", 64)
     assert options.float32_head and options.absent_ids == ABSENT
 
 

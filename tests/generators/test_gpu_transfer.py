@@ -9,6 +9,7 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from threading import Event
 
 import pytest
@@ -29,8 +30,6 @@ pytestmark = [pytest.mark.process, pytest.mark.forks]
 
 CPU = torch.device("cpu")
 
-# -- checksums -------------------------------------------------------------------------------------
-
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
 
 
@@ -40,40 +39,36 @@ def some(dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_checksum_does_not_depend_on_strides_and_offsets_in_memory(dtype):
+def test_a_checksum_depends_on_every_bit_and_not_on_the_place_in_memory(dtype, monkeypatch):
     tensor = some(dtype)
-    sum_ = fingerprint(tensor)
+    sum_, size = fingerprint(tensor), tensor.element_size()
     assert sum_.dtype == torch.int64 and sum_.shape == ()
     assert fingerprint(tensor.clone()) == sum_ == fingerprint(tensor.t().clone().t())
-    packed = torch.cat(
-        [torch.zeros(tensor.element_size(), dtype=torch.uint8), tensor.view(-1).view(torch.uint8)]
-    )
-    assert fingerprint(packed[tensor.element_size() :].view(dtype).view(5, 7)) == sum_
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_a_change_of_any_single_bit_changes_the_checksum(dtype):
-    tensor = some(dtype)
-    sums = {int(fingerprint(tensor))}
-    size = tensor.element_size()
-    bits = [0] if dtype == torch.bool else range(8 * size)
-    for place in range(tensor.numel()):
-        for bit in bits:
-            other = tensor.clone()
-            other.view(-1).view(torch.uint8)[place * size + bit // 8] ^= 1 << bit % 8
-            sums.add(int(fingerprint(other)))
+    packed = torch.cat([torch.zeros(size, dtype=torch.uint8), tensor.view(-1).view(torch.uint8)])
+    assert fingerprint(packed[size:].view(dtype).view(5, 7)) == sum_
+    sums, bits = {int(sum_)}, [0] if dtype == torch.bool else range(8 * size)
+    for place, bit in product(range(tensor.numel()), bits):
+        other = tensor.clone()
+        other.view(-1).view(torch.uint8)[place * size + bit // 8] ^= 1 << bit % 8
+        sums.add(int(fingerprint(other)))
     assert len(sums) == 1 + tensor.numel() * len(bits)
+    for chunk in (1, 7, 34, 35):
+        monkeypatch.setattr(gpu_transfer, "CHUNK", chunk)
+        assert fingerprint(tensor) == sum_
 
 
-def test_swapping_or_moving_elements_changes_the_checksum():
+def test_a_checksum_depends_on_the_order_of_elements_and_is_an_unsigned_integer():
     tensor = torch.arange(40.0)
-    sums = {int(fingerprint(tensor)), int(fingerprint(tensor.roll(1))), int(fingerprint(tensor.flip(0)))}
-    for i in range(40):
-        for j in range(i):
+    sums = {str(i): fingerprint(tensor.roll(i)) for i in range(40)} | {"flip": fingerprint(tensor.flip(0))}
+    for i, j in product(range(40), range(40)):
+        if j < i:
             swapped = tensor.clone()
             swapped[i], swapped[j] = tensor[j], tensor[i]
-            sums.add(int(fingerprint(swapped)))
-    assert len(sums) == 3 + 40 * 39 // 2
+            sums[f"{i} {j}"] = fingerprint(swapped)
+    found = checksums(sums)
+    assert len({*found.values()}) == 41 + 40 * 39 // 2
+    assert all(0 <= value < 2**64 for value in found.values()) and max(found.values()) > 2**63
+    assert checksums({}) == {}
 
 
 def test_a_checksum_depends_on_dtype_and_shape():
@@ -88,55 +83,25 @@ def test_a_checksum_depends_on_dtype_and_shape():
     assert len({int(fingerprint(tensor)) for tensor in (zeros, *others)}) == 1 + len(others)
 
 
-def test_a_checksum_does_not_depend_on_the_chunk_size(monkeypatch):
-    tensor = torch.randn(1000)
-    sums = {int(fingerprint(tensor))}
-    for size in (1, 7, 999, 1000):
-        monkeypatch.setattr(gpu_transfer, "CHUNK", size)
-        sums.add(int(fingerprint(tensor)))
-    assert len(sums) == 1
-
-
-def test_checksums_are_unsigned_64_bit_integers():
-    found = checksums({str(i): fingerprint(torch.tensor(i)) for i in range(50)})
-    assert all(0 <= value < 2**64 for value in found.values()) and max(found.values()) > 2**63
-    assert checksums({}) == {}
-
-
-# -- snapshots -------------------------------------------------------------------------------------
-
-
 class Snapshots(GpuWeights):
     """The snapshot store without a way to send: the base class of CUDA IPC and NCCL."""
 
 
-def test_a_snapshot_copies_each_tensor_before_it_requests_the_next():
-    store = Snapshots(CPU, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_snapshot_copies_and_rounds_each_tensor_before_it_requests_the_next(dtype):
+    store = Snapshots(CPU, dtype)
     manifest = store.write(overwritten(WEIGHTS), 3)
     for (name, kept), (expected, sent) in zip(store.snapshots[3], WEIGHTS.items(), strict=True):
-        sent = sent.float() if sent.is_floating_point() else sent
+        sent = sent.to(dtype) if sent.is_floating_point() else sent
         assert name == expected and kept.dtype == sent.dtype and torch.equal(kept, sent)
     confirm(manifest, 3, checksums({name: fingerprint(kept) for name, kept in store.snapshots[3]}))
     assert [entry.shape for entry in manifest.entries] == [tuple(x.shape) for x in WEIGHTS.values()]
-
-
-def test_a_snapshot_converts_only_floating_point_tensors_to_the_sampler_dtype():
-    store = Snapshots(CPU, torch.bfloat16)
-    manifest = store.write(WEIGHTS.items(), 3)
-    types = {entry.name: entry.dtype for entry in manifest.entries}
-    assert types.pop("ids") == "int64" and types.pop("flags") == "bool"
-    assert set(types.values()) == {"bfloat16"}
-
-
-def test_training_does_not_change_snapshots_and_release_deletes_them():
-    store, weight = Snapshots(CPU, torch.float32), torch.ones(3)
-    first = store.write([("w", weight)], 1)
+    weight = torch.ones(3)
+    store.write([("w", weight)], 4)
     weight.add_(1)
-    store.write([("w", weight)], 2)
-    weight.add_(1)
-    assert [float(store.snapshots[v][0][1][0]) for v in (1, 2)] == [1, 2]
-    store.release(first)
-    assert list(store.snapshots) == [2]
+    assert store.snapshots[4][0][1][0] == 1, "training does not change a snapshot"
+    store.release(manifest)
+    assert list(store.snapshots) == [4]
     store.close()
     assert not store.snapshots
 
@@ -164,9 +129,6 @@ def test_cuda_ipc_handles_are_keyed_by_the_uuid_of_the_gpu(monkeypatch):
     handles = told.update["ipc_handles"]
     assert [handle["GPU-1"][0] is kept for handle, (_, kept) in zip(handles, store.snapshots[1], strict=True)]
     assert told.entries == manifest.entries and told.group is None and manifest.update is None
-
-
-# -- trainer and worker process --------------------------------------------------------------------
 
 
 class Peer:
@@ -328,6 +290,7 @@ FAULTS = (
     ("dies while it receives", False),
     ("dies while it receives", True),  # the trainer's side also fails with an error
     ("hangs while it receives", False),
+    ("dies", False),  # while it samples
 )
 
 
@@ -350,31 +313,20 @@ def test_weights_are_sent_again_in_a_new_group_after_the_receiving_process_is_lo
         assert first.is_alive() and first.daemon and first.abandoned
 
 
-def test_a_lost_request_is_sampled_again_by_weights_that_the_trainer_kept(start, tmp_path):
-    generator = start(Fake("dies", at=1, once=tmp_path))
-    load(generator, 0)
-    futures = [ask(generator, 0), ask(generator, 1)]
-    load(generator, 1)
-    futures += [ask(generator, 2)]
-    assert answers(futures) == [(0, 0, 0), (0, 0, 1), (1, 1, 2)]
-    assert generator.store.sent == [0, 0, 1] and generator.store.groups == 2
-
-
-def test_a_process_that_rejects_weights_stops_the_run_and_the_transfer(start):
-    generator = start(Fake("refuses", at=1))
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("refuses", "weights of another model"),
+        ("takes another", "must hold b of version 1 with the checksum"),
+    ],
+)
+def test_a_process_that_rejects_weights_or_gets_others_stops_the_run(start, fault, message):
+    generator = start(Fake(fault, at=1))
     load(generator, 0)
     load(generator, 1)
-    with pytest.raises(TransferError, match="weights of another model"):
+    with pytest.raises(TransferError, match=message):
         ask(generator, 0).result(SECONDS)
-    assert generator.restarts == 0 and generator.store.sent == [0]
-
-
-def test_weights_that_arrive_corrupted_stop_the_run(start):
-    generator = start(Fake("takes another", at=1))
-    load(generator, 0)
-    load(generator, 1)
-    with pytest.raises(TransferError, match="must hold b of version 1 with the checksum"):
-        ask(generator, 0).result(SECONDS)
+    assert generator.restarts == 0 and generator.store.sent[:1] == [0]
 
 
 def test_weights_that_the_trainer_cannot_send_stop_the_run_with_the_reason(start):

@@ -43,9 +43,6 @@ def prompts(count=6):
     return Prompts(**{name: getattr(batch, name) for name in names})
 
 
-# -- decoding --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])  # eager: one row per sample; sdpa: shared rows
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_before_a_swap_come_from_the_old_weights_and_later_tokens_from_the_new(kind, attention):
@@ -133,9 +130,6 @@ def test_a_sampler_reports_the_version_that_sampled_each_token(dtype):
         assert not torch.equal(a[:3, :, SWAP:], b[:3, :, SWAP:])
 
 
-# -- the mixed batch -------------------------------------------------------------------------------
-
-
 def mixed_batch(old, new):
     """Return rollouts whose tokens before `SWAP` were sampled by `old` and whose later tokens by `new`."""
     rollouts = tiny_rollouts(prompts=8, samples=2)
@@ -184,9 +178,6 @@ def test_token_versions_follow_selecting_trimming_and_saving_of_tokens(tmp_path)
     torch.save([rollouts.as_dict()], tmp_path / "in_flight.pt")
     (packed,) = torch.load(tmp_path / "in_flight.pt", weights_only=True)
     assert torch.equal(Rollouts(**packed).token_versions, versions) and packed["version"] == 3
-
-
-# -- the process -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -312,18 +303,6 @@ def test_a_load_waits_for_earlier_requests_if_updates_are_not_in_flight(start, t
     found = [future.result(SECONDS) for future in futures]
     assert [(r.version, int(r.response_ids[0, 0, 0])) for r in found] == [(0, 0), (0, 0), (1, 1)]
     assert all(r.token_versions is None for r in found)
-
-
-def test_a_load_that_a_running_request_does_not_take_is_confirmed_after_the_request(start, tmp_path):
-    generator = start()
-    running = ask(generator, "deaf")
-    wait_for(tmp_path / "begun")
-    load(generator, 1)
-    time.sleep(0.2)  # the load is sent, but the running request does not read it
-    (tmp_path / "go").touch()
-    assert running.result(SECONDS).versions() == {0}
-    assert generator.confirmed.version == 1
-    assert ask(generator, "until 0").result(SECONDS).versions() == {1}
 
 
 def test_a_load_and_an_answer_that_both_exceed_the_socket_buffer_do_not_deadlock(start, tmp_path):

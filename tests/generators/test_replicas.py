@@ -104,12 +104,15 @@ def test_request_t_goes_to_replica_t_mod_n_and_is_sampled_by_version_t_minus_lag
                 expected.append(("load", held := version))
             expected.append(("train", t))
         assert replica.done == expected, "a replica loads only the versions that its requests need"
-
-
-def test_a_resumed_run_continues_with_the_replica_whose_turn_it_is():
-    generator = noted(3)
-    train(generator, lag=2, updates=3, first=7)
-    assert [replica.done[1] for replica in generator.replicas] == [("train", 9), ("train", 7), ("train", 8)]
+    resumed = noted(count)
+    train(resumed, lag, updates=count, first=7)
+    assert {(7 + i) % count: ("train", 7 + i) for i in range(count)} == {
+        i: replica.done[1] for i, replica in enumerate(resumed.replicas)
+    }
+    at_once = noted(count, in_flight=True)
+    for version in range(3):
+        at_once.load(WEIGHTS, version)
+    assert [replica.done for replica in at_once.replicas] == [[("load", v) for v in range(3)]] * count
 
 
 def test_an_evaluation_goes_to_the_replica_with_the_shortest_queue():
@@ -125,13 +128,6 @@ def test_an_evaluation_goes_to_the_replica_with_the_shortest_queue():
     )
     generator.submit(prompts(), sampling(5, "eval"))
     assert len(generator.replicas[2].queue) == 1, "the replica has loaded these weights already"
-
-
-def test_in_flight_weights_are_loaded_into_all_replicas_at_once():
-    generator = noted(3, in_flight=True)
-    for version in range(3):
-        generator.load(WEIGHTS, version)
-    assert [replica.done for replica in generator.replicas] == [[("load", v) for v in range(3)]] * 3
 
 
 @pytest.mark.parametrize(("count", "lag"), [(2, 2), (3, 5), (2, 64)])
@@ -177,9 +173,6 @@ def test_replicas_leave_the_first_gpu_to_the_trainer(monkeypatch, visible, gpus,
     assert [variables.get("CUDA_VISIBLE_DEVICES") for variables in made] == given
 
 
-# -- processes -------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def start(tmp_path):
     """Return a function that starts replicas in worker processes; the fixture closes the replicas."""
@@ -198,10 +191,6 @@ def start(tmp_path):
         generator.close()
 
 
-def processes(generator):
-    return [replica.process.pid for replica in generator.replicas]
-
-
 def test_a_lost_replica_is_restarted_and_the_others_continue(start, tmp_path):
     generator = start(2, Fake("dies", at=2, once=tmp_path))
     load(generator, 0)
@@ -216,17 +205,13 @@ def test_a_lost_replica_is_restarted_and_the_others_continue(start, tmp_path):
     figures = generator.figures()
     assert figures["generator/restarts"].value() == 1 and figures["time/load_s"].value() > 0
     assert generator.figures()["generator/restarts"].value() == 0, "each restart is reported once"
-    found = processes(generator)
+    os.kill(generator.replicas[0].process.pid, signal.SIGKILL)  # while it is idle
+    load(generator, 4)
+    assert answers([ask(generator, 6), ask(generator, 7)]) == [(4, 4, 6), (4, 4, 7)]
+    found = [replica.process.pid for replica in generator.replicas]
     assert len(set(found)) == 2
     generator.close()
     assert all(map(gone, found)) and not files_of(generator.store)
-
-
-def test_two_replicas_answer_requests_in_parallel(start):
-    generator = start(2, Fake("hangs", at=0))
-    load(generator, 0)
-    stuck, other = ask(generator, 0), ask(generator, 1)
-    assert answers([other]) == [(0, 0, 1)] and not stuck.done()
 
 
 def test_a_failed_replica_stops_the_run_when_its_answer_is_awaited(start, tmp_path):
@@ -240,12 +225,3 @@ def test_a_failed_replica_stops_the_run_when_its_answer_is_awaited(start, tmp_pa
     with pytest.raises(RunError, match="out of ideas"):
         ask(generator, 3)
     assert isinstance(ask(generator, 2), Future)
-
-
-def test_a_killed_replica_restarts_with_the_weights_that_are_loaded_next(start):
-    generator = start(2, Fake())
-    load(generator, 0)
-    answers([ask(generator, 0), ask(generator, 1)])
-    os.kill(processes(generator)[0], signal.SIGKILL)
-    load(generator, 1)
-    assert answers([ask(generator, 2), ask(generator, 3)]) == [(1, 1, 2), (1, 1, 3)]

@@ -3,6 +3,7 @@
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
+from itertools import combinations
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -34,6 +35,19 @@ def settings(batch_size: int, noise: float = 0.0) -> HFSettings:
     return HFSettings(stop_ids=STOPS, pad_id=0, batch_size=batch_size, seed=1, noise=noise)
 
 
+def request(samples=2, purpose="train") -> Sampling:
+    return Sampling(samples=samples, temperature=0.7, response_length=LENGTH, purpose=purpose)
+
+
+def prompts_of(batch) -> Prompts:
+    return Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
+
+
+def close(found, expected, atol=1e-5):
+    for same, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(same, wanted, rtol=0, atol=atol)
+
+
 def run(
     model, rows=slice(None), samples=2, temperature=0.7, stops=STOPS, length=LENGTH, numbers=None, **more
 ):
@@ -61,8 +75,8 @@ def test_sampled_logprobs_equal_the_logprobs_of_the_trainer(kind, shared_prefix,
     torch.testing.assert_close(logprobs, trained, rtol=0, atol=1e-5)
 
 
-def test_tokens_do_not_depend_on_the_order_of_rows_or_on_other_rows():
-    model = tiny_lm()
+def test_tokens_do_not_depend_on_other_rows_on_more_samples_or_on_padding():
+    model, batch = tiny_lm(), tiny_rollouts(prompts=6)
     ids, mask, logprobs, ended = run(model)
     for rows in ([5, 3, 0, 1, 4, 2], [2], [4, 1]):
         some, some_mask, some_logprobs, some_ended = run(model, rows)
@@ -70,15 +84,15 @@ def test_tokens_do_not_depend_on_the_order_of_rows_or_on_other_rows():
         assert torch.equal(some, ids[rows][..., :width]) and torch.equal(some_mask, mask[rows][..., :width])
         assert torch.equal(some_ended, ended[rows]) and not mask[rows][..., width:].any()
         torch.testing.assert_close(some_logprobs, logprobs[rows][..., :width], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_do_not_depend_on_the_attention_implementation(kind):
-    model = tiny_lm(kind)
-    expected = run(model, samples=3, stops=range(2, 25))
-    model.set_attn_implementation("eager")
-    for found, wanted in zip(run(model, samples=3, stops=range(2, 25)), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    three = run(model, samples=3)[0]
+    width = min(ids.shape[-1], three.shape[-1])
+    assert torch.equal(ids[..., :width], three[:, :2, :width]) and not torch.equal(ids[:, 0], ids[:, 1])
+    filled, numbers = (
+        batch.prompt_ids.masked_fill(~batch.prompt_mask, -100),
+        uniforms(1, 0, batch.index, 2, LENGTH),
+    )
+    found = sample(model, filled, batch.prompt_mask, 2, LENGTH, 0.7, numbers, STOPS, pad_id=0)
+    close(found, (ids, mask, logprobs, ended), atol=0)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +113,7 @@ def test_tokens_do_not_depend_on_how_many_samples_share_a_row(monkeypatch, group
     expected = run(model, samples=6)
     monkeypatch.setattr(folder, "in_decoding", lambda *_: group)
     model.base_model.register_forward_hook(lambda *call: sizes.append(call[2].last_hidden_state.shape[:2]))
-    for found, wanted in zip(run(model, samples=6), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    close(run(model, samples=6), expected)
     assert sizes[1][1] == group
 
 
@@ -121,8 +134,8 @@ def test_tokens_do_not_depend_on_how_many_prompts_are_encoded_at_once(monkeypatc
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_an_answer_keeps_the_order_of_prompts_for_all_lengths_and_batch_sizes(noise):
     batch, model, versions = tiny_rollouts(prompts=6, seed=1), tiny_lm(), iter(range(99))
-    prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
-    asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose="train")
+    prompts = prompts_of(batch)
+    asked = request()
     whole, parts = (respond(model, prompts, asked, settings(size, noise)) for size in (256, 4))
     assert len({tuple(row) for row in whole.response_ids.flatten(1).tolist()}) == 6
     for name in ("response_ids", "response_mask", "ended"):
@@ -162,21 +175,13 @@ def test_grouped_query_attention_does_not_repeat_the_cache(monkeypatch):
 @pytest.mark.parametrize("batch_size", [256, 4])
 def test_sampled_rollouts_can_be_trained_on(batch_size):
     batch, model, versions = tiny_rollouts(prompts=6), tiny_lm(), iter(range(99))
-    prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
-    asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose="train")
+    prompts = prompts_of(batch)
+    asked = request()
     sampled = respond(model, prompts, asked, settings(batch_size), update=lambda: next(versions))
     tensors = [value for f in fields(sampled) if isinstance(value := getattr(sampled, f.name), torch.Tensor)]
     assert len(tensors) == 8 and not any(x.is_inference() for x in tensors)
     Policy(model, 0.7, True)(sampled).logprobs.sum().backward()
     assert all(p.grad is not None for p in model.base_model.parameters())
-
-
-def test_samples_of_a_prompt_differ_and_do_not_depend_on_their_number():
-    model = tiny_lm()
-    two, three = run(model, samples=2)[0], run(model, samples=3)[0]
-    width = min(two.shape[-1], three.shape[-1])
-    assert torch.equal(two[..., :width], three[:, :2, :width])
-    assert not torch.equal(two[:, 0], two[:, 1])
 
 
 def test_a_response_ends_with_its_first_stop_token_and_is_padded_after_it():
@@ -192,25 +197,16 @@ def test_a_response_ends_with_its_first_stop_token_and_is_padded_after_it():
     assert not ids[~mask].any() and not logprobs[~mask].any()
 
 
-def test_decoding_ends_with_the_longest_response():
-    steps = []
-    model = tiny_lm()
-    model.base_model.register_forward_hook(lambda *_: steps.append(1))
-    ids, mask, _, ended = run(model, stops=range(2, 80))
-    assert ended.all() and ids.shape[-1] == int(mask.sum(-1).max()) < LENGTH
-    assert len(steps) == ids.shape[-1]
-
-
-def test_finished_rows_are_removed_from_the_batch():
-    sizes = []
-    model = tiny_lm()
-    model.base_model.register_forward_hook(
-        lambda module, args, output: sizes.append(len(output.last_hidden_state))
-    )
+def test_finished_rows_are_removed_and_decoding_ends_with_the_longest_response():
+    sizes, model = [], tiny_lm()
+    model.base_model.register_forward_hook(lambda *call: sizes.append(len(call[2].last_hidden_state)))
     _, mask, _, _ = run(model, stops=range(2, 25))
     needed = mask.any(1).sum(0).tolist()  # number of prompts with an unfinished response, per step
     assert needed[0] == sizes[0] == 6 and sizes[-1] < 6
     assert sizes == [6, *needed[1:]]
+    sizes.clear()
+    ids, mask, _, ended = run(model, stops=range(2, 80))
+    assert ended.all() and ids.shape[-1] == int(mask.sum(-1).max()) == len(sizes) < LENGTH
 
 
 @pytest.fixture
@@ -230,8 +226,7 @@ def test_steps_on_fixed_memory_give_the_same_samples(kind, stops, graphs, monkey
     found = run(model, samples=3, stops=stops)
     assert graphs
     monkeypatch.setattr(sampling, "can_record", lambda device: False)
-    for same, expected in zip(found, run(model, samples=3, stops=stops), strict=True):
-        torch.testing.assert_close(same, expected, rtol=0, atol=1e-5)
+    close(found, run(model, samples=3, stops=stops))
 
 
 @pytest.mark.process  # the compiler tests the instructions of the processor in a process
@@ -239,8 +234,7 @@ def test_compiled_steps_give_the_same_samples_and_are_compiled_once(graphs):
     model, count = tiny_lm("gpt_neox"), torch._dynamo.utils.counters["stats"]
     expected, before = run(model, samples=3), count["unique_graphs"]
     for _ in range(2):
-        for same, own in zip(run(model, samples=3, compiled=True), expected, strict=True):
-            torch.testing.assert_close(same, own, rtol=0, atol=1e-5)
+        close(run(model, samples=3, compiled=True), expected)
     assert count["unique_graphs"] == before + 1, "one graph for all blocks and all lengths of the cache"
 
 
@@ -255,8 +249,8 @@ def test_the_setting_compiles_the_steps_and_their_weights_are_converted_once(gra
         yield
 
     monkeypatch.setattr(decoding, "compiled", noted)
-    prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
-    asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose="train")
+    prompts = prompts_of(batch)
+    asked = request()
     chosen = replace(settings(256), compile=compiling)
     with torch.autocast("cpu", torch.bfloat16):
         respond(model, prompts, asked, chosen)
@@ -282,8 +276,7 @@ def test_steps_whose_compilation_fails_run_as_usual(graphs, monkeypatch, caplog)
 
     model, expected = tiny_lm(), run(tiny_lm())
     monkeypatch.setattr(decoding, "compiled", broken)
-    for same, own in zip(run(model, compiled=True), expected, strict=True):
-        torch.testing.assert_close(same, own, rtol=0, atol=1e-5)
+    close(run(model, compiled=True), expected)
     assert "no compiler" in caplog.text
 
 
@@ -305,8 +298,7 @@ def test_the_attention_of_compiled_steps_calls_the_kernel_with_the_keys_of_the_c
     kernel.attend, kernel.fits = attend, lambda query, key, value: True
     monkeypatch.setitem(sys.modules, "rlhf.generators.hf.kernel", kernel)
     monkeypatch.setattr(decoding, "compiled", lambda model: decoding._attention_of(model, decoding.KERNEL))
-    for same, own in zip(run(model, samples=3, compiled=True), expected, strict=True):
-        torch.testing.assert_close(same, own, rtol=0, atol=1e-5)
+    close(run(model, samples=3, compiled=True), expected)
     assert len(calls) > 2 * 2 and all(calls), "two layers, several steps"
     assert model.config._attn_implementation == "sdpa"
 
@@ -346,8 +338,7 @@ def test_too_little_memory_for_a_graph_affects_only_the_batch(graphs, monkeypatc
 
     for number, record in enumerate((full, lambda step: graphs.append(1) or step)):
         monkeypatch.setattr(decoding, "record", record)
-        for same, wanted in zip(run(model), expected, strict=True):
-            torch.testing.assert_close(same, wanted, rtol=0, atol=1e-5)
+        close(run(model), expected)
         assert set(graphs) == {number}
         graphs.clear()
     assert caplog.text.count("too little memory for a CUDA graph of") == 1
@@ -364,8 +355,7 @@ def test_a_model_that_reads_the_cache_length_is_sampled_without_graphs(graphs, c
 
     model.base_model.register_forward_pre_hook(ask, with_kwargs=True)
     for _ in range(2):
-        for same, wanted in zip(run(model), expected, strict=True):
-            torch.testing.assert_close(same, wanted, rtol=0, atol=1e-5)
+        close(run(model), expected)
     steps = asked[1 : len(asked) // 2]
     assert not graphs and steps == sorted(set(steps))
     assert caplog.text.count("not recorded as a CUDA graph") == 1
@@ -388,8 +378,7 @@ def test_a_cuda_graph_gives_the_same_samples_as_single_steps(kind, dtype, monkey
             words = (model, batch.prompt_ids, batch.prompt_mask, 3, LENGTH, 0.7, numbers, range(2, 25))
             found.append(sample(*words, pad_id=0))
     assert len(recorded) > 1 and not caplog.records
-    for same, expected in zip(*found, strict=True):
-        torch.testing.assert_close(same, expected, rtol=0, atol=1e-4)
+    close(*found, atol=1e-4)
 
 
 class Casts(TorchDispatchMode):
@@ -445,19 +434,10 @@ def test_noise_gives_log_probs_of_the_distribution_that_the_token_was_drawn_from
         assert (chi_square < 45.3) == follows  # the 99.9 % point with 20 degrees of freedom
 
 
-def test_only_training_samples_have_noise_and_no_noise_changes_nothing():
-    batch, model = tiny_rollouts(prompts=6), tiny_lm()
-    prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
-    for purpose, equal in (("train", False), ("eval", True), ("eval-kl", True)):
-        asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose=purpose)
-        clean, noisy = (respond(model, prompts, asked, settings(256, noise)) for noise in (0.0, 0.5))
-        assert torch.equal(clean.behaviour_logprobs, noisy.behaviour_logprobs) == equal
-
-
 def test_parts_of_responses_have_the_noise_of_whole_responses():
     batch, model = tiny_rollouts(prompts=6), tiny_lm()
-    prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
-    asked = Sampling(samples=1, temperature=0.7, response_length=LENGTH, purpose="train")
+    prompts = prompts_of(batch)
+    asked = request(1)
     whole = respond(model, prompts, asked, settings(256, 0.5))
     generator = HFGenerator(lambda: nullcontext(model), settings(4, 0.5))
     numbers = uniforms(derive(1, "sample", "train"), 0, batch.index, 1, LENGTH)
@@ -475,13 +455,6 @@ def test_parts_of_responses_have_the_noise_of_whole_responses():
         assert tokens == whole.response_ids[i, 0, cut:length].tolist()
         expected = whole.behaviour_logprobs[i, 0, cut:length]
         torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-5)
-
-
-def test_a_token_is_the_quantile_of_its_uniform_number():
-    probabilities = torch.tensor([[0.0, 0.25, 0.5, 0.0, 0.25]]).expand(7, -1)
-    numbers = torch.tensor([0.0, 0.2, 0.26, 0.74, 0.76, 0.99, 1 - 2**-53], dtype=torch.float64)
-    tokens, _ = choose(probabilities.log(), 1.0, numbers)
-    assert tokens.tolist() == [1, 1, 2, 2, 4, 4, 4]
 
 
 @pytest.mark.parametrize("words", [300, 1024, 5000, 50_304])
@@ -525,30 +498,11 @@ def test_near_greedy_sampling_takes_the_most_likely_token_without_nan():
     assert token.item() == 0 and logprob.item() == 0
 
 
-def test_token_ids_in_prompt_padding_have_no_effect():
-    model, batch = tiny_lm(), tiny_rollouts(prompts=6)
-    numbers = uniforms(1, 0, batch.index, 2, LENGTH)
-    filled = batch.prompt_ids.masked_fill(~batch.prompt_mask, -100)
-    found = [
-        sample(model, ids, batch.prompt_mask, 2, LENGTH, 0.7, numbers, STOPS, pad_id=0)
-        for ids in (batch.prompt_ids, filled)
-    ]
-    for expected, same in zip(*found, strict=True):
-        assert torch.equal(expected, same)
-
-
 def test_sampled_logprobs_of_a_sliding_window_model_equal_the_logprobs_of_the_trainer():
     torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=8,
-        initializer_range=0.2,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MistralConfig(sliding_window=8, initializer_range=0.2, **sizes, **heads)
     model = MistralForCausalLM(config).eval()
     ids, mask, logprobs, ended = run(model)
     assert mask.sum(-1).max() > 8
@@ -568,17 +522,18 @@ def test_uniform_numbers_depend_on_seed_request_and_example():
     many = uniforms(1, 0, torch.arange(500), 2, 50)
     assert many.unique().numel() == many.numel() and (many >= 0).all() and (many < 1).all()
     assert abs(many.mean() - 0.5) < 0.01 and abs(many.var() - 1 / 12) < 0.01
+    probabilities = torch.tensor([[0.0, 0.25, 0.5, 0.0, 0.25]]).expand(7, -1)
+    numbers = torch.tensor([0.0, 0.2, 0.26, 0.74, 0.76, 0.99, 1 - 2**-53], dtype=torch.float64)
+    assert choose(probabilities.log(), 1.0, numbers)[0].tolist() == [1, 1, 2, 2, 4, 4, 4], "the quantiles"
 
 
-def test_requests_of_different_purposes_draw_different_random_numbers():
-    prompts, model = tiny_rollouts(prompts=6), tiny_lm()
-    prompts = Prompts(**{f.name: getattr(prompts, f.name) for f in fields(Prompts)})
-    drawn = {}
+def test_purposes_draw_different_random_numbers_and_only_training_samples_have_noise():
+    prompts, model = prompts_of(tiny_rollouts(prompts=6)), tiny_lm()
+    drawn = []
     for purpose in ("train", "eval", "eval-kl"):
-        asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose=purpose)
-        first, again = (respond(model, prompts, asked, settings(16)).response_ids for _ in range(2))
-        assert torch.equal(first, again)
-        drawn[purpose] = first
-    assert not torch.equal(drawn["train"], drawn["eval"])
-    assert not torch.equal(drawn["eval-kl"], drawn["eval"])
-    assert not torch.equal(drawn["train"], drawn["eval-kl"])
+        asked = request(purpose=purpose)
+        first, again, noisy = (respond(model, prompts, asked, settings(16, x)) for x in (0.0, 0.0, 0.5))
+        assert torch.equal(first.response_ids, again.response_ids)
+        assert torch.equal(first.behaviour_logprobs, noisy.behaviour_logprobs) == (purpose != "train")
+        drawn.append(first.response_ids)
+    assert not any(torch.equal(a, b) for a, b in combinations(drawn, 2))

@@ -198,10 +198,10 @@ def test_a_missing_file_gives_an_error(shared):
 @pytest.mark.parametrize(
     ("version", "change", "message"),
     [
-        (4, {}, r"must confirm version 5 \(the version that the trainer sent\), got version 4"),
+        (4, {}, "must confirm version 5 .* got version 4"),
         (5, {"a": 1}, "must hold a of version 5 with the checksum .* got 0000000000000001"),
-        (5, {"a": None}, "must hold a of version 5 .* got none: there is no such tensor"),
-        (5, {"c": 1}, "must hold c of version 5 with the checksum none: there is no such tensor"),
+        (5, {"a": None}, "must hold a of version 5 .* got no tensor"),
+        (5, {"c": 1}, "must hold c of version 5 with the checksum no tensor"),
     ],
 )
 def test_a_wrong_confirmation_gives_an_error_that_names_the_tensor_and_the_versions(
@@ -235,13 +235,6 @@ def test_a_folder_has_only_the_files_of_the_kept_versions_and_is_removed_with_th
     assert [str(file) for file in folder.iterdir()] == [second.path]
     store.close()
     assert not folder.exists()
-
-
-def test_close_removes_the_shared_memory(either):
-    manifest = either.write([("a", torch.ones(3))], 1)
-    assert os.path.exists(manifest.path)
-    either.close()
-    assert not os.path.exists(manifest.path)
 
 
 def test_a_version_is_kept_until_each_of_three_users_has_released_it(shared):

@@ -7,7 +7,6 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -45,8 +44,6 @@ class Fake:
     once: Path | None = None
 
     def build(self):
-        if self.fault == "writes":
-            Path(tempfile.gettempdir(), "rest").touch()
         if self.fault == "build":
             raise RuntimeError("no such model")
         if self.fault == "user":
@@ -161,6 +158,13 @@ def gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+def until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "a process or a file still exists"
+        time.sleep(0.05)
+
+
 def between_loads(generator, load):
     """Submit four requests between four loads; `IN_TURN` lists the expected answers."""
     load(generator, 0)
@@ -175,50 +179,57 @@ def between_loads(generator, load):
 IN_TURN = [(0, 0, 0), (0, 0, 1), (2, 2, 2), (3, 3, 3)]
 
 
-def test_a_request_is_sampled_with_the_weights_loaded_last_before_it(start):
-    futures = between_loads(start(Fake()), load)
+def test_a_request_is_sampled_with_the_weights_loaded_last_before_it(start, tmp_path):
+    generator = start(Fake(once=tmp_path))
+    futures = between_loads(generator, load)
     assert not futures[-1].done(), "submit does not wait, and load waits only for an earlier load"
     assert answers(futures) == IN_TURN
-
-
-def test_rollouts_contain_their_prompts_and_the_sampling_time(start):
-    generator = start(Fake())
-    load(generator, 5)
-    rollouts = ask(generator, 0, "slow").result(SECONDS)
+    rollouts = futures[0].result()
     assert torch.equal(rollouts.prompt_ids, prompts().prompt_ids) and rollouts.texts == prompts().texts
-    assert 0.3 <= rollouts.generate_s < 5 and rollouts.version == 5
-
-
-def test_one_version_is_kept_if_all_requests_are_answered_before_each_load(start):
-    generator = start(Fake())
-    for version in range(4):
+    assert 0.3 <= rollouts.generate_s < 5
+    for version in range(4, 8):
         load(generator, version)
         ask(generator, version).result(SECONDS)
-        assert len(files_of(generator.store)) == 1 and not generator.store.free
-
-
-def test_only_versions_in_use_are_kept(start):
-    generator = start(Fake())
-    load(generator, 0)
-    for version in range(1, 8):
+        assert generator.store.kept == 1, "all requests were answered before the load"
+    for version in range(8, 12):
         running = ask(generator, version, "slow")
         load(generator, version)
         assert running.result(SECONDS).version == version - 1
     assert len(files_of(generator.store)) == 2
+    threads = [threading.Thread(target=lambda i=i: futures.append(ask(generator, i))) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(request for _, _, request in answers(futures[4:])) == list(range(8))
+    process = pid(generator)
+    generator.close()
+    assert gone(process) and (tmp_path / "closed").exists(), "an idle process closes its sampler"
+    with pytest.raises(RunError, match="the generator was closed"):
+        ask(generator, 1)
 
 
-def test_a_process_that_died_while_idle_restarts_with_the_weights_loaded_next(start):
-    generator = start(Fake())
+def test_a_process_killed_while_idle_is_replaced_and_leaves_no_files(start):
+    generator = start(Fake("shares", at=2))
     load(generator, 0)
-    os.kill(pid(generator), signal.SIGKILL)
+    os.kill(first := pid(generator), signal.SIGKILL)
+    scratch = Path(generator.process.scratch)
+    assert answers([ask(generator, 1)]) == [(0, 0, 1)]
+    assert generator.process.pid != first and not scratch.exists()
+    ask(generator, 2).result(SECONDS)
+    scratch = Path(generator.process.scratch)
+    name, child = (scratch / "shared").read_text().split()
+    generator.process.kill_all()
+    until(lambda: gone(int(child)) and not os.path.exists(f"/dev/shm/{name}"))
     load(generator, 1)  # in the shared memory of version 0
     assert answers([ask(generator, 1)]) == [(1, 1, 1)] and len(files_of(generator.store)) == 1
+    assert not scratch.exists()
 
 
-@pytest.mark.parametrize("fault", ["dies", "hangs"])
-def test_a_lost_request_is_sampled_again_with_the_same_version(start, tmp_path, fault):
-    limits = replace(LIMITS, request_s=3) if fault == "hangs" else LIMITS
-    generator = start(Fake(fault, at=1, once=tmp_path), limits)
+@pytest.mark.parametrize("fault", ["dies", "hangs", "dies in load", "hangs at start"])
+def test_a_lost_job_is_repeated_with_the_same_version(start, tmp_path, fault):
+    limits = {"hangs": replace(LIMITS, request_s=3), "hangs at start": replace(LIMITS, start_s=12)}
+    generator = start(Fake(fault, at=1, once=tmp_path), limits.get(fault, LIMITS))
     load(generator, 0)
     futures = [ask(generator, 0), ask(generator, 1), ask(generator, 2)]
     load(generator, 1)  # in shared memory before the request of version 0 is lost
@@ -231,46 +242,25 @@ def test_a_lost_request_is_sampled_again_with_the_same_version(start, tmp_path, 
     assert generator.figures()["generator/restarts"].value() == 0, "each restart is counted once"
 
 
-def test_a_process_lost_while_it_loads_weights_loads_the_weights_again(start, tmp_path):
-    generator = start(Fake("dies in load", at=1, once=tmp_path))
-    load(generator, 0)
-    load(generator, 1)
-    assert answers([ask(generator, 0)]) == [(1, 1, 0)]
-    assert generator.figures()["generator/restarts"].value() == 1
-
-
-def test_a_process_killed_while_idle_is_replaced(start):
-    generator = start(Fake())
-    load(generator, 4)
-    os.kill(first := pid(generator), signal.SIGKILL)
-    assert answers([ask(generator, 1)]) == [(4, 4, 1)]
-    assert generator.process.pid != first
-
-
-def test_temporary_files_are_removed_with_the_process_that_created_them(start):
-    generator = start(Fake("writes"))
-    load(generator, 0)
-    os.kill(pid(generator), signal.SIGKILL)
-    first = Path(generator.process.scratch)
-    ask(generator, 1).result(SECONDS)
-    second = Path(generator.process.scratch)
-    assert first != second and not first.exists() and (second / "rest").exists()
-    generator.close()
-    assert not second.exists()
-
-
-def test_a_process_lost_too_often_stops_the_run(start):
-    generator = start(Fake("dies", at=1))
-    load(generator, 0)
-    futures = [ask(generator, 0), ask(generator, 1), ask(generator, 2)]
-    assert answers(futures[:1]) == [(0, 0, 0)]
-    for future in futures[1:]:
-        with pytest.raises(RunError, match=r"more than 2 times .* it died \(killed by SIGKILL\)"):
-            future.result(SECONDS)
-    with pytest.raises(RunError, match="more than 2 times"):
-        ask(generator, 3)
-    with pytest.raises(RunError, match="more than 2 times"):
-        load(generator, 1)
+@pytest.mark.parametrize(
+    ("fault", "limits", "message"),
+    [
+        ("dies", LIMITS, r"more than 2 times .* it died \(killed by SIGKILL\)"),
+        ("hangs at start", replace(LIMITS, start_s=0.05, restarts=1), "or generator.start_limit_s higher"),
+    ],
+)
+def test_a_process_lost_too_often_stops_the_run(start, fault, limits, message):
+    generator = start(Fake(fault, at=1), limits)
+    with pytest.raises(RunError, match=message):
+        load(generator, 0)
+        futures = [ask(generator, 0), ask(generator, 1), ask(generator, 2)]
+        assert answers(futures[:1]) == [(0, 0, 0)]
+        for future in futures[1:]:
+            assert future.exception(SECONDS) is generator.failure
+        futures[1].result()
+    for call in (lambda: ask(generator, 3), lambda: load(generator, 1)):
+        with pytest.raises(RunError, match=message):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -279,45 +269,21 @@ def test_a_process_lost_too_often_stops_the_run(start):
         (Fake("build"), RunError, "failed to build: RuntimeError: no such model"),
         (Fake("user"), UserError, "model.policy must be another one"),
         (Fake("dies at start"), RunError, r"process must start, but it died \(exit code 3\)"),
-        (Fake("raises"), RunError, "failed to sample: ValueError: out of ideas"),
+        pytest.param(Fake("raises"), RunError, "ValueError: out of ideas", marks=pytest.mark.forks(False)),
         (lambda: None, RunError, "thread failed: PicklingError|AttributeError"),
+        (Fake("takes another"), TransferError, "must hold weight of version 0 with the checksum"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_of_the_sampler_stops_the_run_without_a_restart(start, factory, error, message):
+def test_an_error_of_the_sampler_stops_the_run_without_a_restart(start, tmp_path, factory, error, message):
     generator = start(factory)
     with pytest.raises(error, match=message):
         load(generator, 0)
         ask(generator, 0).result(SECONDS)
     assert generator.restarts == 0
-
-
-def test_a_process_that_is_not_ready_in_time_is_replaced(start, tmp_path):
-    generator = start(Fake("hangs at start", once=tmp_path), replace(LIMITS, start_s=12))
-    load(generator, 0)
-    assert answers([ask(generator, 0)]) == [(0, 0, 0)]
-    assert generator.restarts == 1
-
-
-def test_a_process_that_is_never_ready_in_time_stops_the_run(start):
-    generator = start(Fake("hangs at start"), replace(LIMITS, start_s=0.05, restarts=1))
-    message = r"failed again: it did not start within 0.05 seconds; .* or generator.start_limit_s higher"
-    with pytest.raises(RunError, match=message):
-        load(generator, 0)
-        ask(generator, 0).result(SECONDS)
-
-
-@pytest.mark.forks(False)
-def test_the_log_contains_the_output_of_the_process(start, tmp_path):
-    generator = start(Fake("raises"))
-    load(generator, 0)
-    with pytest.raises(RunError):
-        ask(generator, 0).result(SECONDS)
-    log = (tmp_path / "generator.log").read_text()
-    assert "Traceback" in log and "out of ideas" in log
-
-
-# -- failed weight transfers -----------------------------------------------------------------------
+    if "ideas" in message:
+        log = (tmp_path / "generator.log").read_text()
+        assert "Traceback" in log and "out of ideas" in log
 
 
 def written(monkeypatch, change):
@@ -346,10 +312,7 @@ def scratch(manifest):
 FAULTS = {
     "cut short": (cut, "weight of version 1 must reach to byte 68 .* a file of 66 bytes"),
     "changed": (scratch, "weight of version 1 must have the checksum"),
-    "another version": (
-        lambda manifest: replace(manifest, version=7),
-        "must hold version 7, got version 1",
-    ),
+    "another version": (lambda manifest: replace(manifest, version=7), "version 7, got version 1"),
 }
 
 
@@ -370,14 +333,6 @@ def test_a_failed_weight_transfer_stops_the_run(start, monkeypatch, fault):
     assert generator.restarts == 0
 
 
-def test_weights_confirmed_with_another_checksum_stop_the_run(start):
-    generator = start(Fake("takes another", at=1))
-    load(generator, 0)
-    load(generator, 1)
-    with pytest.raises(TransferError, match="must hold weight of version 1 with the checksum"):
-        ask(generator, 1).result(SECONDS)
-
-
 def test_a_request_sampled_with_another_version_stops_the_run(start):
     generator = start(Fake())
     load(generator, 0)
@@ -387,36 +342,19 @@ def test_a_request_sampled_with_another_version_stops_the_run(start):
         ask(generator, 1).result(SECONDS)
 
 
-# -- shutdown --------------------------------------------------------------------------------------
-
-
-def test_close_lets_an_idle_process_close_its_sampler(start, tmp_path):
-    generator = start(Fake(once=tmp_path))
-    load(generator, 0)
-    process = pid(generator)
-    generator.close()
-    assert gone(process) and (tmp_path / "closed").exists()
-    with pytest.raises(RunError, match="the generator was closed"):
-        ask(generator, 1)
-
-
-def test_close_does_not_wait_for_a_running_request(start):
-    generator = start(Fake("hangs", at=1))
-    load(generator, 0)
-    process, future = pid(generator), ask(generator, 1)
-    time.sleep(0.2)
-    begun = time.monotonic()
-    generator.close()
-    assert time.monotonic() - begun < SECONDS / 4 and gone(process)
-    with pytest.raises(RunError, match="the generator was closed"):
-        future.result(SECONDS)
-
-
-def test_close_does_not_wait_for_a_process_that_starts(start):
-    generator = start(Fake("hangs at start"))
+@pytest.mark.parametrize("fault", ["hangs", "hangs at start"])
+def test_close_does_not_wait_for_a_running_request_or_start(start, fault):
+    generator, future = start(Fake(fault, at=1)), None
+    if fault == "hangs":
+        load(generator, 0)
+        future = ask(generator, 1)
+        time.sleep(0.2)
     begun = time.monotonic()
     generator.close()
     assert time.monotonic() - begun < SECONDS / 4 and not generator.carrier.is_alive()
+    if future is not None:
+        with pytest.raises(RunError, match="the generator was closed"):
+            future.result(SECONDS)
 
 
 TRAINER = """
@@ -484,33 +422,5 @@ def test_a_process_ends_with_its_trainer_and_leaves_no_files(tmp_path, memory, s
         assert all(map(os.path.exists, files))
         time.sleep(1.5 if state == "answering" else 0)
         trainer.kill()
-    end = time.monotonic() + 10
-    while not all(map(gone, pids)) or any(map(os.path.exists, files)):
-        assert time.monotonic() < end, "a process or a file still exists"
-        time.sleep(0.05)
+    until(lambda: all(map(gone, pids)) and not any(map(os.path.exists, files)))
     assert "Traceback" not in log.read_text()
-
-
-def test_shared_memory_of_a_killed_process_is_removed(start):
-    generator = start(Fake("shares", at=1))
-    load(generator, 0)
-    ask(generator, 1).result(SECONDS)
-    name, child = Path(generator.process.scratch, "shared").read_text().split()
-    generator.process.kill_all()
-    end = time.monotonic() + 10
-    while not gone(int(child)) or os.path.exists(f"/dev/shm/{name}"):
-        assert time.monotonic() < end, "the child process or the shared memory still exists"
-        time.sleep(0.05)
-
-
-def test_requests_may_come_from_several_threads(start):
-    generator = start(Fake())
-    load(generator, 0)
-    futures = []
-    threads = [threading.Thread(target=lambda i=i: futures.append(ask(generator, i))) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wait(futures, SECONDS).not_done
-    assert sorted(request for _, _, request in answers(futures)) == list(range(8))

@@ -517,9 +517,8 @@ def sample(
                     if done:
                         break
                     if fewer:
-                        kept = torch.arange(
-                            left, device=device
-                        )  # active rows at the end replace others in front
+                        # active rows at the end of the batch take the positions of inactive rows in front
+                        kept = torch.arange(left, device=device)
                         kept[~active[:left]] = left + active[left:].nonzero()[:, 0]
                         step.keep(kept)
                         rows, token, running, place = (x[kept] for x in (rows, token, running, place))

@@ -25,7 +25,8 @@ from pydantic import BaseModel
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
 from rlhf.core.machine import is_loopback
-from rlhf.generators.servers.process import FILES, LOAD, STATUS
+from rlhf.generators.servers.process import LOAD, STATUS
+from rlhf.generators.vllm.sampler import FILES
 from rlhf.processes.signals import end_group
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ from rlhf.core.metrics import How, Metrics, Stat
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.generator import Generator, GeneratorContext
 from rlhf.generators.process import annotated
-from rlhf.generators.servers.server import Child, Gone, NoAnswer, Server, check, command, config_of, variables
+from rlhf.generators.servers.server import Child, Gone, NoAnswer, Server, check, command, variables
 from rlhf.generators.shares import most_versions
 from rlhf.generators.vllm.generator import build_store, factory, place, route, variables_of
 from rlhf.generators.vllm.sampler import VLLMFactory, rollouts_of, sampling_parameters, seed_of
@@ -603,7 +603,7 @@ def build(config: VLLMServerConfig, context: GeneratorContext) -> Generator:
     servers = []
     if config.urls:
         key = os.environ[config.key_variable] if config.key_variable else None
-        wanted = config_of(settings).to_dict()
+        wanted = settings.config().to_dict()
         for url in config.urls:
             servers.append(Server(url, url, key, *limits, accept=partial(check, settings, wanted, url)))
     else:  # the run starts them on this host, each with its GPUs

@@ -9,8 +9,9 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import groupby
@@ -18,15 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-from transformers import AutoConfig, PreTrainedConfig
 
-from rlhf.config.generators import Transfer
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import flat
 from rlhf.core.formatting import shortened
 from rlhf.core.machine import loopback
-from rlhf.generators.servers.process import ABORT, FILES, GENERATE, LOAD, NCCL, SCRATCH, STATUS
-from rlhf.generators.vllm.sampler import VLLMFactory, config_folder, engine_arguments
+from rlhf.generators.servers.process import ABORT, GENERATE, LOAD, SCRATCH, STATUS
+from rlhf.generators.vllm.sampler import NCCL, VLLMFactory, config_folder, engine_arguments
 from rlhf.generators.weights import Manifest, TransferError, WeightStore, confirm
 from rlhf.processes.signals import PARENT
 from rlhf.processes.worker import Spawned
@@ -56,6 +55,7 @@ class Reply(NamedTuple):
     ended: bool  # by itself, not because it was aborted
 
 
+@dataclass
 class Child:
     """The processes of a server on this machine, which are one process group.
 
@@ -67,25 +67,18 @@ class Child:
         port: the port; 0: a free one at each start.
     """
 
-    def __init__(
-        self,
-        command: list[str],
-        environment: Mapping[str, str],
-        log: Path | None,
-        host: str = "127.0.0.1",
-        port: int = 0,
-    ) -> None:
-        self.command, self.environment, self.log = command, environment, log
-        self.host, self.port = host, port
-        self.process: Spawned | None = None
+    command: list[str]
+    environment: Mapping[str, str]
+    log: Path | None
+    host: str = "127.0.0.1"
+    port: int = 0
+    process: Spawned | None = None
 
     def start(self) -> str:
         """Start the server, and return its address."""
-        port = self.port or free_port()
-        command = [*self.command, "--port", str(port)]
-        own = {PARENT: str(os.getpid()), **self.environment}
+        port, own = self.port or free_port(), {PARENT: str(os.getpid()), **self.environment}
         with self.log.open("ab") if self.log else nullcontext() as log:
-            self.process = Spawned(command, own, log, SCRATCH)
+            self.process = Spawned([*self.command, "--port", str(port)], own, log, SCRATCH)
         return f"http://{self.host}:{port}"
 
     def ended(self) -> str | None:
@@ -115,6 +108,7 @@ def free_port() -> int:
         return port
 
 
+@dataclass(eq=False)
 class Server:
     """A server and what it does now. All methods are called in the thread of the pool.
 
@@ -129,26 +123,21 @@ class Server:
         accept: raises an error if a server with this status cannot be used.
     """
 
-    def __init__(
-        self,
-        name: str,
-        url: str | None,
-        key: str | None,
-        start_s: float,
-        answer_s: float,
-        request_s: float,
-        child: Child | None = None,
-        accept: Callable[[Mapping[str, Any]], None] = lambda about: None,
-    ) -> None:
-        self.name, self.url, self.key, self.child, self.accept = name, url, key, child, accept
-        self.start_s, self.answer_s, self.request_s = start_s, answer_s, request_s
-        self.session: aiohttp.ClientSession | None = None
-        self.about: dict[str, Any] = {}  # its status when it was ready; empty: it was never ready
-        self.version: int | None = None  # of its weights, as it confirmed; None: random weights
-        self.loading: Manifest | None = None
-        self.running: dict[asyncio.Task[None], Any] = {}  # requests for tokens
-        self.tokens = 0  # of these requests, at most
-        self.broken: asyncio.Future[None] | None = None  # gets an error if it must be given up
+    name: str
+    url: str | None
+    key: str | None
+    start_s: float
+    answer_s: float
+    request_s: float
+    child: Child | None = None
+    accept: Callable[[Mapping[str, Any]], None] = lambda about: None
+    session: aiohttp.ClientSession | None = None
+    about: dict[str, Any] = field(default_factory=dict)  # its status when it was ready; empty: never
+    version: int | None = None  # of its weights, as it confirmed; None: random weights
+    loading: Manifest | None = None
+    running: dict[asyncio.Task[None], Any] = field(default_factory=dict)  # requests for tokens
+    tokens = 0  # of these requests, at most
+    broken: asyncio.Future[None] | None = None  # gets an error if it must be given up
 
     @property
     def slots(self) -> int:
@@ -371,7 +360,7 @@ def check(settings: VLLMFactory, config: Mapping[str, Any], url: str, about: Map
         for tree in (json.loads(json.dumps(config, default=str)), about["model"])
     )
     ours |= {"dtype": settings.dtype, "head_dtype": "float32" if settings.float32_head else settings.dtype}
-    ours |= {"weights": way(settings), "absent_ids": ranges(settings.absent_ids) or "none"}
+    ours |= {"weights": settings.way, "absent_ids": ranges(settings.absent_ids) or "none"}
     theirs |= {name: about[name] for name in ("dtype", "head_dtype", "weights")}
     theirs |= {"absent_ids": ranges(about["absent_ids"]) or "none"}
     if about["max_model_len"] < settings.max_model_len:
@@ -381,7 +370,7 @@ def check(settings: VLLMFactory, config: Mapping[str, Any], url: str, about: Map
     if wrong:
         flags = [settings.model, "--dtype", settings.dtype, "--max-model-len", str(settings.max_model_len)]
         flags += ["--float32-head"] if settings.float32_head else []
-        flags += ["--nccl"] if way(settings) == NCCL else []
+        flags += ["--nccl"] if settings.way == NCCL else []
         flags += ["--absent-ids", ranges(settings.absent_ids)] if settings.absent_ids else []
         raise UserError(
             "generator.urls must name servers of the model and the settings of the run (log-probs would "
@@ -428,31 +417,27 @@ def command(settings: VLLMFactory, host: str) -> list[str]:
             "a server needs the plugin of this project for vLLM (pip installs its entry point), got none; "
             "run: pip install -e ."
         )
-    arguments = engine_arguments(settings, config_of(settings)) | {
+    arguments = engine_arguments(settings, settings.config()) | {
         "model": config_folder(settings.model),
         "host": host,
         "served_model_name": "policy",
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
-        "weight_transfer_config": {"backend": way(settings)},
+        "weight_transfer_config": {"backend": settings.way},
         "additional_config": {"absent_ids": list(settings.absent_ids)},
         "enable_scale_out": True,  # tokens in, tokens out
         "disable_fastapi_docs": True,
         "disable_uvicorn_access_log": True,
     }
-    return [sys.executable, "-P", "-m", "rlhf.generators.servers.process", *_flags(arguments)]
-
-
-def way(settings: VLLMFactory) -> str:
-    """Return how the weights come to a server, as vLLM names it."""
-    return NCCL if settings.transfer == Transfer.nccl.value else FILES
-
-
-def config_of(settings: VLLMFactory) -> PreTrainedConfig:
-    """Return the config of the model of `settings`."""
-    config: PreTrainedConfig = AutoConfig.from_pretrained(
-        config_folder(settings.model), trust_remote_code=settings.trust_remote_code
-    )
-    return config
+    words = [sys.executable, "-P", "-m", "rlhf.generators.servers.process"]
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            words += [f"--{flag}", *map(str, value)]
+        elif value not in (None, {}):
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
 
 
 def variables(settings: VLLMFactory, key: str | None) -> dict[str, str]:
@@ -472,14 +457,3 @@ def variables(settings: VLLMFactory, key: str | None) -> dict[str, str]:
     if not settings.gpu:
         own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return own | ({"VLLM_API_KEY": key} if key else {})
-
-
-def _flags(arguments: dict[str, Any]) -> Iterator[str]:
-    for name, value in arguments.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            yield f"--{flag}" if value else f"--no-{flag}"
-        elif isinstance(value, list):
-            yield from (f"--{flag}", *map(str, value))
-        elif value not in (None, {}):
-            yield from (f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value))

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import cached_file
 
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+FILES, NCCL = "rlhf_files", "rlhf_nccl"  # vLLM's names of the ways in which weights come to a server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,18 @@ class VLLMFactory:
     seed: int  # seed of the run
     absent_ids: tuple[int, ...] = ()  # ids of the model that no token has; they are not sampled
     environment: EnvironmentFactory | None = None  # answers replies; None: a response is one reply
+
+    @property
+    def way(self) -> str:
+        """How the weights come to a server, as vLLM names it."""
+        return NCCL if self.transfer == "nccl" else FILES
+
+    def config(self) -> PreTrainedConfig:
+        """Return the config of the model."""
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            config_folder(self.model), trust_remote_code=self.trust_remote_code
+        )
+        return config
 
     def build(self) -> VLLMSampler:
         """Start vLLM in this process and return its sampler."""
@@ -92,8 +105,7 @@ class VLLMSampler:
 
     def __init__(self, settings: VLLMFactory) -> None:
         self.settings = settings
-        folder = config_folder(settings.model)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
+        config = settings.config()
         self.tensors = tensors(config, settings.trust_remote_code)  # before vLLM, which changes classes
         from vllm import LLM
         from vllm.config import WeightTransferConfig
@@ -117,7 +129,7 @@ class VLLMSampler:
             arguments["additional_config"] = {"absent_ids": list(settings.absent_ids)}
         self.asleep: set[str] = set()  # parts of the GPU memory that are freed until `wake`
         self.llm = LLM(
-            model=folder,
+            model=config_folder(settings.model),
             distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
             enable_sleep_mode=settings.sleeps,
             weight_transfer_config=WeightTransferConfig(backend=NAME.format(settings.transfer)),
@@ -214,8 +226,8 @@ class VLLMSampler:
         """Sample one reply for each sample."""
         parameters = [self.parameters(sampling, example) for example in prompts.index.tolist()]
         asked = list(zip(prompts.unpadded(), parameters, strict=True))
-        if update is not None:
-            asked = [(ids, one) for ids, each in asked for one in single_samples(each)]
+        if update is not None:  # each sample by itself, as vLLM derives them
+            asked = [(ids, self.single(each, k)) for ids, each in asked for k in range(each.n)]
         outputs: list[Any] = [None] * len(asked)
         once = iter([[Request(i, *each) for i, each in enumerate(asked)]])
         serve(self.llm, lambda wait: next(once, []), outputs.__setitem__, update)
@@ -241,9 +253,8 @@ class VLLMSampler:
 
         def asked(wait: bool) -> Iterator[Request]:
             for i in episodes.ready(wait):
-                one = self.parameters(sampling, int(prompts.index[i // K]))
-                one.seed = seed_of(one.seed, i % K, turn[i])
-                one.n, one.max_tokens = 1, episodes.room(i)
+                one = self.single(self.parameters(sampling, int(prompts.index[i // K])), i % K, turn[i])
+                one.max_tokens = episodes.room(i)
                 turn[i] += 1
                 yield Request(i, episodes.history(i), one)
 
@@ -263,6 +274,12 @@ class VLLMSampler:
 
         given = sampling_parameters(sampling, example, self.settings.stop_ids, self.settings.seed)
         return SamplingParams(n=sampling.samples, flat_logprobs=True, **given)
+
+    def single(self, parameters: Any, sample: int, turn: int = 0) -> Any:
+        """Return vLLM's sampling parameters for one of the n samples of a prompt."""
+        one = parameters.clone()
+        one.n, one.seed = 1, seed_of(parameters.seed, sample, turn)
+        return one
 
     def sleep_level(self) -> int:
         """Return the level of vLLM's sleep mode with which a load restores the complete model.
@@ -460,23 +477,17 @@ def serve(
                 # vLLM adds random letters to the ids that its outputs have
                 owners |= {id.partition("-")[0]: each.owner for id, each in zip(sent, started, strict=True)}
             for output in engine.step():
-                if update is None:
-                    _check_versions(output, llm.get_weight_version())
+                spans = [span for completion in output.outputs for span in completion.weight_versions or []]
+                version = llm.get_weight_version()
+                if update is None and (other := {span.version for span in spans} - {version}):
+                    raise RunError(
+                        f"tokens must be sampled by version {version} (the version loaded last), got tokens "
+                        f"of version {', '.join(other)}"
+                    )
                 sink(owners.pop(output.request_id), output)
     except RunError:
         engine.abort_request(list(owners))
         raise
-
-
-def _check_versions(output: Any, version: str) -> None:
-    """Raise RunError if another version of the weights sampled tokens of an output."""
-    for completion in output.outputs:
-        for span in completion.weight_versions or []:
-            if span.version != version:
-                raise RunError(
-                    f"tokens must be sampled by version {version} (the version loaded last), "
-                    f"got tokens of version {span.version}"
-                )
 
 
 def next_sequences(waiting: deque[Request], count: float, tokens: float, longest: float) -> list[Request]:
@@ -521,14 +532,6 @@ def sampling_parameters(
     }
 
 
-def single_samples(parameters: Any) -> Iterator[Any]:
-    """Yield vLLM's sampling parameters for each of the n samples of a prompt, as vLLM derives them."""
-    for k in range(parameters.n):
-        one = parameters.clone()
-        one.n, one.seed = 1, parameters.seed + k
-        yield one
-
-
 def seed_of(seed: int, sample: int, turn: int) -> int:
     """Return the seed of a reply of an episode; the first one has that of a response.
 
@@ -560,7 +563,11 @@ def rollouts_of(
         pad_id: token id of padding.
     """
     shape = len(prompts), sampling.samples, sampling.response_length
-    ids, mask, logprobs = (x.view(shape) for x in pad(replies, shape[-1], pad_id))
+    lengths = torch.tensor([len(reply[0]) for reply in replies])
+    mask = (torch.arange(shape[-1]) < lengths[:, None]).view(shape)
+    ids, logprobs = torch.full(shape, pad_id), torch.zeros(shape)
+    ids[mask] = torch.tensor([token for reply in replies for token in reply[0]])
+    logprobs[mask] = torch.tensor([x for reply in replies for x in reply[1]])
     token_versions = None
     if versions is not None:
         token_versions = torch.zeros(shape, dtype=torch.int64)
@@ -573,17 +580,6 @@ def rollouts_of(
         ended=(mask & torch.isin(ids, torch.tensor(stop_ids))).any(-1),
         token_versions=token_versions,
     )
-
-
-def pad(replies: Sequence[Sequence[Any]], length: int, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return replies (token ids, log-probs, ...) as ids, mask and log-probs, each [replies, length]."""
-    ids = torch.full((len(replies), length), pad_id)
-    logprobs = torch.zeros(len(replies), length)
-    lengths = torch.tensor([len(reply[0]) for reply in replies])
-    mask = torch.arange(length) < lengths[:, None]
-    ids[mask] = torch.tensor([token for reply in replies for token in reply[0]])
-    logprobs[mask] = torch.tensor([x for reply in replies for x in reply[1]])
-    return ids, mask, logprobs
 
 
 def versions(completion: Any) -> list[int]:
