@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -17,7 +17,6 @@ from rlhf.config.models import Dtype, float16_needs_gpu
 from rlhf.core.batch import Budget
 from rlhf.core.errors import UserError
 from rlhf.core.numerics import PORTABLE, asked_portable, derive
-from rlhf.engines.engine import trained
 from rlhf.environments.library import schemas
 from rlhf.memory.plan import with_token_limit
 from rlhf.models.forward import checkpoint_blocks
@@ -37,11 +36,11 @@ if TYPE_CHECKING:
 # Construction of the models of a run.
 
 
-M = TypeVar("M", bound=RolloutModule)
-N = TypeVar("N", bound=torch.nn.Module)
+_M = TypeVar("_M", bound=RolloutModule)
+_N = TypeVar("_N", bound=torch.nn.Module)
 
 
-def loaded(build: Callable[[], N], cfg: Config, ranks: Ranks) -> N:
+def loaded(build: Callable[[], _N], cfg: Config, ranks: Ranks) -> _N:
     """Return the module that `build` returns.
 
     If the backend divides the weights over the ranks, only the first rank calls `build`, and the other ranks
@@ -103,21 +102,13 @@ def load_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Rewa
     return RewardModel(loaded, cfg.model.shared_prefix)
 
 
-def _for_training(module: M, cfg: Config, name: str) -> M:
+def _for_training(module: _M, cfg: Config, name: str) -> _M:
     """Return `module` with the adapters and the gradient checkpointing that the config sets."""
     if cfg.model.lora.rank:
         adapt(module.model, cfg.model.lora, derive(cfg.seed, "adapters", name))
     if cfg.model.gradient_checkpointing:
         checkpoint_blocks(module.model)
     return module
-
-
-def trained_parts(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the (name, value) row of trained parameters for the summary, if some parameters are frozen."""
-    every = sum(parameter.numel() for parameter in module.parameters())
-    ours = sum(parameter.numel() for parameter in trained(module))
-    if ours < every:
-        yield "trained parameters", f"{ours:,} of {every:,}, in adapters and in modules trained whole"
 
 
 def _build_value_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> ValueModel:
@@ -325,7 +316,7 @@ def training_budget(cfg: Config) -> Budget:
 
 def inference_budget(cfg: Config) -> Budget:
     """Return the limits of a forward pass without gradients, which needs less memory per token."""
-    training = training_budget(cfg)
-    if training.tokens is None:
-        return training
-    return Budget(WITHOUT_GRADIENT * training.sequences, WITHOUT_GRADIENT * training.tokens)
+    limit = training_budget(cfg)
+    if limit.tokens is None:
+        return limit
+    return Budget(WITHOUT_GRADIENT * limit.sequences, WITHOUT_GRADIENT * limit.tokens)
