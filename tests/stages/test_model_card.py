@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf.core.state import TrainState
-from rlhf.stages import model_card
-from rlhf.stages.model_card import (
+from rlhf.stages import words as model_card
+from rlhf.stages.words import (
     UNKNOWN,
     Origin,
     algorithm,
