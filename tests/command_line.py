@@ -71,6 +71,25 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.fixture
+def called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """`called(main, *words)` calls the `main` of a command; returns its exit code, stdout and stderr."""
+
+    def call(main: Callable[[], None], *words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["command", *words])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
 def own_conf(tmp_path: Path) -> Path:
     """Return a folder laid out like conf/: one valid experiment file, and files with one error each."""
     files = {

@@ -23,7 +23,6 @@ from rlhf.assembly.models import (
     inference_budget,
     load_model,
     loaded,
-    trained_parts,
     training_budget,
 )
 from rlhf.assembly.parts import build_source, make, part
@@ -35,7 +34,7 @@ from rlhf.config.scorers import scorers
 from rlhf.core.batch import Sampling
 from rlhf.core.errors import UserError
 from rlhf.core.state import SupervisedState, TrainState
-from rlhf.engines.engine import Engine, EngineSettings
+from rlhf.engines.engine import Engine, EngineSettings, trained
 from rlhf.engines.torch_engine import FrozenEngine
 from rlhf.generators.generator import GeneratorContext, PerRankGenerator, SharedGenerator
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
@@ -59,7 +58,7 @@ from rlhf.training.recorder import EXPECTED, LIMITS, CollapseRule, Limits, Recor
 from rlhf.training.stream import Refill, Replay
 from rlhf.trials.agreement import compared, samples_with_cache
 from rlhf.trials.speed import choose_head, compile_blocks
-from rlhf.usercode.address import Parameters, load_function, parameters_of, signature_of
+from rlhf.usercode.address import load_function, parameters_of, signature_of
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -172,7 +171,7 @@ def remedies(cfg: Config) -> list[str]:
 # Construction of the engine of a run: module, frozen reference, optimizer settings.
 
 
-E = TypeVar("E", bound=Engine)
+_E = TypeVar("_E", bound=Engine)
 
 
 def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, state: TrainState) -> Engine:
@@ -183,13 +182,16 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
     """
     module = loaded(lambda: build_module(cfg, tokenizer), cfg, ranks)
     check_vocabulary(module.model, tokenizer)
-    for name, value in trained_parts(module):
-        say(f"  {name + ':':24}{value}")
+    every = sum(parameter.numel() for parameter in module.parameters())
+    ours = sum(parameter.numel() for parameter in trained(module))
+    if ours < every:
+        say(f"  {'trained parameters:':24}{ours:,} of {every:,}, in adapters and in modules trained whole")
     steps = cfg.schedule.minibatches * cfg.schedule.epochs
+    exact = cfg.generator.exact and not cfg.generator.noisy and cfg.model.dtype is Dtype.float32
     engine = part(cfg.backend).build(
         cfg.backend,
         module=module,
-        reference=build_second_model(cfg, tokenizer, ranks),
+        reference=_second_model(cfg, tokenizer, ranks),
         tokenizer=tokenizer,
         ranks=ranks,
         settings=EngineSettings(
@@ -199,14 +201,12 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
             budget=training_budget(cfg),
             inference=inference_budget(cfg),
             stale=cfg.schedule.off_policy or not cfg.generator.samples,
-            exact_sampler=cfg.generator.exact
-            and not cfg.generator.noisy
-            and cfg.model.dtype is Dtype.float32,
+            exact_sampler=exact,
             dtype=cfg.model.dtype,
             value_lr=cfg.algo.value_lr,
         ),
     )
-    return _with_reference(with_compared_modules(engine, cfg), cfg)
+    return _completed(engine, cfg)
 
 
 def build_frozen(
@@ -224,19 +224,21 @@ def build_frozen(
     """
     module = load_model(cfg, tokenizer) if named else build_model(cfg, tokenizer)
     check_vocabulary(module.model, tokenizer, "models" if named else "model.tokenizer")
-    engine = FrozenEngine(
-        module,
-        build_second_model(cfg, tokenizer, ranks),
-        tokenizer,
-        inference=inference_budget(cfg),
-        ranks=ranks,
-        dtype=cfg.model.dtype,
-    )
-    return _with_reference(with_compared_modules(engine, cfg), cfg)
+    reference, limit = _second_model(cfg, tokenizer, ranks), inference_budget(cfg)
+    engine = FrozenEngine(module, reference, tokenizer, inference=limit, ranks=ranks, dtype=cfg.model.dtype)
+    return _completed(engine, cfg)
 
 
-def with_compared_modules(engine: E, cfg: Config) -> E:
+def _second_model(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Policy | None:
+    """Return the reference; None: the run has none, or it is the policy without its adapters."""
+    compares = cfg.algo.trains is Trains.policy
+    return build_reference(cfg, tokenizer, ranks) if compares and not _reference_is_policy(cfg) else None
+
+
+def _completed(engine: _E, cfg: Config) -> _E:
     """Return `engine`, whose modules share the encoding of prompts only if their models allow this.
+
+    If the reference is the policy without its adapters, the engine gets this reference.
 
     Raises:
         UserError: a model cannot be used.
@@ -244,21 +246,6 @@ def with_compared_modules(engine: E, cfg: Config) -> E:
     for module in engine.module.modules():
         if isinstance(module, RolloutModule):
             compared(module, cfg, engine.ranks)
-    return engine
-
-
-def build_second_model(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Policy | None:
-    """Return the reference model if the reference has weights of its own.
-
-    Returns:
-        The reference. None: the run has no reference, or the reference is the policy without its adapters.
-    """
-    compares = cfg.algo.trains is Trains.policy
-    return build_reference(cfg, tokenizer, ranks) if compares and not _reference_is_policy(cfg) else None
-
-
-def _with_reference(engine: E, cfg: Config) -> E:
-    """Return `engine`; if the reference is the policy without its adapters, set it in the engine."""
     if _reference_is_policy(cfg):
         engine.reference = engine.policy.before_adapters()
     return engine
@@ -343,8 +330,8 @@ def build_generator(
             environment=make(cfg.environment, tokenizer),
             phases=engine.phases,
         )
-        generator: Generator = make(cfg.generator, context)
-        return generator
+        made: Generator = make(cfg.generator, context)
+        return made
 
     if ranks.size == 1 or not cfg.generator.samples:
         return build()
@@ -417,11 +404,8 @@ def check_formats(
         return
     some = rows[np.linspace(0, len(rows) - 1, min(len(rows), _CHECKED)).astype(int)]
     some.setdefault(TOOLS, [None] * len(some["messages"]))
-    judge = judge or cfg.algo.trains is not Trains.reward
-    for at, section in scorers(cfg):
-        used = judge if at.startswith("gold") else cfg.scores_completions
-        named = section.reward_model(at, cfg.model.reward)
-        if not used or named is None:
+    for at, section in _used_scorers(cfg, judge):
+        if (named := section.reward_model(at, cfg.model.reward)) is None:
             continue
         try:
             own = read_own(*named, cfg.model, conversational=True)
@@ -468,16 +452,13 @@ def build_evaluator(
         ranks: the ranks of the run.
         split: the split of the held-out examples.
     """
-    if cfg.algo.trains is Trains.reward:
-        pairs = task.held_out(cfg.eval.prompts, split, warn=cfg.eval.asked)
-        assert pairs.completions is not None
-        length = cfg.generator.response_length
-        return RewardEvaluator(encode_completions(pairs, pairs.completions, tokenizer, length), engine)
     held_out_pairs = None
-    if cfg.algo.pairwise and cfg.reads_pairs:
+    if cfg.algo.trains is Trains.reward or (cfg.algo.pairwise and cfg.reads_pairs):
         pairs = task.held_out(cfg.eval.prompts, split, warn=cfg.eval.asked)
         assert pairs.completions is not None
         encoded = encode_completions(pairs, pairs.completions, tokenizer, cfg.generator.response_length)
+        if cfg.algo.trains is Trains.reward:
+            return RewardEvaluator(encoded, engine)
         held_out_pairs = HeldOutPairs(encoded, make(cfg.algo), engine)
     environment: EnvironmentFactory | None = make(cfg.environment, tokenizer)
     if not cfg.generator.samples:  # the generator has no completions of held-out prompts
@@ -571,6 +552,7 @@ def reward_functions(cfg: Config, judge: bool = False) -> Iterator[tuple[str, Fu
 
 
 def _used_scorers(cfg: Config, judge: bool) -> Iterator[tuple[str, ScorerConfig]]:
+    """Yield the key and the section of each scorer whose scores the run reads; see `reward_functions`."""
     judge = judge or cfg.algo.trains is not Trains.reward
     for at, section in scorers(cfg):
         if judge if at.startswith("gold") else cfg.scores_completions:
@@ -581,13 +563,6 @@ def part_of(cfg: Config, at: str) -> str | None:
     """Return the part of a mixture of tasks whose responses the scorer at the key `at` scores; None: all."""
     whole, _, name = at.partition(".parts.")
     return name.partition(".")[0] if getattr(cfg, whole).of_mixture else None
-
-
-def positions(asked: Parameters, key: str, path: str) -> Iterator[tuple[str, tuple[str, str, str]]]:
-    """Yield each parameter that receives a value by position, with key, address and value."""
-    for name, value in zip(asked.taken, asked.position, strict=False):
-        if name != value:
-            yield name, (key, path, value)
 
 
 def _wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
@@ -601,6 +576,8 @@ def _wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
     for at, section in reward_functions(cfg, judge):
         key, path = f"{at}.path", section.path
         asked = parameters_of(signature_of(load_function(key, path, section.arguments)))
+        pairs = zip(asked.taken, asked.position, strict=False)
+        by_position = {name: (key, path, value) for name, value in pairs if name != value}
         scored = part_of(cfg, at)
         for each in found if scored is None else [scored]:
             before = found[each]
@@ -608,7 +585,7 @@ def _wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
                 columns={**dict.fromkeys(asked.columns, (key, path)), **before.columns},
                 optional=before.optional | set(asked.optional),
                 rest=before.rest or asked.rest,
-                positions={**dict(positions(asked, key, path)), **before.positions},
+                positions={**by_position, **before.positions},
             )
     for at, scorer in _used_scorers(cfg, judge):
         if not scorer.columns:

@@ -230,7 +230,8 @@ def _too_little(cfg: Config, use: Use, trains: bool) -> str:
     def fits(changed: Config) -> bool:
         return all(each.fits for each in plan(changed, trains=trains).uses if each.device == use.device)
 
-    adjusted, step = "gold.batch_size", 2  # the two responses of a pair
+    adjusted: str | None = "gold.batch_size"
+    step = 2  # the two responses of a pair
     if trains:
         adjusted, step = adjustable(cfg, use.largest.name), cfg.algo.samples_per_prompt
     first = next(models(cfg) if trains else judges(cfg))

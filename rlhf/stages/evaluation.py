@@ -129,7 +129,7 @@ def evaluate(
             name = candidate.name if candidate.named else folder.path / candidate.name
             say(f"evaluated already with these settings: {name}")
     if due:
-        from rlhf.stages.guards import full_gpu  # imports torch
+        from rlhf.assembly.models import full_gpu  # imports torch
 
         claim = claimed(folder.path, name=EVALUATION_LOCK) if is_first_rank() else nullcontext()
         explanations = partial(full_gpu, cfg, None), partial(full_disk, folder)
@@ -155,7 +155,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Evaluate each model of `due`; write and yield its row. Damaged checkpoints are skipped."""
     say_loading()
-    from rlhf.stages.guards import joined
+    from rlhf.assembly.models import joined
     from rlhf.stages.prerequisites import complete
     from rlhf.stages.run import at_start, run
     from rlhf.training.checkpoint import damage

@@ -18,7 +18,7 @@ import datasets
 import numpy as np
 import torch
 
-from rlhf.assembly.models import build_stop_ids, build_tokenizer, names_of
+from rlhf.assembly.models import build_stop_ids, build_tokenizer, names_of, quieten_libraries
 from rlhf.assembly.parts import make
 from rlhf.assembly.training import TEXT, build_task, check_formats, part_of, reward_functions
 from rlhf.config.algorithms import Data, Trains
@@ -32,7 +32,6 @@ from rlhf.processes.ranks import ALONE
 from rlhf.scorers.function import FunctionScorer
 from rlhf.scorers.scorer import ScorerContext, distinct_texts
 from rlhf.stages import prerequisites
-from rlhf.stages.guards import quieten_libraries
 from rlhf.tasks.task import summarize
 from rlhf.terminal.console import say, say_row
 from rlhf.text.chat import unquoted

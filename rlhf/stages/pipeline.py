@@ -230,7 +230,7 @@ def _by_first(cfg: Config, make: Callable[[], _T]) -> Callable[[], _T]:
     """Return a function that calls `make` on rank 0, and returns the result on every rank."""
 
     def call() -> _T:
-        from rlhf.stages.guards import joined
+        from rlhf.assembly.models import joined
 
         return joined(cfg).from_first(make)
 

@@ -248,8 +248,8 @@ def _carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     say_loading()
     from datasets import DatasetDict
 
+    from rlhf.assembly.models import joined
     from rlhf.assembly.training import build_scorer, build_task, check_formats
-    from rlhf.stages.guards import joined
 
     ranks = joined(cfg, ranks)
     about = settings(cfg)  # before stand-ins replace paths

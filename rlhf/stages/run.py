@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.models import build_tokenizer
+from rlhf.assembly.models import build_tokenizer, full_gpu, joined
 from rlhf.assembly.parts import build_loggers, make, part
 from rlhf.assembly.training import assemble, build_state, build_task, training_sampling
 from rlhf.checks.check import problems
@@ -34,11 +34,9 @@ from rlhf.processes.signals import interruptible
 from rlhf.runs.folder import COMPLETE, run_log, setup_logging
 from rlhf.runs.lock import Claim, claimed, deleted_folder, full_disk, no_room, unusable_file
 from rlhf.runs.resuming import refuse_another_run, saved_length
-from rlhf.stages.guards import full_gpu, joined
 from rlhf.stages.inspection import rehearse
-from rlhf.stages.model_card import model_card
 from rlhf.stages.prerequisites import complete, names
-from rlhf.stages.words import print_closing, print_opening
+from rlhf.stages.words import model_card, print_closing, print_opening
 from rlhf.terminal.console import say, transcript
 from rlhf.terminal.progress import Stages
 from rlhf.text.encoding import encode_completions

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset, DatasetDict
 
-from rlhf.assembly.models import build_device, build_tokenizer
+from rlhf.assembly.models import build_device, build_tokenizer, quieten_libraries
 from rlhf.assembly.training import build_sampler, build_scorer, build_task
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.models import LoRAConfig
@@ -19,7 +19,6 @@ from rlhf.core.errors import UserError
 from rlhf.processes.ranks import Ranks
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.scorer import response_texts
-from rlhf.stages.guards import quieten_libraries
 from rlhf.tasks.task import altered
 from rlhf.terminal.progress import progress
 from rlhf.text.chat import control_tokens, quoted, render, set_format

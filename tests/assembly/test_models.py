@@ -1,9 +1,10 @@
-"""Tests of which ranks load a model."""
+"""Which ranks load a model, and the limits of forward passes."""
 
 import pytest
 import torch
 
-from rlhf.assembly import models
+from rlhf.assembly.models import inference_budget, loaded, training_budget
+from rlhf.core.batch import Budget
 from rlhf.processes.ranks import Ranks
 from rlhf.words.compose import compose
 
@@ -27,6 +28,13 @@ class Second(Ranks):
 )
 def test_only_the_first_rank_loads_a_model_that_is_divided(words, received):
     cfg, made = compose(words), torch.nn.Linear(1, 1)
-    found = models.loaded(lambda: made, cfg, Second(rank=1, size=2))
+    found = loaded(lambda: made, cfg, Second(rank=1, size=2))
     assert found == "from the first" if received else found is made
-    assert models.loaded(lambda: made, cfg, Ranks()) is made
+    assert loaded(lambda: made, cfg, Ranks()) is made
+
+
+def test_passes_without_gradients_have_four_times_the_sequences_if_their_tokens_are_limited():
+    cfg = compose(["backend.micro_batch=8", "backend.tokens=1000"])
+    assert (training_budget(cfg), inference_budget(cfg)) == (Budget(8, 1000), Budget(32, 4000))
+    cfg = compose(["backend.micro_batch=8", "backend.device=cpu"])
+    assert training_budget(cfg) == inference_budget(cfg) == Budget(8, None)

@@ -17,11 +17,14 @@ from rlhf.assembly.parts import make, part
 from rlhf.config.run import LoggersConfig
 from rlhf.config.schema import PARTS, SCHEMAS, Section
 from rlhf.config.tasks import ArithmeticConfig
+from rlhf.core.state import TrainState
 from rlhf.engines.engine import Engine
+from rlhf.models.loading import save
 from rlhf.processes.ranks import ALONE
 from rlhf.tasks.kinds import ArithmeticSource
 from rlhf.words import catalogue
 from rlhf.words.compose import compose
+from tests.tiny_models import tiny_lm, tiny_tokenizer
 
 catalogue.load_plugins()
 
@@ -83,50 +86,50 @@ def test_the_part_of_an_option_loads_and_takes_its_section(option):
         assert inspect.isclass(found) and issubclass(section, found) and issubclass(found, Section), found
 
 
-@pytest.fixture
-def passed(monkeypatch, request) -> dict[str, Any]:
-    """Return the keyword arguments that `build_engine` passes to the engine of a backend.
+class Built(Exception):
+    """Raised in place of building an engine, with the arguments that its backend gets."""
 
-    The parameter of the fixture, if a test sets it, is a list of overrides of the config.
-    """
-    instead = {
-        "build_module": lambda *_: SimpleNamespace(model=SimpleNamespace(config=None)),
-        "build_second_model": lambda *_: None,
-        "check_vocabulary": lambda *_: None,
-        "with_compared_modules": lambda engine, _: engine,
-        "trained_parts": lambda *_: (),
-        "part": lambda _: SimpleNamespace(build=lambda _, **given: SimpleNamespace(given=given)),
-    }
-    for name, function in instead.items():
-        monkeypatch.setattr(engine_assembly, name, function)
-    state: Any = SimpleNamespace(num_updates=1)
-    tokenizer: Any = None
-    built: Any = engine_assembly.build_engine(compose(getattr(request, "param", [])), tokenizer, ALONE, state)
-    return built.given
+
+@pytest.fixture
+def passed(monkeypatch, tmp_path):
+    """`passed(*overrides)` returns the keyword arguments that the engine of a run of a tiny model gets."""
+    tokenizer = tiny_tokenizer()
+    model = tiny_lm(vocab_size=len(tokenizer), max_position_embeddings=1024)
+    save(model, tokenizer, tmp_path)
+
+    def build(_: Section, **given: Any) -> None:
+        raise Built(given)
+
+    def call(*words: str) -> dict[str, Any]:
+        cfg = compose([f"model.policy={tmp_path}", *words])
+        with pytest.raises(Built) as built:
+            engine_assembly.build_engine(cfg, tokenizer, ALONE, TrainState(num_updates=1))
+        found: dict[str, Any] = built.value.args[0]
+        return found
+
+    monkeypatch.setattr(
+        engine_assembly,
+        "part",
+        lambda section: SimpleNamespace(build=build, place=lambda section, module, ranks: module),
+    )
+    monkeypatch.setattr("rlhf.assembly.models.part", engine_assembly.part)
+    return call
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option.startswith("backend=")])
 def test_engine_of_a_backend_accepts_the_arguments_of_the_assembly_and_the_run(option, passed):
-    made = loaded(OPTIONS[option])
+    made, given = loaded(OPTIONS[option]), passed("algo=dpo")
     assert issubclass(made, Engine)
-    inspect.signature(made.build).bind("section", **passed)
-    inspect.signature(Engine.__init__).bind("self", **passed)
+    inspect.signature(made.build).bind("section", **given)
+    inspect.signature(Engine.__init__).bind("self", **given)
     inspect.signature(made.prepare).bind("section", "dtype", "ranks")
     inspect.signature(made.place).bind("section", "frozen", "ranks")
 
 
-@pytest.mark.parametrize(
-    ("passed", "exact"),
-    [
-        ([], True),
-        (["generator=vllm"], False),
-        (["generator=dataset"], False),
-        (["model.dtype=bfloat16"], False),
-    ],
-    indirect=["passed"],
-)
-def test_only_the_hf_generator_in_float32_computes_the_log_probs_of_the_trainer(passed, exact):
-    assert passed["settings"].exact_sampler is exact
+def test_only_the_hf_generator_in_float32_computes_the_log_probs_of_the_trainer(passed):
+    others = ("generator=vllm", "generator=dataset", "model.dtype=bfloat16")
+    assert passed()["settings"].exact_sampler
+    assert not any(passed(word)["settings"].exact_sampler for word in others)
 
 
 def test_every_option_that_chooses_a_part_has_an_address():

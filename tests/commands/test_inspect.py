@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,27 +31,29 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def inspect(folder, monkeypatch, capsys):
-    """Return a function that runs the command and returns exit code, stdout and stderr."""
+def inspect(folder, called):
+    """`inspect(*words)` runs the command, and checks its exit code and that nothing was written.
 
-    def call(*words: str) -> tuple[int, str, str]:
+    Returns stdout; with `code=2` stderr.
+    """
+
+    def call(*words: str, code: int = 0) -> str:
         before = sorted(folder.rglob("*"))
-        monkeypatch.setattr(sys, "argv", ["inspect", *words])
-        code = 0
-        try:
-            inspect_command.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
+        found, out, err = called(inspect_command.main, *words)
         assert sorted(folder.rglob("*")) == before, "the command leaves nothing behind"
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        assert found == code, err
+        return err if code else out
 
     return call
 
 
+SFT = ["algo=sft", "model.base=policy", "task.path=rows", *LOCAL]
+RL = ["algo=rloo", "model.policy=policy", "scorer=reward_model", "scorer.path=reward", "task.path=rows",
+      "schedule.total_episodes=16", *LOCAL]  # fmt: skip
+
+
 def test_sft_rows_are_shown_with_the_tokens_that_are_trained(inspect):
-    code, out, err = inspect("algo=sft", "model.base=policy", "task.path=rows", *LOCAL)
-    assert code == 0, err
+    out = inspect(*SFT)
     assert "LlamaForCausalLM" in out and "context 512 tokens" in out
     assert "end (EOS)         <eos>  (id 1)" in out and "padding (PAD)     <pad>  (id 0)" in out
     assert "begin (BOS)       none" in out
@@ -61,38 +62,35 @@ def test_sft_rows_are_shown_with_the_tokens_that_are_trained(inspect):
     assert max(map(len, out.splitlines())) <= 80
     assert out.endswith("task.max_prompt_tokens=4 scorer@gold=none\n")
     assert "\n  python -m rlhf.train algo=sft model.base=policy" in out
-
-
-def test_responses_that_are_too_long_are_shown_as_cut(inspect):
-    words = ["algo=sft", "model.base=policy", "task.path=rows", *LOCAL, "task.max_prompt_tokens=8"]
-    code, out, err = inspect(*words)
-    assert code == 0, err
+    out = inspect(*SFT, "task.max_prompt_tokens=8")
     assert "4 tokens, in the loss; cut at 4 tokens, without EOS" in out
     assert " PAD on the left of the prompt, " in out
 
 
 def test_pairs_are_shown_with_both_responses(inspect):
-    code, out, err = inspect("algo=reward", "model.policy=policy", "task.path=pairs", *LOCAL)
-    assert code == 0, err
+    out = inspect("algo=reward", "model.policy=policy", "task.path=pairs", *LOCAL)
     assert "chosen     2 tokens, scored at its last token" in out
     assert "rejected   3 tokens, scored at its last token" in out
 
 
 def test_messages_between_the_replies_of_a_dialogue_are_shown_as_not_trained(inspect):
-    code, out, err = inspect("task=calculator", "algo=sft", "task.train_size=64")
-    assert code == 0, err
+    out = inspect("task=calculator", "algo=sft", "task.train_size=64")
     assert "  message    7 tokens, not in the loss\n    \\n|<|user|>|\\n| " in out
     shown = out[out.index("Example 1") :].replace("  message", "  response").split("  response   ")
     calls = [each.splitlines()[1].strip() for each in shown[1:] if "calc" in each]
     assert calls and all(each.endswith("|[EOS <|endoftext|>]") for each in calls)
 
 
-def test_the_responses_of_reinforcement_learning_are_sampled(inspect):
-    words = ["algo=rloo", "model.policy=policy", "scorer=reward_model", "scorer.path=reward"]
-    code, out, err = inspect(*words, "task.path=rows", "schedule.total_episodes=16", *LOCAL)
-    assert code == 0, err
+def test_the_responses_of_reinforcement_learning_are_sampled_until_an_end_that_the_model_declares(
+    inspect, folder
+):
+    out = inspect(*RL)
     assert "sampled until <eos>, at most 4 tokens; in the loss" in out
     assert "LlamaForSequenceClassification" in out
+    ends = {"eos_token_id": [1, 4, 99]}  # <eos>, b, and an id that no token has
+    (folder / "policy" / "generation_config.json").write_text(json.dumps(ends))
+    out = inspect(*RL)
+    assert "sampled until <eos>, b, at most 4 tokens" in out and "also an end       b  (id 4)" in out
 
 
 def reward(folder, body: str) -> list[str]:
@@ -105,89 +103,59 @@ def reward(folder, body: str) -> list[str]:
 
 
 def test_reward_functions_score_stored_responses(inspect, folder):
-    body = "return tests[0] + 1 / len(response)"
-    code, out, _ = inspect(*reward(folder, body))
-    assert code == 0 and "\nRewards\n  own.py:score\n         0.5 for 'c'\n         1.5 for 'c'\n" in out
+    out = inspect(*reward(folder, "return tests[0] + 1 / len(response)"))
+    assert "\nRewards\n  own.py:score\n         0.5 for 'c'\n         1.5 for 'c'\n" in out
     assert "warning: a policy may sample an empty response: scorer.path=own.py:score" in out
 
 
 def test_a_reward_function_that_returns_none_ends_with_exit_code_2(inspect, folder):
-    code, out, err = inspect(*reward(folder, "print('scored')"))
-    assert code == 2 and "no problem found" not in out
-    assert (
-        "error: scorer.path=own.py:score returned None for line 1 of rows/train.jsonl, response ' c'; a"
-        in err
-    )
-
-
-def test_all_end_tokens_that_the_model_declares_are_named(inspect, folder):
-    ends = {"eos_token_id": [1, 4, 99]}  # <eos>, b, and an id that no token has
-    (folder / "policy" / "generation_config.json").write_text(json.dumps(ends))
-    words = ["algo=rloo", "model.policy=policy", "scorer=reward_model", "scorer.path=reward"]
-    code, out, err = inspect(*words, "task.path=rows", "schedule.total_episodes=16", *LOCAL)
-    assert code == 0, err
-    assert "sampled until <eos>, b, at most 4 tokens" in out and "also an end       b  (id 4)" in out
-
-
-def test_a_reward_model_with_fewer_rows_than_its_tokenizer_has_ids_is_an_error(inspect, folder):
-    write_tokenizer(folder / "reward", (*TOKENS, *"defg"))
-    words = ["algo=rloo", "model.policy=policy", "scorer=reward_model", "scorer.path=reward"]
-    code, out, err = inspect(*words, "task.path=rows", "schedule.total_episodes=16", *LOCAL)
-    assert code == 2 and out == ""
-    assert "scorer.path must have an embedding for every token of its tokenizer" in err
+    err = inspect(*reward(folder, "print('scored')"), code=2)
+    assert "error: scorer.path=own.py:score returned None for line 1 of rows/train.jsonl, respon" in err
 
 
 def test_a_begin_token_and_unknown_words_are_marked(inspect, folder):
     write_tokenizer(folder / "policy", bos_token="<unk>")
     tokenizer = json.loads((folder / "policy" / "tokenizer.json").read_text())
     begin = {"SpecialToken": {"id": "<unk>", "type_id": 0}}
+    a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     tokenizer["post_processor"] = {
         "type": "TemplateProcessing",
-        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [begin, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "single": [begin, a],
+        "pair": [begin, a, b],
         "special_tokens": {"<unk>": {"id": "<unk>", "ids": [2], "tokens": ["<unk>"]}},
     }
     (folder / "policy" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    code, out, err = inspect("algo=sft", "model.base=policy", "task.path=rows", *LOCAL)
-    assert code == 0, err
-    assert "prompt     3 tokens, not in the loss\n    [BOS <unk>]|" in out
+    assert "prompt     3 tokens, not in the loss\n    [BOS <unk>]|" in inspect(*SFT)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda folder: (folder / "policy" / "tokenizer.json").write_text("{}"),
-            "must come with its tokenizer",
-        ),
-        (
-            lambda folder: write_tokenizer(folder / "policy", (*TOKENS, *"defg")),
-            "every token id needs an embedd",
-        ),
-        (lambda folder: write_model(folder / "policy", REWARD), "must name a causal language model"),
-        (
-            lambda folder: write_model(folder / "policy", max_position_embeddings=4),
-            "must be <= 4 (the context",
-        ),
-    ],
-)
-def test_problems_of_a_model_folder_end_with_exit_code_2(inspect, folder, change, message):
-    change(folder)
-    code, out, err = inspect("algo=sft", "model.base=policy", "task.path=rows", *LOCAL)
-    assert code == 2 and message in err and out == ""
+MORE_TOKENS = (*TOKENS, *"defg")  # more than the embedding has rows
+DAMAGE = {
+    "must come with its tokenizer": lambda at: (at / "policy" / "tokenizer.json").write_text("{}"),
+    "every token id needs an embedd": lambda at: write_tokenizer(at / "policy", MORE_TOKENS),
+    "must name a causal language model": lambda at: write_model(at / "policy", REWARD),
+    "must be <= 4 (the context": lambda at: write_model(at / "policy", max_position_embeddings=4),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGE)
+def test_problems_of_a_model_folder_end_with_exit_code_2(inspect, folder, message):
+    DAMAGE[message](folder)
+    assert message in inspect(*SFT, code=2)
+
+
+def test_a_reward_model_with_fewer_rows_than_its_tokenizer_has_ids_is_an_error(inspect, folder):
+    write_tokenizer(folder / "reward", MORE_TOKENS)
+    assert "scorer.path must have an embedding for every token of its tok" in inspect(*RL, code=2)
 
 
 def test_an_embedded_task_is_shown_without_its_models(inspect):
-    code, out, err = inspect(
-        "algo=dpo", "generator=dataset", "task.train_size=64", "schedule.prompts_per_update=16"
-    )
-    assert code == 0, err
+    out = inspect("algo=dpo", "generator=dataset", "task.train_size=64", "schedule.prompts_per_update=16")
     assert "made by the run first" in out and "The run first samples its preference pairs" in out
 
 
 def test_a_model_that_cannot_be_downloaded_is_reported(inspect):
-    code, _, err = inspect("algo=sft", "model.base=nobody/nothing", "task.path=rows", *LOCAL)
-    assert code == 2 and "HF_HUB_OFFLINE=1 is set" in err
+    words = ["algo=sft", "model.base=nobody/nothing", "task.path=rows", *LOCAL]
+    assert "HF_HUB_OFFLINE=1 is set" in inspect(*words, code=2)
 
 
 GAME = """
@@ -210,15 +178,16 @@ WRONG_CODE = {
     "environment.path=game.py:Game": "KeyError: 'key'",
     "environment.path=game.py:Fine +environment.arguments={scala: 3}": "environment.arguments must be",
     "environment.path=game.py:Fine hooks=[game.py:Hook]": "hooks must name subclasses",
+    "environment.path=game.py:Fine": None,
 }
 
 
-@pytest.mark.parametrize("words", [*WRONG_CODE, "environment.path=game.py:Fine"])
+@pytest.mark.parametrize("words", WRONG_CODE)
 def test_an_environment_and_hooks_that_would_fail_in_the_run_are_problems(inspect, folder, words):
     (folder / "game.py").write_text(GAME)
-    words = re.split(r" (?=\S+=)", words)
     own = ["algo=grpo", "model.policy=policy", "task.path=rows", "environment=python", *LOCAL]
-    code, out, err = inspect(*own, "model.chat_template=plain", "task.max_prompt_tokens=64", *words)
-    said = WRONG_CODE.get(" ".join(words))
-    assert code == (2 if said else 0), err
-    assert said in err if said else "Environment\n  python, at most 8 replies" in out
+    own += ["model.chat_template=plain", "task.max_prompt_tokens=64", *re.split(r" (?=\S+=)", words)]
+    if said := WRONG_CODE[words]:
+        assert said in inspect(*own, code=2)
+    else:
+        assert "Environment\n  python, at most 8 replies" in inspect(*own)

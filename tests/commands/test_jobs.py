@@ -57,13 +57,9 @@ def test_hydra_run_dir_sets_the_run_folder(command, tmp_path):
 
 
 def test_waiting_threads_are_passive_and_tokenizers_are_not_parallel(command):
-    import os
-
-    def look(cfg, folder):
-        assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE" and os.environ["TOKENIZERS_PARALLELISM"] == "false"
-        return 0.0
-
-    assert command(during=look).code == 0
+    seen = []
+    command(during=lambda cfg, folder: seen.append(dict(os.environ)) or 0.0)
+    assert (seen[0]["OMP_WAIT_POLICY"], seen[0]["TOKENIZERS_PARALLELISM"]) == ("PASSIVE", "false")
 
 
 def test_finished_run_is_reported_and_skipped(command):
@@ -107,13 +103,6 @@ def test_resume_must_requires_a_complete_checkpoint(command):
     assert len(command("resume=must").runs) == 1
 
 
-def test_broken_state_file_is_reported_with_exit_code_2(command):
-    folder = command().runs[0][1]
-    folder.state.write_text("{")
-    answer = command()
-    assert answer.code == 2 and "trainer_state.json must be a JSON object" in answer.err
-
-
 def test_sweep_with_invalid_jobs_starts_no_job_and_lists_the_invalid_ones(command, tmp_path):
     answer = command("-m", "seed=1,2", "optim.lr=1e-4,0", "eval.prompts=8")
     assert answer.code == 2 and not answer.runs and not list(tmp_path.iterdir())
@@ -127,19 +116,6 @@ def test_sweep_with_a_job_that_does_not_compose_starts_no_job(command, tmp_path,
     answer = command("-m", sweep)
     assert answer.code == 2 and not answer.runs and not list(tmp_path.iterdir())
     assert "Traceback" not in answer.err and "must be" in answer.err
-
-
-def test_sweep_runs_every_combination_and_skips_finished_runs(command, tmp_path):
-    first = command("-m", "algo=dpo,sft", "seed=1", during=finish)
-    assert first.code == 0 and len(first.runs) == len(run_folders(tmp_path)) == 2
-    second = command("-m", "algo=dpo,sft", "seed=1,2")
-    assert [cfg.seed for cfg, _ in second.runs] == [2, 2] and second.out.count("finished already") == 2
-
-
-def test_resume_applies_to_each_job_of_a_sweep(command, tmp_path):
-    command("-m", "seed=1,2", during=finish)
-    answer = command("-m", "seed=1,2", "resume=never", during=finish)
-    assert len(answer.runs) == 2 and sum(".old-1" in name for name in run_folders(tmp_path)) == 2
 
 
 def fail(error):

@@ -18,20 +18,9 @@ PACKAGE = Path(__file__).parents[2] / "rlhf"
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """Return a function that calls `rlhf` and returns its exit code, stdout and stderr."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["rlhf", *words])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
+def call(called):
+    """`call(*words)` calls `rlhf` and returns its exit code, stdout and stderr."""
+    return lambda *words: called(main, *words)
 
 
 def test_every_module_that_is_a_command_is_a_command_of_rlhf():

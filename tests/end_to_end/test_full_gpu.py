@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from rlhf.assembly.models import full_gpu
 from rlhf.core.errors import RunError, explained
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.generators.hf import generator as hf
@@ -15,7 +16,6 @@ from rlhf.models import placement
 from rlhf.processes.service import Server
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation import changed, evaluate
-from rlhf.stages.guards import full_gpu
 from rlhf.stages.run import run
 from rlhf.words.compose import compose
 

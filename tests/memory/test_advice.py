@@ -209,21 +209,10 @@ def test_a_finished_run_is_reported_on_a_machine_with_too_little_memory(command,
 
 
 @pytest.fixture
-def planned(monkeypatch, capsys, tmp_path):
+def planned(monkeypatch, called, tmp_path):
     """`planned(*words)` runs the command in an empty folder and returns exit code, stdout and stderr."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["plan.py", *words])
-        code = 0
-        try:
-            command_module.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
     monkeypatch.chdir(tmp_path)
-    return run
+    return lambda *words: called(command_module.main, *words)
 
 
 def test_the_command_prints_each_part_and_creates_no_files(planned, tmp_path):

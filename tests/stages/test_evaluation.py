@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from types import SimpleNamespace
-
 import pytest
 from rich.console import Console
 
 from rlhf.models.folder import CARD
-from rlhf.runs.folder import RunFolder
-from rlhf.stages import evaluation
 from rlhf.stages.evaluation import named_models, short_names, table
+from rlhf.stages.run import at_start
 from rlhf.words.compose import compose
-from tests.chat_templates import with_template
 from tests.model_folders import write_model
 
 
@@ -31,20 +26,12 @@ def test_an_edited_model_card_does_not_change_the_model(tmp_path):
     assert identity() != before
 
 
-def test_chat_templates_read_the_time_of_the_start_of_the_evaluated_run(tmp_path, monkeypatch):
-    (tmp_path / "environment.json").write_text(json.dumps({"started": "2001-02-03T04:05:06"}))
-    with_template("clock").save_pretrained(tmp_path / "model")
-    data = tmp_path / "data.jsonl"
-    turns = [[{"role": "user", "content": f"Why {i}?"}] for i in range(9)]
-    data.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
-    model = f"{tmp_path}/model"
-    words = ["algo=rloo", "task=local", f"task.path={data}", f"model.policy={model}", f"model.reward={model}"]
-    read = []
-    monkeypatch.setattr(evaluation, "evaluations", lambda group, cfg, *others: read.append(cfg) or iter(()))
-    monkeypatch.setattr(evaluation, "_refuse_other_tokenizers", lambda due, cfg: None)
-    due = [SimpleNamespace(name="model", named=True, checkpoint=None, shards=False)]
-    assert not list(evaluation.measure(due, compose(words), RunFolder(tmp_path), "validation", None))
-    assert [cfg.model.clock for cfg in read] == ["2001-02-03T04:05:06"]
+def test_chat_templates_read_the_time_of_the_start_of_the_run(tmp_path):
+    started = "2001-02-03T04:05:06"
+    words = ["algo=rloo", "task=tldr", "model=pythia_410m"]
+    assert at_start(compose(words), started).model.clock == started
+    own = compose([*words, "model.clock=2026-01-31"])
+    assert at_start(own, started) == own and at_start(compose([]), started) == compose([])
 
 
 RUN, OTHER = (f"outputs/tldr_mini-pythia-dpo-hf-lag0-seed{seed}-a4c04dc{seed}" for seed in (1, 2))

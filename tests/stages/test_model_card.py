@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf.core.state import TrainState
-from rlhf.stages import model_card
-from rlhf.stages.model_card import (
+from rlhf.stages import words as model_card
+from rlhf.stages.words import (
     UNKNOWN,
     Origin,
     algorithm,
@@ -27,19 +27,20 @@ def card(folder: Path, *lines: str) -> str:
     return str(folder)
 
 
-def test_license_and_base_model_are_those_that_the_card_of_a_local_folder_states(tmp_path):
-    found = origin(card(tmp_path / "base", "license: apache-2.0", "base_model: EleutherAI/pythia-410m"))
-    assert (found.name, found.ancestor, found.license) == ("base", "EleutherAI/pythia-410m", "apache-2.0")
-    found = origin(card(tmp_path / "list", "license: mit", "base_model: [a/b, c/d]"))
-    assert (found.ancestor, found.license) == ("a/b", "mit")
-
-
-def test_a_license_that_the_hub_does_not_list_keeps_its_name_and_a_link_to_the_web(tmp_path):
-    lines = ["license: other", "license_name: own", "license_link: https://example.org/license"]
-    found = origin(card(tmp_path / "a", *lines))
-    assert (found.license_name, found.license_link) == ("own", "https://example.org/license")
-    found = origin(card(tmp_path / "b", *lines[:2], "license_link: LICENSE"))
-    assert (found.license_name, found.license_link) == ("own", None)
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (["license: apache-2.0", "base_model: EleutherAI/pythia-410m"],
+         {"ancestor": "EleutherAI/pythia-410m", "license": "apache-2.0"}),
+        (["license: mit", "base_model: [a/b, c/d]"], {"ancestor": "a/b", "license": "mit"}),
+        (["license: other", "license_name: own", "license_link: https://example.org/license"],
+         {"license": "other", "license_name": "own", "license_link": "https://example.org/license"}),
+        (["license: other", "license_name: own", "license_link: LICENSE"],  # not a file of the web
+         {"license": "other", "license_name": "own"}),
+    ],
+)  # fmt: skip
+def test_license_and_base_model_are_those_that_the_card_of_a_local_folder_states(tmp_path, lines, found):
+    assert origin(card(tmp_path / "base", *lines)) == Origin(name="base", **{"ancestor": None, **found})
 
 
 @pytest.mark.parametrize(

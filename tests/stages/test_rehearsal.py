@@ -118,8 +118,6 @@ def test_the_trial_changes_no_random_state_and_no_setting(tmp_path):
     assert before == after and torch.get_default_dtype() is torch.float32 and torch.is_grad_enabled()
 
 
-# -- environments ----------------------------------------------------------------------------------
-
 GAMES = """
 import abc
 

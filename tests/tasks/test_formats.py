@@ -27,7 +27,7 @@ from datasets import (
 from rlhf.config.algorithms import Data
 from rlhf.config.tasks import ColumnsConfig, LocalConfig
 from rlhf.core.errors import UserError
-from rlhf.stages.given_objects import written
+from rlhf.experiment import written
 from rlhf.tasks.columns import recognise
 from rlhf.tasks.kinds import LocalSource
 from rlhf.tasks.reading import Wanted, rows

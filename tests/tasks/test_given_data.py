@@ -11,7 +11,7 @@ from pandas import DataFrame
 from rlhf.checks.check import problems
 from rlhf.config.tasks import LocalConfig
 from rlhf.core.errors import UserError
-from rlhf.stages.given_objects import written
+from rlhf.experiment import written
 from rlhf.tasks.kinds import LocalSource
 from rlhf.words.compose import compose
 
