@@ -70,7 +70,12 @@ class MixtureSource(Source):
         parts = self._loaded("prompts", split, wanted)
         if any("demonstration" in part.column_names for part in parts):
             columns.append("demonstration")
-            parts = [_with_column(part, "demonstration", part["reference_response"][:]) for part in parts]
+            parts = [
+                part
+                if "demonstration" in part.column_names
+                else part.add_column("demonstration", part["reference_response"][:])
+                for part in parts
+            ]
         return self._joined(parts, split, columns)
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
@@ -108,8 +113,8 @@ class MixtureSource(Source):
         for number, (name, rows) in enumerate(zip(self.sources, parts, strict=True)):
             places = [f"row {i + 1} of the split {split} of {name}" for i in range(len(rows))]
             absent = {"place": places, RECORD: ["{}"] * len(rows), TOOLS: ["null"] * len(rows)}  # JSON
-            for column in others:
-                rows = _with_column(rows, column, absent[column])
+            for column in set(others) - {*rows.column_names}:
+                rows = rows.add_column(column, absent[column])
             rows = rows.select_columns(columns)
             texts = {each for each in columns if each != TOOLS and is_text(rows, each)}
             features = Features({each: TEXT if each in texts else DIALOGUE for each in columns})
@@ -120,11 +125,6 @@ class MixtureSource(Source):
             return whole
         sizes, shares = [len(rows) for rows in found], list(self.config.shares.values())
         return whole.select(interleaved(sizes, shares))
-
-
-def _with_column(rows: Dataset, column: str, default: list[str]) -> Dataset:
-    """Return rows with a column of texts; `default` are its texts if the rows lack it."""
-    return rows if column in rows.column_names else rows.add_column(column, default)
 
 
 def interleaved(sizes: Sequence[int], shares: Sequence[float]) -> np.ndarray:
