@@ -42,7 +42,6 @@ class Source(ABC):
         config: config section of the task.
     """
 
-    splits_off_validation = False  # whether the validation split is a part of the training rows
     no_pairs: ClassVar[str] = "it names none"  # why the task has no pairs of its own, for messages
     pairs_beside_prompts: ClassVar[bool] = False  # whether `task.path` may be the folder of the pairs
 
@@ -81,6 +80,11 @@ class Source(ABC):
                 f"({self.no_pairs}), got null; set task.preferences_path=<folder>"
             )
         return pairs.load(split, PREFERENCE_COLUMNS, wanted)
+
+    @property
+    def splits_off_validation(self) -> bool:
+        """Whether the validation split is a part of the training rows."""
+        return False
 
     def columns(self, data: Data) -> str | None:
         """Return the recognised columns of the training rows as text; None: the task has fixed columns."""

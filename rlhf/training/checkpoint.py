@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlhf.engines.engine import Engine
     from rlhf.objectives.objective import Objective
     from rlhf.processes.ranks import Ranks
-    from rlhf.tasks.mixture import PromptOrder
+    from rlhf.tasks.task import PromptOrder
     from rlhf.training.recorder import Recorder
     from rlhf.training.stream import Replay, RolloutStream
 

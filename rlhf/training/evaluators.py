@@ -17,7 +17,7 @@ from rlhf.core.state import TrainState
 from rlhf.environments.environment import limits, transcripts
 from rlhf.models.modules import RewardModel
 from rlhf.scorers.scorer import response_texts
-from rlhf.tasks.mixture import means_of_parts
+from rlhf.tasks.kinds import means_of_parts
 from rlhf.terminal.progress import Phases
 from rlhf.text.chat import unquoted
 from rlhf.text.encoding import encode_completions

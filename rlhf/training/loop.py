@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rlhf.objectives.objective import Objective
     from rlhf.processes.signals import Interruption
     from rlhf.scorers.scorer import Scorer
-    from rlhf.tasks.mixture import PromptOrder
+    from rlhf.tasks.task import PromptOrder
     from rlhf.training.checkpoint import Checkpoints
     from rlhf.training.evaluators import Evaluator
     from rlhf.training.recorder import Recorder

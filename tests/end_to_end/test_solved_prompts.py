@@ -4,7 +4,7 @@ import pytest
 
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from rlhf.tasks.mixture import PromptOrder
+from rlhf.tasks.task import PromptOrder
 from rlhf.training.recorder import Recorder
 from tests.end_to_end.conftest import assert_same_end, rows
 
