@@ -502,7 +502,7 @@ class ReasoningGymScorerConfig(ScorerConfig):
 # Sections of the task that consists of other tasks (`task=mixture`), and of its scorer.
 
 
-@option("task", "mixture", part="rlhf.tasks.mixture:MixtureSource")
+@option("task", "mixture", part="rlhf.tasks.kinds:MixtureSource")
 class MixtureConfig(TaskConfig):
     """Several tasks with weights: the prompts of each part are drawn in proportion to its weight.
 

@@ -49,7 +49,7 @@ def build(config: FunctionScorerConfig, context: ScorerContext) -> Scorer:
     return WeightedScorer(config.as_sum(), replace(context, build=build_one))
 
 
-class Made(NamedTuple):
+class _Made(NamedTuple):
     """The calls of a function for the responses of rollouts."""
 
     rollouts: Rollouts
@@ -92,7 +92,7 @@ class FunctionScorer(Scorer):
         self.turns = context.turns
         self.together = [] if together is None else together
         self.together.append(self)
-        self.made: Made | None = None
+        self.made: _Made | None = None
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the scores [N, K] that the function returns.
@@ -164,11 +164,12 @@ class FunctionScorer(Scorer):
         for each in several:
             each.made = made[each]
 
-    def calls_for(self, rollouts: Rollouts) -> Made:
+    def calls_for(self, rollouts: Rollouts) -> _Made:
         """Call the function for the distinct responses; the results of an asynchronous one are awaitable.
 
         Raises:
-            RunError: the function raised an exception.
+            RunError: the function raised an exception, whose traceback is that of `__cause__`, or called
+                `sys.exit`.
         """
         texts = distinct_texts(rollouts, self.tokenizer)
         received = self.received(rollouts, texts)
@@ -180,8 +181,15 @@ class FunctionScorer(Scorer):
             names = dict.fromkeys(name for each in received for name in each)  # some rows lack columns
             received = [{name: [each.get(name) for each in received] for name in names}]
             of_calls = [f"{len(examples)} responses, the first of {examples[0]}"]
-        results = [self.call(*each) for each in zip(received, of_calls, strict=True)]
-        return Made(rollouts, texts, examples, of_calls, results)
+        results, position = [], self.parameters.position
+        for values, example in zip(received, of_calls, strict=True):
+            by_name = {name: values[name] for name in values if name not in position}
+            try:
+                given = self.function(*(values[name] for name in position), **by_name)
+                results.append(items(given) if self.config.batched and not isawaitable(given) else given)
+            except (Exception, SystemExit) as error:
+                raise self.blamed(error, example) from error
+        return _Made(rollouts, texts, examples, of_calls, results)
 
     def received(self, rollouts: Rollouts, texts: DistinctTexts) -> list[dict[str, Any]]:
         """Return what the function receives for each text, by the name of its parameter.
@@ -190,7 +198,8 @@ class FunctionScorer(Scorer):
         first. The function may change messages and columns: they are copies.
 
         Raises:
-            RunError: the function asks for messages or columns, and saved rollouts have none.
+            RunError: the function asks for messages or columns, and saved rollouts have none, or for the
+                messages of saved episodes, and this run has no environment to read them.
         """
         wants = self.parameters
         for name, asked, there in (
@@ -203,7 +212,15 @@ class FunctionScorer(Scorer):
                     "out"
                 )
         as_messages = "completions" in wants.values and rollouts.dialogues is not None  # as TRL calls it
-        episodes = self.episodes(rollouts, texts) if wants.asks_episode else [[]] * len(texts.responses)
+        episodes = [[{"role": "assistant", "content": response}] for response in texts.responses]
+        if wants.asks_episode and rollouts.environment_mask is not None:
+            if self.turns is None:
+                raise RunError(
+                    f"{self.name} asks for episode, whose messages only an environment can read, got "
+                    "environment=none; set environment to that of the saved rollouts"
+                )
+            every, places = transcripts(rollouts, self.turns), texts.places.flatten().tolist()
+            episodes = [every[places.index(m)] for m in range(len(texts.responses))]
         found = []
         for i, prompt, response, reference, episode in zip(
             texts.examples, texts.prompts, texts.responses, texts.references, episodes, strict=True
@@ -224,37 +241,6 @@ class FunctionScorer(Scorer):
                 each |= {name: record[name] for name in record if name in further and name not in each}
             found.append(each)
         return found
-
-    def episodes(self, rollouts: Rollouts, texts: DistinctTexts) -> list[list[dict[str, Any]]]:
-        """Return the replies and messages of each text's episode; the response, if there are no messages.
-
-        Raises:
-            RunError: saved rollouts have messages, but this run has no environment to read them.
-        """
-        if rollouts.environment_mask is None:
-            return [[{"role": "assistant", "content": response}] for response in texts.responses]
-        if self.turns is None:
-            raise RunError(
-                f"{self.name} asks for episode, whose messages only an environment can read, got "
-                "environment=none; set environment to that of the saved rollouts"
-            )
-        every, places = transcripts(rollouts, self.turns), texts.places.flatten().tolist()
-        return [every[places.index(m)] for m in range(len(texts.responses))]
-
-    def call(self, received: dict[str, Any], example: str) -> Any:
-        """Return the result of the function for what it receives; of a batched function, a list of items.
-
-        Raises:
-            RunError: the function raised an exception, whose traceback is that of `__cause__`, or called
-                `sys.exit`; `example` describes the responses in the message.
-        """
-        try:
-            by_position = [received[name] for name in self.parameters.position]
-            by_name = {name: received[name] for name in received if name not in self.parameters.position}
-            given = self.function(*by_position, **by_name)
-            return items(given) if self.config.batched and not isawaitable(given) else given
-        except (Exception, SystemExit) as error:
-            raise self.blamed(error, example) from error
 
     def blamed(self, error: BaseException, example: str) -> RunError:
         """Return the error for an exception of the function; `example` describes the responses."""
@@ -311,26 +297,23 @@ def find_answer(text: str, pattern: str) -> str | None:
     return matches[-1].group(1) if matches[-1].re.groups else matches[-1].group()
 
 
-def _normalize_answer(answer: str) -> str | Decimal:
-    """Return an answer in a form in which equal answers compare as equal.
-
-    Surrounding space, final dots, all commas and a leading dollar sign are removed. A finite number becomes a
-    Decimal, so that 5.0 == 5; any other answer stays a text.
-    """
-    bare = answer.strip().rstrip(".,").replace(",", "").removeprefix("$")
-    try:
-        number = Decimal(bare)
-    except InvalidOperation:
-        return bare
-    return number if number.is_finite() else bare
-
-
 def answer_matches(response: str, reference: str, pattern: str) -> bool:
-    """Return True if the answers in `response` and `reference` are equal; False if either has no answer."""
-    answer, expected = find_answer(response, pattern), find_answer(reference, pattern)
-    if answer is None or expected is None:
-        return False
-    return _normalize_answer(answer) == _normalize_answer(expected)
+    """Return True if the answers in `response` and `reference` are equal; False if either has no answer.
+
+    Surrounding space, final dots, all commas and a leading dollar sign do not count. Finite numbers are
+    compared as numbers, so that 5.0 == 5; other answers are compared as texts.
+    """
+    forms: list[str | Decimal] = []
+    for text in (response, reference):
+        if (answer := find_answer(text, pattern)) is None:
+            return False
+        bare = answer.strip().rstrip(".,").replace(",", "").removeprefix("$")
+        try:
+            number = Decimal(bare)
+        except InvalidOperation:
+            number = Decimal("nan")
+        forms.append(number if number.is_finite() else bare)
+    return forms[0] == forms[1]
 
 
 # A scorer that calls the verifiers of the package reasoning-gym.

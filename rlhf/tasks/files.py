@@ -53,25 +53,23 @@ class Splits:
         self.files: dict[str, list[Path]] = {}
         self._columns: dict[str, list[str]] = {}
         if self.saved:
-            self._find_saved()
+            try:
+                folders = {"train": self.path}
+                if (listed := self.path / "dataset_dict.json").is_file():
+                    folders = {each: self.path / each for each in json.loads(listed.read_text())["splits"]}
+                for split, folder in folders.items():
+                    state, info = (
+                        json.loads((folder / f"{each}.json").read_text())
+                        for each in ("state", "dataset_info")
+                    )
+                    self.files[split] = [folder / each["filename"] for each in state["_data_files"]]
+                    self._columns[split] = list(info["features"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise self.damaged(error) from None
         elif self.path.is_file():
             self.files = {"train": [self.path]}
         else:
             self._find_files()
-
-    def _find_saved(self) -> None:
-        try:
-            folders = {"train": self.path}
-            if (listed := self.path / "dataset_dict.json").is_file():
-                folders = {split: self.path / split for split in json.loads(listed.read_text())["splits"]}
-            for split, folder in folders.items():
-                state = json.loads((folder / "state.json").read_text())
-                self.files[split] = [folder / each["filename"] for each in state["_data_files"]]
-                self._columns[split] = list(
-                    json.loads((folder / "dataset_info.json").read_text())["features"]
-                )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self.damaged(error) from None
 
     def _find_files(self) -> None:
         totals: dict[str, int] = {}
@@ -305,7 +303,17 @@ class LocalFiles(Splits):
         self.named_columns, self.chat = columns, chat
         place = Path(path).expanduser()
         if not place.exists():
-            raise UserError(_missing(path, place))
+            remedy = f"set {KEY}=<file or folder>"
+            if near := _similar(place):
+                remedy = f"did you mean {setting(KEY, near)}?"
+            elif HUB_NAME.fullmatch(path) and not place.parent.is_dir():
+                saved = f"data/{place.name}"
+                code = f"load_dataset({literal(path)}).save_to_disk({literal(saved)})"
+                command = python_command(f"from datasets import load_dataset; {code}")
+                remedy = f"save a data set of the hub first: {command}, then set {setting(KEY, saved)}"
+            raise UserError(
+                f"{KEY} must name a file or folder of data, got {path} (no such file or folder); {remedy}"
+            )
         if place.is_file() and suffix_of(place) is None:
             raise UserError(
                 f"{KEY} must name a file with a suffix that can be read ({FORMATS}), got {path}; "
@@ -378,19 +386,6 @@ class LocalFiles(Splits):
             f"{KEY} must contain at least two different prompts (some rows are split off for validation), "
             f"got {self.path} with one prompt; add rows, or a file validation.jsonl beside train.jsonl"
         )
-
-
-def _missing(named: str, path: Path) -> str:
-    if near := _similar(path):
-        remedy = f"did you mean {setting(KEY, near)}?"
-    elif HUB_NAME.fullmatch(named) and not path.parent.is_dir():
-        saved = f"data/{path.name}"
-        code = f"load_dataset({literal(named)}).save_to_disk({literal(saved)})"
-        command = python_command(f"from datasets import load_dataset; {code}")
-        remedy = f"a data set of the hub must be saved first: {command}, then set {setting(KEY, saved)}"
-    else:
-        remedy = f"set {KEY}=<file or folder>"
-    return f"{KEY} must name a file or folder of data, got {named} (no such file or folder); {remedy}"
 
 
 def has_dialogues(task: TaskConfig) -> bool | None:

@@ -1,4 +1,4 @@
-"""The kinds of tasks: own files, preferences, chat, GSM8K, reasoning-gym, arithmetic, games."""
+"""The kinds of tasks: own files, preferences, chat, GSM8K, reasoning-gym, arithmetic, games, mixtures."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import random
 import string
 from abc import abstractmethod
 from ast import literal_eval
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
+from importlib import import_module
 from importlib.metadata import version
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import xxhash
-from datasets import Dataset
+from datasets import Dataset, Features, Json, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 
 from rlhf.config.algorithms import Data
+from rlhf.config.schema import PARTS
 from rlhf.config.tasks import PREFERENCE_COLUMNS, Difficulty
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import derive
@@ -27,15 +29,15 @@ from rlhf.environments.environment import Example
 from rlhf.environments.episodes import FIRST_MESSAGE, first_messages
 from rlhf.environments.library import Calculator, GuessNumber
 from rlhf.tasks.columns import conversion, converted, with_all_replies
-from rlhf.tasks.files import KEY, LocalFiles, Splits
-from rlhf.tasks.reading import NOTHING, RECORD, BadRow, Wanted
-from rlhf.tasks.source import EmbeddedSource, Source, as_messages, from_rows, is_text, mapped
+from rlhf.tasks.files import KEY, LocalFiles, Splits, different_forms
+from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, BadRow, Wanted
+from rlhf.tasks.source import EmbeddedSource, Source, as_messages, from_rows, is_text, mapped, temporary
 from rlhf.text.chat import PLAIN, set_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from rlhf.config.scorers import ReasoningGymConfig
+    from rlhf.config.scorers import MixtureConfig, ReasoningGymConfig
     from rlhf.config.tasks import ArithmeticConfig, LocalConfig
     from rlhf.environments.environment import EnvironmentFactory
     from rlhf.tasks.columns import Message
@@ -561,3 +563,137 @@ class FirstMessages(Source):
         made = [{"seed": seed, FIRST_MESSAGE: text} for seed, text in zip(seeds, texts, strict=True)]
         rows = {"query": texts, "reference_response": [""] * size, RECORD: [*map(wanted.record, made)]}
         return as_messages(Dataset.from_dict(rows))
+
+
+# The task `mixture`: several tasks, whose training prompts are drawn in proportion to their weights.
+
+
+class MixtureSource(Source):
+    """A source of several tasks; the column `part` is the number of the task that a row comes from.
+
+    The rows of the training split are those of the first task, then those of the second task, and so on;
+    `Task.order` determines the order of training. In other splits, each part has about its share of the
+    first rows, until its rows end.
+
+    Args:
+        config: config section of the task.
+    """
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__(config)
+        self.sources: dict[str, Source] = {}
+        for name, part in config.parts.items():
+            module, _, source = PARTS[type(part)].partition(":")
+            self.sources[name] = getattr(import_module(module), source)(part)
+
+    @property
+    def conversational(self) -> bool:
+        """Whether the prompts are dialogues.
+
+        Raises:
+            UserError: some parts have dialogues, others texts.
+        """
+        found = {name: source.conversational for name, source in self.sources.items()}
+        if len(set(found.values())) > 1:
+            first = {kind: next(name for name in found if found[name] is kind) for kind in (True, False)}
+            raise UserError(different_forms(first[True], first[False]))
+        return any(found.values())
+
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return the split with the columns `query` or `messages`, `reference_response` and `part`.
+
+        If a part has the column `demonstration` or `place`, the result has it.
+
+        Raises:
+            UserError: the split of a part cannot be loaded, or some parts have dialogues, others texts.
+        """
+        columns = ["messages" if self.conversational else "query", "reference_response"]
+        parts = self._loaded("prompts", split, wanted)
+        if any("demonstration" in part.column_names for part in parts):
+            columns.append("demonstration")
+            parts = [
+                part
+                if "demonstration" in part.column_names
+                else part.add_column("demonstration", part["reference_response"][:])
+                for part in parts
+            ]
+        return self._joined(parts, split, columns)
+
+    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return the split with the columns `prompt`, `chosen`, `rejected`, `part`; `place` as in `prompts`.
+
+        Raises:
+            UserError: a part names no pairs, or its pairs cannot be loaded.
+        """
+        parts = self._loaded("preferences", split, wanted)
+        forms = {
+            isinstance(part.features["prompt"], Value): name
+            for name, part in zip(self.sources, parts, strict=True)
+        }
+        if len(forms) > 1:
+            raise UserError(different_forms(forms[False], forms[True]))
+        return self._joined(parts, split, ["prompt", "chosen", "rejected"])
+
+    def _loaded(self, method: str, split: str, wanted: Wanted) -> list[Dataset]:
+        """Return the split of each part. Errors name the keys of the part instead of those of `task`."""
+        parts = []
+        for name, source in self.sources.items():
+            try:
+                parts.append(getattr(source, method)(split, wanted.parts.get(name, NOTHING)))
+            except UserError as error:
+                raise UserError(*(self.config.own_key(name, text) for text in error.problems)) from None
+        return parts
+
+    def _joined(self, parts: list[Dataset], split: str, columns: list[str]) -> Dataset:
+        """Return the rows of all parts with `columns` and `part`, and with others that a part has."""
+        others = [
+            name for name in ("place", RECORD, TOOLS) if any(name in part.column_names for part in parts)
+        ]
+        columns = [*columns, *others]
+        found = []
+        for number, (name, rows) in enumerate(zip(self.sources, parts, strict=True)):
+            places = [f"row {i + 1} of the split {split} of {name}" for i in range(len(rows))]
+            absent = {"place": places, RECORD: ["{}"] * len(rows), TOOLS: ["null"] * len(rows)}  # JSON
+            for column in set(others) - {*rows.column_names}:
+                rows = rows.add_column(column, absent[column])
+            rows = rows.select_columns(columns)
+            texts = {each for each in columns if each != TOOLS and is_text(rows, each)}
+            features = Features({each: Value("string") if each in texts else Json() for each in columns})
+            rows = rows if rows.features == features else rows.cast(features, **temporary(rows))
+            found.append(rows.add_column("part", np.full(len(rows), number)))
+        whole = concatenate_datasets(found)
+        if split == "train":
+            return whole
+        sizes, shares = [len(rows) for rows in found], list(self.config.shares.values())
+        return whole.select(interleaved(sizes, shares))
+
+
+def interleaved(sizes: Sequence[int], shares: Sequence[float]) -> np.ndarray:
+    """Return an order of the rows of consecutive parts; each part has about its share of the first rows.
+
+    Args:
+        sizes: number of rows of each part.
+        shares: share of each part.
+    """
+    each = zip(sizes, shares, strict=True)
+    ranks = np.concatenate([(np.arange(size) + 0.5) / share for size, share in each])
+    return np.argsort(ranks, kind="stable")
+
+
+def means_of_parts(
+    names: Sequence[str], part: Any, values: Mapping[str, Sequence[float]]
+) -> dict[str, float]:
+    """Return the means of the values of held-out prompts for each part, as metrics of an evaluation.
+
+    Args:
+        names: names of the parts.
+        part: the part of each prompt, [N].
+        values: name of a metric -> its value for each prompt.
+    """
+    numbers = np.asarray(part)
+    return {
+        f"eval/part/{name}/{metric}": float(np.mean(np.asarray(each, dtype=np.float64)[numbers == number]))
+        for number, name in enumerate(names)
+        if (numbers == number).any()
+        for metric, each in values.items()
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, islice
@@ -26,7 +26,7 @@ from rlhf.config.tasks import PREFERENCE_COLUMNS, PROMPT_COLUMNS
 from rlhf.core import machine
 from rlhf.core.errors import UserError
 from rlhf.tasks.columns import conversion, converted
-from rlhf.tasks.files import Splits, data_folder, lacking
+from rlhf.tasks.files import data_folder, lacking
 from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted, rows_of_arrow
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ class Source(ABC):
         config: config section of the task.
     """
 
-    splits_off_validation = False  # whether the validation split is a part of the training rows
     no_pairs: ClassVar[str] = "it names none"  # why the task has no pairs of its own, for messages
     pairs_beside_prompts: ClassVar[bool] = False  # whether `task.path` may be the folder of the pairs
 
@@ -81,6 +80,11 @@ class Source(ABC):
                 f"({self.no_pairs}), got null; set task.preferences_path=<folder>"
             )
         return pairs.load(split, PREFERENCE_COLUMNS, wanted)
+
+    @property
+    def splits_off_validation(self) -> bool:
+        """Whether the validation split is a part of the training rows."""
+        return False
 
     def columns(self, data: Data) -> str | None:
         """Return the recognised columns of the training rows as text; None: the task has fixed columns."""
@@ -144,7 +148,12 @@ class Stored:
                 raise UserError(problem)
             name = data.stored(split) or split
             available = data.columns(name)
-            dataset = _opened(data, name) if data.saved else None
+            if data.saved:  # its rows stay on the disk
+                try:
+                    parts = [Dataset.from_file(str(file)) for file in data.files[name]]
+                    dataset = concatenate_datasets(parts)
+                except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+                    raise data.damaged(error) from None
         else:
             dataset = self._from_hub(split)
             available = dataset.column_names
@@ -154,8 +163,13 @@ class Stored:
                     f"{split} with {', '.join(available)}; rename or add {', '.join(missing)}"
                 )
         kept = wanted.read([*columns, TOOLS], available, self.place)
-        if dataset is not None and not wanted.asks and all(_is_plain(dataset, each) for each in columns):
-            return dataset.select_columns(list(columns))  # a large data set is not copied into memory
+        if dataset is not None and not wanted.asks and all(is_text(dataset, each) for each in columns):
+            plain, pattern = dataset.select_columns(list(columns)), r"^\s*\[[^{]*\{"  # messages as JSON
+            found = (
+                pyarrow.compute.match_substring_regex(plain.data.column(each), pattern) for each in columns
+            )
+            if not any(pyarrow.compute.any(each).as_py() for each in found):
+                return plain  # a large data set is not copied into memory
         if self.local:
             rows = data.rows(name, kept)
         else:
@@ -166,7 +180,10 @@ class Stored:
     def _from_hub(self, split: str) -> Dataset:
         offline = machine.unreachable()
         try:
-            with _only_cache() if offline else nullcontext():
+            with ExitStack() as changes:
+                for settings in (datasets.config, huggingface_hub.constants) if offline else ():
+                    changes.callback(setattr, settings, "HF_HUB_OFFLINE", settings.HF_HUB_OFFLINE)
+                    setattr(settings, "HF_HUB_OFFLINE", True)  # noqa: B010  # no attempts to reach the hub
                 return load_dataset(self.place, self.subset, split=split)
         except ValueError as error:  # the message of datasets names the existing splits or subsets
             raise UserError(
@@ -179,24 +196,6 @@ class Stored:
                 f"{self.key} must name a data set that can be loaded ({reason}), got {self.place}; check "
                 "the name and the network, or set task.path=<local folder>"
             ) from None
-
-
-@contextmanager
-def _only_cache() -> Iterator[None]:
-    """Return a context in which data sets come from the hub's cache, without attempts to reach the hub."""
-    with ExitStack() as changes:
-        for settings in (datasets.config, huggingface_hub.constants):
-            changes.callback(setattr, settings, "HF_HUB_OFFLINE", settings.HF_HUB_OFFLINE)
-            setattr(settings, "HF_HUB_OFFLINE", True)  # noqa: B010
-        yield
-
-
-def _opened(data: Splits, name: str) -> Dataset:
-    """Return a split of a folder that `datasets.save_to_disk` wrote; its rows stay on the disk."""
-    try:
-        return concatenate_datasets([Dataset.from_file(str(file)) for file in data.files[name]])
-    except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        raise data.damaged(error) from None
 
 
 def as_messages(rows: Dataset) -> Dataset:
@@ -302,7 +301,21 @@ def from_rows(rows: Iterator[tuple[str, Row]]) -> Dataset:
     text, other = pyarrow.string(), Json().pa_type
     kinds = {name: text if isinstance(value, str) else other for name, value in first[1].items()}
     schema = pyarrow.schema(kinds | {"place": text})
-    made = _tables(chain([first], rows), schema)
+
+    def tables() -> Iterator[pyarrow.Table]:
+        every = chain([first], rows)
+        while chunk := [{**row, "place": place} for place, row in islice(every, CHUNK)]:
+            columns = []
+            for field in schema:
+                values = [row[field.name] for row in chunk]
+                if field.type == other:
+                    stored = pyarrow.array([json.dumps(value) for value in values], other.storage_type)
+                    columns.append(pyarrow.ExtensionArray.from_storage(other, stored))
+                else:
+                    columns.append(pyarrow.array(values, field.type))
+            yield pyarrow.Table.from_arrays(columns, schema=schema)
+
+    made = tables()
     small: list[pyarrow.Table] = []
     for table in made:
         small.append(table)
@@ -321,20 +334,6 @@ def from_rows(rows: Iterator[tuple[str, Row]]) -> Dataset:
             f"({error.strerror or error}), got {gettempdir()}; run: export TMPDIR=<folder on a disk>"
         ) from None
     return Dataset.from_file(file)
-
-
-def _tables(rows: Iterator[tuple[str, Row]], schema: pyarrow.Schema) -> Iterator[pyarrow.Table]:
-    """Yield rows as tables of `CHUNK` rows, with the place of each row in the column `place`."""
-    while chunk := [{**row, "place": place} for place, row in islice(rows, CHUNK)]:
-        columns = []
-        for field in schema:
-            values = [row[field.name] for row in chunk]
-            if field.type == Json().pa_type:
-                stored = pyarrow.array([json.dumps(value) for value in values], field.type.storage_type)
-                columns.append(pyarrow.ExtensionArray.from_storage(field.type, stored))
-            else:
-                columns.append(pyarrow.array(values, field.type))
-        yield pyarrow.Table.from_arrays(columns, schema=schema)
 
 
 def numbered(
@@ -380,14 +379,6 @@ def is_text(dataset: Dataset, column: str) -> bool:
         return False
     kind = getattr(dataset.features[column], "dtype", "")
     return kind in ("string", "large_string") and not dataset.data.column(column).null_count
-
-
-def _is_plain(dataset: Dataset, column: str) -> bool:
-    """Return whether a data set has a column of texts, none of which may be a list of objects in JSON."""
-    if not is_text(dataset, column):
-        return False
-    found = pyarrow.compute.match_substring_regex(dataset.data.column(column), r"^\s*\[[^{]*\{")
-    return not pyarrow.compute.any(found).as_py()
 
 
 # The tokenizer of the embedded tasks: one token per word of the generated texts.

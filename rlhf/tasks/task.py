@@ -1,4 +1,4 @@
-"""The data of a task as tokenized batches, and their summary; a run can resume at any batch."""
+"""The data of a task as tokenized batches, their order, and their summary; a run can resume at any batch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.algorithms import Data
-from rlhf.core.batch import Prompts
+from rlhf.core.batch import Batch, Prompts
 from rlhf.core.errors import UserError
 from rlhf.core.files import vocabulary
 from rlhf.core.launched import derive
-from rlhf.tasks.mixture import PromptOrder, mixed_order
+from rlhf.core.metrics import How, Metrics, Stat, mean
 from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted
 from rlhf.tasks.source import is_text, mapped
 from rlhf.text.chat import START, Dialogues, Messages, Tools, control_tokens, said, unquoted
@@ -380,6 +380,133 @@ def _said(response: Response) -> bool:
     if isinstance(response, str):
         return bool(response.strip())
     return any(map(said, response))
+
+
+# The order in which a run draws its training examples, epoch after epoch.
+
+
+def mixed_order(parts: np.ndarray, shares: Sequence[float], seed: int, epoch: int) -> np.ndarray:
+    """Return the positions of the training examples that an epoch of a mixture consists of, [n] int64.
+
+    An epoch has as many examples as all parts together, and each part has its share of them. Each part is
+    drawn without repetition until all of its examples were drawn, then again in another order; this order
+    continues in the next epoch.
+
+    Args:
+        parts: the part of each example, [n].
+        shares: share of each part.
+        seed: seed of the run.
+        epoch: number of the epoch, from 0.
+    """
+    counts = np.diff(np.round(np.cumsum([0, *shares]) * len(parts))).astype(np.int64)
+    counts = np.maximum(counts, 1)
+    counts[counts.argmax()] -= counts.sum() - len(parts)
+    drawn = []
+    for part, count in enumerate(counts.tolist()):
+        examples = np.flatnonzero(parts == part)
+        first, last = epoch * count, (epoch + 1) * count
+        for turn in range(first // len(examples), -(-last // len(examples))):
+            rng = np.random.default_rng(derive(seed, f"order of part {part}", turn))
+            start = turn * len(examples)
+            order = rng.permutation(examples)
+            drawn.append(order[max(0, first - start) : last - start])
+    rng = np.random.default_rng(derive(seed, "order of a mixture", epoch))
+    return rng.permutation(np.concatenate(drawn))
+
+
+class PromptOrder:
+    """An endless iterator over the training batches of a task.
+
+    Seed and epoch determine the order of the examples in an epoch; a batch may span two epochs. With
+    `solved_at`, an epoch leaves out the examples that were solved when its first batch was drawn: the
+    "no-positive-resampling" of ScaleRL (Khatri et al., arXiv 2510.13786). An example is solved if the mean
+    score of its samples was at least `solved_at` when they were last scored. If all examples are solved, none
+    is left out.
+
+    Args:
+        task: the data.
+        solved_at: mean score from which on an example is solved; None: no example is left out.
+        start: number of the first batch, counted from 0.
+        parts: names of the parts of a mixture, for metrics of each part.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        solved_at: float | None = None,
+        start: int = 0,
+        parts: Sequence[str] = (),
+    ) -> None:
+        self.task = task
+        self.parts = parts
+        self.solved_at = solved_at
+        self.solved: set[int] = set()  # examples as rows of the data set, like `Prompts.index`
+        self.seek(start)
+
+    def seek(self, number: int) -> None:
+        """Continue with batch `number`, given that no example was left out before."""
+        epoch, place = divmod(number * self.task.prompts_per_update, len(self.task))
+        self.enter(epoch, place, frozenset())
+
+    def enter(self, epoch: int, place: int, left_out: frozenset[int]) -> None:
+        """Continue at position `place` of an epoch that leaves out the examples `left_out`."""
+        self.epoch, self.place, self.left_out = epoch, place, left_out
+        self.order = self.task.order(epoch)  # positions in the tokenized training split
+        if left_out:
+            kept = ~np.isin(self.task.rows()[self.order], list(left_out))
+            self.order = self.order[kept] if kept.any() else self.order
+
+    def __iter__(self) -> Iterator[Prompts]:
+        return self
+
+    def __next__(self) -> Prompts:
+        """Return the next batch of N examples."""
+        size, drawn = self.task.prompts_per_update, []  # type: int, list[int]
+        while len(drawn) < size:
+            if self.place == len(self.order):
+                self.enter(self.epoch + 1, 0, frozenset(self.solved))
+            part = self.order[self.place : self.place + size - len(drawn)].tolist()
+            self.place += len(part)
+            drawn += part
+        return self.task.batch(drawn)
+
+    def scored(self, batch: Batch) -> Metrics:
+        """Note which examples of a scored batch are solved.
+
+        Returns:
+            The share of solved examples, if `solved_at` is set, and the metrics of each part of a mixture.
+        """
+        figures: Metrics = {}
+        for number, name in enumerate(self.parts):
+            if batch.part is None:  # stored rollouts
+                break
+            own = batch.part == number
+            figures |= {
+                f"part/{name}/prompts": Stat(float(own.sum()), 1.0, How.sum),
+                f"part/{name}/scores": mean(batch.scores[own]),
+                f"part/{name}/response_tokens": mean(batch.response_mask[own].sum(-1)),
+                f"part/{name}/eos_rate": mean(batch.ended[own]),
+            }
+        if self.solved_at is None:
+            return figures
+        solved = batch.scores.mean(1) >= self.solved_at
+        self.solved.difference_update(batch.index.tolist())
+        self.solved.update(batch.index[solved].tolist())
+        return figures | {"prompts/solved": Stat(len(self.solved) / len(self.task), 1.0, How.last)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and the solved examples, as JSON values."""
+        return {
+            "epoch": self.epoch,
+            "place": self.place,
+            "left_out": sorted(self.left_out),
+            "solved": sorted(self.solved),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue at a saved position."""
+        self.solved = set(saved["solved"])
+        self.enter(saved["epoch"], saved["place"], frozenset(saved["left_out"]))
 
 
 # What the data of a run contain: rows, recognised columns, lengths in tokens, skipped rows, examples.

@@ -24,7 +24,7 @@ from rlhf.objectives.objective import Objective
 from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.runs.folder import COMPLETE, complete_checkpoints, versions
 from rlhf.runs.lock import free, full, space
-from rlhf.tasks.mixture import PromptOrder
+from rlhf.tasks.task import PromptOrder
 from rlhf.terminal.console import say
 from rlhf.training.recorder import Recorder
 from rlhf.training.stream import Replay, RolloutStream

@@ -33,7 +33,7 @@ from rlhf.generators.generator import Generator
 from rlhf.objectives.objective import Objective
 from rlhf.processes.signals import Interruption
 from rlhf.scorers.scorer import Scorer
-from rlhf.tasks.mixture import PromptOrder
+from rlhf.tasks.task import PromptOrder
 from rlhf.terminal.progress import Phases
 from rlhf.training.checkpoint import Checkpoints
 from rlhf.training.evaluators import Evaluator

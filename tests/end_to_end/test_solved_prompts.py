@@ -2,7 +2,7 @@
 
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from rlhf.tasks.mixture import PromptOrder
+from rlhf.tasks.task import PromptOrder
 from tests.end_to_end.conftest import assert_same_end, interrupted, rows
 
 RUN = [  # the second epoch begins with update 2; a request of 8 prompts is in flight

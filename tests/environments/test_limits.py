@@ -30,7 +30,6 @@ from tests.usercode.test_protection import CHANGES
 HERE = "tests.environments.test_limits"
 RELEASE = threading.Event()  # lets hanging calls return
 CLOSED: list[str] = []
-SEEN: list[list[int]] = []
 STOP, GO = [10, 0], [7, 8, 0]  # replies: " stop", " a b"
 
 
@@ -218,23 +217,6 @@ def test_a_class_that_fails_stops_the_run_with_class_place_reply_and_remedy(how,
     assert own_threads() == (how == "hang"), "the abandoned thread"
 
 
-class Changer:
-    def reset(self, example):
-        example.record["a"].append(example.sample)
-        SEEN.append(example.record["a"])
-
-    def step(self, reply):
-        return "", 0.0, True
-
-
-def test_the_record_that_an_episode_changes_is_its_own():
-    SEEN.clear()
-    given = replace(prompts(2), records=[{"a": []}, {"a": []}])
-    factory = settings(address=f"{HERE}:Changer").environment
-    Episodes(given, replace(SAMPLING, samples=2), factory, [0], 7).close()
-    assert SEEN == [[0], [1], [0], [1]] and given.records == [{"a": []}, {"a": []}]
-
-
 SHARED = (
     "default dtype",
     "folder",
@@ -418,19 +400,6 @@ def test_an_error_outside_of_the_code_of_the_class_has_the_place_of_its_method(h
         episodes("Unmade", 1, 1, arguments={"how": how})
 
 
-class AsyncClose(Wrong):
-    async def close(self):
-        await asyncio.sleep(0)
-        super().close()
-
-
-def test_an_asynchronous_close_of_a_class_of_other_methods_is_awaited():
-    with episodes("AsyncClose", arguments={"how": "raise"}, on_error="end") as played:
-        reply(played, 0, STOP)
-        assert played.running() == [1, 2, 3] and CLOSED == ["p0"]
-    assert sorted(CLOSED) == ["p0", "p0", "p1", "p1"]
-
-
 def test_an_environment_that_cannot_be_closed_is_an_error():
     played = episodes("Wrong", 1, 1, arguments={"how": "raise", "where": "close"}, turns_left=1)
     reply(played, 0)
@@ -471,23 +440,6 @@ def test_a_step_that_blocks_the_event_loop_is_noticed():
     with pytest.raises(RunError, match="no answer in .*, for the third time"):
         reply(played, 2, STOP)
         played.running()
-
-
-def test_all_calls_of_a_blocked_loop_are_given_up_at_once_and_a_new_loop_goes_on():
-    async def block():
-        RELEASE.wait(30)
-
-    async def answer():
-        return 5
-
-    made = environment.Calls(1, 0.2, in_loop=True)
-    made.ask("blocks", block)
-    time.sleep(0.2)
-    made.ask("waits", answer)
-    assert [(call.key, call.late) for call in made.ended(5.0)] == [("blocks", True), ("waits", True)]
-    made.ask("new", answer)
-    assert [(call.key, call.result) for call in made.ended(5.0)] == [("new", 5)]
-    made.close(1.0, [])
 
 
 def test_results_do_not_depend_on_threads_or_an_event_loop():
@@ -575,15 +527,3 @@ def test_after_an_error_outside_nothing_is_left_running_and_environments_are_clo
         raise ZeroDivisionError
     assert sorted(CLOSED) == ["p0", "p0", "p1", "p1"] and own_threads() == 0
     played.close()
-
-
-def test_the_hand_over_to_the_thread_costs_microseconds():
-    made = environment.Calls(1, 60.0)
-    started = time.perf_counter()
-    for _ in range(2000):
-        made.ask(None, int)
-    ended = 0
-    while made.open:
-        ended += len(made.ended(10.0))
-    made.close(1.0, [])
-    assert ended == 2000 and (time.perf_counter() - started) / 2000 < 200e-6  # measured: 6e-6

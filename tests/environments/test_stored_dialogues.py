@@ -157,15 +157,3 @@ def test_a_dialogue_that_begins_with_a_reply_has_no_prompt(tmp_path):
     with pytest.raises(UserError, match=said):
         both(local(tmp_path, dialogues=(talk("user"), SHORT), all_replies=True))
     both(local(tmp_path, dialogues=(talk("user"), SHORT)))
-
-
-def test_texts_have_no_several_replies(tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": "b"}\n{"prompt": "c", "response": "b"}')
-    source = make(LocalConfig(path=str(tmp_path / "data.jsonl"), all_replies=True))
-    with pytest.raises(UserError, match="must have dialogues for task.all_replies=true, got line 1 of"):
-        source.prompts("train")
-
-
-def test_dialogues_can_be_ordered_by_their_length(tmp_path):
-    count, batches = local(tmp_path, all_replies=True).by_length("train", 1)
-    assert count == 1 and [len(batch) for batch in batches] == [1]

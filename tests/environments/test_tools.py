@@ -12,14 +12,12 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from transformers.utils import get_json_schema
 
 from rlhf.config.environments import ToolsConfig
 from rlhf.core.errors import RunError, UserError
 from rlhf.environments.environment import Answer, Turns
 from rlhf.environments.episodes import Episodes
 from rlhf.environments.library import Tools, build, schemas
-from rlhf.usercode.address import function_problem
 from tests.environments.templates import CHATML, family
 from tests.environments.test_episodes import SAMPLING, prompts
 
@@ -223,7 +221,7 @@ class Db:
     def _hidden(self): ...
 
 
-ALL = [f"{HERE}:{name}" for name in ("add", "find", "fail")]
+ALL = [f"{HERE}:{name}" for name in ("add", "find", "fail", "choose")]
 
 
 @pytest.fixture(autouse=True)
@@ -249,20 +247,6 @@ def arguments_of(tokenizer, file=None) -> dict:
 def tools(template=TEMPLATE) -> Tools:
     arguments = arguments_of(family("chatml", template))
     return Tools(**pickle.loads(pickle.dumps(arguments)))
-
-
-def test_calls_are_made_in_order_and_answered_in_one_message():
-    answer = tools().step(f"I add.{call('add', a=2, b=3)}{call('find', words=['é'])}\n{call('add', a=7)}")
-    assert answer.message == '5\n{"words": ["é"], "kind": "any", "limit": null, "é": [1]}\n8'
-    assert CALLED == ["add 2 3", "add 7 1"] and not answer.error and not answer.done and answer.reward == 0
-
-
-@pytest.mark.parametrize(
-    "reply", ["5", "", "<think>add?</think>5", "tool_call add 2 3", "</tool_call>", "{}"]
-)
-def test_a_reply_without_a_call_ends_the_episode(reply):
-    answer = tools().step(reply)
-    assert answer.done and answer.reward == 0 and not answer.error
 
 
 MISTRAL = {
@@ -292,15 +276,41 @@ def test_a_call_ends_where_its_json_ends(tmp_path, words):
     text = calls.replace("<tool_call>", "[CALLS]").replace("</tool_call>", "[END]")
     marks = found.replace("<tool_call>", "[CALLS]").replace("</tool_call>", "[END]")
     assert other.step(text).message == answer.message.replace(found, marks)
+    good, broken = call("find", words=words), "<tool_call>{oops}</tool_call>"
+    assert tools().step(broken + good).error and tools().step(good + broken).error
 
 
-def test_a_broken_call_before_or_behind_a_call_with_the_end_mark_is_an_error():
-    good = call("find", words=["a</tool_call>b"])
-    for reply in (f"<tool_call>{{oops}}</tool_call>{good}", f"{good}<tool_call>{{oops}}</tool_call>"):
-        assert tools().step(reply).error
+RIGHT = {  # calls and their results; a reply without a call ends the episode
+    f"I add.{call('add', a=2, b=3)}{call('find', words=['é'])}\n{call('add', a=7)}": (
+        '5\n{"words": ["é"], "kind": "any", "limit": null, "é": [1]}\n8'
+    ),
+    call("add", a="7"): "8",  # the parser reads a number in a text
+    call("find", words=[], kind="all", limit=2): '{"words": [], "kind": "all", "limit": 2, "é": [1]}',
+    call("choose", kind=None) + call("choose", kind="any"): "None\nany",
+    call("fail", how="numpy") + call("fail", how="torch") + call("fail", how="none"): (
+        '{"a": 5, "b": [0, 1]}\n[1.0, 1.0]\nnull'
+    ),
+    **dict.fromkeys(("5", "", "<think>add?</think>5", "tool_call add 2 3", "</tool_call>", "{}"), ""),
+}
 
 
+@pytest.mark.parametrize("reply", RIGHT)
+def test_calls_are_made_in_order_and_answered_in_one_message(reply):
+    answer = tools().step(reply)
+    assert answer.message == RIGHT[reply] and not answer.error and answer.reward == 0
+    assert answer.done == (RIGHT[reply] == "")
+
+
+UNFIT = "error: TypeError: fail must return text, numbers, lists, dicts or None"
 WRONG = {
+    **{
+        call("fail", how=how): f"{UNFIT} (Object of type {kind} is not JSON serializable)"
+        for how, kind in {"set": "set", "inner": "set", "object": "object", "bytes": "bytes"}.items()
+    },
+    call("fail", how="generator"): f"{UNFIT} (Object of type generator",
+    call("fail", how="keys"): f"{UNFIT} (keys must be str, int, float, bool or None, not tuple)",
+    call("fail", how="end"): r"error: Odd: \x1b[31mred\x1b[0m and \ud800",
+    call("choose", kind="all"): "error: choose: kind must be",
     '<tool_call>{"name": "add", "argum': "error: the call cannot be read: json parser could not parse",
     "<tool_call>{oops}</tool_call>": "error: the call cannot be read",
     "<tool_call></tool_call>": "error: the call cannot be read",
@@ -310,7 +320,7 @@ WRONG = {
     '<tool_call>{"name": "add"}</tool_call>': "error: a call must be",
     '<tool_call>{"name": 1, "arguments": {}}</tool_call>': "error: a call must be",
     '<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>': "error: a call must be",
-    call("subtract", a=1): "error: there is no tool subtract, only add, find, fail",
+    call("subtract", a=1): "error: there is no tool subtract, only add, find, fail, choose",
     call("__import__", name="os"): "error: there is no tool __import__",
     call("add"): "error: add: missing a required argument: 'a'",
     call("add", a=1, c=2): "error: add: got an unexpected keyword argument 'c'",
@@ -333,56 +343,6 @@ def test_a_call_that_fails_is_a_short_message_and_an_error(reply):
     assert answer.error and not answer.done
     both = tools().step(reply + call("add", a=1)) if reply.endswith("</tool_call>") else None
     assert both is None or both.error and (both.message.endswith("\n2") or "cannot be read" in both.message)
-
-
-@pytest.mark.parametrize(
-    ("given", "result"),
-    [({"a": "7"}, "8"), ({"a": 2, "b": -1}, "1")],  # the parser reads a number in a text
-)
-def test_numbers_in_texts_are_numbers(given, result):
-    assert tools().step(call("add", **given)).message == result
-
-
-def test_null_and_whole_numbers_are_accepted_where_the_hints_allow_them():
-    found = tools().step(call("find", words=[], kind="all", limit=None) + call("find", words=[], limit=2))
-    assert not found.error
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("set", "Object of type set is not JSON serializable"),
-        ("inner", "Object of type set is not JSON serializable"),
-        ("object", "Object of type object is not JSON serializable"),
-        ("generator", "Object of type generator is not JSON serializable"),
-        ("bytes", "Object of type bytes is not JSON serializable"),
-        ("keys", "keys must be str, int, float, bool or None, not tuple"),
-    ],
-)
-def test_a_result_without_a_fixed_text_is_an_error_that_names_the_tool(how, said):
-    answer = tools().step(call("fail", how=how))
-    must = "error: TypeError: fail must return text, numbers, lists, dicts or None"
-    assert answer.message == f"{must} ({said})" and answer.error
-
-
-def test_numbers_and_arrays_of_numpy_and_torch_are_results():
-    made = tools()
-    found = [made.step(call("fail", how=how)).message for how in ("numpy", "torch", "none")]
-    assert found == ['{"a": 5, "b": [0, 1]}', "[1.0, 1.0]", "null"]
-
-
-def test_an_exception_of_any_kind_is_a_message_without_control_characters():
-    answer = tools().step(call("fail", how="end"))
-    assert answer.message == r"error: Odd: \x1b[31mred\x1b[0m and \ud800" and answer.error
-
-
-def test_a_literal_with_none_accepts_null():
-    (schema,) = schemas([f"{HERE}:choose"])
-    arguments = arguments_of(family("chatml", TEMPLATE)) | {"functions": (f"{HERE}:choose",)}
-    made = Tools(**arguments)
-    assert made.step(call("choose", kind=None)).message == "None", schema
-    assert made.step(call("choose", kind="any")).message == "any"
-    assert made.step(call("choose", kind="all")).error
 
 
 def test_a_call_after_the_thoughts_that_the_template_begins():
@@ -425,6 +385,8 @@ def test_the_response_template_of_the_tokenizer_or_of_a_file_reads_the_calls(tmp
             arguments_of(tokenizer, str(file))
     with pytest.raises(UserError, match="No such file"):
         arguments_of(tokenizer, str(tmp_path / "none.json"))
+    with pytest.raises(UserError, match="model.policy=.*model.chat_template=.*environment=python"):
+        arguments_of(family("chatml", CHATML))
 
 
 class Colour(Enum):
@@ -492,15 +454,6 @@ def test_a_function_that_cannot_be_described_is_an_error_that_names_it(names, sa
         schemas([f"{HERE}:{name}" for name in names])
 
 
-def test_a_file_of_functions(tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(
-        'def double(a: int):\n    """Double.\n\n    Args:\n        a: what.\n    """\n    return 2 * a\n'
-    )
-    (schema,) = schemas([f"{file}:double"])
-    assert schema["function"]["name"] == "double" and schemas([ALL[0]]) == [get_json_schema(add)]
-
-
 def test_a_template_that_does_not_write_the_tools_has_a_warning():
     def warnings(template):
         return [*Turns(family("chatml", template), "tool", 200, tools=schemas(ALL)).warnings()]
@@ -563,13 +516,6 @@ def test_a_call_that_hangs_is_a_message_and_the_third_one_stops_the_run():
         said(played, 2, call("fail", how="hang"))
 
 
-def ask(played: Episodes, i: int, reply: str) -> None:
-    """Give a reply to an episode, and do not wait for the answer."""
-    ids = [*played.turns.tokenizer(reply, add_special_tokens=False)["input_ids"]]
-    ids.append(played.turns.tokenizer.eos_token_id)
-    played.reply(i, ids, [-1.0] * len(ids))
-
-
 def test_asynchronous_calls_of_a_reply_and_of_episodes_run_concurrently():
     both = [f"{HERE}:later", f"{HERE}:add"]
     played = episodes(functions=both)
@@ -578,8 +524,10 @@ def test_asynchronous_calls_of_a_reply_and_of_episodes_run_concurrently():
     played.close()
     CALLED.clear()
     played = episodes(2, functions=both)
-    ask(played, 0, call("later", a=3))
-    ask(played, 1, call("later", a=4))
+    tokenizer = played.turns.tokenizer
+    for i in range(2):
+        ids = tokenizer(call("later", a=3 + i), add_special_tokens=False)["input_ids"]
+        played.reply(i, [*ids, tokenizer.eos_token_id], [-1.0] * (len(ids) + 1))  # and do not wait
     played.running()
     assert CALLED[:2] == ["later 3", "later 4"]
     played.close()
@@ -591,15 +539,6 @@ def test_an_asynchronous_call_that_takes_too_long_is_cancelled_and_a_message():
     assert said(played, 0, both) == "2\nerror: timed out after 0.2 s" and CALLED[-1] == "cancelled 2"
     assert [said(played, 1, both) for _ in range(3)][-1].endswith("timed out after 0.2 s"), "no thread hangs"
     played.close()
-
-
-def test_one_event_loop_runs_all_asynchronous_calls_of_a_run():
-    loops = []
-    for _ in range(2):
-        played = episodes(functions=[f"{HERE}:forever"])
-        loops.append(played._calls._threads[0])
-        played.close()
-    assert loops[0] is loops[1]
 
 
 def test_an_enum_of_texts_is_described_by_its_values_and_given_as_its_members():
@@ -655,26 +594,3 @@ def test_a_class_whose_reset_fails_or_returns_a_text_is_an_error(tmp_path):
         with pytest.raises(RunError, match=reason):
             episodes(functions=own, records=records)
     episodes(functions=own, records=[{"level": None}]).close()
-
-
-def test_an_address_of_nothing_lists_the_names_of_the_file_and_one_of_a_method_names_its_class(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from json import dumps\nfrom pathlib import Path\n"
-        "class Db:\n    def look(self): ...\ndef find(): ...\nglobals()['other'] = 1\n"
-    )
-    key = "environment.functions"
-    with pytest.raises(
-        UserError, match=r"only (Db, find|find, Db)\).* set 'environment.functions=\[.*mine.py:(Db|find)\]'$"
-    ):
-        schemas([f"{file}:absent"])
-    found = function_problem(key, f"{file}:Db.look", None)
-    assert found is not None and f"set 'environment.functions=[{file}:Db]'" in found
-    assert function_problem(key, f"{file}:Db", None) is None
-    found = function_problem("scorer.path", f"{file}:Db.look", None)
-    assert found is not None and f"look = Db().look below the class and set scorer.path={file}:look" in found
-
-
-def test_a_template_that_describes_no_tools_is_refused_with_other_ways():
-    with pytest.raises(UserError, match="model.policy=.*model.chat_template=.*environment=python"):
-        arguments_of(family("chatml", CHATML))

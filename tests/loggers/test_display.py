@@ -97,13 +97,8 @@ def test_an_accuracy_of_answers_takes_the_place_of_all_win_rates(lines):
         "held-out accuracy 0.600",
         "judge 0.600",
     ], "offline training on pairs, whose judge checks answers"
-
-
-def test_an_accuracy_of_pairs_follows_the_win_rate():
-    found = metric_texts(
-        {"eval/accuracy": 0.5, "eval/margin": 0.1, "eval/gold_score": 2.0, "eval/win_rate": 0.0}
-    )
-    assert found == ["win rate 0.000", "held-out accuracy 0.500", "judge 2.000"]
+    pairs = {"eval/accuracy": 0.5, "eval/margin": 0.1, "eval/gold_score": 2.0, "eval/win_rate": 0.0}
+    assert metric_texts(pairs) == ["win rate 0.000", "held-out accuracy 0.500", "judge 2.000"]
 
 
 def test_the_time_left_does_not_count_the_evaluation_before_the_first_update(lines, monkeypatch):
@@ -128,9 +123,11 @@ def test_an_update_counts_although_its_row_is_not_due(lines):
     assert shown.progress.count == "update 1/40"
 
 
-def test_the_first_evaluation_shows_one_completion(lines):
-    display_of(TrainState(num_updates=40)).evaluation({}, evaluation(kl=1.0), TrainState(num_updates=40))
-    assert sum(line.startswith("  prompt ") for line in lines) == 1
+def test_the_first_evaluation_shows_one_completion_and_the_last_one_as_many_as_configured(lines):
+    for state, count in ((TrainState(num_updates=40), 1), (TrainState(num_updates=40, update=40), 3)):
+        lines.clear()
+        display_of(state, samples=3).evaluation({}, evaluation(kl=1.0), state)
+        assert sum(line.startswith("  prompt ") for line in lines) == count
 
 
 def test_the_last_message_of_a_dialogue_is_shown_in_place_of_the_rendered_dialogue(lines):
@@ -146,12 +143,6 @@ def test_accuracies_of_training_and_of_held_out_pairs_have_two_names():
     cfg = compose(["algo=reward", "model.policy=m", "task=tldr"])
     names = {shown_figures(cfg)["rewards/accuracies"], EVALUATION_METRICS["eval/accuracy"]}
     assert names == {"train accuracy", "held-out accuracy"}
-
-
-def test_the_last_evaluation_shows_as_many_completions_as_configured(lines):
-    state = TrainState(num_updates=40, update=40)
-    display_of(state, samples=3).evaluation({}, evaluation(kl=1.0), state)
-    assert sum(line.startswith("  prompt ") for line in lines) == 3
 
 
 def test_progress_off_prints_no_evaluation_but_warnings(lines):
@@ -170,16 +161,5 @@ def test_a_completion_has_four_lines_that_fit_the_width(width):
     assert found[1].startswith("  response  boss cut the budget boss") and found[1].endswith(" ...")
     assert found[2] == "  reference boss cut budget"
     assert found[3].startswith("  scores    reward 1.457  judge 5.190")
-
-
-def test_a_completion_without_reference_and_scores_has_two_lines():
-    assert len(sample_lines({"prompt": "a", "response": "b", "reference": ""}, 80)) == 2
-
-
-def test_an_empty_completion_is_marked():
-    assert sample_lines({"prompt": "a", "response": " \n"}, 80)[1] == "  response  (empty)"
-
-
-def test_metrics_are_shown_in_a_fixed_order_with_plain_names():
-    figures = {"eval/kl": 1.0, "eval/gold_score": 2.0, "eval/score": 3.0, "eval/win_rate": 0.5}
-    assert metric_texts(figures) == ["win rate 0.500", "reward 3.000", "judge 2.000", "KL 1.000"]
+    bare = sample_lines({"prompt": "a", "response": " \n", "reference": ""}, width)
+    assert bare == ["  prompt    a", "  response  (empty)"]

@@ -41,28 +41,34 @@ def log(logger: ScoreDoubts, *rows: dict[str, float]) -> None:
         logger.log({**usual, **row, "update": update}, state)
 
 
-def test_equal_scores_of_all_samples_are_reported_once(said):
-    log(ScoreDoubts(run(2), None, 0), {"objective/tie_rate": 0.9}, *[{"objective/tie_rate": 1.0}] * 3)
-    (text,) = said
-    assert text.startswith("warning: all samples of each prompt have the same score (mean 0.5; 25% of")
+GAME = ("task=guess_number", "environment.reply_tokens=6", "generator.response_length=40")
+CUT = {"environment/cut": 1.0, "environment/turns": 1.0, "objective/response_tokens": 6.0}
+EMPTY, TIES, SLOW = {"objective/eos_rate": 1.0}, {"objective/tie_rate": 1.0}, {"time/score_s": 8.0}
+AHEAD = {"time/annotate_ahead_s": 8.0}
+ROWS = {  # rows of a run with one or two samples a prompt, and how the only warning begins
+    "equal scores of all samples": (2, [{"objective/tie_rate": 0.9}, *[TIES] * 3], "all samples of each"),
+    "empty responses alone": (2, [{}, EMPTY | {"objective/response_tokens": 1.5}, EMPTY, EMPTY],
+                              "all responses of update 3 are empty (the end token alone);"),
+    "one sample, another mean": (1, [TIES | {"objective/scores": x} for x in (1, 1, 2, 1)], None),
+    "one sample, the same mean": (1, [TIES] * 4, "all scores are equal (mean 0.5"),
+    "slow, but not in the first row": (2, [SLOW] * 4, "scoring takes 8.0 s of the 10.0 s of an update;"),
+    "slow in the first row": (2, [SLOW, {}, {}], None),
+    "less than half of the time": (2, [{"time/score_s": 4.0}] * 3, None),
+    "less than a second": (2, [{"time/score_s": 0.9, "time/update_s": 1.0}] * 3, None),
+    "beside training": (2, [AHEAD | {"time/wait_s": 1.0}] * 3, None),
+    "the trainer waits": (2, [AHEAD | {"time/wait_s": 7.0}] * 3, "scoring takes 8.0 s of the 10.0 s"),
+    "a reply ended": (2, [CUT | {"environment/cut": 0.9}], None),
+    "several turns": (2, [CUT | {"environment/turns": 1.5}], None),
+    "another end token": (2, [CUT | {"objective/response_tokens": 3.0}], None),
+}  # fmt: skip
 
 
-def test_an_update_with_only_empty_responses_is_reported_once(said):
-    ended = {"objective/eos_rate": 1.0}
-    log(ScoreDoubts(run(2), None, 0), {}, {**ended, "objective/response_tokens": 1.5}, ended, ended)
-    (text,) = said
-    assert text.startswith("warning: all responses of update 3 are empty (the end token alone);")
-
-
-def test_one_sample_a_prompt_has_equal_scores_if_the_mean_does_not_change(said):
-    log(
-        ScoreDoubts(run(1), None, 0),
-        *[{"objective/tie_rate": 1.0, "objective/scores": x} for x in (1, 1, 2, 1)],
-    )
-    assert not said
-    log(ScoreDoubts(run(1), None, 0), *[{"objective/tie_rate": 1.0}] * 4)
-    (text,) = said
-    assert text.startswith("warning: all scores are equal (mean 0.5")
+@pytest.mark.parametrize("case", ROWS)
+def test_a_fault_of_the_settings_is_reported_once_and_nothing_else_is(said, case):
+    samples, rows, begins = ROWS[case]
+    log(ScoreDoubts(run(samples, *GAME), "do more at once", 0), *rows)
+    assert len(said) == (begins is not None)
+    assert all(text.startswith(f"warning: {begins}") for text in said)
 
 
 def test_rows_without_scores_give_no_warning(said):
@@ -73,40 +79,11 @@ def test_rows_without_scores_give_no_warning(said):
     assert not said
 
 
-def test_slow_scoring_is_reported_once_and_not_for_the_first_row(said):
-    log(ScoreDoubts(run(2), "do more at once", 0), *[{"time/score_s": 8.0}] * 4)
-    assert said == [
-        "warning: scoring takes 8.0 s of the 10.0 s of an update; to make it faster, do more at once"
-    ]
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"time/score_s": 4.0},
-        {"time/score_s": 0.9, "time/update_s": 1.0},
-        {"time/annotate_ahead_s": 8.0, "time/wait_s": 1.0},
-    ],
-)
-def test_scoring_of_little_time_or_beside_training_is_not_slow(said, row):
-    log(ScoreDoubts(run(2), "do more at once", 0), *[row] * 3)
-    assert not said
-
-
-def test_scoring_for_which_the_trainer_waits_is_slow(said):
-    log(ScoreDoubts(run(2), "do more", 0), *[{"time/annotate_ahead_s": 8.0, "time/wait_s": 7.0}] * 3)
-    assert said == ["warning: scoring takes 8.0 s of the 10.0 s of an update; to make it faster, do more"]
-
-
 def test_the_remedy_for_slow_scoring_names_the_keys_of_the_scorer():
     assert faster_scoring(compose([])) is None
     mix = ["scorer=weighted", "+scorer@scorer.parts.x=http"]
     assert faster_scoring(compose(mix)) == "raise scorer.parts.x.concurrency or scorer.parts.x.batch_size"
     assert "(scorer.batched=true)" in (faster_scoring(compose(["scorer=function"])) or "")
-
-
-GAME = ("task=guess_number", "environment.reply_tokens=6", "generator.response_length=40")
-CUT = {"environment/cut": 1.0, "environment/turns": 1.0, "objective/response_tokens": 6.0}
 
 
 @pytest.mark.parametrize(
@@ -129,11 +106,3 @@ def test_replies_that_are_all_cut_in_an_evaluation_are_reported(said):
     log(logger, CUT)
     (text,) = said
     assert "environment.reply_tokens=6" in text
-
-
-@pytest.mark.parametrize(
-    "other", [{"environment/cut": 0.9}, {"environment/turns": 1.5}, {"objective/response_tokens": 3.0}]
-)
-def test_a_reply_that_ended_or_another_end_token_is_no_limit_of_replies(said, other):
-    log(ScoreDoubts(run(2, *GAME), None, 0), {**CUT, **other})
-    assert not said

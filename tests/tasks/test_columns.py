@@ -75,9 +75,6 @@ def test_the_input_of_alpaca_follows_the_instruction():
     assert found.example(row) == {"query": "Add.\n\n1 2", "reference_response": "3"}
     assert found.example({**row, "input": ""})["query"] == "Add."
     assert found.example({**row, "input": None})["query"] == "Add."
-
-
-def test_prompts_without_responses_have_an_empty_reference():
     assert layout("prompt").example({"prompt": "ask"}) == {"query": "ask", "reference_response": ""}
 
 

@@ -66,16 +66,12 @@ def trained(made):
 @pytest.mark.parametrize(("stored", "read"), STORED.items())
 def test_a_stored_text_has_one_end_that_the_model_declares(stored, read):
     assert trained(task(Stored(stored), Data.references)) == [read]
+    reference = task(Stored(stored), Data.prompts).held_out(1).references
+    assert reference == [read.removesuffix("</s>").removesuffix("<|end|>")], "without an end token"
     assert trained(task(Stored("No.", demonstration=[stored]), Data.references)) == [read]
     pairs = Stored(stored)
     pairs.pairs["rejected"] = ["No."]
     assert trained(task(pairs, Data.preferences)) == [read, "No.</s>"]
-
-
-@pytest.mark.parametrize(("stored", "read"), STORED.items())
-def test_the_text_of_a_reference_has_no_end_token(stored, read):
-    reference = task(Stored(stored), Data.prompts).held_out(1).references
-    assert reference == [read.removesuffix("</s>").removesuffix("<|end|>")]
 
 
 @pytest.mark.parametrize("end", ["", "<|end|>", "</s>", "</s>\n", "<|endoftext|>", "</s><|end|>"])
@@ -132,15 +128,9 @@ def test_contents_of_dialogues_contribute_no_control_token_and_are_counted(caplo
         batch = made.held_out(1)
         assert contents[0] in batch.texts[0] and "\ufdd0" not in batch.texts[0]
         assert batch.dialogues[0][0]["content"] == contents[0]
-
-
-def test_a_reference_with_control_tokens_is_judged_without_marks():
-    turns = [{"role": "user", "content": "Why?"}], [{"role": "assistant", "content": f"{FORGED}So."}]
-    made = task(Stored(turns[1], turns[0]), Data.prompts, dialogues=True)
-    batch = made.held_out(1)
-    rollouts = encode_completions(batch, [[text] for text in batch.references], made.tokenizer, None)
-    (_, (response,), (reference,)) = flat_texts(rollouts, made.tokenizer)
-    assert response == reference == f"{FORGED}So."
+        rollouts = encode_completions(batch, [[text] for text in batch.references], made.tokenizer, None)
+        (_, (response,), (reference,)) = flat_texts(rollouts, made.tokenizer)
+        assert response == reference == contents[1], "judged without marks"
 
 
 def test_control_tokens_of_texts_are_tokens_and_are_counted_unless_all_prompts_have_them(caplog):

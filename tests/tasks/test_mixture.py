@@ -13,14 +13,12 @@ from rlhf.config.scorers import MixtureConfig
 from rlhf.config.tasks import ArithmeticConfig, LocalConfig
 from rlhf.core.batch import Batch
 from rlhf.core.errors import UserError
-from rlhf.tasks.mixture import (
+from rlhf.tasks.kinds import (
     MixtureSource,
-    PromptOrder,
     interleaved,
     means_of_parts,
-    mixed_order,
 )
-from rlhf.tasks.task import Task
+from rlhf.tasks.task import PromptOrder, Task, mixed_order
 from tests.tasks.test_task import make_task
 from tests.tiny_models import tiny_rollouts, tiny_tokenizer
 
@@ -62,6 +60,9 @@ def test_an_epoch_has_the_share_of_each_part():
     for epoch in range(3):
         order = mixed_order(PARTS, [0.25, 0.75], 0, epoch)
         assert len(order) == 100 and Counter(PARTS[order]) == {0: 25, 1: 75}
+        assert np.array_equal(order, mixed_order(PARTS, [0.25, 0.75], 0, epoch))
+        for other in (mixed_order(PARTS, [0.25, 0.75], 1, epoch), mixed_order(PARTS, [0.25, 0.75], 0, 9)):
+            assert not np.array_equal(order, other)
 
 
 def test_a_part_is_drawn_without_repetition_until_all_of_it_was_drawn():
@@ -71,13 +72,6 @@ def test_a_part_is_drawn_without_repetition_until_all_of_it_was_drawn():
     assert len(set(many)) == 90 and max(Counter(many).values()) == 2
     few = Counter(epochs[0][PARTS[epochs[0]] == 1].tolist())
     assert set(few.values()) == {7, 8} and len(few) == 10
-
-
-def test_the_order_depends_on_seed_and_epoch_only():
-    first = mixed_order(PARTS, [0.25, 0.75], 0, 1)
-    assert np.array_equal(first, mixed_order(PARTS, [0.25, 0.75], 0, 1))
-    for other in (mixed_order(PARTS, [0.25, 0.75], 1, 1), mixed_order(PARTS, [0.25, 0.75], 0, 2)):
-        assert not np.array_equal(first, other)
 
 
 def test_a_part_with_a_tiny_weight_is_drawn_at_least_once_per_epoch():
@@ -107,7 +101,7 @@ def test_parts_without_demonstrations_use_their_references(mixture):
     assert any(row["demonstration"] != row["reference_response"] for row in rows)
 
 
-def test_a_task_draws_the_shares_and_its_batches_name_the_part(mixture):
+def test_a_task_draws_the_shares_and_its_batches_name_the_part(mixture, tmp_path):
     task = task_of(mixture)
     drawn = task.prompts()
     batches = [next(drawn) for _ in range(9)]  # one epoch of 63 examples
@@ -115,6 +109,12 @@ def test_a_task_draws_the_shares_and_its_batches_name_the_part(mixture):
     assert Counter(numbers.tolist()) == {0: 21, 1: 42}
     names = [text.split()[0] for batch in batches for text in batch.texts]
     assert names == [("many", "few")[number] for number in numbers.tolist()]
+    mixture.parts["few"].validation_fraction = 0.5
+    assert task_of(mixture).held_out(6).part.tolist().count(1) == 4, "of held-out prompts, too"
+    rows = [{"prompt": f"q {i}", "chosen": "a", "rejected": "b"} for i in range(20)]
+    parts = {"one": write(tmp_path / "one.jsonl", rows), "two": write(tmp_path / "two.jsonl", rows[:4])}
+    batch = next(task_of(MixtureConfig(parts=parts), data=Data.preferences).prompts())
+    assert batch.completions[0] == ["a", "b"] and set(batch.part.tolist()) <= {0, 1}
 
 
 def test_a_resumed_order_draws_the_same_prompts(mixture):
@@ -129,30 +129,15 @@ def test_a_resumed_order_draws_the_same_prompts(mixture):
     assert [next(resumed).texts for _ in range(9)] == first[11:]
 
 
-def test_held_out_prompts_have_the_shares_of_the_parts(mixture):
-    mixture.parts["few"].validation_fraction = 0.5
-    assert task_of(mixture).held_out(6).part.tolist().count(1) == 4
-
-
-def test_pairs_are_mixed_too(tmp_path):
-    rows = [{"prompt": f"q {i}", "chosen": "a", "rejected": "b"} for i in range(20)]
-    parts = {"one": write(tmp_path / "one.jsonl", rows), "two": write(tmp_path / "two.jsonl", rows[:4])}
-    batch = next(task_of(MixtureConfig(parts=parts), data=Data.preferences).prompts())
-    assert batch.completions[0] == ["a", "b"] and set(batch.part.tolist()) <= {0, 1}
-
-
-def test_errors_of_a_part_name_its_keys(tmp_path):
-    config = MixtureConfig(parts={"x": write(tmp_path / "x.jsonl", [{"prompt": "a"}, {"prompt": None}])})
-    with pytest.raises(UserError, match=r"task\.parts\.x\.path must have a text in its column prompt"):
-        MixtureSource(config).prompts("train")
-
-
-def test_keys_inside_of_paths_are_not_changed(mixture):
+def test_errors_of_a_part_name_its_keys_and_paths_are_not_changed(mixture, tmp_path):
     text = "task.path must be a file, got data/task.path and my-task.path; set task.path=x task.parts=y"
     expected = text.replace("task.path must", "task.parts.few.path must").replace(
         "set task.path", "set task.parts.few.path"
     )
     assert mixture.own_key("few", text) == expected
+    config = MixtureConfig(parts={"x": write(tmp_path / "x.jsonl", [{"prompt": "a"}, {"prompt": None}])})
+    with pytest.raises(UserError, match=r"task\.parts\.x\.path must have a text in its column prompt"):
+        MixtureSource(config).prompts("train")
 
 
 def test_parts_with_dialogues_and_parts_with_texts_are_refused(mixture, tmp_path):

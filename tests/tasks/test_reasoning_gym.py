@@ -82,55 +82,50 @@ def test_the_embedded_tokenizer_has_a_token_for_each_character_and_each_mark_of_
     assert len(tokenizer.tokenize(row["reference_response"])) == len(row["reference_response"]) - 15
 
 
-def test_problems_for_chat_models_are_messages_with_the_form_of_the_answer():
-    row = source("chain_sum", chat=True).prompts("train")[0]
-    (message,) = row["messages"]
-    assert message["role"] == "user" and message["content"].endswith("between <answer> and </answer>.")
-    assert row["reference_response"][0]["role"] == "assistant" and "query" not in row
-
-
 @pytest.mark.parametrize(
     "dataset", ["graph_color", "rubiks_cube", "boxnet", "rush_hour", "propositional_logic"]
 )
 def test_problems_without_a_stored_answer_have_no_reference_that_a_judge_could_score(dataset):
     assert not any(source(dataset).prompts("validation")["reference_response"])
     assert source(dataset, chat=True).prompts("validation")["reference_response"][0] == []
+    row = source("chain_sum", chat=True).prompts("train")[0]
+    (message,) = row["messages"]
+    assert message["role"] == "user" and message["content"].endswith("between <answer> and </answer>.")
+    assert row["reference_response"][0]["role"] == "assistant" and "query" not in row
 
 
 # -- verifiers -------------------------------------------------------------------------------------
 
 
-def test_an_answer_counts_only_between_the_marks_and_the_last_answer_counts():
-    responses = ["<answer>{}</answer>", "{}", "<answer>0.5</answer> or <answer> {}\n</answer>", "<answer>{}"]
-    assert scored("chain_sum", *responses) == ([1, 0, 1, 0], [0, 0, 0, 0])
-    assert scored("chain_sum", "{}", pattern="null")[0] == [1]
+WHOLE = ["<answer>{}</answer>", "<answer>it is {}</answer>"]
+RAISES = ["<answer>x</answer>", "<answer>{}</answer>"]
+LAST = ["<answer>{}</answer>", "{}", "<answer>0.5</answer> or <answer> {}\n</answer>", "<answer>{}"]
 
 
-def test_an_answer_in_a_longer_text_has_no_full_score():
-    answers = ["<answer>{}</answer>", "<answer>it is {}</answer>"]
-    assert scored("spell_backward", *answers)[0] == [1, 0]
-    assert scored("chain_sum", *answers)[0] == [1, 0]
-    full, part = scored("chain_sum", *answers, exact="false")[0]
+@pytest.mark.parametrize(
+    ("dataset", "responses", "settings", "scores", "errors"),
+    [
+        ("chain_sum", LAST, {}, [1, 0, 1, 0], 0),  # only between the marks, and the last one
+        ("chain_sum", ["{}"], {"pattern": "null"}, [1], 0),
+        ("spell_backward", WHOLE, {}, [1, 0], None),  # a longer text has no full score
+        ("chain_sum", WHOLE, {}, [1, 0], None),
+        ("prime_factorization", RAISES, {}, [0, 1], 1),  # a verifier that raises
+        *((name, ["", "x"], {"exact": "false"}, [0, 0], None) for name in ("countdown", "puzzle24")),
+        ("fraction_simplification", ["", "x", "<answer>x</answer>"], {"exact": "false"}, [0, 0, 0], None),
+        ("game_of_life_halting", ["x", "<answer>{}</answer>"], {}, [0, 1], None),
+        *(
+            (name, WHOLE[:1], {}, [1], 0) for name in ("arc_agi", "rearc", "knights_knaves")
+        ),  # tuples; objects
+    ],
+)
+def test_the_last_answer_between_the_marks_is_verified(dataset, responses, settings, scores, errors):
+    found, raised = scored(dataset, *responses, **settings)
+    assert found == scores and errors in (None, sum(raised))
+
+
+def test_the_score_of_a_verifier_without_exact_may_be_a_part():
+    full, part = scored("chain_sum", *WHOLE, exact="false")[0]
     assert full == 1 and 0 < part < 1
-
-
-def test_verifiers_that_raise_give_0_and_are_counted():
-    assert scored("prime_factorization", "<answer>x</answer>", "<answer>{}</answer>") == ([0, 1], [1, 0])
-
-
-@pytest.mark.parametrize("dataset", ["countdown", "puzzle24", "fraction_simplification"])
-def test_no_answer_has_no_score(dataset):
-    assert scored(dataset, "", "x", exact="false")[0] == [0, 0]
-    assert scored(dataset, "<answer>x</answer>")[0] == [0]
-
-
-def test_text_outside_of_the_marks_is_not_verified():
-    assert scored("game_of_life_halting", "x", "<answer>{}</answer>")[0] == [0, 1]
-
-
-@pytest.mark.parametrize("dataset", ["arc_agi", "rearc", "knights_knaves"])  # tuples; objects in the metadata
-def test_stored_problems_are_verified_like_generated_problems(dataset):
-    assert scored(dataset, "<answer>{}</answer>")[0] == [1]
 
 
 def of_responses(*responses, **words):
@@ -146,12 +141,9 @@ def of_responses(*responses, **words):
     return build_scorer(cfg, "scorer", tokenizer, ALONE)(rollouts).scores.tolist()
 
 
-def test_a_verifier_may_be_a_part_of_a_sum():
+def test_a_verifier_may_be_a_part_of_a_sum_and_functions_receive_the_problem(tmp_path):
     part = {"+scorer@scorer.parts.right": "reasoning_gym", "scorer.parts.right.weight": 2}
     assert of_responses("{}", "<answer>x</answer>", scorer="weighted", **part) == [[2, 0]]
-
-
-def test_reward_functions_receive_the_problem_by_the_name_of_a_parameter(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def score(response, entry, dataset): return 'question' in entry and dataset == 'gcd'\n")
     assert of_responses("1", scorer="function", **{"scorer.path": f"{file}:score"}) == [[1]]
