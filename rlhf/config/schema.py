@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
@@ -174,7 +178,7 @@ def dotted(at: str, name: str) -> str:
 def used(cls: type) -> dict[str, tuple[str, ...]]:
     """Return the conditions under which fields of a section class have an effect, by the names of fields."""
     found = {each.name: fact(cls, each.name, "when") for each in fields(cls)}
-    return {name: conditions for name, conditions in found.items() if conditions}
+    return {name: (when,) if isinstance(when, str) else when for name, when in found.items() if when}
 
 
 def value_at(value: Any, key: str) -> Any:
@@ -318,7 +322,8 @@ class Bound:
 def entry(
     default: Any = _REQUIRED,
     means: str = "",
-    *when: str,
+    when: str | tuple[str, ...] = (),
+    *,
     affects: Affects | None = None,
     added: bool = False,
     bound: Bound | None = None,
@@ -329,7 +334,8 @@ def entry(
 
     Args:
         default: the value of a config that does not set the key; or a function that makes it, such as `list`.
-        means: the meaning of the key, for `--help` and docs/reference/config.md (docs/generate.py writes it).
+        means: the meaning of the key, for `--help`, docs/reference/config.md and error messages; by default
+            the docstring below the field.
         when: the conditions under which the key has an effect, about other keys of its section, such as
             `kind=mask`, `kind=truncate|mask`, `kind!=none` or `reject=m2 or reject_by!=k1`.
         affects: what of a run depends on the key; None: see `Section`.
@@ -343,11 +349,24 @@ def entry(
     return field(default=default, metadata={**facts, "bound": bound} if bound else facts)
 
 
-def number(
-    default: Any, means: str, *when: str, affects: Affects | None = None, added: bool = False, **rule: Any
-) -> Any:
-    """Declare a numeric field with its rule (as in `Bound`) and the facts about its key (as in `entry`)."""
-    return entry(default, means, *when, affects=affects, added=added, bound=Bound(**rule))
+def number(default: Any, means: str = "", when: str | tuple[str, ...] = (), **facts: Any) -> Any:
+    """Declare a numeric field: the facts of its key as in `entry`, its rule as in `Bound`."""
+    rule = {name: facts.pop(name) for name in Bound.__slots__ if name in facts}
+    return entry(default, means, when, bound=Bound(**rule), **facts)
+
+
+@cache
+def _docstrings(module: str) -> dict[tuple[str, str], str]:
+    """Return the docstrings of the fields in a module, by the names of class and field."""
+    found = {}
+    with suppress(OSError, TypeError):  # no source
+        for each in ast.parse(inspect.getsource(sys.modules[module])).body:
+            below = zip(each.body, each.body[1:], strict=False) if isinstance(each, ast.ClassDef) else ()
+            for node, text in below:
+                if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    words = ast.literal_eval(text.value).split()
+                    found[each.name, str(getattr(node.target, "id", ""))] = " ".join(words)
+    return found
 
 
 def fact(cls: type, name: str, kind: str) -> Any:
@@ -366,9 +385,11 @@ def fact(cls: type, name: str, kind: str) -> Any:
         (f for _, f in fields_of if f is not None and kind in f.metadata), None
     )
     found = None if declared is None else declared.metadata[kind]
+    owner: Any = [each for each, field in fields_of if field is declared][-1]  # others inherit the field
     if kind == "affects" and declared is not None and found is None:
-        owner = [each for each, field in fields_of if field is declared][-1]  # others inherit the field
         return vars(owner).get("affects", Affects.result)
+    if kind == "means" and not found:
+        return _docstrings(owner.__module__).get((owner.__name__, name), "")
     return found
 
 

@@ -34,9 +34,8 @@ class TaskConfig(Section):
     name: str = MISSING
     path: str | None = entry(None, "folder with a data file per split; with task=local also a single file")
     preferences_path: str | None = entry(None, "folder of preference pairs; null: task.path, else the hub")
-    max_prompt_tokens: int = number(
-        512, "largest prompt length in tokens; longer prompts are skipped", least=1
-    )
+    max_prompt_tokens: int = number(512, least=1)
+    """largest prompt length in tokens; longer prompts are skipped"""
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for a `path` that is not read."""
@@ -156,14 +155,12 @@ class TLDRConfig(TaskConfig):
 
     has_answers: ClassVar[bool] = False
 
-    prompts_name: str = entry(
-        "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
-        "hub name of the prompts and references",
-    )
+    prompts_name: str = entry("vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144")
+    """hub name of the prompts and references"""
     preferences_name: str = entry(
-        "mnoukhov/summarize_from_feedback_oai_preprocessing_1706381144_relabel_pythia6.9b",
-        "hub name of the preference pairs",
+        "mnoukhov/summarize_from_feedback_oai_preprocessing_1706381144_relabel_pythia6.9b"
     )
+    """hub name of the preference pairs"""
 
 
 class QuestionsConfig(TaskConfig):
@@ -217,15 +214,12 @@ class GSM8KConfig(QuestionsConfig):
     prompt_splits: ClassVar[tuple[str, ...]] = ("train",)
 
     prompts_name: str = entry("openai/gsm8k", "hub name of the prompts and references")
-    chat: bool = entry(
-        False, "the prompt is a message of the user, in the format of the model's chat template", added=True
-    )
-    template: str = entry(
-        _QUESTION, "format of a prompt with {question}; the default with chat is an instruction"
-    )
-    validation_size: int = number(
-        473, "last rows of train for evaluation, unless there is a validation split", least=1
-    )
+    chat: bool = entry(False, added=True)
+    """the prompt is a message of the user, in the format of the model's chat template"""
+    template: str = entry(_QUESTION)
+    """format of a prompt with {question}; the default with chat is an instruction"""
+    validation_size: int = number(473, least=1)
+    """last rows of train for evaluation, unless there is a validation split"""
 
 
 @option("task", "arithmetic", part="rlhf.tasks.kinds:ArithmeticSource")
@@ -247,16 +241,13 @@ class ChatConfig(TaskConfig):
     prompt_columns: ClassVar[tuple[str, ...]] = ("messages",)
 
     prompts_name: str = entry("HuggingFaceH4/no_robots", "hub name of the prompts and references")
-    preferences_name: str | None = entry(
-        None, "hub name of pairs with prompt, chosen, rejected in this format"
-    )
+    preferences_name: str | None = entry(None)
+    """hub name of pairs with prompt, chosen, rejected in this format"""
     validation_split: str = entry("test", "the name of the validation split in the data set")
-    turn: str | None = entry(
-        None, "format of a turn, with {role} and {content}; null: the tokenizer's chat template"
-    )
-    reply: str | None = entry(
-        None, "text at the end of every prompt, before the response; set together with turn"
-    )
+    turn: str | None = entry(None)
+    """format of a turn, with {role} and {content}; null: the tokenizer's chat template"""
+    reply: str | None = entry(None)
+    """text at the end of every prompt, before the response; set together with turn"""
 
     @property
     def dialogues(self) -> bool:
@@ -348,9 +339,8 @@ class ColumnsConfig(Section):
     response: str | None = entry(None, "reference responses; needed for SFT")
     chosen: str | None = entry(None, "preferred responses")
     rejected: str | None = entry(None, "other responses")
-    messages: str | None = entry(
-        None, "dialogues; the last message of the assistant is the reference response"
-    )
+    messages: str | None = entry(None)
+    """dialogues; the last message of the assistant is the reference response"""
 
 
 @option("task", "local", part="rlhf.tasks.kinds:LocalSource")
@@ -361,18 +351,13 @@ class LocalConfig(TaskConfig):
     dialogues: ClassVar[None] = None  # the rows decide
 
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    validation_fraction: float = number(
-        0.1, "share of the rows for validation, if there is no validation file", above=0, below=1
-    )
-    chat: bool = entry(
-        False,
-        "texts are messages of a dialogue; default: true if the model has a chat template and the "
-        "texts do not begin with its marks",
-        added=True,
-    )
-    all_replies: bool = entry(
-        False, "SFT trains on all replies of a dialogue; false: on the last", added=True
-    )
+    validation_fraction: float = number(0.1, above=0, below=1)
+    """share of the rows for validation, if there is no validation file"""
+    chat: bool = entry(False, added=True)
+    """texts are messages of a dialogue; default: true if the model has a chat template and the texts do not
+    begin with its marks"""
+    all_replies: bool = entry(False, added=True)
+    """SFT trains on all replies of a dialogue; false: on the last"""
 
     @property
     def own_files(self) -> tuple[str, ColumnsConfig, bool] | None:
