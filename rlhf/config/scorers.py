@@ -60,8 +60,8 @@ class ScorerConfig(Section):
 
     @property
     def reads_reward(self) -> bool:
-        """Whether this scorer needs the model that `model.reward` names."""
-        return False
+        """Whether this scorer, or a part of it, needs the model that `model.reward` names."""
+        return any(part.reads_reward for part in self.parts.values())
 
     def reward_model(self, at: str, reward: str | None) -> tuple[str, str] | None:
         """Return the key and the value that name the reward model which scores; None: no key names one.
@@ -106,8 +106,8 @@ class ScorerConfig(Section):
 
     @property
     def asks_service(self) -> bool:
-        """Whether this scorer waits for the answers of a service."""
-        return False
+        """Whether this scorer, or a part of it, waits for the answers of a service."""
+        return any(part.asks_service for part in self.parts.values())
 
     @property
     def described(self) -> str:
@@ -230,16 +230,6 @@ class PartsScorerConfig(ScorerConfig):
     parts: dict[str, ScorerConfig] = entry(dict)
     """name -> scorer; the name is chosen by the user, for scorer=mixture it is that of a part of the task"""
 
-    @property
-    def reads_reward(self) -> bool:
-        """Whether a part needs the model that `model.reward` names."""
-        return any(part.reads_reward for part in self.parts.values())
-
-    @property
-    def asks_service(self) -> bool:
-        """Whether a part waits for the answers of a service."""
-        return any(part.asks_service for part in self.parts.values())
-
     def source(self, reward: str | None) -> Hashable:
         """Return an identifier that no other scorer has. The parts have their own identifiers."""
         return id(self)
@@ -339,15 +329,6 @@ class FunctionScorerConfig(ScorerConfig):
                 takes = "lists" if lists else "the text of one response"
                 rule = f"be {plain(lists)} for a function that takes {takes}"
                 yield self.refused(at, "batched", rule, f"see the parameters of {path}", lists)
-        yield from self._problems_of_list(at)
-
-    def job_problems(self, at: str) -> Iterator[str]:
-        """Yield an error for each function that this process cannot import or call."""
-        found = (function_problem(f"{at}.path", path, self.arguments) for path in self.paths)
-        yield from filter(None, found)
-
-    def _problems_of_list(self, at: str) -> Iterator[str]:
-        """Yield an error if the list of functions is empty or repeats one, or has other weights."""
         paths, weights = self.paths, self.weights
         if not paths:
             yield self.refused(at, "path", "name a function", "it returns the score", "my_module:my_function")
@@ -367,6 +348,11 @@ class FunctionScorerConfig(ScorerConfig):
         if not all(map(math.isfinite, weights)):
             remedy = f"set '{at}.weights=[{ones}]'"
             yield self.refused(at, "weights", "be finite", "scores are multiplied by them", remedy=remedy)
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error for each function that this process cannot import or call."""
+        found = (function_problem(f"{at}.path", path, self.arguments) for path in self.paths)
+        yield from filter(None, found)
 
 
 # Section of the scorer that asks a service over HTTP.

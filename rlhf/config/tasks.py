@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.algorithms import Data
 from rlhf.config.schema import Choice, Section, entry, fact, number, option
 from rlhf.core.errors import setting
 
@@ -72,25 +71,6 @@ class TaskConfig(Section):
     def own_files(self) -> tuple[str, ColumnsConfig, bool] | None:
         """The arguments of `LocalFiles` for the user's own files; None: the task reads none."""
         return None
-
-    def own_rows(self, data: Data, evaluates: bool) -> Data | None:
-        """Return what the rows of `own_files` must contain; None: they are not read.
-
-        Args:
-            data: the content of one training example.
-            evaluates: whether the run evaluates a policy on prompts and references.
-        """
-        return None
-
-    @property
-    def lacks_pairs(self) -> bool:
-        """Whether a run that trains on preference pairs has to name them."""
-        return False
-
-    @property
-    def for_base_models(self) -> bool:
-        """Whether the prompts ask in a form for models that are not trained on dialogues."""
-        return False
 
     def own_key(self, name: str, text: str) -> str:
         """Return a text in which the keys of `task` are those of the part `name`."""
@@ -182,11 +162,6 @@ class QuestionsConfig(TaskConfig):
         return self.chat
 
     @property
-    def for_base_models(self) -> bool:
-        """Whether the questions are texts that a base model continues."""
-        return not self.chat
-
-    @property
     def question_format(self) -> str:
         """The format of a prompt, which contains `{question}`."""
         usual = fact(type(self), "template", "declared")
@@ -253,11 +228,6 @@ class ChatConfig(TaskConfig):
     def dialogues(self) -> bool:
         """Whether the chat template of the tokenizer formats the prompts, instead of `turn`."""
         return self.turn is None
-
-    @property
-    def lacks_pairs(self) -> bool:
-        """Whether no key names preference pairs: No Robots has none."""
-        return self.preferences_path is None and self.preferences_name is None
 
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
         """Yield the local folders that a run reads; pairs are never in the folder of the dialogues."""
@@ -363,12 +333,6 @@ class LocalConfig(TaskConfig):
     def own_files(self) -> tuple[str, ColumnsConfig, bool] | None:
         """The path of the files, the names of their columns, and whether texts are messages of the user."""
         return None if self.path is None else (self.path, self.columns, self.chat)
-
-    def own_rows(self, data: Data, evaluates: bool) -> Data | None:
-        """Return `data`; if pairs are read from another folder, what an evaluation reads."""
-        if data is Data.preferences and self.preferences_path is not None:
-            return Data.prompts if evaluates else None
-        return data
 
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
         """Yield the folder of `preferences_path`; a rule of its own checks `path`, whose columns differ."""
