@@ -75,7 +75,8 @@ def data_of_tasks(cfg: Config) -> Iterator[str]:
     evaluated = Data.prompts if cfg.algo.trains is Trains.policy else None
     for name, task in (cfg.task.parts or {"": cfg.task}).items():
         elsewhere = cfg.reads_pairs and task.preferences_path is not None  # the pairs are in another folder
-        content, found = evaluated if elsewhere else cfg.data, []
+        content = evaluated if elsewhere else cfg.data
+        found: list[str] = []
         if content is not None and task.own_files is not None:
             try:
                 found += LocalFiles(*task.own_files).problems(content)

@@ -97,8 +97,9 @@ class Section:
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each setting of this section that has no effect, or is allowed but doubtful."""
-        default = type(self)()
-        for name, conditions in used(type(self)).items():
+        cls: type = type(self)
+        default = cls()
+        for name, conditions in used(cls).items():
             if getattr(self, name) == getattr(default, name):
                 continue
             for condition in conditions:
@@ -108,9 +109,9 @@ class Section:
                     owner = f" (it belongs to {values.replace('|', ' and ')})" if sign == "=" else ""
                     yield f"{dotted(at, name)} has no effect with {dotted(at, key)}={now}{owner}"
                     break
-        for cls in reversed(type(self).__mro__):
-            if "doubts" in vars(cls):
-                yield from vars(cls)["doubts"](self, at)
+        for base in reversed(cls.__mro__):
+            if "doubts" in vars(base):
+                yield from vars(base)["doubts"](self, at)
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error for each value that fails in the process of a job.
@@ -265,7 +266,7 @@ def option(group: str, name: str, part: str | None = None) -> Callable[[T], T]:
         SCHEMAS[f"schema/{group}/{name}"] = section
         if part is not None:
             PARTS[section] = part
-        return section  # type: ignore[no-any-return]
+        return section
 
     return store
 
@@ -360,9 +361,9 @@ def _docstrings(module: str) -> dict[tuple[str, str], str]:
     """Return the docstrings of the fields in a module, by the names of class and field."""
     found = {}
     with suppress(OSError, TypeError):  # no source
-        for each in ast.parse(inspect.getsource(sys.modules[module])).body:
-            below = zip(each.body, each.body[1:], strict=False) if isinstance(each, ast.ClassDef) else ()
-            for node, text in below:
+        every = ast.parse(inspect.getsource(sys.modules[module])).body
+        for each in (node for node in every if isinstance(node, ast.ClassDef)):
+            for node, text in zip(each.body, each.body[1:], strict=False):
                 if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr):
                     words = ast.literal_eval(text.value).split()
                     found[each.name, str(getattr(node.target, "id", ""))] = " ".join(words)
