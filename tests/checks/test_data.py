@@ -43,13 +43,11 @@ def test_dialogues_in_a_local_file_need_a_chat_template(base, tmp_path):
     (problem,) = found(base, *words)
     assert problem.startswith(MISSING) and "set model.chat_template=plain" in problem
     assert found(base, *words, "model.chat_template=plain") == []
+    write_rows(tmp_path, TEXTS)
+    assert found(base, *words) == [], "texts need none"
+    write_rows(tmp_path, {"messages": TURNS})
     write_tokenizer(base, chat_template="{{ messages }}")
     assert found(base, *words) == []
-
-
-def test_texts_need_no_chat_template(base, tmp_path):
-    file = write_rows(tmp_path, {"prompt": "a", "response": "b"})
-    assert found(base, "task=local", f"task.path={file}") == []
 
 
 TEXTS = {"prompt": "a", "response": "b"}
@@ -116,12 +114,9 @@ def test_a_stored_config_without_the_key_keeps_its_texts(base, tmp_path):
     assert not load_config(folder.config).task.chat and "chat: true" in text
 
 
-def test_task_chat_needs_a_chat_template_unless_turns_have_a_format(base):
+def test_task_chat_needs_a_format_of_turns_or_a_chat_template_whose_file_exists(base, tmp_path):
     assert found(base, "task=chat")[0].startswith(MISSING)
     assert found(base, "task=chat", "task.turn='{role}{content}'", "task.reply=x") == []
-
-
-def test_the_file_of_a_chat_template_must_exist(base, tmp_path):
     file = tmp_path / "format.jinja"
     (problem,) = found(base, "task=chat", f"model.chat_template={file}")
     assert problem.startswith("model.chat_template must be a file with a Jinja template or plain")
@@ -154,9 +149,8 @@ def words(tmp_path) -> list[str]:
     found = ["task=mixture", "debug=tiny"]
     for name in ("sums", "words"):
         file = tmp_path / f"{name}.jsonl"
-        file.write_text(
-            "".join(json.dumps({"prompt": f"{name} {i}", "response": "#### 1"}) + "\n" for i in range(9))
-        )
+        rows = [{"prompt": f"{name} {i}", "response": "#### 1"} for i in range(9)]
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         found += [f"+schema/task@task.parts.{name}=local", f"task.parts.{name}.path={file}"]
     return [*found, "scorer=answer"]
 

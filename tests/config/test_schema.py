@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from omegaconf import OmegaConf
 
-from rlhf.config.schema import PARTS, SCHEMAS, Section, fact, number, option, sections, values
+from rlhf.config.schema import PARTS, SCHEMAS, Affects, Section, fact, number, option, sections, values
 from rlhf.config.tasks import TLDRMiniConfig
 from rlhf.words.compose import compose
 
@@ -31,6 +31,14 @@ class Fewer(Numbers):
     """A section with another default of an inherited number."""
 
     count: int = 2
+
+
+@dataclass(kw_only=True, slots=True)
+class Shown(Numbers):
+    affects: ClassVar[Affects] = Affects.nothing
+
+    own: int = number(1)
+    kept: int = number(1, affects=Affects.result)
 
 
 def problems(section: Section) -> list[str]:
@@ -69,6 +77,11 @@ def test_subclass_with_another_default_keeps_the_bounds_of_its_base():
     assert problem == "task.train_size must be >= 1 (examples to generate), got 0; set task.train_size=512"
 
 
+def test_a_class_says_what_the_keys_that_it_declares_affect():
+    found = [fact(Shown, name, "affects") for name in ("own", "kept", "count")]
+    assert found == [Affects.nothing, Affects.result, Affects.result]
+
+
 def test_option_must_be_a_keyword_only_dataclass_with_slots():
     @dataclass(kw_only=True)
     class Open(Section):
@@ -98,8 +111,6 @@ def test_a_subclass_does_not_inherit_the_address_of_its_part():
 
 
 def test_sections_are_found_at_any_depth_with_their_keys():
-    from rlhf.words.compose import compose
-
     cfg = compose(["scorer=weighted", "+scorer@scorer.parts.x=facts"])
     keys = [key for key, _ in sections(cfg)]
     assert {"", "algo", "model.lora", "scorer", "scorer.parts.x"} <= set(keys) and len(keys) == len(set(keys))
