@@ -85,7 +85,8 @@ def explain(error: Exception, overrides: Sequence[str], sweep: bool = False) -> 
         group, _, name = error.missing_cfg_file.rpartition("/")
         if not group:
             return f"--config-name must name a file of the config folder, got {name}; leave it out"
-        return one_of(group, name, filter(None, error.options or ()))
+        key = next((each.key for each in typed if each.group == group), group)
+        return one_of(key, name, filter(None, error.options or ()))
     lines = [line.strip() for line in str(error).splitlines() if not re.search("full_key|_type=", line)]
     return (f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) else "") + " ".join(lines)
 
