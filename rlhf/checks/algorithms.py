@@ -220,27 +220,24 @@ TRAINING_RULES += [must("scorer", _SCORES, ALWAYS, "training needs scores", fix=
 
 
 @rule
-def _scorers_of_saved_rollouts(cfg: Config) -> Iterator[str]:
-    for at, scorer in scorers(cfg) if cfg.generator.saved_rollouts is not None else ():
-        if scorer.columns and not at.startswith("gold"):
-            yield (
-                f"{choice(at)} must not be {scorer.name} with saved rollouts (they lack the columns "
-                f"{', '.join(sorted(scorer.columns))}), got {scorer.name}; set scorer=labels"
-            )
-
-
-@rule
-def _scorers_of_tasks(cfg: Config) -> Iterator[str]:
+def _scorers_fit(cfg: Config) -> Iterator[str]:
     for at, scorer in scorers(cfg):
-        key, task = choice(at), cfg.task
-        whole, _, name = at.partition(".parts.")
-        if (cfg.gold if whole == "gold" else cfg.scorer).of_mixture:  # scores a part of the task
-            task = task.parts.get(name.partition(".")[0], task)
-        if reason := scorer.cannot_score(task):
-            yield (
-                f"{key} must not be {scorer.name} for task={task.name} ({reason}), got {scorer.name}; "
-                f"set {key}=reward_model"
-            )
+        key, judges, task = choice(at), at.startswith("gold"), cfg.task
+        if (cfg.gold if judges else cfg.scorer).of_mixture:  # each part scores a part of the task
+            task = task.parts.get(at.partition(".parts.")[2].partition(".")[0], task)
+        saved = cfg.generator.saved_rollouts is not None and not judges
+        lacking_columns = f"they lack the columns {', '.join(sorted(scorer.columns))}"
+        unable, without = scorer.cannot_score(task), not judges and not cfg.environment.answers
+        no_rewards = f"with environment={chosen(cfg, 'environment')}"
+        for wrong, where, reason, remedy in (
+            (scorer.columns and saved, "with saved rollouts", lacking_columns, "scorer=labels"),
+            (unable, f"for task={task.name}", unable, f"{key}=reward_model"),
+            (scorer.reads_rewards and judges, "", "references are no episodes", "scorer@gold=none"),
+            (scorer.reads_rewards and without, no_rewards, "it gives no rewards", f"{key}=answer"),
+        ):
+            if wrong:
+                rule = f"{key} must not be {scorer.name} {where}".rstrip()
+                yield f"{rule} ({reason}), got {scorer.name}; set {remedy}"
 
 
 @rule

@@ -12,12 +12,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.models import tokenizer_in, tokenizer_of
-from rlhf.checks.rules import RULES, Allowed, When, chosen, doubt, is_set, must, rule, training_rule
-from rlhf.config.algorithms import Trains
+from rlhf.checks.rules import RULES, Allowed, When, doubt, is_set, must, rule, training_rule
+from rlhf.config.algorithms import Data, Trains
 from rlhf.config.environments import TurnsConfig
 from rlhf.config.root import Config
-from rlhf.config.scorers import choice, scorers
-from rlhf.config.tasks import PREFERENCE_COLUMNS, Need, TaskConfig
+from rlhf.config.tasks import PREFERENCE_COLUMNS, ChatConfig, Need, QuestionsConfig
 from rlhf.core import machine
 from rlhf.core.errors import UserError, setting
 from rlhf.memory.sizes import models
@@ -73,26 +72,24 @@ def data_folders(cfg: Config) -> Iterator[str]:
 @rule
 def data_of_tasks(cfg: Config) -> Iterator[str]:
     """Yield an error for each problem of the user's files, and for missing pairs, also of parts."""
+    evaluated = Data.prompts if cfg.algo.trains is Trains.policy else None
     for name, task in (cfg.task.parts or {"": cfg.task}).items():
-        for text in _own_data(cfg, task):
-            yield cfg.task.own_key(name, text)
-        if task.lacks_pairs and cfg.reads_pairs and not cfg.stand_ins:
-            missing = (
+        elsewhere = cfg.reads_pairs and task.preferences_path is not None  # the pairs are in another folder
+        content = evaluated if elsewhere else cfg.data
+        found: list[str] = []
+        if content is not None and task.own_files is not None:
+            try:
+                found += LocalFiles(*task.own_files).problems(content)
+            except UserError as error:
+                found += error.problems
+        pairs = not isinstance(task, ChatConfig) or task.preferences_path or task.preferences_name
+        if pairs is None and cfg.reads_pairs and not cfg.stand_ins:
+            found.append(
                 f"task.preferences_path must name a folder of preference pairs for task={task.name} (No "
                 "Robots has none), got null; set task.preferences_path=<folder> or "
                 "task.preferences_name=<hub name>"
             )
-            yield cfg.task.own_key(name, missing)
-
-
-def _own_data(cfg: Config, task: TaskConfig) -> Iterator[str]:
-    content = task.own_rows(cfg.data, evaluates=cfg.algo.trains is Trains.policy)
-    if content is None or task.own_files is None:
-        return
-    try:
-        yield from LocalFiles(*task.own_files).problems(content)
-    except UserError as error:
-        yield from error.problems
+        yield from (cfg.task.own_key(name, text) for text in found)
 
 
 @rule
@@ -119,7 +116,8 @@ def _dialogues_have_a_template(cfg: Config) -> Iterator[str]:
 def _questions_as_text(cfg: Config) -> Iterator[str]:
     _, path = tokenizer_of(cfg)
     tokenizer = tokenizer_in(path) if path is not None else None
-    if cfg.task.for_base_models and tokenizer is not None and tokenizer.template is not None:
+    texts = isinstance(cfg.task, QuestionsConfig) and not cfg.task.chat
+    if texts and tokenizer is not None and tokenizer.template is not None:
         yield (
             "task.chat=false asks the questions as texts, in a form for base models, but the tokenizer of "
             f"{path} has a chat template; if it is a chat model, set task.chat=true"
@@ -164,22 +162,6 @@ RULES += [
     must("environment", _REWARDING, _OF_ENVIRONMENT, "its first messages are the prompts", fix=_ANY),
     must("environment", "none", _ONE_REPLY_TASK, _TEXTS, fix="environment=none, or task=calculator"),
 ]
-
-
-@rule
-def _rewards_have_an_environment(cfg: Config) -> Iterator[str]:
-    for at, each in scorers(cfg):
-        key = choice(at)
-        if each.reads_rewards and at.startswith("gold"):
-            yield (
-                f"{key} must not be environment (a judge compares with references, which are no episodes), "
-                f"got environment; set scorer@gold=none"
-            )
-        elif each.reads_rewards and not cfg.environment.answers:
-            yield (
-                f"{key} must not be environment with environment={chosen(cfg, 'environment')} (it gives no "
-                f"rewards), got environment; set {key}=answer"
-            )
 
 
 @doubt

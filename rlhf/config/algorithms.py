@@ -65,14 +65,9 @@ class AlgoConfig(Section):
 
     name: str = MISSING
     samples_per_prompt: int = entry(1, "K, responses of one prompt")
-    tie_tolerance: float | None = number(
-        None,
-        "scores a and b tie if |a - b| <= tie_tolerance * max(1, |a|, |b|); 0: only equal scores tie; "
-        "null: for a reward model 1e-5 in float32, 1e-2 in bfloat16, 1e-3 in float16, else 0",
-        least=0,
-        remedy="null",
-        added=True,
-    )
+    tie_tolerance: float | None = number(None, least=0, remedy="null", added=True)
+    """scores a and b tie if |a - b| <= tie_tolerance * max(1, |a|, |b|); 0: only equal scores tie; null: for
+    a reward model 1e-5 in float32, 1e-2 in bfloat16, 1e-3 in float16, else 0"""
 
     @property
     def needs_sampler(self) -> bool:
@@ -106,34 +101,19 @@ class DPOConfig(AlgoConfig):
 
     samples_per_prompt: int = 2
     loss_type: DPOLoss = DPOLoss.sigmoid
-    beta: float = number(
-        0.1, "strength of the KL constraint; a higher value keeps the policy near the reference", above=0
-    )
-    label_smoothing: float = number(
-        0.0,
-        "fraction of labels that are assumed wrong; sigmoid and robust",
-        "loss_type=sigmoid|robust",
-        least=0,
-        below=0.5,
-    )
+    beta: float = number(0.1, above=0)
+    """strength of the KL constraint; a higher value keeps the policy near the reference"""
+    label_smoothing: float = number(0.0, when="loss_type=sigmoid|robust", least=0, below=0.5)
+    """fraction of labels that are assumed wrong; sigmoid and robust"""
     length_normalised: bool = entry(False, "divide each log-ratio by the number of tokens of its response")
     ties: Ties = Ties.drop
-    weighting: PairWeighting = entry(
-        PairWeighting.none,
-        "weight of the loss of a pair: `is`: probability ratio of policy to sampler, of both responses "
-        "together; `wpo`: how probable both responses are under the policy, per token; `none`: 1",
-        added=True,
-    )
-    weighting_eps: float = number(
-        1.0,
-        "weighting=is: weights have the upper bound exp(2 weighting_eps)",
-        "weighting=is",
-        least=0,
-        added=True,
-    )
-    weighting_clamp: float | None = number(
-        1.0, "weighting=wpo: upper bound of the weights; null: no bound", "weighting=wpo", above=0, added=True
-    )
+    weighting: PairWeighting = entry(PairWeighting.none, added=True)
+    """weight of the loss of a pair: `is`: probability ratio of policy to sampler, of both responses together;
+    `wpo`: how probable both responses are under the policy, per token; `none`: 1"""
+    weighting_eps: float = number(1.0, when="weighting=is", least=0, added=True)
+    """weighting=is: weights have the upper bound exp(2 weighting_eps)"""
+    weighting_clamp: float | None = number(1.0, when="weighting=wpo", above=0, added=True)
+    """weighting=wpo: upper bound of the weights; null: no bound"""
 
     def corrections(self) -> list[str]:
         """Return the setting that weights pairs, if they have no weights."""
@@ -292,35 +272,21 @@ class CorrectionConfig(Section):
     floor: float = number(0.0, "truncate: the smallest weight", "kind=truncate", least=0, most=1, added=True)
     low: float = entry(0.5, "kind=mask: smaller weights are set to 0", "kind=mask")
     high: float = entry(2.0, "kind=mask: larger weights are set to 0", "kind=mask")
-    normalise: bool = entry(
-        False, "divide the weights by their mean over the rollout batch", "kind!=none", added=True
-    )
-    reject: Reject | None = entry(
-        None, "what is left out of the sum and of the count of the loss; null: nothing", added=True
-    )
-    reject_by: Divergence = entry(Divergence.k1, "", "reject!=null", "reject!=m2", added=True)
-    reject_low: float = number(
-        0.5,
-        "reject_by=k1: smaller w is rejected (with reject=mean the geometric mean)",
-        *_BAND,
-        least=0,
-        most=1,
-        added=True,
-    )
-    reject_high: float | None = number(
-        2.0, "reject_by=k1: larger w is rejected; null: no limit", *_BAND, least=1, remedy="2", added=True
-    )
+    normalise: bool = entry(False, when="kind!=none", added=True)
+    """divide the weights by their mean over the rollout batch"""
+    reject: Reject | None = entry(None, added=True)
+    """what is left out of the sum and of the count of the loss; null: nothing"""
+    reject_by: Divergence = entry(Divergence.k1, when=_BAND[:2], added=True)
+    reject_low: float = number(0.5, when=_BAND, least=0, most=1, added=True)
+    """reject_by=k1: smaller w is rejected (with reject=mean the geometric mean)"""
+    reject_high: float | None = number(2.0, when=_BAND, least=1, remedy="2", added=True)
+    """reject_by=k1: larger w is rejected; null: no limit"""
     reject_limit: float = number(
-        0.04,
-        "reject_by=k2 or k3, and reject=m2: larger values are rejected",
-        "reject!=null",
-        "reject=m2 or reject_by!=k1",
-        above=0,
-        added=True,
+        0.04, when=("reject!=null", "reject=m2 or reject_by!=k1"), above=0, added=True
     )
-    reject_counted: bool = entry(
-        False, "whether rejected tokens still count in the mean of the loss", "reject!=null", added=True
-    )
+    """reject_by=k2 or k3, and reject=m2: larger values are rejected"""
+    reject_counted: bool = entry(False, when="reject!=null", added=True)
+    """whether rejected tokens still count in the mean of the loss"""
 
     @property
     def coupled(self) -> bool:
@@ -343,14 +309,8 @@ class CovarianceConfig(Section):
     """Limits on tokens that lower the entropy most: (A - mean A) (logp - mean logp) is large."""
 
     kind: Covariance = entry(Covariance.none, added=True)
-    share: float = number(
-        2e-3,
-        "share of the response tokens of a rollout batch that is limited",
-        "kind!=none",
-        above=0,
-        most=1,
-        added=True,
-    )
+    share: float = number(2e-3, when="kind!=none", above=0, most=1, added=True)
+    """share of the response tokens of a rollout batch that is limited"""
     low: float = number(1.0, "kind=clip: the smallest covariance of a limited token", "kind=clip", added=True)
     high: float = number(5.0, "kind=clip: the largest covariance of a limited token", "kind=clip", added=True)
     coef: float = number(1.0, "kind=kl: weight of the penalty |logp - old|", "kind=kl", least=0, added=True)
@@ -379,32 +339,19 @@ class PolicyGradientConfig(AlgoConfig):
     kl_coef: float = number(0.0, "beta, weight of the KL penalty; 0: no penalty", least=0, remedy="0.05")
     kl_in: KLIn = KLIn.loss
     kl_estimator: KLEstimator = KLEstimator.k3
-    kl_unbiased: bool = entry(
-        True, "kl_in=loss: multiply the KL estimate by the ratio, for the gradient of the KL"
-    )
-    normalize_scores: bool = entry(
-        False, "scale scores to mean 0 and standard deviation 1 over the rollout batch"
-    )
-    clip_scores: float | None = number(
-        None, "limit of the absolute value of scores, applied after normalising; null: no limit", above=0
-    )
+    kl_unbiased: bool = entry(True)
+    """kl_in=loss: multiply the KL estimate by the ratio, for the gradient of the KL"""
+    normalize_scores: bool = entry(False)
+    """scale scores to mean 0 and standard deviation 1 over the rollout batch"""
+    clip_scores: float | None = number(None, above=0)
+    """limit of the absolute value of scores, applied after normalising; null: no limit"""
     anchor: Anchor = entry(Anchor.old, added=True)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    off_policy_mask: float | None = number(
-        None,
-        "responses with A < 0 get no policy loss if the mean of sampler - policy log-probs of their "
-        "tokens exceeds this; null: off",
-        least=0,
-        remedy="0.5",
-        added=True,
-    )
-    dual_clip: float | None = number(
-        None,
-        "with A < 0 the loss of a token is at most -dual_clip A; null: no limit",
-        above=1,
-        remedy="3",
-        added=True,
-    )
+    off_policy_mask: float | None = number(None, least=0, remedy="0.5", added=True)
+    """responses with A < 0 get no policy loss if the mean of sampler - policy log-probs of their tokens
+    exceeds this; null: off"""
+    dual_clip: float | None = number(None, above=1, remedy="3", added=True)
+    """with A < 0 the loss of a token is at most -dual_clip A; null: no limit"""
     entropy_coef: float = number(0.0, "weight of the entropy bonus of the policy", least=0, added=True)
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
 
@@ -473,32 +420,23 @@ class PPOConfig(PolicyGradientConfig):
     kl_coef: float = 0.05
     kl_in: KLIn = KLIn.reward
     kl_estimator: KLEstimator = KLEstimator.k1
-    kl_target: float | None = number(
-        None,
-        "target KL of a response, to which kl_coef adapts; null: kl_coef is constant",
-        above=0,
-        remedy="6",
-    )
-    kl_horizon: float = number(
-        10000, "episodes over which kl_coef adapts; a larger value adapts more slowly", above=0
-    )
+    kl_target: float | None = number(None, above=0, remedy="6")
+    """target KL of a response, to which kl_coef adapts; null: kl_coef is constant"""
+    kl_horizon: float = number(10000, above=0)
+    """episodes over which kl_coef adapts; a larger value adapts more slowly"""
     gamma: float = number(1.0, "discount of later rewards", least=0, most=1)
     lam: float = number(0.95, "lambda of the advantage estimation", least=0, most=1)
     vf_coef: float = number(0.1, "weight of the value loss", least=0)
-    clip_value: float = number(
-        0.2, "largest difference of new and old values before the value loss is clipped", above=0
-    )
+    clip_value: float = number(0.2, above=0)
+    """largest difference of new and old values before the value loss is clipped"""
     whiten_advantages: bool = entry(True, "scale advantages to mean 0 and standard deviation 1")
     whiten_rewards: bool = entry(False, "scale rewards to standard deviation 1; keep their mean")
-    end_state: bool = entry(
-        True, "the state after the last token is a separate step, which receives the score"
-    )
-    value_from: ValueFrom | None = entry(
-        None, "null: the reward model if the scorer uses one, else the policy"
-    )
-    value_lr: float | None = number(
-        None, "learning rate of the value model; null: optim.lr", above=0, remedy="null"
-    )
+    end_state: bool = entry(True)
+    """the state after the last token is a separate step, which receives the score"""
+    value_from: ValueFrom | None = entry(None)
+    """null: the reward model if the scorer uses one, else the policy"""
+    value_lr: float | None = number(None, above=0, remedy="null")
+    """learning rate of the value model; null: optim.lr"""
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if `kl_target` is set and `kl_coef` is 0: a coefficient of 0 cannot adapt."""
@@ -640,9 +578,8 @@ class M2POConfig(UnclippedConfig):
     unused: ClassVar[tuple[str, ...]] = (*UnclippedConfig.unused, "anchor")
 
     form: M2POForm = M2POForm.mask
-    limit: float = number(
-        0.04, "bound of the mean of (log ratio)^2 over the tokens whose ratio rises with A", above=0
-    )
+    limit: float = number(0.04, above=0)
+    """bound of the mean of (log ratio)^2 over the tokens whose ratio rises with A"""
 
 
 @option("algo", "topr", part="rlhf.objectives.topr:TOPR")
@@ -658,12 +595,10 @@ class DPPOConfig(UnclippedConfig):
     """DPPO: tokens whose probability moved too far from the sampler's are masked, instead of clipped."""
 
     divergence: DPPODivergence = DPPODivergence.tv
-    limit_low: float | None = number(
-        None, "A < 0: largest fall in probability; null: tv 0.15, kl 0.05", above=0, remedy="null"
-    )
-    limit_high: float | None = number(
-        None, "A > 0: largest rise in probability; null: tv 0.15, kl 0.05", above=0, remedy="null"
-    )
+    limit_low: float | None = number(None, above=0, remedy="null")
+    """A < 0: largest fall in probability; null: tv 0.15, kl 0.05"""
+    limit_high: float | None = number(None, above=0, remedy="null")
+    """A > 0: largest rise in probability; null: tv 0.15, kl 0.05"""
     cap: float = number(3.0, "the largest ratio that weighs a token", above=0)
 
     @property
@@ -692,9 +627,8 @@ class OAPLConfig(AlgoConfig):
 
     samples_per_prompt: int = 4
     anchor: OAPLAnchor = OAPLAnchor.behaviour
-    beta_value: float = number(
-        1.0, "temperature of the mean of exponentials that estimates the optimal value", above=0
-    )
+    beta_value: float = number(1.0, above=0)
+    """temperature of the mean of exponentials that estimates the optimal value"""
     beta: float = number(1e-3, "factor of the log-ratio that is compared with the advantage", above=0)
 
     @property

@@ -142,21 +142,16 @@ class BackendConfig(Section):
         added=True,
     )
     device: Device = Device.auto
-    threads: int | None = number(
-        None, "CPU threads of torch; null: one per core", least=1, affects=Affects.speed
-    )
-    ranks: int | None = number(
-        None, "number of ranks that the launcher must start; null: any number", least=1, affects=Affects.speed
-    )
-    compile: bool | None = entry(
-        None, "compile the blocks of models; null: only on a GPU where this saves time", added=True
-    )
-    portable: bool = entry(
-        False, "the same bits on every x86 processor with AVX2, at about 1.8 times the CPU time", added=True
-    )
-    timeout_s: float = entry(
-        1800.0, "seconds that a rank waits for other ranks before the run fails", affects=Affects.speed
-    )
+    threads: int | None = number(None, least=1, affects=Affects.speed)
+    """CPU threads of torch; null: one per core"""
+    ranks: int | None = number(None, least=1, affects=Affects.speed)
+    """number of ranks that the launcher must start; null: any number"""
+    compile: bool | None = entry(None, added=True)
+    """compile the blocks of models; null: only on a GPU where this saves time"""
+    portable: bool = entry(False, added=True)
+    """the same bits on every x86 processor with AVX2, at about 1.8 times the CPU time"""
+    timeout_s: float = entry(1800.0, affects=Affects.speed)
+    """seconds that a rank waits for other ranks before the run fails"""
 
     def footprint(self) -> Footprint:
         """Return the bytes per parameter that training needs, for the memory plan.
@@ -222,9 +217,8 @@ class ZeroConfig(BackendConfig):
 
     for_stages: ClassVar[tuple[str, ...]] = (*BackendConfig.for_stages, "deepspeed")
 
-    deepspeed: dict[str, Any] = entry(
-        dict, "native keys of DeepSpeed; they replace the values that this project sets"
-    )
+    deepspeed: dict[str, Any] = entry(dict)
+    """native keys of DeepSpeed; they replace the values that this project sets"""
 
     def footprint(self) -> Footprint:
         """Return the bytes per parameter that training needs: float32, divided over ranks by stage."""

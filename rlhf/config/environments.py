@@ -44,19 +44,13 @@ class TurnsConfig(EnvironmentConfig):
     rewards: ClassVar[bool] = True
 
     max_turns: int = number(8, "largest number of replies in an episode", least=1)
-    reply_tokens: int | None = number(
-        None, "largest number of tokens of a reply; null: all that are left", least=1, remedy="64"
-    )
-    message_tokens: int = number(
-        512, "largest number of tokens of a message; a longer one loses its middle", least=1
-    )
+    reply_tokens: int | None = number(None, least=1, remedy="64")
+    """largest number of tokens of a reply; null: all that are left"""
+    message_tokens: int = number(512, least=1)
+    """largest number of tokens of a message; a longer one loses its middle"""
     role: str = entry("user", "role of the messages in the chat template, such as user or tool")
-    threads: int = number(
-        0,
-        "calls of reset and step at a time; 0: one, for which sampling waits",
-        least=0,
-        affects=Affects.speed,
-    )
+    threads: int = number(0, least=0, affects=Affects.speed)
+    """calls of reset and step at a time; 0: one, for which sampling waits"""
     step_limit_s: float = number(60.0, "seconds that a call may take", above=0, affects=Affects.speed)
     on_error: OnError = entry(OnError.stop, "what follows a call that fails or takes too long", added=True)
     error_reward: float = number(0.0, "reward of an episode that on_error=end ends", added=True)
@@ -101,14 +95,11 @@ class ToolsConfig(TurnsConfig):
     rewards: ClassVar[bool] = False
 
     role: str = "tool"
-    functions: list[str] = entry(
-        list,
-        "<file>.py:<function> or <module>:<function>, with type hints and a docstring that has Args:; "
-        "or a class of such methods",
-    )
-    response_template: str | None = entry(
-        None, "JSON file with a response template of transformers, which reads calls; null: the model's"
-    )
+    functions: list[str] = entry(list)
+    """<file>.py:<function> or <module>:<function>, with type hints and a docstring that has Args:; or a class
+    of such methods"""
+    response_template: str | None = entry(None)
+    """JSON file with a response template of transformers, which reads calls; null: the model's"""
 
     @property
     def tools(self) -> list[str]:
@@ -176,9 +167,8 @@ class GymnasiumConfig(ClassConfig):
     address: ClassVar[str] = "rlhf.environments.library:Gymnasium"
 
     id: str | None = entry(None, "its name, such as FrozenLake-v1")
-    actions: dict[str, Any] = entry(
-        dict, "the action that each word means, such as {left: 0}; {}: a reply is the action"
-    )
+    actions: dict[str, Any] = entry(dict)
+    """the action that each word means, such as {left: 0}; {}: a reply is the action"""
     options: dict[str, Any] = entry(dict, "further arguments of gymnasium.make")
 
     def rules(self, at: str) -> Iterator[str]:
@@ -221,9 +211,8 @@ class OpenEnvConfig(ClassConfig):
 
     url: str | None = entry(None, "address of the server, http or https")
     action: str = entry("message", "field of an action that has the reply")
-    observation: str | None = entry(
-        None, "field of an observation that is the message; null: all fields, as JSON"
-    )
+    observation: str | None = entry(None)
+    """field of an observation that is the message; null: all fields, as JSON"""
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error without `url`, and if the package is not installed."""

@@ -61,12 +61,10 @@ class GeneratorConfig(Section):
     lowest_temperature: ClassVar[float] = 0.0  # the generator raises lower temperatures to this one
 
     name: str = MISSING
-    temperature: float = number(
-        0.7, "sampling temperature; log-probs are computed from logits / temperature", above=0
-    )
-    response_length: int = number(
-        53, "largest response length in tokens; longer responses are truncated", least=1
-    )
+    temperature: float = number(0.7, above=0)
+    """sampling temperature; log-probs are computed from logits / temperature"""
+    response_length: int = number(53, least=1)
+    """largest response length in tokens; longer responses are truncated"""
     top_p: float = entry(1.0, "must be 1.0: training with top-p sampling is refused")
     top_k: int = entry(0, "must be 0: training with top-k sampling is refused")
     min_p: float = entry(0.0, "must be 0.0: training with min-p sampling is refused")
@@ -160,29 +158,19 @@ class WorkerConfig(GeneratorConfig):
     only_training: ClassVar[tuple[str, ...]] = ("annotate",)
     start_limits: ClassVar[tuple[float, float]] = (300.0, 300.0)  # seconds without and with GPUs
 
-    replicas: int = number(
-        1, "generator processes, which take requests in turn; useful up to schedule.max_lag + 1", least=1
-    )
-    threads: int | None = number(
-        None,
-        "CPU threads of each generator process; null: an equal share of the cores (max_lag=0: all)",
-        least=1,
-    )
-    start_limit_s: float | None = number(
-        None,
-        "seconds until the process must be ready; null: 1200 for vLLM on GPUs, else 600 for servers "
-        "and 300 for others",
-        least=1,
-    )
-    request_limit_s: float = number(
-        1800.0, "seconds that a request may take; then the process is treated as hung", least=1
-    )
+    replicas: int = number(1, least=1)
+    """generator processes, which take requests in turn; useful up to schedule.max_lag + 1"""
+    threads: int | None = number(None, least=1)
+    """CPU threads of each generator process; null: an equal share of the cores (max_lag=0: all)"""
+    start_limit_s: float | None = number(None, least=1)
+    """seconds until the process must be ready; null: 1200 for vLLM on GPUs, else 600 for servers and 300 for
+    others"""
+    request_limit_s: float = number(1800.0, least=1)
+    """seconds that a request may take; then the process is treated as hung"""
     per_rank: bool = entry(False, "one process per rank; false: the process of rank 0 serves all ranks")
     restarts: int = number(3, "times per session that a process which died or hung is replaced", least=0)
-    annotate: bool | None = entry(
-        None,
-        "score in a separate process; null: only with schedule.max_lag above 0, on the CPU and with one rank",
-    )
+    annotate: bool | None = entry(None)
+    """score in a separate process; null: only with schedule.max_lag above 0, on the CPU and with one rank"""
 
     def has_worker(self, max_lag: int) -> bool:
         """Return whether the generator samples in a separate process; subclasses may override this method."""
@@ -226,19 +214,13 @@ class HFConfig(WorkerConfig):
     samples_parts: ClassVar[bool] = True
 
     batch_size: int = number(256, "sequences decoded in parallel", least=1)
-    worker: bool | None = entry(
-        None, "sample in a separate process; null: only if schedule.max_lag is above 0", affects=Affects.speed
-    )
-    noise: float = number(
-        0.0,
-        "standard deviation of Gaussian noise on the logits of training samples, before the "
-        "temperature; evaluations have no noise",
-        least=0,
-        added=True,
-    )
-    compile: bool = entry(
-        False, "compile the blocks of the model for sampling on a GPU", affects=Affects.speed, added=True
-    )
+    worker: bool | None = entry(None, affects=Affects.speed)
+    """sample in a separate process; null: only if schedule.max_lag is above 0"""
+    noise: float = number(0.0, least=0, added=True)
+    """standard deviation of Gaussian noise on the logits of training samples, before the temperature;
+    evaluations have no noise"""
+    compile: bool = entry(False, affects=Affects.speed, added=True)
+    """compile the blocks of the model for sampling on a GPU"""
 
     def has_worker(self, max_lag: int) -> bool:
         """Return `worker`; if `worker` is null, return whether there is a lag."""
@@ -273,24 +255,17 @@ class VLLMConfig(WorkerConfig):
     lowest_temperature: ClassVar[float] = 0.01
     start_limits: ClassVar[tuple[float, float]] = (300.0, 1200.0)  # on GPUs it compiles and captures graphs
 
-    memory: float | None = number(
-        None,
-        "share of the GPU memory for vLLM; null: 0.9, colocated 0.45; "
-        "without GPUs share of RAM for the KV cache; null: 0.1",
-        above=0,
-        most=1,
-        affects=Affects.speed,
-    )
+    memory: float | None = number(None, above=0, most=1, affects=Affects.speed)
+    """share of the GPU memory for vLLM; null: 0.9, colocated 0.45; without GPUs share of RAM for the KV
+    cache; null: 0.1"""
     max_num_seqs: int = number(256, "sequences decoded in parallel", least=1)
     dtype: Precision | None = entry(None, "null: model.dtype")
     enforce_eager: bool | None = entry(None, "do not compile; null: compile on GPUs only")
     tensor_parallel_size: int = number(1, "GPUs that share the model", least=1)
-    devices: list[int] | None = entry(
-        None, "GPUs of all replicas, by number; null: the GPUs after the trainer's", affects=Affects.speed
-    )
-    transfer: Transfer = entry(
-        Transfer.auto, "how weights go from the trainer to vLLM", affects=Affects.speed
-    )
+    devices: list[int] | None = entry(None, affects=Affects.speed)
+    """GPUs of all replicas, by number; null: the GPUs after the trainer's"""
+    transfer: Transfer = entry(Transfer.auto, affects=Affects.speed)
+    """how weights go from the trainer to vLLM"""
 
     @property
     def gpus(self) -> int:
@@ -403,20 +378,14 @@ class VLLMServerConfig(VLLMConfig):
     start_limits: ClassVar[tuple[float, float]] = (600.0, 1200.0)  # a server has three processes
 
     servers: int = number(1, "servers that the run starts on this machine", least=1)
-    urls: list[str] | None = entry(
-        None, "addresses of servers that run already (launchers/serve.sh); null: the run starts them"
-    )
-    key_variable: str | None = entry(
-        None, "environment variable with the key of the servers in urls; beyond this machine they need one"
-    )
-    folder: str | None = entry(
-        None, "folder for the weights, which trainer and servers can read; null: in the run folder"
-    )
-    answer_limit_s: float = number(
-        60.0,
-        "seconds in which a server must answer a call that samples nothing; then it is given up",
-        above=0,
-    )
+    urls: list[str] | None = entry(None)
+    """addresses of servers that run already (launchers/serve.sh); null: the run starts them"""
+    key_variable: str | None = entry(None)
+    """environment variable with the key of the servers in urls; beyond this machine they need one"""
+    folder: str | None = entry(None)
+    """folder for the weights, which trainer and servers can read; null: in the run folder"""
+    answer_limit_s: float = number(60.0, above=0)
+    """seconds in which a server must answer a call that samples nothing; then it is given up"""
 
     @property
     def gpus(self) -> int:

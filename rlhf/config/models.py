@@ -30,14 +30,10 @@ class LoRAConfig(Section):
 
     rank: int = number(0, "rank of the adapters; 0: no adapters", least=0, remedy="16")
     alpha: int = number(32, "the update is multiplied by alpha / rank", "rank!=0")
-    targets: list[str] | None = entry(
-        None,
-        "names of linear layers, or ends of such names; null: all linear layers except the head",
-        "rank!=0",
-    )
-    modules_to_save: list[str] = entry(
-        list, "names of modules, or ends of such names, that are trained whole, without adapters", "rank!=0"
-    )
+    targets: list[str] | None = entry(None, when="rank!=0")
+    """names of linear layers, or ends of such names; null: all linear layers except the head"""
+    modules_to_save: list[str] = entry(list, when="rank!=0")
+    """names of modules, or ends of such names, that are trained whole, without adapters"""
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each number out of bounds, if PEFT is missing, and if `targets` is empty."""
@@ -56,40 +52,30 @@ class ModelConfig(Section):
 
     name: str = MISSING
     base: str | None = entry(None, "the model that SFT starts from")
-    policy: str | None = entry(
-        None, "initial model of RL and reward modelling; null: made by SFT (embedded tasks)"
-    )
-    reference: str | None = entry(
-        None, "frozen reference of the KL penalty and metrics; null: the initial policy"
-    )
-    reward: str | None = entry(
-        None, "the model of scorer=reward_model; null: made by algo=reward (embedded tasks)"
-    )
+    policy: str | None = entry(None)
+    """initial model of RL and reward modelling; null: made by SFT (embedded tasks)"""
+    reference: str | None = entry(None)
+    """frozen reference of the KL penalty and metrics; null: the initial policy"""
+    reward: str | None = entry(None)
+    """the model of scorer=reward_model; null: made by algo=reward (embedded tasks)"""
     tokenizer: str | None = entry(None, "null: the tokenizer of the policy (of the base model, for sft)")
-    pad_token: str | None = entry(
-        None, "null: the tokenizer's own pad token, or a token that no text contains"
-    )
-    chat_template: str | None = entry(
-        None, "file with a Jinja template, or plain; null: of the tokenizer", added=True
-    )
-    clock: str | None = entry(
-        None, "time that the chat template reads, 2026-01-31T09:00; null: start of the run", added=True
-    )
+    pad_token: str | None = entry(None)
+    """null: the tokenizer's own pad token, or a token that no text contains"""
+    chat_template: str | None = entry(None, added=True)
+    """file with a Jinja template, or plain; null: of the tokenizer"""
+    clock: str | None = entry(None, added=True)
+    """time that the chat template reads, 2026-01-31T09:00; null: start of the run"""
     dtype: Dtype = entry(Dtype.float32, "dtype of forward passes; trained weights are always float32")
-    float32_head: bool = entry(
-        False, "logits in float32 with a 16-bit dtype, in the trainer and in its generators", added=True
-    )
-    fused_head: bool | None = entry(
-        None, "log-probs by Liger's kernel; null: only on a GPU where it is faster", added=True
-    )
+    float32_head: bool = entry(False, added=True)
+    """logits in float32 with a 16-bit dtype, in the trainer and in its generators"""
+    fused_head: bool | None = entry(None, added=True)
+    """log-probs by Liger's kernel; null: only on a GPU where it is faster"""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
-    gradient_checkpointing: bool = entry(
-        False, "store only the inputs of blocks; recompute the rest in backward", affects=Affects.speed
-    )
+    gradient_checkpointing: bool = entry(False, affects=Affects.speed)
+    """store only the inputs of blocks; recompute the rest in backward"""
     shared_prefix: bool = entry(True, "encode a prompt once for its K responses")
-    attention: str = entry(
-        "sdpa", "attention implementation of transformers; auto: flash attention if installed"
-    )
+    attention: str = entry("sdpa")
+    """attention implementation of transformers; auto: flash attention if installed"""
     trust_remote_code: bool = entry(False, "run Python code that comes with a hub model")
 
     @property

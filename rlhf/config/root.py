@@ -116,22 +116,17 @@ class Config(Section):
     seed: int = number(1, "seed of everything random in the run", least=0, affects=Affects.result)
     resume: Resume = entry(Resume.auto)
     save_total_limit: int = number(2, "checkpoints that are kept; a run resumes from the newest", least=1)
-    save_generations: bool = entry(
-        False, "write every rollout with its scores to generations/ of the run folder"
-    )
+    save_generations: bool = entry(False)
+    """write every rollout with its scores to generations/ of the run folder"""
     hooks: list[str] = entry(list, "your classes, as module:Class, called during training")
-    objective_metric: str | None = entry(
-        None,
-        "metric that a sweeper optimises; null: eval/win_rate; if answers are checked eval/accuracy; "
-        "without a judge eval/score; otherwise eval/accuracy on pairs or, for SFT, eval/loss",
-    )
+    objective_metric: str | None = entry(None)
+    """metric that a sweeper optimises; null: eval/win_rate; if answers are checked eval/accuracy; without a
+    judge eval/score; otherwise eval/accuracy on pairs or, for SFT, eval/loss"""
     output_dir: str = entry("outputs", "folder in which run folders are created")
     cache_dir: str = entry("outputs/artefacts", "folder of models and pairs that runs make as prerequisites")
-    push_to: str | None = entry(
-        None,
-        "hub repository <owner>/<name>, to which a finished run uploads its model; a new repository is "
-        "private",
-    )
+    push_to: str | None = entry(None)
+    """hub repository <owner>/<name>, to which a finished run uploads its model; a new repository is private
+"""
     progress: Progress = entry(Progress.auto)
 
     @property

@@ -46,9 +46,8 @@ class StagesConfig(Section):
     reward: list[str] = entry(list, "overrides of the reward-model stage")
     pairs: int = entry(4096, "prompts for which two responses are sampled")
     pairs_temperature: float = entry(0.7, "sampling temperature of the pairs")
-    stand_ins: bool = entry(
-        False, "tiny models and generated data, where a hub task names no model or folder", added=True
-    )
+    stand_ins: bool = entry(False, added=True)
+    """tiny models and generated data, where a hub task names no model or folder"""
 
 
 # Sections of the loggers. `logger=[wandb,mlflow]` turns on both; metrics.jsonl is always written.
@@ -86,9 +85,8 @@ class WandbConfig(DashboardConfig):
     entity: str | None = entry(None, "user or team at W&B; null: the default of the account")
     group: str | None = entry(None, "groups runs in the W&B interface")
     tags: list[str] | None = entry(None, "labels of the run at W&B")
-    mode: WandbMode | None = entry(
-        None, "null: the value of the variable WANDB_MODE, online if that is not set"
-    )
+    mode: WandbMode | None = entry(None)
+    """null: the value of the variable WANDB_MODE, online if that is not set"""
 
 
 @option("logger", "tensorboard", part="rlhf.loggers.dashboards:TensorboardLogger")
@@ -107,11 +105,9 @@ class MlflowConfig(DashboardConfig):
     modules: ClassVar[tuple[str, ...]] = ("mlflow", "sqlalchemy", "alembic")
 
     experiment: str = entry("rlhf", "experiment at MLflow")
-    uri: str | None = entry(
-        None,
-        "address of a tracking server or a database: http://<host>:<port> or sqlite:///<file>; null: "
-        "the value of the variable MLFLOW_TRACKING_URI, mlflow/mlflow.db in output_dir if that is not set",
-    )
+    uri: str | None = entry(None)
+    """address of a tracking server or a database: http://<host>:<port> or sqlite:///<file>; null: the value
+    of the variable MLFLOW_TRACKING_URI, mlflow/mlflow.db in output_dir if that is not set"""
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if MLflow would write files without a database."""
@@ -139,11 +135,9 @@ class TrackioConfig(DashboardConfig):
     modules: ClassVar[tuple[str, ...]] = ("trackio",)
 
     project: str = entry("rlhf", "project at trackio")
-    dir: str | None = entry(
-        None,
-        "folder of the store; null: the value of the variable TRACKIO_DIR, trackio/ in output_dir if "
-        "that is not set",
-    )
+    dir: str | None = entry(None)
+    """folder of the store; null: the value of the variable TRACKIO_DIR, trackio/ in output_dir if that is not
+    set"""
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if a variable selects a remote store."""
@@ -205,9 +199,8 @@ class SearchConfig(Section):
     warmup_trials: int = number(4, "finished trials before results guide the sampler and the pruner", least=0)
     pruner: Pruner = Pruner.median
     warmup: float = number(0.2, "part of a run's updates before which the run is not pruned", least=0, most=1)
-    max_failure_rate: float = number(
-        1.0, "largest share of failed trials among those that run in parallel", least=0, most=1
-    )
+    max_failure_rate: float = number(1.0, least=0, most=1)
+    """largest share of failed trials among those that run in parallel"""
     storage: str | None = entry(None, "file of the study, or URL of a database; null: <output_dir>/.search/")
     study_name: str | None = entry(None, "null: derived from the settings of the search")
     params: dict[str, str] | None = entry(None, "search space of a recipe, as in the basic sweeper")

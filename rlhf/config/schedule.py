@@ -85,45 +85,23 @@ class OptimConfig(Section):
     optimizer: Optimizer = entry(Optimizer.adamw, added=True)
     lr: float = number(MISSING, "learning rate", above=0, remedy="3e-06")
     schedule: LRSchedule = LRSchedule.linear
-    warmup: float = number(
-        0.0,
-        "optimizer steps of warm-up, w; below 1: a fraction of the run; step t, from 0, has "
-        "(t + 1) / (w + 1) of the learning rate",
-        least=0,
-        counts="optimizer steps",
-    )
-    max_grad_norm: float | None = number(
-        1.0,
-        "gradients are scaled down to this norm; ppo: one norm over policy and value model; null: no "
-        "clipping",
-        above=0,
-    )
-    momentum: float = number(
-        0.95, "decay rate of the momentum of Muon", "optimizer=muon", least=0, below=1, added=True
-    )
-    eps: float = number(
-        1e-8,
-        "epsilon in the denominator of Adam, also for ppo (Huang et al., arXiv 2403.17031: 1e-5)",
-        above=0,
-    )
+    warmup: float = number(0.0, least=0, counts="optimizer steps")
+    """optimizer steps of warm-up, w; below 1: a fraction of the run; step t, from 0, has (t + 1) / (w + 1) of
+    the learning rate"""
+    max_grad_norm: float | None = number(1.0, above=0)
+    """gradients are scaled down to this norm; ppo: one norm over policy and value model; null: no clipping"""
+    momentum: float = number(0.95, when="optimizer=muon", least=0, below=1, added=True)
+    """decay rate of the momentum of Muon"""
+    eps: float = number(1e-8, above=0)
+    """epsilon in the denominator of Adam, also for ppo (Huang et al., arXiv 2403.17031: 1e-5)"""
     betas: tuple[float, float] = entry((0.9, 0.999), "decay rates of Adam's moments")
-    weight_decay: float = number(
-        0.0, "decay of all trained weights towards zero, also of biases, norms and embeddings", least=0
-    )
-    ess_scaling: ESSScaling = entry(
-        ESSScaling.none,
-        "lower the learning rate of a step whose samples are stale (VCPO), by their effective sample "
-        "size (ESS)",
-        added=True,
-    )
-    ess_on_policy: float = number(
-        1.0,
-        "ESS of on-policy samples as a fraction of their number",
-        "ess_scaling!=none",
-        above=0,
-        most=1,
-        added=True,
-    )
+    weight_decay: float = number(0.0, least=0)
+    """decay of all trained weights towards zero, also of biases, norms and embeddings"""
+    ess_scaling: ESSScaling = entry(ESSScaling.none, added=True)
+    """lower the learning rate of a step whose samples are stale (VCPO), by their effective sample size (ESS)
+"""
+    ess_on_policy: float = number(1.0, when="ess_scaling!=none", above=0, most=1, added=True)
+    """ESS of on-policy samples as a fraction of their number"""
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if `betas` are not two numbers in [0, 1)."""
@@ -136,9 +114,8 @@ class OptimConfig(Section):
 class ScheduleConfig(Section):
     """How long a run is, how large its batches are, and how far off-policy it may be."""
 
-    total_episodes: int | None = number(
-        None, "responses of the whole run", least=1, most=MOST_EPISODES, remedy="12800"
-    )
+    total_episodes: int | None = number(None, least=1, most=MOST_EPISODES, remedy="12800")
+    """responses of the whole run"""
     total_epochs: float | None = number(
         None,
         "passes over the data, instead of total_episodes; with task=local or task=preferences and both "
@@ -149,62 +126,30 @@ class ScheduleConfig(Section):
     prompts_per_update: int = number(MISSING, "N, prompts of one update over all ranks", least=1, remedy="64")
     minibatches: int = number(1, "optimizer steps in one pass over a rollout batch", least=1)
     epochs: int = number(1, "passes over a rollout batch", least=1)
-    max_lag: int = number(
-        0, "later rollout batches in flight while a batch is trained on; 0: synchronous", least=0
-    )
+    max_lag: int = number(0, least=0)
+    """later rollout batches in flight while a batch is trained on; 0: synchronous"""
     update: Update = entry(Update.between, "when the generator loads new weights")
     order: Order = entry(Order.fifo, "which groups are trained next", added=True)
-    max_age: int | None = number(
-        None,
-        "largest age of a trained group, in updates, with order=completed; null: no bound",
-        least=1,
-        remedy="8",
-        added=True,
-    )
+    max_age: int | None = number(None, least=1, remedy="8", added=True)
+    """largest age of a trained group, in updates, with order=completed; null: no bound"""
     stale: Stale = entry(Stale.wait, "what happens to a group at max_age", "max_age!=null", added=True)
     unit: Unit = entry(Unit.group, "what starts together when slots are free", added=True)
     dropped: Dropped = entry(Dropped.again, "the prompt of a discarded group", "stale=drop", added=True)
-    refill: int = number(
-        0,
-        "most groups without signal (equal scores) that groups of other prompts replace for an update, "
-        "in multiples of N; 0: none",
-        least=0,
-        added=True,
-    )
-    replay: int = number(
-        1,
-        "last rollout batches from which the prompts of an update are drawn; 1: only the new batch",
-        least=1,
-        added=True,
-    )
-    solved_at: float | None = number(
-        None,
-        "mean score of a prompt's samples from which on later epochs leave the prompt out; null: none "
-        "is left out",
-        remedy="0.9",
-        added=True,
-    )
-    eval_every: float = number(
-        0.2,
-        "updates between evaluations, besides those before and after training; below 1: a fraction of "
-        "the run; more than the run has: only before and after; 0: none at all",
-        least=0,
-        counts="updates",
-    )
-    save_every: float = number(
-        0.25,
-        "updates between checkpoints; below 1: a fraction of the run; 0: never",
-        least=0,
-        counts="updates",
-        affects=Affects.nothing,
-    )
-    log_every: float = number(
-        1,
-        "updates between training rows; below 1: a fraction of the run; 0: never",
-        least=0,
-        counts="updates",
-        affects=Affects.nothing,
-    )
+    refill: int = number(0, least=0, added=True)
+    """most groups without signal (equal scores) that groups of other prompts replace for an update, in
+    multiples of N; 0: none"""
+    replay: int = number(1, least=1, added=True)
+    """last rollout batches from which the prompts of an update are drawn; 1: only the new batch"""
+    solved_at: float | None = number(None, remedy="0.9", added=True)
+    """mean score of a prompt's samples from which on later epochs leave the prompt out; null: none is left
+    out"""
+    eval_every: float = number(0.2, least=0, counts="updates")
+    """updates between evaluations, besides those before and after training; below 1: a fraction of the run;
+    more than the run has: only before and after; 0: none at all"""
+    save_every: float = number(0.25, least=0, counts="updates", affects=Affects.nothing)
+    """updates between checkpoints; below 1: a fraction of the run; 0: never"""
+    log_every: float = number(1, least=0, counts="updates", affects=Affects.nothing)
+    """updates between training rows; below 1: a fraction of the run; 0: never"""
 
     @property
     def off_policy(self) -> bool:
@@ -231,13 +176,11 @@ class EvalConfig(Section):
     """Evaluation during training."""
 
     prompts: int = number(256, "held-out prompts or pairs of an evaluation", least=1)
-    batch_size: int = number(
-        256, "sequences decoded in parallel if the generator does not sample", least=1, affects=Affects.speed
-    )
+    batch_size: int = number(256, least=1, affects=Affects.speed)
+    """sequences decoded in parallel if the generator does not sample"""
     temperature: float = number(0.01, "sampling temperature; the default is near-greedy", above=0)
-    samples: int = number(
-        3, "completions in the terminal after the last evaluation; 0: none", least=0, affects=Affects.nothing
-    )
+    samples: int = number(3, least=0, affects=Affects.nothing)
+    """completions in the terminal after the last evaluation; 0: none"""
 
     @property
     def asked(self) -> bool:
@@ -263,45 +206,29 @@ class VirtualConfig(ClockConfig):
 
     virtual: ClassVar[bool] = True
 
-    slots: int | None = number(
-        None,
-        "sequences decoded at the same time; null: as many as can be in flight, N K (max_lag + 1)",
-        least=1,
-        remedy="64",
-    )
+    slots: int | None = number(None, least=1, remedy="64")
+    """sequences decoded at the same time; null: as many as can be in flight, N K (max_lag + 1)"""
     step_s: float = number(1.0, "seconds of a decoding step of one sequence", above=0)
     step_growth: float = number(0.0, "growth of these seconds with each running sequence", least=0)
-    prefill: float = number(
-        0.0,
-        "steps per token that is encoded: prompts, messages of environments, and both after each load",
-        least=0,
-    )
+    prefill: float = number(0.0, least=0)
+    """steps per token that is encoded: prompts, messages of environments, and both after each load"""
     spread: float = number(0.0, "standard deviation of the log of a factor on the steps per token", least=0)
-    shared: float = number(
-        0.8, "part of the spread that belongs to the prompt, not to the sample", least=0, most=1
-    )
-    longest: float | None = number(
-        None, "largest factor, as a multiple of its median; null: no limit", least=1, remedy="20"
-    )
-    stretch: float = number(
-        1.0,
-        "exponent: n of at most T tokens take T (n / T)^stretch steps, times the factor; "
-        "1: n steps, 8: a tail of long responses that the policy can learn to avoid",
-        least=1,
-    )
-    balance: float = number(
-        1.0, "seconds of an update, as a multiple of the ideal generation of its batch", above=0
-    )
-    train_s: float | None = number(
-        None, "constant seconds of an update, instead of balance", least=0, remedy="10"
-    )
-    train_token_s: float = number(
-        0.0, "with train_s, further seconds per token of the batch", "train_s!=null", least=0
-    )
+    shared: float = number(0.8, least=0, most=1)
+    """part of the spread that belongs to the prompt, not to the sample"""
+    longest: float | None = number(None, least=1, remedy="20")
+    """largest factor, as a multiple of its median; null: no limit"""
+    stretch: float = number(1.0, least=1)
+    """exponent: n of at most T tokens take T (n / T)^stretch steps, times the factor; 1: n steps, 8: a tail
+    of long responses that the policy can learn to avoid"""
+    balance: float = number(1.0, above=0)
+    """seconds of an update, as a multiple of the ideal generation of its batch"""
+    train_s: float | None = number(None, least=0, remedy="10")
+    """constant seconds of an update, instead of balance"""
+    train_token_s: float = number(0.0, when="train_s!=null", least=0)
+    """with train_s, further seconds per token of the batch"""
     score_s: float = number(0.0, "seconds from the end of a group until it is scored", least=0)
-    sync_s: float = number(
-        0.0, "seconds from the end of training until the generators have the weights", least=0
-    )
+    sync_s: float = number(0.0, least=0)
+    """seconds from the end of training until the generators have the weights"""
     pause_s: float = number(0.0, "seconds after a load in which no sequence advances", least=0)
 
     def seconds_of_step(self, running: int) -> float:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
@@ -93,8 +97,9 @@ class Section:
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each setting of this section that has no effect, or is allowed but doubtful."""
-        default = type(self)()
-        for name, conditions in used(type(self)).items():
+        cls: type = type(self)
+        default = cls()
+        for name, conditions in used(cls).items():
             if getattr(self, name) == getattr(default, name):
                 continue
             for condition in conditions:
@@ -104,9 +109,9 @@ class Section:
                     owner = f" (it belongs to {values.replace('|', ' and ')})" if sign == "=" else ""
                     yield f"{dotted(at, name)} has no effect with {dotted(at, key)}={now}{owner}"
                     break
-        for cls in reversed(type(self).__mro__):
-            if "doubts" in vars(cls):
-                yield from vars(cls)["doubts"](self, at)
+        for base in reversed(cls.__mro__):
+            if "doubts" in vars(base):
+                yield from vars(base)["doubts"](self, at)
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error for each value that fails in the process of a job.
@@ -174,7 +179,7 @@ def dotted(at: str, name: str) -> str:
 def used(cls: type) -> dict[str, tuple[str, ...]]:
     """Return the conditions under which fields of a section class have an effect, by the names of fields."""
     found = {each.name: fact(cls, each.name, "when") for each in fields(cls)}
-    return {name: conditions for name, conditions in found.items() if conditions}
+    return {name: (when,) if isinstance(when, str) else when for name, when in found.items() if when}
 
 
 def value_at(value: Any, key: str) -> Any:
@@ -261,7 +266,7 @@ def option(group: str, name: str, part: str | None = None) -> Callable[[T], T]:
         SCHEMAS[f"schema/{group}/{name}"] = section
         if part is not None:
             PARTS[section] = part
-        return section  # type: ignore[no-any-return]
+        return section
 
     return store
 
@@ -318,7 +323,8 @@ class Bound:
 def entry(
     default: Any = _REQUIRED,
     means: str = "",
-    *when: str,
+    when: str | tuple[str, ...] = (),
+    *,
     affects: Affects | None = None,
     added: bool = False,
     bound: Bound | None = None,
@@ -329,7 +335,8 @@ def entry(
 
     Args:
         default: the value of a config that does not set the key; or a function that makes it, such as `list`.
-        means: the meaning of the key, for `--help` and docs/reference/config.md (docs/generate.py writes it).
+        means: the meaning of the key, for `--help`, docs/reference/config.md and error messages; by default
+            the docstring below the field.
         when: the conditions under which the key has an effect, about other keys of its section, such as
             `kind=mask`, `kind=truncate|mask`, `kind!=none` or `reject=m2 or reject_by!=k1`.
         affects: what of a run depends on the key; None: see `Section`.
@@ -343,11 +350,24 @@ def entry(
     return field(default=default, metadata={**facts, "bound": bound} if bound else facts)
 
 
-def number(
-    default: Any, means: str, *when: str, affects: Affects | None = None, added: bool = False, **rule: Any
-) -> Any:
-    """Declare a numeric field with its rule (as in `Bound`) and the facts about its key (as in `entry`)."""
-    return entry(default, means, *when, affects=affects, added=added, bound=Bound(**rule))
+def number(default: Any, means: str = "", when: str | tuple[str, ...] = (), **facts: Any) -> Any:
+    """Declare a numeric field: the facts of its key as in `entry`, its rule as in `Bound`."""
+    rule = {name: facts.pop(name) for name in Bound.__slots__ if name in facts}
+    return entry(default, means, when, bound=Bound(**rule), **facts)
+
+
+@cache
+def _docstrings(module: str) -> dict[tuple[str, str], str]:
+    """Return the docstrings of the fields in a module, by the names of class and field."""
+    found = {}
+    with suppress(OSError, TypeError):  # no source
+        every = ast.parse(inspect.getsource(sys.modules[module])).body
+        for each in (node for node in every if isinstance(node, ast.ClassDef)):
+            for node, text in zip(each.body, each.body[1:], strict=False):
+                if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    words = ast.literal_eval(text.value).split()
+                    found[each.name, str(getattr(node.target, "id", ""))] = " ".join(words)
+    return found
 
 
 def fact(cls: type, name: str, kind: str) -> Any:
@@ -366,9 +386,11 @@ def fact(cls: type, name: str, kind: str) -> Any:
         (f for _, f in fields_of if f is not None and kind in f.metadata), None
     )
     found = None if declared is None else declared.metadata[kind]
+    owner: Any = [each for each, field in fields_of if field is declared][-1]  # others inherit the field
     if kind == "affects" and declared is not None and found is None:
-        owner = [each for each, field in fields_of if field is declared][-1]  # others inherit the field
         return vars(owner).get("affects", Affects.result)
+    if kind == "means" and not found:
+        return _docstrings(owner.__module__).get((owner.__name__, name), "")
     return found
 
 

@@ -37,15 +37,12 @@ class ScorerConfig(Section):
     of_mixture: ClassVar[bool] = False  # True: each part scores the responses of the task's part of its name
 
     name: str = MISSING
-    missing_eos_score: float | None = number(
-        None, "score of a response without EOS, in place of its own; null: its own score", remedy="-1"
-    )
-    missing_eos_penalty: float | None = number(
-        None, "number subtracted from the score of a response without EOS; null: nothing", least=0, remedy="1"
-    )
-    weight: float = number(
-        1.0, "factor of the score of this part in a weighted scorer; 0: the score is only logged"
-    )
+    missing_eos_score: float | None = number(None, remedy="-1")
+    """score of a response without EOS, in place of its own; null: its own score"""
+    missing_eos_penalty: float | None = number(None, least=0, remedy="1")
+    """number subtracted from the score of a response without EOS; null: nothing"""
+    weight: float = number(1.0)
+    """factor of the score of this part in a weighted scorer; 0: the score is only logged"""
 
     @property
     def parts(self) -> dict[str, ScorerConfig]:
@@ -63,8 +60,8 @@ class ScorerConfig(Section):
 
     @property
     def reads_reward(self) -> bool:
-        """Whether this scorer needs the model that `model.reward` names."""
-        return False
+        """Whether this scorer, or a part of it, needs the model that `model.reward` names."""
+        return any(part.reads_reward for part in self.parts.values())
 
     def reward_model(self, at: str, reward: str | None) -> tuple[str, str] | None:
         """Return the key and the value that name the reward model which scores; None: no key names one.
@@ -109,8 +106,8 @@ class ScorerConfig(Section):
 
     @property
     def asks_service(self) -> bool:
-        """Whether this scorer waits for the answers of a service."""
-        return False
+        """Whether this scorer, or a part of it, waits for the answers of a service."""
+        return any(part.asks_service for part in self.parts.values())
 
     @property
     def described(self) -> str:
@@ -158,9 +155,8 @@ class RewardModelScorerConfig(ScorerConfig):
 
     path: str | None = entry(None, "hub name or local folder; null: model.reward")
     batch_size: int = number(32, "sequences per forward pass", least=1)
-    pad_token: str | None = entry(
-        None, "pad token of the reward model's tokenizer; null: its own, or its end token", added=True
-    )
+    pad_token: str | None = entry(None, added=True)
+    """pad token of the reward model's tokenizer; null: its own, or its end token"""
 
     @property
     def sequences(self) -> int:
@@ -231,20 +227,8 @@ class PartsScorerConfig(ScorerConfig):
 
     reason: ClassVar[str]  # why each part must judge a text by itself
 
-    parts: dict[str, ScorerConfig] = entry(
-        dict,
-        "name -> scorer; the name is chosen by the user, for scorer=mixture it is that of a part of the task",
-    )
-
-    @property
-    def reads_reward(self) -> bool:
-        """Whether a part needs the model that `model.reward` names."""
-        return any(part.reads_reward for part in self.parts.values())
-
-    @property
-    def asks_service(self) -> bool:
-        """Whether a part waits for the answers of a service."""
-        return any(part.asks_service for part in self.parts.values())
+    parts: dict[str, ScorerConfig] = entry(dict)
+    """name -> scorer; the name is chosen by the user, for scorer=mixture it is that of a part of the task"""
 
     def source(self, reward: str | None) -> Hashable:
         """Return an identifier that no other scorer has. The parts have their own identifiers."""
@@ -287,13 +271,10 @@ class WeightedScorerConfig(PartsScorerConfig):
 class FunctionScorerConfig(ScorerConfig):
     """A Python function of the user, or several, which take a response and return a number."""
 
-    path: Any = entry(
-        None,
-        "<file>.py:<function> or <module>:<function>, or a list of these; the working directory is searched",
-    )
-    weights: list[float] | None = entry(
-        None, "factor of the score of each function in a list; null: 1", added=True
-    )
+    path: Any = entry(None)
+    """<file>.py:<function> or <module>:<function>, or a list of these; the working directory is searched"""
+    weights: list[float] | None = entry(None, added=True)
+    """factor of the score of each function in a list; null: 1"""
     batched: bool = entry(False, "the functions take lists (of the rollout batch) and return a list")
 
     @property
@@ -348,15 +329,6 @@ class FunctionScorerConfig(ScorerConfig):
                 takes = "lists" if lists else "the text of one response"
                 rule = f"be {plain(lists)} for a function that takes {takes}"
                 yield self.refused(at, "batched", rule, f"see the parameters of {path}", lists)
-        yield from self._problems_of_list(at)
-
-    def job_problems(self, at: str) -> Iterator[str]:
-        """Yield an error for each function that this process cannot import or call."""
-        found = (function_problem(f"{at}.path", path, self.arguments) for path in self.paths)
-        yield from filter(None, found)
-
-    def _problems_of_list(self, at: str) -> Iterator[str]:
-        """Yield an error if the list of functions is empty or repeats one, or has other weights."""
         paths, weights = self.paths, self.weights
         if not paths:
             yield self.refused(at, "path", "name a function", "it returns the score", "my_module:my_function")
@@ -377,6 +349,11 @@ class FunctionScorerConfig(ScorerConfig):
             remedy = f"set '{at}.weights=[{ones}]'"
             yield self.refused(at, "weights", "be finite", "scores are multiplied by them", remedy=remedy)
 
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error for each function that this process cannot import or call."""
+        found = (function_problem(f"{at}.path", path, self.arguments) for path in self.paths)
+        yield from filter(None, found)
+
 
 # Section of the scorer that asks a service over HTTP.
 
@@ -393,21 +370,12 @@ class HttpScorerConfig(ScorerConfig):
     url: str | None = entry(None, "address of the service; texts are posted there")
     batch_size: int = number(32, "responses per request", least=1)
     concurrency: int = number(4, "requests in parallel", least=1, affects=Affects.speed)
-    timeout_s: float = number(
-        60.0,
-        "seconds until a try without a complete answer fails; longest Retry-After",
-        above=0,
-        affects=Affects.speed,
-    )
-    retries: int = number(
-        5,
-        "retries of a failed request: the first immediately, then after 1, 2, 4, ... s",
-        least=0,
-        affects=Affects.speed,
-    )
-    token_variable: str | None = entry(
-        None, "environment variable with the bearer token; null: none is sent", affects=Affects.speed
-    )
+    timeout_s: float = number(60.0, above=0, affects=Affects.speed)
+    """seconds until a try without a complete answer fails; longest Retry-After"""
+    retries: int = number(5, least=0, affects=Affects.speed)
+    """retries of a failed request: the first immediately, then after 1, 2, 4, ... s"""
+    token_variable: str | None = entry(None, affects=Affects.speed)
+    """environment variable with the bearer token; null: none is sent"""
 
     def source(self, reward: str | None) -> Hashable:
         """Return an identifier of the scorer: its service."""
@@ -450,12 +418,10 @@ class ReasoningGymConfig(QuestionsConfig, EmbeddedTaskConfig):
 
     dataset: str = entry("chain_sum", "name of the data set in reasoning-gym")
     arguments: dict[str, Any] = entry(dict, "arguments of the data set, such as {min_terms: 2, max_terms: 3}")
-    chat: bool = entry(
-        False, "the prompt is a message of the user, in the format of the model's chat template"
-    )
-    template: str = entry(
-        "{question}\n", "format of a prompt with {question}; the default with chat is an instruction"
-    )
+    chat: bool = entry(False)
+    """the prompt is a message of the user, in the format of the model's chat template"""
+    template: str = entry("{question}\n")
+    """format of a prompt with {question}; the default with chat is an instruction"""
     train_size: int = 8192
     max_prompt_tokens: int = 256
 
@@ -488,10 +454,8 @@ class ReasoningGymScorerConfig(ScorerConfig):
     verifies: ClassVar[bool] = True
     columns: ClassVar[frozenset[str]] = frozenset({"dataset", "arguments", "entry"})
 
-    pattern: str | None = entry(
-        r"<answer>([\s\S]*?)</answer>",
-        "regular expression whose group matches the answer; null: the whole response",
-    )
+    pattern: str | None = entry(r"<answer>([\s\S]*?)</answer>")
+    """regular expression whose group matches the answer; null: the whole response"""
     exact: bool = entry(True, "1 for a full score of the verifier, else 0; false: its score")
 
     def cannot_score(self, task: TaskConfig) -> str | None:

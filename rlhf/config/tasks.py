@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.algorithms import Data
 from rlhf.config.schema import Choice, Section, entry, fact, number, option
 from rlhf.core.errors import setting
 
@@ -34,9 +33,8 @@ class TaskConfig(Section):
     name: str = MISSING
     path: str | None = entry(None, "folder with a data file per split; with task=local also a single file")
     preferences_path: str | None = entry(None, "folder of preference pairs; null: task.path, else the hub")
-    max_prompt_tokens: int = number(
-        512, "largest prompt length in tokens; longer prompts are skipped", least=1
-    )
+    max_prompt_tokens: int = number(512, least=1)
+    """largest prompt length in tokens; longer prompts are skipped"""
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for a `path` that is not read."""
@@ -73,25 +71,6 @@ class TaskConfig(Section):
     def own_files(self) -> tuple[str, ColumnsConfig, bool] | None:
         """The arguments of `LocalFiles` for the user's own files; None: the task reads none."""
         return None
-
-    def own_rows(self, data: Data, evaluates: bool) -> Data | None:
-        """Return what the rows of `own_files` must contain; None: they are not read.
-
-        Args:
-            data: the content of one training example.
-            evaluates: whether the run evaluates a policy on prompts and references.
-        """
-        return None
-
-    @property
-    def lacks_pairs(self) -> bool:
-        """Whether a run that trains on preference pairs has to name them."""
-        return False
-
-    @property
-    def for_base_models(self) -> bool:
-        """Whether the prompts ask in a form for models that are not trained on dialogues."""
-        return False
 
     def own_key(self, name: str, text: str) -> str:
         """Return a text in which the keys of `task` are those of the part `name`."""
@@ -156,14 +135,12 @@ class TLDRConfig(TaskConfig):
 
     has_answers: ClassVar[bool] = False
 
-    prompts_name: str = entry(
-        "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
-        "hub name of the prompts and references",
-    )
+    prompts_name: str = entry("vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144")
+    """hub name of the prompts and references"""
     preferences_name: str = entry(
-        "mnoukhov/summarize_from_feedback_oai_preprocessing_1706381144_relabel_pythia6.9b",
-        "hub name of the preference pairs",
+        "mnoukhov/summarize_from_feedback_oai_preprocessing_1706381144_relabel_pythia6.9b"
     )
+    """hub name of the preference pairs"""
 
 
 class QuestionsConfig(TaskConfig):
@@ -183,11 +160,6 @@ class QuestionsConfig(TaskConfig):
     def dialogues(self) -> bool:
         """Whether the questions are messages of the user."""
         return self.chat
-
-    @property
-    def for_base_models(self) -> bool:
-        """Whether the questions are texts that a base model continues."""
-        return not self.chat
 
     @property
     def question_format(self) -> str:
@@ -217,15 +189,12 @@ class GSM8KConfig(QuestionsConfig):
     prompt_splits: ClassVar[tuple[str, ...]] = ("train",)
 
     prompts_name: str = entry("openai/gsm8k", "hub name of the prompts and references")
-    chat: bool = entry(
-        False, "the prompt is a message of the user, in the format of the model's chat template", added=True
-    )
-    template: str = entry(
-        _QUESTION, "format of a prompt with {question}; the default with chat is an instruction"
-    )
-    validation_size: int = number(
-        473, "last rows of train for evaluation, unless there is a validation split", least=1
-    )
+    chat: bool = entry(False, added=True)
+    """the prompt is a message of the user, in the format of the model's chat template"""
+    template: str = entry(_QUESTION)
+    """format of a prompt with {question}; the default with chat is an instruction"""
+    validation_size: int = number(473, least=1)
+    """last rows of train for evaluation, unless there is a validation split"""
 
 
 @option("task", "arithmetic", part="rlhf.tasks.kinds:ArithmeticSource")
@@ -247,26 +216,18 @@ class ChatConfig(TaskConfig):
     prompt_columns: ClassVar[tuple[str, ...]] = ("messages",)
 
     prompts_name: str = entry("HuggingFaceH4/no_robots", "hub name of the prompts and references")
-    preferences_name: str | None = entry(
-        None, "hub name of pairs with prompt, chosen, rejected in this format"
-    )
+    preferences_name: str | None = entry(None)
+    """hub name of pairs with prompt, chosen, rejected in this format"""
     validation_split: str = entry("test", "the name of the validation split in the data set")
-    turn: str | None = entry(
-        None, "format of a turn, with {role} and {content}; null: the tokenizer's chat template"
-    )
-    reply: str | None = entry(
-        None, "text at the end of every prompt, before the response; set together with turn"
-    )
+    turn: str | None = entry(None)
+    """format of a turn, with {role} and {content}; null: the tokenizer's chat template"""
+    reply: str | None = entry(None)
+    """text at the end of every prompt, before the response; set together with turn"""
 
     @property
     def dialogues(self) -> bool:
         """Whether the chat template of the tokenizer formats the prompts, instead of `turn`."""
         return self.turn is None
-
-    @property
-    def lacks_pairs(self) -> bool:
-        """Whether no key names preference pairs: No Robots has none."""
-        return self.preferences_path is None and self.preferences_name is None
 
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
         """Yield the local folders that a run reads; pairs are never in the folder of the dialogues."""
@@ -348,9 +309,8 @@ class ColumnsConfig(Section):
     response: str | None = entry(None, "reference responses; needed for SFT")
     chosen: str | None = entry(None, "preferred responses")
     rejected: str | None = entry(None, "other responses")
-    messages: str | None = entry(
-        None, "dialogues; the last message of the assistant is the reference response"
-    )
+    messages: str | None = entry(None)
+    """dialogues; the last message of the assistant is the reference response"""
 
 
 @option("task", "local", part="rlhf.tasks.kinds:LocalSource")
@@ -361,29 +321,18 @@ class LocalConfig(TaskConfig):
     dialogues: ClassVar[None] = None  # the rows decide
 
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    validation_fraction: float = number(
-        0.1, "share of the rows for validation, if there is no validation file", above=0, below=1
-    )
-    chat: bool = entry(
-        False,
-        "texts are messages of a dialogue; default: true if the model has a chat template and the "
-        "texts do not begin with its marks",
-        added=True,
-    )
-    all_replies: bool = entry(
-        False, "SFT trains on all replies of a dialogue; false: on the last", added=True
-    )
+    validation_fraction: float = number(0.1, above=0, below=1)
+    """share of the rows for validation, if there is no validation file"""
+    chat: bool = entry(False, added=True)
+    """texts are messages of a dialogue; default: true if the model has a chat template and the texts do not
+    begin with its marks"""
+    all_replies: bool = entry(False, added=True)
+    """SFT trains on all replies of a dialogue; false: on the last"""
 
     @property
     def own_files(self) -> tuple[str, ColumnsConfig, bool] | None:
         """The path of the files, the names of their columns, and whether texts are messages of the user."""
         return None if self.path is None else (self.path, self.columns, self.chat)
-
-    def own_rows(self, data: Data, evaluates: bool) -> Data | None:
-        """Return `data`; if pairs are read from another folder, what an evaluation reads."""
-        if data is Data.preferences and self.preferences_path is not None:
-            return Data.prompts if evaluates else None
-        return data
 
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
         """Yield the folder of `preferences_path`; a rule of its own checks `path`, whose columns differ."""

@@ -43,14 +43,19 @@ def protected(seed: int | None = None) -> Iterator[None]:
     loaded = "torch" in sys.modules
     before = _read(_of_process(), _of_thread(), _random_states())
     if seed is not None:
-        _seed_all(seed)
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        if torch is not None:
+            torch.default_generator.manual_seed(seed)  # of the CPU
     try:
         with _same_inference_mode():
             yield
     finally:
         if not loaded:
-            torch = (*_of_process(), *_of_thread())
-            before += [(each, each.initial) for each in torch if each.initial is not None]
+            now = (*_of_process(), *_of_thread())
+            before += [(each, each.initial) for each in now if each.initial is not None]
         _restore(before)
 
 
@@ -163,12 +168,3 @@ def _random_states() -> Iterator[Setting]:
         yield Setting(torch.default_generator.get_state, torch.default_generator.set_state)
         if torch.cuda.is_initialized():
             yield Setting(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
-
-
-def _seed_all(seed: int) -> None:
-    """Seed the global random generators of Python, numpy and torch (on the CPU)."""
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.default_generator.manual_seed(seed)

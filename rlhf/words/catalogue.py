@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
@@ -147,23 +147,30 @@ def declared_keys() -> tuple[DeclaredKey, ...]:
             parts = get_origin(hint) is dict
             below = section_class(get_args(hint)[1] if parts else hint)
             if below is not None and not (parts and "*" in key):  # parts have no parts
-                for cls in (below, *options_of(below)):
+                options = [each for each in SCHEMAS.values() if issubclass(each, below)]
+                for cls in dict.fromkeys([below, *options]):
                     walk(cls, f"{key}.*" if parts else key)
 
     walk(Config, "")
     return tuple(found)
 
 
-def options_of(section: type) -> list[type]:
-    """Return the classes of the options of a section."""
-    return [cls for cls in SCHEMAS.values() if issubclass(cls, section) and cls is not section]
-
-
 @until_another_option
+def valued_keys() -> Mapping[str, DeclaredKey]:
+    """Return the keys of all sections and options that have a value, without those of parts.
+
+    A key of several options stands for that of the first.
+    """
+    found: dict[str, DeclaredKey] = {}
+    for each in declared_keys():
+        if each.name != "name" and "*" not in each.key and section_class(each.hint) is None:
+            found.setdefault(each.key, each)
+    return found
+
+
 def all_keys() -> tuple[str, ...]:
     """Return the dotted keys of all sections and options that have a value, without those of parts."""
-    values = (each for each in declared_keys() if section_class(each.hint) is None)
-    return tuple(dict.fromkeys(each.key for each in values if each.name != "name" and "*" not in each.key))
+    return tuple(valued_keys())
 
 
 def owners(section: str, name: str) -> list[str]:

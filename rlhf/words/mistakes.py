@@ -85,7 +85,8 @@ def explain(error: Exception, overrides: Sequence[str], sweep: bool = False) -> 
         group, _, name = error.missing_cfg_file.rpartition("/")
         if not group:
             return f"--config-name must name a file of the config folder, got {name}; leave it out"
-        return one_of(group, name, filter(None, error.options or ()))
+        key = next((each.key for each in typed if each.group == group), group)
+        return one_of(key, name, filter(None, error.options or ()))
     lines = [line.strip() for line in str(error).splitlines() if not re.search("full_key|_type=", line)]
     return (f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) else "") + " ".join(lines)
 
@@ -253,20 +254,16 @@ def _remedy(section: type, key: str, hint: Any, value: str) -> str:
 
 def unknown_keys(config: DictConfig, overrides: Iterable[str]) -> list[str]:
     """Return a message for each key that `+` added to a section without such a key."""
-    typed = read_overrides(overrides)
-    return [_unknown_key(key, section, typed) for key, section in _undefined(config)]
-
-
-def _undefined(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """Yield each key that `+` added to a section without such a key, with the class of the section."""
-    section = OmegaConf.get_type(cfg)
-    known = {f.name for f in fields(section)} if is_dataclass(section) else None
-    for key in map(str, cfg):
-        if known is not None and key not in known:
-            assert section is not None
-            yield f"{prefix}{key}", section
-        elif isinstance(child := cfg._get_node(key), DictConfig) and child._content.__class__ is dict:
-            yield from _undefined(child, f"{prefix}{key}.")
+    found, typed, nodes = [], read_overrides(overrides), [("", config)]
+    for prefix, node in nodes:  # the list grows
+        section: Any = OmegaConf.get_type(node)
+        known = {each.name for each in fields(section)} if is_dataclass(section) else None
+        for key in map(str, node):
+            if known is not None and key not in known:
+                found.append(_unknown_key(f"{prefix}{key}", section, typed))
+            elif isinstance(child := node._get_node(key), DictConfig) and child._content.__class__ is dict:
+                nodes.append((f"{prefix}{key}.", child))
+    return found
 
 
 def _unknown_key(key: str, section: type, overrides: Sequence[Override], file: str | None = None) -> str:

@@ -57,27 +57,92 @@ def test_whole_folders_have_no_problems(policy, reward):
     assert problems("scorer@gold=reward_model", f"gold.path={reward}") == []
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"architectures": ["LlamaForSequenceClassification"]}, "a sequence classifier (LlamaForSequenceCl"),
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "an encoder (BertForMaskedLM)"),
-        ({"model_type": "bert", "architectures": ["BertModel"]}, "an encoder (BertModel)"),
-        ({"model_type": "t5", "is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]},
-         "an encoder-decoder (T5ForConditionalGeneration)"),
-    ],
-)  # fmt: skip
+SEQ2SEQ = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
+KINDS = [  # changes of a Llama, and the kind of model in words; None: a causal language model
+    ({"architectures": ["LlamaForSequenceClassification"]}, "a sequence classifier (LlamaForSequenceCl"),
+    ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "an encoder (BertForMaskedLM)"),
+    ({"model_type": "bert", "architectures": ["BertModel"]}, "an encoder (BertModel)"),
+    ({**SEQ2SEQ, "is_encoder_decoder": True}, "an encoder-decoder (T5ForConditionalGeneration)"),
+    (
+        {"model_type": "llava", "vision_config": {}, "architectures": None},
+        "a model of vision and language (llava)",
+    ),
+    ({"model_type": "clip", "architectures": None}, "a model of another kind (clip)"),
+    ({"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": True}, None),
+    ({"model_type": "gemma3", "vision_config": {}}, None),
+    ({"model_type": "of_my_own", "auto_map": {}}, None),
+    ({}, None),
+]
+
+
+@pytest.mark.parametrize(("changed", "words"), KINDS)
+def test_the_kind_of_a_model_is_named_in_words(changed, words):
+    config = {key: value for key, value in {**LLAMA, **changed}.items() if value is not None}
+    found = ModelFacts(config).not_causal()
+    assert found is None if words is None else found is not None and found.startswith(words)
+
+
 @pytest.mark.parametrize("key", ["model.policy", "model.reference"])
-def test_a_policy_must_be_a_causal_language_model(policy, tmp_path, key, changed, message):
-    other = write_model(tmp_path / "other", {**LLAMA, **changed}, {**TENSORS, **HEAD})
+def test_a_policy_must_be_a_causal_language_model(policy, tmp_path, key):
+    other = write_model(tmp_path / "other", {**LLAMA, **KINDS[0][0]}, {**TENSORS, **HEAD})
     found = one(f"model.policy={policy}", f"{key}={other}")
-    assert found.startswith(f"{key} must name a causal language model") and message in found
-
-
-def test_a_decoder_with_the_name_of_an_encoder_is_accepted(tmp_path):
-    own = {"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": True}
-    decoder = write_model(tmp_path / "bert", {**LLAMA, **own})
+    assert found.startswith(f"{key} must name a causal language model") and KINDS[0][1] in found
+    decoder = write_model(tmp_path / "bert", {**LLAMA, **KINDS[6][0]})
     assert problems(f"model.policy={decoder}") == []
+
+
+@pytest.mark.parametrize(
+    ("file", "changed", "words", "message"),
+    [
+        ("config.json", {"vocab_size": 9}, "", "states vocab_size=9, and the weights have 8 embeddings"),
+        ("config.json", {"hidden_size": 6}, "", "states hidden_size=6, and the weights have 4 columns"),
+        (
+            "config.json",
+            {"num_hidden_layers": 1},
+            "",
+            "states num_hidden_layers=1, and the weights have 2 layers",
+        ),
+        ("config.json", {"quantization_config": {}}, "", "must name a model with float weights"),
+        ("", {}, "model.reward={policy}", "a causal language model (LlamaForCausalLM) without score.weight"),
+        ("", {}, "model.tokenizer={policy}y", "did you mean model.tokenizer={policy}?"),
+        (
+            "",
+            {},
+            "scorer=reward_model scorer.path={reward} scorer.pad_token=d",
+            "scorer.pad_token must be in the",
+        ),
+        ("tokenizer_config.json", {"eos_token": None}, "", "must have a tokenizer with an end token"),
+    ],
+)
+def test_a_defect_of_a_folder_is_refused_before_the_run(policy, reward, file, changed, words, message):
+    if file:
+        change(policy, file, **changed)
+    folders = {"policy": policy, "reward": reward}
+    assert message.format(**folders) in one(f"model.policy={policy}", *words.format(**folders).split())
+
+
+def test_damaged_files_are_refused_before_the_run(policy, reward):
+    (reward / "tokenizer.json").write_text("{}")
+    found = one(f"model.policy={policy}", f"model.reward={reward}")
+    assert found.startswith("model.reward must come with its tokenizer")
+    weights = policy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "model.safetensors is truncated" in one(f"model.policy={policy}")
+
+
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        ("model.policy={policy} model.pad_token=a", "model.pad_token=a is a token of ordinary texts"),
+        ("model.policy={policy} model.lora.rank=5", "adapters are larger"),
+        ("model.policy={reward} algo=reward", "is replaced by a random head"),
+    ],
+)
+def test_a_doubtful_setting_of_a_model_gives_a_warning(policy, reward, words, warning):
+    cfg = compose(words.format(policy=policy, reward=reward).split())
+    assert check.problems(cfg) == [] and any(warning in text for text in check.warnings(cfg))
+    usual = compose([f"model.policy={policy}", "model.pad_token='<unk>'", "model.lora.rank=4"])
+    assert not any(warning in text for text in check.warnings(usual))
 
 
 def test_an_unknown_model_type_is_refused(policy):
@@ -98,12 +163,6 @@ def test_a_model_named_for_another_algorithm_is_the_remedy(policy):
     assert f"set model.policy={policy}" in found
 
 
-def test_a_pad_token_of_ordinary_texts_gives_a_warning(policy):
-    words = [f"model.policy={policy}", "model.pad_token=a"]
-    assert "model.pad_token=a is a token of ordinary texts" in " ".join(check.warnings(compose(words)))
-    assert "ordinary" not in " ".join(check.warnings(compose([words[0], "model.pad_token='<unk>'"])))
-
-
 @pytest.mark.parametrize(
     ("key", "scorer"), [("model.reward", "scorer=reward_model"), ("gold.path", "scorer@gold=reward_model")]
 )
@@ -119,56 +178,6 @@ def test_a_reward_model_must_have_one_label(policy, reward, key, scorer):
     assert "a model without score.weight" in one(*words)
 
 
-def test_a_causal_model_is_no_reward_model(policy):
-    found = one(f"model.policy={policy}", f"model.reward={policy}")
-    assert "a causal language model (LlamaForCausalLM) without score.weight" in found
-    assert found.endswith("train one with algo=reward model.policy=<model>")
-
-
-def test_a_reward_model_may_start_from_a_classifier_with_a_warning(reward):
-    cfg = compose(["algo=reward", f"model.policy={reward}"])
-    assert check.problems(cfg) == []
-    assert any("is replaced by a random head" in text for text in check.warnings(cfg))
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"vocab_size": 9}, "states vocab_size=9, and the weights have 8 embeddings"),
-        ({"hidden_size": 6}, "states hidden_size=6, and the weights have 4 columns"),
-        (
-            {"num_hidden_layers": 1},
-            "states num_hidden_layers=1, and the weights have 2 layers (the last is model.",
-        ),
-    ],
-)
-def test_config_and_weights_must_have_the_same_sizes(policy, changed, message):
-    change(policy, "config.json", **changed)
-    assert message in one(f"model.policy={policy}")
-
-
-def test_a_quantized_model_is_refused(policy):
-    change(policy, "config.json", quantization_config={"quant_method": "gptq"})
-    assert "must name a model with float weights" in one(f"model.policy={policy}")
-
-
-def test_adapters_larger_than_the_model_give_a_warning(policy):
-    for rank, count in ((4, 0), (5, 1)):
-        found = check.warnings(compose([f"model.policy={policy}", f"model.lora.rank={rank}"]))
-        assert sum("adapters are larger" in text for text in found) == count
-
-
-def test_a_misspelled_tokenizer_folder_gets_a_proposal(policy):
-    found = one(f"model.policy={policy}", f"model.tokenizer={policy}y")
-    assert found.endswith(f"did you mean model.tokenizer={policy}?")
-
-
-def test_damaged_weights_are_refused_before_the_run(policy):
-    file = policy / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    assert "model.safetensors is truncated" in one(f"model.policy={policy}")
-
-
 @pytest.mark.parametrize("text", [None, "{}"])
 def test_a_policy_must_come_with_a_readable_tokenizer(policy, tmp_path, text):
     (policy / "tokenizer.json").unlink()
@@ -179,19 +188,6 @@ def test_a_policy_must_come_with_a_readable_tokenizer(policy, tmp_path, text):
     assert found.endswith("set model.tokenizer=<hub name or folder>")
     write_tokenizer(tmp_path / "tokenizer")
     assert problems(f"model.policy={policy}", f"model.tokenizer={tmp_path}/tokenizer") == []
-
-
-def test_a_reward_model_must_come_with_a_readable_tokenizer(policy, reward):
-    (reward / "tokenizer.json").write_text("{}")
-    found = one(f"model.policy={policy}", f"model.reward={reward}")
-    assert found.startswith("model.reward must come with its tokenizer")
-
-
-def test_a_tokenizer_without_end_token_is_refused(policy):
-    write_tokenizer(policy, eos_token=None)
-    assert "must have a tokenizer with an end token" in one(f"model.policy={policy}")
-    write_tokenizer(policy, eos_token=None, tokenizer_class="LlamaTokenizer")
-    assert problems(f"model.policy={policy}") == [], "this class has an end token of its own"
 
 
 @pytest.mark.parametrize(
@@ -256,12 +252,6 @@ def test_a_lora_target_must_be_a_linear_layer(policy):
         assert "(down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj)" in found
 
 
-def test_a_pad_token_of_a_reward_model_must_be_in_its_vocabulary(policy, reward):
-    words = [f"model.policy={policy}", "scorer=reward_model", f"scorer.path={reward}"]
-    assert problems(*words, "scorer.pad_token=c") == []
-    assert "scorer.pad_token must be in the vocabulary" in one(*words, "scorer.pad_token=d")
-
-
 def test_a_downloaded_model_is_checked_like_a_folder(policy, monkeypatch):
     monkeypatch.setattr(hub, "cached_folder", lambda name: policy)
     assert "without score.weight" in one("model.policy=some/policy", "model.reward=some/policy")
@@ -283,22 +273,6 @@ def test_models_that_cannot_be_downloaded_are_reported_before_the_run(policy, mo
     assert list(machine.downloads(cfg)) == []
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "an encoder-decoder (T5For"),
-        ({"model_type": "llava", "vision_config": {}}, "a model of vision and language (llava)"),
-        ({"model_type": "clip"}, "a model of another kind (clip)"),
-        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, None),
-        ({"model_type": "gemma3", "vision_config": {}}, None),
-        ({"model_type": "of_my_own", "auto_map": {}}, None),
-    ],
-)
-def test_models_without_a_causal_language_model_are_named_in_words(config, words):
-    found = ModelFacts(config).not_causal()
-    assert found is None if words is None else found is not None and found.startswith(words)
-
-
 def test_a_gguf_file_or_folder_gets_the_command_that_converts_it(tmp_path):
     folder = tmp_path / "my model"
     folder.mkdir()
@@ -317,3 +291,8 @@ def test_a_gguf_file_or_folder_gets_the_command_that_converts_it(tmp_path):
         assert code is not None
         assert f'M.from_pretrained("{folder}", gguf_file="q8.gguf", dtype=' in shlex.split(code[1])[2]
         assert shlex.split(code[2]) == [f"model.policy={tmp_path}/q8-safetensors"]
+
+
+def test_a_class_of_tokenizers_may_have_an_end_token_of_its_own(policy):
+    write_tokenizer(policy, eos_token=None, tokenizer_class="LlamaTokenizer")
+    assert problems(f"model.policy={policy}") == []

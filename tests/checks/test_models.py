@@ -75,37 +75,43 @@ def test_missing_scorer_model_is_reported_with_the_key_of_that_scorer(tmp_path):
         assert problem.startswith(f"{key} must name a model on the hub or a folder")
 
 
-def test_flash_attention_needs_a_gpu_16_bits_and_a_package(monkeypatch):
-    chosen = "model.attention=flash_attention_2"
-    (cpu,) = problems(chosen, "model.dtype=bfloat16")
-    assert cpu.startswith("model.attention must be sdpa without a GPU") and "set model.attention=sdpa" in cpu
+@pytest.mark.parametrize(
+    ("chosen", "without_gpu", "package", "conflicts", "free"),
+    [
+        (
+            "model.attention=flash_attention_2 model.dtype=bfloat16",
+            "model.attention=sdpa",
+            "pip install flash-attn",
+            ["model.dtype=float32"],
+            "model.attention=auto",
+        ),
+        (
+            "model.fused_head=true",
+            "model.fused_head=null",
+            "pip install -e '.[liger]'",
+            ["model.float32_head=true", "backend=zero3"],
+            "model.fused_head=false",
+        ),
+    ],
+)
+def test_kernels_need_a_gpu_and_a_package(monkeypatch, chosen, without_gpu, package, conflicts, free):
+    key = chosen.partition("=")[0]
+
+    def refused(*words: str) -> list[str]:
+        return [text for text in problems(*chosen.split(), *words) if text.startswith(key)]
+
+    (cpu,) = refused()
+    assert " without a GPU" in cpu and cpu.endswith(f"set {without_gpu}")
+    assert refused(free) == refused(without_gpu) == []
     monkeypatch.setattr(models, "this_machine", lambda: Machine(2**35, (2**35,)))
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
-    (missing,) = problems(chosen, "model.dtype=bfloat16")
-    assert "run: pip install flash-attn" in missing and "set model.attention=auto" in missing
+    (missing,) = refused()
+    assert f"run: {package}" in missing
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: name)
-    assert problems(chosen, "model.dtype=bfloat16") == []
-    (low,) = problems(chosen)
-    assert low.startswith("model.attention must be sdpa with model.dtype=float32")
-    assert problems("model.attention=auto") == problems("model.attention=sdpa") == []
-
-
-def test_the_fused_head_needs_a_gpu_liger_and_whole_weights(monkeypatch):
-    (cpu,) = problems("model.fused_head=true")
-    assert cpu.startswith("model.fused_head must be null or false without a GPU")
-    assert problems("model.fused_head=null") == problems("model.fused_head=false") == []
-    monkeypatch.setattr(models, "this_machine", lambda: Machine(2**35, (2**35,)))
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
-    (missing,) = problems("model.fused_head=true")
-    assert "run: pip install -e '.[liger]', or set model.fused_head=null" in missing
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: name)
-    assert problems("model.fused_head=true") == []
-    for word, reason in (
-        ("model.float32_head=true", "with model.float32_head=true"),
-        ("backend=zero3", "with backend=zero3"),
-    ):
-        found = [text for text in problems("model.fused_head=true", word) if "fused_head" in text]
-        assert len(found) == 1 and reason in found[0]
+    assert refused() == []
+    for word in conflicts:
+        (found,) = refused(word)
+        assert f"with {word}" in found
 
 
 def test_a_chat_template_with_a_syntax_error_is_refused_with_its_line(tmp_path):

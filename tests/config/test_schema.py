@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from omegaconf import OmegaConf
 
-from rlhf.config.schema import PARTS, SCHEMAS, Section, fact, number, option, sections, values
+from rlhf.config.schema import PARTS, SCHEMAS, Affects, Section, fact, number, option, sections, values
 from rlhf.config.tasks import TLDRMiniConfig
 from rlhf.words.compose import compose
 
@@ -22,7 +22,8 @@ class Numbers(Section):
     count: int = number(4, least=1, means="things")
     rate: float = number(0.5, above=0, below=1, means="share of things", remedy="0.25")
     share: float | None = number(None, least=0, most=1, means="part of them; null: off", remedy="0.9")
-    every: float = number(0.2, least=0, counts="updates", means="how often")
+    every: float = number(0.2, least=0, counts="updates")
+    """how often"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,6 +33,14 @@ class Fewer(Numbers):
     count: int = 2
 
 
+@dataclass(kw_only=True, slots=True)
+class Shown(Numbers):
+    affects: ClassVar[Affects] = Affects.nothing
+
+    own: int = number(1)
+    kept: int = number(1, affects=Affects.result)
+
+
 def problems(section: Section) -> list[str]:
     return list(section.problems("some"))
 
@@ -39,31 +48,21 @@ def problems(section: Section) -> list[str]:
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"count": 0}, "some.count must be >= 1 (things), got 0; set some.count=4"),
-        ({"rate": 0}, "some.rate must be > 0 and < 1 (share of things), got 0; set some.rate=0.25"),
-        ({"rate": 1.0}, "some.rate must be > 0 and < 1 (share of things), got 1; set some.rate=0.25"),
-        (
-            {"rate": math.nan},
-            "some.rate must be finite and > 0 and < 1 (share of things), got nan; set some.rate=0.25",
-        ),
-        (
-            {"share": -1},
-            "some.share must be >= 0 and <= 1 (part of them; null: off), got -1; set some.share=0.9",
-        ),
-        (
-            {"share": 1.1},
-            "some.share must be >= 0 and <= 1 (part of them; null: off), got 1.1; set some.share=0.9",
-        ),
-        ({"every": math.inf}, "some.every must be finite and >= 0 (how often), got inf; set some.every=0.2"),
+        ({"count": 0}, ">= 1 (things), got 0; set some.count=4"),
+        ({"rate": 0}, "> 0 and < 1 (share of things), got 0; set some.rate=0.25"),
+        ({"rate": 1.0}, "> 0 and < 1 (share of things), got 1; set some.rate=0.25"),
+        ({"rate": math.nan}, "finite and > 0 and < 1 (share of things), got nan; set some.rate=0.25"),
+        ({"share": -1}, ">= 0 and <= 1 (part of them; null: off), got -1; set some.share=0.9"),
+        ({"share": 1.1}, ">= 0 and <= 1 (part of them; null: off), got 1.1; set some.share=0.9"),
+        ({"every": math.inf}, "finite and >= 0 (how often), got inf; set some.every=0.2"),
         (
             {"every": 2.6},
-            "some.every must be whole if it is 1 or more: then it counts updates (how often), got 2.6; "
-            "set some.every=3",
+            "whole if it is 1 or more: then it counts updates (how often), got 2.6; set some.every=3",
         ),
     ],
 )
 def test_number_out_of_bounds_gives_one_message_with_a_remedy(values, problem):
-    assert problems(Numbers(**values)) == [problem]
+    assert problems(Numbers(**values)) == [f"some.{[*values][0]} must be {problem}"]
 
 
 def test_numbers_within_their_bounds_are_no_problems():
@@ -76,6 +75,11 @@ def test_subclass_with_another_default_keeps_the_bounds_of_its_base():
     assert fact(TLDRMiniConfig, "train_size", "bound") == fact(TLDRMiniConfig.__base__, "train_size", "bound")
     (problem,) = TLDRMiniConfig(train_size=0).problems("task")
     assert problem == "task.train_size must be >= 1 (examples to generate), got 0; set task.train_size=512"
+
+
+def test_a_class_says_what_the_keys_that_it_declares_affect():
+    found = [fact(Shown, name, "affects") for name in ("own", "kept", "count")]
+    assert found == [Affects.nothing, Affects.result, Affects.result]
 
 
 def test_option_must_be_a_keyword_only_dataclass_with_slots():
@@ -107,8 +111,6 @@ def test_a_subclass_does_not_inherit_the_address_of_its_part():
 
 
 def test_sections_are_found_at_any_depth_with_their_keys():
-    from rlhf.words.compose import compose
-
     cfg = compose(["scorer=weighted", "+scorer@scorer.parts.x=facts"])
     keys = [key for key, _ in sections(cfg)]
     assert {"", "algo", "model.lora", "scorer", "scorer.parts.x"} <= set(keys) and len(keys) == len(set(keys))

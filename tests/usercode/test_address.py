@@ -162,6 +162,6 @@ def test_batched_must_agree_with_the_annotations(here, annotation, batched, righ
 def test_loading_raises_what_the_check_reports(here):
     with pytest.raises(UserError) as refused:
         load_function("scorer.path", "own_rewards:two", ("prompt", "response", "reference"))
-    assert refused.value.problems == [problem("own_rewards:two")]
+    assert refused.value.problems == (problem("own_rewards:two"),)
     with pytest.raises(UserError, match="no file 'gone.py' here"):
         load_class("environment.path", "gone.py:Game")

@@ -1,4 +1,4 @@
-"""Tests of the check of reward functions and services in the process of the job."""
+"""Checks in the process of a job: reward functions, services, hooks, the tracking server."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from rlhf.checks.check import check_job
+from rlhf.checks.check import check_job, hooks_exist
 from rlhf.core import machine
 from rlhf.core.errors import UserError
+from rlhf.loggers.hooks import Hook, load_hooks
 from rlhf.words.compose import compose
 
 
@@ -124,3 +125,83 @@ def test_a_refused_run_leaves_no_folder(command, tmp_path):
     answer = command("scorer=function", "scorer.path=own.py:score")
     assert answer.code == 2 and "no licence" in answer.err and not answer.runs
     assert not list(tmp_path.glob("outputs/*"))
+
+
+FILE = """
+import rlhf
+
+class Good(rlhf.Hook):
+    def after_update(self, state, metrics): ...
+
+class Misspelled(rlhf.Hook):
+    def after_updates(self, state, metrics): ...
+
+class NoHook: ...
+
+class Takes(rlhf.Hook):
+    def __init__(self, value): ...
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "own_hooks.py").write_text(FILE)
+    (tmp_path / "broken_hooks.py").write_text("class Half(:")
+    (tmp_path / "raising_hooks.py").write_text(
+        "import rlhf\nclass Any(rlhf.Hook): ...\nraise ValueError('no')"
+    )
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("own_hooks", "must be <module>:<Class>"),
+        ("nowhere:Good", "no module 'nowhere'"),
+        ("nowhere.py:Good", "no file 'nowhere.py' here"),
+        ("own_hooks.py:Goood", "hooks=[own_hooks.py:Good]"),
+        ("broken_hooks.py:Half", "SyntaxError"),
+        ("raising_hooks.py:Any", "ValueError: no"),
+        ("own_hooks.py:Misspelled", "rename it after_update"),
+        ("own_hooks.py:NoHook", "class NoHook(rlhf.Hook)"),
+        ("own_hooks.py:Takes", "can be built without arguments"),
+    ],
+)
+def test_a_class_that_cannot_be_imported_or_is_no_hook_is_refused(here, path, said):
+    cfg = compose([f"hooks=['{path}']"])
+    found = list(hooks_exist(cfg))
+    if not found:  # an import does not show it
+        with pytest.raises(UserError) as error:
+            load_hooks(cfg.hooks)
+        found = list(error.value.problems)
+    assert len(found) == 1 and said in found[0]
+
+
+def test_hooks_are_built_in_their_order(here):
+    first, second = load_hooks(["own_hooks.py:Good", "own_hooks:Good"])
+    assert isinstance(first, Hook) and isinstance(second, Hook)
+
+
+@pytest.fixture
+def closed() -> str:
+    """Return host and port that refuse connections."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_a_tracking_server_that_refuses_connections_is_an_error(closed):
+    with pytest.raises(UserError, match=f"logger.mlflow.uri must .*got http://{closed}; start the server"):
+        check_job(compose(["logger=mlflow", f"logger.mlflow.uri='http://{closed}'"]))
+
+
+def test_the_password_in_the_variable_of_the_server_is_not_shown(closed, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:hunter2@{closed}")
+    check_job(compose([]))
+    with pytest.raises(UserError, match="MLFLOW_TRACKING_URI must") as refused:
+        check_job(compose(["logger=mlflow"]))
+    assert "hunter2" not in str(refused.value)
+
+
+def test_a_local_store_needs_no_server():
+    check_job(compose(["logger=[mlflow,trackio]"]))
