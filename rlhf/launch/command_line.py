@@ -42,8 +42,8 @@ from rlhf.words.mistakes import CONFIG_ERRORS, flag_problem, readable, texts
 # Common parts of the commands: arguments, `--help`, and exit codes, which `rlhf.train` lists.
 
 
-WIDTH = 80
-FLAGS = {"--help": False, "--config-dir": True, "-cd": True}  # of the commands other than rlhf.train
+_WIDTH = 80
+_FLAGS = {"--help": False, "--config-dir": True, "-cd": True}  # of the commands other than rlhf.train
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +87,13 @@ class Command:
         words = re.findall(r"\[[^\]]*\]|\S+", self.usage)  # never break the line within brackets
         usage = textwrap.wrap(
             " ".join(word.replace(" ", "\0") for word in words),
-            WIDTH,
+            _WIDTH,
             initial_indent=command,
             subsequent_indent=" " * len(command),
             break_on_hyphens=False,
         )
         rows = [
-            textwrap.fill(meaning, WIDTH, initial_indent=f"  {name + '=':12}", subsequent_indent=" " * 14)
+            textwrap.fill(meaning, _WIDTH, initial_indent=f"  {name + '=':12}", subsequent_indent=" " * 14)
             for name, meaning in self.own.items()
         ]
         usage = [line.replace("\0", " ") for line in usage]
@@ -111,7 +111,7 @@ class Command:
         """
         own: dict[str, str] = {}
         overrides: list[str] = []
-        for argument in _divided(arguments, FLAGS, self.own)[0]:
+        for argument in _divided(arguments, _FLAGS, self.own)[0]:
             name, _, value = argument.partition("=")
             if name not in self.own:
                 overrides += readable([argument])
@@ -339,7 +339,7 @@ def candidates(words: Sequence[str], own: Collection[str] = ()) -> list[str]:
     """
     *before, word = words
     if word.startswith("-"):
-        return [flag for flag in FLAGS if flag.startswith(word)]
+        return [flag for flag in _FLAGS if flag.startswith(word)]
     if before[-1:] in (["--config-dir"], ["-cd"]):
         return []  # the shell completes names of folders
     overrides = [  # without swept values (a,b), which only Hydra's sweeper reads

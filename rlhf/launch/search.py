@@ -1,6 +1,6 @@
 """Hyperparameter searches with Optuna: `python -m rlhf.train -m hydra/sweeper=search`.
 
-    SearchSweeper (process of the command)       PruningHook (process of the job)
+    sweeper (process of the command)             hook (process of the job)
     ask the study for the values of a trial
     launch the job                          -->  report each evaluation to the study
                                                  stop the run if the pruner of the study says so
@@ -226,7 +226,7 @@ class SearchSweeper(Sweeper):
                 return
 
 
-class PruningHook(Hook):
+class _PruningHook(Hook):
     """A hook that reports the evaluations of a trial to the study, and stops the run of a bad trial.
 
     The evaluation before training is not reported, because all trials have the same.
@@ -283,7 +283,7 @@ def pruning_hooks(settings: Any, folder: Path, task_overrides: Sequence[str], me
         pruner=NopPruner() if settings.pruner is Pruner.none else pruner,
     )
     own = (each for each in _running(study) if set(overrides(each.params)) <= set(task_overrides))
-    return [PruningHook(study, trial, metric) for trial in own][:1]
+    return [_PruningHook(study, trial, metric) for trial in own][:1]
 
 
 def _study_file(folder: Path, name: str) -> Path:

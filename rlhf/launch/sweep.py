@@ -91,7 +91,7 @@ class Sweep(Launcher):
         """
         global current
         current = self
-        Plugins.instance().class_name_to_class[SEARCH_SWEEPER] = search_sweeper  # type: ignore[assignment]
+        Plugins.instance().class_name_to_class[SEARCH_SWEEPER] = _search_sweeper  # type: ignore[assignment]
         try:
             with launchers_wrapped_by(self.around):
                 yield
@@ -232,7 +232,7 @@ class Sweep(Launcher):
 current: Sweep | None = None  # the sweep that this process runs
 
 
-def search_sweeper(**settings: Any) -> Sweeper:
+def _search_sweeper(**settings: Any) -> Sweeper:
     """Return the sweeper of `hydra/sweeper=search`, which needs Optuna."""
     from rlhf.launch.search import SearchSweeper
 

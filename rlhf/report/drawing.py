@@ -104,7 +104,7 @@ class Key:
 
         if self.dashed:
             return Line2D([], [], color=self.colour, linestyle=_UNFINISHED, linewidth=1.0, marker="x")
-        return Patch(color=self.colour) if self.place is None else Line2D([], [], **look(self.place))
+        return Patch(color=self.colour) if self.place is None else Line2D([], [], **_look(self.place))
 
 
 @dataclass(frozen=True)
@@ -233,18 +233,18 @@ def lines(group: Group, x: str, metric: Metric) -> Iterator[tuple[DataFrame, boo
 
 def trace(axes: Axes, group: Group, points: DataFrame, finished: bool = True, band: bool = True) -> None:
     """Draw a curve, with its range if `band`; unfinished curves are dashed and end in a cross."""
-    style, gid = look(group.place or 0), mark(group)
+    style = look(group)
     if not finished:
         style |= {"linestyle": _UNFINISHED, "linewidth": 1.0, "marker": ""}
     elif len(points) > 25:
         style["marker"] = ""
-    axes.plot(points.x, points.y, gid=gid, **style)
+    axes.plot(points.x, points.y, **style)
     if not finished:
         cross = {"marker": "x", "markersize": 6, "markeredgecolor": style["color"]}
-        axes.plot(points.x[-1:], points.y[-1:], gid=gid, **{**style, **cross})
+        axes.plot(points.x[-1:], points.y[-1:], **{**style, **cross})
     elif band and (points.low < points.high).any():
-        colour = style["color"]
-        axes.fill_between(points.x, points.low, points.high, color=colour, alpha=0.16, linewidth=0, gid=gid)
+        area = {"color": style["color"], "gid": style["gid"], "alpha": 0.16, "linewidth": 0}
+        axes.fill_between(points.x, points.low, points.high, **area)
 
 
 def whole_numbers(axis: Axis) -> None:
@@ -268,13 +268,12 @@ def plain_labels(axis: Axis) -> None:
     axis.set_major_formatter(FuncFormatter(label))
 
 
-def mark(group: Group) -> str:
-    """Return the id of drawn elements of `group`; `_as_element` turns the id into a class."""
-    return f"series-{group.index}"
+def look(group: Group) -> dict[str, Any]:
+    """Return colour, marker and id (a class in an SVG) of a group, as arguments of matplotlib."""
+    return {**_look(group.place or 0), "gid": f"series-{group.index}"}
 
 
-def look(place: int) -> dict[str, Any]:
-    """Return the colour and marker of the group at `place`, as arguments of matplotlib."""
+def _look(place: int) -> dict[str, Any]:
     return {
         "color": SERIES[place % len(SERIES)],
         "marker": _MARKERS[place % len(_MARKERS)],

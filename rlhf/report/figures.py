@@ -278,11 +278,11 @@ def _draw_metric(
         for curve, finished in drawing.lines(group, x, metric):
             drawing.trace(axes, group, curve, finished, band=not points)
             if points and finished:  # a large point with its ranges in x and y
-                last, style, gid = curve.iloc[-1], drawing.look(group.place or 0), drawing.mark(group)
-                bar = {"color": style["color"], "linewidth": 1.2, "gid": gid}
+                last, style = curve.iloc[-1], drawing.look(group)
+                bar = {"color": style["color"], "gid": style["gid"], "linewidth": 1.2}
                 axes.plot([last.x_low, last.x_high], [last.y, last.y], **bar)
                 axes.plot([last.x, last.x], [last.low, last.high], **bar)
-                axes.plot([last.x], [last.y], gid=gid, **{**style, "markersize": 9})
+                axes.plot([last.x], [last.y], **{**style, "markersize": 9})
     axes.set(xlabel=unit, title=title)
     low, high = axes.dataLim.intervaly
     if metric.logarithmic and low > 0 and high > _WIDE * low:
@@ -473,8 +473,8 @@ def _draw_ages(rows: dict[Group, _Rows], axes: Axes) -> None:
     for group, own in rows.items():
         ages = [row["update"] - 1 - row["version"] for row in own if "loaded" in row]
         shares, edges = np.histogram(ages, np.arange(max(ages) + 2) - 0.5, density=True)
-        colour = drawing.look(group.place or 0)["color"]
-        axes.stairs(shares, edges, color=colour, fill=len(rows) == 1, linewidth=1.8, gid=drawing.mark(group))
+        style = {key: drawing.look(group)[key] for key in ("color", "gid")}
+        axes.stairs(shares, edges, fill=len(rows) == 1, linewidth=1.8, **style)
     axes.set(title="ages of trained groups", xlabel="age (updates)", ylabel="share")
     drawing.whole_numbers(axes.xaxis)
 
@@ -486,7 +486,7 @@ def _draw_deciles(rows: dict[Group, _Rows], axes: Axes) -> None:
         ordered = sorted(own, key=lambda row: (sum(row["ends"]) - sum(row["starts"])) / len(row["ends"]))
         deciles = np.array_split([row["fate"] == "trained" for row in ordered], 10)
         points = [(decile, whole.mean()) for decile, whole in enumerate(deciles, 1) if len(whole)]
-        axes.plot(*zip(*points, strict=True), gid=drawing.mark(group), **drawing.look(group.place or 0))
+        axes.plot(*zip(*points, strict=True), **drawing.look(group))
     axes.set(
         title="groups that are trained whole", xlabel="decile of duration", ylabel="share", ylim=(-0.04, 1.04)
     )

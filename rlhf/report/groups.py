@@ -43,7 +43,7 @@ class Group:
     place: int | None
 
     @property
-    def config(self) -> Config:
+    def config(self) -> _Config:
         """The config of the first run."""
         return self.runs[0].config
 
@@ -224,7 +224,7 @@ def by_scale(groups: Sequence[Group], scale: str, also: Sequence[str] = ()) -> l
     return list(zip(names, scales.values(), strict=True))
 
 
-def _scale_of(config: Config, scale: str, also: Sequence[str] = ()) -> Config:
+def _scale_of(config: _Config, scale: str, also: Sequence[str] = ()) -> _Config:
     """Return the settings of a run that determine the scale of a metric, and `also`; see `Metric.scale`."""
     keys: list[str] = []
     if scale == "algo":
@@ -241,7 +241,7 @@ def _scale_of(config: Config, scale: str, also: Sequence[str] = ()) -> Config:
 # Labels: the settings in which runs differ, as at most three `key=value` pairs.
 
 
-Config = Mapping[str, Any]  # a flat config: dotted key -> value
+_Config = Mapping[str, Any]  # a flat config: dotted key -> value
 
 _PAIRS = 3  # largest number of pairs of a label
 _LONGEST_VALUE, LONGEST_LABEL = 28, 60  # characters
@@ -258,7 +258,7 @@ algo.samples_per_prompt
 _UNCLEAR = ("path", "url", "kind", "level", "weight", "rank")  # ends of keys that need their section
 
 
-def differing(configs: Sequence[Config]) -> list[str]:
+def differing(configs: Sequence[_Config]) -> list[str]:
     """Return the keys in which configs differ, in the order of `_FIRST`.
 
     Runs that differ only in the seed, or in keys that affect nothing, are one group. Keys that affect the
@@ -272,13 +272,13 @@ def differing(configs: Sequence[Config]) -> list[str]:
     return sorted(found, key=lambda key: (key in last, first.get(key, len(first))))
 
 
-def _identity(config: Config, keys: Iterable[str]) -> str:
+def _identity(config: _Config, keys: Iterable[str]) -> str:
     """Return the values of `keys` as one string, for comparison."""
     added = added_later()
     return json.dumps([config.get(key, added.get(key)) for key in keys], default=str)
 
 
-def labels(configs: Sequence[Config], noun: str = "run") -> list[str]:
+def labels(configs: Sequence[_Config], noun: str = "run") -> list[str]:
     """Return a label for each config; the configs differ from each other.
 
     A label has up to `_PAIRS` pairs `key=value`, as few as distinguish all configs. The first pair is the
@@ -329,7 +329,7 @@ def pair(key: str, value: Any) -> str:
     return joined([key], _short([_shown_value(value)]))
 
 
-def column(configs: Sequence[Config], key: str) -> list[str | None]:
+def column(configs: Sequence[_Config], key: str) -> list[str | None]:
     """Return the values of `key` as texts; None where a config does not have the key.
 
     Folders are left out of paths, as long as different values remain different.

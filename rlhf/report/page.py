@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from rlhf.report.tables import differences, not_drawn, remarks, result, results,
 
 if TYPE_CHECKING:
     from rlhf.report.groups import Group, Section
-    from rlhf.report.runs import FoundRuns, Run
+    from rlhf.report.runs import FoundRuns
 
 _NAMES = 4  # largest number of algorithms in the title
 _FOLDED = 8  # longer lists of runs and of commands are folded
@@ -53,6 +53,10 @@ def write(sections: Sequence[Section], found: FoundRuns, count: int, made: str) 
                 "samples": shown,
             }
         )
+    names, tasks = (
+        list(dict.fromkeys(run.config[key] for run in runs)) for key in ("algo.name", "task.name")
+    )
+    outcomes = Counter(run.outcome for run in runs)  # in the order of their first runs
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     functions = (_colour, _glyph, _summary, _judgement, result, duration, number)
     environment.globals |= {each.__name__.strip("_"): each for each in functions} | {"markup": Markup}
@@ -60,8 +64,11 @@ def write(sections: Sequence[Section], found: FoundRuns, count: int, made: str) 
         files("rlhf.report").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js")
     )
     html = environment.from_string(page).render(
-        title=_heading(runs),
-        subtitle=subtitle(runs),
+        title=f"Report of {len(runs)} runs"
+        if len(tasks) > 1 or len(names) > _NAMES
+        else f"{', '.join(names)} on {next(iter(tasks))}",
+        subtitle=f"{len(runs)} run{'s' * (len(runs) != 1)} "
+        f"({', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())})",
         made=made,
         notes=notes,
         parts=parts,
@@ -75,26 +82,6 @@ def write(sections: Sequence[Section], found: FoundRuns, count: int, made: str) 
         script=Markup(script),
     )
     return html, [chart for part in parts for chart in part["charts"]]
-
-
-def _heading(runs: Sequence[Run]) -> str:
-    """Return the title of the page: algorithms and data set, or the number of runs if there are many."""
-    names, tasks = (_distinct(run.config[key] for run in runs) for key in ("algo.name", "task.name"))
-    if len(tasks) > 1 or len(names) > _NAMES:
-        return f"Report of {len(runs)} runs"
-    return f"{', '.join(names)} on {tasks[0]}"
-
-
-def subtitle(runs: Sequence[Run]) -> str:
-    """Return the subtitle of the page: number of runs by status."""
-    statuses = [run.outcome for run in runs]
-    counts = ", ".join(f"{statuses.count(status)} {status}" for status in _distinct(statuses))
-    return f"{len(runs)} run{'s' * (len(runs) != 1)} ({counts})"
-
-
-def _distinct(values: Iterable[Any]) -> list[Any]:
-    """Return each value once, in order of first appearance."""
-    return list(dict.fromkeys(values))
 
 
 def _colour(group: Group) -> str:

@@ -58,7 +58,7 @@ TERMINAL_ROWS = 20  # largest number of rows in the terminal
 _TERMINAL_LABEL, _TERMINAL_COLUMN = 26, 3  # largest width of a label; space between two columns
 
 
-class Cell(NamedTuple):
+class _Cell(NamedTuple):
     """A value of a group, and its texts.
 
     Attributes:
@@ -78,14 +78,14 @@ class Cell(NamedTuple):
         return f"{change} ({self.spread})" if self.spread else change
 
 
-class Results(NamedTuple):
+class _Results(NamedTuple):
     """A table of column headings and one row of cells per group; None: the group lacks the metric."""
 
     columns: list[str]
-    rows: list[tuple[Group, list[Cell | None]]]
+    rows: list[tuple[Group, list[_Cell | None]]]
 
 
-def results(section: Section) -> Results:
+def results(section: Section) -> _Results:
     """Return the table of the last evaluation and the cost, averaged over the finished runs of each group.
 
     If a group has no finished run, the mean is over its unfinished runs.
@@ -97,15 +97,15 @@ def results(section: Section) -> Results:
     pace = ["episodes/s"] if section.kind is Kind.rl else []
     columns = [*(name for name in names if name not in late), "time", *late, *pace, "peak GiB"]
     rows = [(group, [_cell(group.measured, name) for name in columns]) for group in section.groups]
-    return Results([METRICS[name].heading if name in METRICS else name for name in columns], rows)
+    return _Results([METRICS[name].heading if name in METRICS else name for name in columns], rows)
 
 
-def _cell(runs: Sequence[Run], name: str) -> Cell | None:
+def _cell(runs: Sequence[Run], name: str) -> _Cell | None:
     """Return the cell of a metric or of a cost; None if no run has a value."""
     if name in _COSTS:
         read, show = _COSTS[name]
         costs = [value for run in runs if (value := read(run)) is not None]
-        return Cell(mean(costs), show(mean(costs))) if costs else None
+        return _Cell(mean(costs), show(mean(costs))) if costs else None
     known = {run: value for run in runs if (value := run.last(name)) is not None}
     if not known:
         return None
@@ -117,10 +117,10 @@ def _cell(runs: Sequence[Run], name: str) -> Cell | None:
     if not spread and alone and (interval := bounds(alone[-1], name)):
         spread = "95 %: {} to {}".format(*map(show, interval))
     initial = show(mean(before)) if len(before) == len(known) else None  # both means are of the same runs
-    return Cell(mean(known.values()), show(mean(known.values())), initial, spread)
+    return _Cell(mean(known.values()), show(mean(known.values())), initial, spread)
 
 
-class Settings(NamedTuple):
+class _Settings(NamedTuple):
     """The settings of a section.
 
     Attributes:
@@ -136,7 +136,7 @@ class Settings(NamedTuple):
     rows: list[tuple[Group, list[str | None]]]
 
 
-def settings(section: Section) -> Settings:
+def settings(section: Section) -> _Settings:
     """Return the settings of a section.
 
     Keys that only some algorithms have, with one value wherever they occur, are shown if they are in
@@ -157,10 +157,10 @@ def settings(section: Section) -> Settings:
     if all(group.label == joined(keys, row) for group, *row in zip(section.groups, *columns, strict=True)):
         keys, columns = [], []  # the labels contain all settings
     rows = [(group, [values[place] for values in columns]) for place, group in enumerate(section.groups)]
-    return Settings(shared, keys, headings(keys), rows)
+    return _Settings(shared, keys, headings(keys), rows)
 
 
-def for_terminal(found: Results, width: int) -> Table:
+def for_terminal(found: _Results, width: int) -> Table:
     """Return the table for the terminal; groups without a finished run are dimmed.
 
     Args:
@@ -190,7 +190,7 @@ def for_terminal(found: Results, width: int) -> Table:
     return table
 
 
-def for_markdown(found: Results) -> str:
+def for_markdown(found: _Results) -> str:
     """Return the table in Markdown."""
     rows = [["setting", "seeds", *found.columns]]
     for group, cells in found.rows:
@@ -331,7 +331,7 @@ def some(names: Sequence[str]) -> str:
 _SEEDS, _PROMPTS = 3, 20  # fewest seeds, and fewest prompts, over which a difference is estimated
 
 
-class Difference(NamedTuple):
+class _Difference(NamedTuple):
     """The difference of the main metric between the best setting and another setting.
 
     Attributes:
@@ -363,7 +363,7 @@ class Difference(NamedTuple):
         return f"{self.best.label} vs. {self.other.label}: undecided, difference {interval}."
 
 
-def differences(section: Section) -> list[Difference]:
+def differences(section: Section) -> list[_Difference]:
     """Return the differences of the main metric between the best setting and other comparable settings.
 
     If the settings have at least `_SEEDS` seeds in common, values are paired over seeds. Otherwise they are
@@ -376,7 +376,7 @@ def differences(section: Section) -> list[Difference]:
     if metric is None or not metric.evaluated or not metric.better:
         return []
     scores = cache(partial(_scores_of, name=metric.name))  # the completions of a run are read once
-    found: list[Difference] = []
+    found: list[_Difference] = []
     finished = [group for group in section.groups if group.finished and group.value(metric) is not None]
     for _, (best, *others) in comparable(finished, metric.scale):
         family, made = others[: LINES - 1], []
@@ -395,7 +395,7 @@ def differences(section: Section) -> list[Difference]:
                 count = min(map(len, runs))
                 p = p_t(gaps) if any(gaps) else 1.0
                 pairs = f"{len(gaps)} prompts of {count} seed{'s' * (count > 1)}"
-            made.append(Difference(best, other, metric, mean_interval(gaps), p, pairs))
+            made.append(_Difference(best, other, metric, mean_interval(gaps), p, pairs))
         corrected = holm([each.p for each in made])
         found += [each._replace(p=p) for each, p in zip(made, corrected, strict=True)]
     return found
@@ -442,7 +442,7 @@ def value_of(row: Mapping[str, object], name: str) -> float | None:
 # Completions of the same held-out prompt by several groups, for comparison side by side.
 
 
-class Answer(NamedTuple):
+class _Answer(NamedTuple):
     """A response of one run to a held-out prompt; `row` is the row of its completions.jsonl."""
 
     group: Group
@@ -450,7 +450,7 @@ class Answer(NamedTuple):
     row: dict[str, Any]
 
 
-class Sample(NamedTuple):
+class _Sample(NamedTuple):
     """A held-out prompt with the reference response and the responses of the groups.
 
     Attributes:
@@ -466,10 +466,10 @@ class Sample(NamedTuple):
     reference: str | None
     reference_score: float | None
     before: dict[str, Any] | None
-    answers: list[Answer]
+    answers: list[_Answer]
 
 
-def samples(section: Section, count: int) -> tuple[list[Sample], list[str]]:
+def samples(section: Section, count: int) -> tuple[list[_Sample], list[str]]:
     """Return up to `count` prompts, ordered by the number of groups that answered the prompt.
 
     The responses of a group are those of its run with the lowest seed, at the last evaluation of that run.
@@ -478,7 +478,7 @@ def samples(section: Section, count: int) -> tuple[list[Sample], list[str]]:
     Returns:
         The samples, and a remark about each run whose completions cannot be read.
     """
-    answers: dict[str, list[Answer]] = {}
+    answers: dict[str, list[_Answer]] = {}
     before: dict[str, list[dict[str, Any]]] = {}
     remarks: list[str] = []
     for group in section.drawn if count else ():
@@ -492,7 +492,7 @@ def samples(section: Section, count: int) -> tuple[list[Sample], list[str]]:
             continue
         last = rows[-1]["update"]
         for prompt, row in {row["prompt"]: row for row in rows if row["update"] == last}.items():
-            answers.setdefault(prompt, []).append(Answer(group, run, row))
+            answers.setdefault(prompt, []).append(_Answer(group, run, row))
         for row in rows:
             if row["update"] == 0 < last:
                 before.setdefault(row["prompt"], []).append(row)
@@ -501,5 +501,5 @@ def samples(section: Section, count: int) -> tuple[list[Sample], list[str]]:
         first, earlier = answers[prompt][0].row, before.get(prompt, [])
         same = len({row["response"] for row in earlier}) == 1
         scores = first.get("reference"), first.get("reference_gold_score")
-        found.append(Sample(prompt, *scores, earlier[0] if same else None, answers[prompt]))
+        found.append(_Sample(prompt, *scores, earlier[0] if same else None, answers[prompt]))
     return found, remarks

@@ -126,7 +126,7 @@ def _fill(page: str, marks: tuple[str, str], text: str, name: str = "the page") 
     return f"{before}{first}\n{text}\n{second}{after}"
 
 
-def _as_markdown(results: Results, shown: str, found: Sequence[Family], images: Sequence[str]) -> str:
+def _as_markdown(results: Results, shown: str, found: Sequence[_Family], images: Sequence[str]) -> str:
     """Return the generated part of the page; `shown`: the tables."""
     spec = results.spec
     kind = ("means", "t") if spec.interval == "t" else ("interquartile means", "bootstrap")
@@ -195,7 +195,7 @@ def _named(rows: Sequence[Row]) -> str:
     return "; ".join(f"{Cell(r.task, r.method, tuple(r.levels.items()))} seed {r.seed}" for r in rows)
 
 
-def claims(results: Results, found: Sequence[Family] = ()) -> Iterator[str]:
+def claims(results: Results, found: Sequence[_Family] = ()) -> Iterator[str]:
     """Yield the numbers of verdicts, claims and looks, and the table of claims; `found`: the findings."""
     spec, late = results.spec, results.spec.added_later()
     looks = 0 if results.missing else spec.look([asdict(row) for row in results.rows])
@@ -211,7 +211,7 @@ def claims(results: Results, found: Sequence[Family] = ()) -> Iterator[str]:
     yield as_table(lines, left=4)
 
 
-def verdicts(results: Results, found: Sequence[Family]) -> Iterator[Judged]:
+def verdicts(results: Results, found: Sequence[_Family]) -> Iterator[Judged]:
     """Yield the claims with their verdicts, none stronger than a finding unless it was made before the runs.
 
     Args:
@@ -242,7 +242,7 @@ def _charts(results: Results) -> Iterator[Chart]:
             yield Chart(declared.file_name, "", "", panels)
 
 
-def _draw(table: Shown, methods: Sequence[str], axes: Axes) -> None:
+def _draw(table: _Shown, methods: Sequence[str], axes: Axes) -> None:
     """Draw a panel, with the intervals of the table as bands.
 
     Values of the axis have equal distances. A value is drawn if more than half of the runs have it.
@@ -279,7 +279,7 @@ _UNKNOWN = re.compile("[^\0-\xff]|[\xd0\xde\xf0\xfe]")  # characters that pdflat
 _INTERVAL = re.compile(r" \((-?[\d.]+), (-?[\d.]+)\)")
 
 
-class Entry(NamedTuple):
+class _Entry(NamedTuple):
     """A cell of a table: its text in Markdown, the estimate, runs with a value, runs, collapsed runs."""
 
     text: str
@@ -290,14 +290,14 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shown:
+class _Shown:
     """A table of a task: title, headings of the columns, and a row of entries for each method."""
 
     task: str
     table: Table
     title: str
     columns: Sequence[str]
-    rows: Mapping[str, Sequence[Entry]]
+    rows: Mapping[str, Sequence[_Entry]]
 
     @property
     def lines(self) -> list[list[str]]:
@@ -306,7 +306,7 @@ class Shown:
         return [[self.title, *self.columns], *body]
 
 
-def tables(results: Results, declared: Sequence[Table] | None = None) -> Iterator[Shown]:
+def tables(results: Results, declared: Sequence[Table] | None = None) -> Iterator[_Shown]:
     """Yield tables (None: those of the study), task by task, without columns whose cells have no runs."""
     spec = results.spec
     for name, task in spec.tasks.items():
@@ -334,10 +334,10 @@ def tables(results: Results, declared: Sequence[Table] | None = None) -> Iterato
             if columns:
                 entries = zip(*(found[column] for column in columns), strict=True)
                 rows = dict(zip(spec.methods, entries, strict=True))
-                yield Shown(name, table, title or titles.get(quantity, quantity), columns, rows)
+                yield _Shown(name, table, title or titles.get(quantity, quantity), columns, rows)
 
 
-def _entry(results: Results, table: Table, cell: Cell) -> Entry:
+def _entry(results: Results, table: Table, cell: Cell) -> _Entry:
     """Return a cell of a table; the text is empty if the cell belongs to no grid."""
     found = results.contrast(results.terms(table.quantity, cell, table.axis))
     percentile = results.spec.interval == "percentile"
@@ -357,7 +357,7 @@ def _entry(results: Results, table: Table, cell: Cell) -> Entry:
     else:
         text = f"{estimate.centre:.2f}" if having else "-"
         text += f" [{having}/{runs}]" if having < runs else ""
-    return Entry(text if runs else "", estimate, having, runs, fallen)
+    return _Entry(text if runs else "", estimate, having, runs, fallen)
 
 
 def over_tasks(results: Results) -> Iterator[list[list[str]]]:
@@ -394,7 +394,7 @@ def over_tasks(results: Results) -> Iterator[list[list[str]]]:
 
 
 @dataclass(frozen=True)
-class Finding:
+class _Finding:
     """The test of one difference of a family."""
 
     names: Sequence[str]  # the name of the difference, and those of equal ones
@@ -410,16 +410,16 @@ class Finding:
         return " = ".join(f"`{name}`" for name in self.names)
 
 
-class Family(NamedTuple):
+class _Family(NamedTuple):
     """Differences of a column that are corrected together: task, column, what they are, and their tests."""
 
     task: str
     column: str
     what: str
-    findings: Sequence[Finding]
+    findings: Sequence[_Finding]
 
 
-def families(results: Results) -> Iterator[Family]:
+def families(results: Results) -> Iterator[_Family]:
     """Yield the tests at the last value of each axis with a table of losses: of losses, and against bases.
 
     Without a table of losses, methods are compared with their bases at the bases of all axes.
@@ -448,12 +448,12 @@ def families(results: Results) -> Iterator[Family]:
             if made:
                 margin = None if what == _AGAINST else spec.margin
                 found = tested(made, results.level, margin)
-                yield Family(task, f"{axis} {at[axis]}" if at else "all", what, found)
+                yield _Family(task, f"{axis} {at[axis]}" if at else "all", what, found)
 
 
 def tested(
     contrasts: Mapping[str, Contrast], level: float = LEVEL, margin: float | None = None
-) -> list[Finding]:
+) -> list[_Finding]:
     """Return the tests of a family of differences, the largest difference first; equal ones count once."""
     names = statistics.distinct({name: each.samples for name, each in contrasts.items()})
     cases, n = [contrasts[name] for name in names], len(names)
@@ -467,11 +467,11 @@ def tested(
             verdict = f"cannot be decided with {each.seeds} seeds"
         small = _SUPPORTED if lower < level / 2 else _SUGGESTED if low < level / 2 else UNDECIDED
         small = UNDECIDED if each.unsure("less", n, level) else small
-        found.append(Finding(same, each, raw, corrected, verdict, small))
+        found.append(_Finding(same, each, raw, corrected, verdict, small))
     return sorted(found, key=lambda finding: -finding.contrast.estimate.centre)
 
 
-def _weaker_finding(spec: Spec, claim: Judged, found: Sequence[Family]) -> str | None:
+def _weaker_finding(spec: Spec, claim: Judged, found: Sequence[_Family]) -> str | None:
     """Return the verdict of a finding that does not support what a decided claim says; None: there is none.
 
     A claim says that a difference is not 0, or that a loss is below the margin, and findings are about both.
@@ -496,7 +496,7 @@ def _weaker_finding(spec: Spec, claim: Judged, found: Sequence[Family]) -> str |
     return weak[0] if weak and (holds or len(weak) == len(known)) else None
 
 
-def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
+def findings(results: Results, found: Sequence[_Family]) -> Iterator[str]:
     """Yield what is supported, only suggested, and undecided, as sentences; none while runs are missing."""
     if results.missing:
         return
@@ -610,7 +610,7 @@ def as_table(lines: Sequence[Sequence[str]], left: int = 1) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
 
 
-def as_latex(table: Shown) -> str:
+def as_latex(table: _Shown) -> str:
     """Return a table for LaTeX with the package booktabs."""
     head, *body = (" & ".join(map(_in_latex, line)) + r" \\" for line in table.lines)
     begin = [f"% {table.task}", r"\begin{tabular}{l" + "r" * len(table.columns) + "}", r"\toprule"]
@@ -627,7 +627,7 @@ def _in_latex(text: str) -> str:
     return _UNKNOWN.sub(lambda each: f"U+{ord(each[0]):04X}", text)
 
 
-def for_terminal(table: Shown) -> Iterator[str]:
+def for_terminal(table: _Shown) -> Iterator[str]:
     """Yield the lines of a table, at most `_WIDTH` columns wide; intervals as half of their width."""
     texts = [["", *table.columns]]
     for method, row in table.rows.items():
@@ -643,7 +643,7 @@ def for_terminal(table: Shown) -> Iterator[str]:
             yield f"{line[0]:{first}}" + "".join(f"  {text:>{wide}}" for text in line[start : start + count])
 
 
-def _tables_csv(tables: Sequence[Shown]) -> str:
+def _tables_csv(tables: Sequence[_Shown]) -> str:
     """Return tables as CSV, one line per task, method and column."""
     lines = [
         [each.table.quantity, each.task, method, column, *entry.estimate[:3], *entry[2:]]
@@ -655,7 +655,7 @@ def _tables_csv(tables: Sequence[Shown]) -> str:
     return _csv("quantity,task,method,column,centre,low,high,seeds,runs,collapsed", lines)
 
 
-def tests_csv(found: Sequence[Family]) -> str:
+def tests_csv(found: Sequence[_Family]) -> str:
     """Return the tests as CSV: estimates, p-values, verdicts, and what the seeds could detect."""
     lines = []
     for task, column, what, each in ((*family[:3], each) for family in found for each in family.findings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -33,7 +34,7 @@ from rlhf.study.rows import FAILED, FINISHED, Results, Row, judged, named, read_
 from rlhf.study.spec import TABLE, TUNE, Cell, Run, Spec, Tune, Tuned
 from rlhf.usercode.address import ONLY_HERE
 from rlhf.words import catalogue
-from rlhf.words.catalogue import Override, read_overrides
+from rlhf.words.catalogue import read_overrides
 from rlhf.words.identity import run_name, what_counts
 from rlhf.words.mistakes import explained
 from rlhf.words.suggestions import is_own, lacking, one_of, suggestion
@@ -42,6 +43,9 @@ from rlhf.words.suggestions import is_own, lacking, one_of, suggestion
 #
 # The value with the highest mean over the tuning seeds is chosen; among equal ones, the first. A run that
 # diverged or failed counts as the worst value of its task. `rates.json` has every choice.
+
+
+_Saved = TypeVar("_Saved")
 
 
 @dataclass(frozen=True)
@@ -149,19 +153,29 @@ def read_choices(file: Path) -> dict[tuple[str, str, str], Choice]:
     Raises:
         UserError: the file is damaged.
     """
-    if not file.exists():
-        return {}
-    remedy = f"delete the file: {files.delete_command(file)}"
-    tree = files.read_json(file, remedy)
-    try:
+
+    def read(tree: dict[str, Any]) -> dict[tuple[str, str, str], Choice]:
         return {
             (task, method, point): Choice(**choice)
             for task, methods in tree.items()
             for method, points in methods.items()
             for point, choice in points.items()
         }
+
+    return read_saved(file, "choices", read)
+
+
+def read_saved(file: Path, what: str, read: Callable[[dict[str, Any]], _Saved]) -> _Saved:
+    """Return what `read` makes of the JSON object in a file, or of an empty one if the file does not exist.
+
+    Raises:
+        UserError: the file is damaged; `what`: what it has.
+    """
+    remedy = f"delete the file: {files.delete_command(file)}"
+    try:
+        return read(files.read_json(file, remedy) if file.exists() else {})
     except (TypeError, AttributeError) as error:
-        raise UserError(f"{file} must have choices as studies write them, got: {error}; {remedy}") from None
+        raise UserError(f"{file} must have {what} as studies write them, got: {error}; {remedy}") from None
 
 
 def write_choices(file: Path, choices: Mapping[tuple[str, str, str], Choice]) -> None:
@@ -222,16 +236,8 @@ def run_digest(cfg: Config) -> str:
     The digits are those of the run name, except that absolute paths below the current folder count as
     relative ones, so that a checkout can be moved.
     """
-    here = f"{Path.cwd()}/"
-
-    def portable(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: portable(each) for key, each in value.items()}
-        if isinstance(value, list):
-            return [portable(each) for each in value]
-        return value.removeprefix(here) if isinstance(value, str) else value
-
-    return files.digest(portable(what_counts(cfg)))
+    here = json.dumps(f"{Path.cwd()}/")[:-1]  # with the quotation mark that begins a text
+    return files.digest(json.loads(json.dumps(what_counts(cfg)).replace(here, '"')))
 
 
 def inputs(cfg: Config) -> dict[str, str]:
@@ -412,9 +418,13 @@ class Configs:
         for run in examples:
             try:
                 texts = problems(self.config(run))
-                if run is table and self._seed_is_read(run):
-                    keys = ", ".join(self.spec.repeat)
-                    texts.append(f"repeat must have keys that no other key reads, got {keys}; leave them out")
+                if run is table:  # does the seed change another key?
+                    tuned = self.spec.tune.seeds if self.spec.tune else ()
+                    seed = max(*self.spec.seeds, *tuned, 0) + 1
+                    changed = self.of_cells[run._replace(seed=0)].with_(dict.fromkeys(self.spec.repeat, seed))
+                    if self._compose(self.spec.overrides_of(run._replace(seed=seed))) != changed:
+                        rule = "repeat must have keys that no other key reads, got"
+                        texts.append(f"{rule} {', '.join(self.spec.repeat)}; leave them out")
             except UserError as error:
                 texts = self._mistakes(self.spec.overrides_of(run)) or list(error.problems)
             for text in texts:
@@ -437,13 +447,6 @@ class Configs:
         found = (text for key, section in sections(cfg) for text in section.problems(key))
         return [text for text in found if text.partition(" ")[0] in keys]
 
-    def _seed_is_read(self, run: Run) -> bool:
-        """Return whether another key depends on a key of `repeat`, so that the seed changes it."""
-        tuned = self.spec.tune.seeds if self.spec.tune else ()
-        other = run._replace(seed=max(*self.spec.seeds, *tuned, 0) + 1)
-        changed = self.of_cells[run._replace(seed=0)].with_(dict.fromkeys(self.spec.repeat, other.seed))
-        return self._compose(self.spec.overrides_of(other)) != changed
-
     def _compose(self, words: Sequence[str]) -> Config:
         if (folder := self.spec.config_dir) is not None and not folder.is_dir():
             rule = f"config_dir must be a folder laid out like conf/ (relative to {self.spec.file})"
@@ -451,7 +454,11 @@ class Configs:
         with catalogue.also(self.spec.config_dir):
             if len(candidates()) > 1:  # generator=auto depends on all overrides
                 return composed(list(words))
-            options = tuple(each.text for each in read_overrides(words) if self._is_option(each))
+            options = tuple(  # overrides that may select an option of a group, or add or remove something
+                each.text
+                for each in read_overrides(words)
+                if each.sign or not ("." in each.key and "@" not in each.key or each.key in self.spec.repeat)
+            )
             if options not in self.nodes:
                 self.nodes[options] = composed_node(list(options))
             node = copy.deepcopy(self.nodes[options])
@@ -459,11 +466,6 @@ class Configs:
                 for each in OverridesParser.create().parse_overrides([w for w in words if w not in options]):
                     OmegaConf.update(node, each.key_or_group, each.value())
             return as_objects(node, words)
-
-    def _is_option(self, override: Override) -> bool:
-        """Return whether an override may select an option of a group, or adds or removes something."""
-        is_key = "." in override.key and "@" not in override.key
-        return bool(override.sign) or not (is_key or override.key in self.spec.repeat)
 
 
 class Plan:

@@ -71,15 +71,15 @@ class Row:
 _FIELDS = get_type_hints(Row)
 
 
-def fits(value: object, hint: Any) -> bool:
+def _fits(value: object, hint: Any) -> bool:
     """Return whether a value of a JSON file has the type `hint`; numbers are finite."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is UnionType:
-        return any(fits(value, each) for each in inner)
+        return any(_fits(value, each) for each in inner)
     if kind is Mapping:
-        return isinstance(value, dict) and all(fits(each, inner[1]) for each in value.values())
+        return isinstance(value, dict) and all(_fits(each, inner[1]) for each in value.values())
     if kind is Sequence:
-        return isinstance(value, list) and all(fits(each, inner[0]) for each in value)
+        return isinstance(value, list) and all(_fits(each, inner[0]) for each in value)
     return finite(value) if hint is float else isinstance(value, hint)
 
 
@@ -91,7 +91,7 @@ def read_rows(file: Path) -> list[Row]:
     """
     rows = read_lines(file, tuple(_FIELDS))
     for row in rows:
-        wrong = [name for name, hint in _FIELDS.items() if not fits(row[name], hint)]
+        wrong = [name for name, hint in _FIELDS.items() if not _fits(row[name], hint)]
         if wrong or row["status"] not in (FINISHED, DIVERGED, FAILED):
             rule = f"{file} must have {', '.join(wrong) or 'status'} as studies write them"
             raise UserError(f"{rule}, got others in run {row['run']}; restore the file, or delete the line")

@@ -37,7 +37,7 @@ class Quantity(StrEnum):
 
 
 _QUANTITIES = tuple(Quantity)[:5]
-Levels = Mapping[str, str]  # axis -> value
+_Levels = Mapping[str, str]  # axis -> value
 Grid = Mapping[str, tuple[str, ...]]  # "task", "method" or axis -> the values that are combined
 
 
@@ -78,8 +78,8 @@ class Tune:
 
     values: Mapping[str, tuple[str, ...]]  # the values that are compared, by config key
     seeds: tuple[int, ...]  # seeds of the runs for the choice; no table uses them
-    at: Mapping[str, Levels]  # points of the choice by name: axis values, else the base of an axis
-    reach: Mapping[str, Levels]  # from which axis values on a cell uses a point: the last one counts
+    at: Mapping[str, _Levels]  # points of the choice by name: axis values, else the base of an axis
+    reach: Mapping[str, _Levels]  # from which axis values on a cell uses a point: the last one counts
     extend: int = 0  # how many more values are compared beyond an edge of the grid
     source: Spec | None = None  # the study whose choices are used; None: this study chooses
     check: bool = False  # with `source`, whether the neighbours of each chosen value are compared
@@ -129,7 +129,7 @@ class Include:
 
     spec: Spec
     grids: Sequence[Grid]
-    levels: Levels
+    levels: _Levels
 
 
 class Cell(NamedTuple):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ from rlhf.report.runs import Status, read_run
 from rlhf.report.tables import value_of
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import LOCK, Lock, unwritable
-from rlhf.study.plan import FAILURES, ROW, Collection, Configs, Only, Plan, Planned, inputs, stale
+from rlhf.study.plan import FAILURES, ROW, Collection, Configs, Only, Plan, Planned, inputs, read_saved, stale
 from rlhf.study.rows import DIVERGED, FAILED, FINISHED, Row, packed, read_rows, write_rows
 from rlhf.study.spec import TABLE, Run, Spec
 from rlhf.terminal.console import console, print_error, show
@@ -239,9 +240,17 @@ class Worker:
         if not lock.acquire():
             return False
         try:
-            if not _is_done(self.plan.spec, planned):
-                _begin(planned)
-                self._carry_out(planned)
+            if _is_done(self.plan.spec, planned):
+                return True
+            identity = planned.folder / _IDENTITY
+            wanted = {"run": planned.digest, "inputs": dict(planned.inputs), "results": RESULTS}
+            remedy = files.delete_command(planned.folder)
+            if not identity.exists() or files.read_json(identity, remedy) != wanted:
+                for path in planned.folder.iterdir():  # of another identity, such as that of changed data
+                    if path.name != LOCK:
+                        files.discard(path)
+                files.write_json(identity, wanted)
+            self._carry_out(planned)
         finally:
             lock.release()
         return True
@@ -349,18 +358,6 @@ def _is_done(spec: Spec, planned: Planned) -> bool:
     """Return whether the run folder has a row that is not stale."""
     rows = read_rows(planned.folder / ROW)
     return bool(rows) and rows[0].run == planned.digest and not stale(rows[0], planned.inputs, spec.accept)
-
-
-def _begin(planned: Planned) -> None:
-    """Remove the files of another identity from the run folder, such as those of changed data."""
-    folder, identity = planned.folder, planned.folder / _IDENTITY
-    wanted = {"run": planned.digest, "inputs": dict(planned.inputs), "results": RESULTS}
-    if identity.exists() and files.read_json(identity, files.delete_command(folder)) == wanted:
-        return
-    for path in folder.iterdir():
-        if path.name != LOCK:
-            files.discard(path)
-    files.write_json(identity, wanted)
 
 
 def _failures(folder: Path) -> list[str]:
@@ -705,7 +702,16 @@ def measured_price(plan: Plan) -> Price:
             due.setdefault(cost, run)
     for number, (cost, run) in enumerate(due.items(), 1):
         show(f"[{number}/{len(due)}] pilot of {_UPDATES} updates: {run}")
-        known[cost] = _pilot(plan, run, f"{plan.spec.name}  {_bar(number - 1, len(due))} pilots")
+        folder = plan.spec.folder / "pilots" / plan.configs.planned(run).folder.name
+        files.discard(folder)
+        folder.mkdir(parents=True)
+        process = forked(partial(_measure, plan.configs.config(run), folder), folder / OUTPUT)
+        progress = Text(f"{plan.spec.name}  {_bar(number - 1, len(due))} pilots")
+        with Live(progress, console=console, transient=True, auto_refresh=False):
+            wait_for(process, partial(_announce, folder, run, set()))
+        if not (result := folder / "pilot.json").exists():
+            raise RunError(f"the pilot of {run} failed; its output: {folder / OUTPUT}")
+        known[cost] = Pilot(**files.read_json(result, files.delete_command(result)))
         files.write_json(file, {each: asdict(pilot) for each, pilot in known.items()})
     found = price_of(plan)
     limit, hours = plan.spec.budget.get("cpu_hours"), (found.done_s + found.left_s) / 3600
@@ -719,12 +725,7 @@ def measured_price(plan: Plan) -> Price:
 
 def read_pilots(file: Path) -> dict[str, Pilot]:
     """Return the pilots in a file, by `Configs.cost`."""
-    remedy = files.delete_command(file)
-    tree = files.read_json(file, remedy) if file.exists() else {}
-    try:
-        return {key: Pilot(**each) for key, each in tree.items()}
-    except TypeError as error:
-        raise UserError(f"{file} must have pilots as studies write them, got: {error}; {remedy}") from None
+    return read_saved(file, "pilots", lambda tree: {key: Pilot(**each) for key, each in tree.items()})
 
 
 class _Stopwatch(Hook):
@@ -747,23 +748,8 @@ class _Stopwatch(Hook):
             raise StopRun("pilot")
 
 
-def _pilot(plan: Plan, run: Run, progress: str) -> Pilot:
-    """Carry out a pilot in a process of its own; `progress`: what a terminal shows meanwhile."""
-    folder = plan.spec.folder / "pilots" / plan.configs.planned(run).folder.name
-    files.discard(folder)
-    folder.mkdir(parents=True)
-    cfg, output = plan.configs.config(run), folder / OUTPUT
-    process, seen = forked(lambda: _measure(cfg, folder), output), set[str]()
-    with Live(Text(progress), console=console, transient=True, auto_refresh=False):
-        wait_for(process, lambda: _announce(folder, run, seen))
-    result = folder / "pilot.json"
-    if not result.exists():
-        raise RunError(f"the pilot of {run} failed; its output: {output}")
-    return Pilot(**files.read_json(result, files.delete_command(result)))
-
-
 def _measure(cfg: Config, folder: Path) -> None:
-    """Carry out a pilot in this process, and write its cost to pilot.json."""
+    """Carry out a pilot in this process, which was forked for it, and write its cost to pilot.json."""
     from rlhf.stages.prerequisites import complete
     from rlhf.stages.run import run as train
 

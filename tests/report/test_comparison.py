@@ -97,13 +97,7 @@ def test_equal_and_unfinished_runs_do_not_beat_each_other(tmp_path):
     write_scores(tmp_path / "c", [9.0] * 32, finished=False, **{"optim.lr": 0.2})
     (found,) = only(tmp_path)
     assert found.p == 1.0 and "undecided" in str(found)
-
-
-def test_unfinished_runs_alone_have_a_result_and_no_differences(tmp_path):
-    write_run(tmp_path / "a", finished=False, updates=2)
-    (section,) = read(tmp_path)
-    assert differences(section) == []
-    assert result(section).endswith("4.0 s of training, unfinished.")
+    assert only(tmp_path / "c") == []
 
 
 def test_runs_of_other_lengths_are_not_ranked_together(tmp_path):

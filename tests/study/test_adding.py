@@ -10,13 +10,14 @@ from rlhf.study.file import read_spec
 from rlhf.study.plan import Plan
 from rlhf.study.rows import Results, write_rows
 from rlhf.study.study import Study
-from tests.study.test_planning import STUDY, row, study  # noqa: F401
+from tests.study.conftest import STUDY
+from tests.study.test_planning import row
 
 MINE = "methods: {mine: [algo=bok]}\nclaims: {mine is better: value(mine) > value(dpo)}\n"
 
 
 @pytest.fixture
-def files(study, tmp_path):  # noqa: F811
+def files(study, tmp_path):
     spec = study(STUDY.replace("all}]", "all}, {method: dpo, lag: 4}]"))
     write_rows(spec.rows, [replace(row(each), cpu_s=4.0) for each in Plan(spec, []).runs])
     (tmp_path / "mine.yaml").write_text(f"study: beside\n{MINE}")
@@ -26,37 +27,49 @@ def files(study, tmp_path):  # noqa: F811
 def test_the_new_study_runs_its_methods_in_the_cells_of_the_other_and_shows_its_rows(files):
     spec, mine = files
     added = read_spec(adding.write_study(spec, mine))
-    assert [str(each.run) for each in Plan(added, []).runs][:2] == [
-        "short mine lag=0 seed 1",
-        "short mine lag=1 seed 1",
-    ]
+    first = [str(each.run) for each in Plan(added, []).runs][:2]
+    assert first == ["short mine lag=0 seed 1", "short mine lag=1 seed 1"]
     results = Results.read(added)
     assert results.missing == results.expected == 6 and len(results.rows) == 12
-    mine.write_text(f"study: beside\n{MINE}grids: [{{lag: 1}}]\n")
-    with pytest.raises(UserError, match="exists and differs"):
-        adding.write_study(spec, mine)
     added.file.unlink()
-    with pytest.raises(UserError, match="mine.yaml, line 3: claims.mine is better must be about cells"):
-        adding.write_study(spec, mine)
     mine.write_text(f"study: beside\n{MINE.replace('(dpo)', '(dpo) at lag=1')}grids: [{{lag: 1}}]\n")
     fewer = read_spec(adding.write_study(spec, mine))
     assert {str(each.run.cell) for each in Plan(fewer, []).runs} == {"short mine lag=1"}
     assert {str(each.run.cell) for each in adding.anchors(Study(spec), fewer)} == {"short dpo lag=1"}
-    fewer.file.unlink()
-    mine.write_text("study: beside\nmethods: {mine: [algo=bok]}\nclaims: {no: value(nobody) > 0}\n")
-    with pytest.raises(UserError, match="mine.yaml: claims.no .*nobody"):
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            f"study: beside\n{MINE}grids: [{{lag: 1}}]\n",
+            ", line 3: claims.mine is better must be about cells",
+        ),
+        (
+            "study: beside\nmethods: {mine: [algo=bok]}\nclaims: {no: value(nobody) > 0}\n",
+            ".*claims.no .*nobody",
+        ),
+        (f"study: beside\n{MINE}grids: [lag]\n", ", line 4: grids.0 must be a mapping"),
+        (
+            "study: beside\nmethods:\n  mine: [algo=bok, algo.betta=1]\n",
+            r", line 3: methods.mine \(short mine lag=0 and 2 more cells\): algo.betta must be",
+        ),
+        ("methods: {dpo: [algo=dpo]}", ", line 1: methods.dpo must not be a method of short"),
+    ],
+)
+def test_a_mistake_has_its_line_in_the_file_of_the_methods_and_writes_no_study(files, text, found):
+    spec, mine = files
+    mine.write_text(text)
+    with pytest.raises(UserError, match=f"{mine}{found}"):
         adding.write_study(spec, mine)
-    mine.write_text(f"study: beside\n{MINE}grids: [lag]\n")
-    with pytest.raises(UserError, match="mine.yaml, line 4: grids.0 must be a mapping"):
-        adding.write_study(spec, mine)
-    mine.write_text("study: beside\nmethods:\n  mine: [algo=bok, algo.betta=1]\n")
-    with pytest.raises(UserError) as error:
-        adding.write_study(spec, mine)
-    (typo,) = error.value.problems
-    assert f"{mine}, line 3: methods.mine (short mine lag=0 and 2 more cells): algo.betta must be" in typo
-    assert not fewer.file.exists()
-    mine.write_text("methods: {dpo: [algo=dpo]}")
-    with pytest.raises(UserError, match="methods.dpo must not be a method of short"):
+    assert not (spec.file.parent / "beside.yaml").exists()
+
+
+def test_a_study_that_exists_is_not_replaced(files):
+    spec, mine = files
+    adding.write_study(spec, mine)
+    mine.write_text(f"study: beside\n{MINE}grids: [{{lag: 1}}]\n")
+    with pytest.raises(UserError, match="exists and differs"):
         adding.write_study(spec, mine)
 
 
@@ -82,6 +95,6 @@ def test_anchors_say_whether_old_and_new_rows_are_paired(files, monkeypatch):
     assert [event["equal"] for event in added.events("anchors")] == [True, False]
 
 
-def old(study, where):  # noqa: F811
+def old(study, where):
     (planned,) = study.plan({name: [value] for name, value in where.items()}).runs
     return planned.row

@@ -16,21 +16,26 @@ methods: {dpo: [algo=dpo], rloo: [algo=rloo]}
 axes: {lag: {key: schedule.max_lag, values: [0, 1, 4], base: 0}}
 grids: [{lag: [0, 4]}]
 """
-LONG = "n" * 33
+
+
+def checked(folder, text):
+    """Return the plan of a study file, whose runs are valid."""
+    (folder / "short.yaml").write_text(text)
+    plan = Plan(read_spec(folder / "short.yaml"), [])
+    plan.check()
+    return plan
 
 
 def problems(folder, text):
     """Return the problems of a study file without its path."""
-    (folder / "short.yaml").write_text(text)
     with pytest.raises(UserError) as error:
-        Plan(read_spec(folder / "short.yaml"), []).check()
+        checked(folder, text)
     assert all("; " in each for each in error.value.problems)
     return [each.removeprefix(f"{folder}/short.yaml") for each in error.value.problems]
 
 
 def test_the_study_without_mistakes_is_valid(tmp_path):
-    (tmp_path / "short.yaml").write_text(STUDY + "claims: {a: loss(dpo) < loss(rloo) at lag=4}\n")
-    Plan(read_spec(tmp_path / "short.yaml"), []).check()
+    checked(tmp_path, STUDY + "claims: {a: loss(dpo) < loss(rloo) at lag=4}\n")
 
 
 @pytest.mark.parametrize(
@@ -40,10 +45,8 @@ def test_the_study_without_mistakes_is_valid(tmp_path):
         ("{dpo:", "&a {best: *a, dpo:", " must be YAML, got: an alias inside of what"),
         ("{dpo:", "{[a, b]: [algo=ppo], dpo:", ", line 5: methods.[a, b] must be named by up to 32"),
         ("{dpo:", "{same: [algo=ppo], dpo:", ", line 5: methods.same must be named by"),
-        ("{dpo:", f"{{{LONG}: [algo=ppo], dpo:", f", line 5: methods.{LONG} must be named by"),
-        ("study: short", f"study: {LONG * 2}", ", line 1: study must be a name of at most 60"),
+        ("study: short", f"study: {'n' * 61}", ", line 1: study must be a name of at most 60"),
         ("seeds: 2", "seeds:", ", line 3: seeds must be a number of seeds (to 9999), or a list"),
-        ("seeds: 2", "seeds: 10000", ", line 3: seeds must be a number of seeds (to 9999)"),
         ("seeds: 2", "title: [a]", ", line 3: title must be a text, got ['a']"),
         ("seeds: 2", "resources: {thread: 1}", ", line 3: resources.thread must be one of threads, gpus"),
         ("seeds: 2", "resources: {threads: x}", ", line 3: resources.threads must be a whole number"),
@@ -52,30 +55,19 @@ def test_the_study_without_mistakes_is_valid(tmp_path):
         ("seeds: 2", "claims: {a: 'none.py:f'}", ", line 3: claims.a must name a function"),
         ("seeds: 2", "tune: {optim.lr: [1e-4], seeds: [9]}", "tune.optim.lr must have several different"),
         ("seeds: 2", "looks: 0", ", line 3: looks must be a whole number of at least 1, got 0; write 1"),
-        ("seeds: 2", "resources: {minutes: 0}", "resources.minutes must be a whole number of at least 1"),
         ("seeds: 2", "tune: {optim.lr: [1e-4, x], seeds: [9]}", ", line 3: tune.optim.lr (sums dpo lag=0"),
-        ("seeds: 2", "tune: {optim.lr: [1, 2], seeds: [9], set: [lr=1]}", ", line 3: tune.set (sums dpo"),
         ("seeds: 2", "tune: {optim.lr: [1, 2], seeds: [9], check: true}", "tune.check must have tune.from"),
         ("eval/gold_score", "lr", ", line 4: tasks.sums.metric must be a metric of the evaluations"),
-        ("eval/gold_score", "eval/gold", "metric must name a metric that rows keep (see docs/"),
         ("[0, 1, 4]", "[0, 4, 4]", ", line 6: axes.lag must have key and different values"),
         ("[0, 4]}", "[]}", ", line 7: grids.0.lag must have a lag, got none; write grids.0.lag: all"),
         ("seeds: 2", "tables: [loss]", ", line 3: tables.0 must be over an axis, got loss"),
         ("seeds: 2", "tables: [at_kl]", ", or a metric), got at_kl; add tasks.<name>.at_kl"),
         ("seeds: 2", "tables: [eval/nope]", ", line 3: tables.0 must name a metric that rows keep"),
         ("seeds: 2", "figures: [mismatch/es]", "got mismatch/es; did you mean mismatch/ess?"),
-        ("seeds: 2", "claims: {a: eval/k(dpo) < 1}", "claims.a must name a metric that rows keep"),
         ("seeds: 2", "tables: [vlaue over lag]", "got vlaue over lag; did you mean value?"),
-        ("seeds: 2", "tables: [gold_score over lag]", "gold_score over lag; did you mean eval/gold_score?"),
         ("seeds: 2", "figures: [value over lga]", ", got lga; did you mean lag?"),
-        ("seeds: 2", "tables: [environment/turns]", "tables.0 must name a metric that rows keep"),
-        ("seeds: 2", "tables: [part/sums/scores]", "tables.0 must name a metric that rows keep"),
-        ("seeds: 2", "tables: [eval/gold_scor_low]", "did you mean eval/gold_score?"),
-        ("seeds: 2", "claims: {a: eval/gold_scor(dpo) < 1}", "did you mean eval/gold_score?"),
         ("seeds: 2", "claims: {a: gold_score(dpo) < 1}", "not gold_score (did you mean eval/gold_score?)"),
         ("seeds: 2", "claims: {a: value(dpoo) < 1}", "not dpoo (did you mean dpo?)"),
-        ("seeds: 2", "claims: {a: value(dpo) < 1 at lga=4}", "not lga (did you mean lag?)"),
-        ("seeds: 2", "claims: {a: value(dpo) < 1 at lag=44}", "not 44 (did you mean 4?)"),
         ("seeds: 2", "config_dir: none", "config_dir must be a folder laid out like conf/ (relative to"),
         ("seeds: 2", "claims: {a: at_kl(dpo) < 1}", "a metric, not at_kl (add tasks.<name>.at_kl)"),
         ("seeds: 2", "claims: {a: value(same) > value(dpo)}", "claims.a must have same on the right only"),
@@ -98,16 +90,13 @@ def test_a_metric_is_refused_if_no_run_has_its_judge_or_scorer(tmp_path):
     supervised = text.replace("{dpo: [algo=dpo], rloo: [algo=rloo]}", "{sft: [algo=sft]}")
     (found,) = problems(tmp_path, supervised)
     assert found.startswith(", line 6: tables.0 must be a metric that the runs have, got eval/score; choose")
-    (tmp_path / "short.yaml").write_text(text.replace("{dpo:", "{sft: [algo=sft], dpo:"))
-    Plan(read_spec(tmp_path / "short.yaml"), []).check()  # the table has a column without values of sft
+    checked(tmp_path, text.replace("{dpo:", "{sft: [algo=sft], dpo:"))  # sft has no value in the table
 
 
 def test_a_task_without_runs_has_a_metric_that_is_not_judged_by_runs(tmp_path):
     tasks = "{sums: {metric: eval/gold_score}, later: {metric: eval/win_rate, set: [scorer@gold=none]}}"
     text = STUDY.replace("{sums: {metric: eval/gold_score}}", tasks)
-    (tmp_path / "short.yaml").write_text(text.replace("{lag: [0, 4]}", "{task: sums, lag: [0, 4]}"))
-    plan = Plan(read_spec(tmp_path / "short.yaml"), [])
-    plan.check()
+    plan = checked(tmp_path, text.replace("{lag: [0, 4]}", "{task: sums, lag: [0, 4]}"))
     assert {each.run.cell.task for each in plan.runs} == {"sums"}
     (found,) = problems(tmp_path, text)
     assert ": tasks.later.metric must be a metric that the runs have, got eval/win_rate; set scorer" in found
@@ -133,24 +122,18 @@ def test_mistakes_in_option_value_and_claim_are_reported_together(tmp_path):
     assert "optim.lr must be > 0" in second and "claims.a must be about cells" in third
 
 
-def test_metrics_of_own_code_are_not_refused(tmp_path):
+def test_metrics_of_own_code_are_not_refused_but_misspelled_ones_are(tmp_path):
     (tmp_path / "own.py").write_text("def length(prompt, response):\n    return len(response)\n")
     own = f"debug=tiny, scorer=function, 'scorer.path={tmp_path}/own.py:length'"
-    (tmp_path / "short.yaml").write_text(STUDY.replace("debug=tiny", own) + "tables: [own/nope]\n")
-    plan = Plan(read_spec(tmp_path / "short.yaml"), [])
-    plan.check()
+    text = STUDY.replace("debug=tiny", own)
+    plan = checked(tmp_path, text + "tables: [own/nope]\n")
     assert any("tables.0: your code must return own/nope" in line for line in plan.lines())
+    names = ["eval/gold_scor", "eval/nope", "objective/score", "loss/polic"]
+    found = problems(tmp_path, text + f"tables: [{', '.join(names)}]\n")
+    assert [each.partition(", got ")[2].partition(";")[0] for each in found] == names
 
 
-@pytest.mark.parametrize("name", ["eval/gold_scor", "eval/nope", "objective/score", "loss/polic"])
-def test_own_code_excuses_no_misspelled_metric(tmp_path, name):
-    (tmp_path / "own.py").write_text("def length(prompt, response):\n    return len(response)\n")
-    own = f"debug=tiny, scorer=function, 'scorer.path={tmp_path}/own.py:length'"
-    (found,) = problems(tmp_path, STUDY.replace("debug=tiny", own) + f"tables: [{name}]\n")
-    assert f"got {name}; " in found
-
-
-@pytest.mark.parametrize("folder", ["", "studies", "lab/deep"])
+@pytest.mark.parametrize("folder", ["", "lab/deep"])
 def test_paths_are_relative_to_the_study_file(tmp_path, monkeypatch, folder):
     (tmp_path / "conf").mkdir()
     (tmp_path / "own.py").write_text("def own(rows):\n    return {'a': [0.2, 0.3, 0.2]}\n")

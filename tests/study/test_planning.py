@@ -1,5 +1,6 @@
-"""Plans: configs and states of runs, without a run."""
+"""Plans: configs, identities and states of runs, without a run."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,31 +10,13 @@ from rlhf.core.errors import UserError
 from rlhf.core.files import read_json, write_json
 from rlhf.study import plan, work
 from rlhf.study.__main__ import main
-from rlhf.study.file import read_spec
 from rlhf.study.plan import DONE, MISSING, STALE, Collection, Configs, Plan
-from rlhf.study.rows import DIVERGED, FINISHED, read_rows, write_rows
+from rlhf.study.rows import DIVERGED, FINISHED, Row, read_rows, write_rows
 from rlhf.study.spec import TABLE, TUNE
 from rlhf.study.work import price_of, row_of
+from tests.study.conftest import STUDY
 
-STUDY = """\
-study: short
-set: [task=arithmetic, model=pythia, debug=tiny]
-seeds: 2
-repeat: [seed, stages.seed]
-methods: {dpo: [algo=dpo], rloo: [algo=rloo]}
-axes: {lag: {key: schedule.max_lag, values: [0, 1, 4], base: 0}}
-grids: [{lag: all}]
-"""
 TUNED = STUDY + "tune: {optim.lr: [3e-5, 1e-4, 3e-4], seeds: [101], at: {low: {lag: 0}}, extend: 1}\n"
-
-
-@pytest.fixture
-def study(tmp_path):
-    def write(text=STUDY):
-        (tmp_path / "short.yaml").write_text(text)
-        return read_spec(tmp_path / "short.yaml")
-
-    return write
 
 
 def row(planned, value=0.5, status=FINISHED):
@@ -48,12 +31,6 @@ def test_configs_are_those_of_the_command_line(study):
         typed = composed([*plan.spec.overrides_of(planned.run), "backend.threads=1", "eval.samples=0"])
         assert cfg == typed.with_({name: getattr(cfg, name) for name in ("output_dir", "progress")})
     assert [each.run.seed for each in plan.runs] == [1] * 6 + [2] * 6  # seed by seed
-
-
-def test_cpu_time_below_a_tenth_of_an_hour_is_in_minutes():
-    assert [work.duration(seconds) for seconds in (0, 90, 350, 360, 7200)] == [
-        *("0.0 min", "1.5 min", "5.8 min", "0.1 h", "2.0 h"),
-    ]
 
 
 def test_a_price_is_of_runs_with_the_same_cost_and_otherwise_of_the_pilot_times_its_error(study):
@@ -155,19 +132,16 @@ def test_only_restricts_the_runs(study):
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (
-            ["--only", "methd=dpo"],
-            "runs must be selected by task, method, seed, part, lag, got methd; did you",
-        ),
-        (["--only", "method=dpoo"], "method must be one of dpo, rloo, got 'dpoo'; did you mean method=dpo?"),
-        (["--only", "method"], "method must be one of dpo, rloo, got ''; choose one of them"),
-        (["--only", "seed=3"], "seed must be one of 1, 2, got '3'; choose one of them"),
-        (["--workers", "0"], "argument --workers: must be a number of at least 1, got 0; write 1"),
+        ("--only methd=dpo", "runs must be selected by task, method, seed, part, lag, got methd; did you"),
+        ("--only method=dpoo", "method must be one of dpo, rloo, got 'dpoo'; did you mean method=dpo?"),
+        ("--only method", "method must be one of dpo, rloo, got ''; choose one of them"),
+        ("--only seed=3", "seed must be one of 1, 2, got '3'; choose one of them"),
+        ("--workers 0", "argument --workers: must be a number of at least 1, got 0; write 1"),
     ],
 )
 def test_what_a_command_does_not_know_is_an_error(study, capsys, words, found):
     with pytest.raises(SystemExit, match="2"):
-        main(["run", str(study().file), *words])
+        main(["run", str(study().file), *words.split()])
     assert found in capsys.readouterr().err
 
 
@@ -209,17 +183,75 @@ def test_rates_json_stands_for_rows_that_are_not_here(study):
     assert len(Plan(finer, []).undecided) == 12
 
 
-def test_rates_of_another_study_are_used_or_compared_with_their_neighbours(study, tmp_path):
+def test_rates_of_another_study_are_used_or_compared_with_their_neighbours(study):
     spec = study(TUNED)
     plan.write_choices(
         spec.folder / "rates.json", tuned(spec, {3e-5: 0.2, 1e-4: 0.5, 3e-4: 0}).tuning.choices
     )
     text = STUDY.replace("study: short", "study: longer\ntasks: {from: short}") + "tune: {from: short}\n"
-    (tmp_path / "longer.yaml").write_text(text)
-    assert dict(Plan(read_spec(tmp_path / "longer.yaml"), []).runs[0].run.tuned) == {"optim.lr": "1e-4"}
-    (tmp_path / "longer.yaml").write_text(
-        text.replace("tune: {from: short}", "tune: {from: short, check: true}")
+    assert dict(Plan(study(text, "longer"), []).runs[0].run.tuned) == {"optim.lr": "1e-4"}
+    checked = Plan(
+        study(text.replace("tune: {from: short}", "tune: {from: short, check: true}"), "longer"), []
     )
-    checked = Plan(read_spec(tmp_path / "longer.yaml"), [])
     compared = {dict(each.run.tuned)["optim.lr"] for each in checked.runs}
     assert compared == {"3e-5", "1e-4", "3e-4"} and len(checked.undecided) == 12
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working folder with data, a reward function, and a package whose modules import each other."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "a"}))
+    (tmp_path / "reward.py").write_text("def reward(prompt, response): return 1.0")
+    lab = tmp_path / "lab_of_identity"
+    lab.mkdir()
+    (lab / "__init__.py").write_text("")
+    (lab / "rewards.py").write_text("from lab_of_identity import length\nfrom .length import scale")
+    (lab / "length.py").write_text("scale = 1")
+    (lab / "other.py").write_text("")
+    return tmp_path
+
+
+def config(*overrides, reward="reward.py:reward"):
+    own = ["task=local", "model.policy=gpt2", "scorer=function"]
+    return composed([*own, "task.path=data.jsonl", f"scorer.path={reward}", *overrides])
+
+
+def reason(before, after, results=plan.RESULTS, accept=()):
+    fields = dict.fromkeys(Row.__dataclass_fields__) | {"inputs": before, "results": results}
+    return plan.stale(Row(**fields), after, accept)
+
+
+def test_order_and_spelling_of_overrides_and_the_place_of_a_checkout_are_not_in_the_digest(here):
+    one = plan.run_digest(config("seed=2", "optim.lr=1e-4"))
+    assert one == plan.run_digest(config("optim.lr=0.0001", "seed=2"))
+    assert one == plan.run_digest(config("seed=2", "optim.lr=1e-4", f"task.path={here}/data.jsonl"))
+    assert one != plan.run_digest(config("seed=3", "optim.lr=1e-4"))
+
+
+def test_changed_data_makes_rows_stale(here):
+    before = plan.inputs(config())
+    assert reason(before, plan.inputs(config("seed=5"))) is None
+    (here / "data.jsonl").write_text(json.dumps({"prompt": "ab"}))
+    assert reason(before, plan.inputs(config())) == "task.path changed"
+
+
+def test_changed_source_makes_rows_stale_that_depend_on_it(here):
+    by_file = plan.inputs(config())
+    by_module = plan.inputs(config(reward="lab_of_identity.rewards:reward"))
+    assert by_module.keys() == {
+        "task.path",
+        *(f"lab_of_identity/{n}.py" for n in ("__init__", "rewards", "length")),
+    }
+    (here / "lab_of_identity/length.py").write_text("scale = 20")
+    (here / "lab_of_identity/other.py").write_text("unused = 1")
+    assert reason(by_file, plan.inputs(config())) is None
+    after = plan.inputs(config(reward="lab_of_identity.rewards:reward"))
+    assert reason(by_module, after) == "lab_of_identity/length.py changed"
+
+
+def test_another_results_version_makes_rows_stale_unless_the_study_accepts_it():
+    assert reason({}, {}) is None
+    assert reason({}, {}, results=plan.RESULTS - 1) == "results version 0, now 1"
+    assert reason({}, {}, results=plan.RESULTS - 1, accept=(0,)) is None

@@ -9,7 +9,6 @@ import pytest
 from rlhf.checks.machine import composed
 from rlhf.core.errors import UserError
 from rlhf.study import spec as cells
-from rlhf.study.file import read_spec
 from rlhf.study.rows import Row, packed, read_rows, write_rows
 
 STUDY = """\
@@ -44,16 +43,12 @@ claims:
 
 
 @pytest.fixture
-def study(tmp_path):
-    def write(text=STUDY, name="lags"):
-        (tmp_path / f"{name}.yaml").write_text(text)
-        return read_spec(tmp_path / f"{name}.yaml")
-
-    return write
+def lags(study):
+    return lambda text=STUDY, name="lags": study(text, name)
 
 
-def test_cells_are_the_union_of_the_grids_with_the_base_of_other_axes(study):
-    spec = study()
+def test_cells_are_the_union_of_the_grids_with_the_base_of_other_axes(lags):
+    spec = lags()
     found = spec.cells()
     assert len(found) == len({*found}) == 2 * 2 * 3 + 2 * 2 + 2
     assert str(found[0]) == "tldr_mini dpo lag=0 N=1 K=2"
@@ -61,8 +56,8 @@ def test_cells_are_the_union_of_the_grids_with_the_base_of_other_axes(study):
     assert spec.folder == spec.file.parent / "studies/lags"
 
 
-def test_later_layers_win_and_the_run_can_be_composed(study):
-    spec = study()
+def test_later_layers_win_and_the_run_can_be_composed(lags):
+    spec = lags()
     cell = spec.cell("arithmetic", "no", {"N": "4"})
     config = composed(spec.overrides_of(cells.Run(cell, 7, (("optim.lr", "3e-4"),), cells.TABLE)))
     assert (config.algo.name, config.algo.loss_type.name, config.optim.lr) == ("dpo", "ipo", 3e-4)
@@ -70,34 +65,33 @@ def test_later_layers_win_and_the_run_can_be_composed(study):
     assert spec.set_twice()["optim.lr"] == ["set", "tune.optim.lr"]
 
 
-def test_a_cell_uses_the_tuned_values_of_the_last_point_that_it_reaches(study):
-    spec = study()
+def test_a_cell_uses_the_tuned_values_of_the_last_point_that_it_reaches(lags):
+    spec = lags()
     points = {str(cell): spec.tuning_point(cell) for cell in spec.cells()}
     assert points["arithmetic no lag=0 N=1 K=4"] == "low"
     assert points["arithmetic no lag=4 N=1 K=4"] == points["arithmetic no lag=0 N=4 K=4"] == "high"
     assert str(spec.tuning_cell(spec.cell("arithmetic", "no", {"N": "4"}))).count("lag=64")
 
 
-def test_a_cell_that_reaches_two_points_uses_the_point_of_both(study):
+def test_a_cell_that_reaches_two_points_uses_the_point_of_both(lags):
     reach = "reach: {high: {lag: 4}, many: {N: 4}}"
     text = STUDY.replace("reach: {high: {lag: 4, N: 4}}", reach)
     for more, expected in {
         "many: {N: 4}": "many",
         "many: {N: 4}, high+many: {lag: 4, N: 4}": "high+many",
     }.items():
-        spec = study(text.replace("high: {lag: 64}}", f"high: {{lag: 64}}, {more}}}"))
+        spec = lags(text.replace("high: {lag: 64}}", f"high: {{lag: 64}}, {more}}}"))
         cell = spec.cell("arithmetic", "no", {"N": "4", "lag": "4"})
         assert spec.tuning_point(cell) == expected
     assert str(spec.tuning_cell(cell)) == "arithmetic no lag=4 N=4 K=4"
     assert spec.tuning_point(spec.cell("arithmetic", "no", {"N": "4"})) == "many"
     for point in ("many+high", "far"):
+        more = f"high: {{lag: 64}}, many: {{N: 4}}, {point}: {{lag: 4}}}}"
         with pytest.raises(UserError, match=re.escape(f"tune.at.{point} must be reached by a cell")):
-            study(
-                text.replace("high: {lag: 64}}", f"high: {{lag: 64}}, many: {{N: 4}}, {point}: {{lag: 4}}}}")
-            )
+            lags(text.replace("high: {lag: 64}}", more))
 
 
-def test_all_problems_of_a_file_are_reported_together_with_their_lines(study):
+def test_all_problems_of_a_file_are_reported_together_with_their_lines(lags):
     wrong = STUDY
     for good, bad in {
         "set: [model": "sett: [model", "seeds: 3": "seeds: x", "base: dpo}": "base: dqo}",
@@ -106,7 +100,7 @@ def test_all_problems_of_a_file_are_reported_together_with_their_lines(study):
     }.items():  # fmt: skip
         wrong = wrong.replace(good, bad)
     with pytest.raises(UserError) as error:
-        study(wrong + "study: again\n")
+        lags(wrong + "study: again\n")
     found = [problem.partition("lags.yaml, line ")[2] for problem in error.value.problems]
     assert [int(each.partition(":")[0]) for each in found] == [1, 2, 4, 6, 10, 12, 13, 21, 25]
     assert all(" must " in each and ", got " in each and "; " in each for each in found)
@@ -114,8 +108,8 @@ def test_all_problems_of_a_file_are_reported_together_with_their_lines(study):
     assert "axes.N must be used by a grid" in found[6]
 
 
-def test_tasks_tuned_values_and_rows_of_another_study_are_used(study):
-    lags = study()
+def test_tasks_tuned_values_and_rows_of_another_study_are_used(lags):
+    other = lags()
     long = """\
 include: {lags: {grids: [{method: dpo, lag: 64}], as: {length: 1}}}
 tasks: {from: lags}
@@ -126,11 +120,11 @@ axes:
 grids: [{lag: all}]
 tune: {from: lags, check: true}
 """
-    spec = study(long, "long")
-    assert spec.name == "long" and spec.tasks == lags.tasks and spec.include[0].levels == {"length": "1"}
-    assert (spec.tune.values, spec.tune.seeds, spec.tune.check) == (lags.tune.values, (101,), True)
+    spec = lags(long, "long")
+    assert spec.name == "long" and spec.tasks == other.tasks and spec.include[0].levels == {"length": "1"}
+    assert (spec.tune.values, spec.tune.seeds, spec.tune.check) == (other.tune.values, (101,), True)
     with pytest.raises(UserError, match=r"long.yaml, line 2: tasks.from must name another study, got long"):
-        study(long.replace("from: lags}\nmeth", "from: long}\nmeth"), "long")
+        lags(long.replace("from: lags}\nmeth", "from: long}\nmeth"), "long")
 
 
 def test_rows_are_written_sorted_and_a_damaged_line_is_named(tmp_path):
