@@ -3,7 +3,7 @@
 from tokenizers import AddedToken, processors
 from transformers import PreTrainedTokenizerFast
 
-from tests.chat_tokenizers import byte_level
+from tests.chat_tokenizers import byte_level, fast
 
 SPECIAL = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>", "<|call_end|>", "<|pad|>")
 ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "\n\n", "  ")  # tokens, but not special
@@ -85,10 +85,4 @@ def with_template(name: str) -> PreTrainedTokenizerFast:
     core = byte_level(SPECIAL)
     core.add_tokens([AddedToken(token, special=False, normalized=False) for token in ADDED])
     core.post_processor = processors.ByteLevel(trim_offsets=False)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<|pad|>",
-        chat_template=TEMPLATES[name],
-    )
+    return fast(core, TEMPLATES[name], bos_token="<s>", eos_token="</s>", pad_token="<|pad|>")

@@ -60,23 +60,21 @@ ZEPHYR = (
 )
 
 LLAMA_3_SPECIAL = (
-    *("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|start_header_id|>"),
-    *("<|end_header_id|>", "<|eot_id|>"),
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>"),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 )
+
+
+def fast(core: Tokenizer, template: str | None = None, **special: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a chat template and special tokens, such as `eos_token`."""
+    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template, **special)
 
 
 def llama_2(template: str | None = LLAMA_2, end: bool = False) -> PreTrainedTokenizerFast:
     """Return a tokenizer of SentencePiece that adds BOS, and with `end` also EOS (`add_eos_token`)."""
     core = sentencepiece(("<unk>", "<s>", "</s>"), prefix=True)
     core.post_processor = adding(core, "<s>", "</s>" if end else None)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<unk>",
-        chat_template=template,
-    )
+    return fast(core, template, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<unk>")
 
 
 def zephyr() -> PreTrainedTokenizerFast:
@@ -86,49 +84,32 @@ def zephyr() -> PreTrainedTokenizerFast:
 
 def llama_3(eos: str = "<|eot_id|>") -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer that adds BOS; the base model has the EOS `<|end_of_text|>`."""
-    core = byte_level(LLAMA_3_SPECIAL)
-    begin = adding(core, "<|begin_of_text|>", None)
+    core, bos, _, pad, *_ = byte_level(LLAMA_3_SPECIAL), *LLAMA_3_SPECIAL
+    begin = adding(core, bos, None)
     core.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<|begin_of_text|>",
-        eos_token=eos,
-        pad_token="<|finetune_right_pad_id|>",
-        chat_template=LLAMA_3,
-    )
+    return fast(core, LLAMA_3, bos_token=bos, eos_token=eos, pad_token=pad)
 
 
 def qwen(eos: str = "<|endoftext|>") -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer that adds nothing; the base model has the same EOS and pad token."""
     core = byte_level(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     core.post_processor = processors.ByteLevel(trim_offsets=False)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token=eos, pad_token="<|endoftext|>", chat_template=QWEN
-    )
+    return fast(core, QWEN, eos_token=eos, pad_token="<|endoftext|>")
 
 
 def gemma() -> PreTrainedTokenizerFast:
     """Return a tokenizer of SentencePiece that adds BOS; EOS does not end a turn."""
-    core = sentencepiece(
-        ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"), prefix=False
-    )
+    special = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
+    core = sentencepiece(special, prefix=False)
     core.post_processor = adding(core, "<bos>", None)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        unk_token="<unk>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        pad_token="<pad>",
-        chat_template=GEMMA,
-    )
+    return fast(core, GEMMA, unk_token="<unk>", bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
 
 
 def neox() -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer with one special token, without pad token and chat template."""
-    core = byte_level(("<|endoftext|>", "<|padding|>"))
+    core, end = byte_level(("<|endoftext|>", "<|padding|>")), "<|endoftext|>"
     core.post_processor = processors.ByteLevel(trim_offsets=False)
-    end = "<|endoftext|>"
-    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=end, eos_token=end, unk_token=end)
+    return fast(core, bos_token=end, eos_token=end, unk_token=end)
 
 
 CHAT = {
@@ -187,7 +168,7 @@ CORPUS = (
 def trained(core: Tokenizer, trainer: trainers.Trainer, **special: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer whose vocabulary comes from `CORPUS`, with end token `</s>`."""
     core.train_from_iterator([*CORPUS, "a\n\nb", *map(chr, range(33, 127))] * 5, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", pad_token="</s>", **special)
+    return fast(core, eos_token="</s>", pad_token="</s>", **special)
 
 
 def wordpiece(lowercase: bool = False) -> PreTrainedTokenizerFast:

@@ -92,3 +92,15 @@ class TestProcesses:
             process.kill()
             process.wait()
             process.stdout.close()
+
+
+class Special(subprocess.Popen):
+    """A process with more methods, as `rlhf.processes.worker.Spawned`."""
+
+
+@pytest.mark.process
+@pytest.mark.forks
+def test_a_process_of_a_subclass_of_popen_is_forked_too():
+    code = "import sys; print('torch' in sys.modules)"
+    with Special([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.read() == "True\n"
