@@ -54,7 +54,7 @@ from rlhf.text.encoding import encode_completions
 from rlhf.training.checkpoint import Checkpoints
 from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvaluator
 from rlhf.training.loop import Parts
-from rlhf.training.recorder import EXPECTED, LIMITS, CollapseRule, Limits, Recorder, RepetitionRule
+from rlhf.training.recorder import LIMITS, CollapseRule, Limits, Recorder, RepetitionRule, expected
 from rlhf.training.stream import Refill, Replay
 from rlhf.trials.agreement import compared, samples_with_cache
 from rlhf.trials.speed import choose_head, compile_blocks
@@ -136,9 +136,7 @@ def assemble(
             cfg.schedule.log_every,
             cfg.metric,
             _TOLERANCE[cfg.model.dtype],
-            ()
-            if cfg.generator.noisy
-            else [name for name in EXPECTED if cfg.model.starts_as_reference or name != "objective/kl"],
+            set() if cfg.generator.noisy else expected(cfg.model.starts_as_reference),
             cfg.minimised,
             cfg.tie_tolerance(cfg.scorer),
             build_collapse_rule(cfg),

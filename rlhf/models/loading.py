@@ -26,13 +26,7 @@ from rlhf.models.modules import is_adapted, score_head, whole_weights
 
 
 def new_reward_model(
-    path: str,
-    pad_token_id: int,
-    generator: torch.Generator | None = None,
-    dtype: torch.dtype = torch.float32,
-    attention: str = "sdpa",
-    trust_remote_code: bool = False,
-    key: str = "model.policy",
+    path: str, pad_token_id: int, generator: torch.Generator | None = None, **options: Any
 ) -> PreTrainedModel:
     """Return a new reward model: the backbone of the causal LM at `path` with a random head.
 
@@ -43,18 +37,13 @@ def new_reward_model(
         path: hub name or local folder of the causal LM.
         pad_token_id: pad token for the config of the reward model.
         generator: source of the random head; None uses torch's global generator.
-        dtype: dtype of the weights.
-        attention: attention implementation of transformers.
-        trust_remote_code: passed to transformers.
-        key: config key that names `path`, for error messages.
+        options: further arguments of `_load`, such as the dtype of the weights.
 
     Raises:
         UserError: there is no model at `path`, or its checkpoint lacks parameters.
     """
-    model = _load(
-        AutoModelForSequenceClassification, path, dtype, attention, trust_remote_code, key,
-        new_parameter="score.weight", num_labels=1, pad_token_id=pad_token_id,
-    )  # fmt: skip
+    options |= {"new_parameter": "score.weight", "num_labels": 1, "pad_token_id": pad_token_id}
+    model = _load(AutoModelForSequenceClassification, path, **options)
     weight = score_head(model).weight
     drawn = torch.randn(weight.shape, generator=generator) / (weight.shape[1] + 1) ** 0.5
     with torch.no_grad():

@@ -273,7 +273,7 @@ def print_closing(
     for path in (folder.model, folder.adapter, folder.completions, folder.metrics):
         if path.is_dir() or (path.is_file() and path.stat().st_size):
             lines.append(f"  {short_path(path)}")
-    if stage is None or stage.number == stage.count:
+    if stage is None or stage.number == len(stage.names):
         lines += _next_steps(cfg, typed, folder)
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)  # commands and paths can be copied

@@ -133,7 +133,9 @@ class ProgressDisplay:
         left_s = self.left_s
         total_s = None if current is None or left_s is None else current.total_s(left_s)
         if current is not None and left_s is not None and total_s is not None:
-            say(f"{self.title}: {clock(left_s)} left; all {current.count} stages: about {clock(total_s)}")
+            say(
+                f"{self.title}: {clock(left_s)} left; all {len(current.names)} stages: about {clock(total_s)}"
+            )
 
     def reach(self, done: int) -> None:
         """Count finished units without a new line or new items."""
@@ -213,55 +215,19 @@ def progress(title: str, total: int, mode: str) -> Iterator[Callable[..., None]]
 #         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """A stage of a command.
-
-    Attributes:
-        name: name for titles.
-        number: number of the stage, from 1.
-        count: number of stages.
-        began: time.monotonic() at the start of the first stage.
-        skipped: number of earlier stages that were finished before.
-    """
-
-    name: str
-    number: int
-    count: int
-    began: float
-    skipped: int = 0
-
-    @property
-    def prefix(self) -> str:
-        """The number for titles, such as "[1/4] "; empty if the command has one stage."""
-        return _numbered(self.number, self.count)
-
-    def total_s(self, left_s: float) -> float | None:
-        """Return about how many seconds all stages take; None if no stage follows.
-
-        The time of a later stage is not known, so it counts as the mean of the stages so far.
-
-        Args:
-            left_s: seconds that this stage still takes.
-        """
-        if self.number == self.count:
-            return None
-        made = self.number - self.skipped
-        return (time.monotonic() - self.began + left_s) * (self.count - self.skipped) / made
-
-
-current: _Stage | None = None  # the stage that this process is in
+current: Stages | None = None  # the stages of the command, while this process is in one of them
 job = ""  # the beginning of all titles, such as "job 2 ", if jobs of a sweep share the terminal
 
 
 def prefix() -> str:
     """Return the number of the current stage for titles, such as "[1/4] "; empty without stages."""
-    return current.prefix if current else job
+    return job if current is None else current.numbered(current.number)
 
 
 def title(name: str) -> str:
     """Return the number and name of the current stage; `name` if the command has one stage."""
-    return prefix() + (current.name if current and current.count > 1 else name)
+    several = current is not None and len(current.names) > 1
+    return prefix() + (current.names[current.number - 1] if current is not None and several else name)
 
 
 class Stages:
@@ -276,13 +242,27 @@ class Stages:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
+        self.number = 0  # of the current stage, from 1
         self.began = time.monotonic()
-        self.skipped = 0
+        self.skipped = 0  # stages that were finished before
 
     @property
     def outermost(self) -> bool:
         """Whether the command is not a stage itself; between its stages only."""
         return current is None
+
+    def total_s(self, left_s: float) -> float | None:
+        """Return about how many seconds all stages take; None if no stage follows the current one.
+
+        The time of a later stage is not known, so it counts as the mean of the stages so far.
+
+        Args:
+            left_s: seconds that the current stage still takes.
+        """
+        if self.number == len(self.names):
+            return None
+        spent_s = time.monotonic() - self.began + left_s
+        return spent_s * (len(self.names) - self.skipped) / (self.number - self.skipped)
 
     @contextmanager
     def enter(self, number: int) -> Iterator[None]:
@@ -290,8 +270,7 @@ class Stages:
         global current
         outer = current
         if outer is None:
-            name, count = self.names[number - 1], len(self.names)
-            current = _Stage(name, number, count, self.began, self.skipped)
+            self.number, current = number, self
         try:
             yield
         finally:
@@ -314,18 +293,17 @@ class Stages:
         if current is None:
             say(f"{self.title(number)}: finished, in {folder}", style="bold")
 
+    def numbered(self, number: int) -> str:
+        """Return the number of a stage for titles, such as "[1/4] "; empty if there is one stage."""
+        return job + (f"[{number}/{len(self.names)}] " if len(self.names) > 1 else "")
+
     def prefix(self, number: int) -> str:
-        """Return the number for titles in stage `number`, such as "[1/4] "; empty if there is one stage."""
-        return current.prefix if current else _numbered(number, len(self.names))
+        """Return the number for titles in stage `number`: that of the outer stage, if there is one."""
+        return self.numbered(number) if current is None else prefix()
 
     def title(self, number: int) -> str:
         """Return the title of stage `number`, such as "[1/4] SFT model"."""
-        return _numbered(number, len(self.names)) + self.names[number - 1]
-
-
-def _numbered(number: int, count: int) -> str:
-    """Return the number of a stage for titles, such as "[1/4] "; empty if there is one stage."""
-    return job + (f"[{number}/{count}] " if count > 1 else "")
+        return self.numbered(number) + self.names[number - 1]
 
 
 # The phases of an update or of an evaluation, such as sampling and training, and their progress.

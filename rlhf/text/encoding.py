@@ -205,10 +205,12 @@ class Pieces:
         heads, rests = self.apart(texts)
         found = self._plain(heads)
         for row, (text, prompt) in enumerate(zip(heads, before, strict=True)):
-            if text and not self.simple:
-                found[row] = (
-                    self._exact(text, found[row]) if self.exact else self._best(text, prompt, found[row])
-                )
+            if not text or self.simple:
+                continue
+            if not self.exact:
+                found[row] = self._best(text, prompt, found[row])
+            elif self.bare is not None and self._text(self.context + found[row]) != self.before + text:
+                found[row] = self._bare([text])[0]
         return [ids + rest for ids, rest in zip(found, rests, strict=True)]
 
     def apart(self, texts: list[str]) -> tuple[list[str], list[_Ids]]:
@@ -240,12 +242,6 @@ class Pieces:
     def read(self, ids: _Ids) -> str:
         """Return the text that tokens add to a text before them, special tokens included."""
         return self._text(self.context + ids).removeprefix(self.before)
-
-    def _exact(self, text: str, ids: _Ids) -> _Ids:
-        """Return tokens of a text for a tokenizer that can write every text behind every other text."""
-        if self.bare is None or self._text(self.context + ids) == self.before + text:
-            return ids
-        return self._bare([text])[0]
 
     def _best(self, text: str, prompt: str, ids: _Ids) -> _Ids:
         """Return tokens of a text that read behind the prompt as in the tokens of both; else `ids`."""

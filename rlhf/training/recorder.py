@@ -34,6 +34,11 @@ _TOKENS = 10  # tokens of a response whose rounding errors are within the tolera
 PHASES = ("wait", "score", "annotate", "train", "sync")  # the timed phases of an update
 
 
+def expected(starts_as_reference: bool) -> set[str]:
+    """Return the names of the metrics to check, given whether the initial policy is the reference."""
+    return set(EXPECTED) - (set() if starts_as_reference else {"objective/kl"})
+
+
 class Recorder:
     """A collector of metrics; each row summarizes all updates since the previous row.
 

@@ -12,29 +12,17 @@ from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.objective import drift
 from rlhf.objectives.reward_modelling import RewardModelling
 from rlhf.objectives.sft import SFT
+from tests.objectives.test_policy_gradient import batch_of as sampled
 
 
 def batch_of(scores, logprobs=None, ref=None, lengths=None) -> Batch:
-    """Return a batch with the given scores [N, K] and two tokens per response."""
+    """Return a batch with the given scores [N, K], two tokens per response, and ids that tell the sample."""
     scores = torch.tensor(scores, dtype=torch.float32)
     N, K = scores.shape
-    mask = torch.ones(N, K, 2, dtype=torch.bool)
-    if lengths is not None:
-        mask = torch.arange(2) < torch.tensor(lengths)[..., None]
     ids = torch.arange(N * K).view(N, K, 1).expand(N, K, 2).clone()
-    return Batch(
-        index=torch.arange(N),
-        texts=["p"] * N,
-        references=["r"] * N,
-        prompt_ids=torch.ones(N, 3, dtype=torch.int64),
-        prompt_mask=torch.ones(N, 3, dtype=torch.bool),
-        response_ids=ids,
-        response_mask=mask,
-        ended=torch.ones(N, K, dtype=torch.bool),
-        behaviour_logprobs=logprobs,
-        scores=scores,
-        ref_logprobs=torch.zeros(N, K, 2) if ref is None else ref,
-    )
+    ref = torch.zeros(N, K, 2) if ref is None else ref
+    fields = {"response_ids": ids, "behaviour_logprobs": logprobs, "ref_logprobs": ref, "values": None}
+    return sampled(scores, lengths or [[2] * K] * N, length=2, **fields)
 
 
 def forward_of(logprobs):

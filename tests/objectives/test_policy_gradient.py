@@ -36,11 +36,11 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def batch_of(scores, lengths=None, **fields) -> Batch:
-    """Return a batch of responses with three or `lengths` [N, K] tokens, each sampled with log-prob -1."""
+def batch_of(scores, lengths=None, length=3, **fields) -> Batch:
+    """Return a batch of responses with `length` or `lengths` [N, K] tokens, each sampled with log-prob -1."""
     scores = torch.as_tensor(scores, dtype=torch.float32)
     N, K = scores.shape
-    T = 3
+    T = length
     lengths = torch.full((N, K), T) if lengths is None else torch.tensor(lengths)
     mask = torch.arange(T) < lengths[..., None]
     sampled = -torch.ones(N, K, T) * mask
