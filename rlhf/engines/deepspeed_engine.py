@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 M = TypeVar("M", bound=RolloutModule)
-FOLDER, TAG = "deepspeed", "state"  # folder in a checkpoint, and DeepSpeed's folder inside it
+_FOLDER, _TAG = "deepspeed", "state"  # folder in a checkpoint, and DeepSpeed's folder inside it
 _LINEAR = nn.functional.linear
 
 
@@ -99,7 +99,7 @@ class DeepSpeedEngine(Engine):
         if config.stage < 3:
             return place(frozen, ranks.device).requires_grad_(False)
         native = config.settings(Dtype.float32)
-        settle(frozen.requires_grad_(False), native, ranks)
+        _settle(frozen.requires_grad_(False), native, ranks)
         # a layer is gathered only while it computes; hooks in the model keep DeepSpeed's engine alive
         deepspeed(ranks).initialize(model=frozen, config=native)
         return frozen
@@ -111,7 +111,7 @@ class DeepSpeedEngine(Engine):
         # At stage 3 no rank has the whole model. To generate, `whole` fills a copy of this empty model.
         self.plan = hollow(self.module.model) if self.stage == 3 else None
         native = config.settings(self.settings.dtype, self.settings.optim.max_grad_norm)
-        settle(self.module, native, self.ranks)
+        _settle(self.module, native, self.ranks)
         if self.stage == 3 and self.settings.dtype is Dtype.bfloat16:
             from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -222,7 +222,7 @@ class DeepSpeedEngine(Engine):
         """Write weights and optimizer state for `load`; each rank writes its part."""
         kept = {"step_index": self.step_index}
         with write_errors_last(self.deep.checkpoint_engine):
-            self.deep.save_checkpoint(str(folder / FOLDER), TAG, client_state=kept, save_latest=False)
+            self.deep.save_checkpoint(str(folder / _FOLDER), _TAG, client_state=kept, save_latest=False)
         if self.ranks.first:
             (folder / RANKS_FILE).write_text(json.dumps({"ranks": self.ranks.size}))
 
@@ -230,10 +230,10 @@ class DeepSpeedEngine(Engine):
         """Restore the state that `save(folder)` wrote, with any number of ranks."""
         wrote = json.loads((folder / RANKS_FILE).read_text())["ranks"]
         if self.stage == 0 or wrote == self.ranks.size:
-            _, kept = self.deep.load_checkpoint(str(folder / FOLDER), TAG)
+            _, kept = self.deep.load_checkpoint(str(folder / _FOLDER), _TAG)
         else:
             say(f"dividing {folder} over {self.ranks.size} instead of {wrote} ranks")
-            files, read = folder / FOLDER / TAG, partial(_load_tensors, map_location="cpu", mmap=True)
+            files, read = folder / _FOLDER / _TAG, partial(_load_tensors, map_location="cpu", mmap=True)
             restore(self.deep, self.stage, files, wrote, read)
             first = "zero_pp_rank_0_mp_rank_00" if self.stage == 3 else "mp_rank_00"
             kept = read(files / f"{first}_model_states.pt")
@@ -253,7 +253,7 @@ def hollow(model: PreTrainedModel) -> PreTrainedModel:
     return made
 
 
-def settle(module: nn.Module, native: dict[str, Any], ranks: Ranks) -> None:
+def _settle(module: nn.Module, native: dict[str, Any], ranks: Ranks) -> None:
     """Move a module to the device; at stage 3, divide every parameter over the ranks.
 
     Stage 3 divides the values of the first rank. The parameters of other ranks may be placeholders.
@@ -413,13 +413,13 @@ def _load_tensors(path: str | Path, map_location: Any = None, mmap: bool = False
 # | 3     | an equal share of each parameter, padded at its end; `param_shapes` has the order of parameters |
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
-Read = Callable[[Path], Any]  # returns the content of a file of a checkpoint
+_Read = Callable[[Path], Any]  # returns the content of a file of a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class _Whole:
     """A trained parameter and its optimizer state, joined from the parts of all ranks."""
 
     weight: Tensor  # [numel] float32
@@ -430,7 +430,7 @@ class Whole:
 _Fragment = tuple[int, int, int]  # rank, start and length of a fragment in the flat tensors of a rank
 
 
-def joined(folder: Path, ranks: int, read: Read) -> Iterator[tuple[str, Whole]]:
+def _joined(folder: Path, ranks: int, read: _Read) -> Iterator[tuple[str, _Whole]]:
     """Yield name and state of each trained parameter of a checkpoint.
 
     Args:
@@ -443,12 +443,12 @@ def joined(folder: Path, ranks: int, read: Read) -> Iterator[tuple[str, Whole]]:
     if "param_slice_mappings" in states[0]:  # stage 1 or 2
         keys = "single_partition_of_fp32_groups", "base_optimizer_state"
         layouts = [
-            mapped(group) for group in zip(*(each["param_slice_mappings"] for each in states), strict=True)
+            _mapped(group) for group in zip(*(each["param_slice_mappings"] for each in states), strict=True)
         ]
     else:
         keys = "fp32_flat_groups", "optimizer_state_dict"
         shapes = read(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
-        layouts = [shares(group, ranks) for group in shapes]
+        layouts = [_shares(group, ranks) for group in shapes]
 
     def whole(flats: list[Tensor], fragments: list[_Fragment]) -> Tensor:
         return torch.cat([flats[rank].narrow(0, start, length) for rank, start, length in fragments])
@@ -460,12 +460,12 @@ def joined(folder: Path, ranks: int, read: Read) -> Iterator[tuple[str, Whole]]:
         for name, fragments in layout.items():
             weight = whole([state[weights][group] for state in states], fragments)
             moments = {
-                key: whole([state[key] for state in own], fragments) for key in MOMENTS if key in own[0]
+                key: whole([state[key] for state in own], fragments) for key in _MOMENTS if key in own[0]
             }
-            yield name, Whole(weight, moments, own[0].get("step"))
+            yield name, _Whole(weight, moments, own[0].get("step"))
 
 
-def mapped(mappings: Iterable[dict[str, Any]]) -> dict[str, list[_Fragment]]:
+def _mapped(mappings: Iterable[dict[str, Any]]) -> dict[str, list[_Fragment]]:
     """Return the fragments of each parameter of a group, given the mappings of all ranks (stages 1 and 2)."""
     found: dict[str, list[_Fragment]] = {}
     for rank, mapping in enumerate(mappings):
@@ -474,7 +474,7 @@ def mapped(mappings: Iterable[dict[str, Any]]) -> dict[str, list[_Fragment]]:
     return found
 
 
-def shares(shapes: dict[str, torch.Size], ranks: int) -> dict[str, list[_Fragment]]:
+def _shares(shapes: dict[str, torch.Size], ranks: int) -> dict[str, list[_Fragment]]:
     """Return the fragments of each parameter of a group, given the shapes of the parameters (stage 3)."""
     found: dict[str, list[_Fragment]] = {}
     start = 0
@@ -487,7 +487,7 @@ def shares(shapes: dict[str, torch.Size], ranks: int) -> dict[str, list[_Fragmen
     return found
 
 
-def restore(deep: Any, stage: int, folder: Path, ranks: int, read: Read) -> None:
+def restore(deep: Any, stage: int, folder: Path, ranks: int, read: _Read) -> None:
     """Set the trained weights and the optimizer state of a DeepSpeed engine.
 
     Args:
@@ -501,7 +501,7 @@ def restore(deep: Any, stage: int, folder: Path, ranks: int, read: Read) -> None
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
     parameters = dict(deep.module.named_parameters())
-    for name, whole in joined(folder, ranks, read):
+    for name, whole in _joined(folder, ranks, read):
         parameter = parameters[name]
         with torch.no_grad(), zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.copy_(whole.weight.view_as(parameter))
@@ -527,7 +527,7 @@ def begin_state(optimizer: Any, stage: int, step: Any) -> None:
         if isinstance(step, Tensor):  # the fused AdamW reads it on the device of the weights
             step = step.to(flat.device if fused else step.device, copy=True)
         state["step"] = step
-        for key in MOMENTS:
+        for key in _MOMENTS:
             state.setdefault(key, torch.zeros_like(flat, requires_grad=False))
     if stage < 3:
         optimizer._lazy_init_hp_params_optimizer_state()

@@ -335,7 +335,7 @@ def ess_scale(config: OptimConfig, ess: float | None) -> float:
 # AdamW with moments of 8 bits: Dettmers et al., arXiv 2110.02861.
 
 
-Group = dict[str, Any]
+_Group = dict[str, Any]
 
 
 def build_optimizer(module: nn.Module, optim: OptimConfig, value_lr: float | None) -> torch.optim.Optimizer:
@@ -348,13 +348,13 @@ def build_optimizer(module: nn.Module, optim: OptimConfig, value_lr: float | Non
     """
     parts = groups(module, optim.lr, value_lr)
     if optim.optimizer is Optimizer.muon:
-        return MuonWithAdamW(parts, hidden_matrices(module), optim)
+        return _MuonWithAdamW(parts, hidden_matrices(module), optim)
     if optim.optimizer is Optimizer.adamw_8bit:
         return _eight_bit(parts, optim)
     return torch.optim.AdamW(parts, fused=True, **adam(optim))
 
 
-def groups(module: nn.Module, lr: float, value_lr: float | None) -> list[Group]:
+def groups(module: nn.Module, lr: float, value_lr: float | None) -> list[_Group]:
     """Return the optimizer's parameter groups: one group, or two groups for policy and value model.
 
     The entry `scale` of a group is the factor of its learning rate.
@@ -390,7 +390,7 @@ def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
     return {each for model in models for each in model.parameters() if each.ndim == 2} - embeddings
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
+class _MuonWithAdamW(torch.optim.Optimizer):
     """Muon for hidden matrices and AdamW for all other parameters, as one optimizer.
 
     Each parameter group is divided into a group of Muon and a group of AdamW. The state is that of both
@@ -402,8 +402,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         optim: optimizer settings.
     """
 
-    def __init__(self, parts: Iterable[Group], matrices: set[nn.Parameter], optim: OptimConfig) -> None:
-        divided: dict[bool, list[Group]] = {True: [], False: []}  # True: for Muon
+    def __init__(self, parts: Iterable[_Group], matrices: set[nn.Parameter], optim: OptimConfig) -> None:
+        divided: dict[bool, list[_Group]] = {True: [], False: []}  # True: for Muon
         for part in parts:
             for for_muon, chosen in divided.items():
                 own = [each for each in part["params"] if (each in matrices) is for_muon]
@@ -437,7 +437,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share()
 
 
-def _eight_bit(parts: Iterable[Group], optim: OptimConfig) -> torch.optim.Optimizer:
+def _eight_bit(parts: Iterable[_Group], optim: OptimConfig) -> torch.optim.Optimizer:
     """Return the AdamW of bitsandbytes, with 8-bit moments for tensors of at least 4,096 elements."""
     from bitsandbytes.optim import AdamW8bit
 

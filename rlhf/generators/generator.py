@@ -266,7 +266,7 @@ class SamplerFactory(Protocol):
 # `generator.request_limit_s`, `.start_limit_s` and `.restarts` limit them.
 
 
-class Exchanged(Future[Rollouts]):
+class _Exchanged(Future[Rollouts]):
     """A future of the rollouts of all prompts, exchanged between the ranks in the first call of `result()`.
 
     Args:
@@ -294,7 +294,7 @@ class Exchanged(Future[Rollouts]):
         return super().result(timeout)
 
 
-def put_together(prompts: Prompts, parts: list[Rollouts]) -> Rollouts:
+def _put_together(prompts: Prompts, parts: list[Rollouts]) -> Rollouts:
     """Return the rollouts of all `prompts`, given the rollouts of consecutive parts of the prompts.
 
     The `version` of the result is the lowest version of the parts; other numbers, such as seconds, are the
@@ -320,7 +320,7 @@ class SharedGenerator(Generator):
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
         """Request K responses to each prompt from the first rank's generator."""
         part = self.generator.submit(prompts, sampling) if self.generator else None
-        return Exchanged(lambda: self.ranks.from_first(lambda: part.result()))  # type: ignore[union-attr]
+        return _Exchanged(lambda: self.ranks.from_first(lambda: part.result()))  # type: ignore[union-attr]
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load the weights into the first rank's generator.
@@ -366,9 +366,9 @@ class PerRankGenerator(Wrapper):
 
         def gather() -> Rollouts:
             self.ranks.wait_for(part)  # a generator may take long, for example while its process restarts
-            return put_together(prompts, self.ranks.gather(part.result()))
+            return _put_together(prompts, self.ranks.gather(part.result()))
 
-        return Exchanged(gather)
+        return _Exchanged(gather)
 
     def wait(self) -> None:
         """Wait until the generator of every rank can take new weights."""
@@ -412,7 +412,7 @@ class ChunkedGenerator(Wrapper):
         for rows in torch.arange(len(prompts)).split(self.size):
             parts.append(self.generator.submit(prompts.select(rows), sampling).result())
             self.advance(len(rows))
-        return finished(put_together(prompts, parts))
+        return finished(_put_together(prompts, parts))
 
 
 # Generators that return stored completions: the completions of the task, or the saved rollouts of a run.
@@ -431,18 +431,18 @@ _EPISODE = "episode/"  # before the names of the figures of episodes
 def build(config: DatasetConfig, context: GeneratorContext) -> Generator:
     """Return a generator of the saved rollouts in `config.path`; if null, of the task's completions."""
     if config.path is None:
-        return DatasetGenerator(context.tokenizer)
+        return _DatasetGenerator(context.tokenizer)
     return ReplayGenerator(Path(config.path).expanduser(), context.tokenizer)
 
 
-class StoredGenerator(Generator):
+class _StoredGenerator(Generator):
     """A generator whose completions do not depend on weights."""
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Do nothing."""
 
 
-class DatasetGenerator(StoredGenerator):
+class _DatasetGenerator(_StoredGenerator):
     """A generator that returns the completions that the task stores with its prompts, with EOS appended."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -456,7 +456,7 @@ class DatasetGenerator(StoredGenerator):
         )
 
 
-class ReplayGenerator(StoredGenerator):
+class ReplayGenerator(_StoredGenerator):
     """A generator that returns the saved rollouts of a run by update, with their versions and log-probs.
 
     Args:

@@ -280,7 +280,7 @@ class WorkerGenerator(Worker, Generator):
         self.confirmed: Manifest | None = None  # the weights that the process confirmed last
         self.loads: deque[Manifest] = deque()  # loads that have overtaken requests and are not confirmed yet
         self.load_s = 0.0  # seconds of loading that `figures` has not reported yet
-        super().__init__("generator", SamplingFactory(factory), log, environment, limits)
+        super().__init__("generator", _SamplingFactory(factory), log, environment, limits)
 
     # -- the trainer's side ------------------------------------------------------------------------
 
@@ -440,18 +440,18 @@ class WorkerGenerator(Worker, Generator):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingFactory:
+class _SamplingFactory:
     """A factory of the service of a generator process, with the sampler that `factory` creates."""
 
     factory: SamplerFactory
 
-    def build(self, channel: Channel) -> SamplingService:
+    def build(self, channel: Channel) -> _SamplingService:
         """Create the sampler and its service."""
-        return SamplingService(self.factory.build(), channel)
+        return _SamplingService(self.factory.build(), channel)
 
 
 @dataclass
-class SamplingService(Service):
+class _SamplingService(Service):
     """A service with the methods of a generator process that the trainer calls."""
 
     sampler: Sampler

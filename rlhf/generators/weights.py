@@ -41,10 +41,10 @@ from rlhf.core.launched import local_world_size, world_size
 #     vLLM, IPC or NCCL   vLLM computes the checksums of the received tensors before the load
 
 
-HEADER = struct.Struct("<q")  # header of a shared file: the version in the file
-NOTHING = -1  # header while the file is written
+_HEADER = struct.Struct("<q")  # header of a shared file: the version in the file
+_NOTHING = -1  # header while the file is written
 _POLL_S = 0.01  # seconds between checks whether a version has been released
-ALIGNMENT = 64  # bytes; tensors start at multiples of it in the file, so that views are aligned
+_ALIGNMENT = 64  # bytes; tensors start at multiples of it in the file, so that views are aligned
 
 
 class TransferError(RunError):
@@ -63,7 +63,7 @@ class Entry:
     checksum: int = 0  # `checksum(tensor)`; of weights on a GPU, their `fingerprint`
 
 
-def entry_of(name: str, tensor: Tensor, offset: int = 0, checksum: int = 0) -> Entry:
+def _entry_of(name: str, tensor: Tensor, offset: int = 0, checksum: int = 0) -> Entry:
     """Return the entry of a tensor in a manifest."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Entry(name, dtype, tuple(tensor.shape), offset, tensor.nbytes, checksum)
@@ -198,10 +198,10 @@ def checksum(tensor: Tensor) -> int:
 
     The checksum detects corruption, not tampering.
     """
-    return digest(raw(tensor))
+    return digest(_raw(tensor))
 
 
-def raw(tensor: Tensor) -> memoryview:
+def _raw(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor in row-major order; a tensor on a GPU is copied to the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
@@ -276,28 +276,28 @@ class SharedWeights(WeightStore):
         Raises:
             RunError: there is not enough memory, or the file cannot be written.
         """
-        end = HEADER.size
+        end = _HEADER.size
         entries: list[Entry] = []
         sums: list[Future[int]] = []
         try:
             path = self.free.pop() if self.free else self.create(version)
             with open(path, "r+b", buffering=0) as file, ThreadPoolExecutor(1) as thread:
-                write_at(file.fileno(), HEADER.pack(NOTHING), 0)
+                write_at(file.fileno(), _HEADER.pack(_NOTHING), 0)
                 for name, tensor in weights:
                     if self.dtype is not None and tensor.is_floating_point():
                         tensor = tensor.detach().to(self.dtype)
-                    offset = -(-end // ALIGNMENT) * ALIGNMENT
+                    offset = -(-end // _ALIGNMENT) * _ALIGNMENT
                     end = offset + tensor.nbytes
-                    entries.append(entry_of(name, tensor, offset))
+                    entries.append(_entry_of(name, tensor, offset))
                     if _in_host_memory(tensor):
                         sums.append(Future())
-                        sums[-1].set_result(write_with_checksum(file.fileno(), raw(tensor), offset))
+                        sums[-1].set_result(_write_with_checksum(file.fileno(), _raw(tensor), offset))
                     else:
-                        data = raw(self.staged(tensor, sums))
-                        sums.append(thread.submit(write_with_checksum, file.fileno(), data, offset))
+                        data = _raw(self.staged(tensor, sums))
+                        sums.append(thread.submit(_write_with_checksum, file.fileno(), data, offset))
                 found = [replace(e, checksum=s.result()) for e, s in zip(entries, sums, strict=True)]
                 file.truncate(end)
-                write_at(file.fileno(), HEADER.pack(version), 0)
+                write_at(file.fileno(), _HEADER.pack(version), 0)
         except OSError as problem:
             where, remedy = "shared memory", "free memory, or set generator.worker=false"
             if not self.reuses:
@@ -381,7 +381,7 @@ def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
         data, offset = memoryview(data)[written:], offset + written
 
 
-def write_with_checksum(file: int, data: memoryview, offset: int) -> int:
+def _write_with_checksum(file: int, data: memoryview, offset: int) -> int:
     """Write bytes to a file at `offset`, and return their checksum."""
     write_at(file, data, offset)
     return digest(data)
@@ -409,10 +409,10 @@ def read(manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
     try:
         with open(manifest.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            head = file.read(HEADER.size)
+            head = file.read(_HEADER.size)
     except OSError as problem:
         raise TransferError(f"the weights of version {version} cannot be read: {problem}") from problem
-    written = HEADER.unpack(head)[0] if len(head) == HEADER.size else NOTHING
+    written = _HEADER.unpack(head)[0] if len(head) == _HEADER.size else _NOTHING
     for entry in manifest.entries:
         if entry.offset + entry.bytes > size:
             raise TransferError(
@@ -422,7 +422,7 @@ def read(manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
     if written != version:
         raise TransferError(
             f"{manifest.path} must hold version {version}, got "
-            + ("a version that is not completely written" if written == NOTHING else f"version {written}")
+            + ("a version that is not completely written" if written == _NOTHING else f"version {written}")
         )
     memory = torch.from_file(manifest.path, shared=False, size=size, dtype=torch.uint8)
     for entry in manifest.entries:
@@ -452,14 +452,14 @@ def read(manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
 # export.
 
 
-Weights = list[tuple[str, Tensor]]  # name and tensor
+_Weights = list[tuple[str, Tensor]]  # name and tensor
 
 BUFFER = 256 << 20  # minimum number of bytes packed into one broadcast; two broadcasts overlap
 CHUNK = 1 << 22  # elements per step of a fingerprint; a step needs two temporary tensors of 32 MiB
 
 # Integer dtype that has the bits of an element, by element size in bytes; 16 bytes count as two elements.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-STEP = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio; STEP, FACTORS: constants of SplitMix64, signed
+_STEP = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio; STEP, FACTORS: constants of SplitMix64, signed
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
@@ -479,7 +479,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     total = torch.full((), start, dtype=torch.int64, device=tensor.device)
     for first in range(0, len(numbers), CHUNK):
         x = numbers[first : first + CHUNK].to(torch.int64, copy=True)
-        x += torch.arange(first + 1, first + 1 + len(x), device=x.device).mul_(STEP)
+        x += torch.arange(first + 1, first + 1 + len(x), device=x.device).mul_(_STEP)
         for factor in _FACTORS:
             x ^= (x >> 31) & (2**33 - 1)  # a logical shift: the mask clears the sign bits
             x *= factor
@@ -506,7 +506,7 @@ class GpuWeights(WeightStore):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
         self.dtype = dtype
-        self.snapshots: dict[int, Weights] = {}
+        self.snapshots: dict[int, _Weights] = {}
 
     @property
     def kept(self) -> int:
@@ -521,7 +521,7 @@ class GpuWeights(WeightStore):
         Raises:
             RunError: there is not enough memory.
         """
-        copies: Weights = []
+        copies: _Weights = []
         sums = {}
         try:
             for name, tensor in weights:
@@ -537,7 +537,7 @@ class GpuWeights(WeightStore):
                 "generator.transfer=shared_memory"
             ) from problem
         self.snapshots[version] = copies
-        return Manifest(version, "", tuple(entry_of(name, x, 0, values[name]) for name, x in copies))
+        return Manifest(version, "", tuple(_entry_of(name, x, 0, values[name]) for name, x in copies))
 
     def release(self, manifest: Manifest) -> None:
         """Return the memory of a version to the caching allocator."""
@@ -579,7 +579,7 @@ class Nccl(GpuWeights):
     def __init__(self, device: torch.device, dtype: torch.dtype, workers: int) -> None:
         super().__init__(device, dtype)
         self.workers = workers
-        self.sender: Sender | None = None  # thread that sends to the current process
+        self.sender: _Sender | None = None  # thread that sends to the current process
 
     def offer(self, manifest: Manifest, fail: Callable[[], None]) -> Manifest:
         """Queue the snapshot for sending and return the manifest; `fail` is called if sending fails.
@@ -589,7 +589,7 @@ class Nccl(GpuWeights):
         group = None
         if self.sender is None:
             group = self.new_group()
-            self.sender = Sender(self, group, fail)
+            self.sender = _Sender(self, group, fail)
             self.sender.start()
         self.sender.todo.put(self.snapshots[manifest.version])
         return replace(manifest, update={}, group=group)
@@ -652,7 +652,7 @@ class Nccl(GpuWeights):
         index = torch.cuda.current_device()
         return uid_init_process_group(identity, rank=0, world_size=group["world_size"], device=index)
 
-    def broadcast(self, communicator: Any, weights: Weights) -> None:
+    def broadcast(self, communicator: Any, weights: _Weights) -> None:
         """Send a snapshot to all ranks in the format of vLLM's engine, and wait until it is sent."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
@@ -666,7 +666,7 @@ class Nccl(GpuWeights):
         )
 
 
-class Sender(threading.Thread):
+class _Sender(threading.Thread):
     """A thread that sends snapshots to one process, first in, first out.
 
     A broadcast waits for the process, which may be busy with a request. The thread waits, so the trainer need
@@ -683,7 +683,7 @@ class Sender(threading.Thread):
         self.store = store
         self.group = group
         self.fail = fail
-        self.todo: SimpleQueue[Weights | None] = SimpleQueue()  # snapshots to send; None ends the thread
+        self.todo: SimpleQueue[_Weights | None] = SimpleQueue()  # snapshots to send; None ends the thread
         self.done: SimpleQueue[None] = SimpleQueue()  # one item per snapshot that was sent
         self.error: BaseException | None = None
         self.communicator: Any = None

@@ -121,9 +121,9 @@ class Ranks:
                 error.everywhere = True
                 answer[2] = error
             answer[0] = True
-            broadcast(answer)
+            _broadcast(answer)
         while not answer[0]:
-            broadcast(answer)
+            _broadcast(answer)
         if answer[2] is not None:
             raise answer[2]
         return answer[1]
@@ -139,7 +139,7 @@ class Ranks:
         def report() -> None:
             with suppress(RunError):  # a rank is lost: the next collective of this rank raises the error, too
                 while not ended.wait(self.notice_s):
-                    broadcast([False, None, None])
+                    _broadcast([False, None, None])
 
         reporter = threading.Thread(target=report, name="reporter", daemon=True)
         reporter.start()
@@ -172,7 +172,7 @@ class Ranks:
 ALONE = Ranks()
 
 
-def broadcast(values: list[Any]) -> None:
+def _broadcast(values: list[Any]) -> None:
     """Replace the values in the list of every rank by those of the first rank; all lists are equally long."""
     with together():
         dist.broadcast_object_list(values, device=torch.device("cpu"))

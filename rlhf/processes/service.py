@@ -27,12 +27,12 @@ from typing import Any, Protocol
 from rlhf.core.errors import OutOfMemory, RunError, UserError
 from rlhf.processes.signals import SIGNALS, end_group, ignore
 
-LENGTH = struct.Struct("<Q")  # header of a message: its number of bytes
+_LENGTH = struct.Struct("<Q")  # header of a message: its number of bytes
 _PIECE = 1 << 20  # maximum number of bytes read at once
 _POLL_S = 0.1  # seconds between checks whether the trainer has ended
 
 
-class Disconnected(EOFError):
+class _Disconnected(EOFError):
     """An error: the other side closed the connection or ended."""
 
 
@@ -56,7 +56,7 @@ class Channel:
             OSError: the connection failed; TimeoutError if the time limit was exceeded.
         """
         data = pickle.dumps(message)
-        left = memoryview(LENGTH.pack(len(data)) + data)
+        left = memoryview(_LENGTH.pack(len(data)) + data)
         reading = [self.socket]
         while left:
             arrived, free, _ = select.select(reading, [self.socket], [], self.socket.gettimeout())
@@ -68,7 +68,7 @@ class Channel:
                 try:
                     left = left[self.socket.send(left, socket.MSG_DONTWAIT) :]
                 except ConnectionError:
-                    raise Disconnected from None
+                    raise _Disconnected from None
 
     def receive(self) -> Any:
         """Wait for the next message and return it.
@@ -78,7 +78,7 @@ class Channel:
             OSError: the connection failed; TimeoutError if the time limit was exceeded.
             UnpicklingError: the message is damaged.
         """
-        (length,) = LENGTH.unpack(self.read(LENGTH.size))
+        (length,) = _LENGTH.unpack(self.read(_LENGTH.size))
         return pickle.loads(self.read(length))
 
     def answers(self, within_s: float) -> bool:
@@ -100,7 +100,7 @@ class Channel:
         """
         while len(self.inbox) < count:
             if not self.take():
-                raise Disconnected
+                raise _Disconnected
         data = bytes(self.inbox[:count])
         del self.inbox[:count]
         return data
@@ -181,7 +181,7 @@ class Server:
                 self.service = arguments[0].build(self.channel)
                 return None
             return getattr(self.service, method)(*arguments)
-        except Disconnected:
+        except _Disconnected:
             raise
         except (UserError, RunError) as error:
             return error
@@ -225,7 +225,7 @@ def main() -> None:
         try:
             method, arguments = channel.receive()
             channel.send(server.answer(method, arguments))
-        except Disconnected:  # the trainer has ended, or will kill this process
+        except _Disconnected:  # the trainer has ended, or will kill this process
             watcher.join()
 
 

@@ -41,7 +41,7 @@ from rlhf.terminal.console import say
 _CLOSE_S = 10.0  # time limit in seconds for a process to release its resources
 
 
-class Lost(Exception):
+class _Lost(Exception):
     """An error: the process ended or exceeded its time limit; the message states which of the two.
 
     Args:
@@ -54,7 +54,7 @@ class Lost(Exception):
         self.limit = limit
 
 
-class Closed(Exception):
+class _Closed(Exception):
     """An error: the worker was closed."""
 
 
@@ -216,10 +216,10 @@ class Worker:
                 job.future.set_result(answer)
                 job = self.next()
             self.ask("close", limit=_CLOSE_S)
-            raise Closed
+            raise _Closed
         except (RunError, UserError) as error:
             self.fail(error, job)
-        except (Closed, Lost):
+        except (_Closed, _Lost):
             self.fail(RunError(f"the {self.name} was closed"), job)
         except BaseException as error:  # a bug; the trainer must not wait for a thread that has ended
             self.fail(RunError(f"the {self.name} thread failed: {type(error).__name__}: {error}"), job)
@@ -245,11 +245,11 @@ class Worker:
                 if self.process is None:
                     self.start()
                 return self.do(job) if job.method is not None else None
-            except Lost as lost:
+            except _Lost as lost:
                 self.stop()
                 with self.lock:
                     if self.closing:
-                        raise Closed from None
+                        raise _Closed from None
                     if self.restarts == self.limits.restarts:
                         raise RunError(
                             f"the {self.name} process must not fail more than {self.restarts} times "
@@ -291,11 +291,11 @@ class Worker:
         command += [self.log.stem, str(theirs.fileno()), str(os.getpid())]
         with theirs, self.log.open("ab") as log, self.lock:
             if self.closing:
-                raise Closed
+                raise _Closed
             self.process = Spawned(command, own, log, f"rlhf-{self.name}-", [theirs.fileno()])
         try:
             self.ask("build", self.factory, limit=self.limits.start_s)
-        except Lost as lost:
+        except _Lost as lost:
             code = self.process.poll()
             if code is None or code < 0:  # too slow, or killed by a signal: try again
                 raise
@@ -334,12 +334,12 @@ class Worker:
         except TimeoutError:
             start = method == "build"
             key = f"generator.{'start' if start else 'request'}_limit_s"
-            raise Lost(f"did not {'start' if start else method} within {limit:g} seconds", key) from None
+            raise _Lost(f"did not {'start' if start else method} within {limit:g} seconds", key) from None
         except (OSError, EOFError, pickle.UnpicklingError):
             how = self.process.ending()
             if self.process.poll() is None:  # the process runs, so the connection failed on this side
                 self.check()
-            raise Lost(f"died ({how})") from None
+            raise _Lost(f"died ({how})") from None
 
     def check(self) -> None:  # noqa: B027
         """Raise RunError if the connection failed on the trainer's side; by default, do nothing."""

@@ -107,7 +107,7 @@ class FullService:
 
 
 def test_the_error_of_another_process_gets_settings_too(tiny, tmp_path):
-    process = Server("generator", os.getpid(), channel=None, scratch=str(tmp_path))
+    process = Server("generator", os.getpid(), channel=None)
     process.answer("build", (FullService(),))
     failure = pickle.loads(pickle.dumps(process.answer("sample", ())))  # as it is sent to the trainer
     with (

@@ -8,33 +8,21 @@ import torch
 
 from rlhf.config.algorithms import DPOConfig, GRPOConfig
 from rlhf.config.models import Dtype
-from rlhf.config.schedule import ESSScaling, LRSchedule, OptimConfig
-from rlhf.core.batch import Batch, Budget
-from rlhf.engines.engine import EngineSettings
+from rlhf.config.schedule import ESSScaling, LRSchedule
+from rlhf.core.batch import Batch
 from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.grpo import GRPO
-from rlhf.processes.ranks import ALONE
-from tests.tiny_models import tiny_lm, tiny_rollouts
+from tests.engines import test_engine
+from tests.engines.test_engine import weights
+from tests.tiny_models import tiny_rollouts
 
 LR = 1e-3
 
 
 def engine_of(micro_batch=16, dtype=Dtype.float32, **optim) -> TorchEngine:
-    return TorchEngine(
-        Policy(tiny_lm(), 0.7, shared_prefix=True),
-        None,
-        None,  # tokenizer, which only `save` needs
-        ALONE,
-        EngineSettings(
-            optim=OptimConfig(lr=LR, schedule=LRSchedule.constant, max_grad_norm=None, **optim),
-            total_steps=10,
-            steps_per_batch=1,
-            budget=Budget(micro_batch),
-            inference=Budget(micro_batch),
-            dtype=dtype,
-        ),
+    return test_engine.engine_of(
+        micro_batch, dtype=dtype, optim={"lr": LR, "schedule": LRSchedule.constant, **optim}
     )
 
 
@@ -60,10 +48,6 @@ def share_of(batch: Batch) -> float:
     assert batch.ref_logprobs is not None and batch.behaviour_logprobs is not None
     weights = (batch.ref_logprobs - batch.behaviour_logprobs).double().sum(-1).exp().flatten()
     return float(weights.sum() ** 2 / weights.square().sum() / len(weights))
-
-
-def weights(engine):
-    return torch.cat([p.detach().flatten() for p in engine.module.parameters()])
 
 
 @pytest.mark.parametrize("micro_batch", [4, 8, 24])

@@ -94,6 +94,7 @@ class Scheduling:
         self.vllm_config = SimpleNamespace(scheduler_config=config)
         self.tokens, self.sequences = tokens, sequences
         self.llm_engine = self
+        self.versioned = True  # outputs have versions
         self.steps = 0
         self.unfinished = []
         self.most = 0  # largest number of sequences in a step
@@ -142,14 +143,14 @@ class Scheduling:
                 done.append(each)
         self.unfinished = [each for each in self.unfinished if each not in done]
         self.steps += 1
-        return [finished(each) for each in done]
+        return [finished(each, self.versioned) for each in done]
 
 
-def finished(sequence):
+def finished(sequence, versioned):
     completion = SimpleNamespace(
         token_ids=[5] * sequence.length,
         logprobs=SimpleNamespace(logprobs=[-1.0] * sequence.length),
-        weight_versions=[SimpleNamespace(version="7", start=0, end=sequence.length)],
+        weight_versions=[SimpleNamespace(version="7", start=0, end=sequence.length)] if versioned else None,
     )
     return SimpleNamespace(request_id=sequence.request_id, outputs=[completion])
 
@@ -251,8 +252,7 @@ class Conversation:
 def test_no_request_waits_for_a_long_output_or_a_slow_answer_of_another(monkeypatch, in_flight):
     llm = scheduled(monkeypatch, tokens=1024, sequences=32).llm
     source = Conversation(llm, pauses=[0, 0, 5, 200])
-    if not in_flight:
-        monkeypatch.setattr("rlhf.generators.vllm.sampler._check_versions", lambda *_: None)
+    llm.versioned = in_flight
     serve(llm, source.ask, source.take, (lambda: 0) if in_flight else None)
     ends = {(owner, turn): step for owner, turn, step in source.outputs}
     assert len(ends) == 12 and not llm.late

@@ -55,12 +55,9 @@ def worker(monkeypatch, tmp_path):
     made.close()
 
 
-def test_a_worker_process_inherits_no_variable_of_its_rank(worker):
+def test_a_worker_process_inherits_no_variable_of_its_rank_and_creates_its_own_group(worker):
     found = worker.put(Job("variables")).result(SECONDS)
     assert not found.keys() & OF_TORCHRUN.keys()
     assert (found["HF_HUB_OFFLINE"], found["OMP_NUM_THREADS"]) == ("1", "1")
     assert os.environ["RANK"] == "3", "the environment of the rank is unchanged"
-
-
-def test_a_worker_process_of_a_rank_creates_its_own_process_group(worker):
     assert worker.put(Job("join_own_group")).result(SECONDS) == 1

@@ -35,34 +35,22 @@ def chosen():
     return [os.environ.get(variable) for variable in VARIABLES]
 
 
-def test_ranks_of_several_hosts_use_the_interface_of_the_route_to_the_first_rank():
-    choose_interfaces(cuda=True)
-    assert chosen() == ["net0", "=net0"]
-
-
-def test_ranks_without_gpus_need_no_interface_for_nccl():
-    choose_interfaces(cuda=False)
-    assert chosen() == ["net0", None]
-
-
-def test_ranks_of_one_host_use_the_loopback_interface(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    choose_interfaces(cuda=True)
-    assert chosen() == ["loop", None]
-
-
-def test_interfaces_that_the_user_set_are_not_changed(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    choose_interfaces(cuda=True)
-    assert chosen() == ["ib0", "=net0"]
-    monkeypatch.setenv("MASTER_ADDR", "myself")
-    choose_interfaces(cuda=True)
-
-
-def test_hosts_that_are_simulated_on_one_machine_use_the_loopback_interface(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    choose_interfaces(cuda=False)
-    assert chosen() == ["loop", None]
+@pytest.mark.parametrize(
+    ("variables", "cuda", "interfaces"),
+    [
+        ({}, True, ["net0", "=net0"]),  # of the route to the first rank
+        ({}, False, ["net0", None]),
+        ({"LOCAL_WORLD_SIZE": "4"}, True, ["loop", None]),  # all ranks on one host
+        ({"MASTER_ADDR": "127.0.0.1"}, False, ["loop", None]),  # several hosts simulated on one machine
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, True, ["ib0", "=net0"]),
+        ({"GLOO_SOCKET_IFNAME": "ib0", "MASTER_ADDR": "myself"}, False, ["ib0", None]),
+    ],
+)
+def test_ranks_use_the_interface_of_the_route_to_the_first_rank(variables, cuda, interfaces, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    choose_interfaces(cuda=cuda)
+    assert chosen() == interfaces
 
 
 def test_a_name_that_is_a_loopback_address_on_its_own_host_is_refused(monkeypatch):
@@ -83,9 +71,6 @@ def test_an_unknown_host_of_the_first_rank_is_refused(monkeypatch):
         choose_interfaces(cuda=False)
 
 
-def test_the_source_address_of_the_loopback_address_is_a_loopback_address():
-    assert source_address("127.0.0.1") == "127.0.0.1"
-
-
 def test_an_address_with_a_zone_belongs_to_its_interface():
+    assert source_address("127.0.0.1") == "127.0.0.1"
     assert (interface_of("fe80::2"), interface_of("10.9.9.9"), loopback()) == ("net0", None, "loop")

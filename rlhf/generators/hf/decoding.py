@@ -64,7 +64,7 @@ def encode(
     outputs, tokens = [], TOKENS[ids.device.type]
     for rows in torch.arange(len(ids), device=ids.device).split(max(1, tokens // ids.shape[1])):
         mask = seen[rows, -int(seen[rows].sum(1).max()) :]
-        parts: list[Any] = [PartLayer(layer, int(rows[0]) * copies, copies) for layer in layers]
+        parts: list[Any] = [_PartLayer(layer, int(rows[0]) * copies, copies) for layer in layers]
         logits = model(
             input_ids=ids[rows, -mask.shape[1] :],
             attention_mask=mask,
@@ -192,7 +192,7 @@ class RereadingStep(Step):
         self.ids = self.ids[rows]
 
 
-class LengthAsked(Exception):
+class _LengthAsked(Exception):
     """An error: the model asked for the length of a cache whose length a CUDA graph has fixed."""
 
 
@@ -286,7 +286,7 @@ class RoomyLayer(DynamicLayer):
             LengthAsked: a CUDA graph has fixed the length, so the CPU does not have the number of tokens.
         """
         if self.slots is not None:
-            raise LengthAsked("the model asks for the length of the cache")
+            raise _LengthAsked("the model asks for the length of the cache")
         return super().get_seq_length()
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -299,7 +299,7 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = self.all_keys[:, :, :length], self.all_values[:, :, :length]
 
 
-class PartLayer(DynamicLayer):
+class _PartLayer(DynamicLayer):
     """A cache layer that copies the keys and values of some prompts into the layer of all prompts.
 
     The layer itself stores no keys or values, because they may be views that keep larger tensors in memory.
@@ -477,7 +477,7 @@ class GraphStep(Step):
         if self.recordable:
             try:
                 return self.fixed(token, place, numbers)
-            except (RuntimeError, LengthAsked) as error:
+            except (RuntimeError, _LengthAsked) as error:
                 self.free()
                 if _out_of_memory(error):
                     self.fits = False

@@ -642,20 +642,20 @@ def _pick(probs: Tensor, numbers: Tensor) -> Tensor:
     """
     vocabulary = probs.shape[-1]
     if vocabulary <= 8 * _BLOCK:
-        return quantile(probs, numbers)[0]
+        return _quantile(probs, numbers)[0]
     whole = vocabulary - vocabulary % _BLOCK
     sums = probs[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1)
     weights = torch.cat([sums, probs[:, whole:].sum(-1, keepdim=True)], -1)
-    block, target, until = quantile(weights, numbers)
+    block, target, until = _quantile(weights, numbers)
     own = weights.gather(-1, block)
     part = (target - until.gather(-1, block) + own) / own  # the quantile within the block
     places = block * _BLOCK + torch.arange(_BLOCK, device=block.device)
     inside = probs.gather(-1, places.clamp(max=vocabulary - 1)).masked_fill_(places >= vocabulary, 0.0)
-    within = quantile(inside, part[:, 0].clamp(0, 1 - 2**-53))[0]
+    within = _quantile(inside, part[:, 0].clamp(0, 1 - 2**-53))[0]
     return (block * _BLOCK + within).clamp_(max=vocabulary - 1)
 
 
-def quantile(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _quantile(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Find the quantiles `numbers` [B] of the weights [B, S].
 
     Returns:

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from starlette.datastructures import State
     from vllm.engine.protocol import EngineClient
 
-OPEN = ("/health", "/metrics", "/version", "/ping")  # they report, change nothing and need no key
+_OPEN = ("/health", "/metrics", "/version", "/ping")  # they report, change nothing and need no key
 _GUARDED = ("/v1/rlhf/", "/inference/")
 _LAST_ANSWER_S = 0.5  # for the answer to a load that failed
 
 router = APIRouter()
 
 
-class Load(BaseModel):
+class _Load(BaseModel):
     """The body of a load."""
 
     version: int
@@ -71,7 +71,7 @@ class Routes:
             )
         app.include_router(router)
         app.router.routes[:] = [
-            route for route in app.router.routes if getattr(route, "path", "").startswith((*_GUARDED, *OPEN))
+            route for route in app.router.routes if getattr(route, "path", "").startswith((*_GUARDED, *_OPEN))
         ]
 
     async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
@@ -104,7 +104,7 @@ async def status(request: Request) -> dict[str, Any]:
 
 
 @router.post(LOAD)
-async def load(body: Load, request: Request) -> JSONResponse:
+async def load(body: _Load, request: Request) -> JSONResponse:
     """Load weights, and return their version and the checksums of the tensors that every worker loaded."""
     engine = request.app.state.engine_client
     async with request.app.state.rlhf_lock:

@@ -88,10 +88,10 @@ class ServerPool(Generator):
         self.counts: Counter[str] = Counter()  # since the last call of `figures`
         self.load_s = 0.0  # since the last call of `figures`
         self.numbers = count()  # of responses
-        self.requests: dict[Future[Rollouts], Request] = {}  # that have no answer yet
+        self.requests: dict[Future[Rollouts], _Request] = {}  # that have no answer yet
         # In the thread of the pool:
         self.restarts = 0  # of the session
-        self.queue: deque[Work] = deque()
+        self.queue: deque[_Work] = deque()
         self.held = Counter[int]()  # open requests with episodes, by their version
         self.up: list[Server] = []  # servers that are ready
         self.manifests: dict[int, Manifest] = {}  # of the kept versions
@@ -114,7 +114,7 @@ class ServerPool(Generator):
         self.raise_failure()
         assert self.version is not None, "load weights before the first request"
         version = None if self.in_flight and sampling.purpose == "train" else self.version
-        kind = Replies if self.settings.environment is None else Conversation
+        kind = _Replies if self.settings.environment is None else _Conversation
         request = kind(self, prompts, sampling, version)
         self.requests[request.answer] = request
         request.answer.add_done_callback(self.requests.pop)
@@ -184,7 +184,7 @@ class ServerPool(Generator):
         self.thread.join()
         self.store.close()
 
-    def ask(self, works: Sequence[Work]) -> None:
+    def ask(self, works: Sequence[_Work]) -> None:
         """Queue responses, from any thread.
 
         Raises:
@@ -327,7 +327,7 @@ class ServerPool(Generator):
                     self.aborts.add(abort := self.loop.create_task(self._abort(server, task, work)))
                     abort.add_done_callback(self.aborts.discard)
 
-    async def _abort(self, server: Server, task: asyncio.Task[None], work: Work) -> None:
+    async def _abort(self, server: Server, task: asyncio.Task[None], work: _Work) -> None:
         """End a response that a server samples; it may not have the request yet."""
         while task in server.running:
             await server.abort(str(work.number))
@@ -363,7 +363,7 @@ class ServerPool(Generator):
 
     def _dispatch(self) -> None:
         """Send queued responses to servers that have their version and a free slot."""
-        waiting: deque[Work] = deque()
+        waiting: deque[_Work] = deque()
         able = [each for each in self.up if each.version is not None and each.loading is None]
         while self.queue and (able := [each for each in able if len(each.running) < each.slots]):
             work = self.queue.popleft()
@@ -378,7 +378,7 @@ class ServerPool(Generator):
                 waiting.append(work)
         self.queue = waiting + self.queue
 
-    async def _sample(self, server: Server, work: Work) -> None:
+    async def _sample(self, server: Server, work: _Work) -> None:
         """Let a server sample a response, and deliver it."""
         task, before = asyncio.current_task(), server.version
         assert task is not None and before is not None
@@ -423,11 +423,11 @@ _LOOK_S = 0.02  # between two looks at answers of environments
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class _Work:
     """A response to sample."""
 
     number: int  # in the order in which they were asked for
-    request: Request
+    request: _Request
     place: int  # in the request
     ids: list[int]
     parameters: dict[str, Any]
@@ -448,7 +448,7 @@ class Work:
         return len(self.ids) + int(self.parameters["max_tokens"])
 
 
-class Request:
+class _Request:
     """A request of the trainer, whose answer is a future.
 
     Args:
@@ -472,7 +472,7 @@ class Request:
         """Take reply `i`, in the thread of the pool."""
         raise NotImplementedError
 
-    def work(self, i: int, ids: list[int], turn: int, most: int) -> Work:
+    def work(self, i: int, ids: list[int], turn: int, most: int) -> _Work:
         """Return a reply to sample: turn `turn` of the response at position `i`, from 0 to N K - 1.
 
         Raises:
@@ -489,10 +489,10 @@ class Request:
             self.sampling, int(self.prompts.index[i // K]), settings.stop_ids, settings.seed
         )
         given |= {"seed": seed_of(given["seed"], k, turn), "max_tokens": most}
-        return Work(next(self.pool.numbers), self, i, ids, given)
+        return _Work(next(self.pool.numbers), self, i, ids, given)
 
 
-class Replies(Request):
+class _Replies(_Request):
     """A request without an environment."""
 
     def begin(self) -> None:
@@ -532,7 +532,7 @@ class Replies(Request):
         return replace(rollouts, version=oldest, generate_s=time.perf_counter() - self.began)
 
 
-class Conversation(Request):
+class _Conversation(_Request):
     """A request with an environment, played in a thread; the random numbers are those of one vLLM."""
 
     def begin(self) -> None:

@@ -338,8 +338,8 @@ def engine_arguments(settings: VLLMFactory, config: PreTrainedConfig) -> dict[st
     """
     special: dict[str, Any] = {"gpu_memory_utilization": settings.memory}
     if not settings.gpu:
-        check_head_size(config)
-        special |= on_cpu(settings.memory, settings.max_model_len, settings.max_num_seqs)
+        _check_head_size(config)
+        special |= _on_cpu(settings.memory, settings.max_model_len, settings.max_num_seqs)
     if settings.absent_ids:
         special["logits_processors"] = ["rlhf.generators.vllm.worker_extension:AbsentIds"]
     return {
@@ -597,7 +597,7 @@ LEAST_SHARE = 1e-9
 _TOKENS_ON_CPU = 8192  # prompt tokens that a CPU encodes in one forward pass
 
 
-def on_cpu(memory: float, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
+def _on_cpu(memory: float, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
     """Return additional arguments of vLLM on a CPU.
 
     Prompts are never encoded in chunks: between chunks vLLM resets the request's random generator, which is
@@ -656,7 +656,7 @@ def on_shared_gpu(
     )
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     own_heads = -(-heads // tensor_parallel_size)
-    sequence = 2 * text.num_hidden_layers * own_heads * head_size(config) * dtype.itemsize * max_model_len
+    sequence = 2 * text.num_hidden_layers * own_heads * _head_size(config) * dtype.itemsize * max_model_len
     used = weights // tensor_parallel_size + working
     room = int(memory * total) - used
     if room < sequence:
@@ -674,18 +674,18 @@ def on_shared_gpu(
     }
 
 
-def head_size(config: PreTrainedConfig) -> int:
+def _head_size(config: PreTrainedConfig) -> int:
     """Return the width of an attention head."""
     text = config.get_text_config()
     size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return size
 
 
-def check_head_size(config: PreTrainedConfig) -> None:
+def _check_head_size(config: PreTrainedConfig) -> None:
     """Raise UserError if vLLM's attention kernels for CPUs do not support the model's head size."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    size = head_size(config)
+    size = _head_size(config)
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if size not in sizes:
         raise UserError(

@@ -105,7 +105,7 @@ class FileEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """Do nothing: the engine has no resources between updates."""
 
 
-class Witness:
+class _Witness:
     """A stand-in for the model while an engine receives tensors: it records checksums and loads the tensors.
 
     Args:
@@ -125,7 +125,7 @@ class Witness:
         self.reached = None if loaded is None or self.reached is None else self.reached | loaded
 
 
-class Witnessed:
+class _Witnessed:
     """A mixin for an engine of vLLM that records checksums (`taken`) and checks that no parameter is skipped.
 
     The mixin must precede the engine in the bases of a class.
@@ -138,7 +138,7 @@ class Witnessed:
 
     def receive_weights(self: Any, update_info: Any) -> None:
         """Receive tensors with a `Witness` in place of the model."""
-        self.witness = Witness(self.model)
+        self.witness = _Witness(self.model)
         self.set_weight_update_target(self.witness, self.model_config)
         try:
             super().receive_weights(update_info)  # type: ignore[misc]
@@ -156,11 +156,11 @@ class Witnessed:
         self.taken = checksums(self.witness.sums)
 
 
-class IpcEngine(Witnessed, IPCWeightTransferEngine):
+class _IpcEngine(_Witnessed, IPCWeightTransferEngine):
     """vLLM's engine for CUDA IPC, with recorded checksums."""
 
 
-class NcclEngine(Witnessed, NCCLWeightTransferEngine):
+class _NcclEngine(_Witnessed, NCCLWeightTransferEngine):
     """vLLM's engine for NCCL, with recorded checksums."""
 
 
@@ -185,8 +185,8 @@ def _check_reached(model: torch.nn.Module, reached: set[str] | None) -> None:
 for transfer, engine in (
     ("shared_memory", FileEngine),
     ("files", FileEngine),  # of a server
-    ("ipc", IpcEngine),
-    ("nccl", NcclEngine),
+    ("ipc", _IpcEngine),
+    ("nccl", _NcclEngine),
 ):
     WeightTransferEngineFactory.register_engine(NAME.format(transfer), engine)
 
