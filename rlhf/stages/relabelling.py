@@ -237,13 +237,13 @@ def relabel(cfg: Config, output: Path, ranks: Ranks | None = None) -> None:
         warn(memory.warnings(cfg, trains=False))
         with interruptible(), written_by_one(output) if is_first_rank() else nullcontext():
             if not finished(cfg, output):
-                _carry_out(cfg, output, ranks)
+                carry_out(cfg, output, ranks)
                 return
     if is_first_rank():
         say(f"relabelled already: {output}")
 
 
-def _carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
+def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     """Score the pairs that have no scores yet, and write the data set."""
     say_loading()
     from datasets import DatasetDict
