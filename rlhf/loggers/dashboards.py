@@ -68,18 +68,18 @@ def _described(folder: RunFolder) -> dict[str, Any]:
 # The bases of the loggers: a dashboard, and a dashboard whose run is continued by the rows that it lacks.
 
 
-COMPLETIONS = "completions"  # name of the tables of completions, beside the names of metrics
+_COMPLETIONS = "completions"  # name of the tables of completions, beside the names of metrics
 
-Samples = list[dict[str, Any]]  # completions of an evaluation, with the keys of completions.jsonl
+_Samples = list[dict[str, Any]]  # completions of an evaluation, with the keys of completions.jsonl
 
 
-class Dashboard(Logger):
+class _Dashboard(Logger):
     """A logger that sends rows and completions to another program.
 
     A subclass starts or continues the run of the dashboard in its constructor, and ends it in `close`.
     """
 
-    def send(self, row: Row, samples: Samples, update: int) -> None:
+    def send(self, row: Row, samples: _Samples, update: int) -> None:
         """Send metrics of an update, or of the evaluation at an update with its completions."""
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class Dashboard(Logger):
         self.send(row, evaluation.samples, state.update)
 
 
-class ContinuedDashboard(Dashboard):
+class ContinuedDashboard(_Dashboard):
     """A dashboard that gets each metric of an update once, over all sessions of a run.
 
     A resumed run repeats the updates after its checkpoint; the values that the store has are not sent again.
@@ -104,7 +104,7 @@ class ContinuedDashboard(Dashboard):
     Args:
         name: the option of the config group `logger`.
         folder: the run folder.
-        last: the last update of each metric in the store, and of the tables of completions (`COMPLETIONS`).
+        last: the last update of each metric in the store, and of the tables of completions (`_COMPLETIONS`).
         refusals: the exceptions of a store that refuses a row.
     """
 
@@ -114,7 +114,7 @@ class ContinuedDashboard(Dashboard):
         self.name, self.folder, self.last, self.refusals = name, folder, last, refusals
         self.refused = False  # the store refused a row, and nothing was sent after that
 
-    def store(self, row: Row, samples: Samples, update: int) -> None:
+    def store(self, row: Row, samples: _Samples, update: int) -> None:
         """Send metrics of an update, or completions, to the store."""
         raise NotImplementedError
 
@@ -128,19 +128,19 @@ class ContinuedDashboard(Dashboard):
         self.refused = False
         for row in read_lines(self.folder.metrics, ["update"]):
             self.send(row, [], row["update"])
-        evaluated: dict[int, Samples] = {}
+        evaluated: dict[int, _Samples] = {}
         for sample in read_lines(self.folder.completions, ["update"]):
             evaluated.setdefault(sample.pop("update"), []).append(sample)
         for update, samples in evaluated.items():
             self.send({}, samples, update)
 
-    def send(self, row: Row, samples: Samples, update: int) -> None:
+    def send(self, row: Row, samples: _Samples, update: int) -> None:
         """Send the metrics and the completions that the store does not have."""
         new = {name: value for name, value in row.items() if update > self.last.get(name, -1)}
         if new:
             self.attempt(lambda: self.store(new, [], update), new, update)
-        if samples and update > self.last.get(COMPLETIONS, -1):
-            self.attempt(lambda: self.store({}, samples, update), [COMPLETIONS], update)
+        if samples and update > self.last.get(_COMPLETIONS, -1):
+            self.attempt(lambda: self.store({}, samples, update), [_COMPLETIONS], update)
 
     def attempt(self, send: Callable[[], None], names: Iterable[str], update: int) -> None:
         """Send the values `names` of an update, unless the store refused an earlier row."""
@@ -163,7 +163,7 @@ class ContinuedDashboard(Dashboard):
 # The logger of Weights & Biases (W&B).
 
 
-class WandbLogger(Dashboard):
+class WandbLogger(_Dashboard):
     """A logger that sends rows, tables of completions and figures to a W&B run, with the update as x axis.
 
     The config of the W&B run contains config.yaml and environment.json. A resumed run continues the same W&B
@@ -207,7 +207,7 @@ class WandbLogger(Dashboard):
                 "logger=wandb out"
             ) from None
 
-    def send(self, row: Row, samples: Samples, update: int) -> None:
+    def send(self, row: Row, samples: _Samples, update: int) -> None:
         """Send the row, and a table of completions, with the update as their step."""
         sent: dict[str, Any] = dict(row)
         if samples:
@@ -281,9 +281,9 @@ class MlflowLogger(ContinuedDashboard):
                 name: max(point.step for point in self.client.get_metric_history(self.run, name))
                 for name in self.client.get_run(self.run).data.metrics
             }
-            files = [file.path for file in self.client.list_artifacts(self.run, COMPLETIONS)]
+            files = [file.path for file in self.client.list_artifacts(self.run, _COMPLETIONS)]
             tables = [int(table[1]) for table in map(_TABLE.fullmatch, files) if table]
-            last[COMPLETIONS] = max(tables, default=-1)
+            last[_COMPLETIONS] = max(tables, default=-1)
             super().__init__("mlflow", context.folder, last, (MlflowException, OSError))
         # ImportError: the driver of a database is not installed
         except (MlflowException, SQLAlchemyError, ImportError, OSError) as error:
@@ -334,14 +334,14 @@ class MlflowLogger(ContinuedDashboard):
             self.client.log_batch(run, params=new[start : start + _PARAMS])
         return run
 
-    def store(self, row: Row, samples: Samples, update: int) -> None:
+    def store(self, row: Row, samples: _Samples, update: int) -> None:
         """Send metrics, or completions as an artifact in the format of a pandas table (`orient="split"`)."""
         from mlflow.entities import Metric
 
         if samples:
             columns = list(samples[0])
             table = {"columns": columns, "data": [[sample[name] for name in columns] for sample in samples]}
-            self.client.log_dict(self.run, table, f"{COMPLETIONS}/update-{update}.json")
+            self.client.log_dict(self.run, table, f"{_COMPLETIONS}/update-{update}.json")
         else:
             now = int(time.time() * 1000)
             metrics = [Metric(name, value, now, update) for name, value in row.items()]
@@ -417,9 +417,9 @@ class TrackioLogger(ContinuedDashboard):
         super().__init__("trackio", context.folder, last)
         self.send_missing()
 
-    def store(self, row: Row, samples: Samples, update: int) -> None:
+    def store(self, row: Row, samples: _Samples, update: int) -> None:
         """Write metrics or a table of completions, with the update as their step."""
-        table = {COMPLETIONS: self.trackio.Table(data=samples)} if samples else {}
+        table = {_COMPLETIONS: self.trackio.Table(data=samples)} if samples else {}
         self.run.log({**row, **table}, step=update)
 
     def close(self) -> None:
@@ -459,7 +459,7 @@ def import_trackio(folder: Path) -> Any:
 # The logger of TensorBoard event files.
 
 
-class TensorboardLogger(Dashboard):
+class TensorboardLogger(_Dashboard):
     """A logger of scalars, with the update as x axis.
 
     After a resume, events newer than the checkpoint are hidden.
@@ -480,7 +480,7 @@ class TensorboardLogger(Dashboard):
             purge_step=context.state.update + 1 if context.state.update else 0,
         )
 
-    def send(self, row: Row, samples: Samples, update: int) -> None:
+    def send(self, row: Row, samples: _Samples, update: int) -> None:
         """Write each metric of the row as a scalar, and the first completion as text."""
         for name, value in row.items():
             self.writer.add_scalar(name, value, update)

@@ -131,7 +131,7 @@ class HttpScorer(Scorer):
             reason = f"cannot be requested ({type(error).__name__})"
             raise self.error(reason, f"correct {self.at}.url") from None
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
-            raise Again(self.no_answer(cause_of(error))) from None
+            raise Again(self.no_answer(_cause_of(error))) from None
         if answer.status_code != 200:
             raise self.refused(answer, body)
         if len(body) > limit:
@@ -176,7 +176,7 @@ class HttpScorer(Scorer):
             return self.error(
                 problem, remedies.get(status, f"correct {at}.url, or see the log of the service")
             )
-        wait_s = retry_after(answer.headers.get("Retry-After", ""))
+        wait_s = _retry_after(answer.headers.get("Retry-After", ""))
         if wait_s is not None and wait_s > limit_s:
             return self.error(
                 f"{problem} and asked to wait for {wait_s:,.0f} seconds (Retry-After), more than "
@@ -192,7 +192,7 @@ class HttpScorer(Scorer):
 _EXPECTED = 'the answer must be {"scores": [...]} with one finite number per response; correct the service'
 
 
-def retry_after(header: str) -> float | None:
+def _retry_after(header: str) -> float | None:
     """Return the seconds in a header Retry-After (a number or a date); None if it is empty or invalid."""
     if header.strip().isdecimal():
         return float(header)
@@ -202,7 +202,7 @@ def retry_after(header: str) -> float | None:
         return None
 
 
-def cause_of(error: BaseException) -> str:
+def _cause_of(error: BaseException) -> str:
     """Return why a request failed, in one phrase: the system's error message, or a time limit."""
     if isinstance(error, requests.Timeout) or "timed out" in str(error):
         return "timed out"

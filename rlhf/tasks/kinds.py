@@ -427,14 +427,14 @@ class ArithmeticSource(EmbeddedSource):
 # Pupils who guess a number ignore the answers in half of their guesses. RL learns to calculate and to search.
 
 
-Pupil = Generator[str, str, None]  # yields replies, gets messages
+_Pupil = Generator[str, str, None]  # yields replies, gets messages
 
 _MARKS = ("<|user|>", "<|assistant|>", "\n", " error")
 _PROBLEM_TERMS, _BY_HEAD, _CARELESS = 3, 0.6, 0.2
 _LARGEST, _HEEDLESS = 15, 0.5
 
 
-class GameSource(EmbeddedSource):
+class _GameSource(EmbeddedSource):
     """A source of questions, whose rows have the number that answers them in the column `secret`."""
 
     pattern = r"<\|[a-z]+\|>|\n| ?[0-9]+| ?[A-Za-z]+:?| ?#+| ?[^\sA-Za-z0-9#]"
@@ -443,7 +443,7 @@ class GameSource(EmbeddedSource):
 
     @staticmethod
     @abstractmethod
-    def game(rng: random.Random) -> tuple[str, str, Pupil]:
+    def game(rng: random.Random) -> tuple[str, str, _Pupil]:
         """Return a question, the right last reply, and a pupil."""
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -458,7 +458,7 @@ class GameSource(EmbeddedSource):
         rows = [self._example(*self.game(rng)) for _ in range(size)]
         return {name: [row[name] for row in rows] for name in rows[0]}
 
-    def _example(self, question: str, right: str, pupil: Pupil) -> dict[str, Any]:
+    def _example(self, question: str, right: str, pupil: _Pupil) -> dict[str, Any]:
         record, environment = {"secret": int(right.split()[-1])}, self.environment()
         environment.reset(Example(prompt=question, reference=right, record=record, seed=0, sample=0))
         talk = [_said("assistant", next(pupil))]
@@ -470,7 +470,7 @@ class GameSource(EmbeddedSource):
         return {"messages": asked, "reference_response": reference, "demonstration": talk, **record}
 
 
-class CalculatorSource(GameSource):
+class CalculatorSource(_GameSource):
     """A source of sums, and of pupils who add by head or with a calculator."""
 
     environment, replies = Calculator, _PROBLEM_TERMS
@@ -483,11 +483,11 @@ class CalculatorSource(GameSource):
         return (*_MARKS, "Problem:", " calc", " +", " ####", *numbers)
 
     @staticmethod
-    def game(rng: random.Random) -> tuple[str, str, Pupil]:
+    def game(rng: random.Random) -> tuple[str, str, _Pupil]:
         """Return a problem, its answer, and a pupil."""
         terms = [rng.randint(1, 9) for _ in range(_PROBLEM_TERMS)]
 
-        def pupil() -> Pupil:
+        def pupil() -> _Pupil:
             if rng.random() < _BY_HEAD:
                 yield f" #### {_pupil_totals(terms, rng)[-1]}"
             total = f" {terms[0]}"
@@ -499,7 +499,7 @@ class CalculatorSource(GameSource):
         return f"Problem: {' + '.join(map(str, terms))}", f" #### {sum(terms)}", pupil()
 
 
-class GuessNumberSource(GameSource):
+class GuessNumberSource(_GameSource):
     """A source of numbers, and of pupils who guess them."""
 
     environment, replies = GuessNumber, 4
@@ -511,10 +511,10 @@ class GuessNumberSource(GameSource):
         return (*_MARKS, "Guess:", " to", " higher", " lower", *(f" {i}" for i in range(_LARGEST + 1)))
 
     @staticmethod
-    def game(rng: random.Random) -> tuple[str, str, Pupil]:
+    def game(rng: random.Random) -> tuple[str, str, _Pupil]:
         """Return the question, a number, and a pupil."""
 
-        def pupil() -> Pupil:
+        def pupil() -> _Pupil:
             low, high = 1, _LARGEST
             while True:
                 heedless = rng.random() < _HEEDLESS

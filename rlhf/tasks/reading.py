@@ -133,7 +133,7 @@ def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
 
     def read(text: str, number: int) -> Any:
         try:
-            return json.loads(text, parse_float=Written)
+            return json.loads(text, parse_float=_Written)
         except (ValueError, RecursionError) as error:
             reason = str(error).partition(";")[0]
             if divided:
@@ -157,7 +157,7 @@ def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
     if not start:
         return
     first = read(line, number)
-    if (table := first if isinstance(first, list) else rows_of_table(first)) is not None:
+    if (table := first if isinstance(first, list) else _rows_of_table(first)) is not None:
         for number, row in enumerate(table, 1):
             yield checked(row, f"row {number} of {file}")
         return
@@ -271,7 +271,7 @@ def rows_of_arrow(table: pyarrow.RecordBatch | pyarrow.Table) -> Iterator[Row]:
 
     def decoded(value: Any, kind: pyarrow.DataType, bare: bool) -> Any:
         if isinstance(kind, pyarrow.JsonType):
-            return value if value is None else json.loads(value, parse_float=Written)
+            return value if value is None else json.loads(value, parse_float=_Written)
         if isinstance(value, dict) and isinstance(kind, pyarrow.StructType):
             kept = {name: each for name, each in value.items() if not (bare and each is None)}
             return {name: decoded(each, kind.field(name).type, bare) for name, each in kept.items()}
@@ -282,7 +282,7 @@ def rows_of_arrow(table: pyarrow.RecordBatch | pyarrow.Table) -> Iterator[Row]:
     kinds = {field.name: field.type for field in table.schema}
     for row in table.to_pylist(maps_as_pydicts="strict"):
         yield {
-            name: decoded(value, kinds[name], name.lower() == TOOLS or is_dialogue(value))
+            name: decoded(value, kinds[name], name.lower() == TOOLS or _is_dialogue(value))
             for name, value in row.items()
         }
 
@@ -292,7 +292,8 @@ def described(value: Any) -> str:
     if value is None:
         return "null"
     kinds = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
-    kind = kinds.get(type(value), "an object" if isinstance(value, dict) else type(value).__name__)
+    other = "an object" if isinstance(value, dict) else type(value).__name__
+    kind = next((kinds[each] for each in kinds if isinstance(value, each)), other)
     return f"{kind} ({value})" if isinstance(value, int | float) and len(str(value)) < 20 else kind
 
 
@@ -319,12 +320,12 @@ class BadRow(Exception):
         return f"{key} must {self.rule}, got {place} {self.got}; {self.remedy}"
 
 
-class Written(float):
+class _Written(float):
     """A number of a JSON file that has its digits, such as 1.50 or 1e3, as text."""
 
     written: str
 
-    def __new__(cls, text: str) -> Written:
+    def __new__(cls, text: str) -> _Written:
         """Return the number that a text means."""
         made = super().__new__(cls, text)
         made.written = text
@@ -339,7 +340,7 @@ def number_as_text(value: Any, column: str) -> str | None:
 
     Of a number with a fraction, only JSON has the digits. Other formats store it in binary.
     """
-    if isinstance(value, bool) or not isinstance(value, int | Written):
+    if isinstance(value, bool) or not isinstance(value, int | _Written):
         return None
     note(f"numbers in the column {column} are read as text, as they are written")
     return str(value)
@@ -353,10 +354,10 @@ def note(text: str) -> None:
 
 def parsed(row: Row) -> Row:
     """Return a row with lists of messages in place of their texts in JSON, or as Python prints them."""
-    return {name: messages_of(value) for name, value in row.items()}
+    return {name: _messages_of(value) for name, value in row.items()}
 
 
-def messages_of(value: Any) -> Any:
+def _messages_of(value: Any) -> Any:
     """Return the messages that a text contains, or the value itself."""
     if not isinstance(value, str) or not value.lstrip().startswith("[") or "{" not in value:
         return value
@@ -365,11 +366,11 @@ def messages_of(value: Any) -> Any:
             found = read(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
-        return found if is_dialogue(found) else value
+        return found if _is_dialogue(found) else value
     return value
 
 
-def is_dialogue(value: Any) -> bool:
+def _is_dialogue(value: Any) -> bool:
     """Return whether a value is a list of messages: of objects with a role."""
     found = value if isinstance(value, list) else []
     return found != [] and all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in found)
@@ -385,7 +386,7 @@ def without_prompt(chosen: str, rejected: str) -> tuple[str, str, str] | None:
     return (chosen[:end], chosen[end:], rejected[end:]) if mark else None
 
 
-def rows_of_table(value: Any) -> list[Row] | None:
+def _rows_of_table(value: Any) -> list[Row] | None:
     """Return the rows of a table that pandas wrote (`DataFrame.to_json`); None: it is no table.
 
     The forms are {"column": {"0": value, ...}, ...}, {"0": {"column": value, ...}, ...} and

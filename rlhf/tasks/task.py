@@ -96,7 +96,7 @@ class Task:
         self.special = tuple(end_tokens(tokenizer))
         self.declared = tuple(token for token in ends if token in self.special)
         self._examples = lru_cache(maxsize=4)(self._tokenized)
-        self._counts: dict[tuple[str, Data], Counts] = {}
+        self._counts: dict[tuple[str, Data], _Counts] = {}
 
     @cached_property
     def _train(self) -> Dataset:
@@ -177,7 +177,7 @@ class Task:
         parts = (rows[first : first + size] for first in range(0, len(rows), size))
         return len(rows), (self._batch(examples[part]) for part in parts)
 
-    def counts(self, split: str) -> Counts:
+    def counts(self, split: str) -> _Counts:
         """Return the counts of a split, whose examples have the content of training examples."""
         self._examples(split, self.data)
         return self._counts[split, self.data]
@@ -217,7 +217,7 @@ class Task:
                 with suppress(UserError):  # the data may have no training split, which has more rows
                     train = load("train")
             if dialogues is None:
-                stored = without_repeated_prompts(stored, train, [column, *responses], split)
+                stored = _without_repeated_prompts(stored, train, [column, *responses], split)
         empty: list[bool] = []
         equal: list[bool] = []
         control: list[bool] = []  # whether a row has control tokens in its texts
@@ -293,11 +293,11 @@ class Task:
                     "%d of %d rows of the split %s have %s (first: %s)",
                     mask.sum(), len(mask), split, what, first,
                 )  # fmt: skip
-        counts = Counts(
+        counts = _Counts(
             rows=len(examples),
             too_long=int(too_long.sum()),
             no_prompt=int(no_prompt.sum()),
-            prompt_tokens=Lengths.of(lengths),
+            prompt_tokens=_Lengths.of(lengths),
         )
         self._counts[split, data] = counts
         if pairs and split == "train" and all(equal):
@@ -519,7 +519,7 @@ _PROMPT_WIDTH = 48  # of these for the prompt, if the response is long
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class _Lengths:
     """The distribution of lengths in tokens."""
 
     least: int
@@ -528,7 +528,7 @@ class Lengths:
     largest: int
 
     @classmethod
-    def of(cls, lengths: np.ndarray) -> Lengths:
+    def of(cls, lengths: np.ndarray) -> _Lengths:
         """Return the distribution of at least one length."""
         return cls(*map(int, np.quantile(lengths, [0, 0.5, 0.95, 1], method="higher")))
 
@@ -537,13 +537,13 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class _Counts:
     """What a split contains, before prompts are skipped."""
 
     rows: int
     too_long: int  # rows whose prompt has more tokens than `task.max_prompt_tokens`; they are skipped
     no_prompt: int  # rows whose prompt is empty; they are skipped
-    prompt_tokens: Lengths  # of all prompts
+    prompt_tokens: _Lengths  # of all prompts
 
     @property
     def kept(self) -> int:
@@ -566,7 +566,7 @@ class Counts:
         )
 
 
-class Summary(NamedTuple):
+class _Summary(NamedTuple):
     """What the data of a run contain, for readers."""
 
     rows: list[tuple[str, str]]  # names and values
@@ -574,7 +574,7 @@ class Summary(NamedTuple):
     warnings: list[str]  # texts that the tokenizer does not keep, cut responses, too few examples
 
 
-def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train", "validation")) -> Summary:
+def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train", "validation")) -> _Summary:
     """Return the summary of the data of a run.
 
     Args:
@@ -617,7 +617,7 @@ def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train"
         rows.append(("format", f"chat template{note}; responses end with {task.tokenizer.eos_token}"))
     rows.append(("prompt tokens", str(task.counts("train").prompt_tokens)))
     if texts:
-        rows.append(("response tokens", str(Lengths.of(lengths))))
+        rows.append(("response tokens", str(_Lengths.of(lengths))))
 
     warnings, kept, size = [], task.counts("train").kept, task.prompts_per_update
     if changed := altered(task.tokenizer, some, "messages" in some, texts, tokens):
@@ -638,7 +638,7 @@ def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train"
         )
     firsts = [each[0] for each in stored] if stored else some["reference"]
     examples = zip(map(unquoted, some["text"][:_EXAMPLES]), map(unquoted, firsts), strict=False)
-    return Summary(rows, [_shortened(*each) for each in examples], warnings)
+    return _Summary(rows, [_shortened(*each) for each in examples], warnings)
 
 
 def altered(
@@ -702,7 +702,7 @@ def repeats(prompt: str, responses: list[str]) -> bool:
     return bool(prompt) and whole and len(ends) == len(responses)
 
 
-def without_repeated_prompts(pairs: Dataset, train: Dataset, names: list[str], split: str) -> Dataset:
+def _without_repeated_prompts(pairs: Dataset, train: Dataset, names: list[str], split: str) -> Dataset:
     """Return pairs of texts without the prompt at the start of both responses, in data that repeat prompts.
 
     A part of a mixture (or data that are no mixture) repeats prompts if both responses of at least

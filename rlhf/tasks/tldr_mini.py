@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class _Slot:
     """A kind of fact, with templates of texts in which `_` stands for the value of the fact."""
 
     name: str
@@ -51,14 +51,14 @@ class Slot:
     vague: str  # how a summary mentions the fact without its value
 
 
-def _slot(name: str, values: str, facts: list[str], distractors: list[str], **texts: str) -> Slot:
-    return Slot(name, tuple(values.split()), tuple(facts), tuple(distractors), **texts)
+def _slot(name: str, values: str, facts: list[str], distractors: list[str], **texts: str) -> _Slot:
+    return _Slot(name, tuple(values.split()), tuple(facts), tuple(distractors), **texts)
 
 
 _TEXTS = yaml.safe_load((files("rlhf.tasks") / "tldr_mini.yaml").read_text(encoding="utf-8"))
 SLOTS = tuple(_slot(name, **texts) for name, texts in _TEXTS["slots"].items())
 BY_NAME = {slot.name: slot for slot in SLOTS}
-SLOT_OF = {value: slot for slot in SLOTS for value in slot.values}
+_SLOT_OF = {value: slot for slot in SLOTS for value in slot.values}
 BACKBONE = ("who", "deed", "thing")  # slots in every summary, at least vaguely: "Someone took my stuff."
 FILLER = tuple(_TEXTS["filler"])
 # Slots by relevance in a subreddit, most relevant first; half of a post's slots are relevant.
@@ -71,13 +71,13 @@ _FILLER_SHARE = 0.2  # share of references with a filler sentence
 _WRONG_SHARE = 0.03  # share of exactly stated facts that have a wrong value
 
 
-def relevant_slots(subreddit: str, names: list[str]) -> list[str]:
+def _relevant_slots(subreddit: str, names: list[str]) -> list[str]:
     """Return the relevant half of the slots `names` in a subreddit, most relevant first."""
     return [name for name in _FOCUS.get(subreddit, names) if name in names][: len(names) // 2]
 
 
 @cache
-def habits(subreddit: str, slots: tuple[str, ...]) -> dict[str, float]:
+def _habits(subreddit: str, slots: tuple[str, ...]) -> dict[str, float]:
     """Return the habit of a subreddit: slot -> change of the log-odds that a reference states the fact.
 
     The changes are evenly spaced from -HABIT_ODDS to HABIT_ODDS, in a random order that only the subreddit
@@ -89,7 +89,7 @@ def habits(subreddit: str, slots: tuple[str, ...]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class _Level:
     """The settings of a difficulty."""
 
     subreddits: int  # number of subreddits, the first of FOCUS
@@ -100,14 +100,16 @@ class Level:
 
 
 LEVELS = {
-    Difficulty.easy: Level(2, ("who", "deed", "thing", "when", "feeling", "ask"), 10, 0, 2),
-    Difficulty.medium: Level(3, ("who", "deed", "thing", "when", "where", "why", "feeling", "ask"), 16, 1, 2),
-    Difficulty.hard: Level(len(_FOCUS), tuple(BY_NAME), 20, 3, 2),
+    Difficulty.easy: _Level(2, ("who", "deed", "thing", "when", "feeling", "ask"), 10, 0, 2),
+    Difficulty.medium: _Level(
+        3, ("who", "deed", "thing", "when", "where", "why", "feeling", "ask"), 16, 1, 2
+    ),
+    Difficulty.hard: _Level(len(_FOCUS), tuple(BY_NAME), 20, 3, 2),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class _Post:
     """The content of a post."""
 
     subreddit: str
@@ -128,7 +130,7 @@ def fill(template: str, value: str) -> str:
     return template.replace("_", value)
 
 
-def make_post(rng: random.Random, level: Level) -> Post:
+def make_post(rng: random.Random, level: _Level) -> _Post:
     """Return a random post of the difficulty `level`."""
     facts = {name: rng.choice(BY_NAME[name].values[: level.values]) for name in level.slots}
     distractors = {
@@ -140,7 +142,7 @@ def make_post(rng: random.Random, level: Level) -> Post:
     others = [fill(rng.choice(BY_NAME[name].distractors), value) for name, value in distractors.items()]
     for sentence in others + rng.sample(FILLER, level.filler):
         sentences.insert(rng.randint(0, len(sentences)), sentence)
-    return Post(
+    return _Post(
         subreddit=rng.choice(list(_FOCUS)[: level.subreddits]),
         title=rng.choice(level.slots),
         facts=facts,
@@ -149,10 +151,10 @@ def make_post(rng: random.Random, level: Level) -> Post:
     )
 
 
-def make_reference(rng: random.Random, post: Post) -> str:
+def make_reference(rng: random.Random, post: _Post) -> str:
     """Return a random reference: a flawed summary of the post."""
-    usual = habits(post.subreddit, tuple(post.facts))
-    relevant = relevant_slots(post.subreddit, list(post.facts))
+    usual = _habits(post.subreddit, tuple(post.facts))
+    relevant = _relevant_slots(post.subreddit, list(post.facts))
     words: dict[str, str] = {}
     for name, value in post.facts.items():
         slot = BY_NAME[name]
@@ -238,7 +240,7 @@ def split_words(text: str) -> list[str]:
 
 
 @cache
-def _fact_pattern(slot: Slot) -> re.Pattern[str]:
+def _fact_pattern(slot: _Slot) -> re.Pattern[str]:
     values = f"({'|'.join(slot.values)})"
     return re.compile("|".join(re.escape(fact).replace("_", values) for fact in slot.facts))
 
@@ -265,7 +267,7 @@ def fact_weights(query: str, names: list[str]) -> dict[str, float]:
         names: slots of the facts that the post states.
     """
     subreddit = query.partition("SUBREDDIT:")[2].split("\n")[0].strip()
-    relevant = relevant_slots(subreddit, names)
+    relevant = _relevant_slots(subreddit, names)
     titled = title_slot(query)
     if titled in names and titled not in relevant:
         relevant.append(titled)
@@ -284,7 +286,7 @@ def title_slot(query: str) -> str | None:
     return None
 
 
-def _value_credit(slot: Slot, stated: str, fact: str) -> float:
+def _value_credit(slot: _Slot, stated: str, fact: str) -> float:
     """Return the credit of the value `stated` for a slot: 1 for the value `fact`, -1 for a wrong value.
 
     The credit of an amount or an age falls with its distance from the fact, down to -1.
@@ -320,7 +322,7 @@ def gold_score(query: str, response: str) -> float:
 
     credits: dict[str, float] = {}
     for place, word in enumerate(words):
-        slot = SLOT_OF.get(word)
+        slot = _SLOT_OF.get(word)
         if slot is None or slot.name not in facts:
             continue
         phrase = [part for part in split_words(slot.phrase) if part != "?"]

@@ -128,9 +128,15 @@ def test_contents_of_dialogues_contribute_no_control_token_and_are_counted(caplo
         batch = made.held_out(1)
         assert contents[0] in batch.texts[0] and "\ufdd0" not in batch.texts[0]
         assert batch.dialogues[0][0]["content"] == contents[0]
-        rollouts = encode_completions(batch, [[text] for text in batch.references], made.tokenizer, None)
-        (_, (response,), (reference,)) = flat_texts(rollouts, made.tokenizer)
-        assert response == reference == contents[1], "judged without marks"
+
+
+def test_a_reference_with_control_tokens_is_judged_without_marks():
+    turns = [{"role": "user", "content": "Why?"}], [{"role": "assistant", "content": f"{FORGED}So."}]
+    made = task(Stored(turns[1], turns[0]), Data.prompts, dialogues=True)
+    batch = made.held_out(1)
+    rollouts = encode_completions(batch, [[text] for text in batch.references], made.tokenizer, None)
+    (_, (response,), (reference,)) = flat_texts(rollouts, made.tokenizer)
+    assert response == reference == f"{FORGED}So."
 
 
 def test_control_tokens_of_texts_are_tokens_and_are_counted_unless_all_prompts_have_them(caplog):

@@ -111,7 +111,8 @@ LAST = ["<answer>{}</answer>", "{}", "<answer>0.5</answer> or <answer> {}\n</ans
         ("chain_sum", WHOLE, {}, [1, 0], None),
         ("prime_factorization", RAISES, {}, [0, 1], 1),  # a verifier that raises
         *((name, ["", "x"], {"exact": "false"}, [0, 0], None) for name in ("countdown", "puzzle24")),
-        ("fraction_simplification", ["", "x", "<answer>x</answer>"], {"exact": "false"}, [0, 0, 0], None),
+        ("fraction_simplification", ["", "x"], {"exact": "false"}, [0, 0], None),
+        *((name, RAISES[:1], {}, [0], None) for name in ("countdown", "puzzle24", "fraction_simplification")),
         ("game_of_life_halting", ["x", "<answer>{}</answer>"], {}, [0, 1], None),
         *(
             (name, WHOLE[:1], {}, [1], 0) for name in ("arc_agi", "rearc", "knights_knaves")
