@@ -342,8 +342,8 @@ def entry(
         means: the meaning of the key, for `--help`, docs/reference/config.md and error messages; by default
             the docstring below the field.
         when: the conditions under which the key has an effect, about other keys of its section, such as
-            `kind=mask`, `kind=truncate|mask`, `kind!=none` or `reject=m2 or reject_by!=k1`. Without an effect, a
-            value that is not the default gives a warning.
+            `kind=mask`, `kind=truncate|mask`, `kind!=none` or `reject=m2 or reject_by!=k1`. Without an
+            effect, a value that is not the default gives a warning.
         affects: what of a run depends on the key; None: see `Section`.
         added: an earlier version has no such key, and does what the default says. A key with its default is
             then not part of the name of a run, so that earlier runs keep their names.
