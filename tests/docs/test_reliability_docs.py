@@ -225,7 +225,9 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
         FINISHED: ["test_the_message_about_a_finished_run_names_the_model_or_how_to_write_it_again"],
         RUN_FOLDER: ["test_damaged_metrics_and_a_deleted_model_are_restored_by_a_resume"],
     },
-    "output folder cannot be written": {FOLDERS: ["test_a_file_in_place_of_a_folder_is_refused_unless_the_run_is_only_evaluated"]},
+    "output folder cannot be written": {
+        FOLDERS: ["test_a_file_in_place_of_a_folder_is_refused_unless_the_run_is_only_evaluated"]
+    },
     "no room for the model or a checkpoint at the start": {
         FOLDERS: ["test_a_disk_without_room_for_model_or_checkpoint_gives_a_warning"]
     },
