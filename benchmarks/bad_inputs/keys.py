@@ -157,7 +157,7 @@ ROWS = (
     key("episodes_float", "schedule.total_episodes=32.0", "set schedule.total_episodes=32"),
     key("episodes_null", "schedule.total_episodes=null", "set schedule.total_episodes="),
     key("seed_hex", "seed=0x10", "seed must be a whole number"),
-    key("top_p", "generator.top_p=2", "set generator.top_p=1.0"),
+    key("top_p", "generator.top_p=2", "set generator.top_p=1"),
     key("update_mode", "schedule.update=inflight", "did you mean schedule.update=in_flight?"),
     key("held_out_zero", "eval.prompts=0", "eval.prompts must be >= 1"),
     key("train_size_zero", "task.train_size=0", "task.train_size must be >= 1"),

@@ -309,20 +309,22 @@ def _names(cfg: Config) -> Iterator[str]:
             yield _wrong_name(key, name)
 
 
-def typed_names(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield an error for each override that sets the name of a section, such as `algo.name=ppo`."""
+def typed_problems(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each override that Hydra accepts and that no run can have.
+
+    Such an override sets the name of a section (`algo.name=ppo`), removes what every run has (`~seed`), or
+    names no file of `tuned`, a group that the defaults list marks as optional.
+    """
+    needed = [key for key in catalogue.all_keys() if not key.startswith("logger.")]
     for each in read_overrides(overrides):
         at, dot, leaf = each.key.rpartition(".")
         if dot and leaf == "name" and (at in _NAMED or ".parts." in at):
             yield _wrong_name(at, each.value)
-
-
-def removed(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield an error for each override that removes what every run has, such as `~seed`."""
-    needed = [key for key in catalogue.all_keys() if not key.startswith("logger.")]
-    for each in read_overrides(overrides):
-        if each.sign == "~" and any(key == each.key or key.startswith(f"{each.key}.") for key in needed):
+        if each.sign == "~" and any(f"{key}.".startswith(f"{each.key}.") for key in needed):
             yield f"{each.key} must not be removed (every run has it), got {each.text}; leave {each.text} out"
+        if each.key == "tuned" and each.sign != "~" and each.value not in options("tuned"):
+            known = ", ".join(options("tuned"))
+            yield f"tuned must be one of {known}, got {each.value!r}; write ~tuned for none"
 
 
 def _wrong_name(at: str, name: str) -> str:
@@ -330,19 +332,6 @@ def _wrong_name(at: str, name: str) -> str:
     exists = name in options(group_of(at))
     remedy = f"set {chosen_by(at)}={name}" if exists else f"choose an option with {chosen_by(at)}=<option>"
     return f"{at}.name must not be set (the option of {chosen_by(at)} sets it), got {name}; {remedy}"
-
-
-def unknown_tuning(overrides: Sequence[str]) -> list[str]:
-    """Return an error for each `tuned=` that names no file.
-
-    Hydra accepts an unknown `tuned=`, because the defaults list marks the group as optional.
-    """
-    names = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("tuned=")]
-    return [
-        f"tuned must be one of {', '.join(options('tuned'))}, got {name!r}; write ~tuned for none"
-        for name in names
-        if name not in options("tuned")
-    ]
 
 
 def recipes_of_other_commands(overrides: Sequence[str]) -> Iterator[str]:

@@ -86,12 +86,7 @@ def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
         with read_write(config), open_dict(config):
             del config["hydra"]
     found = unknown_keys(config, overrides)
-    found += [
-        *algorithms.unknown_tuning(overrides),
-        *algorithms.typed_names(overrides),
-        *algorithms.removed(overrides),
-        *catalogue.hidden(),
-    ]
+    found += [*algorithms.typed_problems(overrides), *catalogue.hidden()]
     try:
         unset = sorted(OmegaConf.missing_keys(config))
         found += [f"{key} must be set (it has no default), got ???; set {key}=<value>" for key in unset]

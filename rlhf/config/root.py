@@ -20,7 +20,7 @@ from rlhf.config import algorithms as algorithms  # registers its options
 from rlhf.config import generators as generators  # registers its option
 from rlhf.config import run as run  # registers its settings
 from rlhf.config import scorers as scorers  # registers its option
-from rlhf.config import tasks as tasks  # registers its optionss
+from rlhf.config import tasks as tasks  # registers its options
 from rlhf.config.algorithms import AlgoConfig, Data, PPOConfig, Trains, ValueFrom
 from rlhf.config.backends import BackendConfig
 from rlhf.config.environments import EnvironmentConfig

@@ -20,20 +20,24 @@ from hydra.core.config_store import ConfigStore
 # Config sections: how a dataclass becomes a config option, and how its fields are checked.
 #
 # A section is a `@dataclass(kw_only=True, slots=True)`. Because of the slots, OmegaConf cannot store an
-# unknown key (also a key added with `+`), so a typo is an error. An option is registered with Hydra as
-# `schema/<group>/<name>`; `conf/<group>/<name>.yaml` names that schema first in its defaults list.
+# unknown key (also a key added with `+`), so a typo is an error. `@option` makes the dataclass and registers
+# it with Hydra as `schema/<group>/<name>`; `conf/<group>/<name>.yaml` names that schema first in its defaults
+# list.
 #
-# A section contains data and checks of its own fields. `option` registers the address (`module:name`) of the
-# part that a section configures. Sections never import parts, and this module imports no torch, so that
-# `--help` and error messages appear quickly.
+# A field declares its key: the type, the default, the bounds of a number, when the key has an effect, and
+# what of a run it affects (`entry`, `number`). A short meaning of the key is an argument of `entry`, a long
+# one the docstring below the field. `rules` and `doubts` check what concerns several fields.
+#
+# `option` registers the address (`module:name`) of the part that a section configures. Sections never import
+# parts, and this module imports no torch, so that `--help` and error messages appear quickly.
 
 
 T = TypeVar("T", bound=type)
 
 ABSENT = object()  # the value of a key that a config does not have
 _REQUIRED = "???"  # the value of a key that a config must set, in OmegaConf
-SCHEMAS: dict[str, type] = {}  # "schema/<group>/<name>" -> the section class registered under that name
 _TERM = re.compile(r"(\w+)(!?=)(\S+)")  # key, sign and values of a condition
+SCHEMAS: dict[str, type] = {}  # "schema/<group>/<name>" -> the section class registered under that name
 PARTS: dict[type, str] = {}  # section class -> address of the part that it configures, "module:name"
 
 
@@ -338,7 +342,8 @@ def entry(
         means: the meaning of the key, for `--help`, docs/reference/config.md and error messages; by default
             the docstring below the field.
         when: the conditions under which the key has an effect, about other keys of its section, such as
-            `kind=mask`, `kind=truncate|mask`, `kind!=none` or `reject=m2 or reject_by!=k1`.
+            `kind=mask`, `kind=truncate|mask`, `kind!=none` or `reject=m2 or reject_by!=k1`. Without an
+            effect, a value that is not the default gives a warning.
         affects: what of a run depends on the key; None: see `Section`.
         added: an earlier version has no such key, and does what the default says. A key with its default is
             then not part of the name of a run, so that earlier runs keep their names.

@@ -19,7 +19,7 @@ MODEL = ["model=pythia_410m", "task=tldr"]
 def on_gpus(count, monkeypatch, memory=2**36):
     """Let this machine have `count` GPUs with `memory` bytes."""
     monkeypatch.delenv(root.SELECTED, raising=False)
-    for module in (root, machine, machine, plan):
+    for module in (root, machine, plan):
         monkeypatch.setattr(module, "this_machine", lambda: Machine(2**38, (memory,) * count))
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+import re
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, ClassVar
 
 import pytest
 from omegaconf import OmegaConf
 
-from rlhf.config.schema import PARTS, SCHEMAS, Affects, Section, fact, number, option, sections, values
+from rlhf.config.schema import PARTS, SCHEMAS, Affects, Section, fact, number, option, sections, used, values
 from rlhf.config.tasks import TLDRMiniConfig
+from rlhf.words.catalogue import declared_keys
 from rlhf.words.compose import compose
 
 
@@ -80,6 +82,14 @@ def test_subclass_with_another_default_keeps_the_bounds_of_its_base():
 def test_a_class_says_what_the_keys_that_it_declares_affect():
     found = [fact(Shown, name, "affects") for name in ("own", "kept", "count")]
     assert found == [Affects.nothing, Affects.result, Affects.result]
+
+
+def test_the_conditions_of_keys_name_keys_of_their_section():
+    conditions = [(each.section, when) for each in declared_keys() for when in used(each.section).values()]
+    assert len(conditions) > 10
+    for section, when in conditions:
+        named = {key for each in when for key in re.findall(r"(\w+)!?=", each)}
+        assert named <= {each.name for each in fields(section)}
 
 
 def test_option_must_be_a_keyword_only_dataclass_with_slots():
