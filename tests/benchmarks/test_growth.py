@@ -20,22 +20,17 @@ def grown(**changes):
 
 
 def points(exponent, values=(1, 2, 4, 8), of_work=1.0):
+    costs = [(3 * value**exponent, 7 * value**of_work) for value in values]
     return [
-        {
-            "value": value,
-            "cpu_s": dict.fromkeys(PHASES, 3 * value**exponent),
-            "work": dict.fromkeys(PHASES, 7 * value**of_work),
-        }
-        for value in values
+        {"value": value, "cpu_s": dict.fromkeys(PHASES, cpu_s), "work": dict.fromkeys(PHASES, more)}
+        for value, (cpu_s, more) in zip(values, costs, strict=True)
     ]
 
 
 def test_work_is_linear_in_prompts_and_layers_and_sublinear_in_samples():
     assert grown(prompts=16) == pytest.approx({**dict.fromkeys(PHASES, 2), "train": 2}, rel=0.02)
     assert grown(layers=8)["score"] == pytest.approx(2)
-    assert all(1 < times < 2 for times in grown(samples=8).values()), (
-        "a prompt is encoded once for all its samples"
-    )
+    assert all(1 < times < 2 for times in grown(samples=8).values()), "one encoding for all samples"
 
 
 def test_score_work_is_at_most_quadratic_in_lengths_and_width_and_needs_no_vocabulary():

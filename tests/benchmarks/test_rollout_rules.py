@@ -1,4 +1,4 @@
-"""Tests of the estimates of a cluster from the groups of one of its runs, made by the virtual clock."""
+"""The rules for stale rollouts: a cluster estimated from the groups of a run, and servers that wait."""
 
 import json
 from statistics import mean
@@ -6,7 +6,8 @@ from statistics import mean
 import pytest
 
 from benchmarks.recorded_cluster import read
-from benchmarks.rollout_rules import TOKENS, Responses, main, on_cluster, run
+from benchmarks.rollout_rules import TOKENS, Responses, Setting, main, on_cluster, run
+from benchmarks.server_rules import measure
 from rlhf.config.schedule import Order, Stale, VirtualConfig
 from rlhf.core.errors import UserError
 from rlhf.training.clock import Clock, Rules
@@ -132,3 +133,12 @@ def test_a_file_without_enough_groups_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["cluster", str(few)])
     assert "groups of 5 complete updates" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rule", ["fifo", "pace", "drop", "cut"])
+def test_servers_obey_the_rules(rule):
+    found = measure(Setting(rule, lag=1, age=1, slots=16, batch=4, samples=2), seconds=0.03, updates=16)
+    assert 0 < found["use"] < 1 and found["age"] > 0
+    assert found["oldest"] > 1 if rule == "pace" else found["oldest"] <= 1
+    assert (found["thrown away"] > 0) == (rule == "drop")
+    assert (found["shorter"] > 0) == (rule == "cut")

@@ -4,18 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.schedule import (
-    Batch,
-    compared,
-    least_lag,
-    least_lag_found,
-    of_run,
-    period,
-    seconds,
-    settled,
-    simulate,
-    varied,
-)
+from benchmarks import schedule
+from benchmarks.schedule import Batch, least_lag, least_lag_found, of_run, period, seconds, settled, simulate
 from rlhf.report.runs import read_run
 from rlhf.runs.folder import RunFolder
 from rlhf.words.compose import compose
@@ -34,7 +24,7 @@ def test_requests_and_versions_equal_those_of_the_training_loop(generators, lag,
 
 
 def test_requests_wait_for_weights_and_generator_and_updates_for_annotated_batches():
-    batches = varied(Batch(generate=5, train=2, annotate=1.5, load=0.25), spread=0.8, number=200)
+    batches = schedule.varied(Batch(generate=5, train=2, annotate=1.5, load=0.25), spread=0.8, number=200)
     n, lag = 3, 4
     made = simulate(batches, n, lag)
     free = 0.0
@@ -53,15 +43,6 @@ def test_requests_wait_for_weights_and_generator_and_updates_for_annotated_batch
         assert made.annotated[late][0] == pytest.approx(max(came, made.annotated[early][1]))
 
 
-@pytest.mark.parametrize("g", [0.5, 1, 3.7, 16])
-def test_one_generator_and_sufficient_lag_match_their_closed_forms(g):
-    batch, t = Batch(generate=g, train=1), 1
-    assert seconds([batch], 1, 0) == pytest.approx(g + t)
-    assert seconds([batch], 1, 1) == pytest.approx(max(g, t))
-    for n in (2, 3, 8):
-        assert seconds([batch], n, 40) == pytest.approx(max(t, g / n))
-
-
 @pytest.mark.parametrize("generators", [1, 2, 3, 5])
 @pytest.mark.parametrize("lag", [0, 1, 2, 4, 7])
 def test_the_time_per_update_equals_the_closed_form_of_the_steady_state(generators, lag):
@@ -73,8 +54,10 @@ def test_the_time_per_update_equals_the_closed_form_of_the_steady_state(generato
         assert seconds([batch], generators, lag) == pytest.approx(expected / turn)
 
 
-def test_more_generators_than_requests_in_flight_save_no_time():
+def test_the_period_of_some_schedules():
     batch = Batch(generate=20, train=1)
+    assert seconds([batch], 1, 0) == pytest.approx(21) and seconds([batch], 1, 1) == pytest.approx(20)
+    assert [seconds([batch], n, 40) for n in (2, 8, 30)] == [pytest.approx(each) for each in (10, 2.5, 1)]
     assert period(batch, 3, 2) < period(batch, 2, 2) and period(batch, 9, 2) == period(batch, 3, 2)
 
 
@@ -96,7 +79,7 @@ def test_shares_of_waiting_and_idle_time():
 
 def test_uneven_sampling_times_need_more_lag():
     batch = Batch(generate=8, train=1)
-    uneven = varied(batch, spread=0.5)
+    uneven = schedule.varied(batch, spread=0.5)
     assert sum(each.generate for each in uneven) / len(uneven) == pytest.approx(8)
     assert least_lag_found(uneven, 10, best=1, within=0.05) > least_lag(batch, 10)
 
@@ -108,26 +91,20 @@ def begin(folder: RunFolder, *words: str) -> None:
 
 def test_a_run_is_compared_with_the_prediction_from_its_phases(tmp_path):
     """The metrics are those of a loop with the simulated phases. Its processes take 5 seconds to start."""
-    batches = varied(Batch(generate=3, train=1, annotate=0.5, load=0.1), spread=0.4, number=30)
+    batches = schedule.varied(Batch(generate=3, train=1, annotate=0.5, load=0.1), spread=0.4, number=30)
     made = simulate(batches, 2, 2)
     free, rows = -5.0, []
     for t, batch in enumerate(batches):
         start, end = made.trained[t]
-        phases = {
-            "generate": batch.generate,
-            "annotate_ahead": 0.5,
-            "load": 0.1,
-            "score": 0.25,
-            "train": 0.75,
-        }
-        phases |= {"wait": start - free, "update": end - free}
+        phases = {"generate": batch.generate, "annotate_ahead": 0.5, "load": 0.1, "score": 0.25}
+        phases |= {"train": 0.75, "wait": start - free, "update": end - free}
         rows.append({"update": t + 1, "lr": 1.0, **{f"time/{name}_s": x for name, x in phases.items()}})
         free = end
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     begin(RunFolder(tmp_path), "generator.replicas=2", "schedule.max_lag=2")
     found = of_run(read_run(tmp_path))
     assert found[3].train == pytest.approx(1) and found[3].load == pytest.approx(0.1)
-    cells = compared([tmp_path]).splitlines()[-1].strip("| ").split(" | ")
+    cells = schedule.compared([tmp_path]).splitlines()[-1].strip("| ").split(" | ")
     assert cells[:3] == ["2", "2", "29"] and cells[8] == "1.000" and cells[9] == cells[10]
 
 

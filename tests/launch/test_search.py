@@ -121,10 +121,7 @@ def test_a_failed_trial_is_repeated_once_by_the_next_command(tmp_path):
     assert to_repeat(study.trials) == again
 
 
-def test_a_study_of_another_search_and_a_storage_that_is_no_study_are_refused(tmp_path):
-    opened(tmp_path)
-    with pytest.raises(UserError, match=r"objective_metric differ; set another hydra\.sweeper\.study_name"):
-        opened(tmp_path, objective_metric="eval/score")
+def test_a_storage_that_is_no_study_is_refused(tmp_path):
     with pytest.raises(UserError, match="nodatabase"):
         opened(tmp_path, SearchConfig(storage="nodatabase://x"))
     (tmp_path / ".search/study.log").write_text("no study\n{}\n")
