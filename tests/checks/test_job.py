@@ -7,11 +7,11 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from rlhf.loggers.logger import Hook, load_hooks
 
 from rlhf.checks.check import check_job, hooks_exist
 from rlhf.core import machine
 from rlhf.core.errors import UserError
+from rlhf.loggers.logger import Hook, load_hooks
 from rlhf.words.compose import compose
 
 

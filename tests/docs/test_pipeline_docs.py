@@ -50,9 +50,9 @@ def test_docs_have_commands_of_evaluate_relabel_and_pipeline(tmp_path):
 
 
 def test_metrics_in_the_docs_are_the_metrics_of_an_evaluation():
-    from rlhf.training import comparison, evaluators
+    from rlhf.training import evaluators, recorder
 
-    source = "".join(Path(module.__file__).read_text() for module in (comparison, evaluators))
+    source = "".join(Path(module.__file__).read_text() for module in (recorder, evaluators))
     docs = (ROOT / "docs" / "pipeline.md").read_text()
     named = set(re.findall(r"`(eval/\w+?)(?:_low|_high)?`", docs))
     measured = set(re.findall(r'"(eval/\w+?)"', source))

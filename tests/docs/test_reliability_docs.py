@@ -37,12 +37,12 @@ signal after the last evaluation
 SIGTERM during a stage (SFT model, pairs, reward model)
     test_resume_after_a_signal_in_each_stage_equals_an_uninterrupted_run
 second SIGTERM
-    test_a_second_sigterm_ends_a_blocked_process_at_once
+    test_a_second_signal_ends_a_blocked_process_and_its_children_at_once
 Ctrl-C
     test_ctrl_c_ends_trainer_and_worker_processes
     test_resume_after_ctrl_c_equals_an_uninterrupted_run
 second Ctrl-C
-    test_a_second_ctrl_c_ends_a_blocked_process_and_its_children_at_once
+    test_a_second_signal_ends_a_blocked_process_and_its_children_at_once
 signal to the generator process
     test_the_generator_process_ignores_stop_signals
 the program that reads the output, such as `head`, ends
@@ -50,14 +50,14 @@ the program that reads the output, such as `head`, ends
     test_a_closed_pipe_of_both_outputs_does_not_end_the_process
 generator process killed
     test_a_worker_killed_in_the_middle_of_a_run_changes_no_row
-    test_a_lost_request_is_sampled_again_with_the_same_version
-    test_a_process_killed_while_idle_is_replaced
+    test_a_lost_job_is_repeated_with_the_same_version
+    test_a_process_killed_while_idle_is_replaced_and_leaves_no_files
 generator process killed while it loads weights
-    test_a_process_lost_while_it_loads_weights_loads_the_weights_again
+    test_a_lost_job_is_repeated_with_the_same_version
 generator process hangs
-    test_a_lost_request_is_sampled_again_with_the_same_version
+    test_a_lost_job_is_repeated_with_the_same_version
 generator process not ready within `generator.start_limit_s`
-    test_a_process_that_is_not_ready_in_time_is_replaced
+    test_a_lost_job_is_repeated_with_the_same_version
 rank 0 or a generator takes longer than `backend.timeout_s`
     test_ranks_wait_for_a_busy_rank_longer_than_the_time_limit_of_a_collective
 annotator process killed

@@ -9,7 +9,7 @@ from rlhf.generators.hf.generator import HFGenerator
 from rlhf.report.__main__ import main as report
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from rlhf.training.recorder import METRIC, Limits
+from rlhf.training.recorder import Limits
 from rlhf.words.compose import compose
 from tests.end_to_end.conftest import UPDATES_ONLY, nightly, rows
 
@@ -26,6 +26,7 @@ MORE_OPTIONS = (  # their losses are in tests/golden
 # In test_matrix.py every online algorithm trains on samples of an older policy.
 OFF_POLICY = ("dpo", "ppo", "grpo", "topr", "oapl", "m2po", "dppo", "scalerl")
 # The scores of this scorer differ more than those of an untrained reward model.
+COLLAPSE = "warning/collapse"
 SCORED = ("scorer=facts", "scorer.missing_eos_score=null")
 
 
@@ -240,7 +241,7 @@ def test_the_warning_of_a_collapse_is_in_the_terminal_the_rows_and_the_report(
     tiny, finished, tmp_path, monkeypatch, capsys
 ):
     quiet = finished("algo=dpo", *SCORED)
-    assert not any(METRIC in row for row in rows(quiet))
+    assert not any(COLLAPSE in row for row in rows(quiet))
     monkeypatch.setattr("rlhf.assembly.training.LIMITS", Limits(entropy=100.0))  # every row is beyond it
     folder = RunFolder(tmp_path / "runs" / "run")
     run(tiny("algo=dpo", *SCORED), folder)
@@ -248,8 +249,8 @@ def test_the_warning_of_a_collapse_is_in_the_terminal_the_rows_and_the_report(
     log = folder.log.read_text()
     assert log.count("the policy may collapse") == 1 and text in log and "set optim.lr=" in log
     assert text in " ".join(capsys.readouterr().out.split())
-    assert [row.pop(METRIC) for row in updates(folder)] == [1.0] * len(updates(folder))
-    bare = [{name: value for name, value in row.items() if name != METRIC} for row in rows(folder)]
+    assert [row.pop(COLLAPSE) for row in updates(folder)] == [1.0] * len(updates(folder))
+    bare = [{name: value for name, value in row.items() if name != COLLAPSE} for row in rows(folder)]
     assert bare == rows(quiet), "the warning changes no other metric"
     report([str(tmp_path / "runs"), "--out", str(tmp_path / "report")])
     page = (tmp_path / "report" / "index.html").read_text()
