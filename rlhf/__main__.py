@@ -63,18 +63,18 @@ def main() -> None:
         del sys.argv[1]
         runpy.run_module(f"rlhf.{first}", run_name="__main__", alter_sys=True)
     elif first in ("--help", "-h"):
-        print(_HELP.format(commands=table(COMMANDS, 12), options=table(_OPTIONS, 23)))
+        print(_HELP.format(commands=_table(COMMANDS, 12), options=_table(_OPTIONS, 23)))
     elif first == "--version":
         print(f"rlhf {__version__}")
     elif first == "--completion":
         print(_completion_script(others), end="")
     elif first == "--complete":  # for the scripts of --completion
-        print("".join(f"{each}\n" for each in completions(others)), end="")
+        print("".join(f"{each}\n" for each in _completions(others)), end="")
     else:
         _refuse_command(first, others)
 
 
-def table(rows: dict[str, str], width: int) -> str:
+def _table(rows: dict[str, str], width: int) -> str:
     """Return the lines of a table; its first column has `width` characters."""
     return "\n".join(f"  {name:{width}}{means}" for name, means in rows.items())
 
@@ -96,7 +96,7 @@ def _completion_script(arguments: list[str]) -> str:
     return COMPLETION
 
 
-def completions(words: list[str]) -> list[str]:
+def _completions(words: list[str]) -> list[str]:
     """Return what can stand in place of the last word of a command line.
 
     Args:

@@ -50,10 +50,10 @@ COMMAND = Command(
 
 def main() -> None:
     """Run the command line."""
-    COMMAND.run(command)
+    COMMAND.run(_command)
 
 
-def command(own: dict[str, str], overrides: list[str]) -> None:
+def _command(own: dict[str, str], overrides: list[str]) -> None:
     """Evaluate models, and print the results.
 
     Args:

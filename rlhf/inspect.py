@@ -56,7 +56,7 @@ def _show(overrides: list[str]) -> None:
     warn([*catalogue.replaced(cfg, overrides), *warnings(cfg)])
     _line("Models", "bold")
     for model in models(cfg):
-        for text in described(model):
+        for text in _described(model):
             _line(text)
     _line("")
     say_loading()
@@ -74,7 +74,7 @@ def _line(text: str, style: str | None = None) -> None:
     console.print(text, style=style, markup=False, soft_wrap=True)
 
 
-def described(model: Model) -> Iterator[str]:
+def _described(model: Model) -> Iterator[str]:
     """Yield the lines about a model: its role and name, then what its files state."""
     yield f"  {model.role:18}{model.name or 'made by the run first'}"
     facts = []

@@ -48,7 +48,7 @@ def _show(overrides: list[str]) -> None:
     if needed.unknown:
         console.print(f"memory: {unknown_models(needed.unknown)}")
     for use in needed.uses:
-        console.print(table(use))
+        console.print(_table(use))
     if needed.uses:
         device, smaller = savings(cfg)
         less = Table(title=f"{device} with one of these settings:", title_justify="left", box=box.SIMPLE)
@@ -60,7 +60,7 @@ def _show(overrides: list[str]) -> None:
     check_memory(cfg)
 
 
-def table(use: Use) -> Table:
+def _table(use: Use) -> Table:
     """Return the table of a device: permanent parts, then the parts of each phase."""
     total = "" if use.total is None else f" of {gib(use.total)}"
     title = f"{use.device}: about {gib(use.bytes)}{total}"

@@ -56,10 +56,10 @@ COMMAND = Command(
 
 def main() -> None:
     """Run the command line."""
-    COMMAND.run(command)
+    COMMAND.run(_command)
 
 
-def command(own: dict[str, str], overrides: list[str]) -> None:
+def _command(own: dict[str, str], overrides: list[str]) -> None:
     """Print responses to the lines of standard input.
 
     Args:
@@ -71,7 +71,7 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     """
     if "show" in own:
         experiment = Experiment.open(COMMAND.required(own, "run", overrides))
-        return show(experiment.files, int(number(own, "show", 4)))
+        return show(experiment.files, int(_number(own, "show", 4)))
     if "model" in own:
         name = own["model"]
         if "run" in own:
@@ -87,10 +87,10 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
         length = cfg.generator.response_length
     settings: dict[str, Any] = {
         "samples": 1,
-        "temperature": number(own, "temperature", cfg.generator.temperature),
-        "response_length": int(number(own, "response_length", length)),
+        "temperature": _number(own, "temperature", cfg.generator.temperature),
+        "response_length": int(_number(own, "response_length", length)),
     }
-    seed = int(number(own, "seed", 0))
+    seed = int(_number(own, "seed", 0))
     check_sampling(**settings)
     chats = {None: None, "true": True, "false": False}
     if (wanted := own.get("chat")) not in chats:
@@ -101,7 +101,7 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     sampler = Sampler(cfg, name, seed, chat=chats[wanted])
     start = [{"role": "system", "content": own["system"]}] if "system" in own else []
     messages = list(start)
-    for line in lines():
+    for line in _lines():
         if sampler.chat and line.strip() == _NEW:
             messages = list(start)
             continue
@@ -148,7 +148,7 @@ def _transcript(row: dict[str, Any]) -> Iterator[str]:
         yield from (f"{'':14}{line}" for line in others)
 
 
-def lines() -> Iterator[str]:
+def _lines() -> Iterator[str]:
     """Yield the lines of standard input that are not empty; ask for each line if a terminal is the input."""
     asks = sys.stdin.isatty()
     while True:
@@ -160,7 +160,7 @@ def lines() -> Iterator[str]:
             yield line.rstrip("\r\n")
 
 
-def number(own: dict[str, str], name: str, default: float) -> float:
+def _number(own: dict[str, str], name: str, default: float) -> float:
     """Return an argument as a number.
 
     Raises:

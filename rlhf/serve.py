@@ -172,7 +172,7 @@ async def _until_signal(options: Namespace, key: str | None) -> None:
 
     Raises:
         CancelledError: a signal came.
-        UserError, RunError: see `_settings` and `keep`.
+        UserError, RunError: see `_settings` and `_keep`.
     """
     from rlhf.generators.servers.server import Child, Server, command, free_port, variables
 
@@ -198,10 +198,10 @@ async def _until_signal(options: Namespace, key: str | None) -> None:
     say(f"starting vLLM with {options.model} in {options.dtype}; it is usually ready after 1 to 5 minutes")
     limits = options.start_limit, options.answer_limit, options.answer_limit
     announce = getattr(options, "announce", None)
-    await keep(Server("the server", None, key, *limits, child), options.restarts, announce, use)
+    await _keep(Server("the server", None, key, *limits, child), options.restarts, announce, use)
 
 
-async def keep(server: Server, restarts: int, announce: Path | None, use: str) -> None:
+async def _keep(server: Server, restarts: int, announce: Path | None, use: str) -> None:
     """Start a server, and start it again whenever it ends or does not answer.
 
     Args:

@@ -66,7 +66,7 @@ def build_module(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Re
     return ActorCritic(module, _for_training(_build_value_model(cfg, tokenizer), cfg, "value"))
 
 
-def loading(cfg: Config) -> dict[str, Any]:
+def _loading(cfg: Config) -> dict[str, Any]:
     """Return the keyword arguments for loading a trained model."""
     model = cfg.model
     return {
@@ -79,7 +79,7 @@ def loading(cfg: Config) -> dict[str, Any]:
 def build_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | RewardModel:
     """Return the policy or reward model that the run trains and saves, with its initial weights."""
     model = cfg.model
-    options = loading(cfg)
+    options = _loading(cfg)
     if cfg.algo.trains is Trains.reward:
         assert model.policy is not None
         rng = torch.Generator().manual_seed(derive(cfg.seed, "reward head"))
@@ -104,7 +104,7 @@ def load_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Rewa
     if cfg.algo.trains is not Trains.reward:
         return build_model(cfg, tokenizer)
     assert cfg.model.policy is not None
-    loaded = load_reward_model(cfg.model.policy, key="models", **loading(cfg))
+    loaded = load_reward_model(cfg.model.policy, key="models", **_loading(cfg))
     return RewardModel(loaded, cfg.model.shared_prefix)
 
 
@@ -124,7 +124,7 @@ def _build_value_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Value
         UserError: the reward model has another tokenizer than the policy.
     """
     model = cfg.model
-    options = loading(cfg)
+    options = _loading(cfg)
     if cfg.value_starts_as is ValueFrom.policy:
         assert model.policy is not None
         made = new_reward_model(model.policy, tokenizer.pad_token_id, None, **options)

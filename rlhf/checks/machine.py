@@ -214,14 +214,14 @@ def selected(names: Sequence[str], jobs: Callable[[], Iterable[Job]]) -> str:
     for name in others:
         with selecting(name):
             try:
-                if all(suits(as_objects(node, overrides)) for node, overrides in jobs()):
+                if all(_suits(as_objects(node, overrides)) for node, overrides in jobs()):
                     return name
             except CONFIG_ERRORS:  # for example a key that this generator does not have
                 continue
     return last
 
 
-def suits(cfg: Config) -> bool:
+def _suits(cfg: Config) -> bool:
     """Return whether vLLM suits a run: a valid config, and a model of some size on a GPU with enough memory.
 
     The models of embedded tasks and stand-ins have few parameters; on a CPU, `hf` samples the embedded

@@ -191,7 +191,7 @@ def _models_are_named(cfg: Config) -> Iterator[str]:
 @rule
 def _models(cfg: Config) -> Iterator[str]:
     contexts = []
-    for key, path in named_models(cfg):
+    for key, path in _named_models(cfg):
         if problem := folder_problem(key, path):
             yield problem
         elif is_local(path) and (found := on_this_machine(path)) is not None:
@@ -220,7 +220,7 @@ def _models(cfg: Config) -> Iterator[str]:
             return
 
 
-def named_models(cfg: Config) -> Iterator[tuple[str, str]]:
+def _named_models(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the config key and the value (hub name or folder) of every model that the config names."""
     found = {f"model.{name}": getattr(cfg.model, name) for name in ("base", "policy", "reference", "reward")}
     yield from ((key, path) for key, path in found.items() if path is not None)
@@ -251,7 +251,7 @@ def _sound(cfg: Config, *paths: str | None) -> Iterator[tuple[str, str, ModelFol
         cfg: the config, which names the models.
         paths: values to look at; none: those of all models that the config names.
     """
-    for key, path in [("", path) for path in paths if path] if paths else named_models(cfg):
+    for key, path in [("", path) for path in paths if path] if paths else _named_models(cfg):
         found = on_this_machine(path)
         if found is not None and not (is_local(path) and folder_problem(key, path)):
             yield key, path, found
@@ -370,7 +370,7 @@ def _pad_tokens_of_reward_models(cfg: Config) -> Iterator[str]:
 
 
 @rule
-def vocabularies(cfg: Config) -> Iterator[str]:
+def _vocabularies(cfg: Config) -> Iterator[str]:
     """Yield an error for each model that lacks embeddings for tokens of the tokenizer that encodes its texts.
 
     A reward model has its own tokenizer. If this is the tokenizer of the policy, the reward model reads the

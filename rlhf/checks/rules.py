@@ -163,12 +163,12 @@ _REMEDY = "leave it out, and set it as an environment variable or log in to the 
 
 
 @rule
-def secrets(cfg: Config) -> Iterator[str]:
+def _secrets(cfg: Config) -> Iterator[str]:
     """Yield an error for each value that is or contains a secret, without the value.
 
     `HttpScorerConfig.problems` reports the addresses of scoring services, with another remedy.
     """
-    for key, value in leaves(cfg):
+    for key, value in _leaves(cfg):
         if key.endswith(".url"):
             continue
         if (secret := secret_in(value)) is not None:
@@ -192,16 +192,16 @@ def check_arguments(arguments: Sequence[str]) -> None:
         raise UserError(*found)
 
 
-def leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted key and the value of every text in a section, a dictionary or a list."""
     if isinstance(value, str):
         yield key, value
     elif is_dataclass(value):
         for field in fields(value):
-            yield from leaves(getattr(value, field.name), f"{key}.{field.name}".lstrip("."))
+            yield from _leaves(getattr(value, field.name), f"{key}.{field.name}".lstrip("."))
     elif isinstance(value, dict):
         for name, inner in value.items():
-            yield from leaves(inner, f"{key}.{name}".lstrip("."))
+            yield from _leaves(inner, f"{key}.{name}".lstrip("."))
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from leaves(inner, key)
+            yield from _leaves(inner, key)

@@ -234,7 +234,7 @@ class DeepSpeedEngine(Engine):
         else:
             say(f"dividing {folder} over {self.ranks.size} instead of {wrote} ranks")
             files, read = folder / _FOLDER / _TAG, partial(_load_tensors, map_location="cpu", mmap=True)
-            restore(self.deep, self.stage, files, wrote, read)
+            _restore(self.deep, self.stage, files, wrote, read)
             first = "zero_pp_rank_0_mp_rank_00" if self.stage == 3 else "mp_rank_00"
             kept = read(files / f"{first}_model_states.pt")
         self.step_index = kept["step_index"]
@@ -276,12 +276,12 @@ def _settle(module: nn.Module, native: dict[str, Any], ranks: Ranks) -> None:
         if own:
             layer = nn.ParameterList(own)
             deepspeed(ranks).zero.Init(module=layer, config_dict_or_path=native, dtype=torch.float32)
-    nn.functional.linear = linear  # type: ignore[assignment]
+    nn.functional.linear = _linear  # type: ignore[assignment]
     for buffer in module.buffers():
         buffer.data = buffer.data.to(ranks.device)
 
 
-def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `torch.nn.functional.linear`, with DeepSpeed's function if the weight is divided.
 
     DeepSpeed's function does not store the whole weight until the backward pass. `zero.Init` replaces
@@ -487,7 +487,7 @@ def _shares(shapes: dict[str, torch.Size], ranks: int) -> dict[str, list[_Fragme
     return found
 
 
-def restore(deep: Any, stage: int, folder: Path, ranks: int, read: _Read) -> None:
+def _restore(deep: Any, stage: int, folder: Path, ranks: int, read: _Read) -> None:
     """Set the trained weights and the optimizer state of a DeepSpeed engine.
 
     Args:

@@ -118,7 +118,7 @@ class TorchEngine(Engine):
         """Write trained weights and optimizer state for `load`; only rank 0 writes."""
         if not self.ranks.first:
             return
-        for name, model in models(self.module).items():
+        for name, model in _models(self.module).items():
             if is_adapted(model):
                 save_adapter(model, folder / name)
             else:
@@ -132,8 +132,8 @@ class TorchEngine(Engine):
 
     def load(self, folder: Path) -> None:
         """Restore the state that `save(folder)` wrote, with any number of ranks."""
-        for name, model in models(self.module).items():
-            restore(model, folder / name)
+        for name, model in _models(self.module).items():
+            _restore(model, folder / name)
         state = torch.load(folder / OPTIMIZER_FILE, map_location=self.ranks.device, weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
@@ -156,13 +156,13 @@ def _lay_out(optimizer: torch.optim.Optimizer) -> None:
                 state[name] = torch.empty_like(parameter).copy_(value)
 
 
-def models(module: Policy | RewardModel | ActorCritic) -> dict[str, PreTrainedModel]:
+def _models(module: Policy | RewardModel | ActorCritic) -> dict[str, PreTrainedModel]:
     """Return the trained Hugging Face models by their names in a checkpoint."""
     critic = {"critic": module.critic.model} if isinstance(module, ActorCritic) else {}
     return {"model": module.model, **critic}
 
 
-def restore(model: PreTrainedModel, folder: Path) -> None:
+def _restore(model: PreTrainedModel, folder: Path) -> None:
     """Load the weights in `folder` into `model`; if the model has adapters, load only adapters.
 
     Raises:
@@ -216,7 +216,7 @@ class GradientSum:
             bucket = self.buckets[len(sent)]
             used.extend(float(each.grad is not None) for each in bucket)
             with together():
-                sent.append(dist.all_reduce(join(bucket), async_op=True))
+                sent.append(dist.all_reduce(_join(bucket), async_op=True))
 
         def reached(parameter: Tensor) -> None:
             missing[place[parameter]] -= 1
@@ -240,7 +240,7 @@ class GradientSum:
                 parameter.grad = None
 
 
-def join(bucket: list[nn.Parameter]) -> Tensor:
+def _join(bucket: list[nn.Parameter]) -> Tensor:
     """Return the gradients of a bucket in one tensor [numel], and make each gradient a view of the tensor."""
     grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
     flat = torch.cat([grad.flatten() for grad in grads])
@@ -297,4 +297,4 @@ class FrozenEngine(TorchEngine):
 
     def load(self, folder: Path) -> None:
         """Load the weights of a model folder, or of an adapter folder if the model has adapters."""
-        restore(self.module.model, folder)
+        _restore(self.module.model, folder)

@@ -82,7 +82,7 @@ def build(config: ToolsConfig, tokenizer: PreTrainedTokenizerBase) -> Environmen
         "start": prompt.rpartition(QUESTION)[2],
     }
     called = [getattr(tool.kind, name, None) for tool in tools for name in ("reset", "close")]
-    kind = AsyncTools if any(map(asynchronous, [*called, *(tool.function for tool in tools)])) else Tools
+    kind = _AsyncTools if any(map(asynchronous, [*called, *(tool.function for tool in tools)])) else Tools
     return factory(config, turns, f"{__name__}:{kind.__name__}", arguments)
 
 
@@ -101,7 +101,7 @@ def gives_rewards(functions: Sequence[str]) -> bool:
     return any(get_type_hints(tool.function).get("return") is Answer for tool in found)
 
 
-class AsyncTools:
+class _AsyncTools:
     """Functions that a reply may call. A reply without a call ends the episode.
 
     Consecutive calls of asynchronous functions run concurrently.
@@ -236,12 +236,12 @@ def _at_once(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     return call
 
 
-class Tools(AsyncTools):
+class Tools(_AsyncTools):
     """Functions of which none is asynchronous: their calls are made in a thread, one after another."""
 
     in_loop = False
 
-    reset, step, close = map(_at_once, (AsyncTools.reset, AsyncTools.step, AsyncTools.close))  # type: ignore[arg-type]
+    reset, step, close = map(_at_once, (_AsyncTools.reset, _AsyncTools.step, _AsyncTools.close))  # type: ignore[arg-type]
 
 
 def _joined(results: Sequence[Answer]) -> Answer:

@@ -231,7 +231,7 @@ class _PromptCache(Cache):
     """
 
     def __init__(self, like: DynamicCache, whole: bool) -> None:
-        self.kept = [PromptLayer() for _ in like.layers]
+        self.kept = [_PromptLayer() for _ in like.layers]
         super().__init__(layers=[*self.kept])
         self.whole = whole
 
@@ -250,7 +250,7 @@ class _PromptCache(Cache):
         return states
 
 
-class PromptLayer(DynamicLayer):
+class _PromptLayer(DynamicLayer):
     """A cache layer that stores the keys and values of prompts at its first update.
 
     Later updates, by blocks that are recomputed for the backward pass, do not change the layer.
@@ -276,7 +276,7 @@ class _ResponseLayer(DynamicLayer):
         rows: rows of responses per prompt.
     """
 
-    def __init__(self, prompt: PromptLayer, rows: int) -> None:
+    def __init__(self, prompt: _PromptLayer, rows: int) -> None:
         super().__init__()
         self.keys, self.values, self.is_initialized = prompt.keys, prompt.values, True
         self.rows = rows
@@ -518,12 +518,12 @@ def _with_layer(forward: _Forward, place: int) -> _Forward:
         if name is None:
             return compiled(*args, **kwargs)
         layers = kwargs[name].layers
-        if not isinstance(layers[place], PromptLayer):
+        if not isinstance(layers[place], _PromptLayer):
             return compiled(*args, **{**kwargs, name: layers[place]})
         if place == len(layers) - 1:  # this forward ends inside the last block, by an exception
             return forward(*args, **kwargs)
         # An empty layer, also if the block is recomputed in the backward pass: the same code must run again.
-        layer = PromptLayer()
+        layer = _PromptLayer()
         output = compiled(*args, **{**kwargs, name: layer})
         layers[place].update(layer.keys, layer.values)
         return output

@@ -26,7 +26,7 @@ from rlhf.report.tables import differences, for_markdown, for_terminal, remarks,
 from rlhf.terminal.console import console, prepare_output
 
 _WIDTH = 80  # columns of the output if it is not a terminal
-_NEEDS = ("matplotlib", "jinja2")  # packages of the extra `report`
+_NEEDS = ("matplotlib", "jinja2")  # packages of the extra `_report`
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,12 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--markdown", action="store_true", help="print the table in Markdown, write no files")
     options = parser.parse_args(arguments)
     try:
-        report(options.folders, options.out, options.samples, options.markdown)
+        _report(options.folders, options.out, options.samples, options.markdown)
     except UserError as error:
         refuse(error.problems)
 
 
-def report(folders: Sequence[str], out: Path, count: int, markdown: bool = False) -> None:
+def _report(folders: Sequence[str], out: Path, count: int, markdown: bool = False) -> None:
     """Print the table of the runs in `folders`, and write the page and its figures to `out`.
 
     Args:

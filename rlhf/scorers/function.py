@@ -156,7 +156,7 @@ class FunctionScorer(Scorer):
                 end_wait()
                 for call in waiting.ended(_POLL_S):
                     each, i = call.key
-                    made[each].results[i] = items(call.result) if each.config.batched else call.result
+                    made[each].results[i] = _items(call.result) if each.config.batched else call.result
                     if call.error is not None:
                         raise each.blamed(call.error, made[each].of_calls[i]) from call.error
         finally:
@@ -186,7 +186,7 @@ class FunctionScorer(Scorer):
             by_name = {name: values[name] for name in values if name not in position}
             try:
                 given = self.function(*(values[name] for name in position), **by_name)
-                results.append(items(given) if self.config.batched and not isawaitable(given) else given)
+                results.append(_items(given) if self.config.batched and not isawaitable(given) else given)
             except (Exception, SystemExit) as error:
                 raise self.blamed(error, example) from error
         return _Made(rollouts, texts, examples, of_calls, results)
@@ -251,7 +251,7 @@ class FunctionScorer(Scorer):
         return RunError(f"{self.name} {did}{where} for {example}; correct the function{takes}")
 
 
-def items(given: Any) -> Any:
+def _items(given: Any) -> Any:
     """Return the items of a list, array, tensor or generator as a list; any other value unchanged."""
     if isinstance(given, str | bytes | Mapping | Set):  # a set has no order
         return given

@@ -266,7 +266,7 @@ def print_closing(
         resumed: whether updates of earlier sessions belong to the run.
     """
     stage = progress.current
-    lines = [f"finished: {trained(state)}, in {clock(session_s)}"]
+    lines = [f"finished: {_trained(state)}, in {clock(session_s)}"]
     if resumed:
         lines.append(f"  in this session; the updates of all sessions took {clock(state.wall_s)}")
     lines += [*_changes(cfg, recorder), "files:"]
@@ -280,7 +280,7 @@ def print_closing(
         transcript.info(line)
 
 
-def trained(state: TrainState) -> str:
+def _trained(state: TrainState) -> str:
     """Return the number of updates, and of episodes or examples, that a run trained on."""
     if isinstance(state, SupervisedState):
         return f"{state.update:,} updates, {state.examples:,} examples ({state.epoch:.2f} epochs)"
@@ -293,8 +293,8 @@ def _changes(cfg: Config, recorder: Recorder) -> Iterator[str]:
     if not last:
         yield "  not evaluated (schedule.eval_every=0; 1000000: before and after training)"
         return
-    named = {name: text for name, text in titles(cfg).items() if name in last}
-    rows = [(held_out(cfg, recorder), "before", "after")]
+    named = {name: text for name, text in _titles(cfg).items() if name in last}
+    rows = [(_held_out(cfg, recorder), "before", "after")]
     for name, text in named.items():
         rows.append((text, formatting.text(first, name), formatting.text(last, name)))
     wide = max(len(text) for text, _, _ in rows)
@@ -304,7 +304,7 @@ def _changes(cfg: Config, recorder: Recorder) -> Iterator[str]:
         yield "  ([low, high]: 95 % interval over these examples)"
 
 
-def titles(cfg: Config) -> dict[str, str]:
+def _titles(cfg: Config) -> dict[str, str]:
     """Return the names and the titles of the metrics of an evaluation that a run reports at its end."""
     return {
         "eval/win_rate": f"win rate vs. references ({cfg.gold.name})",
@@ -317,7 +317,7 @@ def titles(cfg: Config) -> dict[str, str]:
     }
 
 
-def held_out(cfg: Config, recorder: Recorder) -> str:
+def _held_out(cfg: Config, recorder: Recorder) -> str:
     """Return the number of held-out examples of the last evaluation, as text."""
     return f"{recorder.evaluated_on:,} held-out {'pairs' if cfg.algo.trains is Trains.reward else 'prompts'}"
 
@@ -477,20 +477,20 @@ def model_card(
         name=name,
         distribution=DISTRIBUTION,
         start=start,
-        metadata=metadata(cfg, name, start, recorder).to_yaml(),
+        metadata=_metadata(cfg, name, start, recorder).to_yaml(),
         rewards=rewards,
         algorithm=algorithm(cfg),
         data=f"{source}: {examples:,} {'pairs' if cfg.reads_pairs else 'prompts'}",
         reward=reward,
-        length=trained(state),
-        held_out=held_out(cfg, recorder),
+        length=_trained(state),
+        held_out=_held_out(cfg, recorder),
         judge=judge,
         first=recorder.first,
         last=shown(recorder.evaluated),
-        titles=titles(cfg),
+        titles=_titles(cfg),
         settings=None if shared is None else [setting(key, value) for key, value in shared.items()],
         hidden=shared != found,
-        packages=list(packages(cfg)),
+        packages=list(_packages(cfg)),
         row=row,
         value=formatting.text,
     )
@@ -502,7 +502,7 @@ def row(*cells: object) -> str:
     return f"| {' | '.join(texts)} |"
 
 
-def metadata(cfg: Config, name: str, start: Origin, recorder: Recorder) -> ModelCardData:
+def _metadata(cfg: Config, name: str, start: Origin, recorder: Recorder) -> ModelCardData:
     """Return the metadata of the card; names that are not on the hub are left out."""
     rewards = cfg.algo.trains is Trains.reward
     task = "text-classification" if rewards else "text-generation"
@@ -517,7 +517,7 @@ def metadata(cfg: Config, name: str, start: Origin, recorder: Recorder) -> Model
             metric_name=title,
             metric_value=last[metric],
         )
-        for metric, title in titles(cfg).items()
+        for metric, title in _titles(cfg).items()
         if math.isfinite(last.get(metric, math.nan))
     ]
     return ModelCardData(
@@ -541,7 +541,7 @@ def algorithm(cfg: Config) -> str:
     return _ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", text)
 
 
-def packages(cfg: Config) -> Iterator[tuple[str, str]]:
+def _packages(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the name and the version of each library that the result depends on."""
     installed, code = versions(), git_commit()
     if code is not None and DISTRIBUTION in installed:

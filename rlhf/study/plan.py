@@ -49,7 +49,7 @@ _Saved = TypeVar("_Saved")
 
 
 @dataclass(frozen=True)
-class Choice:
+class _Choice:
     """A choice of tuned settings."""
 
     chosen: Mapping[str, str]  # value of each tuned key
@@ -74,7 +74,7 @@ class _Tuning:
     def __init__(self, spec: Spec, find: Callable[[Run], Row | None]) -> None:
         self.spec, self.find = spec, find
         self.runs: list[Run] = []
-        self.choices: dict[tuple[str, str, str], Choice] = {}
+        self.choices: dict[tuple[str, str, str], _Choice] = {}
         if (tune := spec.tune) is None:
             return
         saved = read_choices(spec.folder / "rates.json")
@@ -103,7 +103,7 @@ class _Tuning:
 
     def _compare(
         self, tune: Tune, cell: Cell, compared: list[Tuned], extend: int
-    ) -> tuple[list[Run], Choice | None]:
+    ) -> tuple[list[Run], _Choice | None]:
         """Return the runs that compare settings of a cell, and the choice if all runs have rows.
 
         A choice on the edge adds up to `extend` further settings.
@@ -124,7 +124,7 @@ class _Tuning:
                 break
             compared, extend = [*compared, beyond], extend - 1
         others = {each: mean for each, mean in means.items() if each != best}
-        return runs, Choice(
+        return runs, _Choice(
             chosen=dict(best),
             values={_said(each): found for each, found in values.items()},
             lead=means[best] - max(others.values()) if others else None,
@@ -147,16 +147,16 @@ def _grid(tune: Tune) -> list[Tuned]:
     return [tuple(zip(tune.values, each, strict=True)) for each in product(*tune.values.values())]
 
 
-def read_choices(file: Path) -> dict[tuple[str, str, str], Choice]:
+def read_choices(file: Path) -> dict[tuple[str, str, str], _Choice]:
     """Return the choices in a file; none if it does not exist.
 
     Raises:
         UserError: the file is damaged.
     """
 
-    def read(tree: dict[str, Any]) -> dict[tuple[str, str, str], Choice]:
+    def read(tree: dict[str, Any]) -> dict[tuple[str, str, str], _Choice]:
         return {
-            (task, method, point): Choice(**choice)
+            (task, method, point): _Choice(**choice)
             for task, methods in tree.items()
             for method, points in methods.items()
             for point, choice in points.items()
@@ -178,7 +178,7 @@ def read_saved(file: Path, what: str, read: Callable[[dict[str, Any]], _Saved]) 
         raise UserError(f"{file} must have {what} as studies write them, got: {error}; {remedy}") from None
 
 
-def write_choices(file: Path, choices: Mapping[tuple[str, str, str], Choice]) -> None:
+def write_choices(file: Path, choices: Mapping[tuple[str, str, str], _Choice]) -> None:
     """Write choices in place of a file: {task: {method: {point: choice}}}."""
     tree: dict[str, Any] = {}
     for (task, method, point), choice in choices.items():
@@ -187,7 +187,7 @@ def write_choices(file: Path, choices: Mapping[tuple[str, str, str], Choice]) ->
     files.write_json(file, tree)
 
 
-def _neighbours(tune: Tune, known: Choice) -> list[Tuned]:
+def _neighbours(tune: Tune, known: _Choice) -> list[Tuned]:
     """Return the chosen settings of another study and those beside them, one key at a time."""
     found = [tuple(known.chosen.items())]
     for key, value in known.chosen.items():

@@ -320,7 +320,7 @@ def _block(plan: Plan, count: int) -> list[str]:
     statuses = [each.row.status for each in plan.runs if each.row]
     states = "".join(f", {statuses.count(name)} {name}" for name in (DIVERGED, FAILED) if name in statuses)
     of, total = len(statuses) + len(missing), price.done_s + price.left_s
-    hours = f"{duration(price.done_s)} of {duration(total)} CPU time"
+    hours = f"{_duration(price.done_s)} of {_duration(total)} CPU time"
     left = "" if price.unknown else f", {clock(price.left_s / count)} left"
     lines = [f"{plan.spec.name}  {_bar(len(statuses), of)} runs{states}   {hours}{left}"]
     for each in plan.runs:
@@ -382,7 +382,7 @@ def fork(plan: Plan, planned: Planned, niceness: int = 0) -> ForkProcess:
     def attempt() -> None:
         os.nice(niceness)
         try:
-            write_rows(planned.folder / ROW, [carry_out(plan.spec, planned, cfg)])
+            write_rows(planned.folder / ROW, [_carry_out(plan.spec, planned, cfg)])
         except (Interrupted, KeyboardInterrupt):
             raise
         except BaseException as error:
@@ -456,7 +456,7 @@ def _announce(folder: Path, run: object, seen: set[str]) -> None:
             show(f"{name}, for {run} and others: {stage}")
 
 
-def carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
+def _carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
     """Carry out or resume a run in this process, and return its row.
 
     Raises:
@@ -588,7 +588,7 @@ _BAR = 20  # characters of a bar
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pilot:
+class _Pilot:
     """The measured cost of a run, in CPU seconds."""
 
     start: float  # of loading
@@ -620,8 +620,8 @@ class Price:
 
     def lines(self, workers: int) -> Iterator[str]:
         """Yield the price as text, for a number of runs in parallel."""
-        stages = f" ({duration(self.stages_s)} for stages)" if self.stages_s else ""
-        yield f"CPU time: {duration(self.done_s)} done, {duration(self.left_s)} left{stages}"
+        stages = f" ({_duration(self.stages_s)} for stages)" if self.stages_s else ""
+        yield f"CPU time: {_duration(self.done_s)} done, {_duration(self.left_s)} left{stages}"
         if self.left_s:
             ends = datetime.now() + timedelta(seconds=self.left_s / workers)
             yield f"workers: {workers}, until {ends:%Y-%m-%d %H:%M}; memory {self.memory_gb:.1f} GB each"
@@ -630,7 +630,7 @@ class Price:
             yield f"{self.unknown} runs have no price yet; run: rlhf study price <file>"
 
 
-def duration(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     """Return CPU time in hours, below 0.1 hours in minutes."""
     return f"{seconds / 3600:.1f} h" if seconds >= 360 else f"{seconds / 60:.1f} min"
 
@@ -711,7 +711,7 @@ def measured_price(plan: Plan) -> Price:
             wait_for(process, partial(_announce, folder, run, set()))
         if not (result := folder / "pilot.json").exists():
             raise RunError(f"the pilot of {run} failed; its output: {folder / OUTPUT}")
-        known[cost] = Pilot(**files.read_json(result, files.delete_command(result)))
+        known[cost] = _Pilot(**files.read_json(result, files.delete_command(result)))
         files.write_json(file, {each: asdict(pilot) for each, pilot in known.items()})
     found = price_of(plan)
     limit, hours = plan.spec.budget.get("cpu_hours"), (found.done_s + found.left_s) / 3600
@@ -723,9 +723,9 @@ def measured_price(plan: Plan) -> Price:
     return found
 
 
-def read_pilots(file: Path) -> dict[str, Pilot]:
+def read_pilots(file: Path) -> dict[str, _Pilot]:
     """Return the pilots in a file, by `Configs.cost`."""
-    return read_saved(file, "pilots", lambda tree: {key: Pilot(**each) for key, each in tree.items()})
+    return read_saved(file, "pilots", lambda tree: {key: _Pilot(**each) for key, each in tree.items()})
 
 
 class _Stopwatch(Hook):
@@ -766,7 +766,7 @@ def _measure(cfg: Config, folder: Path) -> None:
     evaluation = watch.evaluated - updates[-1] if watch.evaluated else 0.0
     drawn = watch.num_updates * cfg.schedule.prompts_per_update
     kept = (run.metrics, run.completions, run.log, folder / OUTPUT)
-    found = Pilot(
+    found = _Pilot(
         start=max(0.0, updates[0] - stages - per_update - evaluation),
         episode=per_update / cfg.episodes_per_update,
         evaluation=evaluation,

@@ -84,7 +84,7 @@ class Layout:
         reference: Response
         others: Row = {}
         if self.messages is not None:
-            prompt = conversation(row, self.messages)
+            prompt = _conversation(row, self.messages)
             answered = prompt[-1]["role"] == "assistant" and len(prompt) > 1
             if prompt[-1]["role"] == "assistant" and not answered:
                 raise BadRow(f"have a message before the answer in its column {self.messages}", "without it")
@@ -109,7 +109,7 @@ class Layout:
         """
         if (
             self.messages is not None
-            and (last := conversation(row, self.messages)[-1]["role"]) != "assistant"
+            and (last := _conversation(row, self.messages)[-1]["role"]) != "assistant"
         ):
             rule = f"have dialogues that end with a message of the assistant in its column {self.messages}"
             raise BadRow(rule, f"with a last message of {last}")
@@ -139,7 +139,7 @@ class Layout:
     def _pair(self, row: Row) -> tuple[Prompt, Response, Response]:
         assert self.chosen is not None and self.rejected is not None
         if self.prompt is None and not isinstance(row.get(self.chosen), list):
-            if found := without_prompt(text(row, self.chosen), text(row, self.rejected)):
+            if found := without_prompt(_text(row, self.chosen), _text(row, self.rejected)):
                 return found
             rule = "have a column of prompts, or whole dialogues with '\\n\\nAssistant:' before each answer"
             raise BadRow(rule, "without them", "add the column prompt")
@@ -156,14 +156,14 @@ class Layout:
     def _prompt(self, row: Row) -> Prompt:
         assert self.prompt is not None
         if isinstance(row.get(self.prompt), list):
-            return conversation(row, self.prompt)
-        prompt = text(row, self.prompt)
+            return _conversation(row, self.prompt)
+        prompt = _text(row, self.prompt)
         context = row.get(self.context) if self.context is not None else None
-        prompt = f"{prompt}\n\n{text(row, str(self.context))}" if context else prompt
+        prompt = f"{prompt}\n\n{_text(row, str(self.context))}" if context else prompt
         return [{"role": "user", "content": prompt}] if self.chat else prompt
 
 
-def text(row: Row, column: str) -> str:
+def _text(row: Row, column: str) -> str:
     """Return the text in a column of a row.
 
     Raises:
@@ -189,7 +189,7 @@ def text(row: Row, column: str) -> str:
     return value
 
 
-def conversation(row: Row, column: str) -> list[Message]:
+def _conversation(row: Row, column: str) -> list[Message]:
     """Return the messages in a column of a row, with all their keys that have a value.
 
     `role` and `content` come first. A message without content, such as a call of a tool, has the content "".
@@ -218,8 +218,8 @@ def conversation(row: Row, column: str) -> list[Message]:
                 remedy += ", or one text in place of the list"
             raise BadRow(rule, f"with {found} in place of role and content", remedy)
         try:
-            content = "" if others and "content" not in given else text(keys, "content")
-            role = text(keys, "role")
+            content = "" if others and "content" not in given else _text(keys, "content")
+            role = _text(keys, "role")
         except BadRow as error:
             parts = isinstance(keys.get("content"), list)
             remedy = "write the text of its parts as one text" if parts else error.remedy
@@ -247,9 +247,9 @@ def answer(before: Prompt, row: Row, column: str) -> tuple[Prompt, Response]:
         BadRow: the response does not end with a message of the assistant.
     """
     if not isinstance(row.get(column), list):
-        written = text(row, column)
+        written = _text(row, column)
         return before, written if isinstance(before, str) else [{"role": "assistant", "content": written}]
-    *turns, last = conversation(row, column)
+    *turns, last = _conversation(row, column)
     if last["role"] != "assistant":
         rule = f"have a message of the assistant at the end of its column {column}"
         raise BadRow(rule, f"with a message of {last['role']}")
@@ -304,10 +304,10 @@ def conversion(columns: tuple[str, ...]) -> Callable[[Row], Row]:
         if columns == PREFERENCE_COLUMNS:
             for column in PREFERENCE_COLUMNS[1:]:
                 if column not in row:
-                    text(row, column)  # raises
+                    _text(row, column)  # raises
             prompt = "prompt" if "prompt" in row else None
             return Layout(prompt=prompt, chosen="chosen", rejected="rejected", tools=beside).pair(row)
-        return {column: text(row, column) for column in columns}
+        return {column: _text(row, column) for column in columns}
 
     return convert
 

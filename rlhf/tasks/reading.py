@@ -186,7 +186,7 @@ def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
             f"{first.strip()!r}; save the file with commas"
         )
     if blanks := any(name.startswith(" ") for name in next(csv.reader([first]), [])):
-        note(f"blanks after the commas of {file.name} are left out of all cells, as its first line has them")
+        _note(f"blanks after the commas of {file.name} are left out of all cells, as its first line has them")
     reader = csv.reader(chain([first], lines), strict=True, skipinitialspace=blanks)
     header: list[str] = []
     start = 1  # the line in which the next row starts
@@ -342,12 +342,12 @@ def number_as_text(value: Any, column: str) -> str | None:
     """
     if isinstance(value, bool) or not isinstance(value, int | _Written):
         return None
-    note(f"numbers in the column {column} are read as text, as they are written")
+    _note(f"numbers in the column {column} are read as text, as they are written")
     return str(value)
 
 
 @lru_cache
-def note(text: str) -> None:
+def _note(text: str) -> None:
     """Say once how data are read."""
     log.warning("%s", text)
 

@@ -90,24 +90,24 @@ class Source(ABC):
         """Return the recognised columns of the training rows as text; None: the task has fixed columns."""
         return None
 
-    def stored_prompts(self, subset: str | None = None) -> Stored:
+    def stored_prompts(self, subset: str | None = None) -> _Stored:
         """Return the prompts of the task: `task.path` if it is set, else a subset of the hub data set."""
         if self.config.path is not None:
-            return Stored(key="task.path", place=self.config.path)
-        return Stored(key="task.prompts_name", place=self.config.prompts_name, subset=subset)
+            return _Stored(key="task.path", place=self.config.path)
+        return _Stored(key="task.prompts_name", place=self.config.prompts_name, subset=subset)
 
-    def stored_pairs(self) -> Stored | None:
+    def stored_pairs(self) -> _Stored | None:
         """Return the preference pairs of the task; None if the config names no pairs."""
         if self.config.preferences_path is not None:
-            return Stored(key="task.preferences_path", place=self.config.preferences_path)
+            return _Stored(key="task.preferences_path", place=self.config.preferences_path)
         if self.pairs_beside_prompts and self.config.path is not None:
-            return Stored(key="task.path", place=self.config.path)
+            return _Stored(key="task.path", place=self.config.path)
         name = getattr(self.config, "preferences_name", None)
-        return None if name is None else Stored(key="task.preferences_name", place=name)
+        return None if name is None else _Stored(key="task.preferences_name", place=name)
 
 
 @dataclass(kw_only=True, slots=True)
-class Stored:
+class _Stored:
     """A data set under a hub name or in a local folder (see `rlhf.tasks.files`)."""
 
     key: str  # config key that names the data set, for error messages

@@ -119,7 +119,7 @@ def comparing(model: PreTrainedModel, device: torch.device, dtype: Dtype) -> Ite
         yield
 
 
-def once(
+def _once(
     subject: str,
     model: PreTrainedModel,
     cfg: Config,
@@ -218,7 +218,7 @@ def compared(module: M, cfg: Config, ranks: Ranks) -> M:
         raise UserError(too_long)
     if cfg.model.attention == AUTO:
         _use_flash(module, cfg, ranks)
-    fault, new = once("sharing", model, cfg, ranks, lambda _, batch: sharing_fault(module, batch))
+    fault, new = _once("sharing", model, cfg, ranks, lambda _, batch: sharing_fault(module, batch))
     if module.shared_prefix and fault is not None:
         module.shared_prefix = False
         if new:
@@ -244,7 +244,7 @@ def _use_flash(module: RolloutModule, cfg: Config, ranks: Ranks) -> None:
 
     try:
         model.set_attn_implementation(kind)
-        fault, new = once("attention", model, cfg, ranks, measure)
+        fault, new = _once("attention", model, cfg, ranks, measure)
     except (ValueError, ImportError) as error:  # transformers has no flash attention for this model
         fault, new = first_line(error), True
     if fault is not None:
@@ -336,7 +336,7 @@ def samples_with_cache(
         ranks: the ranks of the run, which all call this function.
         borrow: returns a context that yields this model, whole and on the device of the rank; None: it is.
     """
-    fault, new = once("sampling", model, cfg, ranks, sampling_fault, borrow)
+    fault, new = _once("sampling", model, cfg, ranks, sampling_fault, borrow)
     if fault is not None and new:
         log.warning(
             f"sampling from a {model.config.model_type} model uses no cache ({fault}): every token takes a "

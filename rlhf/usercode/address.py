@@ -367,7 +367,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class _Parameters:
     """What a reward function receives.
 
     Attributes:
@@ -402,14 +402,14 @@ class Parameters:
         return "episode" in self.values.values()
 
 
-def parameters_of(signature: inspect.Signature | None) -> Parameters:
+def parameters_of(signature: inspect.Signature | None) -> _Parameters:
     """Return what a function receives; None: a built-in function without a signature.
 
     Raises:
         TypeError: the function cannot be called with these values.
     """
     if signature is None:
-        return Parameters(_BY_POSITION, {}, (), (), rest=False)
+        return _Parameters(_BY_POSITION, {}, (), (), rest=False)
     every = list(signature.parameters.values())
     named = [each for each in every if each.kind in _NAMED]
     rest = any(each.kind is each.VAR_KEYWORD for each in every)
@@ -430,7 +430,7 @@ def parameters_of(signature: inspect.Signature | None) -> Parameters:
         raise TypeError("arguments before / have no names")
     values = {each.name: VALUES[each.name] for each in named if each.name in VALUES}
     others = [each for each in named if each.name not in VALUES]
-    return Parameters(
+    return _Parameters(
         position,
         values,
         columns=tuple(each.name for each in others if each.default is each.empty),

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 
-class Setting(NamedTuple):
+class _Setting(NamedTuple):
     """A global setting: how it is read and written, and its value after the import of its library."""
 
     read: Callable[[], Any]
@@ -27,7 +27,7 @@ class Setting(NamedTuple):
 
 
 _lock = threading.Lock()
-_blocks: list[list[tuple[Setting, Any]]] = []  # what the first of the present blocks read, for each of them
+_blocks: list[list[tuple[_Setting, Any]]] = []  # what the first of the present blocks read, for each of them
 
 
 @contextmanager
@@ -76,12 +76,12 @@ def same_settings() -> Iterator[None]:
                 _restore(before)
 
 
-def _read(*settings: Iterable[Setting]) -> list[tuple[Setting, Any]]:
+def _read(*settings: Iterable[_Setting]) -> list[tuple[_Setting, Any]]:
     """Return settings with their values."""
     return [(each, each.read()) for some in settings for each in some]
 
 
-def _restore(before: list[tuple[Setting, Any]]) -> None:
+def _restore(before: list[tuple[_Setting, Any]]) -> None:
     """Set each setting to its value, if it has another value."""
     for setting, value in before:
         same = False
@@ -103,37 +103,37 @@ def _same_inference_mode() -> Iterator[None]:
         yield
 
 
-def _of_process() -> Iterator[Setting]:
+def _of_process() -> Iterator[_Setting]:
     """Yield the settings that all threads share."""
-    yield Setting(lambda: dict(os.environ), set_environment)
+    yield _Setting(lambda: dict(os.environ), _set_environment)
     for name in ("stdin", "stdout", "stderr"):
-        yield Setting(partial(getattr, sys, name), partial(setattr, sys, name))
-    yield Setting(sys.getrecursionlimit, sys.setrecursionlimit)
-    yield Setting(lambda: logging.root.manager.disable, logging.disable)
-    yield Setting(lambda: list(warnings.filters), _set_filters)
+        yield _Setting(partial(getattr, sys, name), partial(setattr, sys, name))
+    yield _Setting(sys.getrecursionlimit, sys.setrecursionlimit)
+    yield _Setting(lambda: logging.root.manager.disable, logging.disable)
+    yield _Setting(lambda: list(warnings.filters), _set_filters)
     with suppress(FileNotFoundError):  # the working directory was deleted
         os.getcwd()
-        yield Setting(os.getcwd, os.chdir)
+        yield _Setting(os.getcwd, os.chdir)
     if (torch := sys.modules.get("torch")) is None:
         return
 
-    yield Setting(torch.get_default_dtype, torch.set_default_dtype, torch.float32)
-    yield Setting(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False)
-    yield Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0)
-    yield Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest")
+    yield _Setting(torch.get_default_dtype, torch.set_default_dtype, torch.float32)
+    yield _Setting(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False)
+    yield _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0)
+    yield _Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest")
     for name in ("benchmark", "deterministic", "enabled"):
         cudnn = torch.backends.cudnn
-        yield Setting(partial(getattr, cudnn, name), partial(setattr, cudnn, name), name == "enabled")
+        yield _Setting(partial(getattr, cudnn, name), partial(setattr, cudnn, name), name == "enabled")
 
 
-def _of_thread() -> Iterator[Setting]:
+def _of_thread() -> Iterator[_Setting]:
     """Yield the settings of this thread; in the main thread, the handlers of signals that stop a run."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             if signal.getsignal(number) is not None:
-                yield Setting(partial(signal.getsignal, number), partial(signal.signal, number))
+                yield _Setting(partial(signal.getsignal, number), partial(signal.signal, number))
     if (numpy := sys.modules.get("numpy")) is not None:
-        yield Setting(numpy.geterr, lambda value: numpy.seterr(**value))
+        yield _Setting(numpy.geterr, lambda value: numpy.seterr(**value))
     if (torch := sys.modules.get("torch")) is None:
         return
     cpu = torch.device("cpu")
@@ -141,12 +141,12 @@ def _of_thread() -> Iterator[Setting]:
     def set_device(value: Any) -> None:
         torch.set_default_device(None if value == cpu else value)
 
-    yield Setting(torch.get_default_device, set_device, cpu)
-    yield Setting(torch.get_num_threads, torch.set_num_threads)
-    yield Setting(torch.is_grad_enabled, torch.set_grad_enabled, True)
+    yield _Setting(torch.get_default_device, set_device, cpu)
+    yield _Setting(torch.get_num_threads, torch.set_num_threads)
+    yield _Setting(torch.is_grad_enabled, torch.set_grad_enabled, True)
 
 
-def set_environment(value: dict[str, str]) -> None:
+def _set_environment(value: dict[str, str]) -> None:
     """Set the environment of this process to `value`."""
     for name in os.environ.keys() - value.keys():
         del os.environ[name]
@@ -159,12 +159,12 @@ def _set_filters(value: list[Any]) -> None:
     warnings.filters.extend(value)  # type: ignore[attr-defined]
 
 
-def _random_states() -> Iterator[Setting]:
+def _random_states() -> Iterator[_Setting]:
     """Yield the states of the global random generators."""
-    yield Setting(random.getstate, random.setstate)
+    yield _Setting(random.getstate, random.setstate)
     if (numpy := sys.modules.get("numpy")) is not None:
-        yield Setting(numpy.random.get_state, numpy.random.set_state)
+        yield _Setting(numpy.random.get_state, numpy.random.set_state)
     if (torch := sys.modules.get("torch")) is not None:
-        yield Setting(torch.default_generator.get_state, torch.default_generator.set_state)
+        yield _Setting(torch.default_generator.get_state, torch.default_generator.set_state)
         if torch.cuda.is_initialized():
-            yield Setting(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
+            yield _Setting(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)

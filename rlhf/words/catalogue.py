@@ -117,7 +117,7 @@ def _first_sentence(file: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class DeclaredKey:
+class _DeclaredKey:
     """A key that a section class declares; `*` in the dotted key stands for the name of a part."""
 
     key: str
@@ -133,17 +133,17 @@ def until_another_option(function: _F) -> _F:
 
 
 @until_another_option
-def declared_keys() -> tuple[DeclaredKey, ...]:
+def declared_keys() -> tuple[_DeclaredKey, ...]:
     """Return the keys of all sections and options; a key of several options once for each of them."""
     from rlhf.config.root import Config
 
-    found: dict[DeclaredKey, None] = {}
+    found: dict[_DeclaredKey, None] = {}
 
     def walk(section: type, at: str) -> None:
         hints = get_type_hints(section)
         for each in fields(section):
             key, hint = dotted(at, each.name), hints[each.name]
-            found[DeclaredKey(key, section, each.name, hint)] = None
+            found[_DeclaredKey(key, section, each.name, hint)] = None
             parts = get_origin(hint) is dict
             below = section_class(get_args(hint)[1] if parts else hint)
             if below is not None and not (parts and "*" in key):  # parts have no parts
@@ -156,12 +156,12 @@ def declared_keys() -> tuple[DeclaredKey, ...]:
 
 
 @until_another_option
-def valued_keys() -> Mapping[str, DeclaredKey]:
+def valued_keys() -> Mapping[str, _DeclaredKey]:
     """Return the keys of all sections and options that have a value, without those of parts.
 
     A key of several options stands for that of the first.
     """
-    found: dict[str, DeclaredKey] = {}
+    found: dict[str, _DeclaredKey] = {}
     for each in declared_keys():
         if each.name != "name" and "*" not in each.key and section_class(each.hint) is None:
             found.setdefault(each.key, each)
@@ -261,7 +261,7 @@ def read_overrides(overrides: Iterable[str]) -> list[Override]:
 
 
 @dataclass(frozen=True, slots=True)
-class ConfigFile:
+class _ConfigFile:
     """A file with an option of a group.
 
     Args:
@@ -290,7 +290,7 @@ class ConfigFile:
         return dict(flat(self.content, f"{self.section}." if self.section else ""))
 
 
-def selected_files(overrides: Iterable[Override]) -> Iterator[ConfigFile]:
+def selected_files(overrides: Iterable[Override]) -> Iterator[_ConfigFile]:
     """Yield the files of the options that overrides select, and of those in their defaults lists."""
     waiting = [
         (f"{each.group}/{option}", each.key.rpartition("@")[2])
@@ -313,7 +313,7 @@ def selected_files(overrides: Iterable[Override]) -> Iterator[ConfigFile]:
             for own, value in pairs
             for other in (value if isinstance(value, list) else [value])
         ]
-        yield ConfigFile(name, path, at, content, defaults)
+        yield _ConfigFile(name, path, at, content, defaults)
         for entry, other in defaults:
             own, _, place = entry.split(" ")[-1].partition("@")
             own = own[1:] if own.startswith("/") else f"{group}/{own}".rstrip("/")

@@ -82,7 +82,7 @@ def load_config(file: Path) -> Config:
     try:
         return to_config(node)
     except OmegaConfBaseException as error:
-        raise damaged(file, error) from None
+        raise _damaged(file, error) from None
 
 
 def _load_node(file: Path) -> DictConfig:
@@ -110,7 +110,7 @@ def _load_node(file: Path) -> DictConfig:
     except UserError:
         raise
     except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
-        raise damaged(file, error) from None
+        raise _damaged(file, error) from None
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -145,7 +145,7 @@ def key_of(override: Override) -> str:
     return str(override.input_line).partition("=")[0]
 
 
-def damaged(file: Path, error: Exception) -> UserError:
+def _damaged(file: Path, error: Exception) -> UserError:
     """Return the error about a config.yaml that is not what a run wrote."""
     reason = " ".join(str(error).split("full_key:")[0].split())
     return UserError(

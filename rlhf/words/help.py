@@ -41,7 +41,7 @@ def help_text(topics: Sequence[str]) -> str:
         found = keys if topic == "keys" else [key for key in keys if f"{key}.".startswith(f"{topic}.")]
         if topic in groups():
             parts.append(f"{topic}=<option>    {GROUPS.get(topic, '')}".rstrip())
-            parts += [line for name, means in options(topic).items() for line in row(name, means, 2, 24)]
+            parts += [line for name, means in options(topic).items() for line in _row(name, means, 2, 24)]
         if topic == "keys":
             parts.append("Keys: <key>=<value>. The value in brackets is the default of the first option.")
         elif topic in sections:
@@ -56,7 +56,7 @@ def help_text(topics: Sequence[str]) -> str:
                 f"--help must be followed by keys, a group ({', '.join(known)}) or a key, got {topic}; "
                 + (f"see --help {group}" if group else guess or "see --help")
             )
-        parts += [line for key in found for line in row(key, _line(key), 2, 34)]
+        parts += [line for key in found for line in _row(key, _line(key), 2, 34)]
     return "\n".join(parts)
 
 
@@ -67,8 +67,8 @@ def _group_lines(group: str) -> Iterator[str]:
         shipped = {path.stem for path in (conf_dir() / group).glob("*.yaml")}
         own = [name for name in names if name not in shipped]
         names = own or [f"{len(names)} options: --help {group}"]
-    yield from row(group, GROUPS.get(group, ""), 2, 12)
-    yield from row("", "  ".join(names), 2, 12)
+    yield from _row(group, GROUPS.get(group, ""), 2, 12)
+    yield from _row("", "  ".join(names), 2, 12)
 
 
 def _line(key: str) -> str:
@@ -102,7 +102,7 @@ def summary(cls: type) -> str:
     return " ".join(inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].split())
 
 
-def row(left: str, right: str, indent: int, width: int) -> Iterable[str]:
+def _row(left: str, right: str, indent: int, width: int) -> Iterable[str]:
     """Return the lines of a row with two columns; the second column is wrapped at 80 columns.
 
     Args:

@@ -69,11 +69,11 @@ def what_counts(cfg: Config | DictConfig) -> dict[str, Any]:
             OmegaConf.masked_copy(default_scorer(cfg), names), resolve=True, enum_to_str=True
         )
     for dotted in not_in_name():
-        leave_out(kept, dotted)
+        _leave_out(kept, dotted)
     if kept.get("model", {}).get("attention") == AUTO:  # sdpa, or another kernel for the same function
         kept["model"]["attention"] = "sdpa"
     for dotted, value in added_later().items():
-        leave_out(kept, dotted, only=(value,))
+        _leave_out(kept, dotted, only=(value,))
     return kept
 
 
@@ -85,7 +85,7 @@ def differences(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
     return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
 
 
-def leave_out(tree: dict[str, Any], dotted: str, only: tuple[object, ...] | None = None) -> None:
+def _leave_out(tree: dict[str, Any], dotted: str, only: tuple[object, ...] | None = None) -> None:
     """Remove the key `dotted` from nested dictionaries, if present; `*` in the key matches every name.
 
     With `only`, other values than these are kept, and a dictionary without other values is removed.
@@ -96,7 +96,7 @@ def leave_out(tree: dict[str, Any], dotted: str, only: tuple[object, ...] | None
             if only is None or tree.get(key) in only:
                 tree.pop(key, None)
         elif isinstance(tree.get(key), dict):
-            leave_out(tree[key], rest, only)
+            _leave_out(tree[key], rest, only)
             if only is not None and not tree[key]:
                 del tree[key]
 
@@ -195,5 +195,5 @@ def values(cfg: Config | DictConfig) -> dict[str, Any]:
     node = cfg if isinstance(cfg, DictConfig) else OmegaConf.structured(cfg)
     tree: Any = OmegaConf.to_container(node, resolve=True, enum_to_str=True)
     for dotted in not_in_name():
-        leave_out(tree, dotted)
+        _leave_out(tree, dotted)
     return {key: value for key, value in flat(tree) if not key.endswith(".name")}

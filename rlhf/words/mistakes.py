@@ -209,7 +209,7 @@ def _wrong_setting(error: OmegaConfBaseException, overrides: Sequence[Override])
     hint = get_type_hints(section).get(key.rpartition(".")[2], section)
     value = own.value if own else plain(files[0][1] if files else error.value)
     if own and own.key != key:
-        rule = f"be {allowed(hint)}, with nothing inside it"
+        rule = f"be {_allowed(hint)}, with nothing inside it"
         return f"{key} must {rule}, got {own.text}; leave {own.text} out"
     if isinstance(error, InterpolationKeyError):
         wrong = next(
@@ -224,7 +224,7 @@ def _wrong_setting(error: OmegaConfBaseException, overrides: Sequence[Override])
         names = ", ".join(f"{key}.{each.name}" for each in fields(hint))
         rule = f"{key} must not be set (it is a section of settings: {names}){place}"
         return f"{rule}, got {key}={value}; set one of them"
-    return f"{key} must be {allowed(hint)}{place}, got {value!r}; {_remedy(section, key, hint, value)}"
+    return f"{key} must be {_allowed(hint)}{place}, got {value!r}; {_remedy(section, key, hint, value)}"
 
 
 def _remedy(section: type, key: str, hint: Any, value: str) -> str:
@@ -495,10 +495,10 @@ def repeated(overrides: Sequence[str]) -> list[str]:
 # -- values and types in words ---------------------------------------------------------------------
 
 
-def allowed(hint: Any) -> str:
+def _allowed(hint: Any) -> str:
     """Return a description of the values that a type hint allows."""
     if get_origin(hint) in (Union, types.UnionType):
-        parts = [allowed(part) for part in get_args(hint) if part is not type(None)]
+        parts = [_allowed(part) for part in get_args(hint) if part is not type(None)]
         return " or ".join([*parts, "null"] if type(None) in get_args(hint) else parts)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(member.name for member in hint)}"

@@ -37,14 +37,14 @@ _ALIASES = {  # values of other programs -> values of this project
 # A word that is similar to a known one
 
 
-def simple(word: str) -> str:
+def _simple(word: str) -> str:
     """Return a word in lower case, with `_` in place of `-`, and without .yaml at its end."""
     return re.sub(r"\.ya?ml$", "", word.lower()).replace("-", "_")
 
 
 def _leaf(key: str) -> str:
-    """Return the part of a word after its last dot, as `simple` returns it."""
-    return simple(key).rpartition(".")[2]
+    """Return the part of a word after its last dot, as `_simple` returns it."""
+    return _simple(key).rpartition(".")[2]
 
 
 def closest(word: str, choices: Iterable[str]) -> str | None:
@@ -57,12 +57,12 @@ def closest(word: str, choices: Iterable[str]) -> str | None:
     if (meant := _ALIASES.get(word.lower())) in known:
         return meant
     by_leaf = {_leaf(choice): choice for choice in known}
-    by_name = {**by_leaf, **{simple(choice): choice for choice in known}}
-    longer = [name for name in by_leaf if name.startswith(simple(word))] if word else []
-    if simple(word) not in by_name and len(longer) == 1:
+    by_name = {**by_leaf, **{_simple(choice): choice for choice in known}}
+    longer = [name for name in by_leaf if name.startswith(_simple(word))] if word else []
+    if _simple(word) not in by_name and len(longer) == 1:
         return by_leaf[longer[0]]
     for cutoff in (1.0, _SIMILAR):
-        if found := get_close_matches(simple(word), by_name, n=1, cutoff=cutoff):
+        if found := get_close_matches(_simple(word), by_name, n=1, cutoff=cutoff):
             return by_name[found[0]]
     return None
 
@@ -113,7 +113,7 @@ def own_value(key: str, value: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
+class _Foreign:
     """A setting of other projects.
 
     Attributes:
@@ -136,7 +136,7 @@ class Foreign:
                 yield name, project
 
 
-def _table() -> Iterator[Foreign]:
+def _table() -> Iterator[_Foreign]:
     """Yield the rows of foreign.txt."""
     text = (files("rlhf.words") / "foreign.txt").read_text(encoding="utf-8")
     for line in re.sub(r"\n +", " ", text).splitlines():
@@ -144,24 +144,24 @@ def _table() -> Iterator[Foreign]:
             key, *names, value, note = (
                 cell.strip() for cell in f"{line}{'|' * (6 - line.count('|'))}".split("|")
             )
-            yield Foreign(key, tuple(names), value, note)
+            yield _Foreign(key, tuple(names), value, note)
 
 
 TABLE = tuple(_table())
 
 
-def meaning(word: str, known: Collection[str] = ()) -> tuple[Foreign, str, str] | None:
+def meaning(word: str, known: Collection[str] = ()) -> tuple[_Foreign, str, str] | None:
     """Return the row, the name and the project of a setting of another project; None: no project has it.
 
     Args:
         word: the name as typed, with or without the sections before it.
         known: keys of this project that the config has, for a name with several meanings; empty: any.
     """
-    wanted = simple(word)
+    wanted = _simple(word)
     matches = []  # the longest name, which has the most sections, is meant
     for row in TABLE:
         for name, project in row.named():
-            whole = f".{wanted}".endswith(f".{simple(name)}")
+            whole = f".{wanted}".endswith(f".{_simple(name)}")
             if whole or _leaf(name) == _leaf(wanted):
                 matches.append((len(name) if whole else 0, row, name, project))
     longest = [match for match in matches if match[0] == max(matches, key=itemgetter(0))[0]]
@@ -169,7 +169,7 @@ def meaning(word: str, known: Collection[str] = ()) -> tuple[Foreign, str, str] 
     return found and found[1:]
 
 
-def assigned(row: Foreign, value: str, words: Iterable[str] = ()) -> str:
+def assigned(row: _Foreign, value: str, words: Iterable[str] = ()) -> str:
     """Return the arguments here for a setting of another project and its value there.
 
     They select the option that has the key, unless the arguments `words` of the command, or the default, do.
@@ -206,7 +206,7 @@ def _chosen(key: str, words: Iterable[str]) -> str:
 # What a wrong name means
 
 
-class Guess(NamedTuple):
+class _Guess(NamedTuple):
     """What a wrong name probably means.
 
     Attributes:
@@ -224,7 +224,7 @@ class Guess(NamedTuple):
 
 def guess(
     word: str, value: str = "", keys: Collection[str] = (), typed: Collection[str] = ()
-) -> Guess | None:
+) -> _Guess | None:
     """Return what a wrong name of a key, a group, an option or a flag means; None: nothing is similar.
 
     In this order: the name of a key or group here, or its last part; a setting of another project; an
@@ -237,20 +237,20 @@ def guess(
         typed: the arguments of the command.
     """
     names = [*groups(), *keys]
-    parts = (_leaf(word), simple(word).replace(".", "_"))  # `eval.every` is schedule.eval_every
-    same = [name for name in names if simple(name) == simple(word)]
+    parts = (_leaf(word), _simple(word).replace(".", "_"))  # `eval.every` is schedule.eval_every
+    same = [name for name in names if _simple(name) == _simple(word)]
     same += [name for name in names if _leaf(name) in parts and not name.startswith("stages.")]
     if (found := meaning(word, keys)) is not None:
         row, name, project = found
         if not same or (row.key not in same and "." in same[0]):
             if row.key == WITHOUT:
-                return Guess(f"{name} of {project} has no key here: {row.note}", note=row.note)
+                return _Guess(f"{name} of {project} has no key here: {row.note}", note=row.note)
             words = assigned(row, value, typed)
             note = f"{name} in {project}{row.note and '; ' + row.note}"
-            return Guess(f"set {words} ({note})", row.key, words, row.note)
+            return _Guess(f"set {words} ({note})", row.key, words, row.note)
     near = same[0] if same else None
     if near is None and (option := next((each for each in groups() if word in options(each)), None)):
-        return Guess(f"did you mean {option}={word}?", option, f"{option}={word}")
+        return _Guess(f"did you mean {option}={word}?", option, f"{option}={word}")
     if near is None:
         beside = [key for key in all_keys() if key.rpartition(".")[0] == word.rpartition(".")[0] != ""]
         near = closest(_leaf(word), beside) or closest(word, names) or closest(_leaf(word), names)
@@ -260,7 +260,7 @@ def guess(
     having = (
         "" if near in names else ", ".join(f"{chosen_by(section)}={each}" for each in owners(section, name))
     )
-    return Guess(
+    return _Guess(
         f"did you mean {near}{having and ', a setting of '}{having}?",
         near,
         as_typed(near, value or "<value>"),

@@ -220,3 +220,10 @@ def test_a_study_of_another_search_is_refused(command):
     assert command(*SEARCH, *study, during=learned).code == 0
     other = command(*SEARCH, *study, "algo=rloo", during=learned)
     assert other.code == 2 and not other.runs and "whose runs differ" in other.err
+
+
+def test_sweep_with_user_errors_and_run_errors_exits_with_code_1(command):
+    def during(cfg, folder):
+        raise UserError("invalid value") if cfg.seed == 1 else RunError("it stopped")
+
+    assert command("-m", "seed=1,2", during=during).code == 1

@@ -1,6 +1,7 @@
 """Environments of other libraries: episodes of a game of gymnasium, and of a server with sessions."""
 
 import json
+import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,28 @@ from rlhf.config.environments import GymnasiumConfig, OpenEnvConfig
 from rlhf.core.errors import RunError
 from rlhf.environments.episodes import Episodes
 from tests.environments.test_episodes import SAMPLING, prompts, settings
+
+
+class Lake:
+    """A game in the interface of gymnasium: a walk to the right."""
+
+    made: list["Lake"] = []
+
+    def __init__(self, id, **options):
+        self.id, self.options, self.closed, self.seeds = id, options, False, []
+        self.made.append(self)
+
+    def reset(self, seed):
+        self.seeds.append(seed)
+        self.at = seed % 2
+        return self.at, {}
+
+    def step(self, action):
+        self.at += action
+        return self.at, float(self.at == 3), self.at == 3, self.at < 0, {}
+
+    def close(self):
+        self.closed = True
 
 
 def episodes(config, samples=2) -> Episodes:
@@ -130,3 +153,18 @@ def test_a_real_game_of_gymnasium_is_won_by_the_words_of_its_actions():
     assert [message for message, *_ in found[3:]] == ["9", "10", "14", "15"]
     assert [(reward, done) for _, reward, done, _ in found[-2:]] == [(0.0, False), (1.0, True)]
     played.close()
+
+
+def test_words_are_actions_of_a_game_and_samples_of_a_prompt_begin_alike(monkeypatch):
+    Lake.made.clear()
+    monkeypatch.setitem(sys.modules, "gymnasium", SimpleNamespace(make=Lake))
+    played = episodes(GymnasiumConfig(id="Lake-v1", actions={"right": 1, "left": -1}, options={"size": 4}))
+    first, second = Lake.made
+    assert first.seeds == second.seeds and first.seeds[0] < 2**31 and first.options == {"size": 4}
+    start = first.at
+    found = [*answers(played, " right\n", "up", *["right"] * (2 - start))]
+    assert found[0] == (str(start + 1), 0.0, start == 2, False)
+    assert found[1] == (f"{start + 1}\nAnswer with one of: right, left", 0.0, False, True)
+    assert found[-1] == ("3", 1.0, True, False)
+    played.close()
+    assert first.closed and second.closed

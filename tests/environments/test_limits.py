@@ -121,6 +121,12 @@ class AsyncBlocks(Wrong):
         return super().step(reply)
 
 
+class AsyncClose(Wrong):
+    async def close(self):
+        await asyncio.sleep(0)
+        super().close()
+
+
 class Sleepy:
     """Takes a while; the answer depends on the reply only."""
 
@@ -527,3 +533,27 @@ def test_after_an_error_outside_nothing_is_left_running_and_environments_are_clo
         raise ZeroDivisionError
     assert sorted(CLOSED) == ["p0", "p0", "p1", "p1"] and own_threads() == 0
     played.close()
+
+
+def test_all_calls_of_a_blocked_loop_are_given_up_at_once_and_a_new_loop_goes_on():
+    async def block():
+        RELEASE.wait(30)
+
+    async def answer():
+        return 5
+
+    made = environment.Calls(1, 0.2, in_loop=True)
+    made.ask("blocks", block)
+    time.sleep(0.2)
+    made.ask("waits", answer)
+    assert [(call.key, call.late) for call in made.ended(5.0)] == [("blocks", True), ("waits", True)]
+    made.ask("new", answer)
+    assert [(call.key, call.result) for call in made.ended(5.0)] == [("new", 5)]
+    made.close(1.0, [])
+
+
+def test_an_asynchronous_close_of_a_class_of_other_methods_is_awaited():
+    with episodes("AsyncClose", arguments={"how": "raise"}, on_error="end") as played:
+        reply(played, 0, STOP)
+        assert played.running() == [1, 2, 3] and CLOSED == ["p0"]
+    assert sorted(CLOSED) == ["p0", "p0", "p1", "p1"]

@@ -594,3 +594,12 @@ def test_a_class_whose_reset_fails_or_returns_a_text_is_an_error(tmp_path):
         with pytest.raises(RunError, match=reason):
             episodes(functions=own, records=records)
     episodes(functions=own, records=[{"level": None}]).close()
+
+
+def test_one_event_loop_runs_all_asynchronous_calls_of_a_run():
+    loops = []
+    for _ in range(2):
+        played = episodes(functions=[f"{HERE}:forever"])
+        loops.append(played._calls._threads[0])
+        played.close()
+    assert loops[0] is loops[1]

@@ -15,10 +15,10 @@ from rlhf.core.errors import UserError
 from rlhf.generators.shares import GIB, working_memory
 from rlhf.generators.vllm.generator import ColocatedGenerator, free_unused_memory
 from rlhf.generators.vllm.sampler import LEAST_SHARE, on_shared_gpu
-from rlhf.generators.vllm.worker_extension import unregistered
 from rlhf.generators.weights import SharedWeights
 from rlhf.processes.service import Channel
 from tests.end_to_end.conftest import wait_for
+from tests.needs import VLLM
 from tests.processes import test_worker
 from tests.processes.test_worker import LIMITS, SECONDS, ask
 from tests.tiny_models import tiny_config
@@ -172,6 +172,9 @@ def test_working_memory_grows_with_sequences_and_the_model():
 
 
 def test_tensors_that_are_neither_parameters_nor_buffers_are_found():
+    pytest.importorskip("vllm", reason=VLLM)
+    from rlhf.generators.vllm.worker_extension import unregistered
+
     class Kernel:
         def __init__(self):
             self.slopes = torch.ones(4)

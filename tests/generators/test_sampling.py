@@ -537,3 +537,12 @@ def test_purposes_draw_different_random_numbers_and_only_training_samples_have_n
         assert torch.equal(first.behaviour_logprobs, noisy.behaviour_logprobs) == (purpose != "train")
         drawn.append(first.response_ids)
     assert not any(torch.equal(a, b) for a, b in combinations(drawn, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_do_not_depend_on_the_attention_implementation(kind):
+    model = tiny_lm(kind)
+    expected = run(model, samples=3, stops=range(2, 25))
+    model.set_attn_implementation("eager")
+    for found, wanted in zip(run(model, samples=3, stops=range(2, 25)), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)

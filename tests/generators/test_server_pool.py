@@ -673,3 +673,15 @@ def test_a_full_disk_is_an_error_of_the_load_and_requests_go_on(loop, tmp_path):
         assert [file.name for file in one.store.folder.iterdir()] == ["step-0"]
         check(future.result(10), given, asked, 0)
         play(one.pool)
+
+
+def test_a_store_removes_the_versions_of_a_killed_run_and_no_other_file(tmp_path):
+    other = tmp_path / "of the user"
+    for name in (other.name, "step-3"):
+        (tmp_path / name).write_text("")
+    store = SharedWeights(folder=tmp_path)
+    assert [*tmp_path.iterdir()] == [other] and store.kept == 0
+    store.write(weights(5), 5)
+    assert {*tmp_path.iterdir()} == {other, tmp_path / "step-5"}
+    store.close()
+    assert [*tmp_path.iterdir()] == [other]

@@ -221,7 +221,7 @@ def test_a_store_without_space_gives_a_run_error_with_a_remedy(shared, tmp_path,
     def full(data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared_memory, "digest", full)
+    monkeypatch.setattr(shared_memory, "_digest", full)
     with pytest.raises(RunError, match="version 2 must fit into shared memory"):
         shared.write([("a", torch.ones(3))], 2)
 

@@ -1,5 +1,6 @@
 """The forward that encodes a prompt once for all its samples, and gradient checkpointing of blocks."""
 
+import inspect
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -7,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.config.models import LoRAConfig
@@ -311,3 +312,14 @@ def test_checkpointing_a_model_with_unknown_blocks_is_refused_with_the_remedy():
     del model.base_model.layers[:]
     with pytest.raises(UserError, match="set model.gradient_checkpointing=false"):
         checkpoint_blocks(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_read_the_cache_by_a_name_of_their_forward(kind):
+    model = tiny_lm(kind)
+    for module in (model, model.base_model):
+        cache = DynamicCache(config=model.config)
+        given = cache_argument(module, cache)
+        assert given.keys() <= inspect.signature(module.forward).parameters.keys()
+        module(torch.tensor([[2, 3]]), use_cache=True, **given)
+        assert cache.get_seq_length() == 2

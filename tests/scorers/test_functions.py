@@ -16,9 +16,10 @@ from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes import signals
 from rlhf.scorers.function import build
-from rlhf.usercode.address import ONLY_HERE, parameters_of
+from rlhf.usercode.address import ONLY_HERE, load_function, parameters_of
 from rlhf.usercode.objects import GivenFunctions
 from rlhf.words.compose import compose
+from rlhf.words.identity import digest
 from tests.scorers.test_scorers import TOKENIZER, rollouts
 from tests.tiny_models import scorer_context
 
@@ -346,3 +347,14 @@ def test_an_asynchronous_function_that_is_given_as_an_object_scores(monkeypatch)
     monkeypatch.setitem(sys.modules, ONLY_HERE, None)
     functions.provide()
     assert batch_of(FunctionScorerConfig(path=functions.paths[0])).scores[0].tolist() == [2, 5]
+
+
+def test_no_file_is_written_beside_a_reward_file(here):
+    load_function("scorer.path", "two.py:words", ())
+    assert not (here / "__pycache__").exists()
+
+
+def test_a_config_with_one_function_keeps_its_digest():
+    words = ["scorer=function", "scorer.path=one.py:words"]
+    assert digest(compose([*words])) == digest(compose([*words, "scorer.weights=null"]))
+    assert digest(compose([*words])) != digest(compose(["scorer=function", "scorer.path=[one.py:words]"]))

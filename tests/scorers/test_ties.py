@@ -194,6 +194,11 @@ def second(prompt: str, response: str, reference: str) -> float:
     return 0.7 - SHARES[response] if response == "w6" else {"w3": 0.6, "w4": 0.4, "w5": 0.5}[response]
 
 
+def late(prompt: str, response: str, reference: str) -> float:
+    """Return a score that the penalty 0.4 makes 0.7 for the first response."""
+    return 1.1 if response == "w3" else 0.7
+
+
 def shares_of() -> Rollouts:
     prompts = encode_prompts(torch.arange(2), ["w8", "w9"], ["w1", "w2"], TOKENIZER)
     return encode_completions(prompts, [list(SHARES)] * 2, TOKENIZER, response_length=None)
@@ -258,3 +263,10 @@ def test_two_responses_are_compared_by_their_scores_with_ties_or_by_a_judge_of_b
     judge = Longer(ScorerConfig(name="longer"), scorer_context(TOKENIZER))
     assert judge.compare(first, second).tolist() == [[0, 0], [0, 1], [0, 0]]
     assert judge.compare(second, third).tolist() == [[0, 0], [1, 0], [0, 0]]
+
+
+def test_a_penalty_is_subtracted_before_rounding():
+    rollouts = shares_of()
+    rollouts.ended[:, 0] = False
+    batch = make(part("late", missing_eos_penalty=0.4), context_of())(rollouts)
+    assert len(set(batch.scores.flatten().tolist())) == 1

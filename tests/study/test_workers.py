@@ -34,7 +34,7 @@ def attempts(monkeypatch, tmp_path):
             work(planned)
             return workers.row_of(planned, status=FINISHED, error=None, metric="eval/win_rate")
 
-        monkeypatch.setattr(workers, "carry_out", carry_out)
+        monkeypatch.setattr(workers, "_carry_out", carry_out)
         return lambda: Counter(log.read_text().splitlines())
 
     return replace

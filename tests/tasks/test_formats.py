@@ -266,3 +266,15 @@ def test_binary_data_for_a_function_are_refused_with_their_column(tmp_path, kind
     for wanted in (Wanted(rest=True), Wanted(optional=frozenset({"picture"}))):
         with pytest.raises(UserError, match=r"in its column picture.*row 1 of.*remove the column picture"):
             data.prompts("train", wanted)
+
+
+def test_a_map_of_parquet_is_an_object(tmp_path):
+    table = pyarrow.table({"x": pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert [row for _, row in rows(tmp_path / "a.parquet", "key")] == [{"x": {"a": 1}}]
+
+
+def test_numbers_of_json_compute_and_print_as_written(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"x": 1.50}\n')
+    ((_, row),) = rows(tmp_path / "a.jsonl", "key")
+    assert (str(row["x"]), row["x"] + 1, json.dumps(row["x"])) == ("1.50", 2.5, "1.5")

@@ -4,14 +4,16 @@ import json
 import tracemalloc
 
 import datasets
+import numpy as np
 import pyarrow
 import pytest
+import xxhash
 
 from rlhf.config.algorithms import Data
 from rlhf.config.tasks import LocalConfig
 from rlhf.core.errors import UserError
 from rlhf.tasks import source
-from rlhf.tasks.kinds import LocalSource
+from rlhf.tasks.kinds import LocalSource, held_out_rows
 from rlhf.tasks.task import Task
 from tests.tiny_models import tiny_tokenizer
 
@@ -74,3 +76,17 @@ def test_a_folder_without_room_is_reported(config, monkeypatch):
     monkeypatch.setattr(source.pyarrow, "OSFile", full)
     with pytest.raises(UserError, match=r"TMPDIR must be .*No space left.*export TMPDIR=<folder on a disk>"):
         LocalSource(config).prompts("train")
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.1, 0.5, 0.999])
+def test_the_validation_rows_are_the_prompts_with_the_smallest_hashes(fraction):
+    draw = np.random.default_rng(0)
+    for count in (1, 2, 7, 100):
+        prompts = [f"p {draw.integers(max(1, count // 2))}" for _ in range(count)]
+        order = sorted(set(prompts), key=lambda prompt: xxhash.xxh3_64_intdigest(prompt.encode()))
+        chosen: list[str] = []
+        while len(chosen) < max(1, len(order) - 1) and (
+            sum(prompt in chosen for prompt in prompts) < max(1, round(fraction * count))
+        ):
+            chosen.append(order[len(chosen)])
+        assert held_out_rows(prompts, fraction).tolist() == [prompt in chosen for prompt in prompts]

@@ -498,3 +498,19 @@ def test_a_clock_in_which_nothing_can_happen_stops(settings):
     """A group that starts as a whole needs a slot for each sample; a batch needs B groups."""
     with pytest.raises(RuntimeError, match="cannot start"):
         updates(clock("fifo", **settings), 1)
+
+
+def test_pace_uses_the_trainer_and_bounds_no_age():
+    """Mean use and ages of 12 seeds of the same cluster (64 slots, B = 16, K = 4, L = 4, log-sd 1)."""
+    made = clock("pace", lag=4, batch=16, samples=4, slots=64, spread=1.0)
+    updates(made, 20)
+    span = trained = 0.0
+    ages = []
+    for _ in range(60):
+        groups = made.next_batch()
+        span, trained = span + made.usage.span, trained + made.usage.trained
+        ages += [made.rules.version - own[0].group.version for own in groups]
+        made.loaded()
+    assert trained / span > 0.9
+    assert 2.8 < mean(ages) < 3.7
+    assert max(ages) > 8

@@ -165,3 +165,11 @@ def test_a_resumed_run_gives_the_same_single_hint_and_rows_have_no_new_metric():
     assert recorders[0].repetition.rows == recorders[1].repetition.rows and not without.warnings
     keys = [list(map(list, kept.rows)) for kept in (whole, without)]
     assert keys[0] == keys[1]
+
+
+def test_rows_without_scores_give_no_hint():
+    rule = RepetitionRule()
+    for share in rising(64, 0.0, 0.6):
+        rule.add(*rollouts(response(share)))
+        assert rule.observe({"update": 1}) is None
+    assert not rule.rows

@@ -83,7 +83,7 @@ class Routes:
 
 
 @router.get(STATUS)
-async def status(request: Request) -> dict[str, Any]:
+async def _status(request: Request) -> dict[str, Any]:
     """Return the state of the server; the engine and its workers must answer."""
     if request.app.state.rlhf_ends:
         raise HTTPException(503, "a load failed, so this server ends itself")
@@ -104,7 +104,7 @@ async def status(request: Request) -> dict[str, Any]:
 
 
 @router.post(LOAD)
-async def load(body: _Load, request: Request) -> JSONResponse:
+async def _load(body: _Load, request: Request) -> JSONResponse:
     """Load weights, and return their version and the checksums of the tensors that every worker loaded."""
     engine = request.app.state.engine_client
     async with request.app.state.rlhf_lock:
