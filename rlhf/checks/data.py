@@ -28,7 +28,7 @@ from rlhf.text.chat import ROLE_MARK, no_template
 # Rules between the task and the rest of the config: data, preference pairs and dialogues.
 
 
-def _chat_by_default(cfg: DictConfig) -> bool:
+def chat_by_default(cfg: DictConfig) -> bool:
     """Return the default of `task.chat` for own files (conf/task/local.yaml).
 
     Prompts that are texts are messages of the user if the model has a chat template, unless the first prompt

@@ -62,7 +62,7 @@ class Interruption:
     @property
     def cause(self) -> str:
         """The name of the received signal as text, for messages."""
-        return _name(self.received) if self.received else "a signal to another rank"
+        return name(self.received) if self.received else "a signal to another rank"
 
     def defer(self, agree: Callable[[bool], bool] = bool) -> None:
         """Defer signals: from now on they do not raise Interrupted, but set the flag that `asked` returns.
@@ -138,7 +138,7 @@ class Interruption:
                     number = signals.recv(1)
                 except TimeoutError:
                     signals.settimeout(None)
-                    _tell(
+                    tell(
                         f"still waiting for the current operation, {PATIENCE_S:g} seconds after the signal; "
                         f"a second {second} ends the run immediately, to be resumed from its last checkpoint"
                     )
@@ -153,8 +153,8 @@ class Interruption:
                     received = signal.Signals(number[0])
                     when = " after the current update, with a checkpoint" if self.deferred else ""
                     if received is signal.SIGINT:
-                        second = _name(received)
-                    _tell(f"{_name(received)}: stopping{when}; a second {second} ends the run immediately")
+                        second = name(received)
+                    tell(f"{name(received)}: stopping{when}; a second {second} ends the run immediately")
                     signals.settimeout(PATIENCE_S)
                     for call in list(self.callbacks):
                         threading.Thread(target=call, daemon=True).start()
@@ -228,12 +228,12 @@ def _end_now(number: signal.Signals) -> NoReturn:
 
     Worker processes are not killed: they remove their temporary files and end when their trainer has ended.
     """
-    text = f"ended immediately by a second {_name(number)}; the same command resumes the run"
+    text = f"ended immediately by a second {name(number)}; the same command resumes the run"
     # Another thread prints the message, because a blocked thread may have locked the terminal.
-    message = threading.Thread(target=_tell, args=(text,), daemon=True)
+    message = threading.Thread(target=tell, args=(text,), daemon=True)
     message.start()
     message.join(timeout=1)
-    _kill_children()
+    kill_children()
     os._exit(128 + number)
 
 
@@ -288,12 +288,12 @@ os.register_at_fork(
 )
 
 
-def _name(number: signal.Signals) -> str:
+def name(number: signal.Signals) -> str:
     """Return the name of a signal for messages."""
     return "Ctrl-C" if number is signal.SIGINT else number.name
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
     """Print a line on the first rank only."""
     from rlhf.terminal.console import say
 
@@ -371,7 +371,7 @@ def _kill_noted() -> None:
     _kill(find)
 
 
-def _kill_children() -> None:
+def kill_children() -> None:
     """Kill the descendants of this process in its own process group; it is about to end.
 
     From now on `multiprocessing` starts no process: a pool would replace those that are killed.

@@ -136,7 +136,7 @@ def evaluate(
         with interruptible(), claim, explained(*explanations):
             rows = known(cfg, folder, split)  # another process may have ended since
             due = _not_evaluated(wanted, rows)
-            for row in _measure(due, cfg, folder, split, ranks) if due else ():
+            for row in measure(due, cfg, folder, split, ranks) if due else ():
                 rows[row["model"]] = row
     found = [rows[candidate.name] for candidate in wanted if candidate.name in rows]
     # The initial policy may have been evaluated after other models.
@@ -150,7 +150,7 @@ def _not_evaluated(wanted: list[_Candidate], rows: dict[str, dict[str, Any]]) ->
     return [each for each in wanted if rows.get(each.name, {"files": ""}).get("files") != each.files]
 
 
-def _measure(
+def measure(
     due: list[_Candidate], cfg: Config, folder: RunFolder, split: str, ranks: Ranks | None
 ) -> Iterator[dict[str, Any]]:
     """Evaluate each model of `due`; write and yield its row. Damaged checkpoints are skipped."""

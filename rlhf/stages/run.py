@@ -103,10 +103,10 @@ def run(
                 partial(unusable_file, folder.path),
             ),
         ):
-            return _carry_out(cfg, folder, ranks, interruption, Hooks(hooks, interruption.request))
+            return carry_out(cfg, folder, ranks, interruption, Hooks(hooks, interruption.request))
 
 
-def _carry_out(
+def carry_out(
     cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interruption, hooks: Hooks
 ) -> float | None:
     """Carry out the run `cfg` with installed signal handlers; see `run`."""
@@ -151,9 +151,9 @@ def _carry_out(
 
     if state.done:
         if cfg.algo.trains is Trains.reward:
-            _centre(cfg, parts.engine, tokenizer)
+            centre(cfg, parts.engine, tokenizer)
         card = model_card(cfg, typed, folder.path, len(task), parts.recorder, state) if ranks.first else ""
-        _write_model(parts.engine, folder, ranks, card)
+        write_model(parts.engine, folder, ranks, card)
         if ranks.first:
             done = {"finished": True, "result": parts.recorder.evaluated}
             folder.write_state({**state.state_dict(), **done})
@@ -163,7 +163,7 @@ def _carry_out(
         raise _stopped_by_hook(failure, state, folder)
     if not state.done:
         if stopped is None:
-            raise _interrupted(interruption, state, cfg, folder)
+            raise interrupted(interruption, state, cfg, folder)
         if ranks.first:
             folder.write_state({**state.state_dict(), "finished": False, "stopped": stopped})
             last = folder.path / f"checkpoint-{state.update}"
@@ -213,7 +213,7 @@ def _train(
         raise _not_finite(error, state, folder) from error
     except Interrupted:
         _save_unfinished(parts, stream, state, folder, ranks)
-        raise _interrupted(interruption, state, cfg, folder) from None
+        raise interrupted(interruption, state, cfg, folder) from None
 
 
 def _open_folder(cfg: Config, folder: RunFolder) -> Path | None:
@@ -247,7 +247,7 @@ def at_start(cfg: Config, started: str) -> Config:
     return cfg.with_({"model.clock": started})
 
 
-def _centre(cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> None:
+def centre(cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> None:
     """Shift the reward model so that held-out references score 0 on average (Huang et al., 2403.17031)."""
     prompts = build_task(cfg, tokenizer, Data.references, 1).held_out(cfg.eval.prompts)
     assert prompts.completions is not None
@@ -258,7 +258,7 @@ def _centre(cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> 
     config.reward_offset = getattr(config, "reward_offset", 0.0) + offset
 
 
-def _write_model(engine: Engine, folder: RunFolder, ranks: Ranks, card: str) -> None:
+def write_model(engine: Engine, folder: RunFolder, ranks: Ranks, card: str) -> None:
     """Write the final model with its model card, and its adapter if any, each completely or not at all.
 
     Raises:
@@ -294,9 +294,7 @@ def _save_unfinished(
         parts.checkpoints.save(state, parts.engine, stream, parts.recorder)
 
 
-def _interrupted(
-    interruption: Interruption, state: TrainState, cfg: Config, folder: RunFolder
-) -> Interrupted:
+def interrupted(interruption: Interruption, state: TrainState, cfg: Config, folder: RunFolder) -> Interrupted:
     """Return the exception of a run that a signal stopped; its message says how to resume."""
     last = folder.last_checkpoint()
     command = "the same command" + (" without resume=never" if cfg.resume is Resume.never else "")

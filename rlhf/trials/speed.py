@@ -53,7 +53,7 @@ def compile_blocks(engine: Engine, cfg: Config, updates: int) -> None:
         UserError: `backend.compile=true`, and the blocks cannot be compiled or give wrong results.
     """
     asked, ranks = cfg.backend.compile, engine.ranks
-    if not (asked or (asked is None and _may_pay_off(cfg, ranks.device))):
+    if not (asked or (asked is None and may_pay_off(cfg, ranks.device))):
         return
     prompts, left = work(cfg, ranks, updates)
     samples = cfg.algo.samples_per_prompt
@@ -77,7 +77,7 @@ def compile_blocks(engine: Engine, cfg: Config, updates: int) -> None:
         raise_errors(False)
 
 
-def _may_pay_off(cfg: Config, device: torch.device) -> bool:
+def may_pay_off(cfg: Config, device: torch.device) -> bool:
     """Return whether `backend.compile=null` starts a trial: on a GPU, if the backend can compile."""
     return device.type == "cuda" and cfg.backend.compiles
 

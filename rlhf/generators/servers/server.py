@@ -136,7 +136,7 @@ class Server:
     version: int | None = None  # of its weights, as it confirmed; None: random weights
     loading: Manifest | None = None
     running: dict[asyncio.Task[None], Any] = field(default_factory=dict)  # requests for tokens
-    tokens = 0  # of these requests, at most
+    tokens: int = 0  # of these requests, at most
     broken: asyncio.Future[None] | None = None  # gets an error if it must be given up
 
     @property
