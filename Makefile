@@ -55,7 +55,7 @@ train: setup  ## the default run: online DPO of the embedded Pythia, on the CPU
 test: check  ## lint, types, import contracts, fast tests and short runs: about 10 minutes on two cores
 	$(PYTEST) -m "smoke or not (run or process or system or gpu or nightly)" $(ARGS)
 
-test-all: check  ## lint, types, import contracts and all tests but the nightly ones: about 35 minutes on two cores
+test-all: check  ## lint, types, import contracts and all tests but the nightly ones: about 20 minutes on two cores
 	$(PYTEST) -m "not nightly" $(ARGS)
 
 test-nightly: setup  ## the tests that test-all leaves out: long runs, further variants, tests of tools

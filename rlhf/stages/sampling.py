@@ -160,7 +160,7 @@ def sample_pairs(cfg: Config) -> DatasetDict:
                 request=request,
             )
             rollouts = generator.submit(prompts, sampling).result()
-            _add_pairs(
+            add_pairs(
                 columns.setdefault(split, {"prompt": [], "chosen": [], "rejected": []}),
                 rollouts,
                 gold.compare(*gold.scored(rollouts)),
@@ -170,7 +170,7 @@ def sample_pairs(cfg: Config) -> DatasetDict:
     return DatasetDict({split: Dataset.from_dict(rows) for split, rows in columns.items()})
 
 
-def _add_pairs(
+def add_pairs(
     columns: dict[str, list[str]], rollouts: Rollouts, scores: torch.Tensor, texts: list[list[str]]
 ) -> None:
     """Append the pairs of `rollouts` (K = 2) with different scores [N, 2] to `columns`."""
