@@ -442,6 +442,8 @@ def requeue(reason: Interrupted) -> None:
         state, _, why = answer.stdout.strip().partition(" ")
         preempted = state == "RUNNING" or why in ("TimeLimit", "Preempted")
     if preempted:
+        # SLURM ends the processes of a job that it requeues, also the one that asks for it (scontrol).
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         submitit_handler(signal.SIGUSR2, None)  # ends the process of the first rank
         raise SystemExit(os.EX_TEMPFAIL)
 

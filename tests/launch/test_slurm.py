@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -121,10 +122,17 @@ def test_an_element_of_an_array_asks_slurm_about_itself_and_is_requeued_unless_c
     answers = {"--jobs=7_3": answer, "--jobs=7": "PENDING BeginTime\nRUNNING None"}
     monkeypatch.setattr("subprocess.run", lambda words, **_: SimpleNamespace(stdout=f"{answers[words[2]]}\n"))
     called = []
-    before = signal.signal(signal.SIGUSR2, lambda *_: called.append(True))
+    killed = ["bash", "-c", "kill -TERM $$; echo requeued"]  # as SLURM ends the command that requeues a job
+    usual = signal.getsignal(signal.SIGTERM)
+
+    def ask(*_):
+        called.append(subprocess.Popen(killed, stdout=subprocess.PIPE).communicate()[0])
+
+    before = signal.signal(signal.SIGUSR2, ask)
     try:
         with pytest.raises(SystemExit) if requeued else nullcontext():
             requeue(Interrupted("", signal.SIGUSR2))
     finally:
         signal.signal(signal.SIGUSR2, before)
-    assert bool(called) == requeued
+        signal.signal(signal.SIGTERM, usual)
+    assert called == [b"requeued\n"] * requeued
