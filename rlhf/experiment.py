@@ -25,9 +25,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.checks.algorithms import recipes_of_other_commands
-from rlhf.checks.check import as_objects, check_job, problems, warn, warnings
-from rlhf.checks.machine import check_machine, check_push, composed
+from rlhf.checks.check import (
+    as_objects,
+    check_job,
+    check_machine,
+    check_push,
+    composed,
+    problems,
+    warn,
+    warnings,
+)
+from rlhf.checks.settings import recipes_of_other_commands
 from rlhf.config.root import set_environment
 from rlhf.config.run import Resume
 from rlhf.core.errors import UserError, override
@@ -39,7 +47,7 @@ from rlhf.runs.lock import Claim, claimed, creating
 from rlhf.runs.resuming import earlier_name, folder_of, prepare, shorter_run
 from rlhf.stages.evaluation import changed, check_sampling, check_split, run_folder
 from rlhf.terminal.console import say_loading
-from rlhf.usercode.objects import Function, GivenFunctions
+from rlhf.usercode.address import Function, GivenFunctions
 from rlhf.words import catalogue
 from rlhf.words.compose import load_config
 from rlhf.words.mistakes import listed, readable, repeated
@@ -61,7 +69,7 @@ class Experiment:
         dataset: the data as an object, in place of `task.path`: a `datasets.Dataset`, a
             `datasets.DatasetDict`, or a list of dicts. It is written to `cache_dir` and read by `task=local`.
         reward: the reward as a function or a list of functions, in place of `scorer.path` (see
-            `rlhf.usercode.objects`).
+            `rlhf.usercode.address`).
 
     Attributes:
         config: the composed config, as an object of section objects.

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.assembly.parts import build_source, make, part
 from rlhf.config.algorithms import Trains, ValueFrom
-from rlhf.config.backends import WITHOUT_GRADIENT, Device
-from rlhf.config.models import Dtype, float16_needs_gpu
+from rlhf.config.models import WITHOUT_GRADIENT, Device, Dtype, float16_needs_gpu
 from rlhf.core.batch import Budget
 from rlhf.core.errors import OutOfMemory, RunError, UserError
 from rlhf.core.launched import PORTABLE, asked_portable, derive
@@ -32,7 +31,7 @@ from rlhf.processes.ranks import Ranks
 from rlhf.terminal.console import console, say_row
 from rlhf.text.chat import Tools, set_format
 from rlhf.trials.agreement import compared
-from rlhf.words.identity import not_in_name
+from rlhf.words.compose import not_in_name
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

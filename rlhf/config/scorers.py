@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
+from rlhf.config.generators import service_problems, token_problems, url_problems
 from rlhf.config.models import Dtype
 from rlhf.config.schema import Affects, Section, entry, missing_package, number, option, plain, sections
-from rlhf.config.services import service_problems, token_problems, url_problems
 from rlhf.config.tasks import EmbeddedTaskConfig, Need, QuestionsConfig, TaskConfig
 from rlhf.core.errors import one_line, setting
 from rlhf.usercode.address import ONLY_HERE, function_problem, takes_lists
@@ -144,11 +144,6 @@ def scorers(section: Section) -> Iterator[tuple[str, ScorerConfig]]:
             yield key, each
 
 
-def choice(key: str) -> str:
-    """Return the key that selects the option of the scorer at `key`, for example `scorer@gold` for `gold`."""
-    return key if key == "scorer" else f"scorer@{key}"
-
-
 @option("scorer", "reward_model", part="rlhf.scorers.reward_model:build")
 class RewardModelScorerConfig(ScorerConfig):
     """A sequence-classification model with one output, read at the last response token."""
@@ -238,7 +233,7 @@ class PartsScorerConfig(ScorerConfig):
         """Yield an error for each part that does not judge a text by itself."""
         for name, part in self.parts.items():
             if part.name in ("labels", "none", self.name):
-                key = choice(f"{at}.parts.{name}")
+                key = f"scorer@{at}.parts.{name}"
                 yield (
                     f"{key} must be a scorer that judges a text by itself ({self.reason}), got {part.name}; "
                     f"set {key}=function"

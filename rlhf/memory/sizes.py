@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlhf.config.algorithms import Trains, ValueFrom
-from rlhf.config.backends import WITHOUT_GRADIENT
+from rlhf.config.models import WITHOUT_GRADIENT
 from rlhf.config.scorers import scorers
 from rlhf.core.machine import cached_folder
 from rlhf.models.folder import is_local

@@ -321,13 +321,6 @@ def selected_files(overrides: Iterable[Override]) -> Iterator[_ConfigFile]:
             waiting += [found] if found not in waiting else []
 
 
-def files_that_set(key: str, overrides: Iterable[Override]) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each selected file that sets a dotted key, and the value."""
-    for file in selected_files(overrides):
-        if (value := file.value_of(key)) is not ABSENT:
-            yield file.name, value
-
-
 # Option files of the user, in the folders of `--config-dir`.
 
 

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 
 from rlhf.assembly.parts import make
 from rlhf.checks.check import warnings
-from rlhf.checks.data import data_folders
+from rlhf.checks.inputs import data_folders
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.tasks import GSM8KConfig, PreferencesConfig, TaskConfig, TLDRConfig, TLDRMiniConfig
 from rlhf.core.errors import UserError
@@ -58,7 +58,7 @@ def content(dataset: Dataset) -> dict[str, list[str]]:
 
 
 def run(task: TaskConfig, data: Data = Data.prompts, trains: Trains = Trains.policy) -> Any:
-    """Return the parts of a config that the rules of `rlhf.checks.data` read."""
+    """Return the parts of a config that the rules of `rlhf.checks.inputs` read."""
     algo = SimpleNamespace(name="some", trains=trains)
     pairs = data is Data.preferences
     return SimpleNamespace(task=task, reads_pairs=pairs, algo=algo, generator=SimpleNamespace(name="hf"))
