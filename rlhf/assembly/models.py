@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.assembly.parts import build_source, make, part
 from rlhf.config.algorithms import Trains, ValueFrom
-from rlhf.config.models import WITHOUT_GRADIENT, Device, Dtype, float16_needs_gpu
+from rlhf.config.models import WITHOUT_GRADIENT, Device, Dtype
 from rlhf.core.batch import Budget
 from rlhf.core.errors import OutOfMemory, RunError, UserError
 from rlhf.core.launched import PORTABLE, asked_portable, derive
@@ -266,7 +266,10 @@ def build_device(cfg: Config) -> torch.device:
             "set backend.device=auto"
         )
     if name == "cpu" and cfg.model.dtype is Dtype.float16:
-        raise UserError(float16_needs_gpu("torch finds none"))
+        raise UserError(
+            "model.dtype must be float32 or bfloat16 without a GPU (torch finds none; CPUs do not train in "
+            "float16), got float16; set model.dtype=bfloat16"
+        )
     return torch.device(name)
 
 

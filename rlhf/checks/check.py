@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhf.checks import inputs as inputs  # registers its rules
 from rlhf.checks import settings
 from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES, chosen, training_rule
 from rlhf.config.environments import default_scorer
@@ -32,16 +33,11 @@ from rlhf.words import catalogue
 from rlhf.words.compose import compose_node
 from rlhf.words.mistakes import CONFIG_ERRORS, explain, explained, unknown_keys
 
-# Check of a config before a run starts, and in the process of a job: all problems are reported together.
-
-
 # Check of a config before a run starts: find every problem of the run, and report all problems together.
 #
 # Each section checks its own fields (`Section.problems`); rules over several sections are in the other
 # modules of this folder. The check loads no models and no data, and this package imports no torch.
 
-
-# Importing a module of rules registers its rules.
 
 _FIRST_RANK_S = 5.0  # seconds that the first rank has to report a problem, before another rank does
 
@@ -160,9 +156,6 @@ def check_job(cfg: Config) -> list[Hook]:
     if found:
         raise UserError(*found)
     return load_hooks(cfg.hooks) if is_first_rank() else []
-
-
-# Check of what this machine has, and the generator that it selects. No torch.
 
 
 # Check of what this machine has: processes, GPUs, memory, downloaded models, a token. No torch.

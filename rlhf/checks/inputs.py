@@ -13,59 +13,27 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.checks.rules import (
-    RULES,
-    TRAINING_RULES,
-    Allowed,
-    When,
-    chosen,
-    doubt,
-    is_set,
-    must,
-    one_of,
-    rule,
-    training_rule,
-)
+from rlhf.checks import rules
+from rlhf.checks.rules import Allowed, When, chosen, doubt, is_set, must, rule, training_rule
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.environments import TurnsConfig
-from rlhf.config.models import Device, Dtype, float16_needs_gpu
+from rlhf.config.models import Device, Dtype
 from rlhf.config.root import Config
+from rlhf.config.schema import missing_package
 from rlhf.config.scorers import scorers
 from rlhf.config.tasks import PREFERENCE_COLUMNS, ChatConfig, Need, QuestionsConfig
 from rlhf.core import machine
 from rlhf.core.errors import UserError, setting
 from rlhf.core.machine import this_machine
 from rlhf.memory.sizes import models
-from rlhf.models.folder import (
-    context_problem,
-    folder_problem,
-    is_local,
-    on_this_machine,
-    rope_problem,
-    similar_folder,
-)
-from rlhf.models.headers import (
-    ENDS,
-    LOOKS_SPECIAL,
-    ModelFolder,
-    TokenizerHeader,
-    choose_pad_token,
-    end_ids,
-    pad_problem,
-    pad_remedy,
-)
+from rlhf.models import folder, headers
+from rlhf.models.folder import context_problem, folder_problem, is_local, on_this_machine, rope_problem
 from rlhf.runs.lock import cannot_write, mib, nearest, unwritable
 from rlhf.tasks.files import HUB_NAME, LocalFiles, different_forms, folder_problems, has_dialogues
 from rlhf.text.chat import ROLE_MARK, no_template
 from rlhf.words import catalogue
 
-# Rules for models and the content of their folders.
-
-
-# Rules for models: which must be named, local folders, context length, dtype, adapters, the value model.
-
-
-_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+# Rows about models, backends and environments.
 
 
 def _value_model_has_no_start(cfg: Config) -> bool:
@@ -73,116 +41,87 @@ def _value_model_has_no_start(cfg: Config) -> bool:
     return chosen(cfg, "algo.value_from") == "reward" and not made and cfg.value_reward is None
 
 
-_PORTABLE = When("with backend.portable=true", lambda cfg: cfg.backend.portable)
+def _makes_pairs(cfg: Config) -> bool:
+    made = cfg.task.embedded and cfg.scorer.reads_reward and not cfg.model.reward
+    return cfg.reads_pairs or made
 
-RULES += [
+
+_BACKEND = "with backend={backend}"
+_PORTABLE = When("with backend.portable=true", lambda cfg: cfg.backend.portable)
+_ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
+_NO_GPU = When("without a GPU", lambda cfg: _ON_CPU.holds(cfg) or not this_machine().gpus)
+_GPU = When("with a GPU", lambda cfg: bool(this_machine().gpus))
+_UNSCALED = When(_BACKEND, lambda cfg: not cfg.backend.scales_loss)
+_UNCOMPILED = When(_BACKEND, lambda cfg: not cfg.backend.compiles)
+_GATHERED = When(_BACKEND, lambda cfg: cfg.backend.footprint().gathered)
+_FLOAT32 = When("with model.dtype=float32", lambda cfg: cfg.model.dtype is Dtype.float32)
+_FLOAT32_HEAD = When("with model.float32_head=true", lambda cfg: cfg.model.float32_head)
+_SFT = When("for algo={algo}", lambda cfg: cfg.algo.trains is Trains.base)
+_NO_BASE = When("without model.base", lambda cfg: cfg.model.base is None)
+_NO_START = When("for algo.value_from=reward", _value_model_has_no_start)
+_PAIRS = When("with algo={algo} and generator={generator}", _makes_pairs)
+_ANSWERED = When("with environment={environment}", lambda cfg: cfg.environment.answers)
+_TEXTS = When("with task={task}", lambda cfg: cfg.task.embedded and not cfg.task.dialogues)
+_OF_ENVIRONMENT = When("with task=environment", lambda cfg: cfg.task.name == "environment")
+
+_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+_NO_FLOAT16 = ("float32", "bfloat16")
+_NO_FLASH = Allowed("not be flash attention", lambda name: name not in _FLASH_PACKAGES)
+_TRANSFORMERS = Allowed("sample with transformers", lambda generator: not generator.packages)
+_NAMED = Allowed("name a reward model", lambda path: path is not None)
+_REWARDING = Allowed("be a class or a library", lambda section: section.rewards)
+
+_OTHER_KERNELS = "vLLM has kernels of its own for each processor"
+_SMALL = "it does not scale the loss, without which small gradients are 0"
+_GATHERS = "Liger would keep the gathered weight"
+_MESSAGES = "its prompts are texts, without the marks of a dialogue"
+
+_COMPILES = "backend.compile=null, or backend=torch"
+_SDPA = "model.dtype=bfloat16 or model.attention=sdpa"
+_REWARD = "model.reward=<hub name or folder> or algo.value_from=policy"
+_LIBRARY = "environment=python, gymnasium or openenv"
+
+rules.RULES += [
     must("backend", "torch", _PORTABLE, "other engines may compile kernels for this processor"),
     must("model.dtype", "float32", _PORTABLE, "some processors have kernels for 16 bits"),
-    must(
-        "backend.device",
-        "cpu",
-        When(_PORTABLE.text, lambda cfg: _PORTABLE.holds(cfg) and bool(this_machine().gpus)),
-        "a GPU computes other bits",
-    ),
-    must(
-        "backend.compile",
-        one_of(None, False),
-        _PORTABLE,
-        "it compiles for this processor",
-        "backend.compile=null",
-    ),
-    must(
-        "generator",
-        Allowed("sample with transformers", lambda generator: not generator.packages),
-        _PORTABLE,
-        "vLLM has kernels of its own for each processor",
-        fix="generator=hf",
-    ),
-    must(
-        "model.dtype",
-        one_of("float32", "bfloat16"),
-        When("with backend={backend}", lambda cfg: not cfg.backend.scales_loss),
-        "it does not scale the loss, without which small gradients are 0",
-        fix="model.dtype=bfloat16",
-    ),
-    must(
-        "model.lora.rank",
-        0,
-        When(
-            "for algo={algo} without model.base",
-            lambda cfg: cfg.algo.trains is Trains.base and cfg.model.base is None,
-        ),
-        "adapters need a pretrained model",
-    ),
-    must(
-        "model.reward",
-        Allowed("name a reward model", lambda path: path is not None),
-        When("for algo.value_from=reward", _value_model_has_no_start),
-        "the value model starts from it",
-        fix="model.reward=<hub name or folder> or algo.value_from=policy",
-    ),
+    must("backend.device", "cpu", _PORTABLE & _GPU, "a GPU computes other bits"),
+    must("backend.compile", (None, False), _PORTABLE, "it compiles for this processor"),
+    must("generator", _TRANSFORMERS, _PORTABLE, _OTHER_KERNELS, fix="generator=hf"),
+    must("model.dtype", _NO_FLOAT16, _UNSCALED, _SMALL, fix="model.dtype=bfloat16"),
+    must("model.dtype", _NO_FLOAT16, _ON_CPU, "CPUs do not train in float16", "model.dtype=bfloat16"),
+    must("model.lora.rank", 0, _SFT & _NO_BASE, "adapters need a pretrained model"),
+    must("model.reward", _NAMED, _NO_START, "the value model starts from it", fix=_REWARD),
+    must("model.attention", _NO_FLASH, _NO_GPU, "it has no kernels for CPUs", "model.attention=sdpa"),
+    must("model.attention", _NO_FLASH, _FLOAT32, "flash attention computes in 16 bits", _SDPA),
+    must("model.fused_head", (None, False), _NO_GPU, "Liger has no kernel for CPUs"),
+    must("model.fused_head", (None, False), _FLOAT32_HEAD, "Liger computes logits in 16 bits"),
+    must("model.fused_head", (None, False), _GATHERED, _GATHERS),
+    must("environment", "none", _PAIRS, "pairs consist of single replies"),
+    must("environment", _REWARDING, _OF_ENVIRONMENT, "its first messages are the prompts", fix=_LIBRARY),
+    must("environment", "none", _ANSWERED & _TEXTS, _MESSAGES, fix="environment=none, or task=calculator"),
 ]
-
-TRAINING_RULES += [
-    must(
-        "backend.compile",
-        one_of(None, False),
-        When("with backend={backend}", lambda cfg: not cfg.backend.compiles),
-        "DeepSpeed changes the modules of a model",
-        fix="backend.compile=null, or backend=torch",
-    )
+rules.TRAINING_RULES += [
+    must("backend.compile", (None, False), _UNCOMPILED, "DeepSpeed changes the modules of a model", _COMPILES)
 ]
 
 
-@rule
-def _float16_has_a_gpu(cfg: Config) -> Iterator[str]:
-    if cfg.model.dtype is Dtype.float16 and cfg.backend.device is Device.cpu:
-        yield float16_needs_gpu("backend.device=cpu")
+# Rules for models: which must be named, packages, local folders, context length.
 
 
 @rule
-def _flash_attention_can_run(cfg: Config) -> Iterator[str]:
-    name, device = cfg.model.attention, cfg.backend.device
-    if name not in _FLASH_PACKAGES:
+def _packages_of_kernels(cfg: Config) -> Iterator[str]:
+    if _NO_GPU.holds(cfg):
         return
-    package = _FLASH_PACKAGES[name]
-    if device is Device.cpu or not this_machine().gpus:
-        yield (
-            "model.attention must be sdpa without a GPU (flash attention has no kernels for CPUs), got "
-            f"{name}; set model.attention=sdpa"
-        )
-    elif cfg.model.dtype is Dtype.float32:
-        yield (
-            "model.attention must be sdpa with model.dtype=float32 (flash attention computes in 16 bits), "
-            f"got {name}; set model.dtype=bfloat16 or model.attention=sdpa"
-        )
-    elif importlib.util.find_spec(package) is None and importlib.util.find_spec("kernels") is None:
+    package = _FLASH_PACKAGES.get(cfg.model.attention)
+    if package and not any(map(importlib.util.find_spec, (package, "kernels"))):
         install = "run: pip install flash-attn --no-build-isolation, or " if package == "flash_attn" else ""
         yield (
             f"model.attention must be an installed implementation (Python finds no package {package}), got "
-            f"{name}; {install}set model.attention=auto"
+            f"{cfg.model.attention}; {install}set model.attention=auto"
         )
-
-
-@rule
-def _fused_head_can_run(cfg: Config) -> Iterator[str]:
-    if not cfg.model.fused_head:
-        return
-    reasons = {
-        "without a GPU (Liger has no kernel for CPUs)": cfg.backend.device is Device.cpu
-        or not this_machine().gpus,
-        "with model.float32_head=true (Liger computes logits in 16 bits)": cfg.model.float32_head,
-        f"with backend={cfg.backend.name} (Liger would keep the gathered weight)": (
-            cfg.backend.footprint().gathered
-        ),
-    }
-    if reason := next((reason for reason, applies in reasons.items() if applies), None):
-        yield f"model.fused_head must be null or false {reason}, got true; set model.fused_head=null"
-    elif importlib.util.find_spec("liger_kernel") is None:
-        yield (
-            "model.fused_head needs Liger Kernel, which is not installed, got true; run: "
-            "pip install -e '.[liger]', or set model.fused_head=null"
-        )
+    if cfg.model.fused_head:
+        otherwise = "set model.fused_head=null"
+        yield from missing_package("model.fused_head=true", "liger_kernel", "liger", "Liger", otherwise)
 
 
 @rule
@@ -214,7 +153,7 @@ def _models(cfg: Config) -> Iterator[str]:
     tokenizer = cfg.model.tokenizer
     if tokenizer is not None and is_local(tokenizer) and not Path(tokenizer).expanduser().is_dir():
         file = Path(tokenizer).expanduser().is_file()
-        close = str(Path(tokenizer).parent) if file else similar_folder(tokenizer)
+        close = str(Path(tokenizer).parent) if file else folder.similar_folder(tokenizer)
         remedy = (
             f"did you mean model.tokenizer={close}?" if close else "set model.tokenizer=<hub name or folder>"
         )
@@ -259,7 +198,7 @@ def _reward_models(cfg: Config, default: str | None) -> Iterator[tuple[str, str]
 _CAUSAL = ("model.base", "model.policy", "model.reference")  # keys of causal language models
 
 
-def _sound(cfg: Config, *paths: str | None) -> Iterator[tuple[str, str, ModelFolder]]:
+def _sound(cfg: Config, *paths: str | None) -> Iterator[tuple[str, str, headers.ModelFolder]]:
     """Yield key, value and files of each model on this machine whose folder has no evident defect.
 
     Args:
@@ -272,7 +211,7 @@ def _sound(cfg: Config, *paths: str | None) -> Iterator[tuple[str, str, ModelFol
             yield key, path, found
 
 
-def tokenizer_in(path: str | None) -> TokenizerHeader | None:
+def tokenizer_in(path: str | None) -> headers.TokenizerHeader | None:
     """Return the tokenizer of the model `path`, or None if its files do not show it."""
     found = None if path is None else on_this_machine(path)
     return None if found is None else found.tokenizer
@@ -354,13 +293,13 @@ def _special_tokens(cfg: Config) -> Iterator[str]:
     known = None if dialogues else end
     if wanted is None and "pad_token" in special and pad in (None, known):
         models = (on_this_machine(each) for each in (path, cfg.start) if each is not None)
-        files = (model.path / name for model in models if model is not None for name in ENDS)
+        files = (model.path / name for model in models if model is not None for name in headers.ENDS)
         template = tokenizer.template if cfg.model.chat_template is None else None
-        used = {known, *end_ids(*files)}
-        pad = choose_pad_token(tokenizer.ids, used, special.get("bos_token"), template or "") or pad
+        used = {known, *headers.end_ids(*files)}
+        pad = headers.choose_pad_token(tokenizer.ids, used, special.get("bos_token"), template or "") or pad
     if wanted is not None or "pad_token" in special:
         end = known if wanted or pad else end
-        problem = pad_problem("model.pad_token", wanted, path, tokenizer.ids, pad, end)
+        problem = headers.pad_problem("model.pad_token", wanted, path, tokenizer.ids, pad, end)
         if problem is not None:
             yield problem
 
@@ -369,8 +308,8 @@ def _special_tokens(cfg: Config) -> Iterator[str]:
 def _pad_token_of_texts(cfg: Config) -> Iterator[str]:
     pad, (_, path) = cfg.model.pad_token, tokenizer_of(cfg)
     tokenizer = None if pad is None else tokenizer_in(path)
-    if tokenizer is not None and pad in tokenizer.ids and not LOOKS_SPECIAL.fullmatch(str(pad)):
-        remedy = pad_remedy("model.pad_token", tokenizer.ids, tokenizer.special.get("eos_token"))
+    if tokenizer is not None and pad in tokenizer.ids and not headers.LOOKS_SPECIAL.fullmatch(str(pad)):
+        remedy = headers.pad_remedy("model.pad_token", tokenizer.ids, tokenizer.special.get("eos_token"))
         yield f"model.pad_token={pad} is a token of ordinary texts, and texts must not contain it; {remedy}"
 
 
@@ -380,7 +319,9 @@ def _pad_tokens_of_reward_models(cfg: Config) -> Iterator[str]:
         named, pad = scorer.reward_model(at, cfg.model.reward), scorer.pad_token
         if named is None or pad is None or (tokenizer := tokenizer_in(named[1])) is None:
             continue
-        if (problem := pad_problem(f"{at}.pad_token", pad, named[1], tokenizer.ids, pad, None)) is not None:
+        if (
+            problem := headers.pad_problem(f"{at}.pad_token", pad, named[1], tokenizer.ids, pad, None)
+        ) is not None:
             yield problem
 
 
@@ -582,25 +523,6 @@ def _settings_of_data(cfg: Config) -> Iterator[str]:
 
 
 _SHORT = 64  # tokens of a short message
-_ONE_REPLY_TASK = When(
-    "with environment={environment} and task={task}",
-    lambda cfg: cfg.environment.answers and cfg.task.embedded and not cfg.task.dialogues,
-)
-_PAIRS = When(
-    "with algo={algo} and generator={generator}",
-    lambda cfg: cfg.reads_pairs or (cfg.task.embedded and cfg.scorer.reads_reward and not cfg.model.reward),
-)
-
-_OF_ENVIRONMENT = When("with task=environment", lambda cfg: cfg.task.name == "environment")
-_REWARDING = Allowed("be a class or a library", lambda section: section.rewards)
-_ANY = "environment=python, gymnasium or openenv"
-_TEXTS = "its prompts are texts, without the marks of a dialogue"
-
-RULES += [
-    must("environment", "none", _PAIRS, "pairs consist of single replies"),
-    must("environment", _REWARDING, _OF_ENVIRONMENT, "its first messages are the prompts", fix=_ANY),
-    must("environment", "none", _ONE_REPLY_TASK, _TEXTS, fix="environment=none, or task=calculator"),
-]
 
 
 @doubt
@@ -630,21 +552,21 @@ _CHECKPOINT_BYTES = 12  # per trained parameter: weights and two moments of Adam
 
 @training_rule
 def _folders_can_be_written(cfg: Config) -> Iterator[str]:
-    folders = {"output_dir": cfg.output_dir}
+    written = {"output_dir": cfg.output_dir}
     if cfg.task.embedded:
-        folders["cache_dir"] = cfg.cache_dir
+        written["cache_dir"] = cfg.cache_dir
     if cfg.logger.trackio is not None and cfg.logger.trackio.dir is not None:
-        folders["logger.trackio.dir"] = cfg.logger.trackio.dir
-    for key, folder in folders.items():
-        if not folder.strip():
-            yield f"{key} must name a folder (the run writes files there), got {folder!r}; set {key}=outputs"
-        elif folder.startswith("~/"):
+        written["logger.trackio.dir"] = cfg.logger.trackio.dir
+    for key, path in written.items():
+        if not path.strip():
+            yield f"{key} must name a folder (the run writes files there), got {path!r}; set {key}=outputs"
+        elif path.startswith("~/"):
             yield (
-                f"{key} must be a path without ~ (only a shell replaces it), got {folder}; "
-                f"set {setting(key, Path(folder).expanduser())}"
+                f"{key} must be a path without ~ (only a shell replaces it), got {path}; "
+                f"set {setting(key, Path(path).expanduser())}"
             )
-        elif reason := unwritable(Path(folder)):
-            yield cannot_write(key, Path(folder), reason)
+        elif reason := unwritable(Path(path)):
+            yield cannot_write(key, Path(path), reason)
 
 
 @doubt
@@ -652,14 +574,14 @@ def _disk_has_room(cfg: Config) -> Iterator[str]:
     trained = [model for model in models(cfg) if model.trained]
     if cfg.stand_ins or any(model.size is None for model in trained):
         return
-    folder = Path(cfg.output_dir)
-    free = shutil.disk_usage(nearest(folder)).free
+    output = Path(cfg.output_dir)
+    free = shutil.disk_usage(nearest(output)).free
     model = _MODEL_BYTES * trained[0].counted.parameters
     checkpoint = _CHECKPOINT_BYTES * sum(each.trainable for each in trained)
     if free < model + checkpoint:
         lost = "neither can be saved" if free < model else "checkpoints may not be saved"
         yield (
             f"output_dir has {mib(free)} of free space, and the model needs about {mib(model)}, a checkpoint "
-            f"{mib(checkpoint)}: {lost}, got {folder}; free some space, or set output_dir=<folder of another "
+            f"{mib(checkpoint)}: {lost}, got {output}; free some space, or set output_dir=<folder of another "
             "disk>"
         )

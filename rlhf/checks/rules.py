@@ -67,6 +67,11 @@ class When:
     text: str
     holds: Callable[[Config], bool]
 
+    def __and__(self, other: When) -> When:
+        """Return the condition that both conditions hold."""
+        text = f"{self.text} and {other.text.removeprefix('with ')}"
+        return When(text, lambda cfg: self.holds(cfg) and other.holds(cfg))
+
 
 ALWAYS = When("", lambda cfg: True)
 

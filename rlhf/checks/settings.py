@@ -8,20 +8,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlhf.checks.rules import (
-    ALWAYS,
-    RULES,
-    TRAINING_RULES,
-    Allowed,
-    When,
-    chosen,
-    doubt,
-    is_set,
-    must,
-    other_than,
-    rule,
-    training_rule,
-)
+from rlhf.checks import rules
+from rlhf.checks.rules import Allowed, When, chosen, doubt, is_set, must, rule, training_rule
 from rlhf.config.algorithms import Trains
 from rlhf.config.models import Device
 from rlhf.config.root import Config, threads
@@ -36,35 +24,120 @@ from rlhf.words import catalogue
 from rlhf.words.catalogue import chosen_by, group_of, option_files, options, read_overrides
 from rlhf.words.mistakes import KNOWN, closest, lacking
 
-# Rules for algorithms, schedules, scorers and names.
+# Rows between the algorithm, the schedule, the scorer, the generator, the order of rollouts and the clock.
 
 
-# Rules between the algorithm and the generator, the scorer and the schedule.
-
-
-SUPERVISED = When("for algo={algo}", lambda cfg: cfg.algo.supervised)
-_SAMPLED_FROM = When("for algo={algo}", lambda cfg: cfg.algo.needs_sampler)
-_WITH_GENERATOR = "with generator={generator}"
-_NEW_SAMPLES = When(_WITH_GENERATOR, lambda cfg: cfg.generator.samples and not cfg.algo.supervised)
-_STORED = When(_WITH_GENERATOR, lambda cfg: not cfg.generator.rollouts)
+_GENERATOR = "with generator={generator}"
 _OF_DATA = "for algo={algo} generator={generator}"
+
+_SUPERVISED = When("for algo={algo}", lambda cfg: cfg.algo.supervised)
+_SAMPLED_FROM = When("for algo={algo}", lambda cfg: cfg.algo.needs_sampler)
+_USES_TIES = When("with algo={algo}", lambda cfg: cfg.algo.learns_from_ties)
+_ONE_SAMPLE = When("with algo.samples_per_prompt=1", lambda cfg: cfg.algo.samples_per_prompt == 1)
+_NEW_SAMPLES = When(_GENERATOR, lambda cfg: cfg.generator.samples and not cfg.algo.supervised)
+_NO_SAMPLES = When(_GENERATOR, lambda cfg: not cfg.generator.samples)
+_STORED = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts)
 _STORED_PAIRS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and cfg.reads_pairs)
 _STORED_TEXTS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and not cfg.reads_pairs)
-_SAMPLES = Allowed("be one that samples", lambda generator: generator.rollouts)
-_REWARDS = other_than("labels")
+_UNKNOWN_SAMPLER = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts and not cfg.algo.supervised)
+_SAVED = When("with generator.path", lambda cfg: cfg.generator.saved_rollouts is not None)
+_VLLM = When(_GENERATOR, lambda cfg: cfg.generator.lowest_temperature > 0)
+_COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
+_NO_PROCESS = When("without a generator in a process of its own", lambda cfg: not cfg.has_worker)
+_IN_BATCHES = When(_GENERATOR, lambda cfg: not cfg.generator.samples_singly)
+_EACH_SAMPLES = When("a sampler each", lambda cfg: cfg.generator.on_each_rank(cfg.schedule.max_lag))
+_RANKS = When("with several ranks", lambda cfg: world_size() > 1)
+_RANKS_HERE = When("with several ranks on one host", lambda cfg: local_world_size() > 1)
+_OWN_OPTIMIZER = When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer)
+_ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
+_ON_GPU = When("with GPUs", lambda cfg: cfg.backend.device is not Device.cpu)
+_METRIC = "with objective_metric={objective_metric}"
+_EVALUATED = When(_METRIC, lambda cfg: (cfg.objective_metric or "").startswith("eval/"))
+_LAG = When("with schedule.max_lag above 0", lambda cfg: cfg.schedule.max_lag > 0)
+_VIRTUAL = When("with clock=virtual", lambda cfg: cfg.clock.virtual)
+_WALL = When("with clock=wall", lambda cfg: not cfg.clock.virtual)
+_FIFO = When("with schedule.order=fifo", lambda cfg: cfg.schedule.order is Order.fifo)
+_COMPLETED = When("with schedule.order=completed", lambda cfg: cfg.schedule.order is Order.completed)
+_GROUPS = When("with schedule.unit=group", lambda cfg: cfg.schedule.unit is Unit.group)
+_FEW_SLOTS = When(
+    "with fewer clock.slots than samples",
+    lambda cfg: int(chosen(cfg, "clock.slots") or 0) < cfg.algo.samples_per_prompt,
+)
 
-TRAINING_RULES += [
-    must("generator", "dataset", SUPERVISED, "it trains on stored responses"),
-    must("scorer", "labels", SUPERVISED, "it maximises no score"),
+_SAMPLES = Allowed("be one that samples", lambda generator: generator.rollouts)
+_IN_PARTS = Allowed("be hf", lambda generator: generator.samples_parts or not generator.samples)
+_REWARDS, _ONE_TASK, _SCORES = map(rules.other_than, ("labels", "mixture", "none"))
+_POSITIVE = Allowed("be > 0", lambda value: value != 0)
+_WARM = Allowed("be >= 0.01", lambda value: not 0 < value < 0.01)
+_ENOUGH = Allowed("be >= algo.samples_per_prompt", lambda slots: slots is None)
+
+_ESS = "the effective sample size is computed from the sampler's log-probs"
+_MEASURED = "only an evaluation measures that metric"
+_NO_LABELS = "evaluation samples responses, which have no labels"
+_SHARED = "vLLM would use the GPU of another rank, whose trainer does not free its memory"
+_LOADS = "no other generator can load weights while it samples"
+_SHARE = "the vLLM processes of the ranks would share these GPUs"
+_IN_TURN = "it sleeps while the trainer uses the device"
+_PARTS = "responses are sampled in parts, with the trained model itself"
+_WHOLE = "its processes take whole batches, in the order of the requests"
+_SIMULATED = "the generators are simulated in the trainer's process"
+_EQUAL = "all responses of a server have the same weights"
+
+_EPISODES = "schedule.total_epochs=null schedule.total_episodes=12800"
+_ANY = "optim.optimizer=adamw or backend=torch"
+_JUDGE = "scorer@gold=reward_model gold.path=<hub name or folder>"
+_MORE_SLOTS = "clock.slots={algo.samples_per_prompt} or schedule.unit=sequence"
+_ONE_BY_ONE = "schedule.order=fifo, clock=virtual or generator=vllm_server"
+
+rules.RULES += [
+    must("generator", _SAMPLES, _SAMPLED_FROM, "ratios are taken to the sampler's log-probs", "generator=hf"),
+    must("scorer@gold", _REWARDS, rules.ALWAYS, _NO_LABELS, fix=_JUDGE),
+    must("scorer", _ONE_TASK, _SAVED, "they do not name the part of a prompt", fix="scorer=labels"),
+    must("generator.annotate", (None, False), _NO_PROCESS, "rollouts are scored while the trainer trains"),
+    must("generator.replicas", 1, _NO_PROCESS & _LAG, "replicas are processes", "generator.worker=null"),
+    must("schedule.update", "between", _NO_PROCESS & _LAG & _WALL, _LOADS),
+    must("eval.temperature", _WARM, _VLLM, "vLLM raises lower values to 0.01", "eval.temperature=0.01"),
+    must("generator.devices", None, _RANKS & _EACH_SAMPLES, _SHARE),
+    must("generator.transfer", ("auto", "shared_memory"), _ON_CPU, "ipc and nccl need weights on a GPU"),
+    must("schedule.max_lag", 0, _COLOCATED, _IN_TURN, fix="generator=vllm"),
+    must("generator.per_rank", True, _COLOCATED & _RANKS & _ON_GPU, "each rank has a generator on its GPU"),
+    must("generator.tensor_parallel_size", 1, _COLOCATED & _RANKS_HERE & _ON_GPU, _SHARED),
+    must("generator.path", None, _SUPERVISED, "it trains on completions of the task"),
+]
+rules.TRAINING_RULES += [
+    must("generator", "dataset", _SUPERVISED, "it trains on stored responses"),
+    must("scorer", "labels", _SUPERVISED, "it maximises no score"),
     must("scorer", _REWARDS, _NEW_SAMPLES, "new samples have no labels", fix="scorer=reward_model"),
+    must("scorer", _SCORES, rules.ALWAYS, "training needs scores", fix="scorer=reward_model"),
     must("algo.samples_per_prompt", 2, _STORED_PAIRS, "an example has a chosen and a rejected response"),
     must("algo.samples_per_prompt", 1, _STORED_TEXTS, "an example has one reference response"),
     must("schedule.max_lag", 0, _STORED, "nothing is sampled, so there is no lag"),
     must("algo.weighting", ("none", "wpo"), _STORED, "stored pairs have no log-probs of their sampler"),
+    must("schedule.total_epochs", None, _SAVED, "saved rollouts count as episodes", _EPISODES),
+    must("schedule.eval_every", _POSITIVE, _EVALUATED, _MEASURED, fix="schedule.eval_every=0.2"),
+    must("schedule.replay", 1, _NO_SAMPLES, "nothing is sampled, and epochs repeat stored responses"),
+    must("schedule.solved_at", None, _NO_SAMPLES, "its scores are those of stored responses"),
+    must("optim.optimizer", "adamw", _OWN_OPTIMIZER, "its engine has no other optimizer", fix=_ANY),
+    must("optim.ess_scaling", "none", _SUPERVISED, _ESS),
+    must("optim.ess_scaling", "none", _UNKNOWN_SAMPLER, _ESS),
+    must("clock", "wall", _NO_SAMPLES, "nothing is sampled"),
+    must("clock", "wall", _RANKS, "one process simulates all generators"),
+    must("generator", _IN_PARTS, _VIRTUAL, _PARTS, "generator=hf"),
+    must("generator.worker", (None, False), _VIRTUAL, _SIMULATED),
+    must("schedule.order", "fifo", _WALL & _IN_BATCHES, _WHOLE, fix=_ONE_BY_ONE),
+    must("schedule.order", "fifo", _COMPLETED & _RANKS, "one process chooses the groups"),
+    must("schedule.update", "in_flight", _COMPLETED & _WALL, _EQUAL),
+    must("schedule.refill", 0, _COMPLETED & _WALL, "groups are scored after they were chosen"),
+    must("schedule.max_age", None, _FIFO, "ages are at most schedule.max_lag"),
+    must("clock.slots", _ENOUGH, _GROUPS & _FEW_SLOTS, "a prompt's samples start together", _MORE_SLOTS),
+    must("schedule.refill", 0, _NO_SAMPLES, "nothing is sampled"),
+    must("schedule.refill", 0, _ONE_SAMPLE, "the score of one response has nothing to tie with"),
+    must("schedule.refill", 0, _USES_TIES, "prompts whose scores tie have signal, too"),
+    must("schedule.refill", 0, _RANKS & _EACH_SAMPLES, "a few prompts cannot be divided among the ranks"),
 ]
-RULES += [
-    must("generator", _SAMPLES, _SAMPLED_FROM, "ratios are taken to the sampler's log-probs", "generator=hf")
-]
+
+
+# Rules between the algorithm and the generator, the scorer and the schedule.
 
 
 @doubt
@@ -79,32 +152,6 @@ def _settings_of_algorithms(cfg: Config) -> Iterator[str]:
 
 
 # Rules for the length of a run, for equal parts of batches, for replay, and for the optimizer.
-
-
-_NO_SAMPLES = When(_WITH_GENERATOR, lambda cfg: not cfg.generator.samples)
-_SAVED_ROLLOUTS = When("with generator.path", lambda cfg: cfg.generator.saved_rollouts is not None)
-_EVALUATED = When(
-    "with objective_metric={objective_metric}", lambda cfg: (cfg.objective_metric or "").startswith("eval/")
-)
-_OWN_OPTIMIZER = When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer)
-_NO_LOG_PROBS = When(
-    f"{_WITH_GENERATOR} without a path", lambda cfg: not cfg.generator.rollouts and not cfg.algo.supervised
-)
-_ESS = "the effective sample size is computed from the sampler's log-probs"
-_EPISODES = "schedule.total_epochs=null schedule.total_episodes=12800"
-_MEASURED = "only an evaluation measures that metric"
-_POSITIVE = Allowed("be > 0", lambda value: value != 0)
-_ANY = "optim.optimizer=adamw or backend=torch"
-
-TRAINING_RULES += [
-    must("schedule.total_epochs", None, _SAVED_ROLLOUTS, "saved rollouts count as episodes", _EPISODES),
-    must("schedule.eval_every", _POSITIVE, _EVALUATED, _MEASURED, fix="schedule.eval_every=0.2"),
-    must("schedule.replay", 1, _NO_SAMPLES, "nothing is sampled, and epochs repeat stored responses"),
-    must("schedule.solved_at", None, _NO_SAMPLES, "its scores are those of stored responses"),
-    must("optim.optimizer", "adamw", _OWN_OPTIMIZER, "its engine has no other optimizer", fix=_ANY),
-    must("optim.ess_scaling", "none", When("with algo={algo}", SUPERVISED.holds), _ESS),
-    must("optim.ess_scaling", "none", _NO_LOG_PROBS, _ESS),
-]
 
 
 @doubt
@@ -213,17 +260,6 @@ def _nearest_multiple(value: int, of: int) -> int:
 
 
 # Rules for scorers: which scorer can score which task, and whether training sees its judge.
-
-
-_SAVED = When("with saved rollouts", _SAVED_ROLLOUTS.holds)
-_JUDGE = "scorer@gold=reward_model gold.path=<hub name or folder>"
-_ONE_TASK, _SCORES = other_than("mixture"), other_than("none")
-
-RULES += [
-    must("scorer@gold", _REWARDS, ALWAYS, "evaluation samples responses, which have no labels", fix=_JUDGE),
-    must("scorer", _ONE_TASK, _SAVED, "they do not name the part of a prompt", fix="scorer=labels"),
-]
-TRAINING_RULES += [must("scorer", _SCORES, ALWAYS, "training needs scores", fix="scorer=reward_model")]
 
 
 @rule
@@ -365,50 +401,7 @@ def _libraries_are_not_hidden(cfg: Config) -> Iterator[str]:
                 )
 
 
-# Rules for generators, and for the order of rollouts.
-
-
 # Rules between the generator and the rest of the config: processes, replicas, cores, transfer, rollouts.
-
-
-_NO_PROCESS = When("without a generator in a process of its own", lambda cfg: not cfg.has_worker)
-_LAG_WITHOUT_PROCESS = When(_NO_PROCESS.text, lambda cfg: not cfg.has_worker and cfg.schedule.max_lag > 0)
-_NO_SECOND_SAMPLER = When(
-    _NO_PROCESS.text, lambda cfg: _LAG_WITHOUT_PROCESS.holds(cfg) and not cfg.clock.virtual
-)
-_VLLM = When("with generator={generator}", lambda cfg: cfg.generator.lowest_temperature > 0)
-_SEVERAL_RANKS_SAMPLE = When(
-    "with generator.per_rank=true and several ranks",
-    lambda cfg: world_size() > 1 and cfg.generator.on_each_rank(cfg.schedule.max_lag),
-)
-_ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
-_COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
-_ONE_OF_SEVERAL_RANKS = When(
-    "with generator=vllm_colocated and several ranks",
-    lambda cfg: world_size() > 1 and _COLOCATED.holds(cfg) and not _ON_CPU.holds(cfg),
-)
-_ONE_OF_SEVERAL_RANKS_HERE = When(
-    "with generator=vllm_colocated and several ranks on one host",
-    lambda cfg: local_world_size() > 1 and _ONE_OF_SEVERAL_RANKS.holds(cfg),
-)
-_WARM = Allowed("be >= 0.01", lambda value: not 0 < value < 0.01)
-_SHARED = "vLLM would use the GPU of another rank, whose trainer does not free its memory"
-_LOADS = "no other generator can load weights while it samples"
-_SHARE = "the vLLM processes of the ranks would share these GPUs"
-_IN_TURN = "it sleeps while the trainer uses the device"
-
-RULES += [
-    must("generator.annotate", (None, False), _NO_PROCESS, "rollouts are scored while the trainer trains"),
-    must("generator.replicas", 1, _LAG_WITHOUT_PROCESS, "replicas are processes", "generator.worker=null"),
-    must("schedule.update", "between", _NO_SECOND_SAMPLER, _LOADS),
-    must("eval.temperature", _WARM, _VLLM, "vLLM raises lower values to 0.01", "eval.temperature=0.01"),
-    must("generator.devices", None, _SEVERAL_RANKS_SAMPLE, _SHARE),
-    must("generator.transfer", ("auto", "shared_memory"), _ON_CPU, "ipc and nccl need weights on a GPU"),
-    must("schedule.max_lag", 0, _COLOCATED, _IN_TURN, fix="generator=vllm"),
-    must("generator.per_rank", True, _ONE_OF_SEVERAL_RANKS, "each rank shares its GPU with a generator"),
-    must("generator.tensor_parallel_size", 1, _ONE_OF_SEVERAL_RANKS_HERE, _SHARED),
-    must("generator.path", None, SUPERVISED, "it trains on completions of the task"),
-]
 
 
 @rule
@@ -495,60 +488,6 @@ def _saved_rollouts_fit(cfg: Config) -> Iterator[str]:
 
 
 # Rules for the order of rollouts and for the clock.
-
-
-_VIRTUAL = When("with clock=virtual", lambda cfg: cfg.clock.virtual)
-_BATCHES = When(
-    "with clock=wall and generator={generator}",
-    lambda cfg: not cfg.clock.virtual and not cfg.generator.samples_singly,
-)
-_COMPLETED = When(
-    "with schedule.order=completed and clock=wall",
-    lambda cfg: cfg.schedule.order is Order.completed and not cfg.clock.virtual,
-)
-_COMPLETED_ON_RANKS = When(
-    "with schedule.order=completed and several ranks",
-    lambda cfg: world_size() > 1 and cfg.schedule.order is Order.completed,
-)
-_FIFO = When("with schedule.order=fifo", lambda cfg: cfg.schedule.order is Order.fifo)
-_SEVERAL_RANKS = When("with several ranks", lambda cfg: world_size() > 1)
-_ON_EACH_RANK = When(
-    "with several ranks that all sample",
-    lambda cfg: world_size() > 1 and cfg.generator.on_each_rank(cfg.schedule.max_lag),
-)
-_NO_SAMPLES_GENERATORS = When("with generator={generator}", lambda cfg: not cfg.generator.samples)
-_ONE_SAMPLE = When("with algo.samples_per_prompt=1", lambda cfg: cfg.algo.samples_per_prompt == 1)
-_TOO_FEW_SLOTS = When(
-    "with schedule.unit=group",
-    lambda cfg: (
-        cfg.schedule.unit is Unit.group and int(chosen(cfg, "clock.slots") or 0) < cfg.algo.samples_per_prompt
-    ),
-)
-_USES_TIES = When("with algo={algo}", lambda cfg: cfg.algo.learns_from_ties)
-_IN_PARTS = Allowed("be hf", lambda generator: generator.samples_parts or not generator.samples)
-_ENOUGH = Allowed("be >= algo.samples_per_prompt", lambda slots: slots is None)
-_MORE_SLOTS = "clock.slots={algo.samples_per_prompt} or schedule.unit=sequence"
-_PARTS = "responses are sampled in parts, with the trained model itself"
-_WHOLE = "its processes take whole batches, in the order of the requests"
-_SIMULATED = "the generators are simulated in the trainer's process"
-_ONE_BY_ONE = "schedule.order=fifo, clock=virtual or generator=vllm_server"
-
-TRAINING_RULES += [
-    must("clock", "wall", _NO_SAMPLES_GENERATORS, "nothing is sampled"),
-    must("clock", "wall", _SEVERAL_RANKS, "one process simulates all generators"),
-    must("generator", _IN_PARTS, _VIRTUAL, _PARTS, "generator=hf"),
-    must("generator.worker", (None, False), _VIRTUAL, _SIMULATED),
-    must("schedule.order", "fifo", _BATCHES, _WHOLE, fix=_ONE_BY_ONE),
-    must("schedule.order", "fifo", _COMPLETED_ON_RANKS, "one process chooses the groups"),
-    must("schedule.update", "in_flight", _COMPLETED, "all responses of a server have the same weights"),
-    must("schedule.refill", 0, _COMPLETED, "groups are scored after they were chosen"),
-    must("schedule.max_age", None, _FIFO, "ages are at most schedule.max_lag"),
-    must("clock.slots", _ENOUGH, _TOO_FEW_SLOTS, "the samples of a prompt start together", _MORE_SLOTS),
-    must("schedule.refill", 0, _NO_SAMPLES_GENERATORS, "nothing is sampled"),
-    must("schedule.refill", 0, _ONE_SAMPLE, "the score of one response has nothing to tie with"),
-    must("schedule.refill", 0, _USES_TIES, "prompts whose scores tie have signal, too"),
-    must("schedule.refill", 0, _ON_EACH_RANK, "a few prompts cannot be divided among the ranks"),
-]
 
 
 @doubt

@@ -135,14 +135,6 @@ def _syntax_error(file: Path) -> str | None:
     return None
 
 
-def float16_needs_gpu(found: str) -> str:
-    """Return the error message for float16 without a GPU; `found` is the reason why there is no GPU."""
-    return (
-        f"model.dtype must be float32 or bfloat16 without a GPU ({found}; CPUs do not train in float16), got "
-        "float16; set model.dtype=bfloat16"
-    )
-
-
 @option("model", "nano")
 class NanoConfig(ModelConfig):
     """A GPT-NeoX (Pythia) small enough for a laptop's CPU, with random weights if `base` is null."""
