@@ -191,8 +191,7 @@ def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrai
         if cfg.model.chat_template is not None:
             set_format(made, cfg.model.chat_template, build_source(cfg).conversational)
         return made
-    start = "model.base" if cfg.algo.trains is Trains.base else "model.policy"
-    key = "model.tokenizer" if cfg.model.tokenizer else start
+    key = "model.tokenizer" if cfg.model.tokenizer else cfg.start_key
     tokenizer = read_tokenizer(name, cfg.model.trust_remote_code, key)
     set_format(tokenizer, cfg.model.chat_template, build_source(cfg).conversational, cfg.model.clock)
     models = (name,) if cfg.start in (None, name) else (name, cfg.start)

@@ -333,7 +333,7 @@ def _vocabularies(cfg: Config) -> Iterator[str]:
     ids that the policy samples, and only ids of tokens are sampled.
     """
     key, path = tokenizer_of(cfg)
-    tokenizer, start = tokenizer_in(path), _start_key(cfg)
+    tokenizer, start = tokenizer_in(path), cfg.start_key
     for own, name, model in _sound(cfg):
         rows, header = model.vocabulary, model.tokenizer
         if own not in _CAUSAL and rows is not None and header is not None and header.largest_id >= rows:
@@ -391,15 +391,11 @@ def _large_adapters(cfg: Config) -> Iterator[str]:
             )
 
 
-def _start_key(cfg: Config) -> str:
-    return "model.base" if cfg.algo.trains is Trains.base else "model.policy"
-
-
 def tokenizer_of(cfg: Config) -> tuple[str, str | None]:
     """Return the key and the value that name the tokenizer of the trained model; None: the run makes it."""
     if cfg.model.tokenizer is not None:
         return "model.tokenizer", cfg.model.tokenizer
-    return _start_key(cfg), cfg.start
+    return cfg.start_key, cfg.start
 
 
 # Rules for tasks, environments and folders.

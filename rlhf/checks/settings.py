@@ -92,10 +92,10 @@ _ONE_BY_ONE = "schedule.order=fifo, clock=virtual or generator=vllm_server"
 rules.RULES += [
     must("generator", _SAMPLES, _SAMPLED_FROM, "ratios are taken to the sampler's log-probs", "generator=hf"),
     must("scorer@gold", _REWARDS, rules.ALWAYS, _NO_LABELS, fix=_JUDGE),
-    must("scorer", _ONE_TASK, _SAVED, "they do not name the part of a prompt", fix="scorer=labels"),
+    must("scorer", _ONE_TASK, _SAVED, "rollouts do not name the part of a prompt", fix="scorer=labels"),
     must("generator.annotate", (None, False), _NO_PROCESS, "rollouts are scored while the trainer trains"),
-    must("generator.replicas", 1, _NO_PROCESS & _LAG, "replicas are processes", "generator.worker=null"),
-    must("schedule.update", "between", _NO_PROCESS & _LAG & _WALL, _LOADS),
+    must("generator.replicas", 1, _LAG & _NO_PROCESS, "replicas are processes", "generator.worker=null"),
+    must("schedule.update", "between", _LAG & _WALL & _NO_PROCESS, _LOADS),
     must("eval.temperature", _WARM, _VLLM, "vLLM raises lower values to 0.01", "eval.temperature=0.01"),
     must("generator.devices", None, _RANKS & _EACH_SAMPLES, _SHARE),
     must("generator.transfer", ("auto", "shared_memory"), _ON_CPU, "ipc and nccl need weights on a GPU"),
@@ -137,31 +137,7 @@ rules.TRAINING_RULES += [
 ]
 
 
-# Rules between the algorithm and the generator, the scorer and the schedule.
-
-
-@doubt
-def _settings_of_algorithms(cfg: Config) -> Iterator[str]:
-    if cfg.algo.supervised and cfg.schedule.epochs > 1:
-        yield (
-            f"schedule.epochs={cfg.schedule.epochs} repeats each batch before the next batch; set "
-            "schedule.total_epochs for passes over the data"
-        )
-    if cfg.algo.trains is not Trains.policy and cfg.model.reference is not None:
-        yield f"model.reference has no effect with algo={cfg.algo.name} (it has no reference model)"
-
-
-# Rules for the length of a run, for equal parts of batches, for replay, and for the optimizer.
-
-
-@doubt
-def _settings_of_schedules(cfg: Config) -> Iterator[str]:
-    solved_at = cfg.schedule.solved_at
-    if solved_at is not None and chosen(cfg, "scorer") == "reward_model":
-        yield (
-            f"schedule.solved_at={plain(solved_at)} is compared with scores of a reward model, which are not "
-            "pass rates"
-        )
+# Rules for the length of a run, for equal parts of batches, and for replay.
 
 
 @training_rule
@@ -230,8 +206,7 @@ def _division(cfg: Config) -> Iterator[str]:
 
 @training_rule
 def _bitsandbytes_is_installed(cfg: Config) -> Iterator[str]:
-    eight_bits = cfg.optim.optimizer is Optimizer.adamw_8bit and cfg.backend.any_optimizer
-    if eight_bits:
+    if cfg.optim.optimizer is Optimizer.adamw_8bit and cfg.backend.any_optimizer:
         option, otherwise = "optim.optimizer=adamw_8bit", "set optim.optimizer=adamw"
         yield from missing_package(option, "bitsandbytes", "bnb", otherwise=otherwise)
 
@@ -491,8 +466,20 @@ def _saved_rollouts_fit(cfg: Config) -> Iterator[str]:
 
 
 @doubt
-def _settings_of_rollouts(cfg: Config) -> Iterator[str]:
+def _settings_that_do_little(cfg: Config) -> Iterator[str]:
     schedule, virtual, typed = cfg.schedule, cfg.clock.virtual, partial(chosen, cfg)
+    if cfg.algo.supervised and schedule.epochs > 1:
+        yield (
+            f"schedule.epochs={schedule.epochs} repeats each batch before the next batch; set "
+            "schedule.total_epochs for passes over the data"
+        )
+    if cfg.algo.trains is not Trains.policy and cfg.model.reference is not None:
+        yield f"model.reference has no effect with algo={cfg.algo.name} (it has no reference model)"
+    if schedule.solved_at is not None and typed("scorer") == "reward_model":
+        yield (
+            f"schedule.solved_at={plain(schedule.solved_at)} is compared with scores of a reward model, "
+            "which are not pass rates"
+        )
     if typed("generator.annotate") == "true" and schedule.max_lag == 0:
         yield "generator.annotate=true saves no time with schedule.max_lag=0 (the trainer waits for scores)"
     if is_set(cfg, "generator.threads") and not cfg.has_worker:

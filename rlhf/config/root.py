@@ -135,6 +135,11 @@ class Config(Section):
         return self.data is Data.preferences
 
     @property
+    def start_key(self) -> str:
+        """The key of the model that training starts from."""
+        return "model.base" if self.algo.trains is Trains.base else "model.policy"
+
+    @property
     def start(self) -> str | None:
         """The model that training starts from; None: random weights, or a model that the run makes first."""
         return self.model.base if self.algo.trains is Trains.base else self.model.policy

@@ -94,7 +94,7 @@ class ScorerConfig(Section):
         Args:
             reward: `model.reward` of the run.
         """
-        return self.name
+        return self.name, self.described
 
     def rounding(self, dtype: Dtype) -> float:
         """Return the default of `algo.tie_tolerance` for scores of this scorer; 0 if its scores are exact.
@@ -311,10 +311,6 @@ class FunctionScorerConfig(ScorerConfig):
         """Return 0 for one function; for a list, the value of the weighted sum."""
         return self.as_sum().rounding(dtype) if isinstance(self.path, list) else 0.0
 
-    def source(self, reward: str | None) -> Hashable:
-        """Return an identifier of the scorer: its functions."""
-        return self.name, tuple(self.paths)
-
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each function that cannot be imported or called."""
         for path in self.paths:
@@ -371,10 +367,6 @@ class HttpScorerConfig(ScorerConfig):
     """retries of a failed request: the first immediately, then after 1, 2, 4, ... s"""
     token_variable: str | None = entry(None, affects=Affects.speed)
     """environment variable with the bearer token; null: none is sent"""
-
-    def source(self, reward: str | None) -> Hashable:
-        """Return an identifier of the scorer: its service."""
-        return self.name, self.url
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the address is invalid, or if the variable with the token is not set."""
