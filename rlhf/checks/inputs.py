@@ -211,7 +211,7 @@ def _sound(cfg: Config, *paths: str | None) -> Iterator[tuple[str, str, headers.
             yield key, path, found
 
 
-def tokenizer_in(path: str | None) -> headers.TokenizerHeader | None:
+def _tokenizer_in(path: str | None) -> headers.TokenizerHeader | None:
     """Return the tokenizer of the model `path`, or None if its files do not show it."""
     found = None if path is None else on_this_machine(path)
     return None if found is None else found.tokenizer
@@ -276,7 +276,7 @@ def _tokenizers_are_readable(cfg: Config) -> Iterator[str]:
 @rule
 def _special_tokens(cfg: Config) -> Iterator[str]:
     key, path = tokenizer_of(cfg)
-    tokenizer = tokenizer_in(path)
+    tokenizer = _tokenizer_in(path)
     if path is None or tokenizer is None:
         return
     special, wanted = tokenizer.special, cfg.model.pad_token
@@ -307,7 +307,7 @@ def _special_tokens(cfg: Config) -> Iterator[str]:
 @doubt
 def _pad_token_of_texts(cfg: Config) -> Iterator[str]:
     pad, (_, path) = cfg.model.pad_token, tokenizer_of(cfg)
-    tokenizer = None if pad is None else tokenizer_in(path)
+    tokenizer = None if pad is None else _tokenizer_in(path)
     if tokenizer is not None and pad in tokenizer.ids and not headers.LOOKS_SPECIAL.fullmatch(str(pad)):
         remedy = headers.pad_remedy("model.pad_token", tokenizer.ids, tokenizer.special.get("eos_token"))
         yield f"model.pad_token={pad} is a token of ordinary texts, and texts must not contain it; {remedy}"
@@ -317,7 +317,7 @@ def _pad_token_of_texts(cfg: Config) -> Iterator[str]:
 def _pad_tokens_of_reward_models(cfg: Config) -> Iterator[str]:
     for at, scorer in scorers(cfg):
         named, pad = scorer.reward_model(at, cfg.model.reward), scorer.pad_token
-        if named is None or pad is None or (tokenizer := tokenizer_in(named[1])) is None:
+        if named is None or pad is None or (tokenizer := _tokenizer_in(named[1])) is None:
             continue
         if (
             problem := headers.pad_problem(f"{at}.pad_token", pad, named[1], tokenizer.ids, pad, None)
@@ -333,7 +333,7 @@ def _vocabularies(cfg: Config) -> Iterator[str]:
     ids that the policy samples, and only ids of tokens are sampled.
     """
     key, path = tokenizer_of(cfg)
-    tokenizer, start = tokenizer_in(path), cfg.start_key
+    tokenizer, start = _tokenizer_in(path), cfg.start_key
     for own, name, model in _sound(cfg):
         rows, header = model.vocabulary, model.tokenizer
         if own not in _CAUSAL and rows is not None and header is not None and header.largest_id >= rows:
@@ -418,7 +418,7 @@ def chat_by_default(cfg: DictConfig) -> bool:
         prompt = cfg.task.path and LocalFiles(cfg.task.path, columns).first_prompt
     if prompt is None or name is None:
         return False
-    tokenizer = tokenizer_in(name if is_local(name) else str(machine.tokenizer_folder(name)))
+    tokenizer = _tokenizer_in(name if is_local(name) else str(machine.tokenizer_folder(name)))
     template = cfg.model.chat_template or (tokenizer and tokenizer.template)
     mark = ROLE_MARK.match(prompt.lstrip())
     formatted = mark and (mark[0] in str(template) or (tokenizer and mark[0] in tokenizer.ids))
@@ -483,7 +483,7 @@ def _dialogues_have_a_template(cfg: Config) -> Iterator[str]:
     _, path = tokenizer_of(cfg)
     if path is None or cfg.model.chat_template is not None:
         return
-    tokenizer = tokenizer_in(path)
+    tokenizer = _tokenizer_in(path)
     if tokenizer is not None and tokenizer.template is None and has_dialogues(cfg.task):
         yield no_template(path)
 
@@ -491,7 +491,7 @@ def _dialogues_have_a_template(cfg: Config) -> Iterator[str]:
 @doubt
 def _questions_as_text(cfg: Config) -> Iterator[str]:
     _, path = tokenizer_of(cfg)
-    tokenizer = tokenizer_in(path) if path is not None else None
+    tokenizer = _tokenizer_in(path) if path is not None else None
     texts = isinstance(cfg.task, QuestionsConfig) and not cfg.task.chat
     if texts and tokenizer is not None and tokenizer.template is not None:
         yield (

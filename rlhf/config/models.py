@@ -179,7 +179,7 @@ class NanoConfig(ModelConfig):
 
 KINDS = ("weights", "gradients", "optimizer")
 _MESSAGE = 25_000_000  # gradients that ranks sum in one message, without ZeRO
-REDUCE_BUCKET = 50_000_000  # the same with ZeRO: DeepSpeed's `reduce_bucket_size`
+_REDUCE_BUCKET = 50_000_000  # the same with ZeRO: DeepSpeed's `reduce_bucket_size`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,7 @@ def zero(stage: int, offload: bool, bfloat16: bool) -> Footprint:
         weights=each,
         gradients=4 if offloaded else each,
         optimizer=12 if bfloat16 or stage > 0 else 8,
-        bucket=REDUCE_BUCKET if stage > 0 else _MESSAGE,
+        bucket=_REDUCE_BUCKET if stage > 0 else _MESSAGE,
         sharded=frozenset(sharded),
         offloaded=frozenset(offloaded),
     )
@@ -380,7 +380,7 @@ class ZeroConfig(BackendConfig):
         cpu = {"device": "cpu"}
         zero: dict[str, Any] = {
             "stage": self.stage,
-            "reduce_bucket_size": REDUCE_BUCKET,
+            "reduce_bucket_size": _REDUCE_BUCKET,
             "overlap_comm": self.stage > 0,  # ranks reduce gradients during the backward pass
         }
         if self.offload_optimizer:

@@ -12,20 +12,7 @@ from rlhf.config.schema import plain, value_at
 from rlhf.core.launched import local_world_size, world_size
 from rlhf.core.machine import this_machine
 from rlhf.memory.sizes import judges, longest, models
-from rlhf.memory.uses import (
-    CONTEXT,
-    LIBRARIES,
-    NEARLY,
-    PROCESS,
-    Part,
-    Phase,
-    Plan,
-    Trainer,
-    Use,
-    Workers,
-    gib,
-    nccl,
-)
+from rlhf.memory.uses import CONTEXT, NEARLY, Part, Phase, Plan, Trainer, Use, Workers, gib, nccl
 from rlhf.words.catalogue import options
 
 if TYPE_CHECKING:
@@ -150,7 +137,7 @@ def _on_ranks(
 
 def _with_gpus(workers: Workers, machine: Machine, phases: list[Phase]) -> Iterator[Use]:
     """Yield the memory of an inference engine, of the ranks, of processes on other GPUs, and in RAM."""
-    trainer, gpus, local, many = workers.trainer, machine.gpus, workers.local, workers.generators
+    trainer, gpus, local = workers.trainer, machine.gpus, workers.local
     generator, others = trainer.cfg.generator, []
     if reserved := generator.reserves(on_gpu=True):
         devices = generator.reserved_gpus(local)
@@ -166,18 +153,12 @@ def _with_gpus(workers: Workers, machine: Machine, phases: list[Phase]) -> Itera
     found = workers.on_gpus(len(gpus))
     on_ranks = [parts for gpu, parts in found.items() if gpu < local]
     others += max(on_ranks, key=lambda parts: sum(part.bytes for part in parts), default=[])
-    on_gpu = workers.route is not Transfer.shared_memory  # weights in transfer are on the trainer's GPU
-    if on_gpu:
+    if workers.route is not Transfer.shared_memory:  # weights in transfer are on the trainer's GPU
         others.append(workers.in_transfer())
     yield _on_ranks(workers, machine, phases, others, groups=int(workers.route is Transfer.nccl))
     yield from workers.own_gpus(found, gpus)
-    ram = [Part("processes", PROCESS * (local + workers.each * many), LIBRARIES)]
-    ram += [part.times(local) for part in trainer.in_ram()]
-    if trainer.cfg.has_worker and not on_gpu:
-        ram.append(workers.in_transfer().times(many))
-    if workers.annotates:
-        ram.append(Part("annotator's process", PROCESS, LIBRARIES).times(many))
-    yield Use.of("RAM", machine.ram, ram, [Phase("loading", (trainer.loading(local),))])
+    loading = Phase("loading", (trainer.loading(local),))
+    yield Use.of("RAM", machine.ram, workers.in_ram_beside_gpus(), [loading])
 
 
 # Messages about the memory plan: rows of the summary, warnings, errors with a remedy.

@@ -36,7 +36,7 @@ HEAP = 1.5  # bytes of RAM per byte of temporary tensors; 1.4 to 1.7 were measur
 NEARLY = 0.9  # warn above this fraction of the memory of a device
 PROCESS = 0.6 * GIB  # RAM of a process with torch and transformers, measured on a CPU
 LIBRARIES = "Python, torch, libraries"  # what a process consists of
-UNRELEASED = 0.25  # part of the largest phase that remains in segments with permanent tensors; not measured
+_UNRELEASED = 0.25  # part of the largest phase that remains in segments with permanent tensors; not measured
 CONTEXT = 0.6 * GIB  # GPU memory of CUDA for a process: a common value, not measured here
 
 
@@ -529,8 +529,10 @@ class Trainer:
         if self.gathers:
             yield from (part for part in self.gradients() if part.name.endswith(": gradients"))
         largest = max(self.phases(), key=lambda phase: phase.bytes)
-        made_of = f"{UNRELEASED:.0%} of the memory of {largest.name}"
-        yield Part("trainer: memory torch cannot return", UNRELEASED * largest.bytes, made_of, estimated=True)
+        made_of = f"{_UNRELEASED:.0%} of the memory of {largest.name}"
+        yield Part(
+            "trainer: memory torch cannot return", _UNRELEASED * largest.bytes, made_of, estimated=True
+        )
 
     def sampling(self, batch_size: int) -> Part:
         """Return the memory of decoding without the weights: the larger value of rollouts and evaluation.
@@ -651,6 +653,15 @@ class Workers:
         if self.annotates:
             yield Part("annotator's process", PROCESS, LIBRARIES)
             yield from self._annotator()
+
+    def in_ram_beside_gpus(self) -> Iterator[Part]:
+        """Yield the parts of all processes in the RAM of a host with GPUs."""
+        yield Part("processes", PROCESS * (self.local + self.each * self.generators), LIBRARIES)
+        yield from (part.times(self.local) for part in self.trainer.in_ram())
+        if self.trainer.cfg.has_worker and self.route is Transfer.shared_memory:
+            yield self.in_transfer().times(self.generators)
+        if self.annotates:
+            yield Part("annotator's process", PROCESS, LIBRARIES).times(self.generators)
 
     def in_transfer(self) -> Part:
         """Return the part of the versions of the weights that their store keeps."""

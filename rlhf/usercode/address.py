@@ -131,7 +131,7 @@ def takes_lists(key: str, path: str) -> bool | None:
         name = text.strip("'\"").partition("[")[0].rpartition(".")[2].strip()
         if name in (*_SEVERAL, "str"):
             return name != "str"
-        return True if response.name in PLURAL else None
+        return True if response.name in _PLURAL else None
     return None
 
 
@@ -367,7 +367,7 @@ VALUES = {
     **{"completion": "response", "completions": "response", "episode": "episode", "episodes": "episode"},
 }
 GIVEN = frozenset(VALUES)
-PLURAL = frozenset({"responses", "completions"})  # names of the responses in a function that takes lists
+_PLURAL = frozenset({"responses", "completions"})  # names of the responses in a function that takes lists
 _BY_POSITION = ("prompt", "response", "reference")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

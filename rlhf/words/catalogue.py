@@ -176,11 +176,10 @@ def all_keys() -> tuple[str, ...]:
 def owners(section: str, name: str) -> list[str]:
     """Return the options that declare the field `name`, in the group of the section key `section`."""
     prefix = f"schema/{group_of(section).removeprefix('schema/')}/"
-    found = {option: cls for option, cls in SCHEMAS.items() if option.startswith(prefix)}
     return [
         option.removeprefix(prefix)
-        for option, cls in found.items()
-        if name in {each.name for each in fields(cls)}
+        for option, cls in SCHEMAS.items()
+        if option.startswith(prefix) and name in {each.name for each in fields(cls)}
     ]
 
 

@@ -168,7 +168,7 @@ def _damaged(file: Path, error: Exception) -> UserError:
 # Identity of a run: its name, and the digest of the settings that its result depends on.
 
 
-LONGEST_NAME = 80  # characters of a run name
+_LONGEST_NAME = 80  # characters of a run name
 _RUN_NAME = re.compile(r"[^-]+-(?P<model>.+)-(?P<algo>[^-]+)-[^-]+-lag\d+-seed\d+-[0-9a-f]{8}")
 MODEL_FOLDERS = ("model", "adapter")  # folders of a run that contain a model
 
@@ -252,7 +252,7 @@ def run_name(cfg: Config | DictConfig) -> str:
     """
     before, after = cfg.task.name, f"{cfg.algo.name}-{cfg.generator.name}-lag{cfg.schedule.max_lag}"
     after = f"{after}-seed{cfg.seed}-{digest(cfg)}"
-    room = max(8, LONGEST_NAME - len(f"{before}--{after}"))
+    room = max(8, _LONGEST_NAME - len(f"{before}--{after}"))
     model = re.sub(r"[^A-Za-z0-9._]+", "_", model_label(cfg))[:room].strip("._") or cfg.model.name
     return files.component(f"{before}-{model}-{after}")
 

@@ -99,12 +99,12 @@ def one_of(key: str, value: str, choices: Iterable[str], note: str = "") -> str:
         listed, remedy = f"its {len(choices)} options", f"list them with --help {key}"
     elif len(choices) == 1:
         remedy = f"set {key}={choices[0]}"
-    guess, own = suggestion(value, choices, f"did you mean {key}={{}}?"), own_value(key, value)
+    guess, own = suggestion(value, choices, f"did you mean {key}={{}}?"), _own_value(key, value)
     remedies = (own, guess) if re.search("[/.:]", value) else (guess, own)
     return f"{key} must be one of {listed}, got {value!r}{note}; {next(filter(None, remedies), remedy)}"
 
 
-def own_value(key: str, value: str) -> str | None:
+def _own_value(key: str, value: str) -> str | None:
     """Return the remedy for a file, a folder or a hub name in place of an option; None: it is neither.
 
     Args:
@@ -193,7 +193,7 @@ def assigned(row: _Foreign, value: str, words: Iterable[str] = ()) -> str:
     if value and value in options(row.key):
         return as_typed(row.key, value)
     group, _, inside = row.key.partition(".")
-    if row.key in ("scorer.path", "task.path") and (own := own_value(group, value)):
+    if row.key in ("scorer.path", "task.path") and (own := _own_value(group, value)):
         return own.partition(" set ")[2]
     meant = dict(re.findall(r"([\w-]+): ([\w-]+)", row.note)).get(value) or row.value
     if value and not meant and value[0] != "[" and catalogue.takes_list(row.key):
@@ -520,7 +520,7 @@ def _wrong_setting(error: OmegaConfBaseException, overrides: Sequence[Override])
 def _remedy(section: type, key: str, hint: Any, value: str) -> str:
     """Return the remedy for a value of the wrong type."""
     at, _, leaf = key.rpartition(".")
-    if leaf == "path" and group_of(at) == "scorer" and (own := own_value(chosen_by(at), value)):
+    if leaf == "path" and group_of(at) == "scorer" and (own := _own_value(chosen_by(at), value)):
         return own
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     choices = [
