@@ -192,10 +192,8 @@ class GymnasiumConfig(ClassConfig):
                 yield self.refused(at, "actions", rule, str(space), remedy="correct it")
         numbers = spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete
         if not self.actions and isinstance(space, numbers):
-            rule, remedy = (
-                f"say which action of {self.id} each word means",
-                f"set +{at}.actions={{<word>: <action>}}",
-            )
+            rule = f"say which action of {self.id} each word means"
+            remedy = f"set +{at}.actions={{<word>: <action>}}"
             yield self.refused(at, "actions", rule, f"{space} has no texts", remedy=remedy)
         game.close()
 

@@ -304,10 +304,8 @@ class VLLMConfig(WorkerConfig):
             rule = f"name {at}.tensor_parallel_size{many} = {self.gpus} GPUs, each once by its number"
             yield self.refused(at, "devices", rule)
         ipc, nccl = transfer is Transfer.ipc, transfer is Transfer.nccl
-        one_gpu, snapshot = (
-            "CUDA IPC shares memory of one GPU",
-            "all replicas read one snapshot of the weights",
-        )
+        one_gpu = "CUDA IPC shares memory of one GPU"
+        snapshot = "all replicas read one snapshot of the weights"
         for fails, together_with, reason in (
             (ipc and not self.shares_gpu, f"generator={name}", f"{one_gpu}, and vLLM has another"),
             (ipc and self.tensor_parallel_size > 1, f"{at}.tensor_parallel_size above 1", one_gpu),
@@ -488,13 +486,11 @@ class VLLMServerConfig(VLLMConfig):
             yield self.refused(at, "transfer", f"{rule} with generator=vllm_server")
         if not self.urls:
             return
-        whole = [
-            url if re.match("https?://", url) else f"http://{url.rpartition('://')[2]}" for url in self.urls
-        ]
-        example, key = "http://127.0.0.1:8000", f"{at}.key_variable"
-        wrong = [
-            text for url in self.urls for text in url_problems(f"{at}.urls", url, key, "a server", example)
-        ]
+        example = "http://127.0.0.1:8000"
+        wrong: list[str] = []
+        for url in self.urls:
+            wrong += url_problems(f"{at}.urls", url, f"{at}.key_variable", "a server", example)
+        whole = [re.sub("^(?!https?://)(.*://)?", "http://", url) for url in self.urls]
         remedy = f"set {setting(f'{at}.urls', whole)}"
         yield from (text.replace(f"set {at}.urls={example}", remedy) for text in wrong)
         if len({*self.urls}) < len(self.urls):

@@ -545,14 +545,11 @@ class Trainer:
         if cfg.schedule.eval_every:
             single = self.tokens(batch_size, 1)
             requests.append(replace(single, prompts=min(batch_size, cfg.eval.prompts)))
-        sizes = {
-            tokens: Forward(size=self.policy, tokens=tokens, precision=self.trained, **self._how).sampling()
-            for tokens in requests
-        }
-        if not sizes:
-            return Part("nothing", 0)
-        largest = max(sizes, key=sizes.__getitem__)
-        return Part("KV cache and logits", sizes[largest], str(largest), estimated=True)
+        parts = []
+        for tokens in requests:
+            forward = Forward(size=self.policy, tokens=tokens, precision=self.trained, **self._how)
+            parts.append(Part("KV cache and logits", forward.sampling(), str(tokens), estimated=True))
+        return max(parts, key=lambda part: part.bytes, default=Part("nothing", 0))
 
     def _updated_by_muon(self, model: Model) -> int:
         """Return the number of parameters of a model that Muon updates."""

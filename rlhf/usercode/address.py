@@ -251,15 +251,11 @@ class _Address:
                 remedy = f"did you mean {_assigned(self.key, f'{close}:{self.name}')}?"
             said = f"no module {missing!r}" if str(error).startswith("No module") else error
             return self.error(f"name a {self.kind} in an existing module or file", said, remedy)
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith("<frozen") and frame.filename != __file__
-        ]
+        frames = traceback.extract_tb(error.__traceback__)
+        called = [each for each in frames if not each.filename.startswith(("<frozen", __file__))]
+        own = [each for each in called if not each.filename.startswith(LIBRARIES)]
         start = traceback.FrameSummary(self.place, 1, "")  # the error came before the first line
-        where = ([each for each in frames if not each.filename.startswith(LIBRARIES)] or frames or [start])[
-            -1
-        ]
+        where = (own or called or [start])[-1]
         file, line, raised = where.filename, where.lineno, one_line(error)
         if "attempted relative import" in str(error) and self.place.endswith(".py"):
             module, here = Path(self.place).expanduser().resolve().with_suffix(""), Path.cwd()

@@ -159,10 +159,8 @@ def _table() -> Iterator[_Foreign]:
     text = (files("rlhf.words") / "foreign.txt").read_text(encoding="utf-8")
     for line in re.sub(r"\n +", " ", text).splitlines():
         if not line.startswith("#"):
-            key, *names, value, note = (
-                cell.strip() for cell in f"{line}{'|' * (6 - line.count('|'))}".split("|")
-            )
-            yield _Foreign(key, tuple(names), value, note)
+            cells = [cell.strip() for cell in f"{line}{'|' * (6 - line.count('|'))}".split("|")]
+            yield _Foreign(cells[0], tuple(cells[1:5]), *cells[5:])
 
 
 TABLE = tuple(_table())

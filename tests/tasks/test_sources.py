@@ -158,7 +158,7 @@ def test_a_policy_trained_on_pairs_needs_references_to_be_evaluated(tmp_path: Pa
     pairs = write(tmp_path, "jsonl", PAIRS)
     found = problems(TLDRConfig(path=str(pairs)), data=Data.preferences, trains=Trains.policy)
     assert len(found) == 2
-    assert all("the policy is evaluated on prompts and references" in problem for problem in found)
+    assert all("the policy is evaluated on it" in problem for problem in found)
 
 
 def test_an_unused_preferences_path_gives_a_warning():
