@@ -398,9 +398,6 @@ def tokenizer_of(cfg: Config) -> tuple[str, str | None]:
     return cfg.start_key, cfg.start
 
 
-# Rules for tasks, environments and folders.
-
-
 # Rules between the task and the rest of the config: data, preference pairs and dialogues.
 
 

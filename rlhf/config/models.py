@@ -165,9 +165,6 @@ class NanoConfig(ModelConfig):
             yield self.refused(at, "hidden_size", rule, "each head has an equal part", remedy=remedy)
 
 
-# Sections of the distributed backends (`backend=...`).
-
-
 # Bytes per parameter that training needs, on the device and in RAM; each backend states its own footprint.
 #
 # AdamW stores two moments per parameter, 8 bytes in float32. DeepSpeed's ZeRO (Rajbhandari et al., arXiv

@@ -249,9 +249,6 @@ class VirtualConfig(ClockConfig):
         return self.balance * steps * self.seconds_of_step(slots) / slots
 
 
-# Settings of a run as a program: resuming, progress, loggers, searches.
-
-
 # Settings of resuming, of the progress display and of prerequisite stages.
 
 

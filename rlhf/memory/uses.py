@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from rlhf.memory.sizes import Model, ModelSize
 
 
-# The memory of a device as parts and phases: activations, messages between ranks.
-
-
 # The memory of a device as parts and phases, and how sizes are formatted.
 
 
@@ -139,13 +136,15 @@ def gib(amount: float) -> str:
 # operand of a matrix product. r and a are 4 and 4 in float32, 4 and 2 under bfloat16 autocast, 2 and 2 with
 # bfloat16 weights.
 #
-#     two layer norms     inputs 2 r h (r h if attention and MLP read the same state), outputs 2 a h two RMS
-#     norms       2 (2 r h + a h): the several operations of a norm also keep the normalised state attention
-#     2 a q: queries and output keys and values     2 a q per token that is attended to, repeated for every
-#     head and sequence mask                a per pair of tokens, if there is a mask. If prompts have a
-#     separate pass, all layers share the mask of the responses. Eager attention also keeps the probabilities
-#     of every head MLP                 2 a m (before and after the activation function), 4 a m with a gate
+#     two layer norms     inputs 2 r h (r h if attention and MLP read the same state), outputs 2 a h
+#     two RMS norms       2 (2 r h + a h): the several operations of a norm also keep the normalised state
+#     attention           2 a q: queries and output
+#     keys and values     2 a q per token that is attended to, repeated for every head and sequence
+#     mask                a per pair of tokens, if there is a mask; eager attention also keeps the
+#                         probabilities of every head
+#     MLP                 2 a m (before and after the activation function), 4 a m with a gate
 #
+# All layers share the mask of the responses if prompts have a separate pass.
 # If prompts are encoded in a separate pass (`rlhf.models.folder`), their tokens count once and without
 # a mask, and in the last layer only their keys and values count. Keys and values count once per row of
 # responses that share them, otherwise once per response. Without gradients, only one layer at a time repeats

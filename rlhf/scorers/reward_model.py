@@ -130,9 +130,8 @@ def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardMode
         log.warning("%s=%s has no chat template: it reads the prompts in the format of the policy", key, path)
     as_it_is = reads_tokens_of(own, context.tokenizer, context.conversational)
     if context.turns is not None and not as_it_is:
+        rule = f"{key} must have the tokenizer and the chat template of the policy"
         chosen = context.at if context.at == "scorer" else f"scorer@{context.at}"
-        raise UserError(
-            f"{key} must have the tokenizer and the chat template of the policy (episodes "
-            f"are never tokenized again), got {path}; set {chosen}=environment or answer"
-        )
+        remedy = f"set {chosen}=environment or answer"
+        raise UserError(f"{rule} (episodes are never tokenized again), got {path}; {remedy}")
     return RewardModelScorer(config, context, placed, None if as_it_is else own)

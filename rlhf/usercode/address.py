@@ -25,9 +25,6 @@ from rlhf.core.files import digest
 from rlhf.core.formatting import shortened
 from rlhf.usercode.protection import protected
 
-# Functions and classes named in a config: `<module>:<name>` or `<file>.py:<name>`, and their parameters.
-
-
 # Functions and classes named in a config: `<module>:<name>` or `<file>.py:<name>`.
 #
 # The check before a run imports them, and reports what is wrong with them.

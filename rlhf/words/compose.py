@@ -162,9 +162,6 @@ def _damaged(file: Path, error: Exception) -> UserError:
     )
 
 
-# Identity of a run: its name, the digest of its settings, and the command line that repeats it.
-
-
 # Identity of a run: its name, and the digest of the settings that its result depends on.
 
 

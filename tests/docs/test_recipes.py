@@ -216,7 +216,7 @@ def value(cfg: Config, key: str) -> Any:
 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_the_command_of_a_sweep_starts_its_runs(command, monkeypatch, everything_installed, name):
-    monkeypatch.setattr("rlhf.experiment.check_machine", lambda cfg: None)
+    monkeypatch.setattr("rlhf.checks.check.check_machine", lambda cfg: None)
     said = header("sweep", name)["Command"].partition(" -m rlhf.train ")[2].split()
     answer = command(*said)
     key, values = SWEPT[name]
