@@ -29,7 +29,7 @@ from random import Random
 from statistics import mean, stdev
 
 from benchmarks.recorded_cluster import Recording, read
-from rlhf.config.schedule import Order, Stale, VirtualConfig
+from rlhf.config.run import Order, Stale, VirtualConfig
 from rlhf.core.errors import UserError
 from rlhf.core.launched import derive
 from rlhf.training import clock

@@ -29,7 +29,7 @@ import torch
 from aiohttp import web
 
 from benchmarks.rollout_rules import RULES, Setting, run
-from rlhf.config.schedule import ScheduleConfig, Unit, Update
+from rlhf.config.run import ScheduleConfig, Unit, Update
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.launched import derive
 from rlhf.core.metrics import Timer

@@ -6,7 +6,7 @@
 commands.md is the --help of the commands. config.md has one line per config key. The meaning of a key is its
 `means=` (see `number` in rlhf/config/schema.py), else the comment behind its field, else the comment above
 the field. The range is the bound of the field. The combinations are the rows of `rlhf.checks`. The list of
-coming_from.md is `rlhf.words.suggestions.TABLE`.
+coming_from.md is `rlhf.words.mistakes.TABLE`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rlhf.config.root import Config  # noqa: E402
 from rlhf.config.schema import SCHEMAS, Section, fact, plain, section_class  # noqa: E402
 from rlhf.words import catalogue, help  # noqa: E402
 from rlhf.words.compose import compose  # noqa: E402
-from rlhf.words.suggestions import PROJECTS, TABLE, WITHOUT  # noqa: E402
+from rlhf.words.mistakes import PROJECTS, TABLE, WITHOUT  # noqa: E402
 
 REFERENCE = ROOT / "docs" / "reference"
 COMMANDS = (

@@ -24,7 +24,7 @@ from rlhf.launch.command_line import Command
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation import alone, check_split, evaluate, table
 from rlhf.terminal.console import console, say
-from rlhf.words.identity import digest
+from rlhf.words.compose import digest
 from rlhf.words.mistakes import texts
 
 COMMAND = Command(

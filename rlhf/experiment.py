@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.checks.algorithms import recipes_of_other_commands
-from rlhf.checks.check import as_objects, check_job, problems, warn, warnings
-from rlhf.checks.machine import check_machine, check_push, composed
+from rlhf.checks import check
+from rlhf.checks.settings import recipes_of_other_commands
 from rlhf.config.root import set_environment
 from rlhf.config.run import Resume
 from rlhf.core.errors import UserError, override
@@ -39,7 +38,7 @@ from rlhf.runs.lock import Claim, claimed, creating
 from rlhf.runs.resuming import earlier_name, folder_of, prepare, shorter_run
 from rlhf.stages.evaluation import changed, check_sampling, check_split, run_folder
 from rlhf.terminal.console import say_loading
-from rlhf.usercode.objects import Function, GivenFunctions
+from rlhf.usercode.address import Function, GivenFunctions
 from rlhf.words import catalogue
 from rlhf.words.compose import load_config
 from rlhf.words.mistakes import listed, readable, repeated
@@ -61,7 +60,7 @@ class Experiment:
         dataset: the data as an object, in place of `task.path`: a `datasets.Dataset`, a
             `datasets.DatasetDict`, or a list of dicts. It is written to `cache_dir` and read by `task=local`.
         reward: the reward as a function or a list of functions, in place of `scorer.path` (see
-            `rlhf.usercode.objects`).
+            `rlhf.usercode.address`).
 
     Attributes:
         config: the composed config, as an object of section objects.
@@ -89,7 +88,7 @@ class Experiment:
         with catalogue.also(config_dir):
             if dataset is not None or reward is not None:
                 words, self.functions = _with_objects(words, dataset, reward)
-            self.set_up(composed(words), words)
+            self.set_up(check.composed(words), words)
         self.hooks = hooks
 
     def set_up(self, config: Config, overrides: Sequence[str], folder: RunFolder | None = None) -> None:
@@ -130,7 +129,7 @@ class Experiment:
         """
         made = cls.__new__(cls)
         files = None if folder is None else RunFolder(folder)
-        made.set_up(as_objects(node, overrides), overrides, files)
+        made.set_up(check.as_objects(node, overrides), overrides, files)
         return made
 
     def __repr__(self) -> str:
@@ -151,12 +150,12 @@ class Experiment:
     def problems(self) -> list[str]:
         """Return a message for every problem of the config; no model and no data set is loaded."""
         self.provide()
-        return [*recipes_of_other_commands(self.overrides), *problems(self.config)]
+        return [*recipes_of_other_commands(self.overrides), *check.problems(self.config)]
 
     def warnings(self) -> list[str]:
         """Return a message for each setting that has no effect or is doubtful."""
         objects = () if self.functions is None else self.functions.warnings()
-        return [*repeated(self.overrides), *warnings(self.config), *objects]
+        return [*repeated(self.overrides), *check.warnings(self.config), *objects]
 
     def provide(self) -> None:
         """Make reward functions that exist only in this process those that the config names."""
@@ -190,7 +189,7 @@ class Experiment:
             Interrupted: a signal stopped the run; the same call resumes it.
         """
         self.validate()
-        warn(self.warnings())
+        check.warn(self.warnings())
         if self.prepare() is None:
             self.execute()
         else:
@@ -242,7 +241,7 @@ class Experiment:
             UserError: the machine lacks something, or the folder cannot be used.
         """
         if self.config.resume is Resume.never or self.files.finished() is None:
-            check_machine(self.config)
+            check.check_machine(self.config)
         return prepare(self.files, self.config, wait=wait)
 
     def execute(self, claim: Claim = claimed) -> float | None:
@@ -255,7 +254,7 @@ class Experiment:
             UserError, RunError, Interrupted: see `run`.
         """
         self.provide()
-        hooks = [*check_job(self.config), *self.hooks]
+        hooks = [*check.check_job(self.config), *self.hooks]
         set_environment()
         say_loading()
         from rlhf.stages.run import run
@@ -274,7 +273,7 @@ class Experiment:
         if self.config.push_to is not None and is_first_rank() and self.files.finished() is not None:
             from rlhf.stages.artefacts import push_run
 
-            check_push(self.config.push_to)
+            check.check_push(self.config.push_to)
             push_run(self.files, self.config.push_to)
 
     # -- results -----------------------------------------------------------------------------------
@@ -446,7 +445,7 @@ def _with_objects(
                     f"object of type {type(given).__name__}; leave {word} out"
                 )
         words = [*words, *([] if option in words else [option])]
-    cache = Path(composed(words).cache_dir)
+    cache = Path(check.composed(words).cache_dir)
     with creating(cache, "cache_dir"):
         if dataset is not None:
             words.append(override("task.path", written(dataset, cache / "given_data")))

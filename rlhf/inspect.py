@@ -16,8 +16,7 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rlhf.checks.check import checked, warn, warnings
-from rlhf.checks.machine import composed, downloads
+from rlhf.checks.check import checked, composed, downloads, warn, warnings
 from rlhf.core.errors import UserError, lines
 from rlhf.launch.command_line import Command
 from rlhf.loggers.logger import load_hooks

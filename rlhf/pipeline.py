@@ -16,7 +16,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 
-from rlhf.checks.machine import check_push
+from rlhf.checks.check import check_push
 from rlhf.core.launched import is_first_rank
 from rlhf.launch.command_line import Command
 from rlhf.runs.folder import RunFolder

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from rlhf.checks.check import checked
-from rlhf.checks.machine import check_memory, composed
+from rlhf.checks.check import check_memory, checked, composed
 from rlhf.launch.command_line import Command
 from rlhf.memory.plan import plan, savings, unknown_models
 from rlhf.memory.uses import gib

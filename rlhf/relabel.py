@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf.checks.machine import check_push
+from rlhf.checks.check import check_push
 from rlhf.core.errors import setting
 from rlhf.core.launched import is_first_rank
 from rlhf.launch.command_line import Command

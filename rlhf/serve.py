@@ -21,9 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.generators import INTERFACE, Precision, Transfer, VLLMServerConfig
+from rlhf.config.generators import INTERFACE, Precision, Transfer, VLLMServerConfig, token_problems
 from rlhf.config.root import set_environment
-from rlhf.config.services import token_problems
 from rlhf.core.errors import RunError, UserError, setting
 from rlhf.core.files import write_atomically
 from rlhf.core.machine import is_loopback

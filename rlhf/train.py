@@ -28,8 +28,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from rlhf.checks.check import overrides_of, refuse
-from rlhf.checks.machine import generator_of
+from rlhf.checks.check import generator_of, overrides_of, refuse
 from rlhf.config.root import selecting
 from rlhf.core.errors import RunError, UserError
 from rlhf.experiment import Experiment

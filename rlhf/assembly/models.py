@@ -15,8 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.assembly.parts import build_source, make, part
 from rlhf.config.algorithms import Trains, ValueFrom
-from rlhf.config.backends import WITHOUT_GRADIENT, Device
-from rlhf.config.models import Dtype, float16_needs_gpu
+from rlhf.config.models import WITHOUT_GRADIENT, Device, Dtype
 from rlhf.core.batch import Budget
 from rlhf.core.errors import OutOfMemory, RunError, UserError
 from rlhf.core.launched import PORTABLE, asked_portable, derive
@@ -32,7 +31,7 @@ from rlhf.processes.ranks import Ranks
 from rlhf.terminal.console import console, say_row
 from rlhf.text.chat import Tools, set_format
 from rlhf.trials.agreement import compared
-from rlhf.words.identity import not_in_name
+from rlhf.words.compose import not_in_name
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -192,8 +191,7 @@ def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrai
         if cfg.model.chat_template is not None:
             set_format(made, cfg.model.chat_template, build_source(cfg).conversational)
         return made
-    start = "model.base" if cfg.algo.trains is Trains.base else "model.policy"
-    key = "model.tokenizer" if cfg.model.tokenizer else start
+    key = "model.tokenizer" if cfg.model.tokenizer else cfg.start_key
     tokenizer = read_tokenizer(name, cfg.model.trust_remote_code, key)
     set_format(tokenizer, cfg.model.chat_template, build_source(cfg).conversational, cfg.model.clock)
     models = (name,) if cfg.start in (None, name) else (name, cfg.start)
@@ -267,7 +265,10 @@ def build_device(cfg: Config) -> torch.device:
             "set backend.device=auto"
         )
     if name == "cpu" and cfg.model.dtype is Dtype.float16:
-        raise UserError(float16_needs_gpu("torch finds none"))
+        raise UserError(
+            "model.dtype must be float32 or bfloat16 without a GPU (torch finds none; CPUs do not train in "
+            "float16), got float16; set model.dtype=bfloat16"
+        )
     return torch.device(name)
 
 

@@ -27,8 +27,7 @@ from rlhf.assembly.models import (
 )
 from rlhf.assembly.parts import build_source, make, part
 from rlhf.config.algorithms import Data, Trains
-from rlhf.config.backends import TorchConfig
-from rlhf.config.models import Dtype
+from rlhf.config.models import Dtype, TorchConfig
 from rlhf.config.root import threads
 from rlhf.config.scorers import scorers
 from rlhf.core.batch import Sampling
@@ -198,7 +197,7 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
             steps_per_batch=steps,
             budget=training_budget(cfg),
             inference=inference_budget(cfg),
-            stale=cfg.schedule.off_policy or not cfg.generator.samples,
+            stale=cfg.schedule.max_lag > 0 or cfg.schedule.replay > 1 or not cfg.generator.samples,
             exact_sampler=exact,
             dtype=cfg.model.dtype,
             value_lr=cfg.algo.value_lr,

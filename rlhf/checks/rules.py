@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf.config.root import Config
-from rlhf.config.schema import ABSENT, Section, plain, value_at
+from rlhf.config.schema import ABSENT, Section, plain, value_at, values
 from rlhf.core.errors import UserError
+from rlhf.core.files import flat
 from rlhf.core.formatting import NO_SECRET_VALUE, is_secret_key, secret_in
 from rlhf.words.catalogue import read_overrides
 
@@ -66,6 +67,11 @@ class When:
 
     text: str
     holds: Callable[[Config], bool]
+
+    def __and__(self, other: When) -> When:
+        """Return the condition that both conditions hold."""
+        text = f"{self.text} and {other.text.removeprefix('with ')}"
+        return When(text, lambda cfg: self.holds(cfg) and other.holds(cfg))
 
 
 ALWAYS = When("", lambda cfg: True)
@@ -168,11 +174,11 @@ def _secrets(cfg: Config) -> Iterator[str]:
 
     `HttpScorerConfig.problems` reports the addresses of scoring services, with another remedy.
     """
-    for key, value in _leaves(cfg):
-        if key.endswith(".url"):
-            continue
-        if (secret := secret_in(value)) is not None:
-            yield f"{key} must not contain {secret} (config.yaml would show it), got one; {_REMEDY}"
+    for key, value in flat(values(cfg)):
+        for text in value if isinstance(value, list) else [value]:
+            secret = secret_in(text) if isinstance(text, str) and not key.endswith(".url") else None
+            if secret is not None:
+                yield f"{key} must not contain {secret} (config.yaml would show it), got one; {_REMEDY}"
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -190,18 +196,3 @@ def check_arguments(arguments: Sequence[str]) -> None:
             )
     if found:
         raise UserError(*found)
-
-
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key and the value of every text in a section, a dictionary or a list."""
-    if isinstance(value, str):
-        yield key, value
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _leaves(getattr(value, field.name), f"{key}.{field.name}".lstrip("."))
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _leaves(inner, key)

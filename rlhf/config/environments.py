@@ -60,10 +60,7 @@ class TurnsConfig(EnvironmentConfig):
 class ClassConfig(TurnsConfig):
     """An environment that is a class."""
 
-    @property
-    def address(self) -> str:
-        """The address of the class, `<module>:<Class>` or `<file>.py:<Class>`."""
-        raise NotImplementedError
+    address: ClassVar[str]  # of the class, `<module>:<Class>` or `<file>.py:<Class>`
 
     @property
     def class_arguments(self) -> dict[str, Any]:
@@ -124,7 +121,7 @@ class PythonEnvironmentConfig(ClassConfig):
     arguments: dict[str, Any] = entry(dict, "arguments of the class, such as {scale: 15}")
 
     @property
-    def address(self) -> str:
+    def address(self) -> str:  # type: ignore[override]
         """The address of the class."""
         assert self.path is not None, "validated"
         return self.path
@@ -195,10 +192,8 @@ class GymnasiumConfig(ClassConfig):
                 yield self.refused(at, "actions", rule, str(space), remedy="correct it")
         numbers = spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete
         if not self.actions and isinstance(space, numbers):
-            rule, remedy = (
-                f"say which action of {self.id} each word means",
-                f"set +{at}.actions={{<word>: <action>}}",
-            )
+            rule = f"say which action of {self.id} each word means"
+            remedy = f"set +{at}.actions={{<word>: <action>}}"
             yield self.refused(at, "actions", rule, f"{space} has no texts", remedy=remedy)
         game.close()
 

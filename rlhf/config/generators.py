@@ -1,4 +1,4 @@
-"""Sections of the generators (`generator=...`)."""
+"""Sections of the generators (`generator=...`), and checks of the services that a config names."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
 from rlhf.config.models import Dtype
 from rlhf.config.schema import Affects, Choice, Section, entry, missing_package, number, option, plain
-from rlhf.config.services import service_problems, token_problems, url_problems
 from rlhf.core.errors import setting
-from rlhf.core.machine import STATUS, is_loopback
+from rlhf.core.formatting import secret_in
+from rlhf.core.machine import STATUS, is_loopback, refusal, refused_key
 
 
 class Transfer(Choice):
@@ -133,10 +134,6 @@ class GeneratorConfig(Section):
         """
         return Transfer.shared_memory
 
-    def smaller(self) -> dict[str, GeneratorConfig]:
-        """Return settings that need less memory, `key=value` -> the section with the setting."""
-        return {}
-
     def on_each_rank(self, max_lag: int) -> bool:
         """Return whether every rank has a generator; otherwise rank 0's generator serves all ranks."""
         return not self.has_worker(max_lag)
@@ -179,10 +176,6 @@ class WorkerConfig(GeneratorConfig):
     def on_each_rank(self, max_lag: int) -> bool:
         """Return whether every rank has a generator: without a separate process, or with `per_rank`."""
         return self.per_rank or not self.has_worker(max_lag)
-
-    def smaller(self) -> dict[str, GeneratorConfig]:
-        """Return the setting without an annotator, if `annotate` is true."""
-        return {"annotate=false": self.with_({"annotate": False})} if self.annotate else {}
 
     def annotates(self, max_lag: int, ranks: int, on_gpu: bool) -> bool:
         """Return `annotate`; if it is null, whether a lag gives an annotator time to work ahead.
@@ -311,10 +304,8 @@ class VLLMConfig(WorkerConfig):
             rule = f"name {at}.tensor_parallel_size{many} = {self.gpus} GPUs, each once by its number"
             yield self.refused(at, "devices", rule)
         ipc, nccl = transfer is Transfer.ipc, transfer is Transfer.nccl
-        one_gpu, snapshot = (
-            "CUDA IPC shares memory of one GPU",
-            "all replicas read one snapshot of the weights",
-        )
+        one_gpu = "CUDA IPC shares memory of one GPU"
+        snapshot = "all replicas read one snapshot of the weights"
         for fails, together_with, reason in (
             (ipc and not self.shares_gpu, f"generator={name}", f"{one_gpu}, and vLLM has another"),
             (ipc and self.tensor_parallel_size > 1, f"{at}.tensor_parallel_size above 1", one_gpu),
@@ -360,6 +351,90 @@ class DatasetConfig(GeneratorConfig):
     def saved_rollouts(self) -> str | None:
         """The folder of saved rollouts: `path`."""
         return self.path
+
+
+# Addresses of services, and environment variables with their tokens, in the config.
+
+
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*|[a-z_]+")  # the usual form of a name of an environment variable
+_VISIBLE = re.compile(r"[!-~]+")  # ASCII characters without spaces and line breaks
+
+
+def url_problems(key: str, url: str | None, token_key: str, use: str, example: str) -> Iterator[str]:
+    """Yield an error if the address of a service is invalid or contains a secret.
+
+    Args:
+        key: the config key of the address.
+        url: the address.
+        token_key: the config key of the environment variable with the token; the message recommends this key.
+        use: what is done with the address, for the message.
+        example: a valid address.
+    """
+    path = "/<path>" if example.count("/") > 2 else ":<port>"
+    form = f"{key} must be http://<host>{path} or https://<host>{path} ({use})"
+    try:
+        parsed = urlsplit(url or "")
+        whole = parsed.scheme in ("http", "https") and parsed.hostname is not None and parsed.port != 0
+    except ValueError:
+        whole = False
+    if not whole:
+        got = "null" if url is None else repr(url)
+        yield f"{form}, got {got}; set {key}={example}"
+    elif (secret := secret_in(url or "")) is not None:
+        yield (
+            f"{key} must not contain {secret} (config.yaml would show it), got one; set "
+            f"{token_key}=<environment variable that contains a token>, which is sent as "
+            "`Authorization: Bearer <token>`"
+        )
+
+
+def token_problems(key: str, variable: str) -> Iterator[str]:
+    """Yield an error if the environment variable with a token is not set, or cannot be sent.
+
+    Args:
+        key: the config key with the name of the variable.
+        variable: the name of the variable; not shown if it may be the token itself.
+    """
+    token = os.environ.get(variable)
+    rule = f"{key} must name an environment variable that contains the token (it is sent to the service)"
+    if not _VARIABLE.fullmatch(variable):
+        yield (
+            f"{rule}, got text that is no name of a variable and may be the token itself; "
+            f"run: export SCORE_TOKEN=<token>, and set {key}=SCORE_TOKEN"
+        )
+    elif not token:
+        yield (f"{rule}, got {variable}, which is not set; run: export {variable}=<token>, or set {key}=null")
+    elif not _VISIBLE.fullmatch(token):
+        yield (
+            f"{key} must name a variable with a token of visible ASCII characters (it is sent in a header), "
+            f"got {variable}, which contains others, such as a line break; run: export {variable}=<token>"
+        )
+
+
+def service_problems(
+    key: str, url: str, start: str, token_key: str, variable: str | None, route: str = "", body: Any = None
+) -> Iterator[str]:
+    """Yield an error if a service accepts no connections, or refuses the key that the run would send.
+
+    Args:
+        key: the config key of the address.
+        url: the address.
+        start: how to start the service, for the message.
+        token_key: the config key of the environment variable with the key.
+        variable: the name of the variable; None: no key is sent.
+        route: what is asked at the address.
+        body: the body of the question in JSON, which is then a POST.
+    """
+    if reason := refusal(url):
+        rule = f"{key} must be the address of a service that accepts connections ({reason})"
+        yield f"{rule}, got {url}; {start}, or correct {key}"
+    elif status := refused_key(url + route, os.environ.get(variable or ""), body):
+        named = variable or "SERVICE_KEY"
+        yield (
+            f"{token_key} must name an environment variable with the key of the service (it answers with "
+            f"status {status}), got {variable or 'null'} for {url}; run: export {named}=<key>, and set "
+            f"{token_key}={named}"
+        )
 
 
 # Section of the generator whose servers may run on other machines.
@@ -411,13 +486,11 @@ class VLLMServerConfig(VLLMConfig):
             yield self.refused(at, "transfer", f"{rule} with generator=vllm_server")
         if not self.urls:
             return
-        whole = [
-            url if re.match("https?://", url) else f"http://{url.rpartition('://')[2]}" for url in self.urls
-        ]
-        example, key = "http://127.0.0.1:8000", f"{at}.key_variable"
-        wrong = [
-            text for url in self.urls for text in url_problems(f"{at}.urls", url, key, "a server", example)
-        ]
+        example = "http://127.0.0.1:8000"
+        wrong: list[str] = []
+        for url in self.urls:
+            wrong += url_problems(f"{at}.urls", url, f"{at}.key_variable", "a server", example)
+        whole = [re.sub("^(?!https?://)(.*://)?", "http://", url) for url in self.urls]
         remedy = f"set {setting(f'{at}.urls', whole)}"
         yield from (text.replace(f"set {at}.urls={example}", remedy) for text in wrong)
         if len({*self.urls}) < len(self.urls):

@@ -1,17 +1,21 @@
-"""Sections of the models: hub models, the embedded model, LoRA."""
+"""Sections of the models (hub models, the embedded model, LoRA) and of the backends that train them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from rlhf.config.schema import Affects, Choice, Section, entry, missing_package, number, option
 from rlhf.text.chat import PLAIN
+
+# Sections of the models: hub models, the embedded model, LoRA.
+
 
 AUTO = "auto"  # value of model.attention
 
@@ -115,17 +119,6 @@ class ModelConfig(Section):
         """Return the config.json of the model with random weights that a run makes; empty: it makes none."""
         return {}
 
-    def smaller(self) -> dict[str, ModelConfig]:
-        """Return settings that need less memory, `key=value` -> the section with the setting."""
-        found = {}
-        if self.dtype is Dtype.float32:
-            found["dtype=bfloat16"] = self.with_({"dtype": Dtype.bfloat16})
-        if not self.gradient_checkpointing:
-            found["gradient_checkpointing=true"] = self.with_({"gradient_checkpointing": True})
-        if not self.lora.rank:
-            found["lora.rank=16"] = self.with_({"lora.rank": 16})
-        return found
-
 
 def _syntax_error(file: Path) -> str | None:
     """Return the line and the reason of the syntax error in a Jinja template; None if there is none."""
@@ -140,14 +133,6 @@ def _syntax_error(file: Path) -> str | None:
     except (OSError, ValueError) as error:
         return f"the file cannot be read: {error}"
     return None
-
-
-def float16_needs_gpu(found: str) -> str:
-    """Return the error message for float16 without a GPU; `found` is the reason why there is no GPU."""
-    return (
-        f"model.dtype must be float32 or bfloat16 without a GPU ({found}; CPUs do not train in float16), got "
-        "float16; set model.dtype=bfloat16"
-    )
 
 
 @option("model", "nano")
@@ -178,3 +163,297 @@ class NanoConfig(ModelConfig):
         if self.heads < 1 or self.hidden_size % self.heads:
             rule, remedy = f"be divisible by {at}.heads={self.heads}", f"set {at}.heads=4"
             yield self.refused(at, "hidden_size", rule, "each head has an equal part", remedy=remedy)
+
+
+# Bytes per parameter that training needs, on the device and in RAM; each backend states its own footprint.
+#
+# AdamW stores two moments per parameter, 8 bytes in float32. DeepSpeed's ZeRO (Rajbhandari et al., arXiv
+# 1910.02054) shards optimizer states (stage 1), gradients (stage 2) and weights (stage 3) over the ranks, and
+# offloads to RAM (Ren et al., arXiv 2101.06840). DeepSpeed's functions
+# `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs` give the same numbers
+# for bfloat16.
+
+
+KINDS = ("weights", "gradients", "optimizer")
+_MESSAGE = 25_000_000  # gradients that ranks sum in one message, without ZeRO
+_REDUCE_BUCKET = 50_000_000  # the same with ZeRO: DeepSpeed's `reduce_bucket_size`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes per parameter of each kind of memory: weights, gradients, optimizer (AdamW's states), step.
+
+    If a kind is in `sharded`, the bytes are divided over the ranks; otherwise every rank stores all of them.
+
+    Attributes:
+        weights: bytes per parameter of the model.
+        gradients: bytes per trained parameter.
+        optimizer: bytes of optimizer state per trained parameter.
+        step: temporary bytes per trained parameter during the optimizer step on a GPU. Without ZeRO: the
+            float32 updates of all tensors at once. With ZeRO stages 1 to 3: float32 gradients,
+            divided over the ranks like `optimizer`.
+        bucket: largest number of gradients that ranks sum in one message.
+        copies: copies of these gradients that exist while they are summed; with ZeRO from stage 1 on, one
+            bucket is summed while the backward pass fills another.
+        sharded: the kinds (of `KINDS`) that are divided over the ranks.
+        offloaded: the kinds (of `KINDS`) that are stored in RAM instead of on the device.
+    """
+
+    weights: float = 4
+    gradients: float = 4
+    optimizer: float = 8
+    step: float = 4
+    bucket: int = _MESSAGE
+    copies: int = 2
+    sharded: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
+
+    @property
+    def gathered(self) -> bool:
+        """Whether weights are sharded or offloaded, so that each layer is gathered before its use."""
+        return "weights" in self.sharded | self.offloaded
+
+    def on_device(self, kind: str, parameters: int, ranks: int) -> float:
+        """Return the bytes of `kind` on the device of one rank."""
+        return 0 if kind in self.offloaded else self.share(kind, parameters, ranks)
+
+    def in_ram(self, kind: str, parameters: int, ranks: int) -> float:
+        """Return the bytes of `kind` that one rank stores in RAM."""
+        return self.share(kind, parameters, ranks) if kind in self.offloaded else 0
+
+    def share(self, kind: str, parameters: int, ranks: int) -> float:
+        """Return the bytes of `kind` that one of `ranks` ranks stores, on the device or in RAM."""
+        each: float = getattr(self, kind)
+        return each * parameters / (ranks if kind in self.sharded else 1)
+
+
+def zero(stage: int, offload: bool, bfloat16: bool) -> Footprint:
+    """Return the footprint of DeepSpeed's ZeRO.
+
+    From stage 1 on, the optimizer has a float32 copy of the weights, whatever the dtype of the weights. An
+    offloaded optimizer also has float32 gradients.
+
+    Args:
+        stage: ZeRO stage, 0 to 3.
+        offload: whether the optimizer is offloaded, and at stage 3 the weights as well.
+        bfloat16: whether weights and gradients are bfloat16; otherwise float32.
+    """
+    sharded = {0: (), 1: ("optimizer",), 2: ("gradients", "optimizer"), 3: KINDS}[stage]
+    offloaded = {2: ("gradients", "optimizer"), 3: KINDS}.get(stage, ()) if offload else ()
+    each = 2 if bfloat16 else 4
+    return Footprint(
+        weights=each,
+        gradients=4 if offloaded else each,
+        optimizer=12 if bfloat16 or stage > 0 else 8,
+        bucket=_REDUCE_BUCKET if stage > 0 else _MESSAGE,
+        sharded=frozenset(sharded),
+        offloaded=frozenset(offloaded),
+    )
+
+
+class Device(Choice):
+    """The device of the models. `auto`: CUDA if there is a GPU, else the CPU."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+WITHOUT_GRADIENT = 4  # with `backend.tokens`, how many times as large forward passes without gradients are
+
+
+@dataclass(kw_only=True, slots=True)
+class BackendConfig(Section):
+    """The keys that every backend has."""
+
+    scales_loss: ClassVar[bool] = False  # True: the engine scales the loss, as float16 requires
+    any_optimizer: ClassVar[bool] = False  # True: the engine has all optimizers; otherwise only AdamW
+    compiles: ClassVar[bool] = False  # True: the blocks of models can be compiled
+    packages: ClassVar[tuple[str, ...]] = ()  # packages of the library that trains, besides torch
+    # keys that stages share
+    for_stages: ClassVar[tuple[str, ...]] = ("device", "threads", "portable", "timeout_s")
+
+    name: str = MISSING
+    micro_batch: int = number(16, "sequences per forward pass and rank", least=1)
+    tokens: int | None = number(
+        None,
+        "tokens per forward pass and rank (sequences x padded length), besides micro_batch; "
+        f"{WITHOUT_GRADIENT} times both without gradients; 0: as many as the memory plan allows; null: 0 on "
+        "GPUs, and on CPUs with too little memory for passes without a limit",
+        least=0,
+        remedy="0",
+        added=True,
+    )
+    device: Device = Device.auto
+    threads: int | None = number(None, least=1, affects=Affects.speed)
+    """CPU threads of torch; null: one per core"""
+    ranks: int | None = number(None, least=1, affects=Affects.speed)
+    """number of ranks that the launcher must start; null: any number"""
+    compile: bool | None = entry(None, added=True)
+    """compile the blocks of models; null: only on a GPU where this saves time"""
+    portable: bool = entry(False, added=True)
+    """the same bits on every x86 processor with AVX2, at about 1.8 times the CPU time"""
+    timeout_s: float = entry(1800.0, affects=Affects.speed)
+    """seconds that a rank waits for other ranks before the run fails"""
+
+    def footprint(self) -> Footprint:
+        """Return the bytes per parameter that training needs, for the memory plan.
+
+        By default every rank stores all weights, gradients and AdamW moments in float32.
+        """
+        return Footprint()
+
+
+@option("backend", "torch", part="rlhf.engines.torch_engine:TorchEngine")
+class TorchConfig(BackendConfig):
+    """Plain torch: the whole model on every rank."""
+
+    scales_loss: ClassVar[bool] = True
+    any_optimizer: ClassVar[bool] = True
+    compiles: ClassVar[bool] = True
+
+
+# -- DeepSpeed -------------------------------------------------------------------------------------
+
+OWNED = {  # key of DeepSpeed that must not be set -> key of this project to set instead
+    "train_batch_size": "schedule.prompts_per_update",
+    "train_micro_batch_size_per_gpu": "backend.micro_batch",
+    "gradient_accumulation_steps": "backend.micro_batch",
+    "managed_gradient_accumulation": "backend.micro_batch",
+    "gradient_clipping": "optim.max_grad_norm",
+    "gradient_allreduce_op": "nothing",
+    "optimizer": "optim.lr, optim.betas, optim.eps and optim.weight_decay",
+    "scheduler": "optim.schedule and optim.warmup",
+    "fp16": "model.dtype",
+    "bf16": "model.dtype",
+    "bfloat16": "model.dtype",
+    "torch_autocast.enabled": "model.dtype",
+    "torch_autocast.dtype": "model.dtype",
+    "zero_optimization.stage": "backend=zero0, zero1, zero2 or zero3",
+    "zero_optimization.offload_optimizer.device": "backend=zero2_offload or zero3_offload",
+    "zero_optimization.offload_param.device": "backend=zero3_offload",
+    "zero_optimization.compute_grad_norm": "nothing",
+}
+
+# Top-level keys of DeepSpeed 0.19.8, except the keys that DeepSpeed refuses.
+_NATIVE = """activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger
+    communication_data_type compile csv_monitor data_efficiency data_types dataloader_drop_last
+    datastates_ckpt disable_allgather disable_python_gc dump_state expert_parallel flops_profiler fp16
+    gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
+    hybrid_engine log_level managed_gradient_accumulation memory_breakdown optimizer pipeline
+    prescale_gradients scheduler seq_parallel_communication_data_type steps_per_print tensor_parallel
+    tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
+    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"""
+KNOWN = frozenset(_NATIVE.split())
+RANKS_FILE = "ranks.json"  # file in a checkpoint that contains the number of ranks
+
+
+@dataclass(kw_only=True, slots=True)
+class ZeroConfig(BackendConfig):
+    """DeepSpeed ZeRO: ranks share optimizer state (from stage 1), gradients (from 2) and weights (3)."""
+
+    packages: ClassVar[tuple[str, ...]] = ("deepspeed",)
+    stage: ClassVar[int]
+    offload_optimizer: ClassVar[bool] = False  # optimizer state and step on the CPU
+    offload_weights: ClassVar[bool] = False  # weights in CPU memory until a forward pass needs them
+
+    for_stages: ClassVar[tuple[str, ...]] = (*BackendConfig.for_stages, "deepspeed")
+
+    deepspeed: dict[str, Any] = entry(dict)
+    """native keys of DeepSpeed; they replace the values that this project sets"""
+
+    def footprint(self) -> Footprint:
+        """Return the bytes per parameter that training needs: float32, divided over ranks by stage."""
+        return zero(self.stage, self.offload_optimizer, bfloat16=False)
+
+    def settings(self, dtype: Dtype, max_grad_norm: float | None = None) -> dict[str, Any]:
+        """Return the native configuration of DeepSpeed.
+
+        Args:
+            dtype: the dtype of forward passes.
+            max_grad_norm: the norm to which DeepSpeed clips gradients; None: no clipping.
+        """
+        cpu = {"device": "cpu"}
+        zero: dict[str, Any] = {
+            "stage": self.stage,
+            "reduce_bucket_size": _REDUCE_BUCKET,
+            "overlap_comm": self.stage > 0,  # ranks reduce gradients during the backward pass
+        }
+        if self.offload_optimizer:
+            zero["offload_optimizer"] = cpu
+        if self.offload_weights:
+            zero["offload_param"] = cpu
+        ours = {
+            "train_micro_batch_size_per_gpu": 1,  # required, but without effect: the engine divides batches
+            "gradient_clipping": max_grad_norm or 0.0 if self.stage else 0.0,  # at stage 0 the engine clips
+            "zero_optimization": zero,
+            # No layers by class: at stage 3 the engine selects the weights that ranks send in bfloat16.
+            "torch_autocast": {
+                "enabled": dtype is Dtype.bfloat16,
+                "dtype": "bfloat16",
+                "lower_precision_safe_modules": [],
+            },
+        }
+        both = OmegaConf.to_container(OmegaConf.merge(ours, self.deepspeed))
+        assert isinstance(both, dict)
+        return {str(key): value for key, value in both.items()}
+
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error if DeepSpeed is missing, and for each native key that is unknown or in `OWNED`."""
+        yield from missing_package(
+            f"backend={self.name}", "deepspeed", "deepspeed", otherwise="set backend=torch"
+        )
+        for key in [each for each in self.deepspeed if each not in KNOWN]:
+            close = get_close_matches(key, KNOWN, n=1)
+            remedy = f"did you mean {close[0]}?" if close else "see DeepSpeed's documentation"
+            rule, reason = "be a key of DeepSpeed's configuration", "an unknown key has no effect"
+            yield self.refused(at, f"deepspeed.{key}", rule, reason, remedy=remedy)
+        for key, instead in OWNED.items():
+            if OmegaConf.select(OmegaConf.create(self.deepspeed), key) is not None:
+                remedy = "leave it out" if instead == "nothing" else f"set {instead}"
+                reason = "another key of the run sets it; results would differ from backend=torch"
+                yield self.refused(at, f"deepspeed.{key}", "not be set", reason, remedy=remedy)
+
+
+@option("backend", "zero0", part="rlhf.engines.deepspeed_engine:DeepSpeedEngine")
+class Zero0Config(ZeroConfig):
+    """DeepSpeed data parallelism: every rank has the whole model."""
+
+    stage: ClassVar[int] = 0
+
+
+@option("backend", "zero1", part="rlhf.engines.deepspeed_engine:DeepSpeedEngine")
+class Zero1Config(ZeroConfig):
+    """DeepSpeed ZeRO stage 1: optimizer state is divided over ranks."""
+
+    stage: ClassVar[int] = 1
+
+
+@option("backend", "zero2", part="rlhf.engines.deepspeed_engine:DeepSpeedEngine")
+class Zero2Config(ZeroConfig):
+    """DeepSpeed ZeRO stage 2: optimizer state and gradients are divided over ranks."""
+
+    stage: ClassVar[int] = 2
+
+
+@option("backend", "zero3", part="rlhf.engines.deepspeed_engine:DeepSpeedEngine")
+class Zero3Config(ZeroConfig):
+    """ZeRO stage 3: optimizer state, gradients and the weights of all models are divided over ranks."""
+
+    stage: ClassVar[int] = 3
+
+
+@option("backend", "zero2_offload", part="rlhf.engines.deepspeed_engine:DeepSpeedEngine")
+class Zero2OffloadConfig(Zero2Config):
+    """ZeRO stage 2 with the optimizer on the CPU."""
+
+    offload_optimizer: ClassVar[bool] = True
+
+
+@option("backend", "zero3_offload", part="rlhf.engines.deepspeed_engine:DeepSpeedEngine")
+class Zero3OffloadConfig(Zero3Config):
+    """ZeRO stage 3 with optimizer and weights in CPU memory."""
+
+    offload_optimizer: ClassVar[bool] = True
+    offload_weights: ClassVar[bool] = True

@@ -16,18 +16,11 @@ from typing import ClassVar
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from rlhf.config import algorithms as algorithms  # registers its options
-from rlhf.config import generators as generators  # registers its option
-from rlhf.config import run as run  # registers its settings
-from rlhf.config import scorers as scorers  # registers its option
-from rlhf.config import tasks as tasks  # registers its options
+from rlhf.config import run
 from rlhf.config.algorithms import AlgoConfig, Data, PPOConfig, Trains, ValueFrom
-from rlhf.config.backends import BackendConfig
 from rlhf.config.environments import EnvironmentConfig
 from rlhf.config.generators import GeneratorConfig, WorkerConfig
-from rlhf.config.models import ModelConfig
-from rlhf.config.run import LoggersConfig, Progress, Resume, StagesConfig
-from rlhf.config.schedule import DEFAULT_EPOCHS, ClockConfig, EvalConfig, OptimConfig, ScheduleConfig
+from rlhf.config.models import BackendConfig, ModelConfig
 from rlhf.config.schema import Affects, Section, entry, number
 from rlhf.config.scorers import LabelsScorerConfig, NoScorerConfig, RewardModelScorerConfig, ScorerConfig
 from rlhf.config.tasks import TaskConfig
@@ -36,7 +29,7 @@ from rlhf.core.machine import this_machine
 
 # The generator that `generator=auto` stands for, which is the default.
 #
-# `candidates` returns the generators that this machine can run, and `rlhf.checks.machine` selects the first
+# `candidates` returns the generators that this machine can run, and `rlhf.checks.check` selects the first
 # with which the config is valid. While a config is composed, conf/generator/auto.yaml reads the selected
 # generator from an environment variable, so the processes of a sweep read it too.
 
@@ -107,14 +100,14 @@ class Config(Section):
     generator: GeneratorConfig = MISSING
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     backend: BackendConfig = MISSING
-    clock: ClockConfig = field(default_factory=ClockConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    stages: StagesConfig = field(default_factory=StagesConfig)
-    logger: LoggersConfig = entry(LoggersConfig)
+    clock: run.ClockConfig = field(default_factory=run.ClockConfig)
+    optim: run.OptimConfig = field(default_factory=run.OptimConfig)
+    schedule: run.ScheduleConfig = field(default_factory=run.ScheduleConfig)
+    eval: run.EvalConfig = field(default_factory=run.EvalConfig)
+    stages: run.StagesConfig = field(default_factory=run.StagesConfig)
+    logger: run.LoggersConfig = entry(run.LoggersConfig)
     seed: int = number(1, "seed of everything random in the run", least=0, affects=Affects.result)
-    resume: Resume = entry(Resume.auto)
+    resume: run.Resume = entry(run.Resume.auto)
     save_total_limit: int = number(2, "checkpoints that are kept; a run resumes from the newest", least=1)
     save_generations: bool = entry(False)
     """write every rollout with its scores to generations/ of the run folder"""
@@ -127,7 +120,7 @@ class Config(Section):
     push_to: str | None = entry(None)
     """hub repository <owner>/<name>, to which a finished run uploads its model; a new repository is private
 """
-    progress: Progress = entry(Progress.auto)
+    progress: run.Progress = entry(run.Progress.auto)
 
     @property
     def data(self) -> Data:
@@ -140,6 +133,11 @@ class Config(Section):
     def reads_pairs(self) -> bool:
         """Whether training reads preference pairs."""
         return self.data is Data.preferences
+
+    @property
+    def start_key(self) -> str:
+        """The key of the model that training starts from."""
+        return "model.base" if self.algo.trains is Trains.base else "model.policy"
 
     @property
     def start(self) -> str | None:
@@ -233,7 +231,7 @@ class Config(Section):
         if self.schedule.total_episodes is not None:
             return None
         saved = self.generator.rollouts and not self.generator.samples
-        default = DEFAULT_EPOCHS if self.task.own_data and not saved else None
+        default = run.DEFAULT_EPOCHS if self.task.own_data and not saved else None
         return self.schedule.total_epochs or default
 
     def num_updates(self, examples: int | None = None) -> int:

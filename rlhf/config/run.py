@@ -1,4 +1,4 @@
-"""Settings of a run as a program: resuming, progress, loggers, searches."""
+"""Sections of a run: schedule, optimizer, evaluation, clock, resuming, loggers, searches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,246 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
 
-from rlhf.config.schema import Choice, Section, entry, missing_package, number, option
+from rlhf.config.schema import Affects, Choice, Section, entry, missing_package, number, option
 from rlhf.core.formatting import hide
 from rlhf.core.machine import refusal
+
+# Sections of the schedule, the optimizer and evaluation during training.
+#
+# A new key is one field: `entry` and `number` (`rlhf.config.schema`) declare its meaning, default and bounds,
+# and whether it is part of the name of a run.
+
+
+MOST_EPISODES = 10**9
+DEFAULT_EPOCHS = 3  # passes over the data of a task that reads your own data
+
+
+class Update(Choice):
+    """The time at which a generator loads new weights."""
+
+    between = "between", "between requests, in the order in which requests and weights were sent"
+    in_flight = "in_flight", "at once, even during a request"
+
+
+class Order(Choice):
+    """Which groups (a prompt with its samples) are trained next."""
+
+    fifo = "fifo", "in the order of their starts, in whole batches"
+    completed = "completed", "complete groups"
+
+
+class Stale(Choice):
+    """What happens to a group that would be older than the bound when it is trained."""
+
+    wait = "wait", "the trainer waits for it, before it is too old"
+    drop = "drop", "it is discarded"
+    cut = "cut", "it ends at once, with the tokens that it has"
+
+
+class Unit(Choice):
+    """What starts together when slots of the generators are free."""
+
+    group = "group", "all samples of a prompt"
+    sequence = "sequence", "one sample"
+
+
+class Dropped(Choice):
+    """What happens to the prompt of a discarded group."""
+
+    again = "again", "it starts again, before new prompts"
+    skip = "skip", "it is left out"
+
+
+class LRSchedule(Choice):
+    """The learning rate after warm-up. Decays end at 0; skipped and overflowed steps count."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class Optimizer(Choice):
+    """The optimizer of the trained weights."""
+
+    adamw = "adamw"
+    muon = "muon", "Muon for the matrices of hidden layers, AdamW for all other weights"
+    adamw_8bit = "adamw_8bit", "AdamW with moments of 8 bits"
+
+
+class ESSScaling(Choice):
+    """The factor of the learning rate of one step, given s = min(1, ESS / B / on-policy ESS / B)."""
+
+    none = "none", "1"
+    sqrt = "sqrt", "sqrt(s), for Adam"
+    linear = "linear", "s"
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig(Section):
+    """The optimizer and its learning-rate schedule."""
+
+    optimizer: Optimizer = entry(Optimizer.adamw, added=True)
+    lr: float = number(MISSING, "learning rate", above=0, remedy="3e-06")
+    schedule: LRSchedule = LRSchedule.linear
+    warmup: float = number(0.0, least=0, counts="optimizer steps")
+    """optimizer steps of warm-up, w; below 1: a fraction of the run; step t, from 0, has (t + 1) / (w + 1) of
+    the learning rate"""
+    max_grad_norm: float | None = number(1.0, above=0)
+    """gradients are scaled down to this norm; ppo: one norm over policy and value model; null: no clipping"""
+    momentum: float = number(0.95, when="optimizer=muon", least=0, below=1, added=True)
+    """decay rate of the momentum of Muon"""
+    eps: float = number(1e-8, above=0)
+    """epsilon in the denominator of Adam, also for ppo (Huang et al., arXiv 2403.17031: 1e-5)"""
+    betas: tuple[float, float] = entry((0.9, 0.999), "decay rates of Adam's moments")
+    weight_decay: float = number(0.0, least=0)
+    """decay of all trained weights towards zero, also of biases, norms and embeddings"""
+    ess_scaling: ESSScaling = entry(ESSScaling.none, added=True)
+    """lower the learning rate of a step whose samples are stale (VCPO), by their effective sample size (ESS)
+"""
+    ess_on_policy: float = number(1.0, when="ess_scaling!=none", above=0, most=1, added=True)
+    """ESS of on-policy samples as a fraction of their number"""
+
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error if `betas` are not two numbers in [0, 1)."""
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            reason = "decay rates of the gradient and of its square"
+            yield self.refused(at, "betas", "be two numbers >= 0 and < 1", reason)
+
+
+@dataclass(kw_only=True, slots=True)
+class ScheduleConfig(Section):
+    """How long a run is, how large its batches are, and how far off-policy it may be."""
+
+    total_episodes: int | None = number(None, least=1, most=MOST_EPISODES, remedy="12800")
+    """responses of the whole run"""
+    total_epochs: float | None = number(
+        None,
+        "passes over the data, instead of total_episodes; with task=local or task=preferences and both "
+        f"null: {DEFAULT_EPOCHS}",
+        above=0,
+        remedy="1",
+    )
+    prompts_per_update: int = number(MISSING, "N, prompts of one update over all ranks", least=1, remedy="64")
+    minibatches: int = number(1, "optimizer steps in one pass over a rollout batch", least=1)
+    epochs: int = number(1, "passes over a rollout batch", least=1)
+    max_lag: int = number(0, least=0)
+    """later rollout batches in flight while a batch is trained on; 0: synchronous"""
+    update: Update = entry(Update.between, "when the generator loads new weights")
+    order: Order = entry(Order.fifo, "which groups are trained next", added=True)
+    max_age: int | None = number(None, least=1, remedy="8", added=True)
+    """largest age of a trained group, in updates, with order=completed; null: no bound"""
+    stale: Stale = entry(Stale.wait, "what happens to a group at max_age", "max_age!=null", added=True)
+    unit: Unit = entry(Unit.group, "what starts together when slots are free", added=True)
+    dropped: Dropped = entry(Dropped.again, "the prompt of a discarded group", "stale=drop", added=True)
+    refill: int = number(0, least=0, added=True)
+    """most groups without signal (equal scores) that groups of other prompts replace for an update, in
+    multiples of N; 0: none"""
+    replay: int = number(1, least=1, added=True)
+    """last rollout batches from which the prompts of an update are drawn; 1: only the new batch"""
+    solved_at: float | None = number(None, remedy="0.9", added=True)
+    """mean score of a prompt's samples from which on later epochs leave the prompt out; null: none is left
+    out"""
+    eval_every: float = number(0.2, least=0, counts="updates")
+    """updates between evaluations, besides those before and after training; below 1: a fraction of the run;
+    more than the run has: only before and after; 0: none at all"""
+    save_every: float = number(0.25, least=0, counts="updates", affects=Affects.nothing)
+    """updates between checkpoints; below 1: a fraction of the run; 0: never"""
+    log_every: float = number(1, least=0, counts="updates", affects=Affects.nothing)
+    """updates between training rows; below 1: a fraction of the run; 0: never"""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a generator may load new weights during a request."""
+        return self.update is Update.in_flight
+
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error if `max_lag` is 0 with `update=in_flight`, or above `max_age`."""
+        if self.in_flight and self.max_lag < 1:
+            reason = "otherwise no request is running when the weights change"
+            yield self.refused(at, "max_lag", f"be >= 1 with {at}.update=in_flight", reason, 1)
+        if self.max_age is not None and self.max_age < self.max_lag:
+            reason = "groups start up to that many updates ahead"
+            yield self.refused(at, "max_age", f"be >= {at}.max_lag={self.max_lag}", reason, self.max_lag)
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig(Section):
+    """Evaluation during training."""
+
+    prompts: int = number(256, "held-out prompts or pairs of an evaluation", least=1)
+    batch_size: int = number(256, least=1, affects=Affects.speed)
+    """sequences decoded in parallel if the generator does not sample"""
+    temperature: float = number(0.01, "sampling temperature; the default is near-greedy", above=0)
+    samples: int = number(3, least=0, affects=Affects.nothing)
+    """completions in the terminal after the last evaluation; 0: none"""
+
+    @property
+    def asked(self) -> bool:
+        """Whether `prompts` is not the default; a split with fewer prompts then deserves a warning."""
+        return self.prompts != EvalConfig().prompts
+
+
+# Sections of the clock (`clock=...`): whose time decides which weights sample which tokens.
+
+
+@option("clock", "wall", part="rlhf.training.events:build")
+class ClockConfig(Section):
+    """The time of this machine: generators sample as fast as they can."""
+
+    virtual: ClassVar[bool] = False  # True: generators and trainer work in virtual time
+
+    name: str = entry("wall", added=True)
+
+
+@option("clock", "virtual", part="rlhf.training.events:VirtualStream")
+class VirtualConfig(ClockConfig):
+    """The virtual time of a cluster that is simulated in this process, the same on every machine."""
+
+    virtual: ClassVar[bool] = True
+
+    slots: int | None = number(None, least=1, remedy="64")
+    """sequences decoded at the same time; null: as many as can be in flight, N K (max_lag + 1)"""
+    step_s: float = number(1.0, "seconds of a decoding step of one sequence", above=0)
+    step_growth: float = number(0.0, "growth of these seconds with each running sequence", least=0)
+    prefill: float = number(0.0, least=0)
+    """steps per token that is encoded: prompts, messages of environments, and both after each load"""
+    spread: float = number(0.0, "standard deviation of the log of a factor on the steps per token", least=0)
+    shared: float = number(0.8, least=0, most=1)
+    """part of the spread that belongs to the prompt, not to the sample"""
+    longest: float | None = number(None, least=1, remedy="20")
+    """largest factor, as a multiple of its median; null: no limit"""
+    stretch: float = number(1.0, least=1)
+    """exponent: n of at most T tokens take T (n / T)^stretch steps, times the factor; 1: n steps, 8: a tail
+    of long responses that the policy can learn to avoid"""
+    balance: float = number(1.0, above=0)
+    """seconds of an update, as a multiple of the ideal generation of its batch"""
+    train_s: float | None = number(None, least=0, remedy="10")
+    """constant seconds of an update, instead of balance"""
+    train_token_s: float = number(0.0, when="train_s!=null", least=0)
+    """with train_s, further seconds per token of the batch"""
+    score_s: float = number(0.0, "seconds from the end of a group until it is scored", least=0)
+    sync_s: float = number(0.0, least=0)
+    """seconds from the end of training until the generators have the weights"""
+    pause_s: float = number(0.0, "seconds after a load in which no sequence advances", least=0)
+
+    def seconds_of_step(self, running: int) -> float:
+        """Return the seconds of a decoding step with `running` sequences."""
+        return self.step_s * (1 + self.step_growth * running)
+
+    def seconds_of_update(self, steps: float, tokens: int, slots: int) -> float:
+        """Return the seconds of training on a batch.
+
+        Args:
+            steps: decoding steps of all sequences of the batch, summed.
+            tokens: tokens of the batch.
+            slots: sequences that are decoded at the same time.
+        """
+        if self.train_s is not None:
+            return self.train_s + self.train_token_s * tokens
+        return self.balance * steps * self.seconds_of_step(slots) / slots
+
 
 # Settings of resuming, of the progress display and of prerequisite stages.
 

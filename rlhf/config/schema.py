@@ -94,10 +94,8 @@ class Section:
             default = value_at(type(self)(), name)
             instead = bound and bound.remedy or ("<value>" if default == MISSING else default)
         reason = because and f" ({because})"
-        value = instead if isinstance(instead, str) else plain(instead)
-        return (
-            f"{key} must {rule}{reason}, got {plain(value_at(self, name))}; {remedy or f'set {key}={value}'}"
-        )
+        remedy = remedy or f"set {key}={instead if isinstance(instead, str) else plain(instead)}"
+        return f"{key} must {rule}{reason}, got {plain(value_at(self, name))}; {remedy}"
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each setting of this section that has no effect, or is allowed but doubtful."""
@@ -162,16 +160,10 @@ def sections(section: Section, key: str = "") -> Iterator[tuple[str, Section]]:
     """
     yield key, section
     for each in fields(section):
-        value = getattr(section, each.name)
-        at = dotted(key, each.name)
-        named = (
-            {dotted(at, name): part for name, part in value.items()}
-            if isinstance(value, dict)
-            else {at: value}
-        )
-        for name, part in named.items():
+        at, value = dotted(key, each.name), getattr(section, each.name)
+        for name, part in value.items() if isinstance(value, dict) else [("", value)]:
             if isinstance(part, Section):
-                yield from sections(part, name)
+                yield from sections(part, f"{at}.{name}" if name else at)
 
 
 def dotted(at: str, name: str) -> str:

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
+from rlhf.config.generators import service_problems, token_problems, url_problems
 from rlhf.config.models import Dtype
 from rlhf.config.schema import Affects, Section, entry, missing_package, number, option, plain, sections
-from rlhf.config.services import service_problems, token_problems, url_problems
 from rlhf.config.tasks import EmbeddedTaskConfig, Need, QuestionsConfig, TaskConfig
 from rlhf.core.errors import one_line, setting
 from rlhf.usercode.address import ONLY_HERE, function_problem, takes_lists
@@ -94,7 +94,7 @@ class ScorerConfig(Section):
         Args:
             reward: `model.reward` of the run.
         """
-        return self.name
+        return self.name, self.described
 
     def rounding(self, dtype: Dtype) -> float:
         """Return the default of `algo.tie_tolerance` for scores of this scorer; 0 if its scores are exact.
@@ -142,11 +142,6 @@ def scorers(section: Section) -> Iterator[tuple[str, ScorerConfig]]:
     for key, each in sections(section):
         if isinstance(each, ScorerConfig):
             yield key, each
-
-
-def choice(key: str) -> str:
-    """Return the key that selects the option of the scorer at `key`, for example `scorer@gold` for `gold`."""
-    return key if key == "scorer" else f"scorer@{key}"
 
 
 @option("scorer", "reward_model", part="rlhf.scorers.reward_model:build")
@@ -238,7 +233,7 @@ class PartsScorerConfig(ScorerConfig):
         """Yield an error for each part that does not judge a text by itself."""
         for name, part in self.parts.items():
             if part.name in ("labels", "none", self.name):
-                key = choice(f"{at}.parts.{name}")
+                key = f"scorer@{at}.parts.{name}"
                 yield (
                     f"{key} must be a scorer that judges a text by itself ({self.reason}), got {part.name}; "
                     f"set {key}=function"
@@ -316,10 +311,6 @@ class FunctionScorerConfig(ScorerConfig):
         """Return 0 for one function; for a list, the value of the weighted sum."""
         return self.as_sum().rounding(dtype) if isinstance(self.path, list) else 0.0
 
-    def source(self, reward: str | None) -> Hashable:
-        """Return an identifier of the scorer: its functions."""
-        return self.name, tuple(self.paths)
-
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each function that cannot be imported or called."""
         for path in self.paths:
@@ -376,10 +367,6 @@ class HttpScorerConfig(ScorerConfig):
     """retries of a failed request: the first immediately, then after 1, 2, 4, ... s"""
     token_variable: str | None = entry(None, affects=Affects.speed)
     """environment variable with the bearer token; null: none is sent"""
-
-    def source(self, reward: str | None) -> Hashable:
-        """Return an identifier of the scorer: its service."""
-        return self.name, self.url
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the address is invalid, or if the variable with the token is not set."""

@@ -84,11 +84,7 @@ class TaskConfig(Section):
             evaluates: whether the run evaluates a policy on prompts and references.
         """
         if self.path is not None and (not pairs or evaluates):
-            reason = (
-                "the policy is evaluated on prompts and references"
-                if pairs
-                else "the run reads prompts from it"
-            )
+            reason = "the policy is evaluated on it" if pairs else "the run reads prompts from it"
             yield "task.path", self.path, self.prompt_columns, self.prompt_splits, reason
         if pairs:
             reason = "the run reads preference pairs from it"

@@ -41,8 +41,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.config.backends import RANKS_FILE
-from rlhf.config.models import Dtype
+from rlhf.config.models import RANKS_FILE, Dtype
 from rlhf.core.batch import Outputs
 from rlhf.core.errors import UserError
 from rlhf.core.machine import loopback
@@ -54,7 +53,7 @@ from rlhf.models.placement import autocast, is_placeholder, place
 from rlhf.terminal.console import say
 
 if TYPE_CHECKING:
-    from rlhf.config.backends import ZeroConfig
+    from rlhf.config.models import ZeroConfig
     from rlhf.core.batch import Batch
     from rlhf.processes.ranks import Ranks
 

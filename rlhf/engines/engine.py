@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.config.models import Dtype
-from rlhf.config.schedule import ESSScaling, LRSchedule, OptimConfig, Optimizer
+from rlhf.config.run import ESSScaling, LRSchedule, OptimConfig, Optimizer
 from rlhf.core.batch import microbatches
 from rlhf.core.metrics import How, Stat, merge
 from rlhf.models.logprobs import EXTRAS

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.config.models import Dtype
-from rlhf.config.schedule import OptimConfig
+from rlhf.config.run import OptimConfig
 from rlhf.core.batch import Outputs
 from rlhf.engines.engine import Engine, EngineSettings, build_optimizer
 from rlhf.models.loading import check_saved, save
@@ -29,7 +29,7 @@ from rlhf.models.placement import autocast, place
 from rlhf.processes.ranks import buckets, together
 
 if TYPE_CHECKING:
-    from rlhf.config.backends import BackendConfig
+    from rlhf.config.models import BackendConfig
     from rlhf.core.batch import Batch, Budget
     from rlhf.models.modules import Policy, RewardModel
     from rlhf.processes.ranks import Ranks

@@ -35,8 +35,7 @@ from rlhf.processes.signals import interruptible
 from rlhf.terminal.console import prepare_output, print_error
 from rlhf.words import catalogue
 from rlhf.words.catalogue import conf_dir, groups, options
-from rlhf.words.compose import compose_node, load_config
-from rlhf.words.identity import settings
+from rlhf.words.compose import compose_node, load_config, settings
 from rlhf.words.mistakes import CONFIG_ERRORS, flag_problem, readable, texts
 
 # Common parts of the commands: arguments, `--help`, and exit codes, which `rlhf.train` lists.

@@ -16,9 +16,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from rlhf.checks import machine
-from rlhf.checks.check import overrides_of, refuse, warn, warnings
-from rlhf.checks.machine import selected
+from rlhf.checks import check
+from rlhf.checks.check import overrides_of, refuse, selected, warn, warnings
 from rlhf.config.root import SELECTED, candidates
 from rlhf.config.run import SEARCH_SWEEPER
 from rlhf.core.errors import RunError, UserError
@@ -176,7 +175,7 @@ def generator_of_jobs(config: DictConfig, jobs: Sequence[list[str]]) -> str:
         of_node = (launcher.gpus_per_node or ranks * (launcher.gpus_per_task or 0), ranks)
     loader = GlobalHydra.instance().config_loader()
 
-    def composed() -> Iterator[machine.Job]:
+    def composed() -> Iterator[check.Job]:
         for overrides in jobs:
             yield loader.load_sweep_config(config, overrides), overrides
 

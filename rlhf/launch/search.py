@@ -60,7 +60,7 @@ from rlhf.loggers.logger import Hook, StopRun
 from rlhf.runs.lock import locked
 from rlhf.terminal.console import say
 from rlhf.words.catalogue import config_dir_words
-from rlhf.words.identity import digest
+from rlhf.words.compose import digest
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Row

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rlhf.config.backends import Device
 from rlhf.config.generators import Transfer
-from rlhf.config.models import Dtype
-from rlhf.config.schema import value_at
+from rlhf.config.models import Device, Dtype
+from rlhf.config.schema import plain, value_at
 from rlhf.core.launched import local_world_size, world_size
 from rlhf.core.machine import this_machine
-from rlhf.memory.processes import Trainer, Workers
 from rlhf.memory.sizes import judges, longest, models
-from rlhf.memory.uses import CONTEXT, LIBRARIES, NEARLY, PROCESS, Part, Phase, Plan, Use, gib, nccl
+from rlhf.memory.uses import CONTEXT, NEARLY, Part, Phase, Plan, Trainer, Use, Workers, gib, nccl
 from rlhf.words.catalogue import options
 
 if TYPE_CHECKING:
@@ -139,7 +137,7 @@ def _on_ranks(
 
 def _with_gpus(workers: Workers, machine: Machine, phases: list[Phase]) -> Iterator[Use]:
     """Yield the memory of an inference engine, of the ranks, of processes on other GPUs, and in RAM."""
-    trainer, gpus, local, many = workers.trainer, machine.gpus, workers.local, workers.generators
+    trainer, gpus, local = workers.trainer, machine.gpus, workers.local
     generator, others = trainer.cfg.generator, []
     if reserved := generator.reserves(on_gpu=True):
         devices = generator.reserved_gpus(local)
@@ -155,18 +153,12 @@ def _with_gpus(workers: Workers, machine: Machine, phases: list[Phase]) -> Itera
     found = workers.on_gpus(len(gpus))
     on_ranks = [parts for gpu, parts in found.items() if gpu < local]
     others += max(on_ranks, key=lambda parts: sum(part.bytes for part in parts), default=[])
-    on_gpu = workers.route is not Transfer.shared_memory  # weights in transfer are on the trainer's GPU
-    if on_gpu:
+    if workers.route is not Transfer.shared_memory:  # weights in transfer are on the trainer's GPU
         others.append(workers.in_transfer())
     yield _on_ranks(workers, machine, phases, others, groups=int(workers.route is Transfer.nccl))
     yield from workers.own_gpus(found, gpus)
-    ram = [Part("processes", PROCESS * (local + workers.each * many), LIBRARIES)]
-    ram += [part.times(local) for part in trainer.in_ram()]
-    if trainer.cfg.has_worker and not on_gpu:
-        ram.append(workers.in_transfer().times(many))
-    if workers.annotates:
-        ram.append(Part("annotator's process", PROCESS, LIBRARIES).times(many))
-    yield Use.of("RAM", machine.ram, ram, [Phase("loading", (trainer.loading(local),))])
+    loading = Phase("loading", (trainer.loading(local),))
+    yield Use.of("RAM", machine.ram, workers.in_ram_beside_gpus(), [loading])
 
 
 # Messages about the memory plan: rows of the summary, warnings, errors with a remedy.
@@ -216,6 +208,10 @@ def warnings(cfg: Config, trains: bool = True) -> list[str]:
     return found
 
 
+_SMALLER = (  # key, a value, a value with which a run needs less memory
+    *(("generator.annotate", True, False), ("model.dtype", Dtype.float32, Dtype.bfloat16)),
+    *(("model.gradient_checkpointing", False, True), ("model.lora.rank", 0, 16)),
+)
 _WORTH = 0.95  # settings that need more than this fraction of the memory are not named
 _ADJUSTABLE = {  # phase -> the key that makes the phase smaller
     "training": "backend.micro_batch",
@@ -226,29 +222,24 @@ _ADJUSTABLE = {  # phase -> the key that makes the phase smaller
 
 def _too_little(cfg: Config, use: Use, trains: bool) -> str:
     """Return the error about a device with too little memory, with settings that fit if there are any."""
+    unfit = {each.device for each in plan(cfg, trains=trains).uses if not each.fits}
 
     def fits(changed: Config) -> bool:
-        return all(each.fits for each in plan(changed, trains=trains).uses if each.device == use.device)
+        uses = plan(changed, trains=trains).uses
+        return {each.device for each in uses if not each.fits} <= unfit - {use.device}
 
-    adjusted: str | None = "gold.batch_size"
-    step = 2  # the two responses of a pair
-    if trains:
-        adjusted, step = adjustable(cfg, use.largest.name), cfg.algo.samples_per_prompt
     first = next(models(cfg) if trains else judges(cfg))
-    made = cfg.model.architecture(cfg.task.vocabulary_size)
-    key: str = first.key
-    got: object = first.name
-    if adjusted and (fitting := _smaller(cfg, adjusted, step, fits)):
-        key, got, remedy = adjusted, value_at(cfg, adjusted), f"set {adjusted}={fitting}"
+    key, got = first.key, first.name
+    if found := next((each for each in _changes(cfg, use.largest.name, trains) if fits(each[2])), None):
+        remedy = f"set {' '.join(found[1])}"
+        if found[0]:
+            key, got = found[0], plain(value_at(cfg, found[0]))
     elif not trains:
         lower = ", or set model.dtype=bfloat16" if cfg.model.dtype is Dtype.float32 else ""
         remedy = f"set {key} to a smaller model{lower}"
-    elif (shares := _fitting_share(cfg)) is not None:
-        key, got, remedy = "generator.memory", shares[0], f"set generator.memory={shares[1]:g}"
-    elif first.name is None and made:
-        key, got, remedy = "model.hidden_size", made["hidden_size"], "set model.hidden_size=128"
-    elif together := _together_fitting(cfg, fits):
-        remedy = f"set {' '.join(together)}"
+    elif cfg.start is None:  # the run makes the model
+        key, got = "model.hidden_size", plain(value_at(cfg, "model.hidden_size"))
+        remedy = "set model.hidden_size=128"
     else:
         others = [f"set {override}" for override in smaller_settings(cfg)]
         remedy = ", or ".join([f"set {key} to a smaller model", *others])
@@ -258,6 +249,34 @@ def _too_little(cfg: Config, use: Use, trains: bool) -> str:
         f"({'the run' if trains else 'relabelling'} is estimated to need {gib(use.bytes)}: "
         f"{_in_short(use)}), got {got}; {remedy}"
     )
+
+
+def _changes(cfg: Config, phase: str, trains: bool) -> Iterator[tuple[str | None, list[str], Config]]:
+    """Yield changes that reduce the memory of a run: the single key that changes, overrides, the config.
+
+    The changes are the values half, quarter, ... of the key that makes the largest phase smaller, other
+    shares of an engine on the trainer's GPU, the nearest first, and one after the other the settings of
+    `_smaller_configs`.
+
+    Args:
+        cfg: the config of the run.
+        phase: the largest phase.
+        trains: see `plan`.
+    """
+    key, step = (adjustable(cfg, phase), cfg.algo.samples_per_prompt) if trains else ("gold.batch_size", 2)
+    changed, overrides = cfg, []
+    while key and (half := halved(changed, key, step)):
+        changed = changed.with_({key: half})
+        yield key, [f"{key}={half}"], changed
+    reserved = cfg.generator.reserves(on_gpu=True) if trains and cfg.generator.shares_gpu else None
+    if reserved is not None:
+        for share in sorted((i / 20 for i in range(1, 20)), key=lambda each: abs(each - reserved.share)):
+            memory = "generator.memory"
+            yield memory, [f"{memory}={share:g}"], cfg.with_({memory: share})
+    while trains and cfg.start and (found := _smaller_configs(cfg)):
+        override, cfg = next(iter(found.items()))
+        overrides.append(override)
+        yield None, overrides, cfg
 
 
 def adjustable(cfg: Config, phase: str) -> str | None:
@@ -274,43 +293,6 @@ def halved(cfg: Config, key: str, step: int) -> int:
     return half
 
 
-def _smaller(cfg: Config, key: str, step: int, fits: Callable[[Config], bool]) -> int | None:
-    """Return the first of the values half, quarter, ... of a key with which the config `fits`, or None."""
-    while half := halved(cfg, key, step):
-        cfg = cfg.with_({key: half})
-        if fits(cfg):
-            return half
-    return None
-
-
-def _fitting_share(cfg: Config) -> tuple[float, float] | None:
-    """Return the configured share of an engine on the trainer's GPU, and the nearest share that fits.
-
-    Returns:
-        Two values of `generator.memory`; None without such an engine on a GPU, or if no share fits.
-    """
-    reserved = cfg.generator.reserves(on_gpu=True)
-    if reserved is None or not cfg.generator.shares_gpu:
-        return None
-    now = reserved.share
-    for share in sorted((i / 20 for i in range(1, 20)), key=lambda each: abs(each - now)):
-        uses = plan(cfg.with_({"generator.memory": share})).uses
-        if len(uses) > 1 and all(use.fits for use in uses):
-            return now, share
-    return None
-
-
-def _together_fitting(cfg: Config, fits: Callable[[Config], bool]) -> list[str]:
-    """Return the first settings of `_smaller_configs` that together fit the device; empty if all do not."""
-    used = []
-    while found := _smaller_configs(cfg):
-        override, cfg = next(iter(found.items()))
-        used.append(override)
-        if fits(cfg):
-            return used
-    return []
-
-
 def smaller_settings(cfg: Config) -> list[str]:
     """Return overrides that reduce the memory of the run, without overrides that the run already has."""
     backends = (name for name in ("zero3", "zero3_offload") if name in options("backend"))
@@ -320,9 +302,9 @@ def smaller_settings(cfg: Config) -> list[str]:
 def _smaller_configs(cfg: Config) -> dict[str, Config]:
     """Return overrides of single keys that reduce the memory of the run -> the config with the override."""
     return {
-        f"{name}.{key}": cfg.with_({name: changed})
-        for name, section in (("generator", cfg.generator), ("model", cfg.model))
-        for key, changed in section.smaller().items()
+        f"{key}={plain(new)}": cfg.with_({key: new})
+        for key, old, new in _SMALLER
+        if value_at(cfg, key) == old
     }
 
 

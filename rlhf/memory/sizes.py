@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlhf.config.algorithms import Trains, ValueFrom
-from rlhf.config.backends import WITHOUT_GRADIENT
+from rlhf.config.models import WITHOUT_GRADIENT
 from rlhf.config.scorers import scorers
 from rlhf.core.machine import cached_folder
 from rlhf.models.folder import is_local
@@ -269,7 +269,7 @@ class Model:
 def models(cfg: Config) -> Iterator[Model]:
     """Yield the models that the trainer process of the run `cfg` loads, trained models first."""
     model, algo, start, batch = cfg.model, cfg.algo, cfg.start, most_sequences(cfg, WITHOUT_GRADIENT)
-    key = "model.base" if algo.trains is Trains.base else "model.policy"
+    key = cfg.start_key
     if algo.trains is Trains.reward:
         yield _model(cfg, "reward model", key, start, batch, trained=True, scores=True)
         return

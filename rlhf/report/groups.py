@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.config.schema import Affects
 from rlhf.core.files import component
 from rlhf.report.runs import Kind, Metric, Status, kind_of, main_metric
-from rlhf.words.identity import added_later, affecting, not_in_name
+from rlhf.words.compose import added_later, affecting, not_in_name
 
 if TYPE_CHECKING:
     from rlhf.report.runs import Run

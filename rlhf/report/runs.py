@@ -25,7 +25,7 @@ from rlhf.core.files import complete_lines, delete_command, flat
 from rlhf.loggers.display import shown
 from rlhf.runs.folder import RunFolder, counters_problem, record_problem
 from rlhf.runs.resuming import ASIDE
-from rlhf.words.identity import start_label
+from rlhf.words.compose import start_label
 
 if TYPE_CHECKING:
     import pandas

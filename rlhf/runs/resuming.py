@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rlhf.config.run import Resume
-from rlhf.config.schedule import DEFAULT_EPOCHS
+from rlhf.config.run import DEFAULT_EPOCHS, Resume
 from rlhf.core.errors import UserError, as_text, setting
 from rlhf.core.files import component
 from rlhf.core.launched import is_first_rank
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import EVALUATION_LOCK, cannot_write, check_unlocked, unwritable
-from rlhf.words.compose import load_config
-from rlhf.words.identity import differences, digest, run_name
+from rlhf.words.compose import differences, digest, load_config, run_name
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf.config.scorers import RewardModelScorerConfig, choice
+from rlhf.config.scorers import RewardModelScorerConfig
 from rlhf.core.batch import Budget, Rollouts
 from rlhf.core.errors import UserError
 from rlhf.models.loading import load_reward_model
@@ -130,8 +130,8 @@ def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardMode
         log.warning("%s=%s has no chat template: it reads the prompts in the format of the policy", key, path)
     as_it_is = reads_tokens_of(own, context.tokenizer, context.conversational)
     if context.turns is not None and not as_it_is:
-        raise UserError(
-            f"{key} must have the tokenizer and the chat template of the policy (episodes "
-            f"are never tokenized again), got {path}; set {choice(context.at)}=environment or answer"
-        )
+        rule = f"{key} must have the tokenizer and the chat template of the policy"
+        chosen = context.at if context.at == "scorer" else f"scorer@{context.at}"
+        remedy = f"set {chosen}=environment or answer"
+        raise UserError(f"{rule} (episodes are never tokenized again), got {path}; {remedy}")
     return RewardModelScorer(config, context, placed, None if as_it_is else own)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.checks.machine import TOKEN
+from rlhf.checks.check import TOKEN
 from rlhf.core import formatting
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import delete_command, whole

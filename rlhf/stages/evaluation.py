@@ -19,14 +19,11 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from rlhf.checks.check import checked, warn
-from rlhf.checks.machine import composed, composed_node
+from rlhf.checks.check import checked, composed, composed_node, warn
 from rlhf.config.algorithms import Trains
-from rlhf.config.backends import RANKS_FILE, TorchConfig
-from rlhf.config.models import LoRAConfig
+from rlhf.config.models import RANKS_FILE, LoRAConfig, TorchConfig
 from rlhf.config.root import Config, threads
-from rlhf.config.run import Progress
-from rlhf.config.schedule import Update
+from rlhf.config.run import Progress, Update
 from rlhf.config.scorers import NoScorerConfig
 from rlhf.core import files, formatting
 from rlhf.core.errors import UserError, explained, setting
@@ -44,9 +41,8 @@ from rlhf.stages.artefacts import adapter_problem, again, model_problem
 from rlhf.terminal.console import say, say_items, say_loading
 from rlhf.terminal.progress import progress
 from rlhf.words.catalogue import options
-from rlhf.words.compose import key_of, load_config, overridden
-from rlhf.words.identity import digest
-from rlhf.words.suggestions import one_of
+from rlhf.words.compose import digest, key_of, load_config, overridden
+from rlhf.words.mistakes import one_of
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Evaluation

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.checks.check import check_job, checked, warn, warnings
-from rlhf.checks.machine import check_machine
+from rlhf.checks.check import check_job, check_machine, checked, warn, warnings
 from rlhf.config.algorithms import Trains
 from rlhf.config.root import Config
-from rlhf.config.schedule import LRSchedule
+from rlhf.config.run import LRSchedule
 from rlhf.core.errors import UserError, setting
 from rlhf.core.files import write_atomically
 from rlhf.core.launched import is_first_rank
@@ -28,8 +27,7 @@ from rlhf.runs.folder import complete_checkpoints
 from rlhf.runs.lock import claimed
 from rlhf.runs.resuming import LENGTH, length_key, length_value
 from rlhf.terminal.console import say, say_loading
-from rlhf.words.compose import key_of, load_config, overridden
-from rlhf.words.identity import not_in_name
+from rlhf.words.compose import key_of, load_config, not_in_name, overridden
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich import box
 from rich.table import Table
 
-from rlhf.checks.algorithms import recipes_of_other_commands
-from rlhf.checks.check import problems, warn, warnings
-from rlhf.checks.machine import check_memory, composed
+from rlhf.checks.check import check_memory, composed, problems, warn, warnings
+from rlhf.checks.settings import recipes_of_other_commands
 from rlhf.config.algorithms import Trains
 from rlhf.config.run import Resume
 from rlhf.core.errors import UserError

@@ -26,7 +26,7 @@ from rlhf.runs.lock import waiting_claim
 from rlhf.stages.artefacts import Artefact, made_once, trained
 from rlhf.terminal.console import say
 from rlhf.terminal.progress import Stages
-from rlhf.words import identity
+from rlhf.words import compose as identity
 from rlhf.words.compose import compose
 from rlhf.words.mistakes import CONFIG_ERRORS, explain
 

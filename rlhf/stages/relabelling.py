@@ -24,10 +24,8 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
-from rlhf.checks.check import checked, warn, warnings
-from rlhf.checks.machine import composed
+from rlhf.checks.check import checked, composed, warn, warnings
 from rlhf.config.algorithms import Data
-from rlhf.config.scorers import choice
 from rlhf.config.tasks import SPLITS
 from rlhf.core import errors
 from rlhf.core.errors import UserError
@@ -50,7 +48,7 @@ from rlhf.runs.lock import written_by_one
 from rlhf.stages import prerequisites
 from rlhf.terminal.console import say, say_loading, say_row
 from rlhf.terminal.progress import progress
-from rlhf.words.identity import what_counts
+from rlhf.words.compose import what_counts
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -85,8 +83,8 @@ def pairs_of(overrides: list[str]) -> Config:
     cfg = checked(composed(overrides))
     if cfg.gold.name in ("none", "labels"):
         raise UserError(
-            f"{choice('gold')} must be a scorer that judges (the pairs are labelled by it), got "
-            f"{cfg.gold.name}; set {choice('gold')}=reward_model gold.path=<hub name or folder>"
+            "scorer@gold must be a scorer that judges (the pairs are labelled by it), got "
+            f"{cfg.gold.name}; set scorer@gold=reward_model gold.path=<hub name or folder>"
         )
     if cfg.task.embedded and cfg.task.preferences_path is None:
         raise UserError(

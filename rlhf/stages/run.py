@@ -43,7 +43,7 @@ from rlhf.text.encoding import encode_completions
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import Parts, train
 from rlhf.training.stream import StreamContext
-from rlhf.words.identity import model_label
+from rlhf.words.compose import model_label
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

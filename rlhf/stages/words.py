@@ -43,8 +43,7 @@ from rlhf.stages.inspection import rehearse
 from rlhf.tasks.task import summarize
 from rlhf.terminal import progress
 from rlhf.terminal.console import console, say, say_row, transcript
-from rlhf.words.compose import compose
-from rlhf.words.identity import MODEL_FOLDERS, model_label, options, settings
+from rlhf.words.compose import MODEL_FOLDERS, compose, model_label, options, settings
 from rlhf.words.mistakes import CONFIG_ERRORS
 
 if TYPE_CHECKING:

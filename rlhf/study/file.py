@@ -13,7 +13,7 @@ import yaml
 from rlhf.core.errors import UserError
 from rlhf.study.spec import Axis, Formula, Grid, Include, Method, Quantity, Spec, Table, Task, Tune, folder_of
 from rlhf.usercode.address import function_problem
-from rlhf.words.suggestions import closest, suggestion
+from rlhf.words.mistakes import closest, suggestion
 
 # Reading of study files: all problems are reported together, each with its line.
 #

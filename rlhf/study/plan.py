@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.checks.check import as_objects, problems
-from rlhf.checks.machine import composed, composed_node
+from rlhf.checks.check import as_objects, composed, composed_node, problems
 from rlhf.config.root import Config, candidates
 from rlhf.config.run import Progress
 from rlhf.config.schema import PARTS, SCHEMAS, dotted, sections
@@ -35,9 +34,8 @@ from rlhf.study.spec import TABLE, TUNE, Cell, Run, Spec, Tune, Tuned
 from rlhf.usercode.address import ONLY_HERE
 from rlhf.words import catalogue
 from rlhf.words.catalogue import read_overrides
-from rlhf.words.identity import run_name, what_counts
-from rlhf.words.mistakes import explained
-from rlhf.words.suggestions import is_own, lacking, one_of, suggestion
+from rlhf.words.compose import run_name, what_counts
+from rlhf.words.mistakes import explained, is_own, lacking, one_of, suggestion
 
 # The choice of tuned settings for each task, method and point, from runs with seeds of their own.
 #

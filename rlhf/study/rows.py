@@ -23,7 +23,7 @@ from rlhf.core.formatting import shortened
 from rlhf.core.statistics import LEVEL, Estimate, Side, distinct, holm
 from rlhf.report.runs import finite
 from rlhf.study.spec import BEST, SAME, TABLE, Cell, Formula, Operand, Quantity, Spec, Task
-from rlhf.words.suggestions import KNOWN as KNOWN
+from rlhf.words.mistakes import KNOWN as KNOWN
 
 # rows.jsonl: the results of a study, one row a run. Tables, figures and claims are made of it alone.
 
@@ -35,7 +35,7 @@ FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
 class Row:
     """The result of a run, with the names that the study file had when the file of rows was written."""
 
-    run: str  # identity: digest of the settings that results depend on (`rlhf.words.identity.digest`)
+    run: str  # identity: digest of the settings that results depend on (`rlhf.words.compose.digest`)
     inputs: Mapping[str, str]  # digests of what the settings name: data, model folders, source of plug-ins
     results: int  # results version of the project; 0: unknown
     task: str

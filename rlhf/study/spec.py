@@ -17,7 +17,7 @@ from rlhf.core.errors import UserError, one_line, place_in_code
 from rlhf.core.files import component
 from rlhf.usercode.address import load_function
 from rlhf.words.catalogue import read_overrides
-from rlhf.words.suggestions import KNOWN, suggestion
+from rlhf.words.mistakes import KNOWN, suggestion
 
 # The declaration of a study: one YAML file with tasks, methods, axes, grids, seeds, tuning and claims.
 #

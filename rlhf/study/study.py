@@ -35,7 +35,7 @@ from rlhf.study.plan import ROW, Collection, Configs, Only, Plan, Planned
 from rlhf.study.rows import Judged, Results, Row, read_rows
 from rlhf.study.spec import TABLE, Cell, Spec, Table
 from rlhf.study.work import run
-from rlhf.words.suggestions import suggestion
+from rlhf.words.mistakes import suggestion
 
 if TYPE_CHECKING:
     import pandas

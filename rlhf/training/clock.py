@@ -15,7 +15,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from rlhf.config.schedule import Order, Stale, VirtualConfig
+from rlhf.config.run import Order, Stale, VirtualConfig
 from rlhf.core.launched import derive
 
 # A response that is being decoded, in pieces, and what samples the pieces.

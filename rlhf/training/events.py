@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf.config.schedule import ClockConfig, Dropped, Order, Unit, VirtualConfig
+from rlhf.config.run import ClockConfig, Dropped, Order, Unit, VirtualConfig
 from rlhf.core.batch import Batch, Begun, Prompts, Rollouts, concatenated, grouped
 from rlhf.core.launched import derive
 from rlhf.core.metrics import How, Metrics, Stat

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlhf.config.schedule import ScheduleConfig
+from rlhf.config.run import ScheduleConfig
 from rlhf.core.state import TrainState
 from rlhf.engines.engine import Engine
 from rlhf.generators.generator import Generator

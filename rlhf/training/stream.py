@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from rlhf.config.schedule import ScheduleConfig
+from rlhf.config.run import ScheduleConfig
 from rlhf.core.batch import Batch, Prompts, R, Rollouts, Sampling, concatenated
 from rlhf.core.launched import derive
 from rlhf.core.metrics import How, Metrics, Stat, mean

@@ -79,13 +79,7 @@ def config_dir_words() -> list[str]:
 
 def groups() -> list[str]:
     """Return the config groups that `--help` lists."""
-    found = {
-        path.name
-        for folder in conf_dirs()
-        if folder.is_dir()
-        for path in folder.iterdir()
-        if path.is_dir() and path.name not in _NOT_LISTED and any(path.glob("*.yaml"))
-    }
+    found = {file.parent.name for folder in conf_dirs() for file in folder.glob("*/*.yaml")} - {*_NOT_LISTED}
     return sorted(found, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name))
 
 
@@ -176,11 +170,10 @@ def all_keys() -> tuple[str, ...]:
 def owners(section: str, name: str) -> list[str]:
     """Return the options that declare the field `name`, in the group of the section key `section`."""
     prefix = f"schema/{group_of(section).removeprefix('schema/')}/"
-    found = {option: cls for option, cls in SCHEMAS.items() if option.startswith(prefix)}
     return [
         option.removeprefix(prefix)
-        for option, cls in found.items()
-        if name in {each.name for each in fields(cls)}
+        for option, cls in SCHEMAS.items()
+        if option.startswith(prefix) and name in {each.name for each in fields(cls)}
     ]
 
 
@@ -305,27 +298,17 @@ def selected_files(overrides: Iterable[Override]) -> Iterator[_ConfigFile]:
         at = package[1].replace("_global_", "") if package else section.replace("/", ".")
         content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         listed = content.pop("defaults", None) or () if isinstance(content, dict) else ()
-        pairs = [
-            pair for entry in listed for pair in (entry if isinstance(entry, dict) else {"": entry}).items()
-        ]
-        defaults = [
-            (str(own), str(other))
-            for own, value in pairs
-            for other in (value if isinstance(value, list) else [value])
-        ]
+        defaults: list[tuple[str, str]] = []
+        for entry in listed:
+            for own, value in (entry if isinstance(entry, dict) else {"": entry}).items():
+                every = value if isinstance(value, list) else [value]
+                defaults += [(str(own), str(other)) for other in every]
         yield _ConfigFile(name, path, at, content, defaults)
         for entry, other in defaults:
             own, _, place = entry.split(" ")[-1].partition("@")
             own = own[1:] if own.startswith("/") else f"{group}/{own}".rstrip("/")
             found = f"{own}/{other}", place or (section if own == group else own)
             waiting += [found] if found not in waiting else []
-
-
-def files_that_set(key: str, overrides: Iterable[Override]) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each selected file that sets a dotted key, and the value."""
-    for file in selected_files(overrides):
-        if (value := file.value_of(key)) is not ABSENT:
-            yield file.name, value
 
 
 # Option files of the user, in the folders of `--config-dir`.

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from rlhf.config.schema import Choice, fact, plain, section_class
 from rlhf.core.errors import UserError
 from rlhf.words.catalogue import conf_dir, declared_keys, groups, options, valued_keys
-from rlhf.words.suggestions import suggestion
+from rlhf.words.mistakes import suggestion
 
 WIDTH = 80
 LONG = 20  # groups with more options are named, not listed

@@ -1,7 +1,7 @@
 """Messages about invalid configs and command lines: which word is wrong, why, and what to write instead.
 
-A message is `<key> must <rule>, got <value>; <remedy>`. Each override is judged by itself first, then the key
-that OmegaConf names, then the files that the overrides select. This module imports no torch.
+A message is `<key> must <rule>, got <value>; <remedy>`. The remedy comes from the names of this project, of
+other projects, and from similar words (`guess`). This module imports no torch.
 """
 
 from __future__ import annotations
@@ -11,37 +11,328 @@ import types
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from enum import Enum
+from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    InterpolationKeyError,
-    OmegaConfBaseException,
-)
+from omegaconf import MISSING, DictConfig, OmegaConf, errors
+from omegaconf.errors import OmegaConfBaseException
 
-from rlhf.config.schema import SCHEMAS, fact, plain
+from rlhf.config.algorithms import AlgoConfig, Trains
+from rlhf.config.schema import ABSENT, PARTS, SCHEMAS, fact, plain, sections
 from rlhf.core.errors import UserError, as_typed, override, setting, without_escapes
 from rlhf.core.formatting import shortened
 from rlhf.usercode.address import addresses
 from rlhf.words import catalogue
-from rlhf.words.catalogue import (
-    Override,
-    chosen_by,
-    group_of,
-    groups,
-    options,
-    read_overrides,
-    selected_files,
+from rlhf.words.catalogue import Override, all_keys, chosen_by, group_of, groups, options, owners
+
+if TYPE_CHECKING:
+    from rlhf.config.root import Config
+
+
+PROJECTS = ("TRL", "OpenRLHF", "verl")  # TRL 1.16, OpenRLHF 0.11, verl 0.9, and names of earlier versions
+OTHERS = "other programs"
+WITHOUT = "-"  # in place of a key: this project has no such setting
+
+_MANY = 20  # with more options, a message refers to --help instead of listing them
+_SIMILAR = 0.6  # of a misspelled word to the word that is meant
+_USUAL = ("grpo", "vllm", "local", "tldr", "function", "tools")  # options that a remedy prefers
+_ALIASES = {  # values of other programs -> values of this project
+    **{"fp16": "float16", "half": "float16", "f16": "float16"},
+    **{"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"},
+    **{"reinforce": "rloo", "reinforce++": "rloo", "group_norm": "grpo", "gae": "ppo", "online_dpo": "dpo"},
+    **{"best_of_n": "bok", "raft": "bok"},
+}
+
+
+# A word that is similar to a known one
+
+
+def _simple(word: str) -> str:
+    """Return a word in lower case, with `_` in place of `-`, and without .yaml at its end."""
+    return re.sub(r"\.ya?ml$", "", word.lower()).replace("-", "_")
+
+
+def _leaf(key: str) -> str:
+    """Return the part of a word after its last dot, as `_simple` returns it."""
+    return _simple(key).rpartition(".")[2]
+
+
+def closest(word: str, choices: Iterable[str]) -> str | None:
+    """Return the choice that is most similar to `word`, or None. Case, and - or _, make no difference.
+
+    Of a dotted choice, the whole and the part after the last dot are compared. If exactly one choice begins
+    with `word`, the result is that choice.
+    """
+    known = list(dict.fromkeys(choices))
+    if (meant := _ALIASES.get(word.lower())) in known:
+        return meant
+    by_leaf = {_leaf(choice): choice for choice in known}
+    by_name = {**by_leaf, **{_simple(choice): choice for choice in known}}
+    longer = [name for name in by_leaf if name.startswith(_simple(word))] if word else []
+    if _simple(word) not in by_name and len(longer) == 1:
+        return by_leaf[longer[0]]
+    for cutoff in (1.0, _SIMILAR):
+        if found := get_close_matches(_simple(word), by_name, n=1, cutoff=cutoff):
+            return by_name[found[0]]
+    return None
+
+
+def suggestion(word: str, choices: Iterable[str], form: str) -> str:
+    """Return `form`, filled with the choice closest to `word`; empty if no choice is close."""
+    found = closest(word, choices)
+    return form.format(found) if found is not None else ""
+
+
+def one_of(key: str, value: str, choices: Iterable[str], note: str = "") -> str:
+    """Return the message for a value that is not among the choices of `key`; `note` follows the value."""
+    choices = list(choices)
+    listed, remedy = ", ".join(choices), "choose one of them"
+    if len(choices) > _MANY and key in groups():
+        listed, remedy = f"its {len(choices)} options", f"list them with --help {key}"
+    elif len(choices) == 1:
+        remedy = f"set {key}={choices[0]}"
+    guess, own = suggestion(value, choices, f"did you mean {key}={{}}?"), _own_value(key, value)
+    remedies = (own, guess) if re.search("[/.:]", value) else (guess, own)
+    return f"{key} must be one of {listed}, got {value!r}{note}; {next(filter(None, remedies), remedy)}"
+
+
+def _own_value(key: str, value: str) -> str | None:
+    """Return the remedy for a file, a folder or a hub name in place of an option; None: it is neither.
+
+    Args:
+        key: the key of a group, such as `task` or `scorer@gold`.
+        value: the value as typed.
+    """
+    group, _, section = key.partition("@")
+    at = section or group
+    if group == "model" and value and not value.isdigit():
+        return f"for a folder or a name of the hub set {setting('model.policy', value)} (for SFT model.base)"
+    if group == "task" and re.search(r"[/.]", value) and not value.endswith((".yaml", ".yml")):
+        return f"for your own data set task=local {setting('task.path', value)}"
+    if group == "scorer" and re.match("https?://", value):
+        return f"for a service set {key}=http {setting(f'{at}.url', value)}"
+    if group == "scorer" and re.search(r":|\.py$", value):
+        functions = value[1:-1].split(",") if value.startswith("[") else value
+        return f"for a Python function set {key}=function {setting(f'{at}.path', functions)}"
+    if group == "scorer" and "/" in value:
+        return f"for a reward model set {key}=reward_model {setting(f'{at}.path', value)}"
+    return None
+
+
+# A setting of another project
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreign:
+    """A setting of other projects.
+
+    Attributes:
+        key: the key or group of this project; `WITHOUT`: there is none, and `note` says what to do.
+        names: the names in each of `PROJECTS` and in `OTHERS`, with blanks between them; the first is the
+            current name.
+        value: the value here; empty: the value there; `<value>`: it must be converted.
+        note: what differs; `<value there>: <value here>` for values that differ.
+    """
+
+    key: str
+    names: tuple[str, ...]
+    value: str
+    note: str
+
+    def named(self) -> Iterator[tuple[str, str]]:
+        """Yield each name with the project that uses it."""
+        for project, names in zip((*PROJECTS, OTHERS), self.names, strict=True):
+            for name in names.split():
+                yield name, project
+
+
+def _table() -> Iterator[_Foreign]:
+    """Yield the rows of foreign.txt."""
+    text = (files("rlhf.words") / "foreign.txt").read_text(encoding="utf-8")
+    for line in re.sub(r"\n +", " ", text).splitlines():
+        if not line.startswith("#"):
+            cells = [cell.strip() for cell in f"{line}{'|' * (6 - line.count('|'))}".split("|")]
+            yield _Foreign(cells[0], tuple(cells[1:5]), *cells[5:])
+
+
+TABLE = tuple(_table())
+
+
+def meaning(word: str, known: Collection[str] = ()) -> tuple[_Foreign, str, str] | None:
+    """Return the row, the name and the project of a setting of another project; None: no project has it.
+
+    Args:
+        word: the name as typed, with or without the sections before it.
+        known: keys of this project that the config has, for a name with several meanings; empty: any.
+    """
+    wanted = _simple(word)
+    matches = []  # the longest name, which has the most sections, is meant
+    for row in TABLE:
+        for name, project in row.named():
+            whole = f".{wanted}".endswith(f".{_simple(name)}")
+            if whole or _leaf(name) == _leaf(wanted):
+                matches.append((len(name) if whole else 0, row.key in known, row, name, project))
+    return max(matches, key=itemgetter(0, 1))[2:] if matches else None
+
+
+def assigned(row: _Foreign, value: str, words: Iterable[str] = ()) -> str:
+    """Return the arguments here for a setting of another project and its value there.
+
+    They select the option that has the key, unless the arguments `words` of the command, or the default, do.
+    """
+    if value and value in options(row.key):
+        return as_typed(row.key, value)
+    group, _, inside = row.key.partition(".")
+    if row.key in ("scorer.path", "task.path") and (own := _own_value(group, value)):
+        return own.partition(" set ")[2]
+    meant = dict(re.findall(r"([\w-]+): ([\w-]+)", row.note)).get(value) or row.value
+    if value and not meant and value[0] != "[" and catalogue.takes_list(row.key):
+        meant = f"[{value}]"
+    typed = as_typed(row.key, meant or value or "<value>")
+    leaf = inside.partition(".")[0]
+    default = "dpo" if group == "algo" else ""
+    chosen = next((word.partition("=")[2] for word in words if word.startswith(f"{group}=")), default)
+    picked = set(re.findall(r"\w+", chosen))
+    having = owners(group, leaf) if group != "logger" else [leaf] if inside else []
+    every = [name.rpartition("/")[2] for name in SCHEMAS if name.startswith(f"schema/{group}/")]
+    # all options have the key, but embedded tasks have data of their own
+    everywhere = len(having) in (0, len(every)) and row.key != "task.path"
+    if everywhere or picked & {*having} or (picked and not picked & {*every}):
+        return typed
+    return f"{group}={next((name for name in _USUAL if name in having), having[0])} {typed}"
+
+
+# What a wrong name means
+
+
+class _Guess(NamedTuple):
+    """What a wrong name probably means.
+
+    Attributes:
+        remedy: the remedy of a message.
+        key: the key or group that is meant; empty: there is none.
+        words: the arguments to type, with the value.
+        note: what differs from another project.
+    """
+
+    remedy: str
+    key: str = ""
+    words: str = ""
+    note: str = ""
+
+
+def guess(
+    word: str, value: str = "", keys: Collection[str] = (), typed: Collection[str] = ()
+) -> _Guess | None:
+    """Return what a wrong name of a key, a group, an option or a flag means; None: nothing is similar.
+
+    In this order: the name of a key or group here, or its last part; a setting of another project; an
+    option; a similar name.
+
+    Args:
+        word: the name as typed.
+        value: the value as typed; empty: there is none.
+        keys: the keys that may be meant.
+        typed: the arguments of the command.
+    """
+    names = [*groups(), *keys]
+    parts = (_leaf(word), _simple(word).replace(".", "_"))  # `eval.every` is schedule.eval_every
+    same = [name for name in names if _simple(name) == _simple(word)]
+    same += [name for name in names if _leaf(name) in parts and not name.startswith("stages.")]
+    found = meaning(word, keys)
+    if found is not None and (not same or (found[0].key not in same and "." in same[0])):
+        row, name, project = found
+        if row.key == WITHOUT:
+            return _Guess(f"{name} of {project} has no key here: {row.note}", note=row.note)
+        words = assigned(row, value, typed)
+        note = f"{name} in {project}{row.note and '; ' + row.note}"
+        return _Guess(f"set {words} ({note})", row.key, words, row.note)
+    if not same and (option := next((each for each in groups() if word in options(each)), None)):
+        return _Guess(f"did you mean {option}={word}?", option, f"{option}={word}")
+    beside = [key for key in all_keys() if key.rpartition(".")[0] == word.rpartition(".")[0] != ""]
+    near = same[0] if same else closest(_leaf(word), beside) or closest(word, names)
+    if (near := near or closest(_leaf(word), names)) is None:
+        return None
+    section, _, name = near.rpartition(".")
+    having = [f"{chosen_by(section)}={each}" for each in owners(section, name) if near not in names]
+    belongs = f", a setting of {', '.join(having)}" if having else ""
+    return _Guess(f"did you mean {near}{belongs}?", near, as_typed(near, value or "<value>"))
+
+
+def keys_of_run(overrides: Iterable[str], algo: str = "dpo") -> list[str]:
+    """Return all keys but those of other algorithms than that of the overrides; `algo` is the default."""
+    chosen = next((each[5:] for each in overrides if each.startswith("algo=")), algo)
+    own = {f"algo.{each.name}" for each in fields(SCHEMAS.get(f"schema/algo/{chosen}", AlgoConfig))}
+    return [key for key in all_keys() if ".".join(key.split(".")[:2]) in own or not key.startswith("algo.")]
+
+
+# Names of metrics that a study or a sweep may name: those of docs/reference/metrics.md.
+
+
+_FAMILIES = re.split("; |\n", (files("rlhf.words") / "metrics.txt").read_text(encoding="utf-8").strip())
+KNOWN = [
+    f"{family}/{name}" for family, names in (each.split(": ") for each in _FAMILIES) for name in names.split()
+]
+_EPISODES = "turns token_share tool_errors step_errors out_of_turns cut no_room"
+_OF_EPISODES = [f"environment/{name}" for name in _EPISODES.split()]
+# Figures of environments, scorers and tasks with names of the user.
+_OPEN = re.compile(
+    r"(eval/)?environment/\w+|objective/scores/.+|part/[^/]+/(prompts|scores|response_tokens|eos_rate)"
+    r"|eval/part/[^/]+/(score|gold_score|win_rate|response_tokens)"
 )
-from rlhf.words.suggestions import closest, guess, keys_of_run, meaning, one_of, own_value, suggestion
+_NEAR = 0.9  # similarity of a misspelled name
+
+
+def is_own(name: str) -> bool:
+    """Return whether only code of the user can measure a metric."""
+    return name not in KNOWN and not _OPEN.fullmatch(name)
+
+
+def lacking(name: str, cfg: Config, code: bool = False) -> tuple[str, str] | None:
+    """Return rule and remedy for a metric that a run does not have; None if the run may have the metric.
+
+    A plug-in may add any metric, other code of the user a family of metrics. A name that is almost one of
+    this project is misspelled nevertheless.
+
+    Args:
+        name: the metric.
+        cfg: the config of the run.
+        code: whether the run calls functions or classes of the user.
+    """
+    name = re.sub("_(low|high)$", "", name) if name.startswith("eval/") else name
+    family, kind, may = name.partition("/")[0], name.removeprefix("eval/").partition("/")[0], True
+    if kind == "environment":
+        may = cfg.environment.name != "none"
+    elif is_own(name):
+        plugged = any(not PARTS.get(type(each), "rlhf.").startswith("rlhf.") for _, each in sections(cfg))
+        may = plugged or (code and not any(known.startswith(f"{family}/") for known in KNOWN))
+    elif kind == "part":
+        may = name.split("/")[-2] in cfg.task.shares
+    every = [*KNOWN, *_OF_EPISODES]
+    alike = [known for known in every if known.count("/") == name.count("/")]
+    if not may or (name not in every and get_close_matches(name, alike, cutoff=_NEAR)):
+        guess = "" if name in every else suggestion(name, every, "did you mean {}?")
+        return "name a metric that rows keep (see docs/reference/metrics.md)", guess or "choose another one"
+    rewards, remedy = cfg.algo.trains is Trains.reward, ""
+    if name in ("eval/win_rate", "eval/tie_rate", "eval/gold_score", "eval/norm_reward"):
+        remedy = "choose another one" if rewards else "set scorer@gold or choose another one"
+        remedy = remedy if rewards or cfg.gold.name == "none" else ""
+    elif name in ("eval/win_rate_vs_initial", "eval/score") and (rewards or not cfg.scores_completions):
+        remedy = "choose another one"
+    return ("be a metric that the runs have", remedy) if remedy else None
+
+
+# Errors of composing a config. Each override is judged by itself first, then the key that OmegaConf names,
+# then the files that the overrides select.
+
 
 # Exceptions of an invalid config. For some uses of null, Hydra and OmegaConf raise the last two types.
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, AssertionError, ValueError)
@@ -72,7 +363,7 @@ def explain(error: Exception, overrides: Sequence[str], sweep: bool = False) -> 
     """
     if isinstance(error, yaml.YAMLError):
         return f"a config file is not YAML: {' '.join(str(error).split())}; fix the file"
-    typed = read_overrides(overrides)
+    typed = catalogue.read_overrides(overrides)
     for number, each in enumerate(typed):
         if found := _wrong_word(each, overrides[number + 1 :], sweep):
             return found
@@ -111,8 +402,8 @@ def _wrong_word(each: Override, following: Sequence[str], sweep: bool) -> str | 
     if "=" not in each.text and each.sign != "~":
         name, colon, option = key.partition(":")
         value = option if colon else next((word for word in following[:1] if "=" not in word), "<value>")
-        known = name in [*groups(), *catalogue.all_keys()] and name
-        meant = None if known else guess(key, keys=catalogue.all_keys())
+        known = name in [*groups(), *all_keys()] and name
+        meant = None if known else guess(key, keys=all_keys())
         remedy = f"write {as_typed(known, value)}" if known else meant.remedy if meant else "write key=value"
         return f"{key} must read key=value or group=option (it has no '='), got {each.text}; {remedy}"
     parsed = _parsed(each.text)
@@ -201,21 +492,18 @@ def _wrong_setting(error: OmegaConfBaseException, overrides: Sequence[Override])
         section = next((each.section for each in catalogue.declared_keys() if each.key == key), None)
     if section is None or not key:
         return None
-    files = list(catalogue.files_that_set(key, overrides))
-    if isinstance(error, ConfigAttributeError | ConfigKeyError):
-        return _unknown_key(key, section, overrides, files[0][0] if files else None)
+    in_files = ((each.name, each.value_of(key)) for each in catalogue.selected_files(overrides))
+    file, value = next((each for each in in_files if each[1] is not ABSENT), (None, error.value))
+    if isinstance(error, errors.ConfigAttributeError | errors.ConfigKeyError):
+        return _unknown_key(key, section, overrides, file)
     own = next((each for each in overrides if f"{each.key}.".startswith(f"{key}.")), None)
-    place = f" in {files[0][0]}.yaml" if files and own is None else ""
+    value, place = (own.value, "") if own else (plain(value), f" in {file}.yaml" if file else "")
     hint = get_type_hints(section).get(key.rpartition(".")[2], section)
-    value = own.value if own else plain(files[0][1] if files else error.value)
     if own and own.key != key:
-        rule = f"be {_allowed(hint)}, with nothing inside it"
-        return f"{key} must {rule}, got {own.text}; leave {own.text} out"
-    if isinstance(error, InterpolationKeyError):
-        wrong = next(
-            (name for name in re.findall(r"\$\{([\w.]+)", value) if name not in catalogue.all_keys()), value
-        )
-        remedy = suggestion(wrong, catalogue.all_keys(), "did you mean ${{{}}}?") or f"set {key}=<value>"
+        return f"{key} must be {_allowed(hint)}, with nothing inside it, got {own.text}; leave {own.text} out"
+    if isinstance(error, errors.InterpolationKeyError):
+        wrong = next((name for name in re.findall(r"\$\{([\w.]+)", value) if name not in all_keys()), value)
+        remedy = suggestion(wrong, all_keys(), "did you mean ${{{}}}?") or f"set {key}=<value>"
         return f"{key} must refer to a key of the config{place} (there is no {wrong}), got {value}; {remedy}"
     if is_dataclass(hint) and group_of(key) in groups():
         at, choices = chosen_by(key), ", ".join(options(group_of(key)))
@@ -230,7 +518,7 @@ def _wrong_setting(error: OmegaConfBaseException, overrides: Sequence[Override])
 def _remedy(section: type, key: str, hint: Any, value: str) -> str:
     """Return the remedy for a value of the wrong type."""
     at, _, leaf = key.rpartition(".")
-    if leaf == "path" and group_of(at) == "scorer" and (own := own_value(chosen_by(at), value)):
+    if leaf == "path" and group_of(at) == "scorer" and (own := _own_value(chosen_by(at), value)):
         return own
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     choices = [
@@ -254,7 +542,7 @@ def _remedy(section: type, key: str, hint: Any, value: str) -> str:
 
 def unknown_keys(config: DictConfig, overrides: Iterable[str]) -> list[str]:
     """Return a message for each key that `+` added to a section without such a key."""
-    found, typed, nodes = [], read_overrides(overrides), [("", config)]
+    found, typed, nodes = [], catalogue.read_overrides(overrides), [("", config)]
     for prefix, node in nodes:  # the list grows
         section: Any = OmegaConf.get_type(node)
         known = {each.name for each in fields(section)} if is_dataclass(section) else None
@@ -281,7 +569,7 @@ def _unknown_key(key: str, section: type, overrides: Sequence[Override], file: s
     rule = f"a setting of {owner}{place} ({', '.join(known) or 'it has none'})"
     rule = rule if parent else f"a setting or a group{place} (there is no {leaf})"
     own = [f"{parent}.{name}" for name in known if parent]
-    others = [f"{chosen_by(parent)}={each}" for each in catalogue.owners(parent, leaf) if each != option]
+    others = [f"{chosen_by(parent)}={each}" for each in owners(parent, leaf) if each != option]
     foreign = meaning(key, own)
     if parent and value in options(group_of(parent)):
         remedy = f"set {chosen_by(parent)}={value}"
@@ -326,7 +614,7 @@ def _is_free(key: str) -> bool:
 
 def _wrong_defaults(overrides: Sequence[Override]) -> Iterator[str]:
     """Yield a message for each entry of the defaults list of a selected file that Hydra cannot follow."""
-    for file in selected_files(overrides):
+    for file in catalogue.selected_files(overrides):
         for entry, option in file.defaults:
             group = entry.split(" ")[-1].removeprefix("/").partition("@")[0]
             if group in _SECTIONS and not entry.startswith("override ") and "@" not in entry:

@@ -15,8 +15,7 @@ import pytest
 from rlhf.checks.check import problems
 from rlhf.core.machine import Machine
 from rlhf.stages.prerequisites import stage
-from rlhf.words.compose import compose
-from rlhf.words.identity import digest
+from rlhf.words.compose import compose, digest
 from tests.test_structure import MODULES
 
 # Of processors with and without AVX-512, of two makers. Other versions of MKL may sum in another order.
@@ -68,7 +67,7 @@ def test_what_has_kernels_for_each_processor_is_refused(override, rule):
 
 
 def test_a_gpu_is_refused(monkeypatch):
-    monkeypatch.setattr("rlhf.checks.models.this_machine", lambda: Machine(2**34, (2**34,)))
+    monkeypatch.setattr("rlhf.checks.inputs.this_machine", lambda: Machine(2**34, (2**34,)))
     words = ["algo=dpo", "model=pythia", "backend.portable=true"]
     assert [text for text in problems(compose(words)) if text.startswith("backend.device must be cpu")]
     assert not problems(compose([*words, "backend.device=cpu"]))

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.recorded_cluster import read
 from benchmarks.rollout_rules import TOKENS, Responses, Setting, main, on_cluster, run
 from benchmarks.server_rules import measure
-from rlhf.config.schedule import Order, Stale, VirtualConfig
+from rlhf.config.run import Order, Stale, VirtualConfig
 from rlhf.core.errors import UserError
 from rlhf.training.clock import Clock, Rules
 

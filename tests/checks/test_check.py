@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checks import check, generators
+from rlhf.checks import check, settings
 from rlhf.config import root
-from rlhf.config.backends import TorchConfig
+from rlhf.config.models import TorchConfig
 from rlhf.stages import words as summary
-from rlhf.words.compose import compose
-from rlhf.words.identity import run_name, what_counts
+from rlhf.words.compose import compose, run_name, what_counts
 from rlhf.words.mistakes import readable
 from tests.model_folders import write_model
 
@@ -159,7 +158,7 @@ def test_updates_of_a_run_in_epochs_are_computed_from_the_size_of_the_data():
 def test_trainer_and_generator_share_the_cores_and_the_summary_shows_the_threads(
     monkeypatch, overrides, environment, trainer, generator
 ):
-    for module in (root, generators):
+    for module in (root, settings):
         monkeypatch.setattr(module, "cpu_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", environment)
     cfg = compose(overrides.split())
@@ -223,7 +222,7 @@ def test_a_section_with_the_name_of_another_option_is_refused(group):
 
 
 def test_more_threads_than_cores_give_a_warning(monkeypatch):
-    monkeypatch.setattr(generators, "cpu_cores", lambda: 2)
+    monkeypatch.setattr(settings, "cpu_cores", lambda: 2)
     for threads, warned in ((64, True), (2, False)):
         found = check.warnings(compose([f"backend.threads={threads}"]))
         assert any(text.startswith("backend.threads") for text in found) == warned

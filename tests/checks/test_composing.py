@@ -2,15 +2,14 @@
 
 import pytest
 
-from rlhf.checks import machine
+from rlhf.checks import check
 from rlhf.config import root
 from rlhf.core.errors import UserError
 from rlhf.core.machine import Machine
 from rlhf.memory import plan, sizes
 from rlhf.memory.sizes import config_size
 from rlhf.stages.words import describe
-from rlhf.words.compose import compose
-from rlhf.words.identity import run_name
+from rlhf.words.compose import compose, run_name
 from tests.memory.plans import PYTHIA_2_8B
 
 MODEL = ["model=pythia_410m", "task=tldr"]
@@ -19,13 +18,13 @@ MODEL = ["model=pythia_410m", "task=tldr"]
 def on_gpus(count, monkeypatch, memory=2**36):
     """Let this machine have `count` GPUs with `memory` bytes."""
     monkeypatch.delenv(root.SELECTED, raising=False)
-    for module in (root, machine, plan):
+    for module in (root, check, plan):
         monkeypatch.setattr(module, "this_machine", lambda: Machine(2**38, (memory,) * count))
 
 
 def config(overrides):
     """Return the config of a run."""
-    return machine.composed(overrides)
+    return check.composed(overrides)
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0, "hf"), (1, "vllm_colocated"), (2, "vllm")])

@@ -9,8 +9,7 @@ import pytest
 
 from rlhf.checks.check import problems, warnings
 from rlhf.runs.folder import RunFolder
-from rlhf.words.compose import compose, load_config
-from rlhf.words.identity import run_name
+from rlhf.words.compose import compose, load_config, run_name
 from tests.model_folders import write_model, write_tokenizer
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

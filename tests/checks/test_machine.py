@@ -4,8 +4,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from rlhf.checks import machine
-from rlhf.checks.machine import push_problems
+from rlhf.checks import check as machine
+from rlhf.checks.check import push_problems
 from rlhf.core.machine import Machine
 from rlhf.memory.uses import GIB
 from rlhf.words.compose import compose

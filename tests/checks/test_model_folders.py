@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checks import check, machine
+from rlhf.checks import check
 from rlhf.core import machine as hub
 from rlhf.models.folder import folder_problem
 from rlhf.models.headers import ModelFacts
@@ -263,14 +263,14 @@ def test_a_downloaded_model_is_checked_like_a_folder(policy, monkeypatch):
 def test_models_that_cannot_be_downloaded_are_reported_before_the_run(policy, monkeypatch):
     monkeypatch.setattr(hub, "unreachable", lambda: "no connection to the hub")
     cfg = compose([f"model.policy={policy}", "model.reward=some/reward", "model.tokenizer=some/tokenizer"])
-    found = list(machine.downloads(cfg))
+    found = list(check.downloads(cfg))
     assert [text.partition(" ")[0] for text in found] == ["model.reward", "model.tokenizer"]
     assert "(no connection to the hub), got 'some/reward'" in found[0] and "HF_HUB_OFFLINE=1" in found[0]
     monkeypatch.setattr(hub, "unreachable", lambda: None)
-    assert list(machine.downloads(cfg)) == []
+    assert list(check.downloads(cfg)) == []
     monkeypatch.setattr(hub, "unreachable", lambda: pytest.fail("no model is absent"))
     monkeypatch.setattr(hub, "cached_folder", lambda name: policy)
-    assert list(machine.downloads(cfg)) == []
+    assert list(check.downloads(cfg)) == []
 
 
 def test_a_gguf_file_or_folder_gets_the_command_that_converts_it(tmp_path):

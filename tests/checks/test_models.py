@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.checks import check, models
+from rlhf.checks import check, inputs
 from rlhf.config.models import ModelConfig
 from rlhf.core.machine import Machine
 from rlhf.words.compose import compose
@@ -103,11 +103,11 @@ def test_kernels_need_a_gpu_and_a_package(monkeypatch, chosen, without_gpu, pack
     (cpu,) = refused()
     assert " without a GPU" in cpu and cpu.endswith(f"set {without_gpu}")
     assert refused(free) == refused(without_gpu) == []
-    monkeypatch.setattr(models, "this_machine", lambda: Machine(2**35, (2**35,)))
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(inputs, "this_machine", lambda: Machine(2**35, (2**35,)))
+    monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: None)
     (missing,) = refused()
     assert f"run: {package}" in missing
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: name)
     assert refused() == []
     for word in conflicts:
         (found,) = refused(word)

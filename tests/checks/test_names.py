@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from rlhf.checks import check
-from rlhf.checks.algorithms import recipes_of_other_commands
 from rlhf.checks.check import problems
+from rlhf.checks.settings import recipes_of_other_commands
 from rlhf.core.errors import UserError
 from rlhf.core.files import component
 from rlhf.runs.folder import RunFolder
@@ -18,8 +18,7 @@ from rlhf.stages.evaluation import completions_file
 from rlhf.stages.pipeline import config_of
 from rlhf.stages.prerequisites import model_folder, pairs_folder
 from rlhf.words.catalogue import options
-from rlhf.words.compose import compose
-from rlhf.words.identity import run_name
+from rlhf.words.compose import compose, run_name
 
 OUTSIDE = ["/../../x", "../x", "..", "/x", ".", "a/../../b"]
 

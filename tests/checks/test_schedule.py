@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.config.schedule import DEFAULT_EPOCHS
+from rlhf.config.run import DEFAULT_EPOCHS
 from rlhf.stages import words
 from rlhf.words.compose import compose
 

@@ -12,8 +12,7 @@ from rlhf.checks import check
 from rlhf.config.schema import SCHEMAS
 from rlhf.config.scorers import ScorerConfig
 from rlhf.words.catalogue import options
-from rlhf.words.compose import compose
-from rlhf.words.identity import run_name
+from rlhf.words.compose import compose, run_name
 
 DOCS = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 
@@ -59,7 +58,7 @@ def test_url_with_a_password_is_rejected_and_the_password_is_not_shown():
 
 def test_saved_files_contain_the_name_of_the_token_variable_and_not_the_token(command, monkeypatch):
     monkeypatch.setenv("SCORE_TOKEN", "hunter2")
-    monkeypatch.setattr("rlhf.config.services.refusal", lambda url: None)  # no service is needed here
+    monkeypatch.setattr("rlhf.config.generators.refusal", lambda url: None)  # no service is needed here
     words = ["scorer=http", "scorer.url=http://127.0.0.1:1/score", "scorer.token_variable=SCORE_TOKEN"]
     answer = command(*words)
     folder = answer.runs[0][1]

@@ -21,8 +21,7 @@ from rlhf.stages import relabelling
 from rlhf.stages.artefacts import trained
 from rlhf.stages.evaluation import changed, evaluate, run_folder, settings
 from rlhf.stages.extending import extend
-from rlhf.words.compose import compose
-from rlhf.words.identity import run_name
+from rlhf.words.compose import compose, run_name
 from tests.model_folders import write_model
 
 CFG = compose([])

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from rlhf.checks import check
-from rlhf.config.backends import KNOWN, OWNED
-from rlhf.config.models import Dtype
+from rlhf.config.models import KNOWN, OWNED, Dtype
 from rlhf.words.compose import compose
 
 

@@ -2,10 +2,8 @@
 
 import pytest
 
-from rlhf.checks.check import problems, warnings
-from rlhf.checks.machine import composed
-from rlhf.words.compose import compose, compose_node
-from rlhf.words.identity import run_name, what_counts
+from rlhf.checks.check import composed, problems, warnings
+from rlhf.words.compose import compose, compose_node, run_name, what_counts
 
 GUESS = "environment=guess_number"
 GYM = ("task=reasoning_gym", "task.chat=true", "algo=grpo", "scorer=environment", "scorer@gold=none")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlhf.checks import check, machine
+from rlhf.checks import check
 from rlhf.checks.check import as_objects, checked
 from rlhf.config.root import Config
 from rlhf.core.machine import Machine
@@ -63,7 +63,7 @@ def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=None))
     # the warning about a small disk depends on the machine of the test
-    monkeypatch.setattr("rlhf.checks.data.shutil.disk_usage", lambda folder: SimpleNamespace(free=2**50))
+    monkeypatch.setattr("rlhf.checks.inputs.shutil.disk_usage", lambda folder: SimpleNamespace(free=2**50))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -150,7 +150,7 @@ def test_recipe_for_several_gpus_can_be_printed_on_any_machine(command):
 def test_recipe_for_gpus_is_rejected_without_cuda(
     command, monkeypatch, everything_installed, tmp_path, name, said
 ):
-    monkeypatch.setattr(machine, "torch_has_cuda", lambda: False)
+    monkeypatch.setattr(check, "torch_has_cuda", lambda: False)
     answer = command(f"experiment={name}")
     assert answer.code == 2 and not answer.runs and not list(tmp_path.iterdir())
     assert all(text in answer.err for text in said)
@@ -181,9 +181,9 @@ def test_processes_and_gpus_are_checked_before_a_run(monkeypatch, words, ranks, 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
-    monkeypatch.setattr(machine, "torch_has_cuda", lambda: True)
-    monkeypatch.setattr(machine, "this_machine", lambda: Machine(2**40, (2**36,) * gpus))
-    found = list(machine.problems(objects(*words)))
+    monkeypatch.setattr(check, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(check, "this_machine", lambda: Machine(2**40, (2**36,) * gpus))
+    found = list(check.process_problems(objects(*words)))
     assert (found == []) if said is None else (len(found) == 1 and said in found[0])
 
 
@@ -191,7 +191,7 @@ def test_several_ranks_need_a_launcher(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    (found,) = machine.problems(objects())
+    (found,) = check.process_problems(objects())
     assert found.startswith("WORLD_SIZE must be") and "torchrun --nproc-per-node 2" in found
 
 
@@ -216,7 +216,7 @@ def value(cfg: Config, key: str) -> Any:
 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_the_command_of_a_sweep_starts_its_runs(command, monkeypatch, everything_installed, name):
-    monkeypatch.setattr("rlhf.experiment.check_machine", lambda cfg: None)
+    monkeypatch.setattr("rlhf.checks.check.check_machine", lambda cfg: None)
     said = header("sweep", name)["Command"].partition(" -m rlhf.train ")[2].split()
     answer = command(*said)
     key, values = SWEPT[name]

@@ -22,9 +22,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf.assembly.parts import part
 from rlhf.config.algorithms import DPOConfig, PairWeighting, PPOConfig
-from rlhf.config.backends import ZeroConfig
-from rlhf.config.models import Dtype, LoRAConfig
-from rlhf.config.schedule import ESSScaling, OptimConfig
+from rlhf.config.models import Dtype, LoRAConfig, ZeroConfig
+from rlhf.config.run import ESSScaling, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget
 from rlhf.engines.engine import Engine, EngineSettings, NonFinite

@@ -28,7 +28,7 @@ from rlhf.processes.worker import Worker
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.reward_model import RewardModelScorer
 from rlhf.stages.run import run
-from rlhf.words.identity import run_name
+from rlhf.words.compose import run_name
 from tests.end_to_end.conftest import rows, wait_for
 from tests.tiny_models import KINDS, tiny_lm
 

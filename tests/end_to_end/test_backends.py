@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf.runs.folder import RunFolder
-from rlhf.words.compose import compose
-from rlhf.words.identity import run_name
+from rlhf.words.compose import compose, run_name
 from tests import needs, pretended_gpu
 from tests.end_to_end.conftest import TINY, assert_same_end, nightly, rows
 

@@ -16,8 +16,7 @@ from rlhf.models.loading import save
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation import changed, evaluate
 from rlhf.stages.run import run
-from rlhf.words.compose import compose
-from rlhf.words.identity import run_name
+from rlhf.words.compose import compose, run_name
 from tests.end_to_end.conftest import assert_same_end, nightly, rows, wait_for
 from tests.end_to_end.test_survival import finish, start
 from tests.environments.templates import family

@@ -7,7 +7,7 @@ from rlhf.core.files import read_lines
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from rlhf.training.stream import unpack
-from rlhf.words.identity import run_name
+from rlhf.words.compose import run_name
 
 RUN = [
     "algo=grpo",

@@ -14,8 +14,7 @@ from rlhf.assembly.parts import make
 from rlhf.core.files import read_lines
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from rlhf.words.compose import compose, load_config
-from rlhf.words.identity import run_name
+from rlhf.words.compose import compose, load_config, run_name
 from tests.end_to_end.conftest import TINY, assert_same_end
 from tests.hub_server import TOKEN
 

@@ -16,8 +16,7 @@ from rlhf.experiment import Experiment
 from rlhf.models.folder import CARD
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from rlhf.words.compose import compose, load_config
-from rlhf.words.identity import digest
+from rlhf.words.compose import compose, digest, load_config
 from tests.hub_server import TOKEN
 
 

@@ -17,7 +17,7 @@ from rlhf.runs.resuming import prepare
 from rlhf.stages.run import run
 from rlhf.training.checkpoint import seal
 from rlhf.training.recorder import Recorder
-from rlhf.words.identity import run_name
+from rlhf.words.compose import run_name
 from tests.end_to_end.conftest import assert_same_end
 
 SAVED = ("schedule.total_episodes=64", "schedule.save_every=1", "schedule.eval_every=2", "algo.ties=keep")

@@ -20,7 +20,7 @@ from rlhf.generators.servers.server import Child, variables
 from rlhf.generators.servers.server import command as serving
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from rlhf.words.identity import run_name
+from rlhf.words.compose import run_name
 from tests import needs
 from tests.end_to_end.conftest import assert_same_end, nightly, wait_for
 from tests.end_to_end.test_survival import start

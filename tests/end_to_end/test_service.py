@@ -21,7 +21,7 @@ import pytest
 from rlhf.core.errors import Interrupted
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from rlhf.words.identity import run_name
+from rlhf.words.compose import run_name
 from tests.end_to_end.conftest import assert_same_end, nightly, rows, wait_for
 
 RUN = ["schedule.total_episodes=64", "schedule.save_every=2", "schedule.eval_every=2", "algo.ties=keep"]

@@ -21,8 +21,7 @@ from rlhf.stages.run import run
 from rlhf.study.file import read_spec
 from rlhf.study.rows import read_rows
 from rlhf.study.spec import Spec
-from rlhf.words.compose import compose
-from rlhf.words.identity import run_name
+from rlhf.words.compose import compose, run_name
 from tests import needs
 from tests.end_to_end.conftest import TINY, assert_same_end, rows, wait_for
 from tests.study.test_kills import TIMES

@@ -23,8 +23,7 @@ from rlhf.tasks.tldr_mini import TLDRMiniSource
 from rlhf.training import checkpoint
 from rlhf.training.evaluators import PolicyEvaluator
 from rlhf.training.recorder import Recorder
-from rlhf.words.compose import compose
-from rlhf.words.identity import run_name
+from rlhf.words.compose import compose, run_name
 from tests import needs
 from tests.end_to_end.conftest import TINY, assert_same_end, nightly, wait_for
 

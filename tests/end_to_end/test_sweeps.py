@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from rlhf.runs.folder import RunFolder
-from rlhf.words.compose import compose, load_config
-from rlhf.words.identity import run_name
+from rlhf.words.compose import compose, load_config, run_name
 from tests.end_to_end.conftest import wait_for
 
 ROOT = Path(__file__).parents[2]

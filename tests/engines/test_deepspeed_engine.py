@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf.config.schedule import OptimConfig
+from rlhf.config.run import OptimConfig
 from rlhf.core.errors import UserError
 from rlhf.engines.deepspeed_engine import (
     DeepSpeedEngine,

@@ -9,7 +9,7 @@ import torch
 from rlhf.assembly.parts import make
 from rlhf.config.algorithms import CorrectionConfig, DPOConfig, PPOConfig, Reject, SFTConfig
 from rlhf.config.models import Dtype
-from rlhf.config.schedule import LRSchedule, OptimConfig
+from rlhf.config.run import LRSchedule, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget, microbatches
 from rlhf.engines.engine import EngineSettings, NonFinite, learning_rate

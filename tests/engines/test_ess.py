@@ -8,7 +8,7 @@ import torch
 
 from rlhf.config.algorithms import DPOConfig, GRPOConfig
 from rlhf.config.models import Dtype
-from rlhf.config.schedule import ESSScaling, LRSchedule
+from rlhf.config.run import ESSScaling, LRSchedule
 from rlhf.core.batch import Batch
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.objectives.dpo import OnlineDPO

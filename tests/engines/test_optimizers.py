@@ -8,7 +8,7 @@ import torch
 
 from rlhf.config.algorithms import PPOConfig, SFTConfig
 from rlhf.config.models import LoRAConfig
-from rlhf.config.schedule import OptimConfig, Optimizer
+from rlhf.config.run import OptimConfig, Optimizer
 from rlhf.core.batch import Budget
 from rlhf.engines.engine import EngineSettings, hidden_matrices
 from rlhf.engines.torch_engine import TorchEngine

@@ -28,8 +28,7 @@ from rlhf.generators.vllm.sampler import VLLMSampler, compare, tensors
 from rlhf.generators.weights import CudaIpc, Nccl, SharedWeights, TransferError
 from rlhf.processes.ranks import ALONE
 from rlhf.runs.folder import RunFolder
-from rlhf.words.compose import compose
-from rlhf.words.identity import run_name
+from rlhf.words.compose import compose, run_name
 from tests.tiny_models import tiny_config, tiny_lm, tiny_tokenizer
 
 MISTAKES = {

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from rlhf.assembly.parts import make
 from rlhf.config.algorithms import DPOConfig, Scale, Ties
-from rlhf.config.schedule import LRSchedule, OptimConfig
+from rlhf.config.run import LRSchedule, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget
 from rlhf.engines.engine import EngineSettings

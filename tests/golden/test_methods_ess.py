@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.config.schedule import ESSScaling, OptimConfig
+from rlhf.config.run import ESSScaling, OptimConfig
 from rlhf.core.batch import Batch
 from rlhf.core.metrics import merge, sample_size
 from rlhf.engines.engine import ess_scale

@@ -18,7 +18,7 @@ from benchmarks.against_trl.roofline import rows as roofline_rows
 from rlhf.assembly.parts import part
 from rlhf.config.algorithms import DPOConfig
 from rlhf.config.models import Dtype
-from rlhf.config.schedule import OptimConfig
+from rlhf.config.run import OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget, Prompts
 from rlhf.engines.engine import Engine, EngineSettings

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTr
 
 from rlhf.config.algorithms import GRPOConfig
 from rlhf.config.models import Dtype
-from rlhf.config.schedule import OptimConfig
+from rlhf.config.run import OptimConfig
 from rlhf.core.batch import Batch, Budget
 from rlhf.engines.engine import EngineSettings
 from rlhf.engines.torch_engine import TorchEngine

@@ -10,16 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf.config.backends import Footprint, TorchConfig, zero
 from rlhf.config.generators import Reserved, WorkerConfig
-from rlhf.config.schedule import OptimConfig, Optimizer
+from rlhf.config.models import Footprint, TorchConfig, zero
+from rlhf.config.run import OptimConfig, Optimizer
 from rlhf.core.machine import Machine
 from rlhf.engines.deepspeed_engine import DeepSpeedEngine, hollow
 from rlhf.engines.engine import build_optimizer, hidden_matrices
 from rlhf.memory.plan import plan
-from rlhf.memory.processes import EIGHT_BIT
 from rlhf.memory.sizes import config_size, matrix_parameters, models
-from rlhf.memory.uses import CONTEXT, GIB, GROUP, PROCESS, Part, Phase, Use
+from rlhf.memory.uses import CONTEXT, EIGHT_BIT, GIB, GROUP, PROCESS, Part, Phase, Use
 from rlhf.models import folder
 from rlhf.models.modules import Policy, whole_weights
 from rlhf.processes.ranks import ALONE, BUCKET

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf.config.algorithms import DPOConfig, PPOConfig
 from rlhf.config.models import Dtype, LoRAConfig
-from rlhf.config.schedule import OptimConfig
+from rlhf.config.run import OptimConfig
 from rlhf.core.batch import Budget, Prompts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.engines.engine import EngineSettings, groups

@@ -15,8 +15,7 @@ from rlhf.core.files import write_atomically
 from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints, setup_logging
 from rlhf.runs.resuming import earlier_name, folder_of, prepare, shorter_run
 from rlhf.stages.prerequisites import stage_digest
-from rlhf.words.compose import compose, load_config
-from rlhf.words.identity import differences, digest, run_name, what_counts
+from rlhf.words.compose import compose, differences, digest, load_config, run_name, what_counts
 
 
 @pytest.fixture(scope="module")

@@ -8,18 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf.checks.check import problems
-from rlhf.checks.machine import composed
+from rlhf.checks.check import composed, problems
 from rlhf.config.algorithms import DPOConfig
 from rlhf.config.scorers import FunctionScorerConfig
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes import signals
 from rlhf.scorers.function import build
-from rlhf.usercode.address import ONLY_HERE, load_function, parameters_of
-from rlhf.usercode.objects import GivenFunctions
-from rlhf.words.compose import compose
-from rlhf.words.identity import digest
+from rlhf.usercode.address import ONLY_HERE, GivenFunctions, load_function, parameters_of
+from rlhf.words.compose import compose, digest
 from tests.scorers.test_scorers import TOKENIZER, rollouts
 from tests.tiny_models import scorer_context
 

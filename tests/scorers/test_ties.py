@@ -30,8 +30,7 @@ from rlhf.scorers.scorer import (
 )
 from rlhf.text.encoding import encode_completions, encode_prompts
 from rlhf.training.recorder import against_initial
-from rlhf.words.compose import compose
-from rlhf.words.identity import run_name
+from rlhf.words.compose import compose, run_name
 from tests.tiny_models import scorer_context, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

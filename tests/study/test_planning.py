@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf.checks.machine import composed
+from rlhf.checks.check import composed
 from rlhf.core.errors import UserError
 from rlhf.core.files import read_json, write_json
 from rlhf.study import plan, work

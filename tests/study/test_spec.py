@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rlhf.checks.machine import composed
+from rlhf.checks.check import composed
 from rlhf.core.errors import UserError
 from rlhf.study import spec as cells
 from rlhf.study.rows import Row, packed, read_rows, write_rows

@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from rlhf.assembly.parts import make
-from rlhf.checks.data import data_folders, data_of_tasks
+from rlhf.checks.inputs import data_folders, data_of_tasks
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.tasks import ColumnsConfig, LocalConfig, PreferencesConfig
 from rlhf.core.errors import UserError

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 
 from rlhf.assembly.parts import make
 from rlhf.checks.check import warnings
-from rlhf.checks.data import data_folders
+from rlhf.checks.inputs import data_folders
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.tasks import GSM8KConfig, PreferencesConfig, TaskConfig, TLDRConfig, TLDRMiniConfig
 from rlhf.core.errors import UserError
@@ -58,7 +58,7 @@ def content(dataset: Dataset) -> dict[str, list[str]]:
 
 
 def run(task: TaskConfig, data: Data = Data.prompts, trains: Trains = Trains.policy) -> Any:
-    """Return the parts of a config that the rules of `rlhf.checks.data` read."""
+    """Return the parts of a config that the rules of `rlhf.checks.inputs` read."""
     algo = SimpleNamespace(name="some", trains=trains)
     pairs = data is Data.preferences
     return SimpleNamespace(task=task, reads_pairs=pairs, algo=algo, generator=SimpleNamespace(name="hf"))
@@ -158,7 +158,7 @@ def test_a_policy_trained_on_pairs_needs_references_to_be_evaluated(tmp_path: Pa
     pairs = write(tmp_path, "jsonl", PAIRS)
     found = problems(TLDRConfig(path=str(pairs)), data=Data.preferences, trains=Trains.policy)
     assert len(found) == 2
-    assert all("the policy is evaluated on prompts and references" in problem for problem in found)
+    assert all("the policy is evaluated on it" in problem for problem in found)
 
 
 def test_an_unused_preferences_path_gives_a_warning():

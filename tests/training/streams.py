@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from rlhf.config.schedule import ScheduleConfig
+from rlhf.config.run import ScheduleConfig
 from rlhf.core.metrics import Timer
 from rlhf.core.state import TrainState
 from rlhf.terminal.progress import Phases

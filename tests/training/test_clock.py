@@ -7,7 +7,7 @@ from statistics import mean
 
 import pytest
 
-from rlhf.config.schedule import Order, Stale, VirtualConfig
+from rlhf.config.run import Order, Stale, VirtualConfig
 from rlhf.training import clock as clocks
 from rlhf.training.clock import MESSAGE, Clock, Piece, Rules, factors
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from rlhf.config.schedule import Order, Stale, Unit, Update
+from rlhf.config.run import Order, Stale, Unit, Update
 from rlhf.core.batch import Batch, Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.generators.generator import Generator, finished

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf.config.schedule import ScheduleConfig
+from rlhf.config.run import ScheduleConfig
 from rlhf.core.batch import Batch, trim
 from rlhf.core.state import TrainState
 from rlhf.training.checkpoint import Checkpoints

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from rlhf.config.schedule import Order, Stale, Unit, Update, VirtualConfig
+from rlhf.config.run import Order, Stale, Unit, Update, VirtualConfig
 from rlhf.core.batch import Batch, Prompts, Sampling
 from rlhf.core.metrics import Timer
 from rlhf.generators.hf.generator import HFGenerator, HFSettings

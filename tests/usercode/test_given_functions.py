@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from rlhf.core.errors import UserError
-from rlhf.usercode.address import ONLY_HERE, function_problem, load_function
-from rlhf.usercode.objects import GivenFunctions
+from rlhf.usercode.address import ONLY_HERE, GivenFunctions, function_problem, load_function
 
 LIMIT = 3
 WORD = re.compile(r"\w+", re.IGNORECASE)

@@ -16,9 +16,8 @@ from rlhf.config.run import WandbMode
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
 from rlhf.words.catalogue import all_keys, also, conf_dir, groups, options, replaced
-from rlhf.words.compose import compose_node
+from rlhf.words.compose import compose_node, run_name
 from rlhf.words.help import GROUPS, LONG, help_text
-from rlhf.words.identity import run_name
 
 ROOT = Path(__file__).parents[2]
 CHOICES = [(group, option) for group in groups() for option in options(group)]

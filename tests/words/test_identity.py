@@ -4,8 +4,7 @@ import pytest
 
 from rlhf.config.algorithms import DPOConfig
 from rlhf.core.errors import as_text, override
-from rlhf.words.compose import compose
-from rlhf.words.identity import digest, settings
+from rlhf.words.compose import compose, digest, settings
 
 STRANGE = 'a\\ \\"b\\" {x}, [y]: $z\''
 

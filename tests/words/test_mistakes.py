@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checks.machine import composed
+from rlhf.checks.check import composed
 from rlhf.core.errors import override
 from rlhf.runs.folder import RunFolder
 from rlhf.words.catalogue import groups
-from rlhf.words.compose import compose, load_config
-from rlhf.words.identity import digest
+from rlhf.words.compose import compose, digest, load_config
 from rlhf.words.mistakes import readable, repeated
 
 # Wrong arguments -> the key that the message must name -> a command that follows the remedy, whose keys the

@@ -11,13 +11,12 @@ from typing import get_type_hints
 
 import pytest
 
-from rlhf.checks.check import problems
-from rlhf.checks.machine import composed
+from rlhf.checks.check import composed, problems
 from rlhf.checks.rules import RULES, TRAINING_RULES, Row
 from rlhf.config.root import Config
 from rlhf.words.catalogue import all_keys, groups, options
 from rlhf.words.compose import compose
-from rlhf.words.suggestions import PROJECTS, TABLE, WITHOUT, assigned, closest, keys_of_run, lacking, meaning
+from rlhf.words.mistakes import PROJECTS, TABLE, WITHOUT, assigned, closest, keys_of_run, lacking, meaning
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
 

@@ -1,0 +1,506 @@
+"""Rules between settings: algorithms, schedules, scorers, names, generators, the order of rollouts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from rlhf.checks import rules
+from rlhf.checks.rules import Allowed, When, chosen, doubt, is_set, must, rule, training_rule
+from rlhf.config.algorithms import Trains
+from rlhf.config.models import Device
+from rlhf.config.root import Config, threads
+from rlhf.config.run import MOST_EPISODES, Optimizer, Order, Stale, Unit
+from rlhf.config.schema import missing_package, plain, sections
+from rlhf.config.scorers import scorers
+from rlhf.core.files import files, shared
+from rlhf.core.launched import cpu_cores, local_world_size, world_size
+from rlhf.core.machine import this_machine
+from rlhf.memory.plan import device
+from rlhf.words import catalogue
+from rlhf.words.catalogue import chosen_by, group_of, option_files, options, read_overrides
+from rlhf.words.mistakes import KNOWN, closest, lacking
+
+# Rows between the algorithm, the schedule, the scorer, the generator, the order of rollouts and the clock.
+
+
+_GENERATOR = "with generator={generator}"
+_OF_DATA = "for algo={algo} generator={generator}"
+
+_SUPERVISED = When("for algo={algo}", lambda cfg: cfg.algo.supervised)
+_SAMPLED_FROM = When("for algo={algo}", lambda cfg: cfg.algo.needs_sampler)
+_USES_TIES = When("with algo={algo}", lambda cfg: cfg.algo.learns_from_ties)
+_ONE_SAMPLE = When("with algo.samples_per_prompt=1", lambda cfg: cfg.algo.samples_per_prompt == 1)
+_NEW_SAMPLES = When(_GENERATOR, lambda cfg: cfg.generator.samples and not cfg.algo.supervised)
+_NO_SAMPLES = When(_GENERATOR, lambda cfg: not cfg.generator.samples)
+_STORED = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts)
+_STORED_PAIRS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and cfg.reads_pairs)
+_STORED_TEXTS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and not cfg.reads_pairs)
+_UNKNOWN_SAMPLER = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts and not cfg.algo.supervised)
+_SAVED = When("with generator.path", lambda cfg: cfg.generator.saved_rollouts is not None)
+_VLLM = When(_GENERATOR, lambda cfg: cfg.generator.lowest_temperature > 0)
+_COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
+_NO_PROCESS = When("without a generator in a process of its own", lambda cfg: not cfg.has_worker)
+_IN_BATCHES = When(_GENERATOR, lambda cfg: not cfg.generator.samples_singly)
+_EACH_SAMPLES = When("a sampler each", lambda cfg: cfg.generator.on_each_rank(cfg.schedule.max_lag))
+_RANKS = When("with several ranks", lambda cfg: world_size() > 1)
+_RANKS_HERE = When("with several ranks on one host", lambda cfg: local_world_size() > 1)
+_OWN_OPTIMIZER = When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer)
+_ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
+_ON_GPU = When("with GPUs", lambda cfg: cfg.backend.device is not Device.cpu)
+_METRIC = "with objective_metric={objective_metric}"
+_EVALUATED = When(_METRIC, lambda cfg: (cfg.objective_metric or "").startswith("eval/"))
+_LAG = When("with schedule.max_lag above 0", lambda cfg: cfg.schedule.max_lag > 0)
+_VIRTUAL = When("with clock=virtual", lambda cfg: cfg.clock.virtual)
+_WALL = When("with clock=wall", lambda cfg: not cfg.clock.virtual)
+_FIFO = When("with schedule.order=fifo", lambda cfg: cfg.schedule.order is Order.fifo)
+_COMPLETED = When("with schedule.order=completed", lambda cfg: cfg.schedule.order is Order.completed)
+_GROUPS = When("with schedule.unit=group", lambda cfg: cfg.schedule.unit is Unit.group)
+_FEW_SLOTS = When(
+    "with fewer clock.slots than samples",
+    lambda cfg: int(chosen(cfg, "clock.slots") or 0) < cfg.algo.samples_per_prompt,
+)
+
+_SAMPLES = Allowed("be one that samples", lambda generator: generator.rollouts)
+_IN_PARTS = Allowed("be hf", lambda generator: generator.samples_parts or not generator.samples)
+_REWARDS, _ONE_TASK, _SCORES = map(rules.other_than, ("labels", "mixture", "none"))
+_POSITIVE = Allowed("be > 0", lambda value: value != 0)
+_WARM = Allowed("be >= 0.01", lambda value: not 0 < value < 0.01)
+_ENOUGH = Allowed("be >= algo.samples_per_prompt", lambda slots: slots is None)
+
+_ESS = "the effective sample size is computed from the sampler's log-probs"
+_MEASURED = "only an evaluation measures that metric"
+_NO_LABELS = "evaluation samples responses, which have no labels"
+_SHARED = "vLLM would use the GPU of another rank, whose trainer does not free its memory"
+_LOADS = "no other generator can load weights while it samples"
+_SHARE = "the vLLM processes of the ranks would share these GPUs"
+_IN_TURN = "it sleeps while the trainer uses the device"
+_PARTS = "responses are sampled in parts, with the trained model itself"
+_WHOLE = "its processes take whole batches, in the order of the requests"
+_SIMULATED = "the generators are simulated in the trainer's process"
+_EQUAL = "all responses of a server have the same weights"
+
+_EPISODES = "schedule.total_epochs=null schedule.total_episodes=12800"
+_ANY = "optim.optimizer=adamw or backend=torch"
+_JUDGE = "scorer@gold=reward_model gold.path=<hub name or folder>"
+_MORE_SLOTS = "clock.slots={algo.samples_per_prompt} or schedule.unit=sequence"
+_ONE_BY_ONE = "schedule.order=fifo, clock=virtual or generator=vllm_server"
+
+rules.RULES += [
+    must("generator", _SAMPLES, _SAMPLED_FROM, "ratios are taken to the sampler's log-probs", "generator=hf"),
+    must("scorer@gold", _REWARDS, rules.ALWAYS, _NO_LABELS, fix=_JUDGE),
+    must("scorer", _ONE_TASK, _SAVED, "rollouts do not name the part of a prompt", fix="scorer=labels"),
+    must("generator.annotate", (None, False), _NO_PROCESS, "rollouts are scored while the trainer trains"),
+    must("generator.replicas", 1, _LAG & _NO_PROCESS, "replicas are processes", "generator.worker=null"),
+    must("schedule.update", "between", _LAG & _WALL & _NO_PROCESS, _LOADS),
+    must("eval.temperature", _WARM, _VLLM, "vLLM raises lower values to 0.01", "eval.temperature=0.01"),
+    must("generator.devices", None, _RANKS & _EACH_SAMPLES, _SHARE),
+    must("generator.transfer", ("auto", "shared_memory"), _ON_CPU, "ipc and nccl need weights on a GPU"),
+    must("schedule.max_lag", 0, _COLOCATED, _IN_TURN, fix="generator=vllm"),
+    must("generator.per_rank", True, _COLOCATED & _RANKS & _ON_GPU, "each rank has a generator on its GPU"),
+    must("generator.tensor_parallel_size", 1, _COLOCATED & _RANKS_HERE & _ON_GPU, _SHARED),
+    must("generator.path", None, _SUPERVISED, "it trains on completions of the task"),
+]
+rules.TRAINING_RULES += [
+    must("generator", "dataset", _SUPERVISED, "it trains on stored responses"),
+    must("scorer", "labels", _SUPERVISED, "it maximises no score"),
+    must("scorer", _REWARDS, _NEW_SAMPLES, "new samples have no labels", fix="scorer=reward_model"),
+    must("scorer", _SCORES, rules.ALWAYS, "training needs scores", fix="scorer=reward_model"),
+    must("algo.samples_per_prompt", 2, _STORED_PAIRS, "an example has a chosen and a rejected response"),
+    must("algo.samples_per_prompt", 1, _STORED_TEXTS, "an example has one reference response"),
+    must("schedule.max_lag", 0, _STORED, "nothing is sampled, so there is no lag"),
+    must("algo.weighting", ("none", "wpo"), _STORED, "stored pairs have no log-probs of their sampler"),
+    must("schedule.total_epochs", None, _SAVED, "saved rollouts count as episodes", _EPISODES),
+    must("schedule.eval_every", _POSITIVE, _EVALUATED, _MEASURED, fix="schedule.eval_every=0.2"),
+    must("schedule.replay", 1, _NO_SAMPLES, "nothing is sampled, and epochs repeat stored responses"),
+    must("schedule.solved_at", None, _NO_SAMPLES, "its scores are those of stored responses"),
+    must("optim.optimizer", "adamw", _OWN_OPTIMIZER, "its engine has no other optimizer", fix=_ANY),
+    must("optim.ess_scaling", "none", _SUPERVISED, _ESS),
+    must("optim.ess_scaling", "none", _UNKNOWN_SAMPLER, _ESS),
+    must("clock", "wall", _NO_SAMPLES, "nothing is sampled"),
+    must("clock", "wall", _RANKS, "one process simulates all generators"),
+    must("generator", _IN_PARTS, _VIRTUAL, _PARTS, "generator=hf"),
+    must("generator.worker", (None, False), _VIRTUAL, _SIMULATED),
+    must("schedule.order", "fifo", _WALL & _IN_BATCHES, _WHOLE, fix=_ONE_BY_ONE),
+    must("schedule.order", "fifo", _COMPLETED & _RANKS, "one process chooses the groups"),
+    must("schedule.update", "in_flight", _COMPLETED & _WALL, _EQUAL),
+    must("schedule.refill", 0, _COMPLETED & _WALL, "groups are scored after they were chosen"),
+    must("schedule.max_age", None, _FIFO, "ages are at most schedule.max_lag"),
+    must("clock.slots", _ENOUGH, _GROUPS & _FEW_SLOTS, "a prompt's samples start together", _MORE_SLOTS),
+    must("schedule.refill", 0, _NO_SAMPLES, "nothing is sampled"),
+    must("schedule.refill", 0, _ONE_SAMPLE, "the score of one response has nothing to tie with"),
+    must("schedule.refill", 0, _USES_TIES, "prompts whose scores tie have signal, too"),
+    must("schedule.refill", 0, _RANKS & _EACH_SAMPLES, "a few prompts cannot be divided among the ranks"),
+]
+
+
+# Rules for the length of a run, for equal parts of batches, and for replay.
+
+
+@training_rule
+def _objective_metric(cfg: Config) -> Iterator[str]:
+    name = cfg.objective_metric
+    if name is not None and (found := lacking(name, cfg)):
+        guess = closest(name, KNOWN) or name
+        fix = "null" if lacking(guess, cfg) else guess
+        yield f"objective_metric must {found[0]}, got {name}; set objective_metric={fix}"
+
+
+@training_rule
+def _length(cfg: Config) -> Iterator[str]:
+    episodes, epochs = cfg.schedule.total_episodes, cfg.schedule.total_epochs
+    if cfg.epochs is None and episodes is None:
+        yield (
+            "schedule.total_episodes or schedule.total_epochs must be set (it is the length of the run), got "
+            "null; set schedule.total_episodes=12800"
+        )
+    elif episodes is not None and epochs is not None:
+        yield (
+            "schedule.total_episodes and schedule.total_epochs must not both be set (each is the length of "
+            f"the run), got {episodes} and {plain(epochs)}; set schedule.total_epochs=null or "
+            "schedule.total_episodes=null"
+        )
+    per_update = cfg.episodes_per_update
+    if episodes is None or not 1 <= episodes <= MOST_EPISODES or per_update < 1:
+        return
+    if episodes % per_update:
+        yield (
+            "schedule.total_episodes must be divisible by the episodes of an update "
+            f"(schedule.prompts_per_update x algo.samples_per_prompt = {cfg.schedule.prompts_per_update} x "
+            f"{cfg.algo.samples_per_prompt} = {per_update}), got {episodes}; "
+            f"set schedule.total_episodes={_nearest_multiple(episodes, per_update)}"
+        )
+
+
+@training_rule
+def _division(cfg: Config) -> Iterator[str]:
+    key, parts = "schedule.prompts_per_update", cfg.schedule.minibatches
+    prompts = cfg.schedule.prompts_per_update
+    equal = "schedule.minibatches (minibatches are equal parts of the prompts)"
+    whole = "algo.samples_per_prompt (the samples of one prompt are never split)"
+    for divided, value, by, part in (
+        (key, prompts, equal, parts),
+        ("backend.micro_batch", cfg.backend.micro_batch, whole, cfg.algo.samples_per_prompt),
+    ):
+        if value >= 1 and part >= 1 and value % part:
+            yield (
+                f"{divided} must be divisible by {by}, got {value} and {part}; "
+                f"set {divided}={_nearest_multiple(value, part)}"
+            )
+    ranks = world_size()
+    in_minibatch, rule = prompts // max(parts, 1), f"must give each of the {ranks} ranks a prompt"
+    if 1 <= in_minibatch < ranks:
+        yield (
+            f"{key} {rule} (each minibatch is divided among the ranks), got {in_minibatch}; start fewer "
+            f"ranks, or set {key}={ranks * parts}"
+        )
+    if 1 <= cfg.eval.prompts < ranks:
+        yield (
+            f"eval.prompts {rule} (the held-out prompts are divided among the ranks), got "
+            f"{cfg.eval.prompts}; start fewer ranks, or set eval.prompts={ranks}"
+        )
+
+
+@training_rule
+def _bitsandbytes_is_installed(cfg: Config) -> Iterator[str]:
+    if cfg.optim.optimizer is Optimizer.adamw_8bit and cfg.backend.any_optimizer:
+        option, otherwise = "optim.optimizer=adamw_8bit", "set optim.optimizer=adamw"
+        yield from missing_package(option, "bitsandbytes", "bnb", otherwise=otherwise)
+
+
+@doubt
+def _never_reached(cfg: Config) -> Iterator[str]:
+    schedule = cfg.schedule
+    if schedule.total_episodes is None or cfg.episodes_per_update < 1:
+        return
+    updates = cfg.num_updates()
+    steps = updates * schedule.minibatches * schedule.epochs
+    if schedule.max_lag >= updates > 0:
+        yield f"schedule.max_lag={schedule.max_lag} is never reached in a run of {updates} updates"
+    if schedule.replay > updates > 0:
+        yield f"schedule.replay={schedule.replay} batches are never reached in a run of {updates} updates"
+    if cfg.optim.warmup >= max(1, steps):
+        yield (
+            f"optim.warmup={plain(cfg.optim.warmup)} lasts the whole run of {steps} optimizer steps, so "
+            "the learning rate never reaches optim.lr"
+        )
+
+
+def _nearest_multiple(value: int, of: int) -> int:
+    """Return the multiple of `of` that is closest to `value`, at least `of` itself."""
+    return max(1, round(value / of)) * of
+
+
+# Rules for scorers: which scorer can score which task, and whether training sees its judge.
+
+
+@rule
+def _scorers_fit(cfg: Config) -> Iterator[str]:
+    for at, scorer in scorers(cfg):
+        key, judges, task = chosen_by(at), at.startswith("gold"), cfg.task
+        if (cfg.gold if judges else cfg.scorer).of_mixture:  # each part scores a part of the task
+            task = task.parts.get(at.partition(".parts.")[2].partition(".")[0], task)
+        saved = cfg.generator.saved_rollouts is not None and not judges
+        lacking_columns = f"they lack the columns {', '.join(sorted(scorer.columns))}"
+        unable, without = scorer.cannot_score(task), not judges and not cfg.environment.answers
+        no_rewards = f"with environment={chosen(cfg, 'environment')}"
+        for wrong, where, reason, remedy in (
+            (scorer.columns and saved, "with saved rollouts", lacking_columns, "scorer=labels"),
+            (unable, f"for task={task.name}", unable, f"{key}=reward_model"),
+            (scorer.reads_rewards and judges, "", "references are no episodes", "scorer@gold=none"),
+            (scorer.reads_rewards and without, no_rewards, "it gives no rewards", f"{key}=answer"),
+        ):
+            if wrong:
+                rule = f"{key} must not be {scorer.name} {where}".rstrip()
+                yield f"{rule} ({reason}), got {scorer.name}; set {remedy}"
+
+
+@rule
+def _parts_of_a_mixture_have_scorers(cfg: Config) -> Iterator[str]:
+    tasks = cfg.task.parts
+    for at, scorer in (("scorer", cfg.scorer), ("gold", cfg.gold)):
+        if not scorer.of_mixture or scorer.cannot_score(cfg.task):
+            continue
+        for name in (name for name in tasks if name not in scorer.parts):
+            yield (
+                f"{at}.parts must have a scorer for each part of the task ({', '.join(tasks)}), got "
+                f"{', '.join(scorer.parts) or 'none'}; set +scorer@{at}.parts.{name}=<scorer>"
+            )
+        for name in (name for name in scorer.parts if name not in tasks):
+            yield (
+                f"{at}.parts must be named like the parts of the task ({', '.join(tasks)}), got {name}; "
+                "leave it out"
+            )
+
+
+@training_rule
+def _functions_reach_the_annotator(cfg: Config) -> Iterator[str]:
+    for at, scorer in scorers(cfg):
+        here = [] if at.startswith("gold") else scorer.only_here
+        on_gpu = device(cfg, this_machine()) == "cuda"
+        if here and cfg.generator.annotates(cfg.schedule.max_lag, world_size(), on_gpu):
+            yield (
+                f"{at}.path must name a function of a module or a file for this run (another process scores "
+                f"the responses, see generator.annotate, and does not have the object), got {here[0]}; set "
+                "generator.annotate=false, or write the function in a module"
+            )
+
+
+@doubt
+def _training_sees_its_judge(cfg: Config) -> Iterator[str]:
+    if not cfg.generator.samples:
+        return
+    reward = cfg.model.reward
+    judging = {scorer.source(reward): chosen_by(at) for at, scorer in scorers(cfg) if at.startswith("gold")}
+    for at, scorer in scorers(cfg):
+        judge = judging.get(scorer.source(reward))
+        if at.startswith("scorer") and judge is not None and not scorer.verifies:
+            yield (
+                f"{chosen_by(at)} and {judge} are the same ({scorer.name}): training sees its judge, so "
+                "eval/win_rate says nothing about over-optimisation"
+            )
+
+
+# Rules for names: of sections, of `tuned` settings, of recipes, and of the user's files.
+
+
+COMMAND = re.compile(r"^# Command:\s*(python -m rlhf\.(\w+) .*)$", re.M)  # in the head of a recipe
+# Imported by each run, directly or by transformers, with names that a file of the user may have.
+LIBRARIES = (
+    *("accelerate", "datasets", "deepspeed", "mlflow", "peft", "tokenizers", "torch", "trackio"),
+    *("transformers", "vllm", "wandb"),
+)
+_NAMED = ("algo", "model", "task", "generator", "backend", "scorer", "gold")
+
+
+@rule
+def _names(cfg: Config) -> Iterator[str]:
+    for key, section in sections(cfg):
+        name, option = getattr(section, "name", None), catalogue.option_name(type(section))
+        if name is None or option is None:
+            continue
+        known = options("model") if key == "model" else [option]
+        if name not in known:
+            yield _wrong_name(key, name)
+
+
+def typed_problems(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each override that Hydra accepts and that no run can have.
+
+    Such an override sets the name of a section (`algo.name=ppo`), removes what every run has (`~seed`), or
+    names no file of `tuned`, a group that the defaults list marks as optional.
+    """
+    needed = [key for key in catalogue.all_keys() if not key.startswith("logger.")]
+    for each in read_overrides(overrides):
+        at, dot, leaf = each.key.rpartition(".")
+        if dot and leaf == "name" and (at in _NAMED or ".parts." in at):
+            yield _wrong_name(at, each.value)
+        if each.sign == "~" and any(f"{key}.".startswith(f"{each.key}.") for key in needed):
+            yield f"{each.key} must not be removed (every run has it), got {each.text}; leave {each.text} out"
+        if each.key == "tuned" and each.sign != "~" and each.value not in options("tuned"):
+            known = ", ".join(options("tuned"))
+            yield f"tuned must be one of {known}, got {each.value!r}; write ~tuned for none"
+
+
+def _wrong_name(at: str, name: str) -> str:
+    """Return the message for a section `at` whose key `name` was set."""
+    exists = name in options(group_of(at))
+    remedy = f"set {chosen_by(at)}={name}" if exists else f"choose an option with {chosen_by(at)}=<option>"
+    return f"{at}.name must not be set (the option of {chosen_by(at)} sets it), got {name}; {remedy}"
+
+
+def recipes_of_other_commands(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each `experiment=` of the overrides whose recipe is for `rlhf.relabel`."""
+    for each in read_overrides(overrides):
+        file = option_files("experiment").get(each.value) if each.key == "experiment" else None
+        found = COMMAND.search(file.read_text(encoding="utf-8")) if file is not None else None
+        if found is not None and found[2] == "relabel":
+            yield (
+                f"experiment must be a recipe that trains ({each.value} only labels pairs), got "
+                f"{each.value}; run: {found[1]}"
+            )
+
+
+@rule
+def _libraries_are_not_hidden(cfg: Config) -> Iterator[str]:
+    for name in LIBRARIES:
+        for file in (Path(f"{name}.py"), Path(name, "__init__.py")):
+            found = find_spec(name) if file.is_file() else None
+            if found is not None and found.origin is not None and file.samefile(found.origin):
+                yield (
+                    f"{file} must not have the name of a library (Python imports it instead of {name}), got "
+                    f"{file.absolute()}; rename it"
+                )
+
+
+# Rules between the generator and the rest of the config: processes, replicas, cores, transfer, rollouts.
+
+
+@rule
+def _more_threads_than_cores(cfg: Config) -> Iterator[str]:
+    trainer, own = (count or 0 for count in threads(cfg))
+    cores, here, n = cpu_cores(), local_world_size(), max(1, cfg.generator.replicas)
+    each_rank = cfg.generator.on_each_rank(cfg.schedule.max_lag)
+    used = trainer * here + own * n * (here if each_rank else 1)
+    typed = [name for name in ("generator", "backend") if is_set(cfg, f"{name}.threads")]
+    if cfg.has_worker and cfg.schedule.max_lag > 0 and typed and used > max(cores, (1 + n) * here):
+        many = (" x generator.replicas", f" x {n}") if n > 1 else ("", "")
+        yield (
+            f"backend.threads + generator.threads{many[0]} must be <= the cores of this machine (trainer "
+            f"and generator run in parallel), got {trainer} + {own}{many[1]} on {cores} cores"
+            + (f" of {here} ranks; " if here > 1 else "; ")
+            + f"set {typed[0]}.threads=null"
+        )
+
+
+@rule
+def _more_replicas_than_requests(cfg: Config) -> Iterator[str]:
+    n, lag = cfg.generator.replicas, cfg.schedule.max_lag
+    if n > lag + 1 and not cfg.generator.shares_gpu:
+        yield (
+            "generator.replicas must be <= schedule.max_lag + 1 (the largest number of requests in flight, "
+            f"and a replica samples one at a time), got {n} with schedule.max_lag={lag}; "
+            f"set schedule.max_lag={n - 1} or generator.replicas={lag + 1}"
+        )
+
+
+@doubt
+def _processes_that_wait(cfg: Config) -> Iterator[str]:
+    threads, cores, n, lag = cfg.backend.threads, cpu_cores(), cfg.generator.replicas, cfg.schedule.max_lag
+    if threads is not None and threads > cores:
+        yield (
+            f"backend.threads={threads} is more than the {cores} cores that this process may use, so threads "
+            f"wait for each other; set backend.threads={cores}"
+        )
+    if n > 1 and lag < n:
+        yield (
+            f"generator.replicas={n} are not all busy while the trainer trains, with schedule.max_lag={lag} "
+            f"(the number of requests in flight); schedule.max_lag={n} keeps all busy"
+        )
+    if n > 1 and n + local_world_size() > cores:
+        yield (
+            f"generator.replicas={n} and the trainer share {cores} CPU cores: more processes than cores save "
+            "no time unless they sample on GPUs"
+        )
+
+
+@rule
+def _saved_rollouts_fit(cfg: Config) -> Iterator[str]:
+    generator, path = cfg.generator, cfg.generator.saved_rollouts
+    if path is None:
+        return
+    found = files(Path(path).expanduser())
+    try:
+        common = shared(found[0]) if found else None
+        state = "no such files"
+    except (OSError, ValueError) as error:
+        common, state = None, str(error)
+    if common is None:
+        yield (
+            "generator.path must be a folder of saved rollouts (save_generations=true writes one to the "
+            f"run folder), got {path} ({state}); set generator.path=<run folder>/generations"
+        )
+        return
+    for key, value, theirs in (
+        ("generator.temperature", generator.temperature, common.temperature),
+        ("schedule.prompts_per_update", cfg.schedule.prompts_per_update, common.prompts),
+        ("algo.samples_per_prompt", cfg.algo.samples_per_prompt, common.samples),
+    ):
+        if value != theirs:
+            yield (
+                f"{key} must be that of the rollouts in generator.path (they are used unchanged), "
+                f"got {value}; set {key}={theirs}"
+            )
+    if cfg.schedule.total_episodes is not None and cfg.num_updates() > len(found):
+        most = len(found) * cfg.episodes_per_update
+        yield (
+            f"schedule.total_episodes must be <= {most} (generator.path has rollouts of {len(found)} "
+            f"updates), got {cfg.schedule.total_episodes}; set schedule.total_episodes={most}"
+        )
+
+
+# Rules for the order of rollouts and for the clock.
+
+
+@doubt
+def _settings_that_do_little(cfg: Config) -> Iterator[str]:
+    schedule, virtual, typed = cfg.schedule, cfg.clock.virtual, partial(chosen, cfg)
+    if cfg.algo.supervised and schedule.epochs > 1:
+        yield (
+            f"schedule.epochs={schedule.epochs} repeats each batch before the next batch; set "
+            "schedule.total_epochs for passes over the data"
+        )
+    if cfg.algo.trains is not Trains.policy and cfg.model.reference is not None:
+        yield f"model.reference has no effect with algo={cfg.algo.name} (it has no reference model)"
+    if schedule.solved_at is not None and typed("scorer") == "reward_model":
+        yield (
+            f"schedule.solved_at={plain(schedule.solved_at)} is compared with scores of a reward model, "
+            "which are not pass rates"
+        )
+    if typed("generator.annotate") == "true" and schedule.max_lag == 0:
+        yield "generator.annotate=true saves no time with schedule.max_lag=0 (the trainer waits for scores)"
+    if is_set(cfg, "generator.threads") and not cfg.has_worker:
+        yield (
+            f"generator.threads={typed('generator.threads')} has no effect without a process of its own "
+            "(generator.worker=true, or schedule.max_lag above 0)"
+        )
+    if schedule.unit is not Unit.group and schedule.order is Order.fifo and not virtual:
+        yield f"schedule.unit={typed('schedule.unit')} has no effect with schedule.order=fifo and clock=wall"
+    punished = is_set(cfg, "scorer.missing_eos_score") or is_set(cfg, "scorer.missing_eos_penalty")
+    if schedule.stale is Stale.cut and schedule.max_age is not None and punished:
+        yield (
+            "schedule.stale=cut ends responses before their end token, and scorer.missing_eos_score or "
+            "scorer.missing_eos_penalty punishes them; set both to null, or schedule.stale=wait"
+        )
+    if schedule.refill > 0 and typed("scorer") == "reward_model":
+        yield (
+            f"schedule.refill={schedule.refill} hardly replaces a group: scores of a reward model rarely tie"
+        )
+    if schedule.in_flight and not virtual:
+        yield (
+            "schedule.update=in_flight makes a run depend on timing (which weights sample a token): two runs "
+            "with the same config will differ, and so will a resumed run"
+        )
