@@ -20,28 +20,36 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.algorithms import recipes_of_other_commands
-from rlhf.checks.check import as_objects, check_job, problems, warn, warnings
+from rlhf.checks.check import as_objects, check_job, checked, problems, warn, warnings
 from rlhf.checks.machine import check_machine, check_push, composed
+from rlhf.config.algorithms import Trains
 from rlhf.config.root import set_environment
 from rlhf.config.run import Resume
-from rlhf.core.errors import UserError, override
-from rlhf.core.files import component, read_lines, whole
+from rlhf.config.schedule import LRSchedule
+from rlhf.core.errors import UserError, override, setting
+from rlhf.core.files import component, read_lines, whole, write_atomically
 from rlhf.core.formatting import shortened
 from rlhf.core.launched import is_first_rank
-from rlhf.runs.folder import RunFolder
+from rlhf.runs.folder import RunFolder, complete_checkpoints
 from rlhf.runs.lock import Claim, claimed, creating
-from rlhf.runs.resuming import earlier_name, folder_of, prepare, shorter_run
-from rlhf.stages.evaluation import changed, check_sampling, check_split, run_folder
-from rlhf.terminal.console import say_loading
+from rlhf.runs.resuming import LENGTH, earlier_name, folder_of, length_key, length_value, prepare, shorter_run
+from rlhf.stages.evaluation import changed, check_sampling, check_split, evaluate, run_folder
+from rlhf.stages.prerequisites import push_run
+from rlhf.terminal.console import say, say_loading
 from rlhf.usercode.objects import Function, GivenFunctions
 from rlhf.words import catalogue
-from rlhf.words.compose import load_config
+from rlhf.words.compose import key_of, load_config, overridden
+from rlhf.words.identity import not_in_name
 from rlhf.words.mistakes import listed, readable, repeated
 
 if TYPE_CHECKING:
@@ -221,11 +229,11 @@ class Experiment:
             UserError: an override is not allowed, or there is no valid checkpoint.
             RunError, Interrupted: see `run`.
         """
-        from rlhf.stages.extending import extend
-
         set_environment()
         self.provide()
-        self.config = extend(self.files, listed(overrides), self.hooks)
+        # The other ranks of a run would find the lock of its first rank.
+        with claimed(self.folder) if is_first_rank() else nullcontext():
+            self.config = _extended(self.files, listed(overrides), self.hooks)
         self.push()
         return self.result
 
@@ -272,8 +280,6 @@ class Experiment:
             RunError: the upload failed.
         """
         if self.config.push_to is not None and is_first_rank() and self.files.finished() is not None:
-            from rlhf.stages.artefacts import push_run
-
             check_push(self.config.push_to)
             push_run(self.files, self.config.push_to)
 
@@ -299,14 +305,12 @@ class Experiment:
         Raises:
             UserError: the run is not finished, or a file of the model is missing or damaged.
         """
-        from rlhf.stages.artefacts import final_model
-
         if self.status != "finished":
             raise UserError(
                 f"the run must be finished (only then it has a final model), got {self.status} in "
                 f"{self.folder}; call run()"
             )
-        return final_model(self.files)
+        return self.files.final_model()
 
     def metrics(self) -> pandas.DataFrame:
         """Return the rows of metrics.jsonl: metrics of training and of evaluations.
@@ -357,8 +361,6 @@ class Experiment:
         self, overrides: Sequence[str], models: Sequence[str], split: str, only: Sequence[str]
     ) -> list[dict[str, Any]]:
         """Evaluate models, and return their rows; see `evaluate`."""
-        from rlhf.stages.evaluation import evaluate
-
         self.provide()
         check_split(split)
         files = run_folder(str(self.folder))
@@ -408,6 +410,138 @@ def _frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
     import pandas
 
     return pandas.DataFrame(list(rows))
+
+
+# Extension of a run: the run continues in its folder, from its last checkpoint, until a new length.
+#
+# The settings are those of the run's config.yaml. Only the length may change, and settings that do not change
+# results. Before the run continues, config.yaml gets the new length, and trainer_state.json marks the run as
+# unfinished. So an interrupted extension is resumed by the same command.
+
+
+# Settings that an extension cannot change, although they do not affect the result: files, loggers
+_KEPT = ("hydra", "logger", "resume", "output_dir")
+
+
+def _extended(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]) -> Config:
+    """Train the run in the locked `folder` until its new length, and return its config with the overrides.
+
+    Args:
+        folder: the run folder.
+        overrides: `schedule.total_episodes=<n>` or `schedule.total_epochs=<n>`, and settings that do not
+            affect the result. Without a length, an unfinished run is resumed.
+        hooks: the user's code that the run calls, in addition to the classes that the key `hooks` names.
+
+    Raises:
+        UserError: an override is not allowed, the new length is too small, or there is no valid checkpoint.
+        RunError, Interrupted: see `rlhf.stages.run.run`.
+    """
+    before = load_config(folder.config)
+    key = length_key(before)
+    change = partial(_change, length_key=key)
+    cfg = overridden(folder.config, overrides, f", got {{}}; set {key}=<number>", change)
+    old, new = length_value(before), length_value(cfg)
+    state = folder.read_state() or {}
+    finished = state.get("finished") is True
+    if finished and new == old and any(override.startswith(f"{key}=") for override in overrides):
+        say(f"finished already: {folder.path} ({key}={new})")
+        return cfg
+    if new < old or (finished and new == old):
+        raise UserError(
+            f"{key} must be above {old} (the length of the run so far), got "
+            f"{new if new < old else 'no new length'}; set {key}={2 * old}"
+        )
+    checked(cfg)
+    check_machine(cfg)
+    hooks = [*check_job(cfg), *hooks]
+    say_loading()
+    from rlhf.stages.run import run
+    from rlhf.training.checkpoint import damage
+
+    undamaged = (path for path in reversed(complete_checkpoints(folder.path)) if not damage(path))
+    last = next(undamaged, None)
+    if last is None and new > old:
+        start = f"model.{'base' if cfg.algo.trains is Trains.base else 'policy'}"
+        raise UserError(
+            f"run= must have a valid checkpoint to continue from (a final model has no optimizer state), got "
+            f"{folder.path} with none; start a new run from its model: python -m rlhf.train "
+            f"{setting(start, folder.model)} <settings of the run>"
+        )
+    warn(warnings(cfg))
+    if not is_first_rank():
+        run(cfg, folder, check=False, claim=nullcontext)
+        return cfg
+    if last is not None and new > old:
+        _say_extension(cfg, folder, state.get("update", 0), last, f"{key}={old} -> {new}")
+    with _unchanged_if_refused(folder):
+        if finished:
+            folder.write_state({**state, "finished": False})
+        folder.write_config(cfg)
+        run(cfg, folder, check=False, claim=nullcontext, hooks=hooks)
+    return cfg
+
+
+@contextmanager
+def _unchanged_if_refused(folder: RunFolder) -> Iterator[None]:
+    """Restore config.yaml and trainer_state.json if the block raises UserError before it removes any row."""
+    saved = {file: file.read_text() for file in (folder.config, folder.state) if file.exists()}
+    rows = folder.metrics.stat() if folder.metrics.exists() else None
+    try:
+        yield
+    except UserError:
+        if rows is None or folder.metrics.stat().st_mtime_ns == rows.st_mtime_ns:
+            for file, content in saved.items():
+                write_atomically(file, content)
+        raise
+
+
+def _change(node: DictConfig, overrides: Sequence[Override], length_key: str) -> None:
+    """Apply the overrides of an extension to the config `node`, whose length `length_key` sets.
+
+    Raises:
+        UserError: an override changes a setting that an extension cannot change.
+    """
+    for each in overrides:
+        key, text = key_of(each), str(each.input_line)
+        free = key == length_key or any(fnmatch(key, name) for name in not_in_name() if name not in _KEPT)
+        parent, _, leaf = key.rpartition(".")
+        section = OmegaConf.select(node, parent) if parent else node
+        known = isinstance(section, DictConfig) and leaf in section
+        if key in LENGTH and not free:
+            raise UserError(
+                f"the length of this run must be set by {length_key} (its config.yaml has it in this unit), "
+                f"got {text}; set {length_key}=<number>"
+            )
+        if ("@" in key or known) and not free:  # `update` refuses other keys, with a suggestion
+            raise UserError(
+                f"{key} must stay as it is (an extension changes only the length, {length_key}), got {text}; "
+                "leave it out, or start a new run from the model of the run (python -m rlhf.train)"
+            )
+        OmegaConf.update(node, key, each.value())
+
+
+def _say_extension(cfg: Config, folder: RunFolder, end: int, last: Path, change: str) -> None:
+    """Print the new length of a run, its first update, and what depends on the length.
+
+    Args:
+        cfg: the config with the new length.
+        folder: the run folder.
+        end: updates of the run so far.
+        last: the checkpoint that the run continues from.
+        change: the old and the new length.
+    """
+    at, again = json.loads((last / "counters.json").read_text())["state"]["update"], ""
+    if end > at:
+        first = f"updates {at + 1:,} to {end:,} are" if end > at + 1 else f"update {end:,} is"
+        again = f"; {first} trained again"
+    say(f"extending {folder.path}: {change}")
+    say(f"  continues from {last.name} (update {at:,}){again}")
+    schedule = cfg.optim.schedule
+    if schedule is not LRSchedule.constant:
+        say(f"  learning rate: {schedule.value} schedule of the new length, so it rises at first")
+    names = ("eval_every", "save_every", "log_every")
+    if found := [f"schedule.{name}" for name in names if 0 < getattr(cfg.schedule, name) < 1]:
+        say(f"  fractions of the new length: {', '.join(found)}")
 
 
 # Data sets and reward functions that are given to `Experiment` as objects.

@@ -41,6 +41,8 @@ from rlhf.core.files import (
 )
 from rlhf.core.formatting import HIDDEN, hide, is_secret_key
 from rlhf.core.launched import cpu_cores, is_first_rank
+from rlhf.models.folder import ADAPTER
+from rlhf.models.headers import DamagedFile, opened, read_header, read_object
 from rlhf.terminal.console import show, transcript
 
 if TYPE_CHECKING:
@@ -178,6 +180,40 @@ class RunFolder:
     def last_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint, or None."""
         return next(reversed(complete_checkpoints(self.path)), None)
+
+    def final_model(self) -> Path:
+        """Return the folder of the final model of a finished run.
+
+        Raises:
+            UserError: the model is missing or damaged.
+        """
+        if (problem := self.model_problem()) is not None:
+            raise UserError(f"{self.path} must have a complete model, got: {problem}; {self.again()}")
+        return self.model
+
+    def model_problem(self, adapter: bool = False) -> str | None:
+        """Return what is missing or damaged in the final model or adapter; None if no file shows a defect.
+
+        Only JSON files and the headers of weights are read.
+        """
+        path, defect = self.adapter if adapter else self.model, None
+        if not path.is_dir():
+            return f"{path} is missing"
+        try:
+            if adapter:
+                read_object(path / ADAPTER)
+                read_header(path / "adapter_model.safetensors")
+            else:
+                defect = opened(path).defect
+        except DamagedFile as error:
+            defect = str(error)
+        return defect and f"{path} is damaged: {defect}"
+
+    def again(self) -> str:
+        """Return how to write the final model of a finished run again."""
+        last = self.last_checkpoint()
+        start = "train it again" if last is None else f"write it again from {last.name}"
+        return f"to {start}: {delete_command(self.state)}, then the same command"
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

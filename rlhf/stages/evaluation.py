@@ -40,7 +40,6 @@ from rlhf.models.folder import CARD, folder_problem
 from rlhf.processes.signals import interruptible
 from rlhf.runs.folder import RunFolder, complete_checkpoints, setup_logging
 from rlhf.runs.lock import EVALUATION_LOCK, claimed, full_disk
-from rlhf.stages.artefacts import adapter_problem, again, model_problem
 from rlhf.terminal.console import say, say_items, say_loading
 from rlhf.terminal.progress import progress
 from rlhf.words.catalogue import options
@@ -580,13 +579,13 @@ def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> li
         )
     chosen = [candidate for candidate in found if not any(only) or candidate.name in only]
     if chosen[-1].checkpoint is None:
-        problem = (adapter_problem if cfg.model.lora.rank else model_problem)(folder)
+        problem = folder.model_problem(adapter=bool(cfg.model.lora.rank))
         others = ",".join(name for name in names if name != folder.model.name)
         if problem:
             raise UserError(
                 f"run= must have a complete final model ({problem}), got {folder.path}; "
                 + (f"set only={others}, or " if others else "")
-                + again(folder)
+                + folder.again()
             )
     return chosen
 
