@@ -76,7 +76,7 @@ def _command(own: dict[str, str], overrides: list[str]) -> None:
         cfg = alone(models, overrides)
         name = component(f"{cfg.task.name}-{digest(cfg)}")
         folder = RunFolder(Path(cfg.output_dir) / "evaluations" / name)
-        rows = evaluate(cfg, folder, split, models=models, of_run=False)
+        rows = evaluate(cfg, folder, split, models=models)
     if is_first_rank():
         console.print(table(rows, console.width), markup=False, soft_wrap=True)
         say(f"rows: {folder.evaluations}")
