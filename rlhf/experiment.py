@@ -20,7 +20,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -97,15 +97,14 @@ class Experiment:
         with catalogue.also(config_dir):
             if dataset is not None or reward is not None:
                 words, self.functions = _with_objects(words, dataset, reward)
-            self.set_up(composed(words), words)
-        self.hooks = hooks
+            self.set_up(composed(words), words, hooks=hooks)
 
-    def set_up(self, config: Config, overrides: Sequence[str], folder: RunFolder | None = None) -> None:
+    def set_up(
+        self, config: Config, overrides: Sequence[str], folder: Path | None = None, hooks: Sequence[Hook] = ()
+    ) -> None:
         """Set the attributes; the default of `folder` is the folder of the run in `config.output_dir`."""
-        self.config = config
-        self.overrides = list(overrides)
-        self.hooks = ()
-        self.files = folder or RunFolder(folder_of(config))
+        self.config, self.overrides, self.hooks = config, list(overrides), hooks
+        self.files = RunFolder(folder or folder_of(config))
 
     @classmethod
     def open(cls, folder: str | Path, hooks: Sequence[Hook] = ()) -> Self:
@@ -120,8 +119,7 @@ class Experiment:
         """
         files = run_folder(str(folder))
         opened = cls.__new__(cls)
-        opened.set_up(load_config(files.config), [], files)
-        opened.hooks = hooks
+        opened.set_up(load_config(files.config), [], files.path, hooks)
         return opened
 
     @classmethod
@@ -137,8 +135,7 @@ class Experiment:
             UserError: a key is unknown, is not set, or has a value of the wrong type.
         """
         made = cls.__new__(cls)
-        files = None if folder is None else RunFolder(folder)
-        made.set_up(as_objects(node, overrides), overrides, files)
+        made.set_up(as_objects(node, overrides), overrides, folder)
         return made
 
     def __repr__(self) -> str:
@@ -399,7 +396,7 @@ class Experiment:
         if not prompts or isinstance(prompts, str):
             raise UserError(f"prompts must be a list of at least one prompt, got {prompts!r}; write [prompt]")
         set_environment()
-        from rlhf.stages.sampling import Sampler
+        from rlhf.stages.inspection import Sampler
 
         sampler = Sampler(self.config, str(model), seed)
         return _frame(sampler(prompts, samples=samples, temperature=temperature, response_length=length))
@@ -473,26 +470,19 @@ def _extended(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]
         return cfg
     if last is not None and new > old:
         _say_extension(cfg, folder, state.get("update", 0), last, f"{key}={old} -> {new}")
-    with _unchanged_if_refused(folder):
+    saved = {file: file.read_text() for file in (folder.config, folder.state) if file.exists()}
+    rows = folder.metrics.stat() if folder.metrics.exists() else None
+    try:
         if finished:
             folder.write_state({**state, "finished": False})
         folder.write_config(cfg)
         run(cfg, folder, check=False, claim=nullcontext, hooks=hooks)
-    return cfg
-
-
-@contextmanager
-def _unchanged_if_refused(folder: RunFolder) -> Iterator[None]:
-    """Restore config.yaml and trainer_state.json if the block raises UserError before it removes any row."""
-    saved = {file: file.read_text() for file in (folder.config, folder.state) if file.exists()}
-    rows = folder.metrics.stat() if folder.metrics.exists() else None
-    try:
-        yield
-    except UserError:
+    except UserError:  # before any row was removed: the run stays as it was
         if rows is None or folder.metrics.stat().st_mtime_ns == rows.st_mtime_ns:
             for file, content in saved.items():
                 write_atomically(file, content)
         raise
+    return cfg
 
 
 def _change(node: DictConfig, overrides: Sequence[Override], length_key: str) -> None:
@@ -632,7 +622,7 @@ def written(dataset: object, folder: Path) -> Path:
     return place
 
 
-def _splits_of(dataset: object) -> dict[str, _Rows | Sequence[Any]]:
+def _splits_of(dataset: object) -> dict[str, Any]:
     """Return the rows of each split of a data set.
 
     Raises:
@@ -640,7 +630,7 @@ def _splits_of(dataset: object) -> dict[str, _Rows | Sequence[Any]]:
     """
     given: Mapping[Any, Any] = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     datasets = sys.modules.get("datasets")
-    found: dict[str, _Rows | Sequence[Any]] = {}
+    found: dict[str, Any] = {}
     for name, split in given.items():
         stored = datasets is not None and isinstance(split, datasets.Dataset)
         if not (stored or isinstance(split, list | tuple)) or str(name) != component(str(name)):
@@ -650,22 +640,10 @@ def _splits_of(dataset: object) -> dict[str, _Rows | Sequence[Any]]:
             raise UserError(f"{_RULE}, got {what}; {_remedy(split)}")
         if len(split) == 0:
             raise UserError(f"dataset must have rows, got none in the split {name}; add rows")
-        found[str(name)] = _Rows(split.with_format(None)) if stored else split
+        found[str(name)] = split
     if not found:
         raise UserError("dataset must have the split train, got no split; add rows")
     return found
-
-
-class _Rows:
-    """The rows of a `datasets.Dataset` as JSON Lines would have them, see `rows_of_arrow`."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        from rlhf.tasks.source import numbered
-
-        return (row for _, row in numbered(self.dataset, "dataset"))
 
 
 def _remedy(rows: Any) -> str:
@@ -680,12 +658,16 @@ def _remedy(rows: Any) -> str:
     return "write [{'prompt': '...'}, ...]"
 
 
-def _lines(split: str, rows: Iterable[Any]) -> Iterator[bytes]:
-    """Yield the rows of a split as lines of JSON.
+def _lines(split: str, rows: Any) -> Iterator[bytes]:
+    """Yield the rows of a split, a list or a `datasets.Dataset`, as lines of JSON.
 
     Raises:
         UserError: a row is no dict, or a value cannot be written as JSON.
     """
+    if not isinstance(rows, list | tuple):
+        from rlhf.tasks.source import numbered
+
+        rows = (row for _, row in numbered(rows, split))
     for number, row in enumerate(rows, 1):
         place = f"row {number} of {split}"
         if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):

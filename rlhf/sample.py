@@ -96,7 +96,7 @@ def _command(own: dict[str, str], overrides: list[str]) -> None:
     if (wanted := own.get("chat")) not in chats:
         raise UserError(f"chat= must be true or false, got {wanted}; set chat=true")
     say_loading()
-    from rlhf.stages.sampling import Sampler
+    from rlhf.stages.inspection import Sampler
 
     sampler = Sampler(cfg, name, seed, chat=chats[wanted])
     start = [{"role": "system", "content": own["system"]}] if "system" in own else []

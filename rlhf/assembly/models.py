@@ -20,7 +20,6 @@ from rlhf.config.models import Dtype, float16_needs_gpu
 from rlhf.core.batch import Budget
 from rlhf.core.errors import OutOfMemory, RunError, UserError
 from rlhf.core.launched import PORTABLE, asked_portable, derive
-from rlhf.environments.library import schemas
 from rlhf.memory.plan import adjustable, halved, smaller_settings, with_token_limit
 from rlhf.models.folder import first_line
 from rlhf.models.forward import checkpoint_blocks
@@ -30,7 +29,7 @@ from rlhf.models.placement import build_on_first
 from rlhf.models.tokenizer import check_vocabulary, declared_ends, read_tokenizer, set_pad_token, stop_ids
 from rlhf.processes.ranks import Ranks
 from rlhf.terminal.console import console, say_row
-from rlhf.text.chat import Tools, set_format
+from rlhf.text.chat import set_format
 from rlhf.trials.agreement import compared
 from rlhf.words.identity import not_in_name
 
@@ -206,15 +205,6 @@ def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrai
 def build_stop_ids(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Return the ids of the tokens that end a response: of the tokenizer first, then of the model's files."""
     return stop_ids(tokenizer, [cfg.start] if cfg.start else [])
-
-
-def build_tools(cfg: Config) -> Tools:
-    """Return the JSON schemas of the functions that replies may call; None: the run has no tools.
-
-    Raises:
-        UserError: a function cannot be imported, or lacks type hints or a docstring.
-    """
-    return schemas(cfg.environment.tools) or None
 
 
 def declared_tokens(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -18,7 +19,6 @@ from rlhf.assembly.models import (
     build_reference,
     build_stop_ids,
     build_tokenizer,
-    build_tools,
     declared_tokens,
     inference_budget,
     load_model,
@@ -36,6 +36,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.state import SupervisedState, TrainState
 from rlhf.engines.engine import Engine, EngineSettings, trained
 from rlhf.engines.torch_engine import FrozenEngine
+from rlhf.environments.library import schemas
 from rlhf.generators.generator import GeneratorContext, PerRankGenerator, SharedGenerator
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.generators.process import Annotator
@@ -115,7 +116,8 @@ def assemble(
     compile_blocks(engine, cfg, state.num_updates)
     generator = build_generator(cfg, engine, tokenizer, folder, ranks)
     ends.callback(generator.close)
-    scorer = _build_training_scorer(cfg, tokenizer, ranks)
+    scorer = build_scorer(cfg, "scorer", tokenizer, ranks)
+    assert scorer is not None, "validated: training needs a scorer"
     evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, ranks)
     objective = make(cfg.algo)
     prompts = task.prompts(solved_at=cfg.schedule.solved_at)
@@ -229,8 +231,9 @@ def build_frozen(
 
 def _second_model(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Policy | None:
     """Return the reference; None: the run has none, or it is the policy without its adapters."""
-    compares = cfg.algo.trains is Trains.policy
-    return build_reference(cfg, tokenizer, ranks) if compares and not _reference_is_policy(cfg) else None
+    in_policy = bool(cfg.model.lora.rank) and cfg.model.starts_as_reference  # the initial policy
+    compares = cfg.algo.trains is Trains.policy and not in_policy
+    return build_reference(cfg, tokenizer, ranks) if compares else None
 
 
 def _completed(engine: _E, cfg: Config) -> _E:
@@ -244,14 +247,9 @@ def _completed(engine: _E, cfg: Config) -> _E:
     for module in engine.module.modules():
         if isinstance(module, RolloutModule):
             compared(module, cfg, engine.ranks)
-    if _reference_is_policy(cfg):
+    if engine.reference is None and cfg.algo.trains is Trains.policy:
         engine.reference = engine.policy.before_adapters()
     return engine
-
-
-def _reference_is_policy(cfg: Config) -> bool:
-    """Return whether the reference is the policy without its adapters, which is the initial policy."""
-    return cfg.algo.trains is Trains.policy and bool(cfg.model.lora.rank) and cfg.model.starts_as_reference
 
 
 # Construction of the generator of a run.
@@ -274,7 +272,8 @@ class AnnotatorFactory:
         backend = TorchConfig(micro_batch=self.cfg.backend.micro_batch, tokens=self.cfg.backend.tokens)
         cfg, alone = replace(self.cfg, backend=backend), Ranks(build_device(self.cfg))
         tokenizer = build_tokenizer(cfg)
-        scorer = _build_training_scorer(cfg, tokenizer, alone)
+        scorer = build_scorer(cfg, "scorer", tokenizer, alone)
+        assert scorer is not None, "validated: training needs a scorer"
         wanted = "ref_logprobs" in make(cfg.algo).needs
         reference = build_reference(cfg, tokenizer, alone) if wanted else None
         return Annotator(scorer, reference, inference_budget(cfg), alone, cfg.model.dtype)
@@ -371,13 +370,6 @@ def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks
         return scorer
 
     return build(cfg.scorer if at == "scorer" else cfg.gold, at)
-
-
-def _build_training_scorer(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
-    """Return the scorer whose scores are used for training."""
-    scorer = build_scorer(cfg, "scorer", tokenizer, ranks)
-    assert scorer is not None, "validated: training needs a scorer"
-    return scorer
 
 
 def check_formats(
@@ -477,12 +469,7 @@ def build_evaluator(
         scorer if cfg.scores_completions else None,
         engine,
         tokenizer,
-        Sampling(
-            samples=1,
-            temperature=cfg.eval.temperature,
-            response_length=cfg.generator.response_length,
-            purpose="eval",
-        ),
+        replace(training_sampling(cfg), samples=1, temperature=cfg.eval.temperature, purpose="eval"),
         cfg.generator.temperature,
         held_out_pairs,
         tuple(cfg.task.shares),
@@ -511,7 +498,7 @@ def build_task(
         judge: whether the judge scores the examples, although the config trains a reward model.
 
     Raises:
-        UserError: a reward function cannot be imported.
+        UserError: a reward function or a tool cannot be imported, or a tool lacks type hints or a docstring.
     """
     source = build_source(cfg)
     if isinstance(source, FirstMessages):
@@ -526,7 +513,7 @@ def build_task(
         shares=cfg.task.shares,
         wanted=_wanted_columns(cfg, judge),
         ends=declared_tokens(cfg, tokenizer),
-        tools=build_tools(cfg),
+        tools=schemas(cfg.environment.tools) or None,
     )
 
 
@@ -571,24 +558,26 @@ def _wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
     """
     parts = list(cfg.task.shares)
     found = {each: Wanted(rest=cfg.environment.answers) for each in parts or [""]}
-    for at, section in reward_functions(cfg, judge):
-        key, path = f"{at}.path", section.path
-        asked = parameters_of(signature_of(load_function(key, path, section.arguments)))
-        pairs = zip(asked.taken, asked.position, strict=False)
-        by_position = {name: (key, path, value) for name, value in pairs if name != value}
+    for at, section in _used_scorers(cfg, judge):
+        asked = [Wanted(optional=section.columns)] if section.columns else []
+        for function in section.functions().values():
+            key, path = f"{at}.path", function.path
+            takes = parameters_of(signature_of(load_function(key, path, function.arguments)))
+            pairs = zip(takes.taken, takes.position, strict=False)
+            own = Wanted(
+                columns=dict.fromkeys(takes.columns, (key, path)),
+                optional=frozenset(takes.optional),
+                rest=takes.rest,
+                positions={name: (key, path, value) for name, value in pairs if name != value},
+            )
+            asked.append(own)
         scored = part_of(cfg, at)
-        for each in found if scored is None else [scored]:
+        for each, new in product(found if scored is None else [scored], asked):
             before = found[each]
             found[each] = Wanted(
-                columns={**dict.fromkeys(asked.columns, (key, path)), **before.columns},
-                optional=before.optional | set(asked.optional),
-                rest=before.rest or asked.rest,
-                positions={**by_position, **before.positions},
+                columns={**new.columns, **before.columns},
+                optional=before.optional | new.optional,
+                rest=before.rest or new.rest,
+                positions={**new.positions, **before.positions},
             )
-    for at, scorer in _used_scorers(cfg, judge):
-        if not scorer.columns:
-            continue
-        scored = part_of(cfg, at)
-        for each in found if scored is None else [scored]:
-            found[each] = replace(found[each], optional=found[each].optional | scorer.columns)
     return Wanted(parts=found) if parts else found[""]

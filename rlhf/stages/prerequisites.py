@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.assembly.parts import make as make_part
 from rlhf.checks.check import problems
 from rlhf.checks.machine import TOKEN
-from rlhf.config.algorithms import Trains
+from rlhf.config.algorithms import Data, Trains
 from rlhf.config.models import LoRAConfig
 from rlhf.config.run import StagesConfig
 from rlhf.config.schema import values
@@ -32,16 +32,18 @@ from rlhf.models.folder import is_local
 from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.runs.lock import made_by_one, waiting_claim
 from rlhf.terminal.console import say
-from rlhf.terminal.progress import Stages
+from rlhf.terminal.progress import Stages, progress
 from rlhf.words import identity
 from rlhf.words.compose import compose
 from rlhf.words.mistakes import CONFIG_ERRORS, explain
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
     from rlhf.config.root import Config
     from rlhf.config.tasks import TaskConfig
+    from rlhf.core.batch import Rollouts
 
 
 # Artefacts: folders that are complete or absent, made by one process, and skipped once they are finished.
@@ -176,6 +178,7 @@ def _uploading(folder: Path, repository: str) -> Iterator[None]:
 _Run = Callable[..., object]  # rlhf.stages.run.run, which carries out a run
 
 SFT, PAIRS, REWARD = "SFT model", "preference pairs", "reward model"
+_CHUNK = 256  # prompts per request for pairs
 
 
 def names(cfg: Config, reward: bool = True) -> list[str]:
@@ -291,24 +294,68 @@ def _model(name: str, cfg: Config, run: _Run) -> Artefact:
 
 
 def _sampled_pairs(cfg: Config) -> Artefact:
-    """Return the preference pairs that are sampled from the policy of `cfg`.
-
-    A pair consists of two samples for a prompt, ordered by gold score. Ties are skipped.
-    """
-
-    def write(folder: Path) -> None:
-        from rlhf.stages.sampling import sample_pairs
-
-        sample_pairs(cfg).save_to_disk(str(folder))
-
+    """Return the preference pairs that are sampled from the policy of `cfg`."""
     folder = pairs_folder(cfg)
     return Artefact(
         name=PAIRS,
         folder=folder,
         done=(folder / COMPLETE).exists,
-        make=partial(made_once, folder, write),
+        make=partial(made_once, folder, partial(_sample_pairs, cfg)),
         figures=lambda: f"ordered by {cfg.gold.described}",
     )
+
+
+def _sample_pairs(cfg: Config, folder: Path) -> None:
+    """Sample pairs for training and held-out prompts, and write the splits train and validation to `folder`.
+
+    A pair, with the columns prompt, chosen and rejected, consists of two samples for a prompt, ordered by
+    gold score. Pairs whose gold scores tie are skipped.
+    """
+    import torch
+    from datasets import Dataset, DatasetDict
+
+    from rlhf.assembly.models import build_device, build_tokenizer
+    from rlhf.assembly.training import build_sampler, build_scorer, build_task, training_sampling
+    from rlhf.processes.ranks import Ranks
+    from rlhf.scorers.scorer import response_texts
+
+    device = build_device(cfg)
+    tokenizer = build_tokenizer(cfg)
+    generator = build_sampler(cfg, tokenizer, device, seed=cfg.stages.seed)
+    gold = build_scorer(cfg, "gold", tokenizer, Ranks(device))
+    assert gold is not None, "an embedded task has a judge"
+    task = build_task(cfg, tokenizer, Data.prompts, min(_CHUNK, cfg.stages.pairs), judge=True)
+
+    batches, updates = task.prompts(), -(-cfg.stages.pairs // task.prompts_per_update)
+    requests = [("train", next(batches)) for _ in range(updates)]
+    held_out = task.held_out(2 * cfg.eval.prompts)  # twice the needed number, because tied pairs are skipped
+    requests += [("validation", held_out.select(rows)) for rows in torch.arange(len(held_out)).split(_CHUNK)]
+    temperature = cfg.stages.pairs_temperature
+    asked = replace(training_sampling(cfg), samples=2, temperature=temperature, purpose="pairs")
+    columns: dict[str, dict[str, list[str]]] = {}
+    with progress("sampling pairs", len(requests), cfg.progress.value) as advance:
+        for request, (split, prompts) in enumerate(requests):
+            rollouts = generator.submit(prompts, replace(asked, request=request)).result()
+            add_pairs(
+                columns.setdefault(split, {"prompt": [], "chosen": [], "rejected": []}),
+                rollouts,
+                gold.compare(*gold.scored(rollouts)),
+                response_texts(rollouts, tokenizer),
+            )
+            advance(1)
+    data = {split: Dataset.from_dict(rows) for split, rows in columns.items()}
+    DatasetDict(data).save_to_disk(str(folder))
+
+
+def add_pairs(
+    columns: dict[str, list[str]], rollouts: Rollouts, scores: Tensor, texts: list[list[str]]
+) -> None:
+    """Append the pairs of `rollouts` (K = 2) with different scores [N, 2] to `columns`."""
+    for prompt, (first, second), (a, b) in zip(rollouts.texts, texts, scores.tolist(), strict=True):
+        if a != b:
+            columns["prompt"].append(prompt)
+            columns["chosen"].append(first if a > b else second)
+            columns["rejected"].append(second if a > b else first)
 
 
 # Configs and folders of the stages before a run: SFT, preference pairs, reward model.
