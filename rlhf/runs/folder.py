@@ -409,7 +409,11 @@ class _TerminalHandler(logging.Handler):
 
 
 class _LogFile(logging.FileHandler):
-    """A handler that writes train.log. If the disk is full, lines are lost and the run continues."""
+    """A handler that writes train.log without secrets. If the disk is full, lines are lost, not the run."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a message, without the secrets of the message and of its traceback."""
+        return hide(super().format(record))
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore a line that cannot be written."""
@@ -418,14 +422,6 @@ class _LogFile(logging.FileHandler):
         """Close the file; lines that cannot be written are lost."""
         with suppress(OSError):
             super().close()
-
-
-class _WithoutSecrets(logging.Formatter):
-    """A formatter of train.log, which hides secrets in messages and tracebacks."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a message."""
-        return hide(super().format(record))
 
 
 def setup_logging(folder: RunFolder | Path) -> logging.Logger:
@@ -445,7 +441,7 @@ def setup_logging(folder: RunFolder | Path) -> logging.Logger:
     if is_first_rank():
         log.addHandler(_TerminalHandler())
         to_file = _LogFile(folder.log, encoding="utf-8")
-        to_file.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
+        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(to_file)
     logging.captureWarnings(True)
     warnings_log = logging.getLogger("py.warnings")

@@ -269,24 +269,32 @@ class Lock:
 
 
 @contextmanager
-def locked(path: Path, protects: Path, wait: bool = False) -> Iterator[None]:
-    """Hold a lock during the block; `wait`: as long as another process has it, else `_WAIT_S` seconds.
+def locked(path: Path, protects: Path, wait: bool = False, key: str = "output_dir") -> Iterator[None]:
+    """Hold a lock during the block; the folder of the lock file is created if it does not exist.
+
+    Args:
+        path: the lock file.
+        protects: the path that the lock protects, for messages.
+        wait: wait as long as another process has the lock; False: `_WAIT_S` seconds.
+        key: the config key that sets the folder of the lock file, for messages.
 
     Raises:
-        UserError: another process has the lock.
+        UserError: another process has the lock, or the folder cannot be created.
+        RunError: the disk is full.
     """
     lock, started, said = Lock(path, protects), time.monotonic(), False
-    while not lock.acquire():
-        waited_s = time.monotonic() - started
-        if not wait and waited_s >= _WAIT_S:
-            raise UserError(
-                "an output folder must have one process that writes to it (another process does: "
-                f"{lock.holder}), got {protects}; wait until that process has ended, or {lock.stop}"
-            )
-        if wait and waited_s >= _QUIET_S and not said:
-            said = True
-            say(f"waiting for {lock.holder}, which writes {protects}", style="yellow")
-        time.sleep(_POLL_S)
+    with creating(path.parent, key), explained(partial(full_disk, RunFolder(path.parent))):
+        while not lock.acquire():
+            waited_s = time.monotonic() - started
+            if not wait and waited_s >= _WAIT_S:
+                raise UserError(
+                    "an output folder must have one process that writes to it (another process does: "
+                    f"{lock.holder}), got {protects}; wait until that process has ended, or {lock.stop}"
+                )
+            if wait and waited_s >= _QUIET_S and not said:
+                said = True
+                say(f"waiting for {lock.holder}, which writes {protects}", style="yellow")
+            time.sleep(_POLL_S)
     try:
         yield
     finally:
@@ -306,13 +314,10 @@ def claimed(folder: Path, *, wait: bool = False, name: str = LOCK) -> Iterator[N
         name: name of the lock file.
 
     Raises:
-        UserError: another process has locked the folder, or the folder cannot be created.
-        RunError: the disk is full.
+        UserError, RunError: see `locked`.
     """
     try:
-        with ExitStack() as ends:
-            with creating(folder), explained(partial(full_disk, RunFolder(folder))):
-                ends.enter_context(locked(folder / name, folder, wait))
+        with locked(folder / name, folder, wait):
             new = all(path.name in (LOCK, EVALUATION_LOCK) for path in folder.iterdir())
             try:
                 yield
@@ -330,20 +335,16 @@ waiting_claim: Claim = partial(claimed, wait=True)
 
 def made_by_one(path: Path) -> AbstractContextManager[None]:
     """Lock a path that the block makes and that may not exist yet; wait for another process that makes it."""
-    return locked(_beside(path), path, wait=True)
+    return locked(_beside(path), path, wait=True, key="cache_dir")
 
 
-@contextmanager
-def written_by_one(path: Path) -> Iterator[None]:
+def written_by_one(path: Path) -> AbstractContextManager[None]:
     """Lock a folder that the block writes at its scratch path and then renames.
 
     Raises:
-        UserError: another process writes `path`, or the folder above cannot be created.
+        UserError, RunError: see `locked`.
     """
-    with ExitStack() as ends:
-        with creating(path.parent, "output"), explained(partial(full_disk, RunFolder(path.parent))):
-            ends.enter_context(locked(_beside(path), path))
-        yield
+    return locked(_beside(path), path, key="output")
 
 
 def check_unlocked(folder: Path, *, wait: bool = False, name: str = LOCK) -> None:
