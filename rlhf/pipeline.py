@@ -81,10 +81,7 @@ COMMAND = Command(
         "resumes an interrupted stage. Overrides are those of the RLHF run;\n"
         "stages.sft=[...] and stages.reward=[...] are overrides of the stages before it."
     ),
-    own={
-        "split": "held-out split of the final evaluation: validation (default) or test",
-        "push_to": MEANS,
-    },
+    own={"split": "held-out split of the final evaluation: validation (default) or test", "push_to": MEANS},
 )
 
 

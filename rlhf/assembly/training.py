@@ -21,7 +21,6 @@ from rlhf.assembly.models import (
     build_tokenizer,
     declared_tokens,
     inference_budget,
-    load_model,
     loaded,
     training_budget,
 )
@@ -222,7 +221,7 @@ def build_frozen(
         ranks: the ranks of the run.
         named: whether the model that `cfg` starts from is evaluated itself: a reward model keeps its head.
     """
-    module = load_model(cfg, tokenizer) if named else build_model(cfg, tokenizer)
+    module = build_model(cfg, tokenizer, named)
     check_vocabulary(module.model, tokenizer, "models" if named else "model.tokenizer")
     reference, limit = _second_model(cfg, tokenizer, ranks), inference_budget(cfg)
     engine = FrozenEngine(module, reference, tokenizer, inference=limit, ranks=ranks, dtype=cfg.model.dtype)
@@ -482,11 +481,7 @@ def build_evaluator(
 
 
 def build_task(
-    cfg: Config,
-    tokenizer: PreTrainedTokenizerFast,
-    data: Data,
-    prompts_per_update: int,
-    judge: bool = False,
+    cfg: Config, tokenizer: PreTrainedTokenizerFast, data: Data, prompts_per_update: int, judge: bool = False
 ) -> Task:
     """Return the tokenized data of the run.
 

@@ -385,11 +385,7 @@ def save(histories: Iterable[History], checkpoint: Path) -> None:
     for history in histories:
         name = history.file.name
         (folder / f"{name}.gz").write_bytes(history.copy())
-        summary[name] = {
-            "rows": history.count,
-            "bytes": history.bytes,
-            "xxh3": history.checksum.hexdigest(),
-        }
+        summary[name] = {"rows": history.count, "bytes": history.bytes, "xxh3": history.checksum.hexdigest()}
     (folder / "rows.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
@@ -579,8 +575,5 @@ def git_commit() -> dict[str, Any] | None:
 def processor() -> str:
     """Return the model name of the CPU."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
+    found = re.search(r"^model name[^:]*:(.*)", cpuinfo.read_text(), re.M) if cpuinfo.is_file() else None
+    return found[1].strip() if found else platform.processor()

@@ -31,7 +31,6 @@ from rlhf.config.scorers import NoScorerConfig
 from rlhf.core import files, formatting
 from rlhf.core.errors import UserError, explained, setting
 from rlhf.core.files import append, as_line, component, read_lines, write_atomically
-from rlhf.core.formatting import lines_of
 from rlhf.core.launched import derive, is_first_rank
 from rlhf.core.state import TrainState
 from rlhf.loggers.display import EVALUATION_METRICS, metric_texts, print_samples, shown
@@ -281,12 +280,7 @@ def _starting_from(model: str, cfg: Config) -> Config:
 
 
 def evaluations(
-    group: list[_Candidate],
-    cfg: Config,
-    folder: RunFolder,
-    split: str,
-    ranks: Ranks,
-    titles: dict[str, str],
+    group: list[_Candidate], cfg: Config, folder: RunFolder, split: str, ranks: Ranks, titles: dict[str, str]
 ) -> Iterator[tuple[_Candidate, Evaluation]]:
     """Yield each model of a group with its evaluation. One engine loads the models one after the other.
 
@@ -620,7 +614,7 @@ def table(rows: list[dict[str, Any]], width: int = 80) -> Group:
             part.add_column(heading, justify="right", no_wrap=True)
         for cells in zip(first[1], *(cells for _, cells in group), strict=True):
             part.add_row(*cells)
-    return Group(*lines_of(title, width), *tables, *paths)
+    return Group(*formatting.lines_of(title, width), *tables, *paths)
 
 
 def short_names(models: Sequence[str]) -> list[str]:

@@ -210,9 +210,22 @@ def _train(
     try:
         train(parts, stream, state, cfg.schedule, interruption, cfg.seed)
     except NonFinite as error:
-        raise _not_finite(error, state, folder) from error
-    except Interrupted:
-        _save_unfinished(parts, stream, state, folder, ranks)
+        file = folder.path / "failed_batch.json"
+        batch = {"what": error.what, "index": error.index, "places": error.places}
+        file.write_text(json.dumps({"update": state.update, **batch}))
+        last = folder.last_checkpoint()
+        failed = RunError(
+            f"update {state.update} (from 0) gave {error.what}; no weight was changed. The rows of the data "
+            f"set are in {file}; the last checkpoint is {last or 'none: no checkpoint was written yet'}"
+        )
+        failed.everywhere = True
+        raise failed from error
+    except Interrupted:  # a scorer waited for its service: the next session begins where scores were awaited
+        if stream.taken > state.update:
+            stream.put_back()
+        done = ranks.from_first(lambda: (folder.path / f"checkpoint-{state.update}" / COMPLETE).exists())
+        if state.update and stream.resumable and not done:
+            parts.checkpoints.save(state, parts.engine, stream, parts.recorder)
         raise interrupted(interruption, state, cfg, folder) from None
 
 
@@ -280,20 +293,6 @@ def write_model(engine: Engine, folder: RunFolder, ranks: Ranks, card: str) -> N
                 raise no_room(folder, final, reason)
 
 
-def _save_unfinished(
-    parts: Parts, stream: RolloutStream, state: TrainState, folder: RunFolder, ranks: Ranks
-) -> None:
-    """Save a checkpoint of the last update after a scorer stopped waiting for its service.
-
-    The next session begins with the batch or the evaluation whose scores were awaited.
-    """
-    if stream.taken > state.update:
-        stream.put_back()
-    saved = ranks.from_first(lambda: (folder.path / f"checkpoint-{state.update}" / COMPLETE).exists())
-    if state.update and stream.resumable and not saved:
-        parts.checkpoints.save(state, parts.engine, stream, parts.recorder)
-
-
 def interrupted(interruption: Interruption, state: TrainState, cfg: Config, folder: RunFolder) -> Interrupted:
     """Return the exception of a run that a signal stopped; its message says how to resume."""
     last = folder.last_checkpoint()
@@ -320,19 +319,5 @@ def _stopped_by_hook(failure: str, state: TrainState, folder: RunFolder) -> RunE
             f"the same command resumes it from {short_path(last)}" if last else "has no checkpoint"
         )
     failed = RunError(f"{failure} (traceback above); {result}")
-    failed.everywhere = True
-    return failed
-
-
-def _not_finite(error: NonFinite, state: TrainState, folder: RunFolder) -> RunError:
-    """Write the rows of the failed batch to failed_batch.json, and return the error of the run."""
-    file = folder.path / "failed_batch.json"
-    batch = {"what": error.what, "index": error.index, "places": error.places}
-    file.write_text(json.dumps({"update": state.update, **batch}))
-    last = folder.last_checkpoint()
-    failed = RunError(
-        f"update {state.update} (from 0) gave {error.what}; no weight was changed. The rows of the data set "
-        f"are in {file}; the last checkpoint is {last or 'none: no checkpoint was written yet'}"
-    )
     failed.everywhere = True
     return failed

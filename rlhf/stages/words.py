@@ -35,7 +35,6 @@ from rlhf.core.machine import cached_folder
 from rlhf.core.state import SupervisedState, TrainState
 from rlhf.loggers.display import shown
 from rlhf.memory import plan
-from rlhf.memory.plan import fills_memory
 from rlhf.models.folder import CARD, HUB_NAME, is_local
 from rlhf.runs.folder import DISTRIBUTION, git_commit, versions
 from rlhf.stages.inspection import rehearse
@@ -180,7 +179,7 @@ def _forward_size(cfg: Config) -> str:
     in_minibatch = cfg.schedule.prompts_per_update // cfg.schedule.minibatches
     share = math.ceil(in_minibatch / ranks) * group
     most = min(backend.micro_batch, share)
-    filled = fills_memory(cfg)
+    filled = plan.fills_memory(cfg)
     if filled or backend.tokens is not None:
         limit = "what fits into the memory" if filled else f"{backend.tokens:,} tokens"
         return f"at most {most}, and at most {limit}"
