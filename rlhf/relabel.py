@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from rlhf.config.root import Config
-    from rlhf.processes.ranks import Ranks
 
 COMMAND = Command(
     name="rlhf.relabel",
@@ -239,13 +238,12 @@ def finished(cfg: Config, output: Path) -> bool:
     return True
 
 
-def relabel(cfg: Config, output: Path, ranks: Ranks | None = None) -> None:
+def relabel(cfg: Config, output: Path) -> None:
     """Make the relabelled data set, unless it is complete; resume an interrupted call.
 
     Args:
         cfg: the config from `pairs_of`.
         output: folder of the data set.
-        ranks: the ranks that score; None: the ranks that the launcher started.
 
     Raises:
         UserError: `output` contains something else, the pairs cannot be read, a device certainly has too
@@ -261,13 +259,13 @@ def relabel(cfg: Config, output: Path, ranks: Ranks | None = None) -> None:
         warn(memory.warnings(cfg, trains=False))
         with interruptible(), written_by_one(output) if is_first_rank() else nullcontext():
             if not finished(cfg, output):
-                carry_out(cfg, output, ranks)
+                carry_out(cfg, output)
                 return
     if is_first_rank():
         say(f"relabelled already: {output}")
 
 
-def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
+def carry_out(cfg: Config, output: Path) -> None:
     """Score the pairs that have no scores yet, and write the data set."""
     say_loading()
     from datasets import DatasetDict
@@ -276,14 +274,14 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     from rlhf.assembly.training import build_scorer, build_task, check_formats
     from rlhf.text.encoding import encode_completions
 
-    ranks = joined(cfg, ranks)
+    ranks = joined(cfg)
     about = settings(cfg)  # before stand-ins replace paths
     if cfg.stand_ins:
         cfg = ranks.from_first(partial(complete_stand_ins, cfg))
     work = files.scratch_of(output)
     tokenizer = tokenizer_of(cfg)
     task = build_task(cfg, tokenizer, Data.preferences, 1, judge=True)
-    warn(ranks.from_first(lambda: list(check_formats(cfg, task, tokenizer, judge=True))))
+    warn(ranks.from_first(lambda: list(check_formats(cfg, task, judge=True))))
     gold = build_scorer(cfg, "gold", tokenizer, ranks)
     assert gold is not None, "validated: the judge scores texts"
     splits, agreements = {}, {}

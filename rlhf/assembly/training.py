@@ -89,14 +89,7 @@ def training_sampling(cfg: Config) -> Sampling:
 
 
 def assemble(
-    cfg: Config,
-    task: Task,
-    tokenizer: PreTrainedTokenizerFast,
-    data: str,
-    state: TrainState,
-    folder: RunFolder,
-    ranks: Ranks,
-    ends: ExitStack,
+    cfg: Config, task: Task, data: str, state: TrainState, folder: RunFolder, ranks: Ranks, ends: ExitStack
 ) -> Parts:
     """Return the parts of a training run.
 
@@ -104,20 +97,20 @@ def assemble(
         cfg: the config of the run.
         task: the data of the run.
         data: the fingerprint of the training examples.
-        tokenizer: the policy's tokenizer.
         state: the counters of the run.
         folder: the run folder.
         ranks: the ranks of the run.
         ends: exit stack that closes the generator if building a later part fails, or at the end.
     """
+    tokenizer = task.tokenizer
     engine = build_engine(cfg, tokenizer, ranks, state)
     choose_head(engine, cfg)
     compile_blocks(engine, cfg, state.num_updates)
-    generator = build_generator(cfg, engine, tokenizer, folder, ranks)
+    generator = build_generator(cfg, engine, folder, ranks)
     ends.callback(generator.close)
     scorer = build_scorer(cfg, "scorer", tokenizer, ranks)
     assert scorer is not None, "validated: training needs a scorer"
-    evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, ranks)
+    evaluator = build_evaluator(cfg, task, engine, generator, scorer, "validation")
     objective = make(cfg.algo)
     prompts = task.prompts(solved_at=cfg.schedule.solved_at)
     replay = Replay(cfg.schedule.replay, cfg.seed, tokenizer.pad_token_id)
@@ -208,9 +201,7 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
     return _completed(engine, cfg)
 
 
-def build_frozen(
-    cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, named: bool = False
-) -> FrozenEngine:
+def build_frozen(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, named: bool) -> FrozenEngine:
     """Return the engine of a run that is only evaluated.
 
     The engine has the module and the reference, but no optimizer and no value model.
@@ -278,11 +269,10 @@ class AnnotatorFactory:
         return Annotator(scorer, reference, inference_budget(cfg), alone, cfg.model.dtype)
 
 
-def build_sampler(
-    cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device, seed: int
-) -> HFGenerator:
+def build_sampler(cfg: Config, tokenizer: PreTrainedTokenizerFast, seed: int) -> HFGenerator:
     """Return a generator that samples from the fixed weights of `model.policy`."""
     assert cfg.model.policy is not None
+    device = build_device(cfg)
     model = load_causal_lm(
         cfg.model.policy, torch.float32, cfg.model.loaded_attention, cfg.model.trust_remote_code
     )
@@ -298,10 +288,9 @@ def build_sampler(
     return HFGenerator(lambda: nullcontext(model), settings)
 
 
-def build_generator(
-    cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast, folder: RunFolder, ranks: Ranks
-) -> Generator:
+def build_generator(cfg: Config, engine: Engine, folder: RunFolder, ranks: Ranks) -> Generator:
     """Return the generator of the run: a generator on rank 0 for all ranks, or a generator on each rank."""
+    tokenizer = engine.tokenizer
     cached = not cfg.generator.decodes or samples_with_cache(
         engine.module.model, cfg, ranks, engine.borrow_policy
     )
@@ -371,9 +360,7 @@ def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks
     return build(cfg.scorer if at == "scorer" else cfg.gold, at)
 
 
-def check_formats(
-    cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, split: str = "train", judge: bool = False
-) -> Iterator[str]:
+def check_formats(cfg: Config, task: Task, split: str = "train", judge: bool = False) -> Iterator[str]:
     """Yield a sentence for each kind of content of the dialogues that a reward model does not read.
 
     A reward model with a chat template of its own reads the dialogues in its format. No model is loaded.
@@ -381,7 +368,6 @@ def check_formats(
     Args:
         cfg: the config of the run.
         task: the data of the run.
-        tokenizer: the policy's tokenizer.
         split: the split with the dialogues. Their answers are the reference responses, or else a short text.
         judge: whether the judge scores, although the config trains a reward model.
 
@@ -398,7 +384,7 @@ def check_formats(
             continue
         try:
             own = read_own(*named, cfg.model, conversational=True)
-            if not own.chat_template or reads_tokens_of(own, tokenizer, dialogues=True):
+            if not own.chat_template or reads_tokens_of(own, task.tokenizer, dialogues=True):
                 continue
             format = Dialogues(own)
             for messages, reference, place, tools in zip(
@@ -419,14 +405,7 @@ def check_formats(
 
 
 def build_evaluator(
-    cfg: Config,
-    task: Task,
-    engine: Engine,
-    generator: Generator,
-    scorer: Scorer | None,
-    tokenizer: PreTrainedTokenizerFast,
-    ranks: Ranks,
-    split: str = "validation",
+    cfg: Config, task: Task, engine: Engine, generator: Generator, scorer: Scorer | None, split: str
 ) -> Evaluator:
     """Return the evaluator of a run on held-out examples.
 
@@ -437,11 +416,9 @@ def build_evaluator(
         generator: the generator of the run. If it returns stored completions, the evaluator gets a
             new generator that samples.
         scorer: the training scorer; None: it is not known.
-        tokenizer: the policy's tokenizer.
-        ranks: the ranks of the run.
         split: the split of the held-out examples.
     """
-    held_out_pairs = None
+    held_out_pairs, tokenizer, ranks = None, engine.tokenizer, engine.ranks
     if cfg.algo.trains is Trains.reward or (cfg.algo.pairwise and cfg.reads_pairs):
         pairs = task.held_out(cfg.eval.prompts, split, warn=cfg.eval.asked)
         assert pairs.completions is not None

@@ -96,7 +96,6 @@ def evaluate(
     folder: RunFolder,
     split: str = "validation",
     only: tuple[str, ...] = (),
-    ranks: Ranks | None = None,
     models: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Evaluate the models that have no row with the same settings in evaluations.jsonl.
@@ -106,7 +105,6 @@ def evaluate(
         folder: the run folder, or, without a run, the folder of the results.
         split: the held-out split.
         only: names of the run's models to evaluate; empty for all.
-        ranks: the ranks of the evaluation; None: the ranks that the launcher started.
         models: further models to evaluate: folders or hub names.
 
     Returns:
@@ -133,7 +131,7 @@ def evaluate(
         with interruptible(), claim, explained(*explanations):
             rows = known(cfg, folder, split)  # another process may have ended since
             due = _not_evaluated(wanted, rows)
-            for row in measure(due, cfg, folder, split, ranks) if due else ():
+            for row in measure(due, cfg, folder, split) if due else ():
                 rows[row["model"]] = row
     found = [rows[candidate.name] for candidate in wanted if candidate.name in rows]
     # The initial policy may have been evaluated after other models.
@@ -147,16 +145,14 @@ def _not_evaluated(wanted: list[_Candidate], rows: dict[str, dict[str, Any]]) ->
     return [each for each in wanted if rows.get(each.name, {"files": ""}).get("files") != each.files]
 
 
-def measure(
-    due: list[_Candidate], cfg: Config, folder: RunFolder, split: str, ranks: Ranks | None
-) -> Iterator[dict[str, Any]]:
+def measure(due: list[_Candidate], cfg: Config, folder: RunFolder, split: str) -> Iterator[dict[str, Any]]:
     """Evaluate each model of `due`; write and yield its row. Damaged checkpoints are skipped."""
     say_loading()
     from rlhf.assembly.models import joined
     from rlhf.stages.run import at_start, run
     from rlhf.training.checkpoint import damage
 
-    ranks = joined(cfg, ranks)
+    ranks = joined(cfg)
     asked, about = cfg, settings(cfg, split)
     # Sharded weights need the run's own engine, whose value model may start as the reward model.
     reward = cfg.scores_completions or any(candidate.shards for candidate in due)
@@ -308,7 +304,7 @@ def evaluations(
         cfg = _starting_from(group[0].name, cfg)
     tokenizer = build_tokenizer(cfg)
     task = assembly.build_task(cfg, tokenizer, cfg.data, cfg.schedule.prompts_per_update)
-    warn(ranks.from_first(lambda: list(assembly.check_formats(cfg, task, tokenizer, split))))
+    warn(ranks.from_first(lambda: list(assembly.check_formats(cfg, task, split))))
     state = TrainState(num_updates=1)
     # Sharded weights need the run's own engine, other weights an engine without an optimizer. The engine of a
     # named model starts with its weights.
@@ -323,10 +319,10 @@ def evaluations(
     with ExitStack() as ends:
         if cfg.model.policy is None:  # a policy from random weights; vLLM needs the files of a model
             cfg = cfg.with_({"model.policy": str(group[0].weights)})
-        generator = assembly.build_generator(cfg, engine, tokenizer, folder, ranks)
+        generator = assembly.build_generator(cfg, engine, folder, ranks)
         ends.callback(generator.close)
         scorer = assembly.build_scorer(cfg, "scorer", tokenizer, ranks) if cfg.scores_completions else None
-        evaluator = assembly.build_evaluator(cfg, task, engine, generator, scorer, tokenizer, ranks, split)
+        evaluator = assembly.build_evaluator(cfg, task, engine, generator, scorer, split)
         if isinstance(evaluator, PolicyEvaluator):
             evaluator.generator = chunks = ChunkedGenerator(evaluator.generator, CHUNK)
         for version, candidate in enumerate(group):

@@ -19,7 +19,7 @@ import datasets
 import numpy as np
 import torch
 
-from rlhf.assembly.models import build_device, build_stop_ids, build_tokenizer, names_of, quieten_libraries
+from rlhf.assembly.models import build_stop_ids, build_tokenizer, names_of, quieten_libraries
 from rlhf.assembly.parts import make
 from rlhf.assembly.training import TEXT, build_sampler, build_task, check_formats, part_of, reward_functions
 from rlhf.config.algorithms import Data, Trains
@@ -99,7 +99,7 @@ class Inspection:
             task = build_task(cfg, tokenizer, data, cfg.schedule.prompts_per_update)
             self._show_data(task)
             if cfg.environment.answers:
-                described, warnings = tried_environment(cfg, task, tokenizer)
+                described, warnings = tried_environment(cfg, task)
                 self._title("Environment")
                 self._say(f"  {described}")
                 self._warn(warnings)
@@ -161,7 +161,7 @@ class Inspection:
 
         Among the warnings is what reward models with a chat template of their own do not read.
         """
-        trials = tried(self.cfg, task, self.tokenizer)
+        trials = tried(self.cfg, task)
         if trials:
             self._title("Rewards")
         for each in trials:
@@ -169,7 +169,7 @@ class Inspection:
             for text in each.lines():
                 self._say(f"    {text}")
             self._warn([each.warning] if each.warning is not None else [])
-        self._warn(check_formats(self.cfg, task, self.tokenizer))
+        self._warn(check_formats(self.cfg, task))
 
     def _show_example(self, batch: Prompts, rollouts: Rollouts | None, i: int) -> None:
         """Print an example as tokens, with the use of each part; `rollouts`: its stored responses, if any."""
@@ -305,28 +305,28 @@ def rehearse(cfg: Config, task: Task | None = None) -> None:
     """
     if not (any(reward_functions(cfg)) or cfg.environment.answers):
         return
-    tokenizer = build_tokenizer(cfg)
-    task = task or build_task(cfg, tokenizer, Data.prompts, cfg.schedule.prompts_per_update)
-    trials = tried(cfg, task, tokenizer)
+    task = task or build_task(cfg, build_tokenizer(cfg), Data.prompts, cfg.schedule.prompts_per_update)
+    trials = tried(cfg, task)
     warnings = [each.warning for each in trials if each.warning is not None]
     for each in trials:
         name, scores = each.path.rpartition(":")[2], ", ".join(map(_text, each.scores))
         slow = f" ({each.seconds:.1f} s)" if each.seconds > 1 else ""
         say_row("reward tried", f"{name}: {scores} for {len(each.scores)} examples{slow}")
     if cfg.environment.answers:
-        described, more = tried_environment(cfg, task, tokenizer)
+        described, more = tried_environment(cfg, task)
         say_row("environment", described)
         warnings += more
     for warning in warnings:
         log.warning("%s", warning)
 
 
-def tried_environment(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[str]]:
+def tried_environment(cfg: Config, task: Task) -> tuple[str, list[str]]:
     """Play the first turn of three training examples with an empty reply; return a description and warnings.
 
     Raises:
         UserError: the class fails as it would in the run, or the chat template has no fixed form of messages.
     """
+    tokenizer = task.tokenizer
     factory: EnvironmentFactory = make(cfg.environment, tokenizer)
     warnings = [*factory.turns.warnings()]
     reads = any(each.reads_rewards for at, each in scorers(cfg) if not at.startswith("gold"))
@@ -359,13 +359,12 @@ def tried_environment(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFas
     return f"{cfg.environment.name}, {limits}", warnings
 
 
-def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[_Trial]:
+def tried(cfg: Config, task: Task) -> list[_Trial]:
     """Return the trials of all reward functions of a run.
 
     Args:
         cfg: the config of the run.
         task: the data of the run.
-        tokenizer: the policy's tokenizer.
 
     Raises:
         UserError: a function fails, or returns something that is not a score.
@@ -374,7 +373,7 @@ def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[_
     for at, section in reward_functions(cfg):
         context = ScorerContext(
             at=at,
-            tokenizer=tokenizer,
+            tokenizer=task.tokenizer,
             ranks=ALONE,
             model=cfg.model,
             place=lambda make: make(),
@@ -479,7 +478,7 @@ class Sampler:
         self.chat = self.tokenizer.chat_template is not None if chat is None else chat
         if self.chat:
             set_format(self.tokenizer, cfg.model.chat_template, True)
-        self.generator = build_sampler(cfg, self.tokenizer, build_device(cfg), seed)
+        self.generator = build_sampler(cfg, self.tokenizer, seed)
         self.requests = 0
 
     def __call__(self, prompts: Sequence[_Prompt], **settings: Any) -> list[dict[str, Any]]:

@@ -319,10 +319,9 @@ def _sample_pairs(cfg: Config, folder: Path) -> None:
     from rlhf.processes.ranks import Ranks
     from rlhf.scorers.scorer import response_texts
 
-    device = build_device(cfg)
     tokenizer = build_tokenizer(cfg)
-    generator = build_sampler(cfg, tokenizer, device, seed=cfg.stages.seed)
-    gold = build_scorer(cfg, "gold", tokenizer, Ranks(device))
+    generator = build_sampler(cfg, tokenizer, cfg.stages.seed)
+    gold = build_scorer(cfg, "gold", tokenizer, Ranks(build_device(cfg)))
     assert gold is not None, "an embedded task has a judge"
     task = build_task(cfg, tokenizer, Data.prompts, min(_CHUNK, cfg.stages.pairs), judge=True)
 

@@ -133,11 +133,11 @@ def carry_out(
     if last is not None:
         compare(last, data)
     state = build_state(cfg, task)
-    print_opening(cfg, folder, stages, task, tokenizer, notes, ranks)
+    print_opening(cfg, folder, stages, task, notes, ranks)
 
     with ExitStack() as ends:
         ends.enter_context(stages.enter(len(stages.names)))
-        parts = assemble(cfg, task, tokenizer, data, state, folder, ranks, ends)
+        parts = assemble(cfg, task, data, state, folder, ranks, ends)
         saved = None
         if last is not None:
             saved = parts.checkpoints.load(last, state, parts.engine, parts.recorder)
@@ -146,7 +146,7 @@ def carry_out(
         parts.recorder.open(loggers, parts.generator)
         ends.callback(parts.recorder.close)
         parts.generator.load(parts.engine.weights(), state.version)
-        _train(cfg, parts, saved, state, folder, ranks, interruption)
+        _train(cfg, parts, saved, state, folder, interruption)
     failure, stopped = ranks.from_first(lambda: (hooks.failure, hooks.stopped))
 
     if state.done:
@@ -173,13 +173,7 @@ def carry_out(
 
 
 def _train(
-    cfg: Config,
-    parts: Parts,
-    saved: Any,
-    state: TrainState,
-    folder: RunFolder,
-    ranks: Ranks,
-    interruption: Interruption,
+    cfg: Config, parts: Parts, saved: Any, state: TrainState, folder: RunFolder, interruption: Interruption
 ) -> None:
     """Train until the run is done or asked to stop.
 
@@ -206,6 +200,7 @@ def _train(
             saved=saved,
         ),
     )
+    ranks = parts.engine.ranks
     interruption.defer(ranks.any if ranks.size > 1 else bool)
     try:
         train(parts, stream, state, cfg.schedule, interruption, cfg.seed)

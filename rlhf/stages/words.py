@@ -46,8 +46,6 @@ from rlhf.words.identity import MODEL_FOLDERS, model_label, options, settings
 from rlhf.words.mistakes import CONFIG_ERRORS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from rlhf.config.root import Config
     from rlhf.processes.ranks import Ranks
     from rlhf.runs.folder import RunFolder
@@ -63,13 +61,7 @@ log = logging.getLogger(__name__)
 
 
 def print_opening(
-    cfg: Config,
-    folder: RunFolder,
-    stages: Stages,
-    task: Task,
-    tokenizer: PreTrainedTokenizerFast,
-    notes: Mapping[str, str],
-    ranks: Ranks,
+    cfg: Config, folder: RunFolder, stages: Stages, task: Task, notes: Mapping[str, str], ranks: Ranks
 ) -> None:
     """Print the opening lines of a run, and try its reward functions on data that are not generated.
 
@@ -78,7 +70,6 @@ def print_opening(
         folder: the run folder.
         stages: the stages of the command; the last one is the run.
         task: the data of the run.
-        tokenizer: the policy's tokenizer.
         notes: further rows, by name.
         ranks: the ranks of the run.
 
@@ -91,7 +82,7 @@ def print_opening(
     rows = [("run folder", short_path(folder.path))] if stages.outermost else []
     for name, value in [*rows, *describe(cfg, len(task)), *notes.items()]:
         say_row(name, value)
-    say_ends(cfg, tokenizer)
+    say_ends(cfg, task.tokenizer)
     _log_all(doubts(cfg, len(task)))
     if cfg.task.embedded:
         return
@@ -103,7 +94,7 @@ def print_opening(
         say(f"    {line}")
     _log_all(summary.warnings)
     ranks.from_first(lambda: rehearse(cfg, task))
-    ranks.from_first(lambda: _log_all(check_formats(cfg, task, tokenizer)))
+    ranks.from_first(lambda: _log_all(check_formats(cfg, task)))
 
 
 def _log_all(warnings: Iterable[str]) -> None:
