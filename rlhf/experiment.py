@@ -352,17 +352,11 @@ class Experiment:
         Raises:
             UserError: the run has no model, or an argument is invalid.
         """
-        return _frame(self.measure(listed(overrides), models, split, only))
-
-    def measure(
-        self, overrides: Sequence[str], models: Sequence[str], split: str, only: Sequence[str]
-    ) -> list[dict[str, Any]]:
-        """Evaluate models, and return their rows; see `evaluate`."""
         self.provide()
         check_split(split)
         files = run_folder(str(self.folder))
         set_environment()
-        return evaluate(changed(files, overrides), files, split, tuple(only), models=models)
+        return _frame(evaluate(changed(files, listed(overrides)), files, split, only, models))
 
     def sample(
         self,

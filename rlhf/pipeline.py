@@ -32,7 +32,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich import box
 from rich.table import Table
@@ -69,6 +69,7 @@ from rlhf.terminal.progress import Stages
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
+    from rlhf.processes.ranks import Ranks
 
 
 _T = TypeVar("_T")
@@ -177,7 +178,7 @@ def stages_before(cfg: Config, named: frozenset[str]) -> tuple[Config, list[Arte
         unchanged: rank 0 alone makes the models, and the RLHF run finds them in `cache_dir`.
     """
     if cfg.task.embedded:
-        _, found = prerequisites(cfg, _run)
+        _, found = prerequisites(cfg, train)
         return cfg, [replace(each, make=partial(_on_first, cfg, each.make)) for each in found]
     makes_reward = cfg.scorer.reads_reward and "reward" not in named
     if not (makes_reward or "reward" in named):
@@ -255,22 +256,18 @@ def carry_out(artefacts: list[Artefact], cfg: Config) -> None:
     console.print(summary)
 
 
-def train(cfg: Config, folder: RunFolder, claim: Claim = waiting_claim) -> None:
-    """Carry out a training run that `config_of` has checked; resume from its last checkpoint, if any.
+def train(cfg: Config, folder: RunFolder, ranks: Ranks | None = None, claim: Claim = waiting_claim) -> None:
+    """Carry out a training run that is checked already; resume from its last checkpoint, if any.
 
     Args:
         cfg: the config of the run.
         folder: the run folder.
+        ranks: the ranks of the run; None: the ranks that the launcher started.
         claim: locks the folder. By default, another process that makes the same model is waited for.
     """
-    _run(cfg, folder, check=False, claim=claim)
+    from rlhf.stages.run import run  # imports torch
 
-
-def _run(*given: Any, **settings: Any) -> None:
-    """Call `rlhf.stages.run.run`, which imports torch."""
-    from rlhf.stages.run import run
-
-    run(*given, **settings)
+    run(cfg, folder, ranks, check=False, claim=claim)
 
 
 def _on_first(cfg: Config, make: Callable[[], _T]) -> _T:

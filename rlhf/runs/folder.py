@@ -264,7 +264,7 @@ def counters_problem(state: Mapping[str, Any]) -> str | None:
 # end of the run, or when the run resumes.
 
 
-_COPIES = "history"  # folder of a checkpoint
+COPIES = "history"  # folder of a checkpoint; checkpoints of earlier versions have none
 _GZIP = 16 + zlib.MAX_WBITS  # the `wbits` of zlib that select the format of gzip
 _FASTEST = 1  # level of compression
 
@@ -283,10 +283,6 @@ class History:
         self.checksum = xxhash.xxh3_64()
         self.compressor = zlib.compressobj(_FASTEST, wbits=_GZIP)
         self.compressed = bytearray()
-
-    def start(self) -> None:
-        """Begin a new run: remove the rows of an earlier run."""
-        write_atomically(self.file, "")
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Append rows to the file."""
@@ -309,7 +305,7 @@ class History:
         Returns:
             The damage of the rows until the checkpoint, which are then restored; None if the file was intact.
         """
-        self.remember(gzip.decompress((checkpoint / _COPIES / f"{self.file.name}.gz").read_bytes()))
+        self.remember(gzip.decompress((checkpoint / COPIES / f"{self.file.name}.gz").read_bytes()))
         if self.file.is_file() and self.file.stat().st_size > self.bytes:
             os.truncate(self.file, self.bytes)
         damage = self.restore()
@@ -372,14 +368,9 @@ class History:
             self.file.rename(aside)
 
 
-def has_copies(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has copies of the rows; checkpoints of earlier versions do not."""
-    return (checkpoint / _COPIES).is_dir()
-
-
 def save(histories: Iterable[History], checkpoint: Path) -> None:
     """Write the copies of the rows of several files into a checkpoint."""
-    folder = checkpoint / _COPIES
+    folder = checkpoint / COPIES
     folder.mkdir()
     summary = {}
     for history in histories:

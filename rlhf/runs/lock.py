@@ -11,7 +11,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -31,30 +31,19 @@ def unwritable(folder: Path) -> str | None:
     The function creates and removes a folder, because permissions alone are not reliable on every file
     system.
     """
-    if (reason := _invalid(folder)) is not None:
-        return reason
     existing = nearest(folder)
-    if not existing.is_dir():
-        return f"{existing} is not a folder"
     probe = existing / f"{SCRATCH}probe-{os.getpid()}"
     try:
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            folder.lstat()  # fails otherwise if no folder can have this path: a name is too long
+        if not existing.is_dir():
+            return f"{existing} is not a folder"
         probe.mkdir()
         probe.rmdir()
     except FileExistsError:  # another thread of this process
         return None
     except OSError as error:
         return f"{str(error.strerror).lower()}: {existing}"
-    return None
-
-
-def _invalid(folder: Path) -> str | None:
-    """Return why no folder can have this path, for example because a name is too long; or None."""
-    try:
-        folder.lstat()
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return None
-    except OSError as error:
-        return str(error.strerror).lower()
     return None
 
 
@@ -236,28 +225,28 @@ class Lock:
             old = shlex.quote(str(self.path))
             rule = f"{self.path} must be a file (it locks the folder), got a folder"
             raise UserError(f"{rule}; move it away: mv {old} {old}.old") from None
-        with ExitStack() as ends:
-            ends.callback(file.close)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
                 file.seek(0)
                 self.holder, self.stop = (file.read().splitlines() + [self.holder, self.stop])[:2]
-                return False
-            except OSError as error:
-                say(f"{self.path.parent} has no locks ({error}): start one run in it only", style="yellow")
-            with suppress(FileNotFoundError):  # otherwise its last holder has just removed the file
-                if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
-                    pid, host, job = os.getpid(), socket.gethostname(), os.environ.get("SLURM_JOB_ID")
-                    where = f"process {pid} on {host}" + (f" (SLURM job {job})" if job else "")
-                    stop = f"stop its job: scancel {job}" if job else f"stop it: kill {pid}"
-                    file.truncate(0)
-                    file.write(f"{where}, since {datetime.now().isoformat(' ', 'seconds')}\n{stop}")
-                    file.flush()
-                    ends.pop_all()
-                    self.file = file
-                    _held.add(file)
-        return self.file is not None
+            return False
+        except OSError as error:
+            say(f"{self.path.parent} has no locks ({error}): start one run in it only", style="yellow")
+        with suppress(FileNotFoundError):  # otherwise its last holder has just removed the file
+            if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+                pid, host, job = os.getpid(), socket.gethostname(), os.environ.get("SLURM_JOB_ID")
+                where = f"process {pid} on {host}" + (f" (SLURM job {job})" if job else "")
+                stop = f"stop its job: scancel {job}" if job else f"stop it: kill {pid}"
+                file.truncate(0)
+                file.write(f"{where}, since {datetime.now().isoformat(' ', 'seconds')}\n{stop}")
+                file.flush()
+                self.file = file
+                _held.add(file)
+                return True
+        file.close()
+        return False
 
     def release(self) -> None:
         """End the lock, if this process has it."""
@@ -335,7 +324,7 @@ waiting_claim: Claim = partial(claimed, wait=True)
 
 def made_by_one(path: Path) -> AbstractContextManager[None]:
     """Lock a path that the block makes and that may not exist yet; wait for another process that makes it."""
-    return locked(_beside(path), path, wait=True, key="cache_dir")
+    return locked(path.with_name(f"{path.name}.lock"), path, wait=True, key="cache_dir")
 
 
 def written_by_one(path: Path) -> AbstractContextManager[None]:
@@ -344,7 +333,7 @@ def written_by_one(path: Path) -> AbstractContextManager[None]:
     Raises:
         UserError, RunError: see `locked`.
     """
-    return locked(_beside(path), path, key="output")
+    return locked(path.with_name(f"{path.name}.lock"), path, key="output")
 
 
 def check_unlocked(folder: Path, *, wait: bool = False, name: str = LOCK) -> None:
@@ -356,11 +345,6 @@ def check_unlocked(folder: Path, *, wait: bool = False, name: str = LOCK) -> Non
     if (folder / name).exists():
         with locked(folder / name, folder, wait):
             pass
-
-
-def _beside(path: Path) -> Path:
-    """Return the lock file of a path that does not have to exist."""
-    return path.with_name(f"{path.name}.lock")
 
 
 def _has_results(path: Path) -> bool:

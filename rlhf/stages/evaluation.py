@@ -95,7 +95,7 @@ def evaluate(
     cfg: Config,
     folder: RunFolder,
     split: str = "validation",
-    only: tuple[str, ...] = (),
+    only: Sequence[str] = (),
     models: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Evaluate the models that have no row with the same settings in evaluations.jsonl.
@@ -504,7 +504,7 @@ class _Candidate:
         return {name: state[name] for name in ("update", "episode") if name in state}
 
 
-def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> list[_Candidate]:
+def candidates(folder: RunFolder, cfg: Config, only: Sequence[str] = ()) -> list[_Candidate]:
     """Return the models of a run, oldest first.
 
     Args:

@@ -482,12 +482,7 @@ def complete_stand_ins(cfg: Config) -> Config:
     """
     digits = digest([values(cfg.task), cfg.model.name in _LLAMAS])
     folder = Path(cfg.cache_dir) / component(f"stand-ins-{cfg.task.name}-{digits}")
-
-    def write(scratch: Path) -> None:
-        say(f"making tiny stand-ins for models and data of the hub (once; kept in {folder})", style="bold")
-        _make_stand_ins(cfg, scratch)
-
-    made_once(folder, write)
+    made_once(folder, partial(_make_stand_ins, cfg, folder))
     cfg = copy.deepcopy(cfg)
     if (folder / "data").is_dir():  # the config names no folder of data
         cfg.task.path = str(folder / "data")
@@ -501,11 +496,17 @@ def complete_stand_ins(cfg: Config) -> Config:
     return cfg
 
 
-def _make_stand_ins(cfg: Config, folder: Path) -> None:
+def _make_stand_ins(cfg: Config, final: Path, folder: Path) -> None:
     """Write `data`, `pairs`, and the models `policy`, `reward` and `judge`, which share a tokenizer.
 
     The models have about 100,000 parameters, and a head size that vLLM supports.
+
+    Args:
+        cfg: the config of the run.
+        final: the later path of the stand-ins, for the message.
+        folder: the folder to write.
     """
+    say(f"making tiny stand-ins for models and data of the hub (once; kept in {final})", style="bold")
     import torch
     from transformers import (
         AutoModelForCausalLM,

@@ -160,7 +160,14 @@ def carry_out(
         session_s = time.monotonic() - started
         print_closing(cfg, typed, folder, parts.recorder, state, session_s, resumed=last is not None)
     if failure is not None:
-        raise _stopped_by_hook(failure, state, folder)
+        result, last = "the run is finished, and its model is complete", folder.last_checkpoint()
+        if not state.done:
+            result = f"the run stopped after update {state.update} of {state.num_updates}, and " + (
+                f"the same command resumes it from {short_path(last)}" if last else "has no checkpoint"
+            )
+        failed = RunError(f"{failure} (traceback above); {result}")
+        failed.everywhere = True
+        raise failed
     if not state.done:
         if stopped is None:
             raise interrupted(interruption, state, cfg, folder)
@@ -303,16 +310,3 @@ def interrupted(interruption: Interruption, state: TrainState, cfg: Config, fold
     )
     transcript.info(text)
     return Interrupted(text, interruption.received)
-
-
-def _stopped_by_hook(failure: str, state: TrainState, folder: RunFolder) -> RunError:
-    """Return the error of a run whose hook raised an exception."""
-    last = folder.last_checkpoint()
-    result = "the run is finished, and its model is complete"
-    if not state.done:
-        result = f"the run stopped after update {state.update} of {state.num_updates}, and " + (
-            f"the same command resumes it from {short_path(last)}" if last else "has no checkpoint"
-        )
-    failed = RunError(f"{failure} (traceback above); {result}")
-    failed.everywhere = True
-    return failed

@@ -371,7 +371,15 @@ def next_stage(cfg: Config, folder: RunFolder, start: str | None) -> dict[str, A
         if _SHARED.match(key) and key not in _OF_A_STAGE and (key == "task" or value != defaults.get(key))
     }
     read_by_rl = [key for key, *_ in cfg.task.needs(pairs=False, evaluates=True)]
-    for stage in _candidates(cfg, short_path(folder.model), start):
+    model = short_path(folder.model)
+    if cfg.algo.trains is Trains.reward:
+        stages = [{"algo": "dpo", "model.policy": start, "model.reward": model}]
+    else:  # the best first
+        likely = {"grpo": cfg.gold.verifies, "dpo": cfg.task.embedded, "reward": True}
+        stages = [{"algo": algo, "model.policy": model} for algo, is_likely in likely.items() if is_likely]
+        own = {"scorer": "function", "scorer.path": _REWARD_FUNCTION}
+        stages.append({"algo": "rloo", "model.policy": model, **own})
+    for stage in stages:
         if stage["algo"] != "reward" and "task.preferences_path" not in read_by_rl:
             shared.pop("task.preferences_path", None)
         overrides = {"algo": stage.pop("algo"), **shared, **stage}
@@ -383,25 +391,6 @@ def next_stage(cfg: Config, folder: RunFolder, start: str | None) -> dict[str, A
         except CONFIG_ERRORS:
             continue
     return None
-
-
-def _candidates(cfg: Config, model: str, start: str | None) -> Iterator[dict[str, Any]]:
-    """Yield overrides of stages after the run `cfg`, the best first.
-
-    Args:
-        cfg: the config of the run.
-        model: the folder of the final model.
-        start: the model that the run started from.
-    """
-    if cfg.algo.trains is Trains.reward:
-        yield {"algo": "dpo", "model.policy": start, "model.reward": model}
-        return
-    if cfg.gold.verifies:
-        yield {"algo": "grpo", "model.policy": model}
-    if cfg.task.embedded:
-        yield {"algo": "dpo", "model.policy": model}
-    yield {"algo": "reward", "model.policy": model}
-    yield {"algo": "rloo", "model.policy": model, "scorer": "function", "scorer.path": _REWARD_FUNCTION}
 
 
 # The model card (README.md) of a final model: data, algorithm, results, and the command of the run.
