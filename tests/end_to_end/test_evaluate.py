@@ -226,13 +226,13 @@ def test_a_final_model_without_its_config_is_refused(copied):
     with pytest.raises(UserError, match=r"run= must have a complete final model .*set only=checkpoint-1"):
         measured(copied)
     with pytest.raises(UserError, match=r"models must name a model on the hub or a folder with config.json"):
-        measured(copied, models=[str(copied.model)], of_run=False)
+        measured(copied, models=[str(copied.model)])
 
 
 def test_a_model_with_another_vocabulary_is_refused_beside_the_run(copied, finished):
     other = finished("task=arithmetic", "scorer@gold=answer", "scorer=answer").model
     with pytest.raises(UserError, match=r"models= must name models with the tokenizer of"):
-        measured(copied, models=[str(other)], of_run=False)
+        measured(copied, models=[str(other)])
 
 
 @pytest.mark.nightly
