@@ -226,11 +226,12 @@ class Experiment:
             UserError: an override is not allowed, or there is no valid checkpoint.
             RunError, Interrupted: see `run`.
         """
+        words = listed(overrides)
         set_environment()
         self.provide()
         # The other ranks of a run would find the lock of its first rank.
         with claimed(self.folder) if is_first_rank() else nullcontext():
-            self.config = _extended(self.files, listed(overrides), self.hooks)
+            self.config = _extended(self.files, words, self.hooks)
         self.push()
         return self.result
 
@@ -352,11 +353,12 @@ class Experiment:
         Raises:
             UserError: the run has no model, or an argument is invalid.
         """
+        words = listed(overrides)
         self.provide()
         check_split(split)
         files = run_folder(str(self.folder))
         set_environment()
-        return _frame(evaluate(changed(files, listed(overrides)), files, split, only, models))
+        return _frame(evaluate(changed(files, words), files, split, only, models))
 
     def sample(
         self,
