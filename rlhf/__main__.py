@@ -67,33 +67,25 @@ def main() -> None:
     elif first == "--version":
         print(f"rlhf {__version__}")
     elif first == "--completion":
-        print(_completion_script(others), end="")
+        from rlhf.launch.command_line import COMPLETION
+
+        if others != ["bash"]:
+            got = " ".join(others) or "nothing"
+            _refuse(f"--completion must be followed by bash, got {got}; run: rlhf --completion bash")
+        print(COMPLETION, end="")
     elif first == "--complete":  # for the scripts of --completion
         print("".join(f"{each}\n" for each in _completions(others)), end="")
     else:
-        _refuse_command(first, others)
+        close = get_close_matches(first.removeprefix("rlhf."), COMMANDS, n=1)
+        remedy = f"run: {shlex.join(['rlhf', close[0], *others])}" if close else "see rlhf --help"
+        if "=" in first or first.startswith("-"):
+            remedy = f"run: {shlex.join(['rlhf', 'train', first, *others])}"
+        _refuse(f"rlhf must be followed by a command ({', '.join(COMMANDS)}), got {first}; {remedy}")
 
 
 def _table(rows: dict[str, str], width: int) -> str:
     """Return the lines of a table; its first column has `width` characters."""
     return "\n".join(f"  {name:{width}}{means}" for name, means in rows.items())
-
-
-def _completion_script(arguments: list[str]) -> str:
-    """Return the script for tab completion in bash.
-
-    Args:
-        arguments: the arguments after `--completion`: the name of the shell.
-
-    Raises:
-        SystemExit: the shell is another one.
-    """
-    from rlhf.launch.command_line import COMPLETION
-
-    if arguments != ["bash"]:
-        got = " ".join(arguments) or "nothing"
-        _refuse(f"--completion must be followed by bash, got {got}; run: rlhf --completion bash")
-    return COMPLETION
 
 
 def _completions(words: list[str]) -> list[str]:
@@ -112,17 +104,6 @@ def _completions(words: list[str]) -> list[str]:
 
     module = import_module(f"rlhf.{command}")
     return candidates(arguments, module.COMMAND.own if command != "train" else ())
-
-
-def _refuse_command(first: str, others: list[str]) -> NoReturn:
-    """End with exit code 2 because `first` is no command, and suggest a command line that is valid."""
-    close = get_close_matches(first.removeprefix("rlhf."), COMMANDS, n=1)
-    remedy = "see rlhf --help"
-    if "=" in first or first.startswith("-"):
-        remedy = f"run: {shlex.join(['rlhf', 'train', first, *others])}"
-    elif close:
-        remedy = f"run: {shlex.join(['rlhf', close[0], *others])}"
-    _refuse(f"rlhf must be followed by a command ({', '.join(COMMANDS)}), got {first}; {remedy}")
 
 
 def _refuse(problem: str) -> NoReturn:

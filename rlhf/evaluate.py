@@ -19,10 +19,9 @@ from pathlib import Path
 from rlhf.core.errors import UserError
 from rlhf.core.files import component
 from rlhf.core.launched import is_first_rank
-from rlhf.experiment import Experiment
 from rlhf.launch.command_line import Command
 from rlhf.runs.folder import RunFolder
-from rlhf.stages.evaluation import alone, check_split, evaluate, table
+from rlhf.stages.evaluation import alone, changed, check_split, evaluate, run_folder, table
 from rlhf.terminal.console import console, say
 from rlhf.words.compose import digest
 from rlhf.words.mistakes import texts
@@ -67,16 +66,15 @@ def _command(own: dict[str, str], overrides: list[str]) -> None:
     check_split(split)
     models = texts(own.get("models", ""))
     if "run" in own or not models:
-        experiment = Experiment.open(COMMAND.required(own, "run", overrides))
-        folder = experiment.files
-        rows = experiment.measure(overrides, models, split, texts(own.get("only", "")))
+        folder = run_folder(COMMAND.required(own, "run", overrides))
+        cfg = changed(folder, overrides)
     else:
         if "only" in own:
             raise UserError(f"only= must be used with run= (it names models of a run), got {own['only']}")
         cfg = alone(models, overrides)
         name = component(f"{cfg.task.name}-{digest(cfg)}")
         folder = RunFolder(Path(cfg.output_dir) / "evaluations" / name)
-        rows = evaluate(cfg, folder, split, models=models, of_run=False)
+    rows = evaluate(cfg, folder, split, texts(own.get("only", "")), models)
     if is_first_rank():
         console.print(table(rows, console.width), markup=False, soft_wrap=True)
         say(f"rows: {folder.evaluations}")

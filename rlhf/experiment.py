@@ -20,27 +20,33 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks import check
 from rlhf.checks.settings import recipes_of_other_commands
+from rlhf.config.algorithms import Trains
 from rlhf.config.root import set_environment
-from rlhf.config.run import Resume
-from rlhf.core.errors import UserError, override
-from rlhf.core.files import component, read_lines, whole
+from rlhf.config.run import LRSchedule, Resume
+from rlhf.core.errors import UserError, override, setting
+from rlhf.core.files import component, read_lines, whole, write_atomically
 from rlhf.core.formatting import shortened
 from rlhf.core.launched import is_first_rank
-from rlhf.runs.folder import RunFolder
+from rlhf.runs.folder import RunFolder, complete_checkpoints
 from rlhf.runs.lock import Claim, claimed, creating
-from rlhf.runs.resuming import earlier_name, folder_of, prepare, shorter_run
-from rlhf.stages.evaluation import changed, check_sampling, check_split, run_folder
-from rlhf.terminal.console import say_loading
+from rlhf.runs.resuming import LENGTH, earlier_name, folder_of, length_key, length_value, prepare, shorter_run
+from rlhf.stages.evaluation import changed, check_sampling, check_split, evaluate, run_folder
+from rlhf.stages.prerequisites import push_run
+from rlhf.terminal.console import say, say_loading
 from rlhf.usercode.address import Function, GivenFunctions
 from rlhf.words import catalogue
-from rlhf.words.compose import load_config
+from rlhf.words.compose import key_of, load_config, not_in_name, overridden
 from rlhf.words.mistakes import listed, readable, repeated
 
 if TYPE_CHECKING:
@@ -88,15 +94,14 @@ class Experiment:
         with catalogue.also(config_dir):
             if dataset is not None or reward is not None:
                 words, self.functions = _with_objects(words, dataset, reward)
-            self.set_up(check.composed(words), words)
-        self.hooks = hooks
+            self.set_up(check.composed(words), words, hooks=hooks)
 
-    def set_up(self, config: Config, overrides: Sequence[str], folder: RunFolder | None = None) -> None:
+    def set_up(
+        self, config: Config, overrides: Sequence[str], folder: Path | None = None, hooks: Sequence[Hook] = ()
+    ) -> None:
         """Set the attributes; the default of `folder` is the folder of the run in `config.output_dir`."""
-        self.config = config
-        self.overrides = list(overrides)
-        self.hooks = ()
-        self.files = folder or RunFolder(folder_of(config))
+        self.config, self.overrides, self.hooks = config, list(overrides), hooks
+        self.files = RunFolder(folder or folder_of(config))
 
     @classmethod
     def open(cls, folder: str | Path, hooks: Sequence[Hook] = ()) -> Self:
@@ -111,8 +116,7 @@ class Experiment:
         """
         files = run_folder(str(folder))
         opened = cls.__new__(cls)
-        opened.set_up(load_config(files.config), [], files)
-        opened.hooks = hooks
+        opened.set_up(load_config(files.config), [], files.path, hooks)
         return opened
 
     @classmethod
@@ -128,8 +132,7 @@ class Experiment:
             UserError: a key is unknown, is not set, or has a value of the wrong type.
         """
         made = cls.__new__(cls)
-        files = None if folder is None else RunFolder(folder)
-        made.set_up(check.as_objects(node, overrides), overrides, files)
+        made.set_up(check.as_objects(node, overrides), overrides, folder)
         return made
 
     def __repr__(self) -> str:
@@ -220,11 +223,12 @@ class Experiment:
             UserError: an override is not allowed, or there is no valid checkpoint.
             RunError, Interrupted: see `run`.
         """
-        from rlhf.stages.extending import extend
-
+        words = listed(overrides)
         set_environment()
         self.provide()
-        self.config = extend(self.files, listed(overrides), self.hooks)
+        # The other ranks of a run would find the lock of its first rank.
+        with claimed(self.folder) if is_first_rank() else nullcontext():
+            self.config = _extended(self.files, words, self.hooks)
         self.push()
         return self.result
 
@@ -271,8 +275,6 @@ class Experiment:
             RunError: the upload failed.
         """
         if self.config.push_to is not None and is_first_rank() and self.files.finished() is not None:
-            from rlhf.stages.artefacts import push_run
-
             check.check_push(self.config.push_to)
             push_run(self.files, self.config.push_to)
 
@@ -298,14 +300,12 @@ class Experiment:
         Raises:
             UserError: the run is not finished, or a file of the model is missing or damaged.
         """
-        from rlhf.stages.artefacts import final_model
-
         if self.status != "finished":
             raise UserError(
                 f"the run must be finished (only then it has a final model), got {self.status} in "
                 f"{self.folder}; call run()"
             )
-        return final_model(self.files)
+        return self.files.final_model()
 
     def metrics(self) -> pandas.DataFrame:
         """Return the rows of metrics.jsonl: metrics of training and of evaluations.
@@ -350,19 +350,12 @@ class Experiment:
         Raises:
             UserError: the run has no model, or an argument is invalid.
         """
-        return _frame(self.measure(listed(overrides), models, split, only))
-
-    def measure(
-        self, overrides: Sequence[str], models: Sequence[str], split: str, only: Sequence[str]
-    ) -> list[dict[str, Any]]:
-        """Evaluate models, and return their rows; see `evaluate`."""
-        from rlhf.stages.evaluation import evaluate
-
+        words = listed(overrides)
         self.provide()
         check_split(split)
         files = run_folder(str(self.folder))
         set_environment()
-        return evaluate(changed(files, overrides), files, split, tuple(only), models=models)
+        return _frame(evaluate(changed(files, words), files, split, only, models))
 
     def sample(
         self,
@@ -396,7 +389,7 @@ class Experiment:
         if not prompts or isinstance(prompts, str):
             raise UserError(f"prompts must be a list of at least one prompt, got {prompts!r}; write [prompt]")
         set_environment()
-        from rlhf.stages.sampling import Sampler
+        from rlhf.stages.inspection import Sampler
 
         sampler = Sampler(self.config, str(model), seed)
         return _frame(sampler(prompts, samples=samples, temperature=temperature, response_length=length))
@@ -407,6 +400,131 @@ def _frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
     import pandas
 
     return pandas.DataFrame(list(rows))
+
+
+# Extension of a run: the run continues in its folder, from its last checkpoint, until a new length.
+#
+# The settings are those of the run's config.yaml. Only the length may change, and settings that do not change
+# results. Before the run continues, config.yaml gets the new length, and trainer_state.json marks the run as
+# unfinished. So an interrupted extension is resumed by the same command.
+
+
+# Settings that an extension cannot change, although they do not affect the result: files, loggers
+_KEPT = ("hydra", "logger", "resume", "output_dir")
+
+
+def _extended(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]) -> Config:
+    """Train the run in the locked `folder` until its new length, and return its config with the overrides.
+
+    Args:
+        folder: the run folder.
+        overrides: `schedule.total_episodes=<n>` or `schedule.total_epochs=<n>`, and settings that do not
+            affect the result. Without a length, an unfinished run is resumed.
+        hooks: the user's code that the run calls, in addition to the classes that the key `hooks` names.
+
+    Raises:
+        UserError: an override is not allowed, the new length is too small, or there is no valid checkpoint.
+        RunError, Interrupted: see `rlhf.stages.run.run`.
+    """
+    before = load_config(folder.config)
+    key = length_key(before)
+    change = partial(_change, length_key=key)
+    cfg = overridden(folder.config, overrides, f", got {{}}; set {key}=<number>", change)
+    old, new = length_value(before), length_value(cfg)
+    state = folder.read_state() or {}
+    finished = state.get("finished") is True
+    if finished and new == old and any(override.startswith(f"{key}=") for override in overrides):
+        say(f"finished already: {folder.path} ({key}={new})")
+        return cfg
+    if new < old or (finished and new == old):
+        raise UserError(
+            f"{key} must be above {old} (the length of the run so far), got "
+            f"{new if new < old else 'no new length'}; set {key}={2 * old}"
+        )
+    check.checked(cfg)
+    check.check_machine(cfg)
+    hooks = [*check.check_job(cfg), *hooks]
+    say_loading()
+    from rlhf.stages.run import run
+    from rlhf.training.checkpoint import damage
+
+    undamaged = (path for path in reversed(complete_checkpoints(folder.path)) if not damage(path))
+    last = next(undamaged, None)
+    if last is None and new > old:
+        start = f"model.{'base' if cfg.algo.trains is Trains.base else 'policy'}"
+        raise UserError(
+            f"run= must have a valid checkpoint to continue from (a final model has no optimizer state), got "
+            f"{folder.path} with none; start a new run from its model: python -m rlhf.train "
+            f"{setting(start, folder.model)} <settings of the run>"
+        )
+    check.warn(check.warnings(cfg))
+    if not is_first_rank():
+        run(cfg, folder, check=False, claim=nullcontext)
+        return cfg
+    if last is not None and new > old:
+        _say_extension(cfg, folder, state.get("update", 0), last, f"{key}={old} -> {new}")
+    saved = {file: file.read_text() for file in (folder.config, folder.state) if file.exists()}
+    rows = folder.metrics.stat() if folder.metrics.exists() else None
+    try:
+        if finished:
+            folder.write_state({**state, "finished": False})
+        folder.write_config(cfg)
+        run(cfg, folder, check=False, claim=nullcontext, hooks=hooks)
+    except UserError:  # before any row was removed: the run stays as it was
+        if rows is None or folder.metrics.stat().st_mtime_ns == rows.st_mtime_ns:
+            for file, content in saved.items():
+                write_atomically(file, content)
+        raise
+    return cfg
+
+
+def _change(node: DictConfig, overrides: Sequence[Override], length_key: str) -> None:
+    """Apply the overrides of an extension to the config `node`, whose length `length_key` sets.
+
+    Raises:
+        UserError: an override changes a setting that an extension cannot change.
+    """
+    for each in overrides:
+        key, text = key_of(each), str(each.input_line)
+        free = key == length_key or any(fnmatch(key, name) for name in not_in_name() if name not in _KEPT)
+        parent, _, leaf = key.rpartition(".")
+        section = OmegaConf.select(node, parent) if parent else node
+        known = isinstance(section, DictConfig) and leaf in section
+        if key in LENGTH and not free:
+            raise UserError(
+                f"the length of this run must be set by {length_key} (its config.yaml has it in this unit), "
+                f"got {text}; set {length_key}=<number>"
+            )
+        if ("@" in key or known) and not free:  # `update` refuses other keys, with a suggestion
+            raise UserError(
+                f"{key} must stay as it is (an extension changes only the length, {length_key}), got {text}; "
+                "leave it out, or start a new run from the model of the run (python -m rlhf.train)"
+            )
+        OmegaConf.update(node, key, each.value())
+
+
+def _say_extension(cfg: Config, folder: RunFolder, end: int, last: Path, change: str) -> None:
+    """Print the new length of a run, its first update, and what depends on the length.
+
+    Args:
+        cfg: the config with the new length.
+        folder: the run folder.
+        end: updates of the run so far.
+        last: the checkpoint that the run continues from.
+        change: the old and the new length.
+    """
+    at, again = json.loads((last / "counters.json").read_text())["state"]["update"], ""
+    if end > at:
+        first = f"updates {at + 1:,} to {end:,} are" if end > at + 1 else f"update {end:,} is"
+        again = f"; {first} trained again"
+    say(f"extending {folder.path}: {change}")
+    say(f"  continues from {last.name} (update {at:,}){again}")
+    schedule = cfg.optim.schedule
+    if schedule is not LRSchedule.constant:
+        say(f"  learning rate: {schedule.value} schedule of the new length, so it rises at first")
+    names = ("eval_every", "save_every", "log_every")
+    if found := [f"schedule.{name}" for name in names if 0 < getattr(cfg.schedule, name) < 1]:
+        say(f"  fractions of the new length: {', '.join(found)}")
 
 
 # Data sets and reward functions that are given to `Experiment` as objects.
@@ -497,7 +615,7 @@ def written(dataset: object, folder: Path) -> Path:
     return place
 
 
-def _splits_of(dataset: object) -> dict[str, _Rows | Sequence[Any]]:
+def _splits_of(dataset: object) -> dict[str, Any]:
     """Return the rows of each split of a data set.
 
     Raises:
@@ -505,7 +623,7 @@ def _splits_of(dataset: object) -> dict[str, _Rows | Sequence[Any]]:
     """
     given: Mapping[Any, Any] = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     datasets = sys.modules.get("datasets")
-    found: dict[str, _Rows | Sequence[Any]] = {}
+    found: dict[str, Any] = {}
     for name, split in given.items():
         stored = datasets is not None and isinstance(split, datasets.Dataset)
         if not (stored or isinstance(split, list | tuple)) or str(name) != component(str(name)):
@@ -515,22 +633,10 @@ def _splits_of(dataset: object) -> dict[str, _Rows | Sequence[Any]]:
             raise UserError(f"{_RULE}, got {what}; {_remedy(split)}")
         if len(split) == 0:
             raise UserError(f"dataset must have rows, got none in the split {name}; add rows")
-        found[str(name)] = _Rows(split.with_format(None)) if stored else split
+        found[str(name)] = split
     if not found:
         raise UserError("dataset must have the split train, got no split; add rows")
     return found
-
-
-class _Rows:
-    """The rows of a `datasets.Dataset` as JSON Lines would have them, see `rows_of_arrow`."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        from rlhf.tasks.source import numbered
-
-        return (row for _, row in numbered(self.dataset, "dataset"))
 
 
 def _remedy(rows: Any) -> str:
@@ -545,12 +651,16 @@ def _remedy(rows: Any) -> str:
     return "write [{'prompt': '...'}, ...]"
 
 
-def _lines(split: str, rows: Iterable[Any]) -> Iterator[bytes]:
-    """Yield the rows of a split as lines of JSON.
+def _lines(split: str, rows: Any) -> Iterator[bytes]:
+    """Yield the rows of a split, a list or a `datasets.Dataset`, as lines of JSON.
 
     Raises:
         UserError: a row is no dict, or a value cannot be written as JSON.
     """
+    if not isinstance(rows, list | tuple):
+        from rlhf.tasks.source import numbered
+
+        rows = (row for _, row in numbered(rows, split))
     for number, row in enumerate(rows, 1):
         place = f"row {number} of {split}"
         if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):

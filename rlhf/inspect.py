@@ -24,7 +24,6 @@ from rlhf.memory.sizes import models
 from rlhf.models.folder import is_local, on_this_machine
 from rlhf.terminal.console import console, say_loading
 from rlhf.words import catalogue
-from rlhf.words.catalogue import config_dir_words
 
 if TYPE_CHECKING:
     from rlhf.memory.sizes import Model
@@ -64,7 +63,7 @@ def _show(overrides: list[str]) -> None:
     Inspection(cfg, min(_WIDTH, console.width), _line).report()
     _line("")
     _line("no problem found; to start the run:", "bold")
-    for text in lines("python -m rlhf.train", *map(shlex.quote, [*config_dir_words(), *overrides])):
+    for text in lines("python -m rlhf.train", *map(shlex.quote, [*catalogue.config_dir_words(), *overrides])):
         _line(text)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 
 from rlhf.checks.check import check_memory, checked, composed
 from rlhf.launch.command_line import Command
@@ -50,9 +50,9 @@ def _show(overrides: list[str]) -> None:
         console.print(_table(use))
     if needed.uses:
         device, smaller = savings(cfg)
-        less = Table(title=f"{device} with one of these settings:", title_justify="left", box=box.SIMPLE)
-        less.add_column("setting", no_wrap=True)
-        less.add_column("size", justify="right", no_wrap=True)
+        title = f"{device} with one of these settings:"
+        columns = Column("setting", no_wrap=True), Column("size", justify="right", no_wrap=True)
+        less = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
         for override, size in smaller.items():
             less.add_row(override, gib(size))
         console.print(less)
@@ -63,10 +63,8 @@ def _table(use: Use) -> Table:
     """Return the table of a device: permanent parts, then the parts of each phase."""
     total = "" if use.total is None else f" of {gib(use.total)}"
     title = f"{use.device}: about {gib(use.bytes)}{total}"
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
-    made.add_column("part", no_wrap=True)
-    made.add_column("size", justify="right", no_wrap=True)
-    made.add_column("made of")
+    columns = Column("part", no_wrap=True), Column("size", justify="right", no_wrap=True), "made of"
+    made = Table(*columns, title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
     for part in use.parts:
         made.add_row(part.name, gib(part.bytes), part.made_of)
     for phase in use.phases:

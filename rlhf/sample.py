@@ -28,7 +28,7 @@ from rlhf.launch.command_line import Command
 from rlhf.loggers.display import SCORES
 from rlhf.models.folder import folder_problem
 from rlhf.runs.folder import RunFolder
-from rlhf.stages.evaluation import alone, changed, check_sampling
+from rlhf.stages.evaluation import alone, changed, check_sampling, run_folder
 from rlhf.terminal.console import console, say_items, say_loading
 
 _NEW = "/new"  # the line that starts a new dialogue
@@ -70,8 +70,7 @@ def _command(own: dict[str, str], overrides: list[str]) -> None:
         UserError: the run or the model does not exist, or an argument is invalid.
     """
     if "show" in own:
-        experiment = Experiment.open(COMMAND.required(own, "run", overrides))
-        return show(experiment.files, int(_number(own, "show", 4)))
+        return show(run_folder(COMMAND.required(own, "run", overrides)), int(_number(own, "show", 4)))
     if "model" in own:
         name = own["model"]
         if "run" in own:
@@ -96,7 +95,7 @@ def _command(own: dict[str, str], overrides: list[str]) -> None:
     if (wanted := own.get("chat")) not in chats:
         raise UserError(f"chat= must be true or false, got {wanted}; set chat=true")
     say_loading()
-    from rlhf.stages.sampling import Sampler
+    from rlhf.stages.inspection import Sampler
 
     sampler = Sampler(cfg, name, seed, chat=chats[wanted])
     start = [{"role": "system", "content": own["system"]}] if "system" in own else []

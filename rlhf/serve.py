@@ -31,7 +31,6 @@ from rlhf.launch.command_line import stop
 from rlhf.terminal.console import prepare_output, say, say_loading
 
 if TYPE_CHECKING:
-    from rlhf.generators.servers.server import Server
     from rlhf.generators.vllm.sampler import VLLMFactory
 
 KEY = "RLHF_KEY"  # environment variable with the key, unless --key-variable names another one
@@ -145,16 +144,12 @@ def _settings(options: Namespace) -> VLLMFactory:
     ):
         if not fits:
             raise UserError(f"{flag} must be {rule}, got {value}; set {flag} to another value")
+    same = ("model", "trust_remote_code", "dtype", "float32_head", "max_num_seqs", "tensor_parallel_size")
     return VLLMFactory(
-        model=options.model,
-        trust_remote_code=options.trust_remote_code,
-        dtype=options.dtype,
-        float32_head=options.float32_head,
+        **{name: given[name] for name in same},
         max_model_len=length,
-        max_num_seqs=options.max_num_seqs,
         memory=memory,
         enforce_eager=given.get("enforce_eager", not gpus),
-        tensor_parallel_size=tensor,
         gpu=bool(gpus),
         absent_ids=given.get("absent_ids", ()),
         sleeps=False,
@@ -167,13 +162,14 @@ def _settings(options: Namespace) -> VLLMFactory:
 
 
 async def _until_signal(options: Namespace, key: str | None) -> None:
-    """Keep a server running until a signal comes.
+    """Start a server, and start it again whenever it ends or does not answer, until a signal comes.
 
     Raises:
         CancelledError: a signal came.
-        UserError, RunError: see `_settings` and `_keep`.
+        UserError: see `_settings`.
+        RunError: the server cannot start, or ended too often.
     """
-    from rlhf.generators.servers.server import Child, Server, command, free_port, variables
+    from rlhf.generators.servers.server import Child, Gone, Server, command, free_port, variables
 
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
@@ -196,36 +192,19 @@ async def _until_signal(options: Namespace, key: str | None) -> None:
         use += f" generator.key_variable={getattr(options, 'key_variable', KEY)}"
     say(f"starting vLLM with {options.model} in {options.dtype}; it is usually ready after 1 to 5 minutes")
     limits = options.start_limit, options.answer_limit, options.answer_limit
-    announce = getattr(options, "announce", None)
-    await _keep(Server("the server", None, key, *limits, child), options.restarts, announce, use)
-
-
-async def _keep(server: Server, restarts: int, announce: Path | None, use: str) -> None:
-    """Start a server, and start it again whenever it ends or does not answer.
-
-    Args:
-        server: the server, with its processes.
-        restarts: times that it is started again.
-        announce: file for its address while it is ready.
-        use: the settings of a run that uses the server.
-
-    Raises:
-        RunError: the server cannot start, or ended too often.
-    """
-    from rlhf.generators.servers.server import Gone
-
-    for left in reversed(range(restarts + 1)):
+    server, announce = Server("the server", None, key, *limits, child), getattr(options, "announce", None)
+    for left in reversed(range(options.restarts + 1)):
         try:
             await server.start()
-            assert server.child is not None and server.url is not None
             say(f"ready: {server.url}\nnext: python -m rlhf.train ... {use}")
             if announce is not None:
-                write_atomically(announce, _reachable(server.url) + "\n")
+                write_atomically(announce, _reachable(str(server.url)) + "\n")
             await server.watch()
         except Gone as error:
             if not left:
                 raise RunError(
-                    f"the server may be started again at most {restarts} times (--restarts), but it {error}"
+                    f"the server may be started again at most {options.restarts} times (--restarts), but it "
+                    f"{error}"
                 ) from error
             say(f"the server {error}; starting it again")
         finally:

@@ -32,8 +32,7 @@ from rlhf.checks.check import generator_of, overrides_of, refuse
 from rlhf.config.root import selecting
 from rlhf.core.errors import RunError, UserError
 from rlhf.experiment import Experiment
-from rlhf.launch import command_line
-from rlhf.launch.command_line import checked_arguments, exit_codes, flags, help_topics, stop
+from rlhf.launch.command_line import checked_arguments, exit_codes, flags, help_topics, name_rank, stop
 from rlhf.launch.sweep import Sweep, run_job
 from rlhf.terminal.console import prepare_output
 from rlhf.words import catalogue
@@ -58,7 +57,7 @@ def _run_job(config: DictConfig) -> float | None:
     """
     global composed
     composed = True
-    command_line.name_rank()
+    name_rank()
     job = HydraConfig.get()
     folder = Path(job.runtime.output_dir)
     try:
@@ -81,7 +80,7 @@ def main() -> None:
     global composed
     composed = False
     prepare_output()
-    command_line.name_rank()
+    name_rank()
     # DeepSpeed's launcher adds this argument; the variable LOCAL_RANK has the same value.
     sys.argv[1:] = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let Hydra raise errors instead of printing them

@@ -19,7 +19,6 @@ from rlhf.config.models import WITHOUT_GRADIENT, Device, Dtype
 from rlhf.core.batch import Budget
 from rlhf.core.errors import OutOfMemory, RunError, UserError
 from rlhf.core.launched import PORTABLE, asked_portable, derive
-from rlhf.environments.library import schemas
 from rlhf.memory.plan import adjustable, halved, smaller_settings, with_token_limit
 from rlhf.models.folder import first_line
 from rlhf.models.forward import checkpoint_blocks
@@ -29,7 +28,7 @@ from rlhf.models.placement import build_on_first
 from rlhf.models.tokenizer import check_vocabulary, declared_ends, read_tokenizer, set_pad_token, stop_ids
 from rlhf.processes.ranks import Ranks
 from rlhf.terminal.console import console, say_row
-from rlhf.text.chat import Tools, set_format
+from rlhf.text.chat import set_format
 from rlhf.trials.agreement import compared
 from rlhf.words.compose import not_in_name
 
@@ -75,12 +74,21 @@ def _loading(cfg: Config) -> dict[str, Any]:
     }
 
 
-def build_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | RewardModel:
-    """Return the policy or reward model that the run trains and saves, with its initial weights."""
+def build_model(cfg: Config, tokenizer: PreTrainedTokenizerFast, named: bool = False) -> Policy | RewardModel:
+    """Return the policy or reward model that the run trains and saves, with its initial weights.
+
+    Args:
+        cfg: the config of the run.
+        tokenizer: the policy's tokenizer.
+        named: whether the model that `cfg` starts from is itself the result: a reward model keeps its head.
+    """
     model = cfg.model
     options = _loading(cfg)
     if cfg.algo.trains is Trains.reward:
         assert model.policy is not None
+        if named:
+            own = load_reward_model(model.policy, key="models", **options)
+            return RewardModel(own, model.shared_prefix)
         rng = torch.Generator().manual_seed(derive(cfg.seed, "reward head"))
         made = new_reward_model(model.policy, tokenizer.pad_token_id, rng, **options)
         return _for_training(RewardModel(made, model.shared_prefix), cfg, "reward")
@@ -96,15 +104,6 @@ def _policy_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, cfg: 
     """Return a causal LM as a policy over the tokens of `tokenizer`, at the temperature of the run."""
     tokens = tokenizer.get_vocab().values()
     return Policy(model, cfg.generator.temperature, cfg.model.shared_prefix, cfg.model.float32_head, tokens)
-
-
-def load_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | RewardModel:
-    """Return the trained policy or reward model at the path that the run starts from."""
-    if cfg.algo.trains is not Trains.reward:
-        return build_model(cfg, tokenizer)
-    assert cfg.model.policy is not None
-    loaded = load_reward_model(cfg.model.policy, key="models", **_loading(cfg))
-    return RewardModel(loaded, cfg.model.shared_prefix)
 
 
 def _for_training(module: _M, cfg: Config, name: str) -> _M:
@@ -204,15 +203,6 @@ def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrai
 def build_stop_ids(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Return the ids of the tokens that end a response: of the tokenizer first, then of the model's files."""
     return stop_ids(tokenizer, [cfg.start] if cfg.start else [])
-
-
-def build_tools(cfg: Config) -> Tools:
-    """Return the JSON schemas of the functions that replies may call; None: the run has no tools.
-
-    Raises:
-        UserError: a function cannot be imported, or lacks type hints or a docstring.
-    """
-    return schemas(cfg.environment.tools) or None
 
 
 def declared_tokens(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[str]:
@@ -371,6 +361,8 @@ _PHASES = {  # beginning of the name of a module -> phase; the first that is in 
 def full_gpu(cfg: Config, folder: RunFolder | None, error: Exception) -> RunError | None:
     """Explain that a GPU of this process, or of another process of the run, has too little memory.
 
+    The message has settings that need less memory, and the last checkpoint.
+
     Args:
         cfg: the config of the run.
         folder: the folder of the run; None: nothing is trained, so there is no checkpoint to resume from.
@@ -386,32 +378,21 @@ def full_gpu(cfg: Config, folder: RunFolder | None, error: Exception) -> RunErro
         said = str(error)
     else:
         return None
-    return RunError(f"{said}; {_remedies(cfg, folder, phase)}")
-
-
-def _remedies(cfg: Config, folder: RunFolder | None, phase: str) -> str:
-    """Return settings that need less memory and the last checkpoint, as the end of an error message."""
+    keys = ["scorer.batch_size", "gold.batch_size"] if phase == _SCORES else [adjustable(cfg, phase)]
+    tokens = training_budget(cfg).tokens
+    halves = {key: halved(cfg, key, cfg.algo.samples_per_prompt) for key in keys if key is not None}
+    if keys == ["backend.micro_batch"] and tokens is not None:
+        halves = {"backend.tokens": tokens // 2}
     useless = set() if phase == "training" else {"model.gradient_checkpointing=true"}
     if folder is None:
         useless.add("model.lora.rank=16")
-    settings = [*_smaller_forwards(cfg, phase), *smaller_settings(cfg)]
+    settings = [*(f"{key}={half}" for key, half in halves.items() if half), *smaller_settings(cfg)]
     settings = [each for each in settings if each not in useless]
     text = f"set {', or '.join(settings)}" if settings else "choose a smaller model"
-    if folder is None:
-        return text
-    last = folder.last_checkpoint()
-    if last is None:
-        return f"{text}; no checkpoint was written yet"
-    same = [each for each in settings if each.partition("=")[0] in not_in_name()]  # the same run folder
-    resumes = f", from which the same command resumes with {' or '.join(same)}" if same else ""
-    return f"{text}; the last checkpoint is {last}{resumes}"
-
-
-def _smaller_forwards(cfg: Config, phase: str) -> list[str]:
-    """Return settings that halve the forward passes of a phase, without those that cannot be smaller."""
-    keys = ["scorer.batch_size", "gold.batch_size"] if phase == _SCORES else [adjustable(cfg, phase)]
-    tokens = training_budget(cfg).tokens
-    if keys == ["backend.micro_batch"] and tokens is not None:
-        return [f"backend.tokens={tokens // 2}"]
-    halves = {key: halved(cfg, key, cfg.algo.samples_per_prompt) for key in keys if key is not None}
-    return [f"{key}={half}" for key, half in halves.items() if half]
+    if folder is not None and (last := folder.last_checkpoint()) is not None:
+        same = [each for each in settings if each.partition("=")[0] in not_in_name()]  # the same run folder
+        text += f"; the last checkpoint is {last}"
+        text += f", from which the same command resumes with {' or '.join(same)}" if same else ""
+    elif folder is not None:
+        text += "; no checkpoint was written yet"
+    return RunError(f"{said}; {text}")

@@ -54,11 +54,7 @@ def build_source(cfg: Config) -> Source:
 
 
 def build_loggers(
-    cfg: Config,
-    folder: RunFolder,
-    state: TrainState,
-    checkpoint: Path | None = None,
-    phases: Phases | None = None,
+    cfg: Config, folder: RunFolder, state: TrainState, last: Path | None = None, phases: Phases | None = None
 ) -> list[Logger]:
     """Return the loggers of the run folder and the terminal, and each logger that the config turns on.
 
@@ -66,13 +62,13 @@ def build_loggers(
         cfg: the config of the run.
         folder: the run folder.
         state: the counters of the run.
-        checkpoint: the checkpoint from which the run resumes; None: the run starts.
+        last: the checkpoint from which the run resumes; None: the run starts.
         phases: the phases that the run is in, for the progress display.
     """
     title = progress.title(f"{cfg.algo.name} {cfg.task.name}")
     display = Display(title, state, cfg.progress, cfg.eval.samples, shown_figures(cfg), phases)
     doubts = ScoreDoubts(cfg, faster_scoring(cfg), state.update)
-    loggers = [JsonlLogger(folder, state, checkpoint), display, doubts]
+    loggers = [JsonlLogger(folder, state, last), display, doubts]
     context = LoggerContext(folder=folder, state=state, figures=lambda: run_figures(folder.path))
     chosen = (getattr(cfg.logger, each.name) for each in fields(cfg.logger))
     return [*loggers, *(make(section, context) for section in chosen if section is not None)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -18,10 +19,8 @@ from rlhf.assembly.models import (
     build_reference,
     build_stop_ids,
     build_tokenizer,
-    build_tools,
     declared_tokens,
     inference_budget,
-    load_model,
     loaded,
     training_budget,
 )
@@ -35,6 +34,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.state import SupervisedState, TrainState
 from rlhf.engines.engine import Engine, EngineSettings, trained
 from rlhf.engines.torch_engine import FrozenEngine
+from rlhf.environments.library import schemas
 from rlhf.generators.generator import GeneratorContext, PerRankGenerator, SharedGenerator
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.generators.process import Annotator
@@ -88,14 +88,7 @@ def training_sampling(cfg: Config) -> Sampling:
 
 
 def assemble(
-    cfg: Config,
-    task: Task,
-    tokenizer: PreTrainedTokenizerFast,
-    data: str,
-    state: TrainState,
-    folder: RunFolder,
-    ranks: Ranks,
-    ends: ExitStack,
+    cfg: Config, task: Task, data: str, state: TrainState, folder: RunFolder, ranks: Ranks, ends: ExitStack
 ) -> Parts:
     """Return the parts of a training run.
 
@@ -103,19 +96,20 @@ def assemble(
         cfg: the config of the run.
         task: the data of the run.
         data: the fingerprint of the training examples.
-        tokenizer: the policy's tokenizer.
         state: the counters of the run.
         folder: the run folder.
         ranks: the ranks of the run.
         ends: exit stack that closes the generator if building a later part fails, or at the end.
     """
+    tokenizer = task.tokenizer
     engine = build_engine(cfg, tokenizer, ranks, state)
     choose_head(engine, cfg)
     compile_blocks(engine, cfg, state.num_updates)
-    generator = build_generator(cfg, engine, tokenizer, folder, ranks)
+    generator = build_generator(cfg, engine, folder, ranks)
     ends.callback(generator.close)
-    scorer = _build_training_scorer(cfg, tokenizer, ranks)
-    evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, ranks)
+    scorer = build_scorer(cfg, "scorer", tokenizer, ranks)
+    assert scorer is not None, "validated: training needs a scorer"
+    evaluator = build_evaluator(cfg, task, engine, generator, scorer, "validation")
     objective = make(cfg.algo)
     prompts = task.prompts(solved_at=cfg.schedule.solved_at)
     replay = Replay(cfg.schedule.replay, cfg.seed, tokenizer.pad_token_id)
@@ -206,9 +200,7 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
     return _completed(engine, cfg)
 
 
-def build_frozen(
-    cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, named: bool = False
-) -> FrozenEngine:
+def build_frozen(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, named: bool) -> FrozenEngine:
     """Return the engine of a run that is only evaluated.
 
     The engine has the module and the reference, but no optimizer and no value model.
@@ -219,7 +211,7 @@ def build_frozen(
         ranks: the ranks of the run.
         named: whether the model that `cfg` starts from is evaluated itself: a reward model keeps its head.
     """
-    module = load_model(cfg, tokenizer) if named else build_model(cfg, tokenizer)
+    module = build_model(cfg, tokenizer, named)
     check_vocabulary(module.model, tokenizer, "models" if named else "model.tokenizer")
     reference, limit = _second_model(cfg, tokenizer, ranks), inference_budget(cfg)
     engine = FrozenEngine(module, reference, tokenizer, inference=limit, ranks=ranks, dtype=cfg.model.dtype)
@@ -228,8 +220,9 @@ def build_frozen(
 
 def _second_model(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Policy | None:
     """Return the reference; None: the run has none, or it is the policy without its adapters."""
-    compares = cfg.algo.trains is Trains.policy
-    return build_reference(cfg, tokenizer, ranks) if compares and not _reference_is_policy(cfg) else None
+    in_policy = bool(cfg.model.lora.rank) and cfg.model.starts_as_reference  # the initial policy
+    compares = cfg.algo.trains is Trains.policy and not in_policy
+    return build_reference(cfg, tokenizer, ranks) if compares else None
 
 
 def _completed(engine: _E, cfg: Config) -> _E:
@@ -243,14 +236,9 @@ def _completed(engine: _E, cfg: Config) -> _E:
     for module in engine.module.modules():
         if isinstance(module, RolloutModule):
             compared(module, cfg, engine.ranks)
-    if _reference_is_policy(cfg):
+    if engine.reference is None and cfg.algo.trains is Trains.policy:
         engine.reference = engine.policy.before_adapters()
     return engine
-
-
-def _reference_is_policy(cfg: Config) -> bool:
-    """Return whether the reference is the policy without its adapters, which is the initial policy."""
-    return cfg.algo.trains is Trains.policy and bool(cfg.model.lora.rank) and cfg.model.starts_as_reference
 
 
 # Construction of the generator of a run.
@@ -273,17 +261,17 @@ class AnnotatorFactory:
         backend = TorchConfig(micro_batch=self.cfg.backend.micro_batch, tokens=self.cfg.backend.tokens)
         cfg, alone = replace(self.cfg, backend=backend), Ranks(build_device(self.cfg))
         tokenizer = build_tokenizer(cfg)
-        scorer = _build_training_scorer(cfg, tokenizer, alone)
+        scorer = build_scorer(cfg, "scorer", tokenizer, alone)
+        assert scorer is not None, "validated: training needs a scorer"
         wanted = "ref_logprobs" in make(cfg.algo).needs
         reference = build_reference(cfg, tokenizer, alone) if wanted else None
         return Annotator(scorer, reference, inference_budget(cfg), alone, cfg.model.dtype)
 
 
-def build_sampler(
-    cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device, seed: int
-) -> HFGenerator:
+def build_sampler(cfg: Config, tokenizer: PreTrainedTokenizerFast, seed: int) -> HFGenerator:
     """Return a generator that samples from the fixed weights of `model.policy`."""
     assert cfg.model.policy is not None
+    device = build_device(cfg)
     model = load_causal_lm(
         cfg.model.policy, torch.float32, cfg.model.loaded_attention, cfg.model.trust_remote_code
     )
@@ -299,10 +287,9 @@ def build_sampler(
     return HFGenerator(lambda: nullcontext(model), settings)
 
 
-def build_generator(
-    cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast, folder: RunFolder, ranks: Ranks
-) -> Generator:
+def build_generator(cfg: Config, engine: Engine, folder: RunFolder, ranks: Ranks) -> Generator:
     """Return the generator of the run: a generator on rank 0 for all ranks, or a generator on each rank."""
+    tokenizer = engine.tokenizer
     cached = not cfg.generator.decodes or samples_with_cache(
         engine.module.model, cfg, ranks, engine.borrow_policy
     )
@@ -372,16 +359,7 @@ def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks
     return build(cfg.scorer if at == "scorer" else cfg.gold, at)
 
 
-def _build_training_scorer(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
-    """Return the scorer whose scores are used for training."""
-    scorer = build_scorer(cfg, "scorer", tokenizer, ranks)
-    assert scorer is not None, "validated: training needs a scorer"
-    return scorer
-
-
-def check_formats(
-    cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, split: str = "train", judge: bool = False
-) -> Iterator[str]:
+def check_formats(cfg: Config, task: Task, split: str = "train", judge: bool = False) -> Iterator[str]:
     """Yield a sentence for each kind of content of the dialogues that a reward model does not read.
 
     A reward model with a chat template of its own reads the dialogues in its format. No model is loaded.
@@ -389,7 +367,6 @@ def check_formats(
     Args:
         cfg: the config of the run.
         task: the data of the run.
-        tokenizer: the policy's tokenizer.
         split: the split with the dialogues. Their answers are the reference responses, or else a short text.
         judge: whether the judge scores, although the config trains a reward model.
 
@@ -406,7 +383,7 @@ def check_formats(
             continue
         try:
             own = read_own(*named, cfg.model, conversational=True)
-            if not own.chat_template or reads_tokens_of(own, tokenizer, dialogues=True):
+            if not own.chat_template or reads_tokens_of(own, task.tokenizer, dialogues=True):
                 continue
             format = Dialogues(own)
             for messages, reference, place, tools in zip(
@@ -427,14 +404,7 @@ def check_formats(
 
 
 def build_evaluator(
-    cfg: Config,
-    task: Task,
-    engine: Engine,
-    generator: Generator,
-    scorer: Scorer | None,
-    tokenizer: PreTrainedTokenizerFast,
-    ranks: Ranks,
-    split: str = "validation",
+    cfg: Config, task: Task, engine: Engine, generator: Generator, scorer: Scorer | None, split: str
 ) -> Evaluator:
     """Return the evaluator of a run on held-out examples.
 
@@ -445,11 +415,9 @@ def build_evaluator(
         generator: the generator of the run. If it returns stored completions, the evaluator gets a
             new generator that samples.
         scorer: the training scorer; None: it is not known.
-        tokenizer: the policy's tokenizer.
-        ranks: the ranks of the run.
         split: the split of the held-out examples.
     """
-    held_out_pairs = None
+    held_out_pairs, tokenizer, ranks = None, engine.tokenizer, engine.ranks
     if cfg.algo.trains is Trains.reward or (cfg.algo.pairwise and cfg.reads_pairs):
         pairs = task.held_out(cfg.eval.prompts, split, warn=cfg.eval.asked)
         assert pairs.completions is not None
@@ -476,12 +444,7 @@ def build_evaluator(
         scorer if cfg.scores_completions else None,
         engine,
         tokenizer,
-        Sampling(
-            samples=1,
-            temperature=cfg.eval.temperature,
-            response_length=cfg.generator.response_length,
-            purpose="eval",
-        ),
+        replace(training_sampling(cfg), samples=1, temperature=cfg.eval.temperature, purpose="eval"),
         cfg.generator.temperature,
         held_out_pairs,
         tuple(cfg.task.shares),
@@ -494,11 +457,7 @@ def build_evaluator(
 
 
 def build_task(
-    cfg: Config,
-    tokenizer: PreTrainedTokenizerFast,
-    data: Data,
-    prompts_per_update: int,
-    judge: bool = False,
+    cfg: Config, tokenizer: PreTrainedTokenizerFast, data: Data, prompts_per_update: int, judge: bool = False
 ) -> Task:
     """Return the tokenized data of the run.
 
@@ -510,7 +469,7 @@ def build_task(
         judge: whether the judge scores the examples, although the config trains a reward model.
 
     Raises:
-        UserError: a reward function cannot be imported.
+        UserError: a reward function or a tool cannot be imported, or a tool lacks type hints or a docstring.
     """
     source = build_source(cfg)
     if isinstance(source, FirstMessages):
@@ -525,7 +484,7 @@ def build_task(
         shares=cfg.task.shares,
         wanted=_wanted_columns(cfg, judge),
         ends=declared_tokens(cfg, tokenizer),
-        tools=build_tools(cfg),
+        tools=schemas(cfg.environment.tools) or None,
     )
 
 
@@ -570,24 +529,26 @@ def _wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
     """
     parts = list(cfg.task.shares)
     found = {each: Wanted(rest=cfg.environment.answers) for each in parts or [""]}
-    for at, section in reward_functions(cfg, judge):
-        key, path = f"{at}.path", section.path
-        asked = parameters_of(signature_of(load_function(key, path, section.arguments)))
-        pairs = zip(asked.taken, asked.position, strict=False)
-        by_position = {name: (key, path, value) for name, value in pairs if name != value}
+    for at, section in _used_scorers(cfg, judge):
+        asked = [Wanted(optional=section.columns)] if section.columns else []
+        for function in section.functions().values():
+            key, path = f"{at}.path", function.path
+            takes = parameters_of(signature_of(load_function(key, path, function.arguments)))
+            pairs = zip(takes.taken, takes.position, strict=False)
+            own = Wanted(
+                columns=dict.fromkeys(takes.columns, (key, path)),
+                optional=frozenset(takes.optional),
+                rest=takes.rest,
+                positions={name: (key, path, value) for name, value in pairs if name != value},
+            )
+            asked.append(own)
         scored = part_of(cfg, at)
-        for each in found if scored is None else [scored]:
+        for each, new in product(found if scored is None else [scored], asked):
             before = found[each]
             found[each] = Wanted(
-                columns={**dict.fromkeys(asked.columns, (key, path)), **before.columns},
-                optional=before.optional | set(asked.optional),
-                rest=before.rest or asked.rest,
-                positions={**by_position, **before.positions},
+                columns={**new.columns, **before.columns},
+                optional=before.optional | new.optional,
+                rest=before.rest or new.rest,
+                positions={**new.positions, **before.positions},
             )
-    for at, scorer in _used_scorers(cfg, judge):
-        if not scorer.columns:
-            continue
-        scored = part_of(cfg, at)
-        for each in found if scored is None else [scored]:
-            found[each] = replace(found[each], optional=found[each].optional | scorer.columns)
     return Wanted(parts=found) if parts else found[""]

@@ -26,7 +26,6 @@ from rlhf.experiment import Experiment
 from rlhf.launch.command_line import combinations, parsed_overrides, stop, uses_basic_sweeper
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import folder_of, twice_as_long
-from rlhf.stages.artefacts import again, model_problem
 from rlhf.words.mistakes import explained
 
 if TYPE_CHECKING:
@@ -296,8 +295,8 @@ def announce(folder: RunFolder, state: dict[str, Any], metric: str) -> None:
     if not is_first_rank():
         return
     print(finished_message(folder.path, state["result"].get(metric), metric))
-    if problem := model_problem(folder):
-        print(f"warning: {problem}; {again(folder)}")
+    if problem := folder.model_problem():
+        print(f"warning: {problem}; {folder.again()}")
     else:
         print(f"model: {folder.model}")
     print("to run again: add resume=never")

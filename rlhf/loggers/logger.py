@@ -93,8 +93,8 @@ class JsonlLogger(Logger):
         for rows in (self.metrics, self.completions):
             damage = None
             if checkpoint is None:
-                rows.start()
-            elif run_folder.has_copies(checkpoint):
+                write_atomically(rows.file, "")  # removes the rows of an earlier run
+            elif (checkpoint / run_folder.COPIES).is_dir():
                 damage = rows.resume(checkpoint)
             elif damage := rows.resume_without_copy(state.update):
                 state.lost_rows = [*state.lost_rows, rows.file.name]

@@ -41,6 +41,8 @@ from rlhf.core.files import (
 )
 from rlhf.core.formatting import HIDDEN, hide, is_secret_key
 from rlhf.core.launched import cpu_cores, is_first_rank
+from rlhf.models.folder import ADAPTER
+from rlhf.models.headers import DamagedFile, opened, read_header, read_object
 from rlhf.terminal.console import show, transcript
 
 if TYPE_CHECKING:
@@ -179,6 +181,40 @@ class RunFolder:
         """Return the newest complete checkpoint, or None."""
         return next(reversed(complete_checkpoints(self.path)), None)
 
+    def final_model(self) -> Path:
+        """Return the folder of the final model of a finished run.
+
+        Raises:
+            UserError: the model is missing or damaged.
+        """
+        if (problem := self.model_problem()) is not None:
+            raise UserError(f"{self.path} must have a complete model, got: {problem}; {self.again()}")
+        return self.model
+
+    def model_problem(self, adapter: bool = False) -> str | None:
+        """Return what is missing or damaged in the final model or adapter; None if no file shows a defect.
+
+        Only JSON files and the headers of weights are read.
+        """
+        path, defect = self.adapter if adapter else self.model, None
+        if not path.is_dir():
+            return f"{path} is missing"
+        try:
+            if adapter:
+                read_object(path / ADAPTER)
+                read_header(path / "adapter_model.safetensors")
+            else:
+                defect = opened(path).defect
+        except DamagedFile as error:
+            defect = str(error)
+        return defect and f"{path} is damaged: {defect}"
+
+    def again(self) -> str:
+        """Return how to write the final model of a finished run again."""
+        last = self.last_checkpoint()
+        start = "train it again" if last is None else f"write it again from {last.name}"
+        return f"to {start}: {delete_command(self.state)}, then the same command"
+
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run folder, oldest first.
@@ -228,7 +264,7 @@ def counters_problem(state: Mapping[str, Any]) -> str | None:
 # end of the run, or when the run resumes.
 
 
-_COPIES = "history"  # folder of a checkpoint
+COPIES = "history"  # folder of a checkpoint; checkpoints of earlier versions have none
 _GZIP = 16 + zlib.MAX_WBITS  # the `wbits` of zlib that select the format of gzip
 _FASTEST = 1  # level of compression
 
@@ -247,10 +283,6 @@ class History:
         self.checksum = xxhash.xxh3_64()
         self.compressor = zlib.compressobj(_FASTEST, wbits=_GZIP)
         self.compressed = bytearray()
-
-    def start(self) -> None:
-        """Begin a new run: remove the rows of an earlier run."""
-        write_atomically(self.file, "")
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Append rows to the file."""
@@ -273,7 +305,7 @@ class History:
         Returns:
             The damage of the rows until the checkpoint, which are then restored; None if the file was intact.
         """
-        self.remember(gzip.decompress((checkpoint / _COPIES / f"{self.file.name}.gz").read_bytes()))
+        self.remember(gzip.decompress((checkpoint / COPIES / f"{self.file.name}.gz").read_bytes()))
         if self.file.is_file() and self.file.stat().st_size > self.bytes:
             os.truncate(self.file, self.bytes)
         damage = self.restore()
@@ -336,24 +368,15 @@ class History:
             self.file.rename(aside)
 
 
-def has_copies(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has copies of the rows; checkpoints of earlier versions do not."""
-    return (checkpoint / _COPIES).is_dir()
-
-
 def save(histories: Iterable[History], checkpoint: Path) -> None:
     """Write the copies of the rows of several files into a checkpoint."""
-    folder = checkpoint / _COPIES
+    folder = checkpoint / COPIES
     folder.mkdir()
     summary = {}
     for history in histories:
         name = history.file.name
         (folder / f"{name}.gz").write_bytes(history.copy())
-        summary[name] = {
-            "rows": history.count,
-            "bytes": history.bytes,
-            "xxh3": history.checksum.hexdigest(),
-        }
+        summary[name] = {"rows": history.count, "bytes": history.bytes, "xxh3": history.checksum.hexdigest()}
     (folder / "rows.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
@@ -373,7 +396,11 @@ class _TerminalHandler(logging.Handler):
 
 
 class _LogFile(logging.FileHandler):
-    """A handler that writes train.log. If the disk is full, lines are lost and the run continues."""
+    """A handler that writes train.log without secrets. If the disk is full, lines are lost, not the run."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a message, without the secrets of the message and of its traceback."""
+        return hide(super().format(record))
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore a line that cannot be written."""
@@ -382,14 +409,6 @@ class _LogFile(logging.FileHandler):
         """Close the file; lines that cannot be written are lost."""
         with suppress(OSError):
             super().close()
-
-
-class _WithoutSecrets(logging.Formatter):
-    """A formatter of train.log, which hides secrets in messages and tracebacks."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a message."""
-        return hide(super().format(record))
 
 
 def setup_logging(folder: RunFolder | Path) -> logging.Logger:
@@ -409,7 +428,7 @@ def setup_logging(folder: RunFolder | Path) -> logging.Logger:
     if is_first_rank():
         log.addHandler(_TerminalHandler())
         to_file = _LogFile(folder.log, encoding="utf-8")
-        to_file.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
+        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(to_file)
     logging.captureWarnings(True)
     warnings_log = logging.getLogger("py.warnings")
@@ -547,8 +566,5 @@ def git_commit() -> dict[str, Any] | None:
 def processor() -> str:
     """Return the model name of the CPU."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
+    found = re.search(r"^model name[^:]*:(.*)", cpuinfo.read_text(), re.M) if cpuinfo.is_file() else None
+    return found[1].strip() if found else platform.processor()

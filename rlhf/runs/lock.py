@@ -11,7 +11,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -31,30 +31,19 @@ def unwritable(folder: Path) -> str | None:
     The function creates and removes a folder, because permissions alone are not reliable on every file
     system.
     """
-    if (reason := _invalid(folder)) is not None:
-        return reason
     existing = nearest(folder)
-    if not existing.is_dir():
-        return f"{existing} is not a folder"
     probe = existing / f"{SCRATCH}probe-{os.getpid()}"
     try:
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            folder.lstat()  # fails otherwise if no folder can have this path: a name is too long
+        if not existing.is_dir():
+            return f"{existing} is not a folder"
         probe.mkdir()
         probe.rmdir()
     except FileExistsError:  # another thread of this process
         return None
     except OSError as error:
         return f"{str(error.strerror).lower()}: {existing}"
-    return None
-
-
-def _invalid(folder: Path) -> str | None:
-    """Return why no folder can have this path, for example because a name is too long; or None."""
-    try:
-        folder.lstat()
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return None
-    except OSError as error:
-        return str(error.strerror).lower()
     return None
 
 
@@ -236,28 +225,28 @@ class Lock:
             old = shlex.quote(str(self.path))
             rule = f"{self.path} must be a file (it locks the folder), got a folder"
             raise UserError(f"{rule}; move it away: mv {old} {old}.old") from None
-        with ExitStack() as ends:
-            ends.callback(file.close)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
                 file.seek(0)
                 self.holder, self.stop = (file.read().splitlines() + [self.holder, self.stop])[:2]
-                return False
-            except OSError as error:
-                say(f"{self.path.parent} has no locks ({error}): start one run in it only", style="yellow")
-            with suppress(FileNotFoundError):  # otherwise its last holder has just removed the file
-                if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
-                    pid, host, job = os.getpid(), socket.gethostname(), os.environ.get("SLURM_JOB_ID")
-                    where = f"process {pid} on {host}" + (f" (SLURM job {job})" if job else "")
-                    stop = f"stop its job: scancel {job}" if job else f"stop it: kill {pid}"
-                    file.truncate(0)
-                    file.write(f"{where}, since {datetime.now().isoformat(' ', 'seconds')}\n{stop}")
-                    file.flush()
-                    ends.pop_all()
-                    self.file = file
-                    _held.add(file)
-        return self.file is not None
+            return False
+        except OSError as error:
+            say(f"{self.path.parent} has no locks ({error}): start one run in it only", style="yellow")
+        with suppress(FileNotFoundError):  # otherwise its last holder has just removed the file
+            if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+                pid, host, job = os.getpid(), socket.gethostname(), os.environ.get("SLURM_JOB_ID")
+                where = f"process {pid} on {host}" + (f" (SLURM job {job})" if job else "")
+                stop = f"stop its job: scancel {job}" if job else f"stop it: kill {pid}"
+                file.truncate(0)
+                file.write(f"{where}, since {datetime.now().isoformat(' ', 'seconds')}\n{stop}")
+                file.flush()
+                self.file = file
+                _held.add(file)
+                return True
+        file.close()
+        return False
 
     def release(self) -> None:
         """End the lock, if this process has it."""
@@ -269,24 +258,32 @@ class Lock:
 
 
 @contextmanager
-def locked(path: Path, protects: Path, wait: bool = False) -> Iterator[None]:
-    """Hold a lock during the block; `wait`: as long as another process has it, else `_WAIT_S` seconds.
+def locked(path: Path, protects: Path, wait: bool = False, key: str = "output_dir") -> Iterator[None]:
+    """Hold a lock during the block; the folder of the lock file is created if it does not exist.
+
+    Args:
+        path: the lock file.
+        protects: the path that the lock protects, for messages.
+        wait: wait as long as another process has the lock; False: `_WAIT_S` seconds.
+        key: the config key that sets the folder of the lock file, for messages.
 
     Raises:
-        UserError: another process has the lock.
+        UserError: another process has the lock, or the folder cannot be created.
+        RunError: the disk is full.
     """
     lock, started, said = Lock(path, protects), time.monotonic(), False
-    while not lock.acquire():
-        waited_s = time.monotonic() - started
-        if not wait and waited_s >= _WAIT_S:
-            raise UserError(
-                "an output folder must have one process that writes to it (another process does: "
-                f"{lock.holder}), got {protects}; wait until that process has ended, or {lock.stop}"
-            )
-        if wait and waited_s >= _QUIET_S and not said:
-            said = True
-            say(f"waiting for {lock.holder}, which writes {protects}", style="yellow")
-        time.sleep(_POLL_S)
+    with creating(path.parent, key), explained(partial(full_disk, RunFolder(path.parent))):
+        while not lock.acquire():
+            waited_s = time.monotonic() - started
+            if not wait and waited_s >= _WAIT_S:
+                raise UserError(
+                    "an output folder must have one process that writes to it (another process does: "
+                    f"{lock.holder}), got {protects}; wait until that process has ended, or {lock.stop}"
+                )
+            if wait and waited_s >= _QUIET_S and not said:
+                said = True
+                say(f"waiting for {lock.holder}, which writes {protects}", style="yellow")
+            time.sleep(_POLL_S)
     try:
         yield
     finally:
@@ -306,13 +303,10 @@ def claimed(folder: Path, *, wait: bool = False, name: str = LOCK) -> Iterator[N
         name: name of the lock file.
 
     Raises:
-        UserError: another process has locked the folder, or the folder cannot be created.
-        RunError: the disk is full.
+        UserError, RunError: see `locked`.
     """
     try:
-        with ExitStack() as ends:
-            with creating(folder), explained(partial(full_disk, RunFolder(folder))):
-                ends.enter_context(locked(folder / name, folder, wait))
+        with locked(folder / name, folder, wait):
             new = all(path.name in (LOCK, EVALUATION_LOCK) for path in folder.iterdir())
             try:
                 yield
@@ -330,20 +324,16 @@ waiting_claim: Claim = partial(claimed, wait=True)
 
 def made_by_one(path: Path) -> AbstractContextManager[None]:
     """Lock a path that the block makes and that may not exist yet; wait for another process that makes it."""
-    return locked(_beside(path), path, wait=True)
+    return locked(path.with_name(f"{path.name}.lock"), path, wait=True, key="cache_dir")
 
 
-@contextmanager
-def written_by_one(path: Path) -> Iterator[None]:
+def written_by_one(path: Path) -> AbstractContextManager[None]:
     """Lock a folder that the block writes at its scratch path and then renames.
 
     Raises:
-        UserError: another process writes `path`, or the folder above cannot be created.
+        UserError, RunError: see `locked`.
     """
-    with ExitStack() as ends:
-        with creating(path.parent, "output"), explained(partial(full_disk, RunFolder(path.parent))):
-            ends.enter_context(locked(_beside(path), path))
-        yield
+    return locked(path.with_name(f"{path.name}.lock"), path, key="output")
 
 
 def check_unlocked(folder: Path, *, wait: bool = False, name: str = LOCK) -> None:
@@ -355,11 +345,6 @@ def check_unlocked(folder: Path, *, wait: bool = False, name: str = LOCK) -> Non
     if (folder / name).exists():
         with locked(folder / name, folder, wait):
             pass
-
-
-def _beside(path: Path) -> Path:
-    """Return the lock file of a path that does not have to exist."""
-    return path.with_name(f"{path.name}.lock")
 
 
 def _has_results(path: Path) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,7 @@ from rlhf.config.scorers import NoScorerConfig
 from rlhf.core import files, formatting
 from rlhf.core.errors import UserError, explained, setting
 from rlhf.core.files import append, as_line, component, read_lines, write_atomically
-from rlhf.core.formatting import lines_of
-from rlhf.core.launched import is_first_rank
+from rlhf.core.launched import derive, is_first_rank
 from rlhf.core.state import TrainState
 from rlhf.loggers.display import EVALUATION_METRICS, metric_texts, print_samples, shown
 from rlhf.loggers.logger import no_reply_ended
@@ -37,7 +36,7 @@ from rlhf.models.folder import CARD, folder_problem
 from rlhf.processes.signals import interruptible
 from rlhf.runs.folder import RunFolder, complete_checkpoints, setup_logging
 from rlhf.runs.lock import EVALUATION_LOCK, claimed, full_disk
-from rlhf.stages.artefacts import adapter_problem, again, model_problem
+from rlhf.stages.prerequisites import complete
 from rlhf.terminal.console import say, say_items, say_loading
 from rlhf.terminal.progress import progress
 from rlhf.words.catalogue import options
@@ -92,10 +91,8 @@ def evaluate(
     cfg: Config,
     folder: RunFolder,
     split: str = "validation",
-    only: tuple[str, ...] = (),
-    ranks: Ranks | None = None,
+    only: Sequence[str] = (),
     models: Sequence[str] = (),
-    of_run: bool = True,
 ) -> list[dict[str, Any]]:
     """Evaluate the models that have no row with the same settings in evaluations.jsonl.
 
@@ -104,9 +101,7 @@ def evaluate(
         folder: the run folder, or, without a run, the folder of the results.
         split: the held-out split.
         only: names of the run's models to evaluate; empty for all.
-        ranks: the ranks of the evaluation; None: the ranks that the launcher started.
         models: further models to evaluate: folders or hub names.
-        of_run: whether to evaluate the models of the run in `folder`.
 
     Returns:
         The rows of `models`, then the rows of the run's models, oldest first, including rows of earlier
@@ -117,7 +112,7 @@ def evaluate(
             evaluates in the folder.
         Interrupted: a signal stopped the evaluation.
     """
-    wanted = [*named_models(models), *(candidates(folder, cfg, only) if of_run else ())]
+    wanted = [*named_models(models), *(candidates(folder, cfg, only) if folder.config.is_file() else ())]
     rows = known(cfg, folder, split)
     due = _not_evaluated(wanted, rows)
     for candidate in wanted:
@@ -132,7 +127,7 @@ def evaluate(
         with interruptible(), claim, explained(*explanations):
             rows = known(cfg, folder, split)  # another process may have ended since
             due = _not_evaluated(wanted, rows)
-            for row in measure(due, cfg, folder, split, ranks) if due else ():
+            for row in measure(due, cfg, folder, split) if due else ():
                 rows[row["model"]] = row
     found = [rows[candidate.name] for candidate in wanted if candidate.name in rows]
     # The initial policy may have been evaluated after other models.
@@ -146,17 +141,14 @@ def _not_evaluated(wanted: list[_Candidate], rows: dict[str, dict[str, Any]]) ->
     return [each for each in wanted if rows.get(each.name, {"files": ""}).get("files") != each.files]
 
 
-def measure(
-    due: list[_Candidate], cfg: Config, folder: RunFolder, split: str, ranks: Ranks | None
-) -> Iterator[dict[str, Any]]:
+def measure(due: list[_Candidate], cfg: Config, folder: RunFolder, split: str) -> Iterator[dict[str, Any]]:
     """Evaluate each model of `due`; write and yield its row. Damaged checkpoints are skipped."""
     say_loading()
     from rlhf.assembly.models import joined
-    from rlhf.stages.prerequisites import complete
     from rlhf.stages.run import at_start, run
     from rlhf.training.checkpoint import damage
 
-    ranks = joined(cfg, ranks)
+    ranks = joined(cfg)
     asked, about = cfg, settings(cfg, split)
     # Sharded weights need the run's own engine, whose value model may start as the reward model.
     reward = cfg.scores_completions or any(candidate.shards for candidate in due)
@@ -175,35 +167,36 @@ def measure(
     groups = [[candidate] for candidate in good if candidate.named]
     for sharded in (False, True):
         groups.append([each for each in good if not each.named and bool(each.shards) is sharded])
-    with _progress_by_model(cfg, len(good)) as begin:
-        for candidate, evaluation in chain.from_iterable(
-            evaluations(group, cfg, folder, split, ranks, begin) for group in groups if group
-        ):
-            row: dict[str, Any] = {
-                "model": candidate.name,
-                **candidate.counters(),
-                **evaluation.figures,
-                "examples": evaluation.examples,
-                "settings": about,
-            }
-            if candidate.named:
-                start = cfg.start and Path(cfg.start).expanduser().resolve()
-                row |= {"files": candidate.files, "initial": start == candidate.weights.resolve()}
-            initial = ranks.from_first(lambda: _initial_scores(asked, folder, split))
-            row |= _comparison(cfg, row, evaluation.scores, initial)
-            if ranks.first:
-                if evaluation.samples:
-                    file = completions_file(folder, row)
-                    file.parent.mkdir(exist_ok=True)
-                    write_atomically(file, "".join(map(as_line, evaluation.samples)))
-                append(folder.evaluations, [row])  # after the completions: it marks them as complete
-            if cfg.progress is not Progress.off:
-                update = f" (update {row['update']})" if "update" in row else ""
-                say_items(f"{row['model']}{update}:", metric_texts(row))
-                if cfg.eval.samples:  # of the last model all that are asked for
-                    print_samples(evaluation.samples[: cfg.eval.samples if candidate is good[-1] else 1])
-            warn([text for text in [no_reply_ended(row, cfg)] if text is not None])
-            yield row
+    numbered = enumerate(chain.from_iterable(groups), 1)
+    titles = {each.name: f"evaluating {each.name} ({number} of {len(good)})" for number, each in numbered}
+    for candidate, evaluation in chain.from_iterable(
+        evaluations(group, cfg, folder, split, ranks, titles) for group in groups if group
+    ):
+        row: dict[str, Any] = {
+            "model": candidate.name,
+            **candidate.counters(),
+            **evaluation.figures,
+            "examples": evaluation.examples,
+            "settings": about,
+        }
+        if candidate.named:
+            start = cfg.start and Path(cfg.start).expanduser().resolve()
+            row |= {"files": candidate.files, "initial": start == candidate.weights.resolve()}
+        initial = ranks.from_first(lambda: _initial_scores(asked, folder, split))
+        row |= _comparison(cfg, row, evaluation.scores, initial)
+        if ranks.first:
+            if evaluation.samples:
+                file = completions_file(folder, row)
+                file.parent.mkdir(exist_ok=True)
+                write_atomically(file, "".join(map(as_line, evaluation.samples)))
+            append(folder.evaluations, [row])  # after the completions: it marks them as complete
+        if cfg.progress is not Progress.off:
+            update = f" (update {row['update']})" if "update" in row else ""
+            say_items(f"{row['model']}{update}:", metric_texts(row))
+            if cfg.eval.samples:  # of the last model all that are asked for
+                print_samples(evaluation.samples[: cfg.eval.samples if candidate is good[-1] else 1])
+        warn([text for text in [no_reply_ended(row, cfg)] if text is not None])
+        yield row
 
 
 def _initial_scores(cfg: Config, folder: RunFolder, split: str) -> list[float] | None:
@@ -279,12 +272,7 @@ def _starting_from(model: str, cfg: Config) -> Config:
 
 
 def evaluations(
-    group: list[_Candidate],
-    cfg: Config,
-    folder: RunFolder,
-    split: str,
-    ranks: Ranks,
-    begin: Callable[[_Candidate, int], Callable[[int], None]],
+    group: list[_Candidate], cfg: Config, folder: RunFolder, split: str, ranks: Ranks, titles: dict[str, str]
 ) -> Iterator[tuple[_Candidate, Evaluation]]:
     """Yield each model of a group with its evaluation. One engine loads the models one after the other.
 
@@ -294,22 +282,13 @@ def evaluations(
         folder: the run folder.
         split: the held-out split.
         ranks: the ranks of the evaluation.
-        begin: starts the progress display of a model; see `_progress_by_model`.
+        titles: name of a model -> title of its progress display.
     """
     import torch
 
+    from rlhf.assembly import training as assembly
     from rlhf.assembly.models import build_tokenizer
     from rlhf.assembly.parts import part
-    from rlhf.assembly.training import (
-        build_engine,
-        build_evaluator,
-        build_frozen,
-        build_generator,
-        build_scorer,
-        build_task,
-        check_formats,
-    )
-    from rlhf.core.launched import derive
     from rlhf.generators.generator import ChunkedGenerator
     from rlhf.stages.run import THREADS
     from rlhf.training.evaluators import PolicyEvaluator
@@ -320,26 +299,26 @@ def evaluations(
     if named:
         cfg = _starting_from(group[0].name, cfg)
     tokenizer = build_tokenizer(cfg)
-    task = build_task(cfg, tokenizer, cfg.data, cfg.schedule.prompts_per_update)
-    warn(ranks.from_first(lambda: list(check_formats(cfg, task, tokenizer, split))))
+    task = assembly.build_task(cfg, tokenizer, cfg.data, cfg.schedule.prompts_per_update)
+    warn(ranks.from_first(lambda: list(assembly.check_formats(cfg, task, split))))
     state = TrainState(num_updates=1)
     # Sharded weights need the run's own engine, other weights an engine without an optimizer. The engine of a
     # named model starts with its weights.
     if group[0].shards:
         part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks)
-        engine = build_engine(cfg, tokenizer, ranks, state)
+        engine = assembly.build_engine(cfg, tokenizer, ranks, state)
     else:
         kept = ("micro_batch", "tokens", "device", "threads", "timeout_s")
         plain = TorchConfig(**{name: getattr(cfg.backend, name) for name in kept})
         cfg = cfg.with_({"backend": plain})  # which also places the other models
-        engine = build_frozen(cfg, tokenizer, ranks, named=named)
+        engine = assembly.build_frozen(cfg, tokenizer, ranks, named=named)
     with ExitStack() as ends:
         if cfg.model.policy is None:  # a policy from random weights; vLLM needs the files of a model
             cfg = cfg.with_({"model.policy": str(group[0].weights)})
-        generator = build_generator(cfg, engine, tokenizer, folder, ranks)
+        generator = assembly.build_generator(cfg, engine, folder, ranks)
         ends.callback(generator.close)
-        scorer = build_scorer(cfg, "scorer", tokenizer, ranks) if cfg.scores_completions else None
-        evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, ranks, split)
+        scorer = assembly.build_scorer(cfg, "scorer", tokenizer, ranks) if cfg.scores_completions else None
+        evaluator = assembly.build_evaluator(cfg, task, engine, generator, scorer, split)
         if isinstance(evaluator, PolicyEvaluator):
             evaluator.generator = chunks = ChunkedGenerator(evaluator.generator, CHUNK)
         for version, candidate in enumerate(group):
@@ -350,43 +329,23 @@ def evaluations(
                     saved = json.loads(file.read_text()) if file.exists() else {}
                     engine.module.model.config.reward_offset = saved.get("reward_offset", 0.0)
             generator.load(engine.weights(), version)
+            title = titles[candidate.name]
             if isinstance(evaluator, PolicyEvaluator):
                 requests = 2 if engine.reference is not None else 1  # near-greedy; then sampled, for the KL
-                chunks.advance = begin(candidate, requests * len(evaluator.prompts))
-            else:
-                begin(candidate, 0)
-            yield candidate, evaluator(state)
+                total = requests * len(evaluator.prompts)
+                with progress(title, total, cfg.progress.value) as chunks.advance:
+                    evaluation = evaluator(state)
+            else:  # the evaluation of a reward model does not count prompts
+                if cfg.progress is not Progress.off:
+                    say(title)
+                evaluation = evaluator(state)
+            yield candidate, evaluation
 
 
 def completions_file(folder: RunFolder, row: dict[str, Any]) -> Path:
     """Return the file with the completions of a row of evaluations.jsonl."""
     name = f"{component(row['model'])}-{component(row['settings']['digest'])}.jsonl"
     return folder.path / "evaluations" / name
-
-
-@contextmanager
-def _progress_by_model(
-    cfg: Config, models: int
-) -> Iterator[Callable[[_Candidate, int], Callable[[int], None]]]:
-    """Show the progress of an evaluation of several models.
-
-    Yields:
-        A function that starts the display of a model, given the model and the number of prompts to answer.
-        It returns a function that must be called with each number of newly answered prompts.
-    """
-    numbers = count(1)
-    with ExitStack() as display:
-
-        def begin(candidate: _Candidate, total: int) -> Callable[[int], None]:
-            display.close()  # the display of the previous model
-            title = f"evaluating {candidate.name} ({next(numbers)} of {models})"
-            if total:
-                return display.enter_context(progress(title, total, cfg.progress.value))
-            if cfg.progress is not Progress.off:  # the evaluation of a reward model does not count prompts
-                say(title)
-            return lambda count: None
-
-        yield begin
 
 
 # The config of an evaluation: the config of a run changed by overrides, or the config of overrides alone.
@@ -541,7 +500,7 @@ class _Candidate:
         return {name: state[name] for name in ("update", "episode") if name in state}
 
 
-def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> list[_Candidate]:
+def candidates(folder: RunFolder, cfg: Config, only: Sequence[str] = ()) -> list[_Candidate]:
     """Return the models of a run, oldest first.
 
     Args:
@@ -575,15 +534,14 @@ def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> li
             "set only=model, or leave it out"
         )
     chosen = [candidate for candidate in found if not any(only) or candidate.name in only]
-    if chosen[-1].checkpoint is None:
-        problem = (adapter_problem if cfg.model.lora.rank else model_problem)(folder)
+    adapter = bool(cfg.model.lora.rank)
+    if chosen[-1].checkpoint is None and (problem := folder.model_problem(adapter)):
         others = ",".join(name for name in names if name != folder.model.name)
-        if problem:
-            raise UserError(
-                f"run= must have a complete final model ({problem}), got {folder.path}; "
-                + (f"set only={others}, or " if others else "")
-                + again(folder)
-            )
+        raise UserError(
+            f"run= must have a complete final model ({problem}), got {folder.path}; "
+            + (f"set only={others}, or " if others else "")
+            + folder.again()
+        )
     return chosen
 
 
@@ -648,7 +606,7 @@ def table(rows: list[dict[str, Any]], width: int = 80) -> Group:
             part.add_column(heading, justify="right", no_wrap=True)
         for cells in zip(first[1], *(cells for _, cells in group), strict=True):
             part.add_row(*cells)
-    return Group(*lines_of(title, width), *tables, *paths)
+    return Group(*formatting.lines_of(title, width), *tables, *paths)
 
 
 def short_names(models: Sequence[str]) -> list[str]:

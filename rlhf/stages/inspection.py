@@ -1,4 +1,4 @@
-"""Looks at a run before anything is trained: its data as tokens, its reward functions, its environment."""
+"""Looks at a run: its data as tokens and trials of the user's code before it, samples of its model after."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import os
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
@@ -20,8 +21,9 @@ import torch
 
 from rlhf.assembly.models import build_stop_ids, build_tokenizer, names_of, quieten_libraries
 from rlhf.assembly.parts import make
-from rlhf.assembly.training import TEXT, build_task, check_formats, part_of, reward_functions
+from rlhf.assembly.training import TEXT, build_sampler, build_task, check_formats, part_of, reward_functions
 from rlhf.config.algorithms import Data, Trains
+from rlhf.config.models import LoRAConfig
 from rlhf.config.scorers import scorers
 from rlhf.core.batch import Sampling
 from rlhf.core.errors import RunError, UserError
@@ -29,13 +31,14 @@ from rlhf.core.formatting import printable, shortened
 from rlhf.environments.episodes import Episodes
 from rlhf.environments.library import gives_rewards
 from rlhf.processes.ranks import ALONE
+from rlhf.runs.folder import RunFolder
 from rlhf.scorers.function import FunctionScorer
-from rlhf.scorers.scorer import ScorerContext, distinct_texts
+from rlhf.scorers.scorer import ScorerContext, distinct_texts, response_texts
 from rlhf.stages import prerequisites
-from rlhf.tasks.task import summarize
+from rlhf.tasks.task import altered, summarize
 from rlhf.terminal.console import say, say_row
-from rlhf.text.chat import unquoted
-from rlhf.text.encoding import encode_completions
+from rlhf.text.chat import control_tokens, quoted, render, set_format, unquoted
+from rlhf.text.encoding import encode_completions, encode_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -68,11 +71,11 @@ class Inspection:
     Args:
         cfg: the config of the run, checked.
         width: the number of columns.
-        line: prints a line in a style; None: without style.
+        line: prints a line, in a style if a second argument names one.
     """
 
-    def __init__(self, cfg: Config, width: int, line: Callable[[str, str | None], None]) -> None:
-        self.cfg, self.width, self._line = cfg, width, line
+    def __init__(self, cfg: Config, width: int, line: Callable[..., None]) -> None:
+        self.cfg, self.width, self._say = cfg, width, line
 
     def report(self) -> None:
         """Print all lines.
@@ -96,7 +99,7 @@ class Inspection:
             task = build_task(cfg, tokenizer, data, cfg.schedule.prompts_per_update)
             self._show_data(task)
             if cfg.environment.answers:
-                described, warnings = tried_environment(cfg, task, tokenizer)
+                described, warnings = tried_environment(cfg, task)
                 self._title("Environment")
                 self._say(f"  {described}")
                 self._warn(warnings)
@@ -108,9 +111,6 @@ class Inspection:
             for i in range(min(_SHOWN, len(batch))):
                 self._title(f"Example {i + 1} of the first update ({batch.place(i)})")
                 self._show_example(batch, rollouts, i)
-
-    def _say(self, text: str, style: str | None = None) -> None:
-        self._line(text, style)
 
     def _title(self, text: str) -> None:
         self._say("")
@@ -161,7 +161,7 @@ class Inspection:
 
         Among the warnings is what reward models with a chat template of their own do not read.
         """
-        trials = tried(self.cfg, task, self.tokenizer)
+        trials = tried(self.cfg, task)
         if trials:
             self._title("Rewards")
         for each in trials:
@@ -169,7 +169,7 @@ class Inspection:
             for text in each.lines():
                 self._say(f"    {text}")
             self._warn([each.warning] if each.warning is not None else [])
-        self._warn(check_formats(self.cfg, task, self.tokenizer))
+        self._warn(check_formats(self.cfg, task))
 
     def _show_example(self, batch: Prompts, rollouts: Rollouts | None, i: int) -> None:
         """Print an example as tokens, with the use of each part; `rollouts`: its stored responses, if any."""
@@ -305,28 +305,28 @@ def rehearse(cfg: Config, task: Task | None = None) -> None:
     """
     if not (any(reward_functions(cfg)) or cfg.environment.answers):
         return
-    tokenizer = build_tokenizer(cfg)
-    task = task or build_task(cfg, tokenizer, Data.prompts, cfg.schedule.prompts_per_update)
-    trials = tried(cfg, task, tokenizer)
+    task = task or build_task(cfg, build_tokenizer(cfg), Data.prompts, cfg.schedule.prompts_per_update)
+    trials = tried(cfg, task)
     warnings = [each.warning for each in trials if each.warning is not None]
     for each in trials:
         name, scores = each.path.rpartition(":")[2], ", ".join(map(_text, each.scores))
         slow = f" ({each.seconds:.1f} s)" if each.seconds > 1 else ""
         say_row("reward tried", f"{name}: {scores} for {len(each.scores)} examples{slow}")
     if cfg.environment.answers:
-        described, more = tried_environment(cfg, task, tokenizer)
+        described, more = tried_environment(cfg, task)
         say_row("environment", described)
         warnings += more
     for warning in warnings:
         log.warning("%s", warning)
 
 
-def tried_environment(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[str]]:
+def tried_environment(cfg: Config, task: Task) -> tuple[str, list[str]]:
     """Play the first turn of three training examples with an empty reply; return a description and warnings.
 
     Raises:
         UserError: the class fails as it would in the run, or the chat template has no fixed form of messages.
     """
+    tokenizer = task.tokenizer
     factory: EnvironmentFactory = make(cfg.environment, tokenizer)
     warnings = [*factory.turns.warnings()]
     reads = any(each.reads_rewards for at, each in scorers(cfg) if not at.startswith("gold"))
@@ -359,13 +359,12 @@ def tried_environment(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFas
     return f"{cfg.environment.name}, {limits}", warnings
 
 
-def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[_Trial]:
+def tried(cfg: Config, task: Task) -> list[_Trial]:
     """Return the trials of all reward functions of a run.
 
     Args:
         cfg: the config of the run.
         task: the data of the run.
-        tokenizer: the policy's tokenizer.
 
     Raises:
         UserError: a function fails, or returns something that is not a score.
@@ -374,7 +373,7 @@ def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[_
     for at, section in reward_functions(cfg):
         context = ScorerContext(
             at=at,
-            tokenizer=tokenizer,
+            tokenizer=task.tokenizer,
             ranks=ALONE,
             model=cfg.model,
             place=lambda make: make(),
@@ -440,3 +439,90 @@ def _trial(section: FunctionScorerConfig, scorer: FunctionScorer, prompts: Promp
 
 def _text(score: float) -> str:
     return "None" if math.isnan(score) else f"{score:.4g}"
+
+
+# Samples of the final model of a run, for prompts that are not in the data of its task.
+
+
+_Prompt = str | Sequence[Mapping[str, str]]
+
+
+class Sampler:
+    """A model that answers prompts; its weights are loaded once.
+
+    Args:
+        cfg: the config of the run that trained the model.
+        model: folder or hub name of the model.
+        seed: seed of the samples.
+        chat: whether prompts are conversations although the task of `cfg` has texts: a response then ends as
+            a turn of the chat template ends. None: they are if the tokenizer has a chat template.
+
+    Attributes:
+        tokenizer: tokenizer of the model.
+        chat: whether prompts are conversations.
+
+    Raises:
+        UserError: the model is a reward model, or its tokenizer cannot be used.
+    """
+
+    def __init__(self, cfg: Config, model: str, seed: int, chat: bool | None = False) -> None:
+        if cfg.algo.trains is Trains.reward:
+            raise UserError(
+                f"the run must train a language model (a reward model writes no text), got {model}"
+            )
+        quieten_libraries()
+        clock = cfg.model.clock or RunFolder(Path(model).expanduser().parent).started()
+        named = {"model.base": model, "model.policy": model, "model.tokenizer": None}
+        cfg = cfg.with_({**named, "model.lora": LoRAConfig(), "model.clock": clock})
+        self.tokenizer = build_tokenizer(cfg)
+        self.chat = self.tokenizer.chat_template is not None if chat is None else chat
+        if self.chat:
+            set_format(self.tokenizer, cfg.model.chat_template, True)
+        self.generator = build_sampler(cfg, self.tokenizer, seed)
+        self.requests = 0
+
+    def __call__(self, prompts: Sequence[_Prompt], **settings: Any) -> list[dict[str, Any]]:
+        """Return one row per response; see `rlhf.experiment.Experiment.sample`.
+
+        Args:
+            prompts: texts or conversations.
+            settings: `samples`, `temperature` and `response_length`.
+
+        Raises:
+            UserError: a prompt is a conversation, and the tokenizer has no chat template.
+        """
+        rows: list[dict[str, Any]] = []
+        for formatted in (False, True):
+            places = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) is not formatted]
+            if not places:
+                continue
+            texts = [text_of(prompts[i], self.tokenizer) for i in places]
+            batch = encode_prompts(torch.tensor(places), texts, [""] * len(texts), self.tokenizer, formatted)
+            shown: dict[str, list[Any]] = {"text": batch.texts, "ids": batch.unpadded()}
+            if changed := altered(self.tokenizer, shown, formatted, [], []):
+                log.warning("%s", changed)
+            asked = Sampling(**settings, purpose="sample", request=self.requests)
+            rollouts = self.generator.submit(batch, asked).result()
+            responses, ended = response_texts(rollouts, self.tokenizer), rollouts.ended.tolist()
+            for place, text, *answers in zip(places, batch.texts, responses, ended, strict=True):
+                for response, end in zip(*answers, strict=True):
+                    rows.append({"prompt": place, "text": text, "response": response, "ended": end})
+        self.requests += 1
+        return sorted(rows, key=lambda row: row["prompt"])
+
+
+def text_of(prompt: _Prompt, tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return a prompt as text; the chat template formats a conversation.
+
+    Raises:
+        UserError: the prompt is a conversation, and the tokenizer has no chat template.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "prompts must be texts (the tokenizer of this model has no chat template), got a conversation; "
+            "pass texts in the format of the training prompts"
+        )
+    messages = quoted([dict(message) for message in prompt], control_tokens(tokenizer))
+    return render(tokenizer, messages, "the conversation")

@@ -1,4 +1,7 @@
-"""What a run of an embedded task needs first: SFT model, pairs, reward model, tiny stand-ins."""
+"""Artefacts of stages: models and data that are made once, those that a run needs first, and uploads.
+
+This module imports torch only to make an artefact.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +9,161 @@ import copy
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.assembly.parts import make as make_part
-from rlhf.checks.check import problems
-from rlhf.config.algorithms import Trains
+from rlhf.checks.check import TOKEN, problems
+from rlhf.config.algorithms import Data, Trains
 from rlhf.config.models import LoRAConfig
 from rlhf.config.run import StagesConfig
 from rlhf.config.schema import values
 from rlhf.config.scorers import RewardModelScorerConfig, scorers
-from rlhf.core.errors import UserError
-from rlhf.core.files import component, digest
+from rlhf.core import formatting
+from rlhf.core.errors import RunError, UserError
+from rlhf.core.files import component, digest, whole
+from rlhf.loggers.display import EVALUATION_METRICS, shown
 from rlhf.models.folder import is_local
 from rlhf.runs.folder import COMPLETE, RunFolder
-from rlhf.runs.lock import waiting_claim
-from rlhf.stages.artefacts import Artefact, made_once, trained
+from rlhf.runs.lock import made_by_one, waiting_claim
 from rlhf.terminal.console import say
-from rlhf.terminal.progress import Stages
+from rlhf.terminal.progress import Stages, progress
 from rlhf.words import compose as identity
 from rlhf.words.compose import compose
 from rlhf.words.mistakes import CONFIG_ERRORS, explain
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
     from rlhf.config.root import Config
     from rlhf.config.tasks import TaskConfig
+    from rlhf.core.batch import Rollouts
+
+
+# Artefacts: folders that are complete or absent, made by one process, and skipped once they are finished.
+#
+# The stages before a run and the stages of `rlhf.pipeline` are lists of artefacts, in the order in which they
+# are made.
+
+
+# Metrics that the summary of the stages shows.
+_FIGURES = ("eval/win_rate", "eval/accuracy", "eval/gold_score", "eval/kl", "eval/loss")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artefact:
+    """A model, a data set or an evaluation, and how to make it.
+
+    Attributes:
+        name: name for messages.
+        folder: where the artefact is written.
+        done: returns whether the artefact is finished. Raises UserError if it is damaged.
+        make: makes the artefact; resumes if an earlier call was interrupted.
+        figures: returns the results of the finished artefact as text.
+    """
+
+    name: str
+    folder: Path
+    done: Callable[[], bool]
+    make: Callable[[], object]
+    figures: Callable[[], str]
+
+
+def trained(name: str, folder: RunFolder, make: Callable[[], object]) -> Artefact:
+    """Return the final model of the run in `folder`, which `make` carries out."""
+    return Artefact(
+        name=name,
+        folder=folder.path,
+        done=lambda: folder.finished() is not None and folder.final_model().is_dir(),
+        make=make,
+        figures=lambda: result_text((folder.finished() or {"result": {}})["result"]),
+    )
+
+
+def result_text(figures: dict[str, Any]) -> str:
+    """Return the main metrics of an evaluation as text."""
+    present = [name for name in _FIGURES if name in shown(figures)]
+    return ", ".join(f"{EVALUATION_METRICS[name]} {formatting.text(figures, name)}" for name in present)
+
+
+def made_once(folder: Path, write: Callable[[Path], object]) -> Path:
+    """Return `folder`; if it does not exist, make it first, or wait for another process that makes it.
+
+    Args:
+        folder: the folder; it is either complete or absent.
+        write: function that writes the content into the folder in its argument.
+    """
+    if not (folder / COMPLETE).exists():
+        with made_by_one(folder):
+            if not (folder / COMPLETE).exists():
+                with whole(folder) as scratch:
+                    write(scratch)
+                    (scratch / COMPLETE).touch()
+    return folder
+
+
+# Uploads to the Hugging Face hub, for commands with `push_to=<owner>/<name>`.
+#
+# Without `push_to`, nothing is uploaded. A new repository is private; the visibility of an existing
+# repository does not change. The token is that of the variable HF_TOKEN or of `hf auth login`, so that it is
+# in no config, no command line and no log.
+
+
+MEANS = (
+    "hub repository <owner>/<name> to push to; a new repository is private; the token is HF_TOKEN or that of "
+    "hf auth login (default: nothing is pushed)"
+)
+
+
+def push_run(folder: RunFolder, repository: str) -> None:
+    """Upload the final model of a finished run, and print the address of the repository.
+
+    Files that the repository already has are not uploaded again.
+
+    Raises:
+        UserError: the model is missing or damaged.
+        RunError: the upload failed.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    model = folder.final_model()
+    api = HfApi(token=get_token())  # also if HF_HUB_DISABLE_IMPLICIT_TOKEN is set
+    with _uploading(model, repository):
+        address = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=str(model))
+    say(f"pushed to {address}")
+
+
+def push_data(folder: Path, repository: str) -> None:
+    """Upload the data set stored in `folder`, and print the address of the repository.
+
+    Raises:
+        RunError: the upload failed.
+    """
+    from datasets import load_from_disk
+    from huggingface_hub import get_token
+
+    with _uploading(folder, repository):
+        load_from_disk(str(folder)).push_to_hub(repository, private=True, token=get_token())
+    say(f"pushed to https://huggingface.co/datasets/{repository}")
+
+
+@contextmanager
+def _uploading(folder: Path, repository: str) -> Iterator[None]:
+    """Raise RunError with the first line of the cause if the upload of `folder` in the block fails."""
+    try:
+        yield
+    except Exception as error:  # the exception depends on the HTTP library
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise RunError(
+            f"push_to={repository} must be a reachable repository that the token ({TOKEN} or hf auth login) "
+            f"may write to, got: {first}; {folder} is complete, and the same command pushes it again"
+        ) from error
 
 
 # Prerequisites of a run of an embedded task: the SFT model, preference pairs, the reward model.
@@ -43,13 +172,12 @@ if TYPE_CHECKING:
 # ordinary training loop trains each model (`algo=sft`, `algo=reward`) once, in a folder of `cache_dir` whose
 # name contains a hash of all settings that the result depends on. If two runs need a model at the same time,
 # one of them trains the model, and the other one waits.
-#
-# This module imports torch only to make an artefact.
 
 
 _Run = Callable[..., object]  # rlhf.stages.run.run, which carries out a run
 
 SFT, PAIRS, REWARD = "SFT model", "preference pairs", "reward model"
+_CHUNK = 256  # prompts per request for pairs
 
 
 def names(cfg: Config, reward: bool = True) -> list[str]:
@@ -82,21 +210,43 @@ def prerequisites(cfg: Config, run: _Run, reward: bool = True) -> tuple[Config, 
     Raises:
         UserError: the config of a stage has a problem.
     """
-    due = names(cfg, reward)
+    due = dict.fromkeys(names(cfg, reward), cfg)
+    return chain(cfg, due, partial(_model, run=run), _sampled_pairs)
+
+
+def chain(
+    cfg: Config,
+    due: dict[str, Config],
+    model: Callable[[str, Config], Artefact],
+    pairs: Callable[[Config], Artefact],
+) -> tuple[Config, list[Artefact]]:
+    """Return `cfg` with the paths of what the stages before it make, and these stages.
+
+    Args:
+        cfg: the config of a run.
+        due: stage -> the run from which it has its settings, in the order in which the stages are made.
+        model: function from the name and the config of a stage to the model that it trains.
+        pairs: function from the config of a run that reads pairs to the pairs.
+
+    Raises:
+        UserError: the config of a stage has a problem.
+    """
     algos = {SFT: "sft", REWARD: "reward"}
-    stages = {name: checked(stage(cfg, algo)) for name, algo in algos.items() if name in due}
+    stages = {name: checked(stage(due[name], algo)) for name, algo in algos.items() if name in due}
     found: list[Artefact] = []
     paths: dict[str, str] = {}
+    own = cfg.reads_pairs or not cfg.task.embedded  # otherwise the reward stage itself finds its pairs
     for name in due:  # each may need the one before
         if name == PAIRS:
-            reader = cfg if cfg.reads_pairs else stages[REWARD]
-            found.append(_sampled_pairs(reader.with_(paths)))
-            if cfg.reads_pairs:  # otherwise the reward stage itself finds the pairs
+            found.append(pairs((cfg if own else stages[REWARD]).with_(paths)))
+            if own:
                 paths["task.preferences_path"] = str(found[-1].folder)
         else:
-            found.append(_model(name, stages[name].with_(paths), run))
+            found.append(model(name, stages[name].with_(paths)))
             key = "model.policy" if name == SFT else "model.reward"
             paths[key] = str(RunFolder(found[-1].folder).model)
+    if not cfg.reads_pairs:
+        paths.pop("task.preferences_path", None)
     return cfg.with_(paths), found
 
 
@@ -143,24 +293,67 @@ def _model(name: str, cfg: Config, run: _Run) -> Artefact:
 
 
 def _sampled_pairs(cfg: Config) -> Artefact:
-    """Return the preference pairs that are sampled from the policy of `cfg`.
-
-    A pair consists of two samples for a prompt, ordered by gold score. Ties are skipped.
-    """
-
-    def write(folder: Path) -> None:
-        from rlhf.stages.sampling import sample_pairs
-
-        sample_pairs(cfg).save_to_disk(str(folder))
-
+    """Return the preference pairs that are sampled from the policy of `cfg`."""
     folder = pairs_folder(cfg)
     return Artefact(
         name=PAIRS,
         folder=folder,
         done=(folder / COMPLETE).exists,
-        make=partial(made_once, folder, write),
+        make=partial(made_once, folder, partial(_sample_pairs, cfg)),
         figures=lambda: f"ordered by {cfg.gold.described}",
     )
+
+
+def _sample_pairs(cfg: Config, folder: Path) -> None:
+    """Sample pairs for training and held-out prompts, and write the splits train and validation to `folder`.
+
+    A pair, with the columns prompt, chosen and rejected, consists of two samples for a prompt, ordered by
+    gold score. Pairs whose gold scores tie are skipped.
+    """
+    import torch
+    from datasets import Dataset, DatasetDict
+
+    from rlhf.assembly.models import build_device, build_tokenizer
+    from rlhf.assembly.training import build_sampler, build_scorer, build_task, training_sampling
+    from rlhf.processes.ranks import Ranks
+    from rlhf.scorers.scorer import response_texts
+
+    tokenizer = build_tokenizer(cfg)
+    generator = build_sampler(cfg, tokenizer, cfg.stages.seed)
+    gold = build_scorer(cfg, "gold", tokenizer, Ranks(build_device(cfg)))
+    assert gold is not None, "an embedded task has a judge"
+    task = build_task(cfg, tokenizer, Data.prompts, min(_CHUNK, cfg.stages.pairs), judge=True)
+
+    batches, updates = task.prompts(), -(-cfg.stages.pairs // task.prompts_per_update)
+    requests = [("train", next(batches)) for _ in range(updates)]
+    held_out = task.held_out(2 * cfg.eval.prompts)  # twice the needed number, because tied pairs are skipped
+    requests += [("validation", held_out.select(rows)) for rows in torch.arange(len(held_out)).split(_CHUNK)]
+    temperature = cfg.stages.pairs_temperature
+    asked = replace(training_sampling(cfg), samples=2, temperature=temperature, purpose="pairs")
+    columns: dict[str, dict[str, list[str]]] = {}
+    with progress("sampling pairs", len(requests), cfg.progress.value) as advance:
+        for request, (split, prompts) in enumerate(requests):
+            rollouts = generator.submit(prompts, replace(asked, request=request)).result()
+            add_pairs(
+                columns.setdefault(split, {"prompt": [], "chosen": [], "rejected": []}),
+                rollouts,
+                gold.compare(*gold.scored(rollouts)),
+                response_texts(rollouts, tokenizer),
+            )
+            advance(1)
+    data = {split: Dataset.from_dict(rows) for split, rows in columns.items()}
+    DatasetDict(data).save_to_disk(str(folder))
+
+
+def add_pairs(
+    columns: dict[str, list[str]], rollouts: Rollouts, scores: Tensor, texts: list[list[str]]
+) -> None:
+    """Append the pairs of `rollouts` (K = 2) with different scores [N, 2] to `columns`."""
+    for prompt, (first, second), (a, b) in zip(rollouts.texts, texts, scores.tolist(), strict=True):
+        if a != b:
+            columns["prompt"].append(prompt)
+            columns["chosen"].append(first if a > b else second)
+            columns["rejected"].append(second if a > b else first)
 
 
 # Configs and folders of the stages before a run: SFT, preference pairs, reward model.
@@ -288,12 +481,7 @@ def complete_stand_ins(cfg: Config) -> Config:
     """
     digits = digest([values(cfg.task), cfg.model.name in _LLAMAS])
     folder = Path(cfg.cache_dir) / component(f"stand-ins-{cfg.task.name}-{digits}")
-
-    def write(scratch: Path) -> None:
-        say(f"making tiny stand-ins for models and data of the hub (once; kept in {folder})", style="bold")
-        _make_stand_ins(cfg, scratch)
-
-    made_once(folder, write)
+    made_once(folder, partial(_make_stand_ins, cfg, folder))
     cfg = copy.deepcopy(cfg)
     if (folder / "data").is_dir():  # the config names no folder of data
         cfg.task.path = str(folder / "data")
@@ -307,11 +495,17 @@ def complete_stand_ins(cfg: Config) -> Config:
     return cfg
 
 
-def _make_stand_ins(cfg: Config, folder: Path) -> None:
+def _make_stand_ins(cfg: Config, final: Path, folder: Path) -> None:
     """Write `data`, `pairs`, and the models `policy`, `reward` and `judge`, which share a tokenizer.
 
     The models have about 100,000 parameters, and a head size that vLLM supports.
+
+    Args:
+        cfg: the config of the run.
+        final: the later path of the stand-ins, for the message.
+        folder: the folder to write.
     """
+    say(f"making tiny stand-ins for models and data of the hub (once; kept in {final})", style="bold")
     import torch
     from transformers import (
         AutoModelForCausalLM,

@@ -133,11 +133,11 @@ def carry_out(
     if last is not None:
         compare(last, data)
     state = build_state(cfg, task)
-    print_opening(cfg, folder, stages, task, tokenizer, notes, ranks)
+    print_opening(cfg, folder, stages, task, notes, ranks)
 
     with ExitStack() as ends:
         ends.enter_context(stages.enter(len(stages.names)))
-        parts = assemble(cfg, task, tokenizer, data, state, folder, ranks, ends)
+        parts = assemble(cfg, task, data, state, folder, ranks, ends)
         saved = None
         if last is not None:
             saved = parts.checkpoints.load(last, state, parts.engine, parts.recorder)
@@ -146,7 +146,7 @@ def carry_out(
         parts.recorder.open(loggers, parts.generator)
         ends.callback(parts.recorder.close)
         parts.generator.load(parts.engine.weights(), state.version)
-        _train(cfg, parts, saved, state, folder, ranks, interruption)
+        _train(cfg, parts, saved, state, folder, interruption)
     failure, stopped = ranks.from_first(lambda: (hooks.failure, hooks.stopped))
 
     if state.done:
@@ -160,7 +160,14 @@ def carry_out(
         session_s = time.monotonic() - started
         print_closing(cfg, typed, folder, parts.recorder, state, session_s, resumed=last is not None)
     if failure is not None:
-        raise _stopped_by_hook(failure, state, folder)
+        result, last = "the run is finished, and its model is complete", folder.last_checkpoint()
+        if not state.done:
+            result = f"the run stopped after update {state.update} of {state.num_updates}, and " + (
+                f"the same command resumes it from {short_path(last)}" if last else "has no checkpoint"
+            )
+        failed = RunError(f"{failure} (traceback above); {result}")
+        failed.everywhere = True
+        raise failed
     if not state.done:
         if stopped is None:
             raise interrupted(interruption, state, cfg, folder)
@@ -173,13 +180,7 @@ def carry_out(
 
 
 def _train(
-    cfg: Config,
-    parts: Parts,
-    saved: Any,
-    state: TrainState,
-    folder: RunFolder,
-    ranks: Ranks,
-    interruption: Interruption,
+    cfg: Config, parts: Parts, saved: Any, state: TrainState, folder: RunFolder, interruption: Interruption
 ) -> None:
     """Train until the run is done or asked to stop.
 
@@ -206,13 +207,27 @@ def _train(
             saved=saved,
         ),
     )
+    ranks = parts.engine.ranks
     interruption.defer(ranks.any if ranks.size > 1 else bool)
     try:
         train(parts, stream, state, cfg.schedule, interruption, cfg.seed)
     except NonFinite as error:
-        raise _not_finite(error, state, folder) from error
-    except Interrupted:
-        _save_unfinished(parts, stream, state, folder, ranks)
+        file = folder.path / "failed_batch.json"
+        batch = {"what": error.what, "index": error.index, "places": error.places}
+        file.write_text(json.dumps({"update": state.update, **batch}))
+        last = folder.last_checkpoint()
+        failed = RunError(
+            f"update {state.update} (from 0) gave {error.what}; no weight was changed. The rows of the data "
+            f"set are in {file}; the last checkpoint is {last or 'none: no checkpoint was written yet'}"
+        )
+        failed.everywhere = True
+        raise failed from error
+    except Interrupted:  # a scorer waited for its service: the next session begins where scores were awaited
+        if stream.taken > state.update:
+            stream.put_back()
+        done = ranks.from_first(lambda: (folder.path / f"checkpoint-{state.update}" / COMPLETE).exists())
+        if state.update and stream.resumable and not done:
+            parts.checkpoints.save(state, parts.engine, stream, parts.recorder)
         raise interrupted(interruption, state, cfg, folder) from None
 
 
@@ -280,20 +295,6 @@ def write_model(engine: Engine, folder: RunFolder, ranks: Ranks, card: str) -> N
                 raise no_room(folder, final, reason)
 
 
-def _save_unfinished(
-    parts: Parts, stream: RolloutStream, state: TrainState, folder: RunFolder, ranks: Ranks
-) -> None:
-    """Save a checkpoint of the last update after a scorer stopped waiting for its service.
-
-    The next session begins with the batch or the evaluation whose scores were awaited.
-    """
-    if stream.taken > state.update:
-        stream.put_back()
-    saved = ranks.from_first(lambda: (folder.path / f"checkpoint-{state.update}" / COMPLETE).exists())
-    if state.update and stream.resumable and not saved:
-        parts.checkpoints.save(state, parts.engine, stream, parts.recorder)
-
-
 def interrupted(interruption: Interruption, state: TrainState, cfg: Config, folder: RunFolder) -> Interrupted:
     """Return the exception of a run that a signal stopped; its message says how to resume."""
     last = folder.last_checkpoint()
@@ -309,30 +310,3 @@ def interrupted(interruption: Interruption, state: TrainState, cfg: Config, fold
     )
     transcript.info(text)
     return Interrupted(text, interruption.received)
-
-
-def _stopped_by_hook(failure: str, state: TrainState, folder: RunFolder) -> RunError:
-    """Return the error of a run whose hook raised an exception."""
-    last = folder.last_checkpoint()
-    result = "the run is finished, and its model is complete"
-    if not state.done:
-        result = f"the run stopped after update {state.update} of {state.num_updates}, and " + (
-            f"the same command resumes it from {short_path(last)}" if last else "has no checkpoint"
-        )
-    failed = RunError(f"{failure} (traceback above); {result}")
-    failed.everywhere = True
-    return failed
-
-
-def _not_finite(error: NonFinite, state: TrainState, folder: RunFolder) -> RunError:
-    """Write the rows of the failed batch to failed_batch.json, and return the error of the run."""
-    file = folder.path / "failed_batch.json"
-    batch = {"what": error.what, "index": error.index, "places": error.places}
-    file.write_text(json.dumps({"update": state.update, **batch}))
-    last = folder.last_checkpoint()
-    failed = RunError(
-        f"update {state.update} (from 0) gave {error.what}; no weight was changed. The rows of the data set "
-        f"are in {file}; the last checkpoint is {last or 'none: no checkpoint was written yet'}"
-    )
-    failed.everywhere = True
-    return failed

@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,6 @@ from rlhf.core.machine import cached_folder
 from rlhf.core.state import SupervisedState, TrainState
 from rlhf.loggers.display import shown
 from rlhf.memory import plan
-from rlhf.memory.plan import fills_memory
 from rlhf.models.folder import CARD, HUB_NAME, is_local
 from rlhf.runs.folder import DISTRIBUTION, git_commit, versions
 from rlhf.stages.inspection import rehearse
@@ -47,8 +45,6 @@ from rlhf.words.compose import MODEL_FOLDERS, compose, model_label, options, set
 from rlhf.words.mistakes import CONFIG_ERRORS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from rlhf.config.root import Config
     from rlhf.processes.ranks import Ranks
     from rlhf.runs.folder import RunFolder
@@ -64,13 +60,7 @@ log = logging.getLogger(__name__)
 
 
 def print_opening(
-    cfg: Config,
-    folder: RunFolder,
-    stages: Stages,
-    task: Task,
-    tokenizer: PreTrainedTokenizerFast,
-    notes: Mapping[str, str],
-    ranks: Ranks,
+    cfg: Config, folder: RunFolder, stages: Stages, task: Task, notes: Mapping[str, str], ranks: Ranks
 ) -> None:
     """Print the opening lines of a run, and try its reward functions on data that are not generated.
 
@@ -79,7 +69,6 @@ def print_opening(
         folder: the run folder.
         stages: the stages of the command; the last one is the run.
         task: the data of the run.
-        tokenizer: the policy's tokenizer.
         notes: further rows, by name.
         ranks: the ranks of the run.
 
@@ -92,7 +81,7 @@ def print_opening(
     rows = [("run folder", short_path(folder.path))] if stages.outermost else []
     for name, value in [*rows, *describe(cfg, len(task)), *notes.items()]:
         say_row(name, value)
-    say_ends(cfg, tokenizer)
+    say_ends(cfg, task.tokenizer)
     _log_all(doubts(cfg, len(task)))
     if cfg.task.embedded:
         return
@@ -104,7 +93,7 @@ def print_opening(
         say(f"    {line}")
     _log_all(summary.warnings)
     ranks.from_first(lambda: rehearse(cfg, task))
-    ranks.from_first(lambda: _log_all(check_formats(cfg, task, tokenizer)))
+    ranks.from_first(lambda: _log_all(check_formats(cfg, task)))
 
 
 def _log_all(warnings: Iterable[str]) -> None:
@@ -180,7 +169,7 @@ def _forward_size(cfg: Config) -> str:
     in_minibatch = cfg.schedule.prompts_per_update // cfg.schedule.minibatches
     share = math.ceil(in_minibatch / ranks) * group
     most = min(backend.micro_batch, share)
-    filled = fills_memory(cfg)
+    filled = plan.fills_memory(cfg)
     if filled or backend.tokens is not None:
         limit = "what fits into the memory" if filled else f"{backend.tokens:,} tokens"
         return f"at most {most}, and at most {limit}"
@@ -381,7 +370,15 @@ def next_stage(cfg: Config, folder: RunFolder, start: str | None) -> dict[str, A
         if _SHARED.match(key) and key not in _OF_A_STAGE and (key == "task" or value != defaults.get(key))
     }
     read_by_rl = [key for key, *_ in cfg.task.needs(pairs=False, evaluates=True)]
-    for stage in _candidates(cfg, short_path(folder.model), start):
+    model = short_path(folder.model)
+    if cfg.algo.trains is Trains.reward:
+        stages = [{"algo": "dpo", "model.policy": start, "model.reward": model}]
+    else:  # the best first
+        likely = {"grpo": cfg.gold.verifies, "dpo": cfg.task.embedded, "reward": True}
+        stages = [{"algo": algo, "model.policy": model} for algo, is_likely in likely.items() if is_likely]
+        own = {"scorer": "function", "scorer.path": _REWARD_FUNCTION}
+        stages.append({"algo": "rloo", "model.policy": model, **own})
+    for stage in stages:
         if stage["algo"] != "reward" and "task.preferences_path" not in read_by_rl:
             shared.pop("task.preferences_path", None)
         overrides = {"algo": stage.pop("algo"), **shared, **stage}
@@ -395,25 +392,6 @@ def next_stage(cfg: Config, folder: RunFolder, start: str | None) -> dict[str, A
     return None
 
 
-def _candidates(cfg: Config, model: str, start: str | None) -> Iterator[dict[str, Any]]:
-    """Yield overrides of stages after the run `cfg`, the best first.
-
-    Args:
-        cfg: the config of the run.
-        model: the folder of the final model.
-        start: the model that the run started from.
-    """
-    if cfg.algo.trains is Trains.reward:
-        yield {"algo": "dpo", "model.policy": start, "model.reward": model}
-        return
-    if cfg.gold.verifies:
-        yield {"algo": "grpo", "model.policy": model}
-    if cfg.task.embedded:
-        yield {"algo": "dpo", "model.policy": model}
-    yield {"algo": "reward", "model.policy": model}
-    yield {"algo": "rloo", "model.policy": model, "scorer": "function", "scorer.path": _REWARD_FUNCTION}
-
-
 # The model card (README.md) of a final model: data, algorithm, results, and the command of the run.
 #
 # The card contains no path of this machine: local folders and files appear by name, addresses not at all.
@@ -423,25 +401,6 @@ UNKNOWN = "unknown"  # the hub's identifier of a license that is not known
 _ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
 _URL = re.compile(r"\w+://\S+")
 _LICENSE = ("license", "license_name", "license_link")  # keys of a model card
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """The model that training started from.
-
-    Attributes:
-        name: hub name, or name of the local folder; None: random weights.
-        ancestor: the hub name; for a folder, the base model that its card names, if that is on the hub.
-        license: the license that the card of the model states, or `UNKNOWN`.
-        license_name: name of a license that the hub does not list.
-        license_link: web address of such a license.
-    """
-
-    name: str | None
-    ancestor: str | None
-    license: str
-    license_name: str | None = None
-    license_link: str | None = None
 
 
 def model_card(
@@ -457,10 +416,9 @@ def model_card(
         recorder: the recorder, which has the first and the last evaluation.
         state: the counters of the run.
     """
-    name, start = folder.absolute().name, origin(cfg.start)
     found = settings(typed)
     shared = None if found is None else {key: public_value(value) for key, value in found.items()}
-    rewards = cfg.algo.trains is Trains.reward
+    rewards, last, titles = cfg.algo.trains is Trains.reward, shown(recorder.evaluated), _titles(cfg)
     local, datasets = data(cfg)
     source = ", ".join([*datasets, *local]) or "generated by the task"
     reward = judge = None
@@ -469,14 +427,35 @@ def model_card(
         reward = public(reward or cfg.scorer.name)
     if not rewards and cfg.gold.name != "none":
         judge = public(cfg.gold.described)
+    task = "text-classification" if rewards else "text-generation"
+    results = [
+        EvalResult(
+            task_type=task,
+            dataset_type=datasets[0] if len(datasets) == 1 else cfg.task.name,
+            dataset_name=cfg.task.name,
+            metric_type=metric.removeprefix("eval/"),
+            metric_name=title,
+            metric_value=last[metric],
+        )
+        for metric, title in titles.items()
+        if math.isfinite(last.get(metric, math.nan))
+    ]
+    metadata = ModelCardData(  # names that are not on the hub are left out
+        **origin(cfg.start),
+        datasets=datasets or None,
+        library_name="transformers",
+        pipeline_tag=task,
+        tags=["rlhf", cfg.algo.name, *(["reward-model"] if rewards else [])],
+        model_name=folder.absolute().name,
+        eval_results=results or None,
+    )
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     template = files("rlhf.stages").joinpath("model_card.jinja").read_text(encoding="utf-8")
     return environment.from_string(template).render(
         cfg=cfg,
-        name=name,
         distribution=DISTRIBUTION,
-        start=start,
-        metadata=_metadata(cfg, name, start, recorder).to_yaml(),
+        start=cfg.start and public(cfg.start),
+        metadata=metadata,
         rewards=rewards,
         algorithm=algorithm(cfg),
         data=f"{source}: {examples:,} {'pairs' if cfg.reads_pairs else 'prompts'}",
@@ -485,8 +464,8 @@ def model_card(
         held_out=_held_out(cfg, recorder),
         judge=judge,
         first=recorder.first,
-        last=shown(recorder.evaluated),
-        titles=_titles(cfg),
+        last=last,
+        titles=titles,
         settings=None if shared is None else [setting(key, value) for key, value in shared.items()],
         hidden=shared != found,
         packages=list(_packages(cfg)),
@@ -499,38 +478,6 @@ def row(*cells: object) -> str:
     """Return a row of a table in Markdown."""
     texts = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
     return f"| {' | '.join(texts)} |"
-
-
-def _metadata(cfg: Config, name: str, start: Origin, recorder: Recorder) -> ModelCardData:
-    """Return the metadata of the card; names that are not on the hub are left out."""
-    rewards = cfg.algo.trains is Trains.reward
-    task = "text-classification" if rewards else "text-generation"
-    _, datasets = data(cfg)
-    last = shown(recorder.evaluated)
-    results = [
-        EvalResult(
-            task_type=task,
-            dataset_type=datasets[0] if len(datasets) == 1 else cfg.task.name,
-            dataset_name=cfg.task.name,
-            metric_type=metric.removeprefix("eval/"),
-            metric_name=title,
-            metric_value=last[metric],
-        )
-        for metric, title in _titles(cfg).items()
-        if math.isfinite(last.get(metric, math.nan))
-    ]
-    return ModelCardData(
-        license=start.license,
-        license_name=start.license_name,
-        license_link=start.license_link,
-        base_model=start.ancestor,
-        datasets=datasets or None,
-        library_name="transformers",
-        pipeline_tag=task,
-        tags=["rlhf", cfg.algo.name, *(["reward-model"] if rewards else [])],
-        model_name=name,
-        eval_results=results or None,
-    )
 
 
 def algorithm(cfg: Config) -> str:
@@ -568,14 +515,19 @@ def data(cfg: Config) -> tuple[list[str], list[str]]:
     return local, hub
 
 
-def origin(start: str | None) -> Origin:
-    """Return the model that training started from; its license is read from its card, if it has a card.
+def origin(start: str | None) -> dict[str, Any]:
+    """Return what a model card states about the model that training started from.
 
     Args:
         start: folder or hub name of the model; None: random weights.
+
+    Returns:
+        `base_model`: the hub name; for a folder, the base model that its card names, if that is on the hub.
+        `license`: the license that the card of the model states, or `UNKNOWN`. `license_name` and
+        `license_link`: name and web address of a license that the hub does not list.
     """
     if start is None:
-        return Origin(name=None, ancestor=None, license=UNKNOWN)
+        return {"base_model": None, "license": UNKNOWN}
     local = is_local(start)
     folder = Path(start).expanduser() if local else cached_folder(start)
     card: dict[str, Any] = {}
@@ -589,14 +541,9 @@ def origin(start: str | None) -> Origin:
     elif not isinstance(base, str) or is_local(base) or HUB_NAME.fullmatch(base) is None:
         base = None
     stated = {key: text for key in _LICENSE if isinstance(text := card.get(key), str)}
-    link = stated.get("license_link", "")
-    return Origin(
-        name=public(start) if local else start,
-        ancestor=base,
-        license=stated.get("license", UNKNOWN),
-        license_name=stated.get("license_name"),
-        license_link=link if link.startswith("https://") else None,  # no file of the base model's repository
-    )
+    if not stated.get("license_link", "").startswith("https://"):  # a file of the base model's repository
+        stated.pop("license_link", None)
+    return {"base_model": base, "license": UNKNOWN, **stated}
 
 
 def public_value(value: Any) -> Any:

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import torch
 import xxhash
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from rlhf.config.algorithms import Data
 from rlhf.core.batch import Batch, Prompts
@@ -67,7 +67,7 @@ class Task:
     def __init__(
         self,
         source: Source,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerFast,
         *,
         data: Data,
         prompts_per_update: int,
@@ -642,7 +642,7 @@ def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train"
 
 
 def altered(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     prompts: dict[str, list[Any]],
     formatted: bool,
     texts: list[str],

@@ -12,10 +12,10 @@ from rlhf.checks.check import problems
 from rlhf.checks.settings import recipes_of_other_commands
 from rlhf.core.errors import UserError
 from rlhf.core.files import component
+from rlhf.pipeline import config_of
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import folder_of
 from rlhf.stages.evaluation import completions_file
-from rlhf.stages.pipeline import config_of
 from rlhf.stages.prerequisites import model_folder, pairs_folder
 from rlhf.words.catalogue import options
 from rlhf.words.compose import compose, run_name

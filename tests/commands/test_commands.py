@@ -9,23 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import evaluate as evaluate_command
-from rlhf import extend as extend_command
-from rlhf import pipeline as pipeline_command
-from rlhf import relabel as relabel_command
+from rlhf import evaluate, extend, pipeline, relabel
 from rlhf.runs.folder import RunFolder
-from rlhf.stages import pipeline as pipeline
 from rlhf.stages.evaluation import changed, fingerprint
 from rlhf.stages.prerequisites import stage
 from rlhf.words.compose import compose, load_config
 from tests.model_folders import write_model
 
-COMMANDS = {
-    "evaluate": evaluate_command,
-    "extend": extend_command,
-    "relabel": relabel_command,
-    "pipeline": pipeline_command,
-}
+COMMANDS = {"evaluate": evaluate, "extend": extend, "relabel": relabel, "pipeline": pipeline}
 
 
 @pytest.fixture
@@ -205,8 +196,7 @@ STORED = ["task=tldr", "model=pythia_410m"]
 
 def stages(*words: str) -> list[str]:
     cfg, named = pipeline.config_of(list(words))
-    chain = pipeline.embedded_chain(cfg) if cfg.task.embedded else pipeline.stored_chain(cfg, named)
-    return [link.name for link in chain[1]]
+    return [stage.name for stage in pipeline.stages_before(cfg, named)[1]]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +222,7 @@ def test_each_stage_reads_the_output_of_the_previous_stage(monkeypatch):
     cfg, named = pipeline.config_of([*STORED, "model.lora.rank=8", "backend=zero2", "gold.path=me/judge"])
     made = []
     monkeypatch.setattr(pipeline, "train", lambda cfg, folder: made.append(cfg))
-    cfg, (sft, pairs, reward) = pipeline.stored_chain(cfg, named)
+    cfg, (sft, pairs, reward) = pipeline.stages_before(cfg, named)
     sft.make(), reward.make()
     assert made[0].model.base == "EleutherAI/pythia-410m-deduped" and made[0].model.policy is None
     assert made[1].model.policy == cfg.model.policy == str(sft.folder / "model")

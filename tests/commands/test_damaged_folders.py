@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from rlhf import relabel
 from rlhf.core.errors import UserError
+from rlhf.experiment import Experiment
 from rlhf.launch.preflight import announce
 from rlhf.report.groups import sections
 from rlhf.report.runs import find_runs
 from rlhf.report.tables import remarks, samples
 from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.runs.resuming import prepare
-from rlhf.stages import relabelling
-from rlhf.stages.artefacts import trained
 from rlhf.stages.evaluation import changed, evaluate, run_folder, settings
-from rlhf.stages.extending import extend
+from rlhf.stages.prerequisites import trained
 from rlhf.words.compose import compose, run_name
 from tests.model_folders import write_model
 
@@ -69,7 +69,7 @@ def evaluation(run: Path) -> None:
 
 def extension(run: Path) -> None:
     try:
-        extend(run_folder(str(run)), ["schedule.total_episodes=2560"])
+        Experiment.open(run).extend("schedule.total_episodes=2560")
     except UserError as error:
         if "schedule.total_episodes must be above 5120" not in str(error):
             raise
@@ -204,7 +204,7 @@ def test_a_finished_stage_without_a_complete_model_stops_the_pipeline(run, damag
 def test_a_damaged_report_of_relabelled_pairs_is_named_with_the_remedy(tmp_path, text):
     (tmp_path / "relabel.json").write_text(text)
     with pytest.raises(UserError, match=rf"relabel\.json must be a JSON object.* again: rm -r {tmp_path}"):
-        relabelling.finished(CFG, tmp_path)
+        relabel.finished(CFG, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_damaged_report_of_relabelled_pairs_is_named_with_the_remedy(tmp_path,
 )
 def test_damaged_scores_of_an_interrupted_relabelling_are_named_with_the_remedy(tmp_path, name, text, said):
     about = {"split": "train"}
-    assert relabelling.begin(tmp_path, "train", about) == {}
+    assert relabel.begin(tmp_path, "train", about) == {}
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=said):
-        relabelling.begin(tmp_path, "train", about)
+        relabel.begin(tmp_path, "train", about)

@@ -11,7 +11,7 @@ import pytest
 from rlhf import sample
 from rlhf.core.files import append
 from rlhf.runs.folder import RunFolder
-from rlhf.stages import sampling
+from rlhf.stages import inspection
 from rlhf.words.compose import compose
 from tests.model_folders import write_model
 
@@ -44,7 +44,7 @@ def run(tmp_path) -> Path:
 @pytest.fixture
 def call(monkeypatch, called, run):
     """Return a function that runs the command on an input, and returns exit code, responses and stderr."""
-    monkeypatch.setattr(sampling, "Sampler", Echo)
+    monkeypatch.setattr(inspection, "Sampler", Echo)
     made.clear()
 
     def answer(text: str, *words: str) -> tuple[int, list[str], str]:

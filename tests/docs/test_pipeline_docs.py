@@ -5,13 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import evaluate as evaluate_command
-from rlhf import pipeline as pipeline_command
-from rlhf import relabel as relabel_command
+from rlhf import evaluate, pipeline, relabel
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import evaluation
-from rlhf.stages import pipeline as pipeline
-from rlhf.stages import relabelling as relabel
 from rlhf.words.compose import compose
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +28,7 @@ def test_command_of_the_docs_is_accepted(tmp_path, name, typed):
     folder.write_config(compose([]))
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
-    module = {"evaluate": evaluate_command, "relabel": relabel_command, "pipeline": pipeline_command}[name]
+    module = {"evaluate": evaluate, "relabel": relabel, "pipeline": pipeline}[name]
     own, words = module.COMMAND.split(words_of(typed, tmp_path))
     if name == "evaluate" and "run" not in own:
         assert evaluation.alone(own["models"].split(","), words).start == "models/first"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from rlhf import relabel
 from rlhf.checks import check
 from rlhf.checks.check import as_objects, checked
 from rlhf.config.root import Config
@@ -18,7 +19,6 @@ from rlhf.core.machine import Machine
 from rlhf.memory import plan as memory
 from rlhf.memory import sizes, uses
 from rlhf.memory.uses import CONTEXT, GIB
-from rlhf.stages import relabelling
 from tests.docs import snapshots
 from tests.docs.snapshots import RECIPES, RELABELS, SEARCHES, SNAPSHOTS, SWEEPS, header, kept, objects
 
@@ -73,7 +73,7 @@ def test_command_of_a_recipe_is_a_valid_run(name, pairs, everything_installed):
     doubts = check.warnings(checked(as_objects(snapshots.compose(*chosen), chosen)))
     if name in RELABELS:
         judge = "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr"
-        assert relabelling.pairs_of(chosen).gold.described == judge
+        assert relabel.pairs_of(chosen).gold.described == judge
     assert doubts == []
 
 

@@ -187,12 +187,13 @@ def test_the_table_of_any_number_of_models_fits_in_80_columns(count):
 def test_a_named_model_is_evaluated_again_after_its_files_changed(copied, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(copied.model, base)
-    (row,) = measured(copied, models=[str(base)], of_run=False)
-    assert measured(copied, models=[str(base)], of_run=False) == [row]
-    assert len(read_lines(copied.evaluations)) == 1
+    row, model = measured(copied, models=[str(base)], only=("model",))
+    assert measured(copied, models=[str(base)], only=("model",)) == [row, model]
+    assert len(read_lines(copied.evaluations)) == 2
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config, indent=8))
-    (again,) = measured(copied, models=[str(base)], of_run=False)
+    again, _ = measured(copied, models=[str(base)], only=("model",))
+    assert len(read_lines(copied.evaluations)) == 3
     assert again["files"] != row["files"] and again["eval/win_rate"] == row["eval/win_rate"]
 
 
@@ -225,13 +226,13 @@ def test_a_final_model_without_its_config_is_refused(copied):
     with pytest.raises(UserError, match=r"run= must have a complete final model .*set only=checkpoint-1"):
         measured(copied)
     with pytest.raises(UserError, match=r"models must name a model on the hub or a folder with config.json"):
-        measured(copied, models=[str(copied.model)], of_run=False)
+        measured(copied, models=[str(copied.model)])
 
 
 def test_a_model_with_another_vocabulary_is_refused_beside_the_run(copied, finished):
     other = finished("task=arithmetic", "scorer@gold=answer", "scorer=answer").model
     with pytest.raises(UserError, match=r"models= must name models with the tokenizer of"):
-        measured(copied, models=[str(other)], of_run=False)
+        measured(copied, models=[str(other)])
 
 
 @pytest.mark.nightly

@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from rlhf.core.errors import UserError
+from rlhf.experiment import Experiment
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import prepare
-from rlhf.stages.extending import extend
 from rlhf.stages.run import run
 from rlhf.tasks.task import Task
 from rlhf.words.compose import load_config
@@ -25,6 +25,10 @@ KINDS = {
     "async": ("schedule.max_lag=1", "algo.ties=keep"),
     "ppo": ("algo=ppo", "algo.kl_target=1"),
 }
+
+
+def extend(folder: RunFolder, words: list[str]) -> None:
+    Experiment.open(folder.path).extend(words)
 
 
 @pytest.fixture

@@ -29,13 +29,13 @@ KILLED = """
 import os, signal, sys
 from rlhf import pipeline
 from rlhf.terminal import progress as stages
-from rlhf.stages import evaluation, sampling as sample_pairs
+from rlhf.stages import evaluation, prerequisites
 from rlhf.training.recorder import Recorder
 place = sys.argv.pop(1)
 def strike():
     os.kill(os.getpid(), signal.SIGKILL)
 if place == "pairs":
-    sample_pairs.add_pairs = lambda *_: strike()
+    prerequisites.add_pairs = lambda *_: strike()
 elif place == "evaluation":
     append = evaluation.append
     evaluation.append = lambda *given: (append(*given), strike())

@@ -8,11 +8,11 @@ import datasets
 import pytest
 from omegaconf import OmegaConf
 
+from rlhf import relabel
 from rlhf.assembly.parts import make
 from rlhf.checks import check as validate
 from rlhf.config.root import Config
 from rlhf.runs.folder import RunFolder
-from rlhf.stages import relabelling as relabel
 from rlhf.stages.prerequisites import complete
 from rlhf.stages.run import run
 from rlhf.words.catalogue import options

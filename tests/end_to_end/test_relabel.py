@@ -6,7 +6,7 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from rlhf import relabel as relabel_command
+from rlhf import relabel
 from rlhf.assembly.models import build_tokenizer
 from rlhf.assembly.parts import make
 from rlhf.assembly.training import build_scorer, build_task
@@ -16,7 +16,6 @@ from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.files import append, read_lines
 from rlhf.processes.ranks import ALONE
 from rlhf.runs.folder import RunFolder
-from rlhf.stages import relabelling as relabel
 from rlhf.stages.run import run
 from rlhf.tasks.tldr_mini import gold_score
 from rlhf.words.compose import compose
@@ -178,13 +177,13 @@ def test_existing_pairs_are_kept_and_other_output_folders_are_refused(
 def test_pairs_are_pushed_only_with_push_to_and_as_private_dataset(source, relabelled, monkeypatch):
     pushed = []
     monkeypatch.setattr(datasets.DatasetDict, "push_to_hub", lambda *_, **more: pushed.append(more))
-    monkeypatch.setattr(relabel_command, "is_first_rank", lambda: True)
+    monkeypatch.setattr(relabel, "is_first_rank", lambda: True)
     words = [*TINY, f"task.preferences_path={source}"]
     monkeypatch.setenv("HF_TOKEN", "of-the-test")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    relabel_command.command({"output": str(relabelled)}, words)
+    relabel.command({"output": str(relabelled)}, words)
     assert pushed == []
-    relabel_command.command({"output": str(relabelled), "push_to": "me/pairs"}, words)
+    relabel.command({"output": str(relabelled), "push_to": "me/pairs"}, words)
     assert pushed == [{"private": True, "token": "of-the-test"}]
 
 
@@ -195,7 +194,7 @@ def test_failed_push_reports_a_remedy_and_hides_the_token(source, relabelled, mo
     with pytest.raises(
         RunError, match="push_to=me/pairs must be a reachable repository .* is complete"
     ) as told:
-        relabel_command.command(
+        relabel.command(
             {"output": str(relabelled), "push_to": "me/pairs"}, [*TINY, f"task.preferences_path={source}"]
         )
     assert "of-the-test" not in str(told.value)

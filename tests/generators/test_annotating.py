@@ -177,9 +177,10 @@ def test_an_annotator_starts_by_default_only_with_lag_and_without_gpu(
     monkeypatch.setattr("rlhf.generators.process.WorkerGenerator", start("generator"))
     monkeypatch.setattr("rlhf.generators.process.Worker", start("annotator"))
     monkeypatch.setattr("rlhf.assembly.training.samples_with_cache", lambda *_: True)
-    engine = SimpleNamespace(module=SimpleNamespace(model=tiny_lm()), borrow_policy=None, phases=None)
+    module = SimpleNamespace(model=tiny_lm())
+    engine = SimpleNamespace(module=module, tokenizer=tiny_tokenizer(), borrow_policy=None, phases=None)
     cfg, ranks = compose(["model.policy=somewhere", *words.split()]), Ranks(torch.device(device))
-    made = build_generator(cfg, engine, tiny_tokenizer(), RunFolder(tmp_path), ranks)
+    made = build_generator(cfg, engine, RunFolder(tmp_path), ranks)
     assert isinstance(made, AnnotatedGenerator) == annotated
     assert [kind for kind, *_ in started] == ["generator"] + ["annotator"] * annotated
     if annotated:

@@ -90,10 +90,13 @@ def context_of(words, folder, monkeypatch, model=None):
     """Return a config, and the context of its generator."""
     cfg = compose([*words, "model.policy=somewhere", "generator.response_length=20", "seed=5"])
     engine = SimpleNamespace(
-        module=SimpleNamespace(model=model or tiny_lm()), borrow_policy=None, phases=None
+        module=SimpleNamespace(model=model or tiny_lm()),
+        borrow_policy=None,
+        phases=None,
+        tokenizer=tiny_tokenizer(),
     )
     monkeypatch.setattr("rlhf.assembly.training.make", made_of)
-    return cfg, build_generator(cfg, engine, tiny_tokenizer(), RunFolder(folder), ALONE)
+    return cfg, build_generator(cfg, engine, RunFolder(folder), ALONE)
 
 
 def test_the_factory_takes_its_settings_from_the_run(monkeypatch, tmp_path):

@@ -27,7 +27,7 @@ def test_a_folder_below_a_file_is_not_writable(tmp_path):
 
 
 def test_a_name_that_is_too_long_is_not_writable(tmp_path):
-    assert unwritable(tmp_path / ("a" * 300) / "run") == "file name too long"
+    assert unwritable(tmp_path / ("a" * 300) / "run") == f"file name too long: {tmp_path}"
 
 
 def test_a_folder_without_permission_or_on_a_full_or_read_only_disk_is_not_writable(tmp_path, monkeypatch):

@@ -206,7 +206,7 @@ def formats(tmp_path, rows, *words):
     cfg = compose(["task=local", f"task.path={data}", "algo=rloo", f"model.policy={policy}", *words])
     tokenizer = build_tokenizer(cfg)
     task = build_task(cfg, tokenizer, cfg.data, 1, judge=cfg.algo.name == "reward")
-    return list(check_formats(cfg, task, tokenizer, judge=cfg.algo.name == "reward"))
+    return list(check_formats(cfg, task, judge=cfg.algo.name == "reward"))
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,7 @@ import pytest
 
 from rlhf.core.state import TrainState
 from rlhf.stages import words as model_card
-from rlhf.stages.words import (
-    UNKNOWN,
-    Origin,
-    algorithm,
-    data,
-    origin,
-    public,
-    public_value,
-    row,
-)
+from rlhf.stages.words import UNKNOWN, algorithm, data, origin, public, public_value, row
 from rlhf.words.compose import compose
 
 
@@ -31,8 +22,8 @@ def card(folder: Path, *lines: str) -> str:
     ("lines", "found"),
     [
         (["license: apache-2.0", "base_model: EleutherAI/pythia-410m"],
-         {"ancestor": "EleutherAI/pythia-410m", "license": "apache-2.0"}),
-        (["license: mit", "base_model: [a/b, c/d]"], {"ancestor": "a/b", "license": "mit"}),
+         {"base_model": "EleutherAI/pythia-410m", "license": "apache-2.0"}),
+        (["license: mit", "base_model: [a/b, c/d]"], {"base_model": "a/b", "license": "mit"}),
         (["license: other", "license_name: own", "license_link: https://example.org/license"],
          {"license": "other", "license_name": "own", "license_link": "https://example.org/license"}),
         (["license: other", "license_name: own", "license_link: LICENSE"],  # not a file of the web
@@ -40,7 +31,7 @@ def card(folder: Path, *lines: str) -> str:
     ],
 )  # fmt: skip
 def test_license_and_base_model_are_those_that_the_card_of_a_local_folder_states(tmp_path, lines, found):
-    assert origin(card(tmp_path / "base", *lines)) == Origin(name="base", **{"ancestor": None, **found})
+    assert origin(card(tmp_path / "base", *lines)) == {"base_model": None, **found}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +39,7 @@ def test_license_and_base_model_are_those_that_the_card_of_a_local_folder_states
 )
 def test_without_a_readable_statement_license_and_base_model_are_unknown(tmp_path, lines):
     found = origin(card(tmp_path / "base", *lines))
-    assert found == Origin(name="base", ancestor=None, license=UNKNOWN)
+    assert found == {"base_model": None, "license": UNKNOWN}
     (tmp_path / "base" / "README.md").unlink()
     assert origin(str(tmp_path / "base")) == found
 
@@ -56,8 +47,8 @@ def test_without_a_readable_statement_license_and_base_model_are_unknown(tmp_pat
 def test_the_card_of_a_hub_model_is_read_from_the_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(model_card, "cached_folder", lambda name: {"me/it": tmp_path / "cached"}.get(name))
     card(tmp_path / "cached", "license: mit", "base_model: other/base")
-    assert (origin("me/it").ancestor, origin("me/it").license) == ("me/it", "mit")
-    assert (origin("me/other").ancestor, origin("me/other").license) == ("me/other", UNKNOWN)
+    assert origin("me/it") == {"base_model": "me/it", "license": "mit"}
+    assert origin("me/other") == {"base_model": "me/other", "license": UNKNOWN}
 
 
 def test_texts_of_the_config_lose_paths_and_addresses(tmp_path):

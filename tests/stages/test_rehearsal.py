@@ -28,7 +28,7 @@ def trials(tmp_path, body, *words, arguments="prompt, response, reference", refe
     words = (f"scorer.path={file}:score", *words)
     cfg = compose(["task=local", f"task.path={tmp_path}/data.jsonl", "algo=rloo", "scorer=function", *words])
     tokenizer = tiny_tokenizer()
-    return tried(cfg, build_task(cfg, tokenizer, cfg.data, 2), tokenizer)
+    return tried(cfg, build_task(cfg, tokenizer, cfg.data, 2))
 
 
 LISTS = {"arguments": "prompts, responses, references"}
@@ -203,7 +203,7 @@ def game(tmp_path, name, *words):
     words = [f"task.path={tmp_path}", f"environment.path={tmp_path}/games.py:{name}", *words]
     cfg = compose(["task=local", "environment=python", "algo=rloo", *words])
     task = build_task(cfg, chat_tokenizer(), Data.prompts, 2)
-    found = tried_environment(cfg, task, chat_tokenizer())
+    found = tried_environment(cfg, task)
     return *found, load_class("environment.path", cfg.environment.path).reset.__globals__["SEEN"]
 
 

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from rlhf.core.errors import UserError
-from rlhf.stages import sampling
+from rlhf.stages import inspection
 from rlhf.text.encoding import prompt_tokens
 from rlhf.words.compose import compose
 from tests.chat_templates import with_template
@@ -29,9 +29,9 @@ def model(tmp_path):
 def test_a_conversation_has_the_time_of_the_prompts_that_the_model_was_trained_on(
     model, monkeypatch, words, date
 ):
-    monkeypatch.setattr(sampling, "build_sampler", lambda *parts: None)
-    sampler = sampling.Sampler(compose(["task=tldr_mini", *words]), model, seed=0, chat=True)
-    assert sampling.text_of([TURN], sampler.tokenizer).startswith(f"Today: {date}\n<|user|>Why?")
+    monkeypatch.setattr(inspection, "build_sampler", lambda *parts: None)
+    sampler = inspection.Sampler(compose(["task=tldr_mini", *words]), model, seed=0, chat=True)
+    assert inspection.text_of([TURN], sampler.tokenizer).startswith(f"Today: {date}\n<|user|>Why?")
 
 
 def test_a_model_is_loaded_without_a_progress_bar(tmp_path, capfd):
@@ -39,7 +39,7 @@ def test_a_model_is_loaded_without_a_progress_bar(tmp_path, capfd):
     write_model(tmp_path / "model")
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert "Loading weights" in capfd.readouterr().err  # so the next assertion can fail
-    sampling.Sampler(compose(["task=tldr_mini"]), str(tmp_path / "model"), seed=0)
+    inspection.Sampler(compose(["task=tldr_mini"]), str(tmp_path / "model"), seed=0)
     assert capfd.readouterr().err == ""
 
 
@@ -49,14 +49,14 @@ def test_a_conversation_contributes_no_control_token():
         {**TURN, "content": "Hi<|end|>\n<|assistant|>\nYes"},
         {**TURN, "role": "assistant", "content": "</s>"},
     ]
-    (ids,) = prompt_tokens([sampling.text_of(turns, tokenizer)], tokenizer, formatted=True)
+    (ids,) = prompt_tokens([inspection.text_of(turns, tokenizer)], tokenizer, formatted=True)
     marks = [str(tokenizer.decode([number])) for number in ids if number >= 256]
     assert marks == ["<|user|>", "<|end|>", "<|assistant|>", "<|end|>", "<|assistant|>"]
 
 
 def test_characters_of_a_prompt_that_the_tokenizer_does_not_know_give_a_warning(tmp_path, caplog):
     write_model(tmp_path / "model")
-    sampler = sampling.Sampler(compose(["task=tldr_mini"]), str(tmp_path / "model"), seed=0)
+    sampler = inspection.Sampler(compose(["task=tldr_mini"]), str(tmp_path / "model"), seed=0)
     settings = {"samples": 1, "temperature": 1.0, "response_length": 2}
     sampler(["a b <unk>"], **settings)
     assert not caplog.records
@@ -70,4 +70,4 @@ def test_a_conversation_that_the_template_refuses_is_an_error_with_its_reason():
         "{% if messages | length > 1 %}{{ raise_exception('one turn only') }}{% endif %}"
     )
     with pytest.raises(UserError, match="one turn only.* in the conversation"):
-        sampling.text_of([TURN, TURN], tokenizer)
+        inspection.text_of([TURN, TURN], tokenizer)
