@@ -88,12 +88,12 @@ def _completion_script(arguments: list[str]) -> str:
     Raises:
         SystemExit: the shell is another one.
     """
-    from rlhf.launch.command_line import COMPLETION
+    from importlib.resources import files
 
     if arguments != ["bash"]:
         got = " ".join(arguments) or "nothing"
         _refuse(f"--completion must be followed by bash, got {got}; run: rlhf --completion bash")
-    return COMPLETION
+    return (files("rlhf.launch") / "completion.bash").read_text(encoding="utf-8")
 
 
 def _completions(words: list[str]) -> list[str]:

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhf.config.algorithms import Trains
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
-from rlhf.core.files import complete_lines, delete_command, flat
+from rlhf.core.files import delete_command, flat, split_lines
 from rlhf.loggers.display import shown
 from rlhf.runs.folder import RunFolder, counters_problem, record_problem
 from rlhf.runs.resuming import ASIDE
@@ -84,7 +84,7 @@ class Run:
         if self.state.get("finished") is True:
             return Status.finished
         failed = self.folder / "failed_batch.json"
-        if failed.is_file() and _read_json(failed)["update"] >= self.state.get("update", 0):
+        if failed.is_file() and _read_json(failed, _batch_problem)["update"] >= self.state.get("update", 0):
             return Status.failed
         return Status.stopped if "stopped" in self.state else Status.unfinished
 
@@ -343,10 +343,6 @@ def load(folder: Path, hide: Callable[[Row], Row] = shown) -> Run:
         )
         run.status  # noqa: B018  reads failed_batch.json
         return run
-    except KeyError as error:
-        raise ValueError(f"failed_batch.json: no key {error}") from error
-    except TypeError as error:
-        raise ValueError("failed_batch.json: update is not a number") from error
     except OSError as error:
         at = f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error)
         raise ValueError(at) from error
@@ -394,37 +390,30 @@ def _read_rows(file: Path, required: Sequence[str]) -> list[dict[str, Any]]:
         ValueError: the file cannot be read, or a line is not such a row; the message names file and line.
     """
     try:
-        lines = complete_lines(file) if os.path.lexists(file) else []
+        rows, damaged = split_lines(file, required)
     except OSError as error:
         raise ValueError(f"{file.name}: {error.strerror}") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        row = _parsed(line, at := f"{file.name}, line {number}")
-        if not isinstance(row, dict) or any(key not in row for key in required):
-            raise ValueError(f"{at}: not a row with {', '.join(required)}")
+    for number in damaged:
+        raise ValueError(f"{file.name}, line {number}: not a row with {', '.join(required)}")
+    for number, row in enumerate(rows, 1):
         if not finite(row["update"]):
-            raise ValueError(f"{at}: update is {row['update']!r}, not a number")
-        rows.append(row)
+            raise ValueError(f"{file.name}, line {number}: update is {row['update']!r}, not a number")
     return rows
 
 
-def _read_json(
-    file: Path, problem: Callable[[dict[str, Any]], str | None] = lambda _: None
-) -> dict[str, Any]:
+def _read_json(file: Path, problem: Callable[[dict[str, Any]], str | None]) -> dict[str, Any]:
     """Read a JSON object that has no `problem`; an OSError or a ValueError tells why not."""
-    found = _parsed(file.read_bytes(), file.name)
-    if not isinstance(found, dict):
-        raise ValueError(f"{file.name}: not a JSON object")
-    if reason := problem(found):
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file.name}: not valid JSON") from error
+    if reason := problem(found) if isinstance(found, dict) else "not a JSON object":
         raise ValueError(f"{file.name}: {reason}")
     return found
 
 
-def _parsed(text: bytes, at: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{at}: not valid JSON") from error
+def _batch_problem(found: dict[str, Any]) -> str | None:
+    return None if finite(found.get("update")) else "update is not a number"
 
 
 # Metrics that the report shows: title, heading, decimals, direction, scale; and the kinds of runs.

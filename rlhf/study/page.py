@@ -23,8 +23,8 @@ from rlhf.core import statistics
 from rlhf.core.errors import UserError
 from rlhf.core.files import component, write_atomically
 from rlhf.core.statistics import LEVEL, Estimate
-from rlhf.report.drawing import Chart, Panel, trace
-from rlhf.report.groups import Group
+from rlhf.report.figures import Chart, Panel, trace
+from rlhf.report.tables import Group
 from rlhf.study.plan import read_choices
 from rlhf.study.rows import DIVERGED, FEWEST, UNDECIDED, Contrast, Judged, Results, Row, Term, judged, shown
 from rlhf.study.spec import CLAIMS, Axis, Cell, Formula, Quantity, Spec, Table
@@ -258,7 +258,7 @@ def _draw(table: _Shown, methods: Sequence[str], axes: Axes) -> None:
             columns=["y", "low", "high"],
         )
         if points.y.notna().any():
-            trace(axes, Group(method, (), place, place), points.assign(x=points.index))
+            trace(axes, Group((), method, place, place), points.assign(x=points.index))
             axes.lines[-1].set_label(method)
     axes.set_xticks(range(len(table.columns)), [column.rpartition(" ")[2] for column in table.columns])
     axes.set(xlabel=table.table.axis, title=f"{table.task}: {table.title}")

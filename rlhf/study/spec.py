@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -16,7 +17,7 @@ from rlhf.core import files
 from rlhf.core.errors import UserError, one_line, place_in_code
 from rlhf.core.files import component
 from rlhf.usercode.address import load_function
-from rlhf.words.catalogue import read_overrides
+from rlhf.words.catalogue import Override, read_overrides
 from rlhf.words.suggestions import KNOWN, suggestion
 
 # The declaration of a study: one YAML file with tasks, methods, axes, grids, seeds, tuning and claims.
@@ -242,43 +243,40 @@ class Spec:
                 found[self.cell(levels.pop("task"), levels.pop("method"), levels)] = None
         return list(found)
 
-    def _layers(self, run: Run) -> dict[str, Sequence[str]]:
-        """Return the overrides of a run by the key of the study file they come from; a later key wins."""
+    def _typed(self, run: Run) -> list[tuple[str, Override]]:
+        """Return the overrides of a run with the keys of the study file they come from; a later one wins."""
         cell = run.cell
-        return {
-            "set": self.overrides,
-            f"tasks.{cell.task}": self.tasks[cell.task].overrides,
-            f"methods.{cell.method}": self.methods[cell.method].overrides,
-            **{f"axes.{axis}": self.axes[axis].values[value] for axis, value in cell.levels},
-            "tune.set": self.tune.overrides if self.tune is not None and run.seed in self.tune.seeds else (),
-            **{f"tune.{key}": [f"{key}={value}"] for key, value in run.tuned},
-            "repeat": [f"{key}={run.seed}" for key in self.repeat],
-        }
+        layers: list[tuple[str, Sequence[str]]] = [
+            ("set", self.overrides),
+            (f"tasks.{cell.task}", self.tasks[cell.task].overrides),
+            (f"methods.{cell.method}", self.methods[cell.method].overrides),
+            *((f"axes.{axis}", self.axes[axis].values[value]) for axis, value in cell.levels),
+            ("tune.set", self.tune.overrides if self.tune and run.seed in self.tune.seeds else ()),
+            *((f"tune.{key}", [f"{key}={value}"]) for key, value in run.tuned),
+            ("repeat", [f"{key}={run.seed}" for key in self.repeat]),
+        ]
+        return [(name, each) for name, texts in layers for each in read_overrides(texts)]
 
     def overrides_of(self, run: Run) -> list[str]:
         """Return the overrides of a run, each key once, without those of the machine, as paths."""
-        texts = [text for layer in self._layers(run).values() for text in layer]
-        return list({each.key: each.text for each in read_overrides(texts)}.values())
+        return list({each.key: each.text for _, each in self._typed(run)}.values())
 
     def origin(self, run: Run, key: str) -> str:
         """Return the key of the study file from which a run has a config key, or that of its method."""
-        layers = self._layers(run).items()
-        found = [name for name, texts in layers if any(each.key == key for each in read_overrides(texts))]
-        return key if key in self.lines else found[-1] if found else f"methods.{run.cell.method}"
+        found = [name for name, each in self._typed(run) if each.key == key]
+        return key if key in self.lines else [f"methods.{run.cell.method}", *found][-1]
 
     def set_twice(self) -> dict[str, list[str]]:
         """Return the config keys that several keys of the study file set: config key -> keys of the file."""
         found: dict[str, dict[str, None]] = {}
         tuned = tuple((key, "") for key in self.tune.values) if self.tune else ()
         for cell in self.cells():
-            origins: dict[str, list[str]] = {}
-            for origin, texts in self._layers(Run(cell, 0, tuned, TABLE)).items():
-                for each in read_overrides(texts):
-                    origins.setdefault(each.key, []).append(origin)
-            for key, several in origins.items():
-                if len(several) > 1:
-                    found.setdefault(key, {}).update(dict.fromkeys(several))
-        return {key: list(several) for key, several in found.items()}
+            typed = self._typed(Run(cell, 0, tuned, TABLE))
+            several = Counter(each.key for _, each in typed)
+            for name, each in typed:
+                if several[each.key] > 1:
+                    found.setdefault(each.key, {})[name] = None
+        return {key: list(names) for key, names in found.items()}
 
     def tuning_point(self, cell: Cell) -> str:
         """Return the name of the point of `tune.at` whose choice a cell uses: the last one that it reaches.
@@ -294,13 +292,11 @@ class Spec:
             except ValueError:
                 return list(self.axes[axis].values).index(value)
 
+        levels = dict(cell.levels)
         reached = [
             point
             for point, limits in self.tune.reach.items()
-            if any(
-                axis in limits and rank(axis, value) >= rank(axis, limits[axis])
-                for axis, value in cell.levels
-            )
+            if any(rank(axis, levels[axis]) >= rank(axis, least) for axis, least in limits.items())
         ]
         both = "+".join(reached)
         return both if both in self.tune.at else [next(iter(self.tune.at)), *reached][-1]
