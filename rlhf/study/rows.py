@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -47,17 +47,20 @@ class Row:
     status: str  # `FINISHED`; `DIVERGED`: a loss was not finite; `FAILED`: another error
     error: str | None  # the first line of the error
     metric: str  # the objective metric
-    metrics: Mapping[str, float]  # all metrics of the last evaluation
-    evaluations: Mapping[str, Sequence[float | None]]  # "update" and chosen metrics, a value per evaluation
-    means: Mapping[str, float]  # training metrics, mean over the last quarter of the updates
-    prompts: int  # held-out prompts of the last evaluation; 0: unknown
-    bits: str | None  # one bit per held-out prompt (see `packed`); None: scores are not binary
-    cpu_s: float  # CPU seconds, without the models that runs share
-    gpu_s: float
-    memory_gb: float | None  # peak memory in 10^9 bytes; None: not measured
-    machine: str  # machine class: processor, instruction set, GPU, threads, libraries; "": unknown
-    models: Mapping[str, str]  # digest of each stage model (SFT, pairs, reward model)
-    versions: str  # commit, with "+ changes" if files were changed; version of torch
+    metrics: Mapping[str, float] = field(default_factory=dict)  # all metrics of the last evaluation
+    # "update" and chosen metrics, a value per evaluation
+    evaluations: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    # training metrics, mean over the last quarter of the updates
+    means: Mapping[str, float] = field(default_factory=dict)
+    prompts: int = 0  # held-out prompts of the last evaluation; 0: unknown
+    bits: str | None = None  # one bit per held-out prompt (see `packed`); None: scores are not binary
+    cpu_s: float = 0.0  # CPU seconds, without the models that runs share
+    gpu_s: float = 0.0
+    memory_gb: float | None = None  # peak memory in 10^9 bytes; None: not measured
+    machine: str = ""  # machine class: processor, instruction set, GPU, threads, libraries; "": unknown
+    # digest of each stage model (SFT, pairs, reward model)
+    models: Mapping[str, str] = field(default_factory=dict)
+    versions: str = ""  # commit, with "+ changes" if files were changed; version of torch
 
     @property
     def outcomes(self) -> np.ndarray | None:

@@ -40,8 +40,8 @@ from rlhf.report.runs import Run as RunFiles
 from rlhf.report.runs import Status, read_run
 from rlhf.report.tables import value_of
 from rlhf.runs.folder import RunFolder
-from rlhf.runs.lock import LOCK, Lock, unwritable
-from rlhf.study.plan import FAILURES, ROW, Collection, Configs, Only, Plan, Planned, inputs, read_saved, stale
+from rlhf.runs.lock import LOCK, Lock
+from rlhf.study.plan import FAILURES, ROW, Collection, Plan, Planned, inputs, read_saved, stale
 from rlhf.study.rows import DIVERGED, FAILED, FINISHED, Row, packed, read_rows, write_rows
 from rlhf.study.spec import TABLE, Run, Spec
 from rlhf.terminal.console import console, print_error, show
@@ -67,63 +67,10 @@ LAUNCHER = "slurm"  # option of hydra/launcher
 _RESOURCES = {"threads": "cpus_per_task", "gpus": "gpus_per_node", "minutes": "timeout_min"}
 _SAME = 3  # equal failures in a row that stop a worker
 _STOPPED = 3  # exit code of a worker after that
-_POLL_S = 2.0  # seconds between two looks for finished runs, and for work while other workers have all runs
+POLL_S = 2.0  # seconds between two looks for finished runs, and for work while other workers have all runs
 
 
-def run(
-    spec: Spec,
-    count: int = 1,
-    only: Only = None,
-    niceness: int = 0,
-    failed: bool = False,
-    slurm: Sequence[str] | None = None,
-) -> None:
-    """Carry out the missing runs of a study.
-
-    Args:
-        spec: the study.
-        count: number of workers, that is of runs in parallel.
-        only: the values to which the runs are restricted.
-        niceness: niceness of the runs.
-        failed: repeat runs that failed.
-        slurm: submit the workers as a SLURM array with these settings of `hydra.launcher`, such as
-            "partition=gpu"; None: the workers are processes of this machine.
-
-    Raises:
-        UserError: a run is invalid, or the study costs more than its budget; nothing was started.
-        RunError: the same error came again and again, or the workers ended too early.
-        Interrupted, KeyboardInterrupt: a signal asked to stop; the same call resumes.
-    """
-    if (reason := unwritable(spec.folder)) is not None:
-        raise UserError(
-            f"the folder of a study must be one that can be written ({reason}), got {spec.folder}; copy "
-            f"{spec.file.name} to another folder"
-        )
-    collection, configs, stopped = Collection(spec), Configs(spec), False
-    if failed:
-        collection.forget_failures()
-    plan = Plan(spec, collection.rows(), configs, only)
-    plan.check()
-    with interruptible():
-        if spec.budget:
-            measured_price(plan)
-        if any(run.part == TABLE for run in plan.missing):
-            spec.record_claims()
-        collection.collect(configs)
-        if plan.missing and slurm is not None:
-            _in_array(plan, count, niceness, slurm)
-        elif plan.missing:
-            stopped = _in_processes(plan, count, niceness)
-        while not collection.collect(configs):
-            time.sleep(_POLL_S)
-    plan = plan.after(collection.rows())
-    if stopped:
-        raise RunError(f"a worker stopped after equal failures (above); {len(plan.missing)} runs are missing")
-    if plan.missing:
-        raise RunError(f"the workers ended, {len(plan.missing)} runs are missing; the same command resumes")
-
-
-def _in_processes(plan: Plan, count: int, niceness: int) -> bool:
+def in_processes(plan: Plan, count: int, niceness: int) -> bool:
     """Let workers in processes of this machine carry out runs; return whether equal failures stopped one."""
     _load()
 
@@ -140,7 +87,7 @@ def _in_processes(plan: Plan, count: int, niceness: int) -> bool:
         with (watch := Watch(plan, count)).live:
             codes: set[int | None] = {None}
             while None in codes and _STOPPED not in codes:
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
                 codes = {each.exitcode for each in processes}
                 watch.look()
         return _STOPPED in codes
@@ -151,7 +98,7 @@ def _in_processes(plan: Plan, count: int, niceness: int) -> bool:
             each.join()
 
 
-def _in_array(plan: Plan, count: int, niceness: int, settings: Sequence[str]) -> None:
+def in_array(plan: Plan, count: int, niceness: int, settings: Sequence[str]) -> None:
     """Let the elements of one SLURM array carry out runs, and print the errors of workers.
 
     Workers that are still in the queue after an earlier call are not submitted again.
@@ -232,7 +179,7 @@ class Worker:
                 return
             missing.sort(key=lambda each: bool(_failures(each.folder)))  # those that failed before come last
             if not any(map(self._take, missing)):
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
 
     def _take(self, planned: Planned) -> bool:
         """Carry out a run; return False if another worker has it."""
@@ -517,10 +464,8 @@ def _cpu_s() -> float:
 
 def row_of(planned: Planned, **fields: Any) -> Row:
     """Return the row of a run; fields that are not given are empty."""
-    empty: dict[str, Any] = {name: {} for name in ("metrics", "evaluations", "means", "models")}
-    empty |= {"prompts": 0, "bits": None, "cpu_s": 0.0, "gpu_s": 0.0, "memory_gb": None}
     known = {"run": planned.digest, "inputs": dict(planned.inputs), "results": RESULTS, **planned.run.names()}
-    return Row(**{**known, **empty, "machine": "", "versions": "", **fields})
+    return Row(**known, **fields)
 
 
 def row_of_files(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, Any]:
