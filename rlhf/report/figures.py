@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappush, heapreplace
+from importlib.resources import files
 from importlib.util import find_spec
 from itertools import pairwise
 from math import inf
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import yaml
 
 from rlhf.report.runs import LEARNING, METRICS, OFF_POLICY, OPTIMIZATION, UNITS, Kind, Metric, load
 from rlhf.report.tables import by_scale, capital, sections
@@ -388,36 +390,11 @@ _ELSEWHERE = {
     "annotate_ahead": ("scores and log-probs computed ahead", "#228833"),
 }
 
-# Metrics of the figure over the KL, in the order of the panels, and what they mean.
-_OVER_KL = {
-    "eval/win_rate": "Win rate: share of held-out prompts for which the judge scores the near-greedy "
-    "response strictly higher than the reference response (eval/win_rate). ",
-    "eval/win_rate_vs_initial": "Win rate vs. initial policy: share of held-out prompts whose reward is "
-    "higher than before training (eval/win_rate_vs_initial). ",
-    "eval/accuracy": "Accuracy: share of held-out prompts with a correct answer, or of held-out pairs with "
-    "the higher reward for the chosen response (eval/accuracy). ",
-    "eval/score": "Reward: mean of the training scorer (eval/score on held-out prompts, objective/scores "
-    "on training samples). ",
-    "eval/gold_score": "Judge score: mean score by the judge, which training does not use "
-    "(eval/gold_score). ",
-}
-
+_CAPTIONS: dict[str, Any] = yaml.safe_load((files("rlhf.report") / "captions.yaml").read_text("utf-8"))
+_MEANS, _INTERVALS, _OVER_KL = (_CAPTIONS[name] for name in ("means", "intervals", "metrics"))
 _PROGRESS = {"episode": "episodes", "examples": "examples", "update": "updates"}  # name in a row -> label
 _WIDE = 30  # ratio of largest to smallest value from which a logarithmic axis is used
 _SCALES = 4  # largest number of panels of one metric, one for each scale
-
-_MEANS = "Lines are means over seeds, and bands are the range over seeds. "
-_SCALED = (
-    f"{_MEANS}All values are those of training rows. Losses and margins of different algorithms have "
-    "different scales, so each algorithm has its own axes."
-)
-_LAG = (
-    "Lag is the version being trained minus the version that sampled the batch. Mismatch compares the "
-    "log-probs of the sampled tokens by the trainer, just before the update, with those by the sampler "
-    "(mismatch/kl, mismatch/max_ratio). The effective sample size of the weights trainer / sampler of "
-    f"responses is 1 on-policy (mismatch/ess). {_MEANS}"
-)
-_INTERVALS = "With a single seed, the band is the 95 % confidence interval, where the run reports one. "
 
 
 def charts(section: Section) -> tuple[list[Chart], list[str]]:
@@ -435,22 +412,16 @@ def charts(section: Section) -> tuple[list[Chart], list[str]]:
         [(each, "update", _PROGRESS["update"]) for each in metrics]
         for metrics in (OPTIMIZATION, OFF_POLICY if sampled else ())
     )
-    note = f" Curves of more than {POINTS} updates are averaged over neighbouring updates."
-    note *= max(len(run.trained) for run in runs) > POINTS
+    note = _CAPTIONS["averaged"].format(points=POINTS) * (max(len(run.trained) for run in runs) > POINTS)
     said = _MEANS + _INTERVALS + _meanings(groups) + note
+    losses, lags = _CAPTIONS["optimization"], _CAPTIONS["lag_and_mismatch"]
+    title = "Loss, gradients, learning rate, memory"
     made = [
         _against_kl(section),
         _curves(groups, "learning_curves", "Learning curves", said, axes, remarks),
-        _curves(
-            groups,
-            "optimization",
-            "Loss, gradients, learning rate, memory",
-            _SCALED + note,
-            optimization,
-            remarks,
-        ),
+        _curves(groups, "optimization", title, _MEANS + losses + note, optimization, remarks),
         _against_time(section),
-        _curves(groups, "lag_and_mismatch", "Lag and mismatch", _LAG + note, lag, remarks),
+        _curves(groups, "lag_and_mismatch", "Lag and mismatch", lags + _MEANS + note, lag, remarks),
         asynchrony(section, remarks),
         time_per_phase(section),
     ]
@@ -478,18 +449,9 @@ def _against_kl(section: Section) -> Chart | None:
     metrics = [METRICS[name] for name in _OVER_KL if any(_has(group, name) for group in groups)]
     if not metrics:
         return None
-    return _curves(
-        groups,
-        "win_rate_against_kl",
-        f"{_topic(metrics[0])} vs. KL",
-        "Each point is an evaluation; lines join the evaluations in the order of training. The large point "
-        "is the last evaluation, and its bars are the range over seeds, or the 95 % confidence interval of a "
-        "single seed. The KL is estimated on samples at the training temperature (eval/kl). A higher value "
-        "at the same KL is better. " + _meanings(groups),
-        [(metric, kl.name, kl.title) for metric in metrics],
-        [],
-        points=True,
-    )
+    name, axes = "win_rate_against_kl", [(metric, kl.name, kl.title) for metric in metrics]
+    said = _CAPTIONS[name] + _meanings(groups)
+    return _curves(groups, name, f"{_topic(metrics[0])} vs. KL", said, axes, [], points=True)
 
 
 def _against_time(section: Section) -> Chart | None:
@@ -500,18 +462,11 @@ def _against_time(section: Section) -> Chart | None:
         return None
     longest = max(run.seconds() for group in timed for run in group.runs)
     unit = next((unit for unit, size in UNITS.items() if longest > 2 * size), "seconds")
-    virtual = any(_has(group, "virtual_s") for group in timed)
-    return _curves(
-        timed,
-        "win_rate_against_time",
-        f"{_topic(main)} vs. time",
-        f"Each point is an evaluation ({main.name}) over the total time of the updates before it: waiting, "
-        "scoring, log-probs, training and weight transfer (time/update_s), without loading, evaluation and "
-        f"checkpoints. {_MEANS}{_INTERVALS}Times are comparable only on the same hardware without other load"
-        + (", virtual times (rollouts/time_s) on all machines." if virtual else "."),
-        [(main, unit, f"time of training ({unit})"), (main, "virtual_s", "virtual time (seconds)")],
-        [],
-    )
+    hardware = "hardware_virtual" if any(_has(group, "virtual_s") for group in timed) else "hardware"
+    name = "win_rate_against_time"
+    said = _CAPTIONS[name].format(metric=main.name) + _MEANS + _INTERVALS + _CAPTIONS[hardware]
+    axes = [(main, unit, f"time of training ({unit})"), (main, "virtual_s", "virtual time (seconds)")]
+    return _curves(timed, name, f"{_topic(main)} vs. time", said, axes, [])
 
 
 def time_per_phase(section: Section) -> Chart | None:
@@ -543,18 +498,11 @@ def time_per_phase(section: Section) -> Chart | None:
         axes.set_yticks([])
         axes.grid(axis="y", visible=False)
 
-    parallel = any(thin for _, thin in times)
+    said = _CAPTIONS["parallel" if any(thin for _, thin in times) else "synchronous"]
     return Chart(
         "time_per_phase",
         "Time per update by phase",
-        "Thick bar: phases of the trainer, one after the other (time/..._s divided by the number of updates; "
-        "means over seeds). "
-        + (
-            "Thin bar: sampling, and scores and log-probs computed ahead, in other processes and in parallel "
-            "with the thick bar."
-            if parallel
-            else "The trainer waits while the responses are sampled, so sampling is a phase of the thick bar."
-        ),
+        _CAPTIONS["time_per_phase"] + said,
         [Panel(draw, height=0.9 + 0.55 * len(groups))],
         [Key(*used[phase]) for phase in used if any(phase in {**thick, **thin} for thick, thin in times)],
     )
@@ -693,19 +641,6 @@ _PITCH = 0.1  # inches from one slot to the next
 _GREY = 6  # index in SERIES; grey is the colour of discarded groups
 _COLOURS = SERIES[:_GREY] + SERIES[_GREY + 1 :]  # of versions
 
-_CAPTION = (
-    "Timeline: six updates in the middle of the run with the lowest seed. A row is a slot, which decodes "
-    "one response after another; gaps are idle time. At most 32 slots are shown, evenly chosen. The colour "
-    "is the version of the weights that sample; colours repeat after seven versions. The trainer is on top, "
-    "in the colour of the version that it makes; thin lines are loads of weights. Grey: responses of groups "
-    "that are discarded or replaced. Tick at the end: the response was cut. Age: updates between the first "
-    "token of a group and its training."
-)
-_DURATION = (
-    " Duration: mean time of the samples of a group in their slots, until they ended, were cut or discarded; "
-    "a decile is a tenth of all groups that were trained or discarded."
-)
-
 _Rows = list[dict[str, Any]]  # rows of groups.jsonl
 
 
@@ -734,9 +669,9 @@ def asynchrony(section: Section, remarks: list[str]) -> Chart | None:
         _timeline(*runs[0], group.label if len(section.groups) > 1 else "timeline")
         for group, runs in list(found.items())[:_TIMELINES]
     ]
-    panels, caption = [*timelines, Panel(partial(_draw_ages, every))], _CAPTION
+    panels, caption = [*timelines, Panel(partial(_draw_ages, every))], _CAPTIONS["asynchrony"]
     if any(row["fate"] in ("cut", "dropped") for rows in every.values() for row in rows):
-        panels, caption = [*panels, Panel(partial(_draw_deciles, every))], caption + _DURATION
+        panels, caption = [*panels, Panel(partial(_draw_deciles, every))], caption + _CAPTIONS["durations"]
     return Chart("asynchrony", "Asynchrony", caption, panels, legend(list(every))) if found else None
 
 

@@ -195,12 +195,16 @@ class Run:
         return git["commit"][:10] + (" + changes" if git["changed"] else "")
 
     @property
+    def gpus(self) -> list[str]:
+        """The GPUs by name, with their number."""
+        devices = self.environment.get("devices") or []
+        return [f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)]
+
+    @property
     def hardware(self) -> str:
         """The GPUs, and the CPU with its number of cores."""
-        devices = self.environment.get("devices") or []
-        names = [f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)]
         cpu = f"{self.environment.get('cores', '?')} cores {self.environment.get('processor', '')}".strip()
-        return ", ".join([*names, cpu])
+        return ", ".join([*self.gpus, cpu])
 
     def completions(self) -> list[dict[str, Any]]:
         """Return the rows of completions.jsonl; an empty list if the file does not exist.

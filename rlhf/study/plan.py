@@ -315,12 +315,11 @@ def _sources(address: str) -> dict[str, str]:
 
 def _file_of(root: str, *below: str) -> Path | None:
     """Return the Python file of a module, without importing it or the packages that contain it, or None."""
-    spec = find_spec(root)
-    if spec is None or (below and not spec.submodule_search_locations):
+    if (spec := find_spec(root)) is None:
         return None
-    folders = [Path(each, *below) for each in spec.submodule_search_locations or ()] if below else []
+    folders = [Path(each, *below) for each in spec.submodule_search_locations or ()]
     files = [file for each in folders for file in (each / "__init__.py", each.with_suffix(".py"))]
-    files = files or [Path(spec.origin or "")]
+    files += [] if below else [Path(spec.origin or "")]
     return next((file for file in files if file.suffix == ".py" and file.is_file()), None)
 
 
@@ -356,6 +355,11 @@ class Planned:
     reason: str | None = None  # why its row is stale
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """The fields of a row that say what it was made of."""
+        return {"run": self.digest, "inputs": dict(self.inputs), "results": RESULTS}
+
+    @property
     def state(self) -> str:
         """`DONE`, `STALE` or `MISSING`."""
         return DONE if self.row else STALE if self.stale else MISSING
@@ -384,14 +388,8 @@ class Configs:
             self.of_cells[of_cell] = self._compose(self.spec.overrides_of(run))
         cfg = self.of_cells[of_cell].with_(dict.fromkeys(self.spec.repeat, run.seed))
         threads = int(self.spec.resources.get("threads", 0)) or (None if "gpus" in self.spec.resources else 1)
-        return cfg.with_(
-            {
-                "output_dir": str(self.spec.folder / "runs"),
-                "progress": Progress.plain,
-                "eval.samples": 0,
-                "backend.threads": cfg.backend.threads or threads,
-            }
-        )
+        own = {"output_dir": str(self.spec.folder / "runs"), "progress": Progress.plain, "eval.samples": 0}
+        return cfg.with_({**own, "backend.threads": cfg.backend.threads or threads})
 
     def planned(self, run: Run) -> Planned:
         """Return a run with its identity, as if it had no row."""
@@ -404,10 +402,10 @@ class Configs:
     def cost(self, run: Run) -> str:
         """Return a digest of the settings on which the cost of an episode and of an evaluation depends."""
         if (of_cell := run._replace(seed=0)) not in self.costs:
-            cfg, parts = self.config(run), ("model", "task", "scorer", "gold", "generator", "eval")
+            cfg, counted = self.config(run), what_counts(self.config(run))
+            parts = [counted[name] for name in ("model", "task", "scorer", "gold", "generator", "eval")]
             algo = [cfg.algo.name, cfg.algo.samples_per_prompt, cfg.schedule.epochs]
-            counted = what_counts(cfg)
-            self.costs[of_cell] = digest([*algo, *(counted[name] for name in parts)])
+            self.costs[of_cell] = digest([*algo, *parts])
         return self.costs[of_cell]
 
     def problems(self, runs: Iterable[Run]) -> Iterator[str]:
@@ -502,11 +500,9 @@ class Plan:
                 for cell in spec.cells():
                     tuned = self.tuning.tuned(cell)
                     run = Run(cell, seed, first if tuned is None else tuned, TABLE)
-                    if not self._selected(run):
-                        continue
-                    if tuned is None:
+                    if self._selected(run) and tuned is None:
                         self.undecided.append(run)
-                    else:
+                    elif self._selected(run):
                         self.runs.append(self._planned(run))
         except UserError as error:  # the first of perhaps many
             tried = [*self.examples]
@@ -547,12 +543,12 @@ class Plan:
         grid_of: dict[Cell, int] = {}  # the first grid that has the cell
         for number, grid in enumerate(spec.grids):
             grid_of = dict.fromkeys(spec.cells([grid]), number) | grid_of
+        states = [
+            *((each.run, each.state) for each in self.runs),
+            *((run, MISSING) for run in self.undecided),
+        ]
         counts = Counter(
-            (-1 if run.part == TUNE else grid_of[run.cell], run.cell.task, state)
-            for run, state in (
-                *((each.run, each.state) for each in self.runs),
-                *((run, MISSING) for run in self.undecided),
-            )
+            (-1 if run.part == TUNE else grid_of[run.cell], run.cell.task, state) for run, state in states
         )
         rows: list[tuple[str, ...]] = [("grid", "task", DONE, STALE, MISSING)]
         for number, grid in enumerate([{}, *spec.grids], -1):
@@ -571,11 +567,9 @@ class Plan:
             yield f"not used: {len(self.unused)} rows with other settings"
         for key, several in spec.set_twice().items():
             yield f"set twice: {key} ({', '.join(several)}; the last one counts)"
-        yield from (
-            f"{key}: your code must return {name}, no run has it otherwise"
-            for key, name in named(spec)
-            if is_own(name)
-        )
+        for key, name in named(spec):
+            if is_own(name):
+                yield f"{key}: your code must return {name}, no run has it otherwise"
         yield from (f"tuning: {text}" for text in self.tuning.problems())
         if len(spec.seeds) > 1:
             size = detectable(1.0, len(spec.seeds))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -100,8 +100,8 @@ class Table(NamedTuple):
         return component("_over_".join(filter(None, (self.quantity.replace("/", "_"), self.axis))))
 
     @staticmethod
-    def read(text: str, tasks: Mapping[str, Task], axes: Collection[str]) -> Table | tuple[str, str, str]:
-        """Return the table of a text such as "loss over lag as the loss"; else rule, value and remedy.
+    def read(text: str, tasks: Mapping[str, Task], axes: Collection[str]) -> Table | str:
+        """Return the table of a text such as "loss over lag as the loss"; else what is wrong.
 
         Args:
             text: the text.
@@ -115,12 +115,12 @@ class Table(NamedTuple):
         if quantity not in known and "/" not in quantity:
             guess = suggestion(quantity, [*known, *KNOWN], "did you mean {}?") or "write value over <axis>"
             remedy = f"add tasks.<name>.{quantity}" if quantity in _QUANTITIES else guess
-            return f"must be <quantity> over <axis> ({', '.join(known)}, or a metric)", text, remedy
+            return f"must be <quantity> over <axis> ({', '.join(known)}, or a metric), got {text}; {remedy}"
         if quantity == Quantity.LOSS and not over:
-            return "must be over an axis", text, f"write {Quantity.LOSS} over <axis>"
+            return f"must be over an axis, got {text}; write {Quantity.LOSS} over <axis>"
         if over and axis not in axes:
             guess = suggestion(axis, axes, "did you mean {}?") or "choose one of them"
-            return f"must be over an axis ({', '.join(axes) or 'there are none'})", axis, guess
+            return f"must be over an axis ({', '.join(axes) or 'there are none'}), got {axis}; {guess}"
         return Table(quantity, axis, title)
 
 
@@ -440,18 +440,18 @@ class Formula:
 
     def problems(
         self, methods: Iterable[str], axes: Mapping[str, Axis], tasks: Mapping[str, Task] | None = None
-    ) -> list[str]:
-        """Return what is wrong with the names of a claim: a rule for each problem."""
-        known, quantities, found = [*methods, SAME, BEST], _quantities(tasks or {}), []
+    ) -> Iterator[str]:
+        """Yield what is wrong with the names of a claim: a rule for each problem."""
+        known, quantities = [*methods, SAME, BEST], [*_quantities(tasks or {}), Quantity.SLOPE]
         sides = [side for side in (self.left, self.right) if side is not None]
         if any(BEST in side.methods for side in sides) and (
             len(sides[0].methods) > 1 or sides[0].every or sides[1:]
         ):
-            found.append(f"compare {BEST} with a number")
+            yield f"compare {BEST} with a number"
         if sides and SAME in sides[0].methods:
-            found.append(f"have {SAME} on the right only")
+            yield f"have {SAME} on the right only"
         if sides[1:] and sides[0].methods == sides[1].methods and len(sides[0].methods) == 1:
-            found.append(f"compare different methods, or {SAME} at other values")
+            yield f"compare different methods, or {SAME} at other values"
         for side in sides:
             named = [*side.levels, *side.every, *filter(None, [side.over])]
             said = [("methods", m, known) for m in side.methods] + [("axes", axis, [*axes]) for axis in named]
@@ -459,22 +459,21 @@ class Formula:
             for what, name, names in said:
                 if name not in names:
                     guess = suggestion(name, names, " (did you mean {}?)")
-                    found.append(f"name {what} ({', '.join(names) or 'there are none'}), not {name}{guess}")
-            if side.quantity not in (*quantities, Quantity.SLOPE) and "/" not in side.quantity:
-                every = ", ".join([*quantities, Quantity.SLOPE])
-                why = suggestion(side.quantity, [*quantities, Quantity.SLOPE, *KNOWN], " (did you mean {}?)")
+                    yield f"name {what} ({', '.join(names) or 'there are none'}), not {name}{guess}"
+            if side.quantity not in quantities and "/" not in side.quantity:
+                every = ", ".join(quantities)
+                why = suggestion(side.quantity, [*quantities, *KNOWN], " (did you mean {}?)")
                 why = f" (add tasks.<name>.{side.quantity})" if side.quantity in _QUANTITIES else why
-                found.append(f"be about {every} or a metric, not {side.quantity}{why}")
+                yield f"be about {every} or a metric, not {side.quantity}{why}"
             if (side.quantity == Quantity.SLOPE) != bool(side.over):
-                found.append(f"have 'over <axis>' after {Quantity.SLOPE}, and nowhere else")
+                yield f"have 'over <axis>' after {Quantity.SLOPE}, and nowhere else"
             if side.over in axes and not all(map(_POSITIVE.fullmatch, axes[side.over].values)):
-                found.append(f"have a slope over an axis of positive numbers, not {side.over}")
+                yield f"have a slope over an axis of positive numbers, not {side.over}"
             if side.quantity == Quantity.LOSS and not side.levels and not side.every:
-                found.append("say at which value of an axis a loss is meant, as 'at lag=64'")
+                yield "say at which value of an axis a loss is meant, as 'at lag=64'"
             axis, value = next(iter(side.levels.items()), ("", ""))
             if side.quantity == Quantity.LOSS and axis in axes and {*axes[axis].bases.values()} == {value}:
-                found.append(f"be about a loss at another value than the base ({axis}={value})")
-        return found
+                yield f"be about a loss at another value than the base ({axis}={value})"
 
 
 def _side(text: str) -> Operand | None:

@@ -140,9 +140,8 @@ class Study:
         import pandas
 
         table = Table.read(text, self.spec.tasks, self.spec.axes)
-        if not isinstance(table, Table):
-            rule, got, remedy = table
-            raise UserError(f"a table {rule}, got {got}; {remedy}")
+        if isinstance(table, str):
+            raise UserError(f"a table {table}")
         results = Results.read(self.spec)
         known = {name for row in results.rows for name in (*row.metrics, *row.means)}
         if "/" in table.quantity and table.quantity not in known:

@@ -30,7 +30,6 @@ from rlhf.config.root import Config, set_environment
 from rlhf.core import files
 from rlhf.core.errors import Interrupted, RunError, UserError, override
 from rlhf.core.formatting import clock, figure
-from rlhf.core.launched import RESULTS
 from rlhf.launch.command_line import multirun_config, requeue
 from rlhf.launch.preflight import Job, completed, failure_message
 from rlhf.launch.sweep import submit_jobs
@@ -190,13 +189,12 @@ class Worker:
             if _is_done(self.plan.spec, planned):
                 return True
             identity = planned.folder / _IDENTITY
-            wanted = {"run": planned.digest, "inputs": dict(planned.inputs), "results": RESULTS}
             remedy = files.delete_command(planned.folder)
-            if not identity.exists() or files.read_json(identity, remedy) != wanted:
+            if not identity.exists() or files.read_json(identity, remedy) != planned.identity:
                 for path in planned.folder.iterdir():  # of another identity, such as that of changed data
                     if path.name != LOCK:
                         files.discard(path)
-                files.write_json(identity, wanted)
+                files.write_json(identity, planned.identity)
             self._carry_out(planned)
         finally:
             lock.release()
@@ -464,8 +462,7 @@ def _cpu_s() -> float:
 
 def row_of(planned: Planned, **fields: Any) -> Row:
     """Return the row of a run; fields that are not given are empty."""
-    known = {"run": planned.digest, "inputs": dict(planned.inputs), "results": RESULTS, **planned.run.names()}
-    return Row(**known, **fields)
+    return Row(**planned.identity, **planned.run.names(), **fields)
 
 
 def row_of_files(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, Any]:
@@ -508,16 +505,11 @@ def row_of_files(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, 
 def machine_class(run: RunFiles) -> str:
     """Return what may change the last digits: processor, instruction set, GPUs, threads, libraries."""
     environment, packages = run.environment, run.environment.get("packages", {})
-    devices = environment.get("devices") or []
     processor = [str(environment.get(name, "")) for name in ("processor", "instructions")]
-    return ", ".join(
-        [
-            *([_PORTABLE] if run.config.get("backend.portable") else processor),
-            *(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
-            f"{run.config.get('backend.threads') or environment.get('cores', '?')} threads",
-            *(f"{name} {packages[name]}" for name in _LIBRARIES if name in packages),
-        ]
-    )
+    processor = [_PORTABLE] if run.config.get("backend.portable") else processor
+    threads = run.config.get("backend.threads") or environment.get("cores", "?")
+    libraries = [f"{name} {packages[name]}" for name in _LIBRARIES if name in packages]
+    return ", ".join([*processor, *run.gpus, f"{threads} threads", *libraries])
 
 
 # The price of a study: a pilot of a few updates for each distinct cost, replaced by means of finished rows.
