@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappush, heapreplace
-from importlib.resources import files
 from importlib.util import find_spec
 from itertools import pairwise
 from math import inf
@@ -18,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import yaml
 
-from rlhf.report.runs import LEARNING, METRICS, OFF_POLICY, OPTIMIZATION, UNITS, Kind, Metric, load
+from rlhf.report.runs import LEARNING, METRICS, OFF_POLICY, OPTIMIZATION, UNITS, Kind, Metric, data, load
 from rlhf.report.tables import by_scale, capital, sections
 
 if TYPE_CHECKING:
@@ -390,7 +388,7 @@ _ELSEWHERE = {
     "annotate_ahead": ("scores and log-probs computed ahead", "#228833"),
 }
 
-_CAPTIONS: dict[str, Any] = yaml.safe_load((files("rlhf.report") / "captions.yaml").read_text("utf-8"))
+_CAPTIONS = data("captions.yaml")
 _MEANS, _INTERVALS, _OVER_KL = (_CAPTIONS[name] for name in ("means", "intervals", "metrics"))
 _PROGRESS = {"episode": "episodes", "examples": "examples", "update": "updates"}  # name in a row -> label
 _WIDE = 30  # ratio of largest to smallest value from which a logarithmic axis is used

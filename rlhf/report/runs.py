@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -293,8 +294,8 @@ def _run_folders(path: Path) -> list[Path]:
 
     A run folder contains at least two of the files of every run.
     """
-    files = RunFolder(path)
-    if sum(file.is_file() for file in (files.config, files.environment, files.metrics, files.state)) >= 2:
+    own = RunFolder(path)
+    if sum(file.is_file() for file in (own.config, own.environment, own.metrics, own.state)) >= 2:
         return [path]
     inside = sorted(path.iterdir()) if path.is_dir() else []
     folders = (each for each in inside if each.is_dir() and not each.is_symlink())
@@ -485,57 +486,18 @@ class Metric:
         return self.name.startswith("eval/")
 
 
-_NOISE = 1e-6  # rounding noise of a sum of log-probs in float32
+def data(name: str) -> dict[str, Any]:
+    """Return the content of a YAML file of this package."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
+    return yaml.load(resources.files("rlhf.report").joinpath(name).read_text("utf-8"), loader)
 
-_share = partial(Metric, decimals=3, better=1, rate=True)
-_sample_size = partial(_share, expected=1.0, noise=_NOISE)
 
-# Metrics of the learning curves, in the order of the panels.
-LEARNING = (
-    _share("eval/win_rate", "win rate vs. reference responses", "win rate", scale="gold"),
-    _share("eval/win_rate_vs_initial", "win rate vs. initial policy", "win rate vs. initial", scale="scorer"),
-    _share("eval/accuracy", "accuracy on held-out data", "accuracy"),
-    Metric("eval/score", "reward on held-out prompts", "reward", 2, 1, "scorer"),
-    Metric("eval/gold_score", "judge score", "judge score", 2, 1, "gold"),
-    Metric("eval/loss", "held-out loss (nats)", "held-out loss", 3, -1, "algo"),
-    Metric("eval/margin", "reward margin on held-out pairs", "margin", 3, 0, "algo", noise=_NOISE),
-    Metric("objective/scores", "training reward", "training reward", 2, 1, "scorer"),
-    Metric("eval/kl", "KL to the reference (nats per response)", "KL", 2, noise=_NOISE),
-    Metric("eval/response_tokens", "response length (tokens)", "tokens", 1),
-    Metric("environment/turns", "replies per episode", "turns", 1),
-    Metric("environment/tool_errors", "failed calls per episode", "failed calls", 2, -1),
-    Metric("objective/entropy", "entropy estimate (nats per response)", "entropy", 2),
+_TABLE = data("metrics.yaml")
+LEARNING, OPTIMIZATION, OFF_POLICY, _OTHERS = (
+    [Metric(name, **fields) for name, fields in _TABLE[figure].items()]
+    for figure in ("learning", "optimization", "off_policy", "tables")
 )
-
-# Metrics of the figure of the optimization, in the order of the panels.
-OPTIMIZATION = (
-    Metric("loss/policy", "loss", "training loss", 3, -1, "algo", noise=_NOISE),
-    Metric("loss/value", "loss of the value model", "value loss", 3, -1, "algo"),
-    _share("rewards/accuracies", "accuracy on training pairs", "training accuracy"),
-    Metric("rewards/margins", "reward margin on training pairs", "margin", 3, 0, "algo", noise=_NOISE),
-    Metric("policy/grad_norm", "gradient norm before clipping", "gradient norm", 3, logarithmic=True),
-    Metric("lr", "learning rate", "learning rate", 9),
-    Metric("memory/peak_gib", "peak memory (GiB)", "peak GiB", 1),
-)
-
-# Metrics of the figure of lag and mismatch, in the order of the panels.
-OFF_POLICY = (
-    Metric("lag", "lag (updates)", "lag", 1, noise=_NOISE),
-    Metric("mismatch/token_lag", "lag of a token (updates)", "token lag", 1, noise=_NOISE),
-    Metric("replay/age", "lag of a prompt (updates)", "age", 1, noise=_NOISE),
-    Metric("prompts/solved", "share of solved prompts", "solved", 3, rate=True),
-    Metric("mismatch/kl", "KL of sampler and trainer (nats per token)", "KL", 6, noise=_NOISE),
-    # a log-prob in float32 has an error of up to 1e-5
-    Metric(
-        "mismatch/max_ratio", "largest ratio of trainer to sampler", "largest ratio", expected=1.0, noise=1e-5
-    ),
-    _sample_size("mismatch/ess", "effective sample size over responses", "ESS"),
-    _sample_size("weighting/ess", "effective sample size over pairs", "pair ESS"),
-    Metric("policy/clipfrac", "fraction of clipped ratios", "clipped", 3, noise=_NOISE, rate=True),
-)
-
-_PERPLEXITY = Metric("eval/ppl", "perplexity under the reference", "perplexity", 2)
-METRICS = {each.name: each for each in (*LEARNING, *OPTIMIZATION, *OFF_POLICY, _PERPLEXITY)}
+METRICS = {each.name: each for each in (*LEARNING, *OPTIMIZATION, *OFF_POLICY, *_OTHERS)}
 
 # Metrics that state the result of a run, by kind; the first that most runs have is the result. The metrics of
 # training rows follow, for runs without evaluations.
