@@ -441,14 +441,17 @@ def flags() -> dict[str, bool]:
 
 
 @contextmanager
-def launchers_wrapped_by(wrap: Callable[[Launcher], Launcher]) -> Iterator[None]:
-    """Replace the launcher of a sweep by `wrap(launcher)`. Hydra has no hook between sweeper and launcher."""
+def launchers_inside(outer: Any) -> Iterator[None]:
+    """Replace the launcher of a sweep by `outer`, a launcher that gets the replaced one as its `launcher`.
+
+    Hydra has no hook between sweeper and launcher.
+    """
     original = Plugins.instantiate_launcher
 
     def instantiate(plugins: Plugins, *, config: DictConfig, **others: Any) -> Launcher:
-        launcher = wrap(original(plugins, config=config, **others))
-        launcher.setup(config=config, **others)
-        return launcher
+        outer.launcher = original(plugins, config=config, **others)
+        outer.setup(config=config, **others)
+        return outer
 
     Plugins.instantiate_launcher = instantiate  # type: ignore[method-assign, assignment]
     try:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobReturn, JobStatus
@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rlhf.checks import machine
 from rlhf.checks.check import overrides_of, refuse, warn, warnings
 from rlhf.checks.machine import selected
-from rlhf.config.root import SELECTED, candidates
+from rlhf.config.root import SELECTED, Config, candidates
 from rlhf.config.run import SEARCH_SWEEPER
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import is_first_rank
@@ -29,10 +29,6 @@ from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import folder_of, twice_as_long
 from rlhf.stages.artefacts import again, model_problem
 from rlhf.words.mistakes import explained
-
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
-
 
 # Checks before a run or a sweep: the config of every job, the machine, and the existing run folder.
 #

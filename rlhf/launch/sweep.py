@@ -38,19 +38,9 @@ from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.formatting import figure, short_path
 from rlhf.core.launched import is_first_rank, world_size
 from rlhf.experiment import Experiment
-from rlhf.launch.command_line import launchers_wrapped_by, requeue, submitit_executor, uses_basic_sweeper
-from rlhf.launch.preflight import (
-    Job,
-    announce,
-    completed,
-    distinct_overrides,
-    experiment_of,
-    failed,
-    failure_message,
-    finished_message,
-    is_search,
-    sweep_jobs,
-)
+from rlhf.launch import preflight
+from rlhf.launch.command_line import launchers_inside, requeue, submitit_executor, uses_basic_sweeper
+from rlhf.launch.preflight import Job, completed, failed
 from rlhf.processes import signals
 from rlhf.runs.lock import waiting_claim
 from rlhf.runs.resuming import refuse_another_run
@@ -93,7 +83,7 @@ class Sweep(Launcher):
         current = self
         Plugins.instance().class_name_to_class[SEARCH_SWEEPER] = _search_sweeper  # type: ignore[assignment]
         try:
-            with launchers_wrapped_by(self.around):
+            with launchers_inside(self):
                 yield
         except (Interrupted, KeyboardInterrupt):
             self.report()
@@ -109,17 +99,12 @@ class Sweep(Launcher):
         if self.failures:
             raise SystemExit(2 if all(isinstance(job.error, UserError) for job in self.failures) else 1)
 
-    def around(self, launcher: Launcher) -> Launcher:
-        """Return this launcher, which passes jobs to the launcher of the config."""
-        self.launcher = launcher
-        return self
-
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store the config of the sweep. The launcher of the config is already set up."""
         self.config = config
-        self.total = (
-            len(sweep_jobs(config)) if uses_basic_sweeper(config) else config.hydra.sweeper.get("n_trials")
-        )
+        self.total = config.hydra.sweeper.get("n_trials")
+        if uses_basic_sweeper(config):
+            self.total = len(preflight.sweep_jobs(config))
 
     @property
     def failures(self) -> list[Job]:
@@ -153,7 +138,7 @@ class Sweep(Launcher):
         remedy = "the others are kept; the same command runs only missing jobs"
         print_error(f"error: {len(self.failures)} of {len(self.jobs)} jobs failed; {remedy}")
         for job in self.failures:
-            print_error(f"  - {job.label}: {failure_message(job.error)}")
+            print_error(f"  - {job.label}: {preflight.failure_message(job.error)}")
             if job.folder is not None:
                 print_error(f"    {job.path}")
 
@@ -162,7 +147,7 @@ class Sweep(Launcher):
 
         Jobs with the same run folder are run once.
         """
-        labels = distinct_overrides(job_overrides, self.fixed)
+        labels = preflight.distinct_overrides(job_overrides, self.fixed)
         jobs = [
             Job(number=number, label=label or f"job {number}", overrides=list(overrides))
             for number, (overrides, label) in enumerate(
@@ -183,7 +168,7 @@ class Sweep(Launcher):
                 say(f"{job.label}: the same run as {first.label} (their run folder is the same)")
             elif done is not None:
                 job.status = "finished before"
-                say(f"{job.label}: {finished_message(job.path, done.return_value, job.metric)}")
+                say(f"{job.label}: {preflight.finished_message(job.path, done.return_value, job.metric)}")
                 results[job.path] = done
             else:
                 due[job.path] = job
@@ -203,7 +188,7 @@ class Sweep(Launcher):
         Raises:
             UserError: the config is invalid, for example because the sweeper chose an invalid value.
         """
-        experiment = experiment_of(self.config, job.overrides, job.number)
+        experiment = preflight.experiment_of(self.config, job.overrides, job.number)
         experiment.validate()
         cfg = experiment.config
         job.folder, job.metric = experiment.files, cfg.metric
@@ -225,7 +210,7 @@ class Sweep(Launcher):
             try:
                 return self.launcher.launch([job.overrides for job in jobs], initial_job_idx=first)
             except Exception as error:  # joblib raises if one of its processes died
-                lost = failed(RunError(f"the launcher stopped: {failure_message(error)}"))
+                lost = failed(RunError(f"the launcher stopped: {preflight.failure_message(error)}"))
                 return [job.done or lost for job in jobs]
 
 
@@ -330,9 +315,9 @@ def _execute(config: DictConfig, folder: Path) -> float | None:
     begin_job(job.job.num, overrides)
     metric = experiment.config.metric
     if (finished := experiment.prepare(wait=world_size() == 1)) is not None:
-        announce(experiment.files, finished, metric)
+        preflight.announce(experiment.files, finished, metric)
         return finished["result"].get(metric)
-    if is_search(job.sweeper) and is_first_rank():
+    if preflight.is_search(job.sweeper) and is_first_rank():
         from rlhf.launch.search import pruning_hooks
 
         settings = OmegaConf.to_object(job.sweeper)

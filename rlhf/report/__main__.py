@@ -18,32 +18,17 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf.checks.check import refuse
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
 from rlhf.core.launched import __version__
+from rlhf.report import tables
 from rlhf.report.figures import GLYPHS, SERIES, Chart, charts
-from rlhf.report.runs import duration, find_runs, number
-from rlhf.report.tables import (
-    differences,
-    for_markdown,
-    for_terminal,
-    not_drawn,
-    remarks,
-    result,
-    results,
-    samples,
-    sections,
-    settings,
-    some,
-)
+from rlhf.report.runs import FoundRuns, duration, find_runs, number
+from rlhf.report.tables import Group, Section, differences, remarks, result, results
 from rlhf.terminal.console import console, prepare_output
-
-if TYPE_CHECKING:
-    from rlhf.report.runs import FoundRuns
-    from rlhf.report.tables import Group, Section
 
 _WIDTH = 80  # columns of the output if it is not a terminal
 _NEEDS = ("matplotlib", "jinja2")  # packages of the extra `report`
@@ -94,13 +79,13 @@ def _report(folders: Sequence[str], out: Path, count: int, markdown: bool = Fals
     if count < 0:
         raise UserError(f"--samples must be >= 0 (a number of prompts), got {count}; set --samples 6")
     found = find_runs(folders, own=out)
-    made = sections(found.runs)
+    made = tables.sections(found.runs)
     notes = remarks(made, found)
     if found.left_out:
-        notes.append(f"Skipped: {some(found.left_out)}.")
+        notes.append(f"Skipped: {tables.some(found.left_out)}.")
     if markdown:
         for section in made:
-            text = f"### {section.title}\n\n{result(section)}\n\n{for_markdown(results(section))}\n"
+            text = f"### {section.title}\n\n{result(section)}\n\n{tables.for_markdown(results(section))}\n"
             compared = "".join(f"- {each}\n" for each in differences(section))
             console.print(text + compared, markup=False, soft_wrap=True)
         for note in notes:
@@ -115,7 +100,7 @@ def _report(folders: Sequence[str], out: Path, count: int, markdown: bool = Fals
     for section in made:
         console.print(section.title, style="bold", markup=False)
         say(result(section))
-        console.print(for_terminal(results(section), width))
+        console.print(tables.for_terminal(results(section), width))
         for each in differences(section):
             say(str(each))
     date = f"made {datetime.now():%Y-%m-%d %H:%M} by rlhf {__version__}"
@@ -153,10 +138,11 @@ def page(sections: Sequence[Section], found: FoundRuns, count: int, made: str) -
     """
     runs, notes = found.runs, remarks(sections, found)
     parts: list[dict[str, Any]] = []
+    shown_as_tables = (results, differences, tables.settings, tables.not_drawn)
     for section in sections:
         end = f"_{section.name}" if len(sections) > 1 else ""  # of the ids of the section
         drawn, undrawn = charts(section)
-        shown, unreadable = samples(section, count)
+        shown, unreadable = tables.samples(section, count)
         notes += unreadable
         parts.append(
             {
@@ -165,7 +151,7 @@ def page(sections: Sequence[Section], found: FoundRuns, count: int, made: str) -
                 "charts": [replace(chart, name=f"{chart.name}{end}") for chart in drawn],
                 "undrawn": undrawn,
                 "samples": shown,
-                **{each.__name__: each(section) for each in (results, differences, settings, not_drawn)},
+                **{each.__name__: each(section) for each in shown_as_tables},
             }
         )
     from jinja2 import Environment, StrictUndefined

@@ -18,17 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rlhf.report.runs import LEARNING, METRICS, OFF_POLICY, OPTIMIZATION, UNITS, Kind, Metric, data, load
-from rlhf.report.tables import by_scale, capital, sections
+from rlhf.report.runs import LEARNING, METRICS, OFF_POLICY, OPTIMIZATION, UNITS, Kind, Metric, Run, data, load
+from rlhf.report.tables import Group, Section, by_scale, capital, sections
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
     from pandas import DataFrame
-
-    from rlhf.report.runs import Run
-    from rlhf.report.tables import Group, Section
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,10 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.utils import instantiate
@@ -46,12 +47,6 @@ from rlhf.study.spec import TABLE, Run, Spec
 from rlhf.terminal.console import console, print_error, show
 from rlhf.words.compose import initialized
 from rlhf.words.mistakes import explained
-
-if TYPE_CHECKING:
-    from multiprocessing.context import ForkProcess
-
-    from submitit.helpers import DelayedSubmission
-
 
 # The command `rlhf study run`, and its workers: equal processes without a head.
 #
@@ -139,7 +134,7 @@ class _Element:
             raise RunError(str(reason)) from None
         return completed(None)
 
-    def checkpoint(self, number: int) -> DelayedSubmission:
+    def checkpoint(self, number: int) -> Any:
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, number)
