@@ -34,7 +34,6 @@ from rlhf.core.launched import is_first_rank, rank
 from rlhf.processes.signals import interruptible
 from rlhf.terminal.console import prepare_output, print_error
 from rlhf.words import catalogue
-from rlhf.words.catalogue import conf_dir, groups, options
 from rlhf.words.compose import compose_node, load_config
 from rlhf.words.identity import settings
 from rlhf.words.mistakes import CONFIG_ERRORS, flag_problem, readable, texts
@@ -215,7 +214,7 @@ def _divided(
 def _check_config_dir(folder: str) -> None:
     """Raise UserError if the folder of `--config-dir` does not exist, has no options, or is that of a run."""
     path = Path(folder)
-    own = path.is_dir() and any((path / group.name).is_dir() for group in conf_dir().iterdir())
+    own = path.is_dir() and any((path / group.name).is_dir() for group in catalogue.conf_dir().iterdir())
     saved = next(filter(None, map(_saved_command, [path, *(() if own else path.glob("*.yaml"))])), None)
     if own and not saved:
         return
@@ -310,14 +309,16 @@ def candidates(words: Sequence[str], own: Collection[str] = ()) -> list[str]:
         each for each in before if re.fullmatch(r"[^-=][^=]*=[^,]*", each) and each.split("=")[0] not in own
     ]
     group, equals, value = word.partition("=")
-    if found := options(group.partition("@")[0]) if equals else {}:  # scorer@gold= has the options of scorer=
+    if (
+        found := catalogue.options(group.partition("@")[0]) if equals else {}
+    ):  # scorer@gold= has the options of scorer=
         return [f"{group}={option}" for option in found if option.startswith(value)]
     try:
         keys = CompletionPlugin._get_matches(compose_node(overrides), word)  # `<key>=`: with its value
     except CONFIG_ERRORS:  # of the words before; the command explains them
         keys = []
     return [
-        *(f"{name}=" for name in (*own, *groups(), *_HYDRA_GROUPS) if name.startswith(word)),
+        *(f"{name}=" for name in (*own, *catalogue.groups(), *_HYDRA_GROUPS) if name.startswith(word)),
         *(key for key in keys if not key.endswith(".name=")),
     ]
 

@@ -18,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rlhf.checks import machine
 from rlhf.checks.check import overrides_of, refuse, warn, warnings
-from rlhf.checks.machine import selected
 from rlhf.config.root import SELECTED, Config, candidates
 from rlhf.config.run import SEARCH_SWEEPER
 from rlhf.core.errors import RunError, UserError
@@ -117,25 +116,20 @@ def folders_outside(config: DictConfig) -> Iterator[str]:
     sweep: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
     subdir = str(sweep["subdir"])
     if Path(subdir).is_absolute() or ".." in Path(subdir).parts:
-        yield (
-            "hydra.sweep.subdir must be a path below hydra.sweep.dir (the folder of the sweep), got "
-            f"{subdir}; set hydra.sweep.dir=<folder>"
-        )
+        rule = "must be a path below hydra.sweep.dir (the folder of the sweep)"
+        yield f"hydra.sweep.subdir {rule}, got {subdir}; set hydra.sweep.dir=<folder>"
 
 
 def _problems_of_job(config: DictConfig, cfg: Config) -> Iterator[str]:
     """Yield an error if a job uploads its model, or if a search maximises a metric to be minimised."""
     if cfg.push_to is not None:
-        yield (
-            "push_to must be null in a sweep (each job would upload its model, the best and the worst), got "
-            f"{cfg.push_to}; leave it out, and run the command of the best job again with push_to"
-        )
+        rule = "push_to must be null in a sweep (each job would upload its model, the best and the worst)"
+        remedy = "leave it out, and run the command of the best job again with push_to"
+        yield f"{rule}, got {cfg.push_to}; {remedy}"
     direction = str(config.hydra.sweeper.get("direction", "")).rpartition(".")[2]
     if cfg.minimised and direction == "maximize":
-        yield (
-            f"hydra.sweeper.direction must be minimize for {cfg.metric} (lower values are better), got "
-            "maximize; set hydra.sweeper.direction=minimize"
-        )
+        rule = f"hydra.sweeper.direction must be minimize for {cfg.metric} (lower values are better)"
+        yield f"{rule}, got maximize; set hydra.sweeper.direction=minimize"
 
 
 def is_search(sweeper: DictConfig) -> bool:
@@ -146,10 +140,8 @@ def is_search(sweeper: DictConfig) -> bool:
 def _check_search(sweeper: DictConfig) -> None:
     """Raise UserError if Optuna is not installed, or a setting of a search is invalid."""
     if importlib.util.find_spec("optuna") is None:
-        raise UserError(
-            "hydra/sweeper=search needs Optuna (it proposes the values), which is not installed; run: pip "
-            "install -e '.[optuna]', or leave hydra/sweeper=search out"
-        )
+        remedy = "run: pip install -e '.[optuna]', or leave hydra/sweeper=search out"
+        raise UserError(f"hydra/sweeper=search needs Optuna, got a machine without it; {remedy}")
     settings: Any = OmegaConf.to_object(sweeper)
     if problems := list(settings.problems("hydra.sweeper")):
         raise UserError(*problems)
@@ -176,7 +168,7 @@ def generator_of_jobs(config: DictConfig, jobs: Sequence[list[str]]) -> str:
         for overrides in jobs:
             yield loader.load_sweep_config(config, overrides), overrides
 
-    return selected(candidates(*of_node), composed)
+    return machine.selected(candidates(*of_node), composed)
 
 
 def sweep_jobs(config: DictConfig) -> list[list[str]]:
@@ -238,10 +230,8 @@ class Job:
             return "failed"
         if self.status is not None:
             return self.status
-        state = None if self.folder is None else self.folder.read_state()
-        if state is None or not state.get("finished"):
-            return "unfinished" if state is None else state.get("stopped", "unfinished")
-        return "finished"
+        state = (self.folder.read_state() if self.folder else None) or {}
+        return "finished" if state.get("finished") else state.get("stopped", "unfinished")
 
     @property
     def done(self) -> JobReturn | None:

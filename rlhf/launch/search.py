@@ -35,14 +35,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from optuna import Study, Trial, create_study, load_study, logging
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-    distribution_to_json,
-)
+from optuna import Study, Trial, create_study, distributions, load_study, logging
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.pruners import MedianPruner, NopPruner
 from optuna.samplers import RandomSampler, TPESampler
 from optuna.storages import BaseStorage, JournalStorage
@@ -77,7 +71,7 @@ class SearchSpace:
     """The overrides of a search: those that all trials share, and the distribution of each swept key."""
 
     fixed: list[str]
-    distributions: dict[str, BaseDistribution]
+    distributions: dict[str, distributions.BaseDistribution]
 
     @property
     def example(self) -> list[str]:
@@ -112,7 +106,7 @@ def search_space(config: DictConfig) -> SearchSpace:
     return SearchSpace(fixed, {key: distribution(each) for key, each in swept.items()})
 
 
-def distribution(override: Override) -> BaseDistribution:
+def distribution(override: Override) -> distributions.BaseDistribution:
     """Return the distribution of a swept override.
 
     Raises:
@@ -176,13 +170,12 @@ class SearchSweeper(Sweeper):
         example = self.hydra_context.config_loader.load_sweep_config(self.config, space.example)
         cfg = as_objects(example, space.example)
         best = settings.direction or (Direction.minimize if cfg.minimised else Direction.maximize)
+        as_json = distributions.distribution_to_json
         definition = {  # what identifies a search
             "runs": digest(cfg),
             "objective_metric": cfg.metric,
             "direction": best.value,
-            "space": {
-                key: json.loads(distribution_to_json(each)) for key, each in space.distributions.items()
-            },
+            "space": {key: json.loads(as_json(each)) for key, each in space.distributions.items()},
         }
         name = settings.study_name or f"{cfg.task.name}-{cfg.algo.name}-{files.digest(definition)}"
         if settings.study_name is None:  # each job is composed again, from the overrides
@@ -210,10 +203,8 @@ class SearchSweeper(Sweeper):
             say(f"study {study.study_name}: {number} of {settings.n_trials} trials are done")
         while number < settings.n_trials:
             count = min(settings.n_jobs, settings.n_trials - number)
-            batch = [
-                interrupted.pop(0) if interrupted else ask(study, settings, space, failed)
-                for _ in range(count)
-            ]
+            batch, interrupted = interrupted[:count], interrupted[count:]
+            batch += [ask(study, settings, space, failed) for _ in range(count - len(batch))]
             jobs = [[*space.fixed, *overrides(trial.params)] for trial in batch]
             results = self.launcher.launch(jobs, initial_job_idx=number)
             failures = sum(not tell(study, trial, done) for trial, done in zip(batch, results, strict=True))

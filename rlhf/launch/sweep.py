@@ -148,12 +148,8 @@ class Sweep(Launcher):
         Jobs with the same run folder are run once.
         """
         labels = preflight.distinct_overrides(job_overrides, self.fixed)
-        jobs = [
-            Job(number=number, label=label or f"job {number}", overrides=list(overrides))
-            for number, (overrides, label) in enumerate(
-                zip(job_overrides, labels, strict=True), initial_job_idx + 1
-            )
-        ]
+        given = enumerate(zip(job_overrides, labels, strict=True), initial_job_idx + 1)
+        jobs = [Job(number=n, label=label or f"job {n}", overrides=[*words]) for n, (words, label) in given]
         self.jobs += jobs
         results: dict[Path, JobReturn] = {}
         due: dict[Path, Job] = {}

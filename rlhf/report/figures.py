@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappush, heapreplace
+from importlib.resources import files
 from importlib.util import find_spec
 from itertools import pairwise
 from math import inf
@@ -50,27 +51,7 @@ _VARIABLES = {
     **{colour: f"--series-{i}" for i, colour in enumerate(SERIES)},
 }
 
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": FAINT,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": RULE,
-    "grid.linewidth": 0.8,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # a "$" in a label is a character, not mathematics
-}
+STYLE = str(files("rlhf.report") / "figures.mplstyle")
 
 _DECIMALS = re.compile(r"(\d\.\d)\d+")  # decimals of a coordinate after the first
 _UNFINISHED = (0, (2, 2))  # line style of unfinished runs
@@ -160,17 +141,7 @@ class Chart:
         """
         columns = min(len(self.panels), 2)
         rows = [self.panels[i : i + columns] for i in range(0, len(self.panels), columns)]
-        width = max(WIDTH * columns, 6.4)
-        longest = max((len(key.label) for key in self.keys), default=0)
-        across = max(1, int(width / (_CHARACTER * longest + _LEGEND_COLUMN)))
-        below = _LEGEND_ROW * -(-len(self.keys) // across) + 0.2 if self.keys else 0.0
-
-        def complete(drawing: Figure) -> None:
-            handles, labels = [key.handle() for key in self.keys], [key.label for key in self.keys]
-            if handles:
-                drawing.legend(handles, labels, loc="lower left", ncols=across, borderaxespad=0.2)
-
-        return _saved(rows, width, below, self.name, form, complete, facecolor="white")
+        return _saved(rows, max(WIDTH * columns, 6.4), self.name, form, self.keys, facecolor="white")
 
     def svg(self) -> list[str]:
         """Return each panel as an SVG element for the page, without legend.
@@ -178,45 +149,42 @@ class Chart:
         Colours and font come from the style sheet of the page. The elements of group i have the classes
         `series` and `series-i`. Element ids are unique on the page.
         """
-        return [
-            _as_element(
-                _saved([[panel]], WIDTH, 0.0, f"{self.name}-{place}", "svg", transparent=True).decode()
-            )
-            for place, panel in enumerate(self.panels)
-        ]
+        made = []
+        for place, panel in enumerate(self.panels):
+            image = _saved([[panel]], WIDTH, f"{self.name}-{place}", "svg", (), transparent=True)
+            made.append(_as_element(image.decode()))
+        return made
 
 
 def _saved(
-    rows: Sequence[Sequence[Panel]],
-    width: float,
-    below: float,
-    salt: str,
-    form: str,
-    complete: Callable[[Figure], None] = lambda drawing: None,
-    **options: Any,
+    rows: Sequence[Sequence[Panel]], width: float, salt: str, form: str, keys: Sequence[Key], **options: Any
 ) -> bytes:
-    """Return rows of panels as an image file; equal panels give equal bytes.
+    """Return rows of panels as an image file, with a legend below; equal panels give equal bytes.
 
     Args:
         rows: the panels.
         width: inches of the file.
-        below: inches below the panels.
         salt: text from which the ids of SVG elements are made.
         form: "png", "pdf" or "svg".
-        complete: adds what stands below the panels.
+        keys: entries of the legend.
         options: further arguments of `Figure.savefig`.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    longest = max((len(key.label) for key in keys), default=0)
+    across = max(1, int(width / (_CHARACTER * longest + _LEGEND_COLUMN)))
+    below = _LEGEND_ROW * -(-len(keys) // across) + 0.2 if keys else 0.0
     out, top = io.BytesIO(), sum(max(panel.height for panel in row) for row in rows) + below
-    with rc_context({**STYLE, "svg.hashsalt": salt}):
+    with rc_context({"svg.hashsalt": salt}, STYLE):
         drawing = Figure(figsize=(width, top))
         for row in rows:
             for place, panel in enumerate(row):
                 panel.draw(axes_at(drawing, WIDTH * place, top - panel.height, panel.height))
             top -= max(panel.height for panel in row)
-        complete(drawing)
+        if keys:
+            handles, labels = [key.handle() for key in keys], [key.label for key in keys]
+            drawing.legend(handles, labels, loc="lower left", ncols=across, borderaxespad=0.2)
         undated = {"png": {"Software": None}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}[form]
         drawing.savefig(out, format=form, dpi=160, metadata=undated, **options)
     return out.getvalue()
@@ -316,10 +284,8 @@ def _look(place: int) -> dict[str, Any]:
 
 def legend(groups: Sequence[Group]) -> list[Key]:
     """Return the legend of `groups`; a single finished group needs no legend."""
-    keys = [
-        Key(group.label, SERIES[(group.place or 0) % len(SERIES)], group.index, group.place)
-        for group in groups
-    ]
+    colours = [SERIES[(group.place or 0) % len(SERIES)] for group in groups]
+    keys = [Key(g.label, colour, g.index, g.place) for g, colour in zip(groups, colours, strict=True)]
     unfinished = any(group.unfinished for group in groups)
     if unfinished:
         keys.append(Key("unfinished run", FAINT, dashed=True))
@@ -398,15 +364,10 @@ def charts(section: Section) -> tuple[list[Chart], list[str]]:
     groups, remarks = section.drawn, []  # type: list[Group], list[str]
     runs = [run for group in groups for run in group.runs]
     progress = next(name for name in _PROGRESS if all(name in run.rows[0] for run in runs))
-    axes = [
-        (each, progress, _PROGRESS[progress])
-        for each in LEARNING
-        if sampled or not each.name.startswith("objective/")
-    ]
-    optimization, lag = (
-        [(each, "update", _PROGRESS["update"]) for each in metrics]
-        for metrics in (OPTIMIZATION, OFF_POLICY if sampled else ())
-    )
+    learning = [each for each in LEARNING if sampled or not each.name.startswith("objective/")]
+    axes = [(each, progress, _PROGRESS[progress]) for each in learning]
+    optimization = [(each, "update", "updates") for each in OPTIMIZATION]
+    lag = [(each, "update", "updates") for each in OFF_POLICY if sampled]
     note = _CAPTIONS["averaged"].format(points=POINTS) * (max(len(run.trained) for run in runs) > POINTS)
     said = _MEANS + _INTERVALS + _meanings(groups) + note
     losses, lags = _CAPTIONS["optimization"], _CAPTIONS["lag_and_mismatch"]
@@ -620,10 +581,8 @@ def run_figures(folder: Path) -> dict[str, bytes]:
     except ValueError as error:
         log.warning(f"the dashboards get no figures of {folder}: {error}")
         return {}
-    finished = replace(run, state={**run.state, "finished": True})
-    return {
-        chart.name: chart.image("png") for section in sections([finished]) for chart in charts(section)[0]
-    }
+    made = sections([replace(run, state={**run.state, "finished": True})])
+    return {chart.name: chart.image("png") for section in made for chart in charts(section)[0]}
 
 
 # The figure of groups.jsonl: slots and trainer over time, ages of groups, and which lengths are trained.
@@ -755,7 +714,6 @@ def _draw_deciles(rows: dict[Group, _Rows], axes: Axes) -> None:
         deciles = np.array_split([row["fate"] == "trained" for row in ordered], 10)
         points = [(decile, whole.mean()) for decile, whole in enumerate(deciles, 1) if len(whole)]
         axes.plot(*zip(*points, strict=True), **look(group))
-    axes.set(
-        title="groups that are trained whole", xlabel="decile of duration", ylabel="share", ylim=(-0.04, 1.04)
-    )
+    axes.set(title="groups that are trained whole", xlabel="decile of duration", ylabel="share")
+    axes.set_ylim(-0.04, 1.04)
     axes.set_xticks(range(1, 11))

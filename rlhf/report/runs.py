@@ -74,11 +74,6 @@ class Run:
         """The update of the last row; 0 without rows."""
         return int(self.rows[-1]["update"]) if self.rows else 0
 
-    @property
-    def num_updates(self) -> int | None:
-        """The number of updates of the complete run; None before the first row."""
-        return self.state.get("num_updates")
-
     @cached_property
     def status(self) -> Status:
         """The state of the run; a failed run that was resumed past the failed update is no longer failed."""
@@ -101,7 +96,7 @@ class Run:
             return "finished"
         if not self.rows:
             return f"{self.outcome}, no metrics"
-        return f"{self.outcome}, update {self.update} of {self.num_updates or '?'}"
+        return f"{self.outcome}, update {self.update} of {self.state.get('num_updates') or '?'}"
 
     @property
     def lost(self) -> str | None:

@@ -124,9 +124,8 @@ class Section:
     @property
     def drawn(self) -> list[Group]:
         """The groups of the figures, in the order of their colours."""
-        return sorted(
-            (each for each in self.groups if each.place is not None), key=lambda each: each.place or 0
-        )
+        drawn = (group for group in self.groups if group.place is not None)
+        return sorted(drawn, key=lambda group: group.place or 0)
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
@@ -177,9 +176,8 @@ def _ordered(groups: Sequence[Group], main: Metric | None) -> tuple[list[Group],
         better = 1 if main is None or main.better >= 0 else -1
         return not group.finished, value is None, -better * (value or 0.0)
 
-    scales = [
-        sorted(members, key=worth) for _, members in by_scale(groups, main.scale if main else "", _LENGTH)
-    ]
+    lists = by_scale(groups, main.scale if main else "", _LENGTH)
+    scales = [sorted(members, key=worth) for _, members in lists]
     scales.sort(key=lambda members: not members[0].finished)
     ranked = sorted((rank, place) for place, members in enumerate(scales) for rank in range(len(members)))
     chosen: list[Group] = []
@@ -323,10 +321,8 @@ def column(configs: Sequence[_Config], key: str) -> list[str | None]:
     texts = {}
     for place, config in enumerate(configs):
         if key in config:
-            value = config[key]
-            texts[place] = (
-                value if isinstance(value, str) else json.dumps(value, default=str).replace('"', "")
-            )
+            text = json.dumps(config[key], default=str).replace('"', "")
+            texts[place] = config[key] if isinstance(config[key], str) else text
     short = dict(zip(texts, _short([*texts.values()]), strict=True))
     return [short.get(place) for place in range(len(configs))]
 
@@ -560,11 +556,8 @@ def _of_scale(groups: Sequence[Group], main: Metric, label: str) -> str:
     parts = [capital(said)]
     fair = [group for group in groups if group.finished or not best.finished]
     values = [group.value(main) or 0.0 for group in fair]
-    tied = [
-        group.label
-        for group, value in zip(fair, values, strict=True)
-        if main.text(value) == main.text(values[0])
-    ]
+    equal = (main.text(value) == main.text(values[0]) for value in values)
+    tied = [group.label for group, same in zip(fair, equal, strict=True) if same]
     if len(groups) > 1:
         tie = f"{len(tied)} of {len(groups)} settings tie: {some(tied)}"
         parts = [f"Best of {len(groups)} settings: {best.label}" if len(tied) == 1 else tie, said]
@@ -585,14 +578,12 @@ def remarks(sections: Sequence[Section], found: FoundRuns) -> list[str]:
     runs = [run for group in groups for run in group.runs]
     notes = []
     if unfinished := sum(len(group.unfinished) for group in groups):
-        notes.append(
-            f"{unfinished} unfinished run{'s' * (unfinished > 1)}: dashed in the figures, not part of means."
-        )
+        runs_of = f"{unfinished} unfinished run{'s' * (unfinished > 1)}"
+        notes.append(f"{runs_of}: dashed in the figures, not part of means.")
     repeated = [group.label for group in groups if len({run.seed for run in group.runs}) < len(group.runs)]
     if repeated:
-        notes.append(
-            f"Several folders have the same settings and seed, and each counts as a run: {some(repeated)}."
-        )
+        said = "Several folders have the same settings and seed, and each counts as a run"
+        notes.append(f"{said}: {some(repeated)}.")
     few = []
     for group, name in product(groups, METRICS):
         count, every = sum(run.last(name) is not None for run in group.measured), len(group.measured)
@@ -627,10 +618,8 @@ def not_drawn(section: Section) -> str:
     if not others:
         return ""
     best = f", those with the best {section.main.heading}" if section.main else ""
-    return (
-        f"The figures show {len(section.drawn)} of {len(section.groups)} settings{best}. "
-        f"Not drawn: {some(others)}."
-    )
+    drawn = f"{len(section.drawn)} of {len(section.groups)} settings{best}"
+    return f"The figures show {drawn}. Not drawn: {some(others)}."
 
 
 def capital(text: str) -> str:

@@ -209,12 +209,8 @@ class Document:
         if isinstance(value, str) and value in known:
             return value
         guess = suggestion(value, known, "did you mean {}?") if isinstance(value, str) else ""
-        self.wrong(
-            key,
-            f"must be {what} ({', '.join(known) or 'there are none'})",
-            value,
-            guess or "choose one of them",
-        )
+        rule = f"must be {what} ({', '.join(known) or 'there are none'})"
+        self.wrong(key, rule, value, guess or "choose one of them")
         return ""
 
     def some_of(self, key: str, choices: Iterable[str], what: str) -> tuple[str, ...]:
@@ -279,10 +275,9 @@ class _Reading(Document):
         for name in self.axes.keys() - used:
             remedy = f"write grids: [{{{name}: all}}]"
             self.wrong(f"axes.{name}", "must be used by a grid", "none", remedy)
-        resources = {
-            each: str(self.number(f"resources.{each}", 1, int, int(each != "gpus")))
-            for each in self.mapping("resources", ("threads", "gpus", "minutes"))
-        }
+        given = self.mapping("resources", ("threads", "gpus", "minutes"))
+        least = {each: int(each != "gpus") for each in given}
+        resources = {each: str(self.number(f"resources.{each}", 1, int, least[each])) for each in given}
         page = self.path("page", "page.md", r".+\.md", "<file>.md")
         interval = self.values.get("interval", "t")
         values = [Table(Quantity.VALUE, axis) for axis in self.axes or [""]]
@@ -344,9 +339,8 @@ class _Reading(Document):
             at = f"tasks.{name}"
             if not isinstance(content, list):
                 self.mapping(at, ("set", "metric", "name", "at_kl", "at_time", "better", "worst", "fall"))
-            metric = (
-                self.text(f"{at}.metric", "", "eval/.+", "a metric of the evaluations, eval/<name>") or None
-            )
+            what = "a metric of the evaluations, eval/<name>"
+            metric = self.text(f"{at}.metric", "", "eval/.+", what) or None
             given = self.text(f"{at}.better", _BETTER[0])
             better = self.one_of(f"{at}.better", _BETTER, "a direction", given)
             if better == _BETTER[1] and f"{at}.worst" not in self.values:
@@ -413,10 +407,8 @@ class _Reading(Document):
 
     def read_levels(self, key: str) -> dict[str, str]:
         """Return one value of each axis that is named."""
-        return {
-            axis: self.one_of(f"{key}.{axis}", self.axes[axis].values, f"a value of {axis}")
-            for axis in self.mapping(key, list(self.axes))
-        }
+        named = [(axis, self.axes[axis].values) for axis in self.mapping(key, list(self.axes))]
+        return {axis: self.one_of(f"{key}.{axis}", values, f"a value of {axis}") for axis, values in named}
 
     def read_include(self) -> Iterable[Include]:
         """Yield the studies whose rows are shown beside those of this one."""

@@ -224,13 +224,9 @@ def _draw(table: _Shown, methods: Sequence[str], axes: Any) -> None:
     import pandas
 
     for place, method in enumerate(methods):
-        points = pandas.DataFrame(
-            [
-                each.estimate[:3] if 2 * each.having > each.runs else [math.nan] * 3
-                for each in table.rows[method]
-            ],
-            columns=["y", "low", "high"],
-        )
+        row = table.rows[method]
+        known = [each.estimate[:3] if 2 * each.having > each.runs else [math.nan] * 3 for each in row]
+        points = pandas.DataFrame(known, columns=["y", "low", "high"])
         if points.y.notna().any():
             trace(axes, Group((), method, place, place), points.assign(x=points.index))
             axes.lines[-1].set_label(method)
@@ -298,12 +294,10 @@ def tables(results: Results, declared: Sequence[Table] | None = None) -> Iterato
             if quantity == Quantity.LOSS:
                 values.remove(base := spec.axes[axis].bases[name])
                 title = title or f"loss of {task.name} against {axis}{' = ' if len(axis) == 1 else ' '}{base}"
-            found = {
-                f"{axis} {value}" if axis else "value": [
-                    _entry(results, table, spec.cell(name, method, {axis: value})) for method in spec.methods
-                ]
-                for value in values
-            }
+            found = {}
+            for value in values:
+                cells = (spec.cell(name, method, {axis: value}) for method in spec.methods)
+                found[f"{axis} {value}" if axis else "value"] = [_entry(results, table, c) for c in cells]
             columns = [column for column, entries in found.items() if any(each.runs for each in entries)]
             if columns:
                 entries = zip(*(found[column] for column in columns), strict=True)
@@ -353,11 +347,8 @@ def over_tasks(results: Results) -> Iterator[list[list[str]]]:
             gains = [spec.tasks[task].sign * (values - np.mean(start)) for values in found]
             best = max(gain.mean() for gain in gains)
             strata += [[gain / best for gain in gains]] if best > 0 else []
-        if (
-            1 < len(strata) == len(spec.tasks)
-            and min(sum(map(len, x)) for x in zip(*strata, strict=True)) >= _ENOUGH
-        ):
-            shares = zip(*strata, strict=True)
+        shares = list(zip(*strata, strict=True))
+        if 1 < len(strata) == len(spec.tasks) and min(sum(map(len, x)) for x in shares) >= _ENOUGH:
             texts = [shown(statistics.bootstrap_interval(*each, resamples=2000), 2) for each in shares]
             rows = [texts[start : start + len(columns)] for start in range(0, len(texts), len(columns))]
             heads = ["share of the best gain", *(f"{axis} {value}".strip() or "all" for value in columns)]
@@ -406,20 +397,15 @@ def families(results: Results) -> Iterator[_Family]:
         at = {axis: others[-1]} if others else {}
         cells = {method: spec.cell(task, method, at) for method in spec.methods}
         losses = {m: results.terms(Quantity.LOSS, cell, axis) for m, cell in cells.items()} if at else {}
+        bases = {m: method.base for m, method in spec.methods.items() if method.base is not None}
         gains = {
-            f"{m} - {method.base}": [
-                Term(1.0, cells[m], Quantity.VALUE),
-                Term(-1.0, cells[method.base], Quantity.VALUE),
-            ]
-            for m, method in spec.methods.items()
-            if method.base is not None
+            f"{m} - {base}": [Term(w, cells[x], Quantity.VALUE) for w, x in ((1.0, m), (-1.0, base))]
+            for m, base in bases.items()
         }
         for what, family in ((f"{Quantity.LOSS} of {spec.tasks[task].name}", losses), (_AGAINST, gains)):
-            made = {n: results.contrast(terms) for n, terms in family.items() if results.complete(terms)}
-            made = {
-                n: c for n, c in made.items() if c.seeds >= FEWEST and (what != _AGAINST or any(c.values))
-            }
-            if made:
+            whole = {n: results.contrast(terms) for n, terms in family.items() if results.complete(terms)}
+            many = {n: c for n, c in whole.items() if c.seeds >= FEWEST}
+            if made := {n: c for n, c in many.items() if what != _AGAINST or any(c.values)}:
                 margin = None if what == _AGAINST else spec.margin
                 found = tested(made, results.level, margin)
                 yield _Family(task, f"{axis} {at[axis]}" if at else "all", what, found)
@@ -490,10 +476,8 @@ def findings(results: Results, found: Sequence[_Family]) -> Iterator[str]:
             parts.append(f"by t test alone: {seeds} seeds cannot confirm one of {len(family)} exactly")
         yield f"`{task}`, {column}, {what}: {'; '.join(parts)}."
         if margin is not None and what != _AGAINST:
-            sure, more = (
-                ", ".join(each.name for each in family if each.small == verdict)
-                for verdict in (_SUPPORTED, _SUGGESTED)
-            )
+            verdicts = (_SUPPORTED, _SUGGESTED)
+            sure, more = (", ".join(each.name for each in family if each.small == v) for v in verdicts)
             said = f"{sure or 'no method'}{more and f' ({_SUGGESTED}: {more})'}"
             yield f"`{task}`, {column}: a loss of at most {margin:g} is {_SUPPORTED} for {said}."
     if tests := [each for family in found for each in family.findings]:

@@ -25,7 +25,6 @@ from rlhf.config.run import Progress
 from rlhf.config.schema import PARTS, SCHEMAS, dotted, sections
 from rlhf.core import files
 from rlhf.core.errors import UserError
-from rlhf.core.files import digest
 from rlhf.core.launched import RESULTS
 from rlhf.core.machine import cached_folder
 from rlhf.core.statistics import detectable
@@ -34,7 +33,6 @@ from rlhf.study.rows import FAILED, FINISHED, Results, Row, judged, named, read_
 from rlhf.study.spec import TABLE, TUNE, Cell, Run, Spec, Tune, Tuned
 from rlhf.usercode.address import ONLY_HERE
 from rlhf.words import catalogue
-from rlhf.words.catalogue import read_overrides
 from rlhf.words.identity import run_name, what_counts
 from rlhf.words.mistakes import explained
 from rlhf.words.suggestions import is_own, lacking, one_of, suggestion
@@ -153,16 +151,16 @@ def read_choices(file: Path) -> dict[tuple[str, str, str], _Choice]:
     Raises:
         UserError: the file is damaged.
     """
-
-    def read(tree: dict[str, Any]) -> dict[tuple[str, str, str], _Choice]:
-        return {
+    return read_saved(
+        file,
+        "choices",
+        lambda tree: {
             (task, method, point): _Choice(**choice)
             for task, methods in tree.items()
             for method, points in methods.items()
             for point, choice in points.items()
-        }
-
-    return read_saved(file, "choices", read)
+        },
+    )
 
 
 def read_saved(file: Path, what: str, read: Callable[[dict[str, Any]], _Saved]) -> _Saved:
@@ -405,7 +403,7 @@ class Configs:
             cfg, counted = self.config(run), what_counts(self.config(run))
             parts = [counted[name] for name in ("model", "task", "scorer", "gold", "generator", "eval")]
             algo = [cfg.algo.name, cfg.algo.samples_per_prompt, cfg.schedule.epochs]
-            self.costs[of_cell] = digest([*algo, *parts])
+            self.costs[of_cell] = files.digest([*algo, *parts])
         return self.costs[of_cell]
 
     def problems(self, runs: Iterable[Run]) -> Iterator[str]:
@@ -434,7 +432,7 @@ class Configs:
 
     def _mistakes(self, words: Sequence[str]) -> list[str]:
         """Return why a config cannot be composed, and what is wrong with the values that are left then."""
-        typed = read_overrides(words)
+        typed = catalogue.read_overrides(words)
         try:
             cfg = self._compose(words)
         except UserError as error:
@@ -454,7 +452,7 @@ class Configs:
                 return composed(list(words))
             options = tuple(  # overrides that may select an option of a group, or add or remove something
                 each.text
-                for each in read_overrides(words)
+                for each in catalogue.read_overrides(words)
                 if each.sign or not ("." in each.key and "@" not in each.key or each.key in self.spec.repeat)
             )
             if options not in self.nodes:
@@ -487,9 +485,8 @@ class Plan:
     ) -> None:
         self.spec, self.configs, self.only = spec, configs or Configs(spec), _selection(spec, only or {})
         self.rows = {row.run: row for row in reversed(list(rows))}
-        self.unnamed = {
-            _names(vars(row)): row for row in self.rows.values() if not row.results and 0 in spec.accept
-        }
+        unknown = [row for row in self.rows.values() if not row.results and 0 in spec.accept]
+        self.unnamed = {_names(vars(row)): row for row in unknown}
         first = tuple((key, values[0]) for key, values in spec.tune.values.items()) if spec.tune else ()
         self.undecided: list[Run] = []
         self.examples = [Run(cell, spec.seeds[0], first, TABLE) for cell in spec.cells()]  # of all cells
@@ -543,13 +540,10 @@ class Plan:
         grid_of: dict[Cell, int] = {}  # the first grid that has the cell
         for number, grid in enumerate(spec.grids):
             grid_of = dict.fromkeys(spec.cells([grid]), number) | grid_of
-        states = [
-            *((each.run, each.state) for each in self.runs),
-            *((run, MISSING) for run in self.undecided),
-        ]
-        counts = Counter(
-            (-1 if run.part == TUNE else grid_of[run.cell], run.cell.task, state) for run, state in states
-        )
+        states = [(run, MISSING) for run in self.undecided] + [(each.run, each.state) for each in self.runs]
+        counts: Counter[tuple[int, str, str]] = Counter()
+        for run, state in states:
+            counts[-1 if run.part == TUNE else grid_of[run.cell], run.cell.task, state] += 1
         rows: list[tuple[str, ...]] = [("grid", "task", DONE, STALE, MISSING)]
         for number, grid in enumerate([{}, *spec.grids], -1):
             words = (f"{k}={'all' if len(v) > 3 else '/'.join(v)}" for k, v in grid.items())

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from rlhf.core import files
 from rlhf.core.errors import UserError, one_line, place_in_code
-from rlhf.core.files import component
 from rlhf.usercode.address import load_function
 from rlhf.words.catalogue import Override, read_overrides
 from rlhf.words.suggestions import KNOWN, suggestion
@@ -97,7 +96,7 @@ class Table(NamedTuple):
     @property
     def file_name(self) -> str:
         """The name of a file with the table, without suffix."""
-        return component("_over_".join(filter(None, (self.quantity.replace("/", "_"), self.axis))))
+        return files.component("_over_".join(filter(None, (self.quantity.replace("/", "_"), self.axis))))
 
     @staticmethod
     def read(text: str, tasks: Mapping[str, Task], axes: Collection[str]) -> Table | str:

@@ -25,7 +25,6 @@ import yaml
 
 from rlhf.core import files
 from rlhf.core.errors import RunError, UserError
-from rlhf.core.files import write_atomically
 from rlhf.core.formatting import figure
 from rlhf.core.statistics import detectable
 from rlhf.processes.signals import interruptible
@@ -277,7 +276,7 @@ def write_study(base: Spec, mine: Path) -> Path:
         raise UserError(f"{file} exists and differs from what {mine} says; edit it, or delete it and repeat")
     if is_new := not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, text)
+        files.write_atomically(file, text)
     try:
         spec = read_spec(file, made_of=mine)
         Plan(replace(spec, file=mine, lines=own.lines), []).check()  # messages name the lines of `mine`

@@ -36,8 +36,7 @@ from rlhf.launch.preflight import Job, completed, failure_message
 from rlhf.launch.sweep import submit_jobs
 from rlhf.loggers.logger import Hook, StopRun
 from rlhf.processes.signals import interruptible
-from rlhf.report.runs import Run as RunFiles
-from rlhf.report.runs import Status, read_run
+from rlhf.report import runs
 from rlhf.report.tables import value_of
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import LOCK, Lock
@@ -108,9 +107,7 @@ def in_array(plan: Plan, count: int, niceness: int, settings: Sequence[str]) -> 
     with explained(words, sweep=True), initialized() as search:
         launcher = instantiate(multirun_config([*search, *words]).hydra.launcher)
     names = [f"worker-{number}" for number in range(1, count + 1)]
-    jobs = [
-        Job(number=number, label=name, folder=RunFolder(folder / name)) for number, name in enumerate(names)
-    ]
+    jobs = [Job(number=n, label=name, folder=RunFolder(folder / name)) for n, name in enumerate(names)]
     with (watch := Watch(plan, count)).live:
         results = submit_jobs(launcher, jobs, work=_Element(plan, niceness), meanwhile=watch.look)
     for name, result in zip(names, results, strict=True):
@@ -420,7 +417,7 @@ def _carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
             files.append(planned.folder / USED, [used])
             raise
         except RunError as reason:
-            if read_run(folder.path).status is not Status.failed:  # not a loss that is not finite
+            if runs.read_run(folder.path).status is not runs.Status.failed:  # not a loss that is not finite
                 raise
             error = str(reason).partition(";")[0]
     taken_s, used_s = time.monotonic() - began, _cpu_s() - used_s
@@ -432,15 +429,15 @@ def _carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
         made = (each for each in sorted(stage.folder.rglob("*")) if each.suffix in (".safetensors", ".arrow"))
         kept = [files.digest_of(each) for each in made if "checkpoint-" not in str(each)]
         models[stage.name] = files.digest(kept)
-    run = read_run(folder.path)
+    run = runs.read_run(folder.path)
     names = [each.quantity for each in (*spec.tables, *spec.figures)]
+    gpus = len(run.environment.get("devices", []))
     row = row_of(
         replace(planned, inputs=inputs(cfg)),
         **row_of_files(run, task.metric or cfg.metric, names),
         error=error,
         cpu_s=round(used_s + sum(each["cpu_s"] for each in earlier), 2),
-        gpu_s=round(taken_s + sum(each["taken_s"] for each in earlier), 2)
-        * len(run.environment.get("devices", [])),
+        gpu_s=round(taken_s + sum(each["taken_s"] for each in earlier), 2) * gpus,
         models=models,
     )
     if "models" not in spec.keep:
@@ -460,7 +457,7 @@ def row_of(planned: Planned, **fields: Any) -> Row:
     return Row(**planned.identity, **planned.run.names(), **fields)
 
 
-def row_of_files(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, Any]:
+def row_of_files(run: runs.Run, metric: str, names: Sequence[str]) -> dict[str, Any]:
     """Return the measured fields of the row of a run that finished or diverged.
 
     Args:
@@ -480,7 +477,7 @@ def row_of_files(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, 
     completions = [row for row in run.completions() if row["update"] == last.get("update")]
     outcomes = [value_of(row, metric) for row in completions]  # None: the completions do not show it
     return {
-        "status": DIVERGED if run.status is Status.failed else FINISHED,
+        "status": DIVERGED if run.status is runs.Status.failed else FINISHED,
         "metric": metric,
         "metrics": {name: value for name, value in last.items() if name.startswith("eval/")},
         "evaluations": {name: [row.get(name) for row in evaluations] for name in kept} | times,
@@ -497,7 +494,7 @@ def row_of_files(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, 
     }
 
 
-def machine_class(run: RunFiles) -> str:
+def machine_class(run: runs.Run) -> str:
     """Return what may change the last digits: processor, instruction set, GPUs, threads, libraries."""
     environment, packages = run.environment, run.environment.get("packages", {})
     processor = [str(environment.get(name, "")) for name in ("processor", "instructions")]
@@ -600,21 +597,16 @@ def price_of(plan: Plan) -> Price:
         return run.cell.task, run.seed if "stages.seed" in plan.spec.repeat else 0
 
     made = {models(run) for run in rows}
-    left, unknown, stages = 0.0, 0, {}  # type: float, int, dict[object, float]
+    left, stages = [estimate(run) for run in plan.missing], {}  # type: list[float | None], dict[object, float]
     for run in plan.missing:
-        if (taken := estimate(run)) is None:
-            unknown += 1
-        else:
-            left += taken
-        pilot = pilots.get(cost(run))
-        if pilot is not None and (own := models(run)) not in made:
+        if (pilot := pilots.get(cost(run))) and (own := models(run)) not in made:
             stages[own] = max(stages.get(own, 0.0), pilot.stages)  # the first pilot of a task made them
     memory = [*(row.memory_gb or 0.0 for row in rows.values()), *(each.memory_gb for each in pilots.values())]
     return Price(
         done_s=sum(row.cpu_s for row in rows.values()),
-        left_s=left + sum(stages.values()),
+        left_s=sum(filter(None, left)) + sum(stages.values()),
         stages_s=sum(stages.values()),
-        unknown=unknown,
+        unknown=left.count(None),
         disk=round(fmean([each.disk for each in pilots.values()] or [0]) * (len(rows) + len(plan.missing))),
         memory_gb=max(memory, default=0.0),
     )
@@ -704,7 +696,7 @@ def _measure(cfg: Config, folder: Path) -> None:
         evaluation=evaluation,
         stages=stages,
         examples=None if cfg.epochs is None else round(drawn / cfg.epochs),
-        memory_gb=round((read_run(folder).peak_gib or 0.0) * 2**30 / 1e9, 2),
+        memory_gb=round((runs.read_run(folder).peak_gib or 0.0) * 2**30 / 1e9, 2),
         disk=sum(file.stat().st_size for file in kept if file.exists()),
     )
     files.write_json(folder / "pilot.json", asdict(found))

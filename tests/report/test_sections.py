@@ -122,7 +122,7 @@ def test_the_label_of_a_tick_at_the_right_edge_is_inside_of_the_panel(tmp_path, 
     write_run(tmp_path / "a", training={"time/update_s": took, "time/train_s": took, "time/wait_s": 0.0})
     made = figures.time_per_phase(read(tmp_path)[0])
     (panel,) = made.panels
-    with rc_context(STYLE):
+    with rc_context(fname=STYLE):
         drawing = Figure(figsize=(WIDTH, panel.height))
         axes = axes_at(drawing, 0.0, 0.0, panel.height)
         panel.draw(axes)
