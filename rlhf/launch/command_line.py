@@ -133,9 +133,8 @@ class Command:
             return own[name]
         for word in overrides:
             if "=" not in word and Path(word).is_dir():
-                raise UserError(
-                    f"{name}= is required ({self.own[name]}), got {word}; set {setting(name, word)}"
-                )
+                rule = f"{name}= is required ({self.own[name]})"
+                raise UserError(f"{rule}, got {word}; set {setting(name, word)}")
         close = get_close_matches(name, [override.partition("=")[0] for override in overrides], n=1)
         guess = f"did you mean {name}= instead of {close[0]}=?" if close else f"add {name}=<...>"
         raise UserError(f"{name}= is required ({self.own[name]}), got no {name}=; {guess}")
@@ -167,10 +166,8 @@ def checked_arguments(arguments: Sequence[str], flags: Mapping[str, bool]) -> li
         if before in (*_CONFIG_DIR, *_CONFIG_NAME) or (equals and name.lstrip("-") not in named):
             continue
         if command := _saved_command(Path(value if equals else argument)):
-            raise UserError(
-                f"{argument} must be settings, as key=value or group=option, got the config of a run; to run "
-                f"its config: {command}"
-            )
+            rule = f"{argument} must be settings, as key=value or group=option"
+            raise UserError(f"{rule}, got the config of a run; to run its config: {command}")
     overrides, others = _divided(arguments, flags)
     return [*readable(overrides), *others]
 

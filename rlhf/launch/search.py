@@ -98,10 +98,8 @@ def search_space(config: DictConfig) -> SearchSpace:
     last = {each.get_key_element(): each for each in parsed_overrides(config, config.hydra.sweeper.params)}
     swept = {key: each for key, each in last.items() if each.is_sweep_override()}
     if not swept:
-        raise UserError(
-            "hydra/sweeper=search needs a key with several values (the search space), got none; add for "
-            "example 'optim.lr=tag(log,interval(1e-5,1e-2))'"
-        )
+        remedy = "add for example 'optim.lr=tag(log,interval(1e-5,1e-2))'"
+        raise UserError(f"hydra/sweeper=search needs a key with several values, got none; {remedy}")
     fixed = [each.input_line or "" for key, each in last.items() if key not in swept]
     return SearchSpace(fixed, {key: distribution(each) for key, each in swept.items()})
 
@@ -210,10 +208,8 @@ class SearchSweeper(Sweeper):
             failures = sum(not tell(study, trial, done) for trial, done in zip(batch, results, strict=True))
             number += count
             if failures > settings.max_failure_rate * count:
-                say(
-                    f"the search stops: {failures} of {count} trials failed, more than "
-                    f"hydra.sweeper.max_failure_rate={settings.max_failure_rate:g} allows"
-                )
+                limit = f"hydra.sweeper.max_failure_rate={settings.max_failure_rate:g}"
+                say(f"the search stops: {failures} of {count} trials failed, more than {limit} allows")
                 return
 
 
@@ -357,10 +353,8 @@ def open_study(settings: SearchConfig, file: Path, name: str, definition: dict[s
         ) from None
     other = [key for key, value in definition.items() if study.user_attrs["definition"].get(key) != value]
     if other:
-        raise UserError(
-            f"hydra.sweeper.study_name must be a study of the same search, got {name}, whose "
-            f"{' and '.join(other)} differ; set another hydra.sweeper.study_name"
-        )
+        got = f"{name}, whose {' and '.join(other)} differ; set another hydra.sweeper.study_name"
+        raise UserError(f"hydra.sweeper.study_name must be a study of the same search, got {got}")
     return study
 
 

@@ -248,11 +248,8 @@ def _waiting_for_jobs(launcher: Launcher, jobs: int) -> Iterator[None]:
         signals.do_not_call_at_signal(_pass_on)
         interruption.deferred = False
     if interruption.received is not None:
-        raise Interrupted(
-            f"interrupted by {interruption.cause}; each run wrote a checkpoint if training had begun; the "
-            "same command resumes them",
-            interruption.received,
-        )
+        said = "each run wrote a checkpoint if training had begun; the same command resumes them"
+        raise Interrupted(f"interrupted by {interruption.cause}; {said}", interruption.received)
 
 
 def _pass_on() -> None:
@@ -433,10 +430,8 @@ def submit_jobs(
         )
     slurm = submitit_executor(launcher) == "slurm"
     if slurm and shutil.which("sbatch") is None:
-        raise UserError(
-            "hydra/launcher=slurm needs SLURM (sbatch is not found here), got a machine without SLURM; run "
-            "the command on a login node, or choose hydra/launcher=local"
-        )
+        rule = "hydra/launcher=slurm needs SLURM (sbatch is not found here), got a machine without SLURM"
+        raise UserError(f"{rule}; run the command on a login node, or choose hydra/launcher=local")
     queue = _Queue(Path(launcher.params["submitit_folder"].partition("%")[0]), slurm)
     running = {job.path: there for job in jobs if (there := queue.find(job)) is not None}
     new = [job for job in jobs if job.path not in running]
@@ -468,15 +463,12 @@ def submit_jobs(
         else:
             queue.cancel(waited)
             with suppress(KeyboardInterrupt):
-                _wait(jobs, waited, queue)
+                _wait(jobs, waited, queue, lambda: None)
         raise
 
 
 def _wait(
-    jobs: Sequence[Job],
-    submitted: Sequence[Submitted],
-    queue: _Queue,
-    meanwhile: Callable[[], None] = lambda: None,
+    jobs: Sequence[Job], submitted: Sequence[Submitted], queue: _Queue, meanwhile: Callable[[], None]
 ) -> list[JobReturn]:
     """Wait until all jobs have ended, and return a result for each job.
 
@@ -486,16 +478,16 @@ def _wait(
         queue: the queue that reports results.
         meanwhile: called after each look at the queue.
     """
-    results: dict[int, JobReturn] = {}
+    results: dict[Job, JobReturn] = {}
     while True:
-        for number, (job, sent) in enumerate(zip(jobs, submitted, strict=True)):
-            if number not in results and (result := queue.result(sent)) is not None:
-                results[number] = result
+        for job, sent in zip(jobs, submitted, strict=True):
+            if job not in results and (result := queue.result(sent)) is not None:
+                results[job] = result
                 state = "failed" if result.status is JobStatus.FAILED else "done"
                 print(f"{job.label}: {state}" + (f", in {job.path}" if job.path.is_dir() else ""))
         meanwhile()
         if len(results) == len(jobs):
-            return [results[number] for number in range(len(jobs))]
+            return [results[job] for job in jobs]
         time.sleep(_POLL_S)
 
 
@@ -534,11 +526,8 @@ class _Queue:
         """Update `known` with squeue, at most every `_ASK_SLURM_S`; if squeue fails, keep `known`."""
         if time.monotonic() - self.asked_at < _ASK_SLURM_S:
             return
-        answer = subprocess.run(
-            ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i"],
-            capture_output=True,
-            text=True,
-        )
+        command = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i"]
+        answer = subprocess.run(command, capture_output=True, text=True)
         if answer.returncode == 0:
             self.known = set(answer.stdout.split())
             self.asked_at = time.monotonic()
@@ -617,11 +606,8 @@ def _submission(settings: dict[str, Any]) -> Iterator[None]:
 
         if not isinstance(error, FailedJobError | FailedSubmissionError):
             raise
-        why = " ".join(str(error).split())
-        raise UserError(
-            f"hydra.launcher must be what SLURM accepts, got: {why}; change hydra.launcher.<key> or "
-            "launchers/site.sh"
-        ) from None
+        got, remedy = " ".join(str(error).split()), "change hydra.launcher.<key> or launchers/site.sh"
+        raise UserError(f"hydra.launcher must be what SLURM accepts, got: {got}; {remedy}") from None
     finally:
         signal.signal(signal.SIGINT, before)
         os.environ.update(hidden)

@@ -40,14 +40,14 @@ GLYPHS = ("\N{BLACK CIRCLE}", "\N{BLACK SQUARE}", "\N{BLACK UP-POINTING TRIANGLE
           "\N{BLACK DOWN-POINTING TRIANGLE}", "\N{HEAVY GREEK CROSS}", "\N{HEAVY MULTIPLICATION X}",
           "\N{BLACK STAR}")  # fmt: skip
 
-INK, FAINT, RULE, PAPER = "#1b1f24", "#636b76", "#dde1e6", "#fefefe"
+_INK, _FAINT, _RULE, _PAPER = "#1b1f24", "#636b76", "#dde1e6", "#fefefe"
 
 # Colour -> variable of page.css, which has a value for the light and the dark theme.
 _VARIABLES = {
-    INK: "--ink",
-    FAINT: "--faint",
-    RULE: "--rule",
-    PAPER: "--paper",
+    _INK: "--ink",
+    _FAINT: "--faint",
+    _RULE: "--rule",
+    _PAPER: "--paper",
     **{colour: f"--series-{i}" for i, colour in enumerate(SERIES)},
 }
 
@@ -246,14 +246,14 @@ def trace(axes: Axes, group: Group, points: DataFrame, finished: bool = True, ba
         axes.fill_between(points.x, points.low, points.high, **area)
 
 
-def whole_numbers(axis: Axis) -> None:
+def _whole_numbers(axis: Axis) -> None:
     """Put ticks at whole numbers only, for updates and episodes."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
 
 
-def plain_labels(axis: Axis) -> None:
+def _plain_labels(axis: Axis) -> None:
     """Label each tick with its full value: thousands as "k", and no common factor or offset."""
     from matplotlib.ticker import FuncFormatter
 
@@ -277,7 +277,7 @@ def _look(place: int) -> dict[str, Any]:
         "color": SERIES[place % len(SERIES)],
         "marker": _MARKERS[place % len(_MARKERS)],
         "markersize": 5,
-        "markeredgecolor": PAPER,
+        "markeredgecolor": _PAPER,
         "markeredgewidth": 0.7,
     }
 
@@ -288,7 +288,7 @@ def legend(groups: Sequence[Group]) -> list[Key]:
     keys = [Key(g.label, colour, g.index, g.place) for g, colour in zip(groups, colours, strict=True)]
     unfinished = any(group.unfinished for group in groups)
     if unfinished:
-        keys.append(Key("unfinished run", FAINT, dashed=True))
+        keys.append(Key("unfinished run", _FAINT, dashed=True))
     return keys if len(groups) > 1 or unfinished else []
 
 
@@ -447,10 +447,10 @@ def time_per_phase(section: Section) -> Chart | None:
             axes.annotate(f"{total:.3g} s", (total, row), (4, 0), verticalalignment="center", **beside)
             stack(axes, row + 0.27, 0.12, thin)
             if len(groups) > 1:
-                axes.annotate(group.label, (0, row - 0.2), (0, 2), color=INK, fontsize=8.5, **beside)
+                axes.annotate(group.label, (0, row - 0.2), (0, 2), color=_INK, fontsize=8.5, **beside)
         axes.set(xlabel="seconds per update (mean)", ylim=(len(groups) - 0.5, -0.6))
         axes.margins(x=0.14)
-        plain_labels(axes.xaxis)
+        _plain_labels(axes.xaxis)
         axes.set_yticks([])
         axes.grid(axis="y", visible=False)
 
@@ -540,9 +540,9 @@ def _draw_metric(
         margin = 0.04 * (high - low)
         axes.set_ylim(max(low, -margin), min(high, 1 + margin))
     if unit in _PROGRESS.values():
-        whole_numbers(axes.xaxis)
-    plain_labels(axes.xaxis)
-    plain_labels(axes.yaxis)
+        _whole_numbers(axes.xaxis)
+    _plain_labels(axes.xaxis)
+    _plain_labels(axes.yaxis)
 
 
 def _has(group: Group, name: str) -> bool:
@@ -668,7 +668,7 @@ def _timeline(run: Run, rows: _Rows, label: str) -> Panel:
         swaps = loads[version : bisect_left(loads, response.end)]
         parts = swaps if run.config.get("schedule.update") == "in_flight" else []
         for piece in pairwise([response.start, *parts, response.end]):
-            bars.append((y, *piece, FAINT if response.dropped else _COLOURS[version % len(_COLOURS)]))
+            bars.append((y, *piece, _FAINT if response.dropped else _COLOURS[version % len(_COLOURS)]))
             version += 1
     trainer = [
         (-2.5, taken, loaded - run.config.get("clock.sync_s", 0.0), _COLOURS[version % len(_COLOURS)])
@@ -677,10 +677,10 @@ def _timeline(run: Run, rows: _Rows, label: str) -> Panel:
     work = sum(min(right, end) - max(left, begin) for _, left, right, _ in trainer)
 
     def draw(axes: Axes) -> None:
-        axes.vlines(loads[max(0, first - 1) : first + _UPDATES], -3.5, len(shown), RULE, linewidth=0.8)
+        axes.vlines(loads[max(0, first - 1) : first + _UPDATES], -3.5, len(shown), _RULE, linewidth=0.8)
         axes.hlines(*zip(*bars, *trainer, strict=True), linewidth=72 * _PITCH * 0.8)
         ends = [
-            (each.end, y - 0.45, y + 0.45, INK if each.cut else PAPER, 1.6 if each.cut else 0.8)
+            (each.end, y - 0.45, y + 0.45, _INK if each.cut else _PAPER, 1.6 if each.cut else 0.8)
             for y, each in placed
         ]
         *at, widths = zip(*ends, strict=True)
@@ -689,7 +689,7 @@ def _timeline(run: Run, rows: _Rows, label: str) -> Panel:
         axes.set_yticks([-2.5, (len(shown) - 1) / 2], ["trainer", "slots"])
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False)
-        plain_labels(axes.xaxis)
+        _plain_labels(axes.xaxis)
 
     title = f"{label}\ntrainer works {100 * work / (end - begin):.0f} % of this time"
     return Panel(draw, 1.0 + _PITCH * (len(shown) + 4))
@@ -703,7 +703,7 @@ def _draw_ages(rows: dict[Group, _Rows], axes: Axes) -> None:
         style = {key: look(group)[key] for key in ("color", "gid")}
         axes.stairs(shares, edges, fill=len(rows) == 1, linewidth=1.8, **style)
     axes.set(title="ages of trained groups", xlabel="age (updates)", ylabel="share")
-    whole_numbers(axes.xaxis)
+    _whole_numbers(axes.xaxis)
 
 
 def _draw_deciles(rows: dict[Group, _Rows], axes: Axes) -> None:

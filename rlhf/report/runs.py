@@ -311,11 +311,9 @@ def read_run(folder: Path) -> Run:
 
 def _unreadable(folder: Path, reason: object, remedy: str) -> str:
     """Return the message about a run folder that cannot be read."""
+    rule = f"{folder} must contain undamaged files of a run (the report reads them), got: {reason}"
     restore = f"{delete_command(RunFolder(folder).state)}, then the command of the run"
-    return (
-        f"{folder} must contain undamaged files of a run (the report reads them), got: {reason}; to restore "
-        f"files from the last checkpoint: {restore}; or {remedy}"
-    )
+    return f"{rule}; to restore files from the last checkpoint: {restore}; or {remedy}"
 
 
 def load(folder: Path, hide: Callable[[Row], Row] = shown) -> Run:
@@ -330,10 +328,8 @@ def load(folder: Path, hide: Callable[[Row], Row] = shown) -> Run:
     """
     files = RunFolder(folder)
     try:
-        numbers = (
-            {name: value for name, value in row.items() if finite(value)}
-            for row in _read_rows(files.metrics, ["update"])
-        )
+        rows = _read_rows(files.metrics, ["update"])
+        numbers = ({name: value for name, value in row.items() if finite(value)} for row in rows)
         run = Run(
             folder=folder,
             config=_read_config(files),

@@ -84,7 +84,7 @@ class _Tuning:
                 self.choices[key] = known
                 continue
             compared = _neighbours(tune, known) if known else _grid(tune)
-            runs, choice = self._compare(tune, cell, compared, 0 if known else tune.extend)
+            runs, choice = self._compare(cell, compared, 0 if known else tune.extend)
             if choice is None and key in saved and {*map(_said, compared)} <= saved[key].values.keys():
                 choice = saved[key]  # the rows are not here
             else:
@@ -99,16 +99,14 @@ class _Tuning:
         choice = self.choices.get((cell.task, cell.method, self.spec.tuning_point(cell)))
         return None if choice is None else tuple(choice.chosen.items())
 
-    def _compare(
-        self, tune: Tune, cell: Cell, compared: list[Tuned], extend: int
-    ) -> tuple[list[Run], _Choice | None]:
+    def _compare(self, cell: Cell, compared: list[Tuned], extend: int) -> tuple[list[Run], _Choice | None]:
         """Return the runs that compare settings of a cell, and the choice if all runs have rows.
 
         A choice on the edge adds up to `extend` further settings.
         """
-        task = self.spec.tasks[cell.task]
+        task, seeds = self.spec.tasks[cell.task], self.spec.tune.seeds if self.spec.tune else ()
         while True:
-            runs = [Run(cell, seed, each, TUNE) for each in compared for seed in tune.seeds]
+            runs = [Run(cell, seed, each, TUNE) for each in compared for seed in seeds]
             values: dict[Tuned, list[float]] = {each: [] for each in compared}
             for run in runs:
                 if (row := self.find(run)) is None:

@@ -96,10 +96,9 @@ class Study:
         """
         spec = self.spec
         if (reason := unwritable(spec.folder)) is not None:
-            raise UserError(
-                f"the folder of a study must be one that can be written ({reason}), got {spec.folder}; copy "
-                f"{spec.file.name} to another folder"
-            )
+            remedy = f"copy {spec.file.name} to another folder"
+            rule = f"the folder of a study must be one that can be written ({reason})"
+            raise UserError(f"{rule}, got {spec.folder}; {remedy}")
         collection, configs, stopped = Collection(spec), Configs(spec), False
         if failed:
             collection.forget_failures()

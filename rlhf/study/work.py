@@ -206,10 +206,9 @@ class Worker:
         if not new:
             self.errors.clear()
         elif len(self.errors) >= _SAME and len({*self.errors[-_SAME:]}) == 1:
-            raise RunError(
-                f"{_SAME} runs in a row failed with the same error ({self.errors[-1]}), the last one in "
-                f"{planned.folder}; remove the cause, then the same command resumes the study"
-            )
+            said = f"{_SAME} runs in a row failed with the same error ({self.errors[-1]}), the last one in"
+            remedy = "remove the cause, then the same command resumes the study"
+            raise RunError(f"{said} {planned.folder}; {remedy}")
 
 
 class Watch:
@@ -640,10 +639,9 @@ def measured_price(plan: Plan) -> Price:
     found = price_of(plan)
     limit, hours = plan.spec.budget.get("cpu_hours"), (found.done_s + found.left_s) / 3600
     if limit is not None and hours > limit:
-        raise UserError(
-            f"budget.cpu_hours must be at least the price of the study, got {limit:g} for {hours:.1f} "
-            f"CPU-hours; take fewer seeds, or set budget: {{cpu_hours: {math.ceil(hours)}}}"
-        )
+        rule = "budget.cpu_hours must be at least the price of the study"
+        remedy = f"take fewer seeds, or set budget: {{cpu_hours: {math.ceil(hours)}}}"
+        raise UserError(f"{rule}, got {limit:g} for {hours:.1f} CPU-hours; {remedy}")
     return found
 
 
