@@ -511,6 +511,20 @@ def main_metric(kind: Kind, runs: Sequence[Run]) -> Metric | None:
     return METRICS[name] if counts[name] else None
 
 
+def value_of(row: Mapping[str, object], name: str) -> float | None:
+    """Return the value of a metric for one response; None if completions.jsonl does not determine it."""
+    keys = {"eval/score": "score", "eval/gold_score": "gold_score", "eval/win_rate": "gold_score"}
+    keys["eval/accuracy"] = "gold_score" if "gold_score" in row else "score"
+    value, reference = row.get(keys.get(name, "")), row.get("reference_gold_score")
+    if not isinstance(value, int | float):
+        return None
+    if name == "eval/accuracy":  # of answers; that of pairs does not depend on a response
+        return float(value == 1) if reference in (1, None) else None
+    if name != "eval/win_rate":
+        return float(value)
+    return float(value > reference) if isinstance(reference, int | float) else None
+
+
 def number(value: float, decimals: int) -> str:
     """Return a number as text with `decimals` decimals, and without the sign of a zero."""
     text = f"{value:,.{decimals}f}"

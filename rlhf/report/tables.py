@@ -18,7 +18,7 @@ from rich.table import Table
 from rlhf.config.schema import Affects
 from rlhf.core.files import component
 from rlhf.core.formatting import bounds
-from rlhf.report.runs import METRICS, Kind, Metric, Status, duration, kind_of, main_metric, number
+from rlhf.report.runs import METRICS, Kind, Metric, Status, duration, kind_of, main_metric, number, value_of
 from rlhf.words.identity import added_later, affecting, not_in_name
 
 if TYPE_CHECKING:
@@ -731,20 +731,6 @@ def _scores_of(run: Run, name: str) -> Mapping[tuple[str, int], float]:
             if (value := value_of(row, name)) is not None:
                 found[row["prompt"], numbers[row["prompt"]]] = value
     return found
-
-
-def value_of(row: Mapping[str, object], name: str) -> float | None:
-    """Return the value of a metric for one response; None if completions.jsonl does not determine it."""
-    keys = {"eval/score": "score", "eval/gold_score": "gold_score", "eval/win_rate": "gold_score"}
-    keys["eval/accuracy"] = "gold_score" if "gold_score" in row else "score"
-    value, reference = row.get(keys.get(name, "")), row.get("reference_gold_score")
-    if not isinstance(value, int | float):
-        return None
-    if name == "eval/accuracy":  # of answers; that of pairs does not depend on a response
-        return float(value == 1) if reference in (1, None) else None
-    if name != "eval/win_rate":
-        return float(value)
-    return float(value > reference) if isinstance(reference, int | float) else None
 
 
 # Completions of the same held-out prompt by several groups, for comparison side by side.

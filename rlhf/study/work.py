@@ -37,7 +37,6 @@ from rlhf.launch.sweep import submit_jobs
 from rlhf.loggers.logger import Hook, StopRun
 from rlhf.processes.signals import interruptible
 from rlhf.report import runs
-from rlhf.report.tables import value_of
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import LOCK, Lock
 from rlhf.study.plan import FAILURES, ROW, Collection, Plan, Planned, inputs, read_saved, stale
@@ -474,7 +473,7 @@ def row_of_files(run: runs.Run, metric: str, names: Sequence[str]) -> dict[str, 
     loads = {row["update"]: row["rollouts/time_s"] for row in run.trained if "rollouts/time_s" in row}
     times = {"rollouts/time_s": [loads.get(row["update"], 0.0) for row in evaluations]} if loads else {}
     completions = [row for row in run.completions() if row["update"] == last.get("update")]
-    outcomes = [value_of(row, metric) for row in completions]  # None: the completions do not show it
+    outcomes = [runs.value_of(row, metric) for row in completions]  # None: the completions do not show it
     return {
         "status": DIVERGED if run.status is runs.Status.failed else FINISHED,
         "metric": metric,
