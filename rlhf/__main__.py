@@ -67,12 +67,12 @@ def main() -> None:
     elif first == "--version":
         print(f"rlhf {__version__}")
     elif first == "--completion":
-        from rlhf.launch.command_line import COMPLETION
+        from importlib.resources import files
 
         if others != ["bash"]:
             got = " ".join(others) or "nothing"
             _refuse(f"--completion must be followed by bash, got {got}; run: rlhf --completion bash")
-        print(COMPLETION, end="")
+        print((files("rlhf.launch") / "completion.bash").read_text(encoding="utf-8"), end="")
     elif first == "--complete":  # for the scripts of --completion
         print("".join(f"{each}\n" for each in _completions(others)), end="")
     else:

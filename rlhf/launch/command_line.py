@@ -34,7 +34,6 @@ from rlhf.core.launched import is_first_rank, rank
 from rlhf.processes.signals import interruptible
 from rlhf.terminal.console import prepare_output, print_error
 from rlhf.words import catalogue
-from rlhf.words.catalogue import conf_dir, groups, options
 from rlhf.words.compose import compose_node, load_config, settings
 from rlhf.words.mistakes import CONFIG_ERRORS, flag_problem, readable, texts
 
@@ -43,6 +42,7 @@ from rlhf.words.mistakes import CONFIG_ERRORS, flag_problem, readable, texts
 
 _WIDTH = 80
 _FLAGS = {"--help": False, "--config-dir": True, "-cd": True}  # of the commands other than rlhf.train
+_CONFIG_DIR, _CONFIG_NAME = ("--config-dir", "-cd"), ("--config-name", "-cn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +132,8 @@ class Command:
             return own[name]
         for word in overrides:
             if "=" not in word and Path(word).is_dir():
-                raise UserError(
-                    f"{name}= is required ({self.own[name]}), got {word}; set {setting(name, word)}"
-                )
+                rule = f"{name}= is required ({self.own[name]})"
+                raise UserError(f"{rule}, got {word}; set {setting(name, word)}")
         close = get_close_matches(name, [override.partition("=")[0] for override in overrides], n=1)
         guess = f"did you mean {name}= instead of {close[0]}=?" if close else f"add {name}=<...>"
         raise UserError(f"{name}= is required ({self.own[name]}), got no {name}=; {guess}")
@@ -158,11 +157,16 @@ def checked_arguments(arguments: Sequence[str], flags: Mapping[str, bool]) -> li
         flags: the flags of the command, and whether a value follows each flag.
 
     Raises:
-        UserError: the arguments contain another flag or a secret.
+        UserError: the arguments contain another flag, a secret, or the path of a run or of its config.
     """
+    named = ("config", "config_file", "config-file", "run", "experiment")  # no settings, for a saved config
     for before, argument in zip(["", *arguments], arguments, strict=False):
-        if before not in ("--config-dir", "-cd", "--config-name", "-cn"):
-            _check_saved_config(argument)
+        name, equals, value = argument.partition("=")
+        if before in (*_CONFIG_DIR, *_CONFIG_NAME) or (equals and name.lstrip("-") not in named):
+            continue
+        if command := _saved_command(Path(value if equals else argument)):
+            rule = f"{argument} must be settings, as key=value or group=option"
+            raise UserError(f"{rule}, got the config of a run; to run its config: {command}")
     overrides, others = _divided(arguments, flags)
     return [*readable(overrides), *others]
 
@@ -178,7 +182,8 @@ def _divided(
         own: names of the command's own arguments.
 
     Raises:
-        UserError: the arguments have another flag, a secret, or a folder of `--config-dir` without options.
+        UserError: the arguments have another flag, a secret, a folder of `--config-dir` without options, or
+            the name of a file in this folder.
     """
     if problem := flag_problem(arguments, flags, own):
         raise UserError(problem)
@@ -190,10 +195,12 @@ def _divided(
         flag, equals, value = argument.partition("=")
         if is_value := flags.get(before, False) and not argument.startswith("-"):
             flag, equals, value = before, "=", argument
-        if equals and flag in ("--config-dir", "-cd"):
+        if equals and flag in _CONFIG_DIR:
             _check_config_dir(folder := value)
-        elif equals and flag in ("--config-name", "-cn"):
-            _check_config_name(value, folder)
+        file = Path(folder) / f"{value.removesuffix('.yaml')}.yaml"
+        if equals and flag in _CONFIG_NAME and folder and file.is_file():
+            rule = f"--config-name must be left out, got {value}"
+            raise UserError(f"{rule}; name options in {folder}, as algo=mine")
         is_flag = re.match("--?[A-Za-z]", argument)
         (others if is_value or is_flag else words).append(argument)
         before = argument
@@ -203,45 +210,15 @@ def _divided(
 def _check_config_dir(folder: str) -> None:
     """Raise UserError if the folder of `--config-dir` does not exist, has no options, or is that of a run."""
     path = Path(folder)
-    if not path.is_dir():
-        raise UserError(f"--config-dir must name a folder laid out like conf/, got {folder}; fix the path")
-    own = any((path / group.name).is_dir() for group in conf_dir().iterdir())
-    if command := next(
-        filter(None, map(_saved_command, [path, *(() if own else path.glob("*.yaml"))])), None
-    ):
-        raise UserError(
-            f"--config-dir must name a folder laid out like conf/, got {folder} with the config of a run "
-            f"(its settings would not be used); to run its config: {command}"
-        )
-    if not own:
-        raise UserError(
-            "--config-dir must name a folder laid out like conf/ (with option files such as "
-            f"algo/mine.yaml), got {folder} without a folder of options; fix the path"
-        )
-
-
-def _check_config_name(name: str, folder: str) -> None:
-    """Raise UserError if `--config-name` names a file in the folder of `--config-dir`."""
-    file = Path(folder) / f"{name.removesuffix('.yaml')}.yaml"
-    if folder and file.is_file():
-        command = _saved_command(file)
-        remedy = f"to run its config: {command}" if command else f"name options in {folder}, as algo=mine"
-        raise UserError(f"--config-name must be left out, got {name}; {remedy}")
-
-
-def _check_saved_config(argument: str) -> None:
-    """Raise UserError if an argument is the path of a run or of its config, perhaps as the value of a name.
-
-    Names such as `config`, which are no settings, are meant. The message has the command of the config.
-    """
-    name, equals, value = argument.partition("=")
-    if equals and name.lstrip("-") not in ("config", "config_file", "config-file", "run", "experiment"):
+    own = path.is_dir() and any((path / group.name).is_dir() for group in catalogue.conf_dir().iterdir())
+    saved = next(filter(None, map(_saved_command, [path, *(() if own else path.glob("*.yaml"))])), None)
+    if own and not saved:
         return
-    if command := _saved_command(Path(value if equals else argument)):
-        raise UserError(
-            f"{argument} must be settings, as key=value or group=option, got the config of a run; to run its "
-            f"config: {command}"
-        )
+    why = "with the config of a run (its settings would not be used)" if saved else ""
+    why = why or ("without a folder of options" if path.is_dir() else "which does not exist")
+    rule = "a folder laid out like conf/ (with option files such as algo/mine.yaml)"
+    remedy = f"to run its config: {saved}" if saved else "fix the path"
+    raise UserError(f"--config-dir must name {rule}, got {folder} {why}; {remedy}")
 
 
 def _saved_command(path: Path) -> str | None:
@@ -304,28 +281,11 @@ def stop(error: RunError | UserError) -> NoReturn:
 
 # Tab completion of the command `rlhf` in bash.
 #
-# The script calls `rlhf --complete <words>` with the words up to the cursor, and gets the
+# The script completion.bash calls `rlhf --complete <words>` with the words up to the cursor, and gets the
 # candidates for the last word, one per line. Where there are none, the shell completes names of files.
 
 
 _HYDRA_GROUPS = ("hydra/launcher", "hydra/sweeper")
-
-COMPLETION = r"""_rlhf() {
-    local line=${COMP_LINE:0:COMP_POINT} words word breaks IFS=$' \t\n'
-    read -ra words <<<"$line"
-    [[ $line == *[[:space:]] ]] && words+=("")
-    word=${words[-1]}
-    IFS=$'\n'
-    COMPREPLY=($("${words[0]}" --complete "${words[@]:1}" 2>/dev/null))
-    # bash replaces only the part of the word after the last sign of COMP_WORDBREAKS
-    breaks=${COMP_WORDBREAKS//[^@=:]/}
-    if [[ -n $breaks && $word == *["$breaks"]* ]]; then
-        COMPREPLY=("${COMPREPLY[@]#"${word%"${word##*["$breaks"]}"}"}")
-    fi
-    [[ ${COMPREPLY[0]-} == *[=./] ]] && compopt -o nospace
-}
-complete -o default -F _rlhf rlhf
-"""
 
 
 def candidates(words: Sequence[str], own: Collection[str] = ()) -> list[str]:
@@ -339,20 +299,22 @@ def candidates(words: Sequence[str], own: Collection[str] = ()) -> list[str]:
     *before, word = words
     if word.startswith("-"):
         return [flag for flag in _FLAGS if flag.startswith(word)]
-    if before[-1:] in (["--config-dir"], ["-cd"]):
+    if before and before[-1] in _CONFIG_DIR:
         return []  # the shell completes names of folders
     overrides = [  # without swept values (a,b), which only Hydra's sweeper reads
         each for each in before if re.fullmatch(r"[^-=][^=]*=[^,]*", each) and each.split("=")[0] not in own
     ]
     group, equals, value = word.partition("=")
-    if found := options(group.partition("@")[0]) if equals else {}:  # scorer@gold= has the options of scorer=
+    if (
+        found := catalogue.options(group.partition("@")[0]) if equals else {}
+    ):  # scorer@gold= has the options of scorer=
         return [f"{group}={option}" for option in found if option.startswith(value)]
     try:
         keys = CompletionPlugin._get_matches(compose_node(overrides), word)  # `<key>=`: with its value
     except CONFIG_ERRORS:  # of the words before; the command explains them
         keys = []
     return [
-        *(f"{name}=" for name in (*own, *groups(), *_HYDRA_GROUPS) if name.startswith(word)),
+        *(f"{name}=" for name in (*own, *catalogue.groups(), *_HYDRA_GROUPS) if name.startswith(word)),
         *(key for key in keys if not key.endswith(".name=")),
     ]
 
@@ -478,14 +440,17 @@ def flags() -> dict[str, bool]:
 
 
 @contextmanager
-def launchers_wrapped_by(wrap: Callable[[Launcher], Launcher]) -> Iterator[None]:
-    """Replace the launcher of a sweep by `wrap(launcher)`. Hydra has no hook between sweeper and launcher."""
+def launchers_inside(outer: Any) -> Iterator[None]:
+    """Replace the launcher of a sweep by `outer`, a launcher that gets the replaced one as its `launcher`.
+
+    Hydra has no hook between sweeper and launcher.
+    """
     original = Plugins.instantiate_launcher
 
     def instantiate(plugins: Plugins, *, config: DictConfig, **others: Any) -> Launcher:
-        launcher = wrap(original(plugins, config=config, **others))
-        launcher.setup(config=config, **others)
-        return launcher
+        outer.launcher = original(plugins, config=config, **others)
+        outer.setup(config=config, **others)
+        return outer
 
     Plugins.instantiate_launcher = instantiate  # type: ignore[method-assign, assignment]
     try:

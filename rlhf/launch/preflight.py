@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobReturn, JobStatus
@@ -17,8 +17,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rlhf.checks import check
-from rlhf.checks.check import overrides_of, refuse, selected, warn, warnings
-from rlhf.config.root import SELECTED, candidates
+from rlhf.checks.check import overrides_of, refuse, warn, warnings
+from rlhf.config.root import SELECTED, Config, candidates
 from rlhf.config.run import SEARCH_SWEEPER
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import is_first_rank
@@ -27,10 +27,6 @@ from rlhf.launch.command_line import combinations, parsed_overrides, stop, uses_
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import folder_of, twice_as_long
 from rlhf.words.mistakes import explained
-
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
-
 
 # Checks before a run or a sweep: the config of every job, the machine, and the existing run folder.
 #
@@ -119,25 +115,20 @@ def folders_outside(config: DictConfig) -> Iterator[str]:
     sweep: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
     subdir = str(sweep["subdir"])
     if Path(subdir).is_absolute() or ".." in Path(subdir).parts:
-        yield (
-            "hydra.sweep.subdir must be a path below hydra.sweep.dir (the folder of the sweep), got "
-            f"{subdir}; set hydra.sweep.dir=<folder>"
-        )
+        rule = "must be a path below hydra.sweep.dir (the folder of the sweep)"
+        yield f"hydra.sweep.subdir {rule}, got {subdir}; set hydra.sweep.dir=<folder>"
 
 
 def _problems_of_job(config: DictConfig, cfg: Config) -> Iterator[str]:
     """Yield an error if a job uploads its model, or if a search maximises a metric to be minimised."""
     if cfg.push_to is not None:
-        yield (
-            "push_to must be null in a sweep (each job would upload its model, the best and the worst), got "
-            f"{cfg.push_to}; leave it out, and run the command of the best job again with push_to"
-        )
+        rule = "push_to must be null in a sweep (each job would upload its model, the best and the worst)"
+        remedy = "leave it out, and run the command of the best job again with push_to"
+        yield f"{rule}, got {cfg.push_to}; {remedy}"
     direction = str(config.hydra.sweeper.get("direction", "")).rpartition(".")[2]
     if cfg.minimised and direction == "maximize":
-        yield (
-            f"hydra.sweeper.direction must be minimize for {cfg.metric} (lower values are better), got "
-            "maximize; set hydra.sweeper.direction=minimize"
-        )
+        rule = f"hydra.sweeper.direction must be minimize for {cfg.metric} (lower values are better)"
+        yield f"{rule}, got maximize; set hydra.sweeper.direction=minimize"
 
 
 def is_search(sweeper: DictConfig) -> bool:
@@ -148,10 +139,8 @@ def is_search(sweeper: DictConfig) -> bool:
 def _check_search(sweeper: DictConfig) -> None:
     """Raise UserError if Optuna is not installed, or a setting of a search is invalid."""
     if importlib.util.find_spec("optuna") is None:
-        raise UserError(
-            "hydra/sweeper=search needs Optuna (it proposes the values), which is not installed; run: pip "
-            "install -e '.[optuna]', or leave hydra/sweeper=search out"
-        )
+        remedy = "run: pip install -e '.[optuna]', or leave hydra/sweeper=search out"
+        raise UserError(f"hydra/sweeper=search needs Optuna, got a machine without it; {remedy}")
     settings: Any = OmegaConf.to_object(sweeper)
     if problems := list(settings.problems("hydra.sweeper")):
         raise UserError(*problems)
@@ -178,7 +167,7 @@ def generator_of_jobs(config: DictConfig, jobs: Sequence[list[str]]) -> str:
         for overrides in jobs:
             yield loader.load_sweep_config(config, overrides), overrides
 
-    return selected(candidates(*of_node), composed)
+    return check.selected(candidates(*of_node), composed)
 
 
 def sweep_jobs(config: DictConfig) -> list[list[str]]:
@@ -240,10 +229,8 @@ class Job:
             return "failed"
         if self.status is not None:
             return self.status
-        state = None if self.folder is None else self.folder.read_state()
-        if state is None or not state.get("finished"):
-            return "unfinished" if state is None else state.get("stopped", "unfinished")
-        return "finished"
+        state = (self.folder.read_state() if self.folder else None) or {}
+        return "finished" if state.get("finished") else state.get("stopped", "unfinished")
 
     @property
     def done(self) -> JobReturn | None:

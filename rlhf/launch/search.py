@@ -35,14 +35,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from optuna import Study, Trial, create_study, load_study, logging
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-    distribution_to_json,
-)
+from optuna import Study, Trial, create_study, distributions, load_study, logging
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.pruners import MedianPruner, NopPruner
 from optuna.samplers import RandomSampler, TPESampler
 from optuna.storages import BaseStorage, JournalStorage
@@ -77,7 +71,7 @@ class SearchSpace:
     """The overrides of a search: those that all trials share, and the distribution of each swept key."""
 
     fixed: list[str]
-    distributions: dict[str, BaseDistribution]
+    distributions: dict[str, distributions.BaseDistribution]
 
     @property
     def example(self) -> list[str]:
@@ -104,15 +98,13 @@ def search_space(config: DictConfig) -> SearchSpace:
     last = {each.get_key_element(): each for each in parsed_overrides(config, config.hydra.sweeper.params)}
     swept = {key: each for key, each in last.items() if each.is_sweep_override()}
     if not swept:
-        raise UserError(
-            "hydra/sweeper=search needs a key with several values (the search space), got none; add for "
-            "example 'optim.lr=tag(log,interval(1e-5,1e-2))'"
-        )
+        remedy = "add for example 'optim.lr=tag(log,interval(1e-5,1e-2))'"
+        raise UserError(f"hydra/sweeper=search needs a key with several values, got none; {remedy}")
     fixed = [each.input_line or "" for key, each in last.items() if key not in swept]
     return SearchSpace(fixed, {key: distribution(each) for key, each in swept.items()})
 
 
-def distribution(override: Override) -> BaseDistribution:
+def distribution(override: Override) -> distributions.BaseDistribution:
     """Return the distribution of a swept override.
 
     Raises:
@@ -176,13 +168,12 @@ class SearchSweeper(Sweeper):
         example = self.hydra_context.config_loader.load_sweep_config(self.config, space.example)
         cfg = as_objects(example, space.example)
         best = settings.direction or (Direction.minimize if cfg.minimised else Direction.maximize)
+        as_json = distributions.distribution_to_json
         definition = {  # what identifies a search
             "runs": digest(cfg),
             "objective_metric": cfg.metric,
             "direction": best.value,
-            "space": {
-                key: json.loads(distribution_to_json(each)) for key, each in space.distributions.items()
-            },
+            "space": {key: json.loads(as_json(each)) for key, each in space.distributions.items()},
         }
         name = settings.study_name or f"{cfg.task.name}-{cfg.algo.name}-{files.digest(definition)}"
         if settings.study_name is None:  # each job is composed again, from the overrides
@@ -210,19 +201,15 @@ class SearchSweeper(Sweeper):
             say(f"study {study.study_name}: {number} of {settings.n_trials} trials are done")
         while number < settings.n_trials:
             count = min(settings.n_jobs, settings.n_trials - number)
-            batch = [
-                interrupted.pop(0) if interrupted else ask(study, settings, space, failed)
-                for _ in range(count)
-            ]
+            batch, interrupted = interrupted[:count], interrupted[count:]
+            batch += [ask(study, settings, space, failed) for _ in range(count - len(batch))]
             jobs = [[*space.fixed, *overrides(trial.params)] for trial in batch]
             results = self.launcher.launch(jobs, initial_job_idx=number)
             failures = sum(not tell(study, trial, done) for trial, done in zip(batch, results, strict=True))
             number += count
             if failures > settings.max_failure_rate * count:
-                say(
-                    f"the search stops: {failures} of {count} trials failed, more than "
-                    f"hydra.sweeper.max_failure_rate={settings.max_failure_rate:g} allows"
-                )
+                limit = f"hydra.sweeper.max_failure_rate={settings.max_failure_rate:g}"
+                say(f"the search stops: {failures} of {count} trials failed, more than {limit} allows")
                 return
 
 
@@ -366,10 +353,8 @@ def open_study(settings: SearchConfig, file: Path, name: str, definition: dict[s
         ) from None
     other = [key for key, value in definition.items() if study.user_attrs["definition"].get(key) != value]
     if other:
-        raise UserError(
-            f"hydra.sweeper.study_name must be a study of the same search, got {name}, whose "
-            f"{' and '.join(other)} differ; set another hydra.sweeper.study_name"
-        )
+        got = f"{name}, whose {' and '.join(other)} differ; set another hydra.sweeper.study_name"
+        raise UserError(f"hydra.sweeper.study_name must be a study of the same search, got {got}")
     return study
 
 

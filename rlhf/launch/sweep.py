@@ -38,19 +38,9 @@ from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.formatting import figure, short_path
 from rlhf.core.launched import is_first_rank, world_size
 from rlhf.experiment import Experiment
-from rlhf.launch.command_line import launchers_wrapped_by, requeue, submitit_executor, uses_basic_sweeper
-from rlhf.launch.preflight import (
-    Job,
-    announce,
-    completed,
-    distinct_overrides,
-    experiment_of,
-    failed,
-    failure_message,
-    finished_message,
-    is_search,
-    sweep_jobs,
-)
+from rlhf.launch import preflight
+from rlhf.launch.command_line import launchers_inside, requeue, submitit_executor, uses_basic_sweeper
+from rlhf.launch.preflight import Job, completed, failed
 from rlhf.processes import signals
 from rlhf.runs.lock import waiting_claim
 from rlhf.runs.resuming import refuse_another_run
@@ -93,7 +83,7 @@ class Sweep(Launcher):
         current = self
         Plugins.instance().class_name_to_class[SEARCH_SWEEPER] = _search_sweeper  # type: ignore[assignment]
         try:
-            with launchers_wrapped_by(self.around):
+            with launchers_inside(self):
                 yield
         except (Interrupted, KeyboardInterrupt):
             self.report()
@@ -109,17 +99,12 @@ class Sweep(Launcher):
         if self.failures:
             raise SystemExit(2 if all(isinstance(job.error, UserError) for job in self.failures) else 1)
 
-    def around(self, launcher: Launcher) -> Launcher:
-        """Return this launcher, which passes jobs to the launcher of the config."""
-        self.launcher = launcher
-        return self
-
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store the config of the sweep. The launcher of the config is already set up."""
         self.config = config
-        self.total = (
-            len(sweep_jobs(config)) if uses_basic_sweeper(config) else config.hydra.sweeper.get("n_trials")
-        )
+        self.total = config.hydra.sweeper.get("n_trials")
+        if uses_basic_sweeper(config):
+            self.total = len(preflight.sweep_jobs(config))
 
     @property
     def failures(self) -> list[Job]:
@@ -153,7 +138,7 @@ class Sweep(Launcher):
         remedy = "the others are kept; the same command runs only missing jobs"
         print_error(f"error: {len(self.failures)} of {len(self.jobs)} jobs failed; {remedy}")
         for job in self.failures:
-            print_error(f"  - {job.label}: {failure_message(job.error)}")
+            print_error(f"  - {job.label}: {preflight.failure_message(job.error)}")
             if job.folder is not None:
                 print_error(f"    {job.path}")
 
@@ -162,13 +147,9 @@ class Sweep(Launcher):
 
         Jobs with the same run folder are run once.
         """
-        labels = distinct_overrides(job_overrides, self.fixed)
-        jobs = [
-            Job(number=number, label=label or f"job {number}", overrides=list(overrides))
-            for number, (overrides, label) in enumerate(
-                zip(job_overrides, labels, strict=True), initial_job_idx + 1
-            )
-        ]
+        labels = preflight.distinct_overrides(job_overrides, self.fixed)
+        given = enumerate(zip(job_overrides, labels, strict=True), initial_job_idx + 1)
+        jobs = [Job(number=n, label=label or f"job {n}", overrides=[*words]) for n, (words, label) in given]
         self.jobs += jobs
         results: dict[Path, JobReturn] = {}
         due: dict[Path, Job] = {}
@@ -183,7 +164,7 @@ class Sweep(Launcher):
                 say(f"{job.label}: the same run as {first.label} (their run folder is the same)")
             elif done is not None:
                 job.status = "finished before"
-                say(f"{job.label}: {finished_message(job.path, done.return_value, job.metric)}")
+                say(f"{job.label}: {preflight.finished_message(job.path, done.return_value, job.metric)}")
                 results[job.path] = done
             else:
                 due[job.path] = job
@@ -203,7 +184,7 @@ class Sweep(Launcher):
         Raises:
             UserError: the config is invalid, for example because the sweeper chose an invalid value.
         """
-        experiment = experiment_of(self.config, job.overrides, job.number)
+        experiment = preflight.experiment_of(self.config, job.overrides, job.number)
         experiment.validate()
         cfg = experiment.config
         job.folder, job.metric = experiment.files, cfg.metric
@@ -225,7 +206,7 @@ class Sweep(Launcher):
             try:
                 return self.launcher.launch([job.overrides for job in jobs], initial_job_idx=first)
             except Exception as error:  # joblib raises if one of its processes died
-                lost = failed(RunError(f"the launcher stopped: {failure_message(error)}"))
+                lost = failed(RunError(f"the launcher stopped: {preflight.failure_message(error)}"))
                 return [job.done or lost for job in jobs]
 
 
@@ -267,11 +248,8 @@ def _waiting_for_jobs(launcher: Launcher, jobs: int) -> Iterator[None]:
         signals.do_not_call_at_signal(_pass_on)
         interruption.deferred = False
     if interruption.received is not None:
-        raise Interrupted(
-            f"interrupted by {interruption.cause}; each run wrote a checkpoint if training had begun; the "
-            "same command resumes them",
-            interruption.received,
-        )
+        said = "each run wrote a checkpoint if training had begun; the same command resumes them"
+        raise Interrupted(f"interrupted by {interruption.cause}; {said}", interruption.received)
 
 
 def _pass_on() -> None:
@@ -330,9 +308,9 @@ def _execute(config: DictConfig, folder: Path) -> float | None:
     begin_job(job.job.num, overrides)
     metric = experiment.config.metric
     if (finished := experiment.prepare(wait=world_size() == 1)) is not None:
-        announce(experiment.files, finished, metric)
+        preflight.announce(experiment.files, finished, metric)
         return finished["result"].get(metric)
-    if is_search(job.sweeper) and is_first_rank():
+    if preflight.is_search(job.sweeper) and is_first_rank():
         from rlhf.launch.search import pruning_hooks
 
         settings = OmegaConf.to_object(job.sweeper)
@@ -452,10 +430,8 @@ def submit_jobs(
         )
     slurm = submitit_executor(launcher) == "slurm"
     if slurm and shutil.which("sbatch") is None:
-        raise UserError(
-            "hydra/launcher=slurm needs SLURM (sbatch is not found here), got a machine without SLURM; run "
-            "the command on a login node, or choose hydra/launcher=local"
-        )
+        rule = "hydra/launcher=slurm needs SLURM (sbatch is not found here), got a machine without SLURM"
+        raise UserError(f"{rule}; run the command on a login node, or choose hydra/launcher=local")
     queue = _Queue(Path(launcher.params["submitit_folder"].partition("%")[0]), slurm)
     running = {job.path: there for job in jobs if (there := queue.find(job)) is not None}
     new = [job for job in jobs if job.path not in running]
@@ -487,15 +463,12 @@ def submit_jobs(
         else:
             queue.cancel(waited)
             with suppress(KeyboardInterrupt):
-                _wait(jobs, waited, queue)
+                _wait(jobs, waited, queue, lambda: None)
         raise
 
 
 def _wait(
-    jobs: Sequence[Job],
-    submitted: Sequence[Submitted],
-    queue: _Queue,
-    meanwhile: Callable[[], None] = lambda: None,
+    jobs: Sequence[Job], submitted: Sequence[Submitted], queue: _Queue, meanwhile: Callable[[], None]
 ) -> list[JobReturn]:
     """Wait until all jobs have ended, and return a result for each job.
 
@@ -505,16 +478,16 @@ def _wait(
         queue: the queue that reports results.
         meanwhile: called after each look at the queue.
     """
-    results: dict[int, JobReturn] = {}
+    results: dict[Job, JobReturn] = {}
     while True:
-        for number, (job, sent) in enumerate(zip(jobs, submitted, strict=True)):
-            if number not in results and (result := queue.result(sent)) is not None:
-                results[number] = result
+        for job, sent in zip(jobs, submitted, strict=True):
+            if job not in results and (result := queue.result(sent)) is not None:
+                results[job] = result
                 state = "failed" if result.status is JobStatus.FAILED else "done"
                 print(f"{job.label}: {state}" + (f", in {job.path}" if job.path.is_dir() else ""))
         meanwhile()
         if len(results) == len(jobs):
-            return [results[number] for number in range(len(jobs))]
+            return [results[job] for job in jobs]
         time.sleep(_POLL_S)
 
 
@@ -553,11 +526,8 @@ class _Queue:
         """Update `known` with squeue, at most every `_ASK_SLURM_S`; if squeue fails, keep `known`."""
         if time.monotonic() - self.asked_at < _ASK_SLURM_S:
             return
-        answer = subprocess.run(
-            ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i"],
-            capture_output=True,
-            text=True,
-        )
+        command = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i"]
+        answer = subprocess.run(command, capture_output=True, text=True)
         if answer.returncode == 0:
             self.known = set(answer.stdout.split())
             self.asked_at = time.monotonic()
@@ -636,11 +606,8 @@ def _submission(settings: dict[str, Any]) -> Iterator[None]:
 
         if not isinstance(error, FailedJobError | FailedSubmissionError):
             raise
-        why = " ".join(str(error).split())
-        raise UserError(
-            f"hydra.launcher must be what SLURM accepts, got: {why}; change hydra.launcher.<key> or "
-            "launchers/site.sh"
-        ) from None
+        got, remedy = " ".join(str(error).split()), "change hydra.launcher.<key> or launchers/site.sh"
+        raise UserError(f"hydra.launcher must be what SLURM accepts, got: {got}; {remedy}") from None
     finally:
         signal.signal(signal.SIGINT, before)
         os.environ.update(hidden)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhf.config.algorithms import Trains
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
-from rlhf.core.files import complete_lines, delete_command, flat
+from rlhf.core.files import delete_command, flat, split_lines
 from rlhf.loggers.display import shown
 from rlhf.runs.folder import RunFolder, counters_problem, record_problem
 from rlhf.runs.resuming import ASIDE
@@ -73,18 +74,13 @@ class Run:
         """The update of the last row; 0 without rows."""
         return int(self.rows[-1]["update"]) if self.rows else 0
 
-    @property
-    def num_updates(self) -> int | None:
-        """The number of updates of the complete run; None before the first row."""
-        return self.state.get("num_updates")
-
     @cached_property
     def status(self) -> Status:
         """The state of the run; a failed run that was resumed past the failed update is no longer failed."""
         if self.state.get("finished") is True:
             return Status.finished
         failed = self.folder / "failed_batch.json"
-        if failed.is_file() and _read_json(failed)["update"] >= self.state.get("update", 0):
+        if failed.is_file() and _read_json(failed, _batch_problem)["update"] >= self.state.get("update", 0):
             return Status.failed
         return Status.stopped if "stopped" in self.state else Status.unfinished
 
@@ -100,7 +96,7 @@ class Run:
             return "finished"
         if not self.rows:
             return f"{self.outcome}, no metrics"
-        return f"{self.outcome}, update {self.update} of {self.num_updates or '?'}"
+        return f"{self.outcome}, update {self.update} of {self.state.get('num_updates') or '?'}"
 
     @property
     def lost(self) -> str | None:
@@ -195,12 +191,16 @@ class Run:
         return git["commit"][:10] + (" + changes" if git["changed"] else "")
 
     @property
+    def gpus(self) -> list[str]:
+        """The GPUs by name, with their number."""
+        devices = self.environment.get("devices") or []
+        return [f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)]
+
+    @property
     def hardware(self) -> str:
         """The GPUs, and the CPU with its number of cores."""
-        devices = self.environment.get("devices") or []
-        names = [f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)]
         cpu = f"{self.environment.get('cores', '?')} cores {self.environment.get('processor', '')}".strip()
-        return ", ".join([*names, cpu])
+        return ", ".join([*self.gpus, cpu])
 
     def completions(self) -> list[dict[str, Any]]:
         """Return the rows of completions.jsonl; an empty list if the file does not exist.
@@ -289,8 +289,8 @@ def _run_folders(path: Path) -> list[Path]:
 
     A run folder contains at least two of the files of every run.
     """
-    files = RunFolder(path)
-    if sum(file.is_file() for file in (files.config, files.environment, files.metrics, files.state)) >= 2:
+    own = RunFolder(path)
+    if sum(file.is_file() for file in (own.config, own.environment, own.metrics, own.state)) >= 2:
         return [path]
     inside = sorted(path.iterdir()) if path.is_dir() else []
     folders = (each for each in inside if each.is_dir() and not each.is_symlink())
@@ -311,11 +311,9 @@ def read_run(folder: Path) -> Run:
 
 def _unreadable(folder: Path, reason: object, remedy: str) -> str:
     """Return the message about a run folder that cannot be read."""
+    rule = f"{folder} must contain undamaged files of a run (the report reads them), got: {reason}"
     restore = f"{delete_command(RunFolder(folder).state)}, then the command of the run"
-    return (
-        f"{folder} must contain undamaged files of a run (the report reads them), got: {reason}; to restore "
-        f"files from the last checkpoint: {restore}; or {remedy}"
-    )
+    return f"{rule}; to restore files from the last checkpoint: {restore}; or {remedy}"
 
 
 def load(folder: Path, hide: Callable[[Row], Row] = shown) -> Run:
@@ -330,10 +328,8 @@ def load(folder: Path, hide: Callable[[Row], Row] = shown) -> Run:
     """
     files = RunFolder(folder)
     try:
-        numbers = (
-            {name: value for name, value in row.items() if finite(value)}
-            for row in _read_rows(files.metrics, ["update"])
-        )
+        rows = _read_rows(files.metrics, ["update"])
+        numbers = ({name: value for name, value in row.items() if finite(value)} for row in rows)
         run = Run(
             folder=folder,
             config=_read_config(files),
@@ -343,10 +339,6 @@ def load(folder: Path, hide: Callable[[Row], Row] = shown) -> Run:
         )
         run.status  # noqa: B018  reads failed_batch.json
         return run
-    except KeyError as error:
-        raise ValueError(f"failed_batch.json: no key {error}") from error
-    except TypeError as error:
-        raise ValueError("failed_batch.json: update is not a number") from error
     except OSError as error:
         at = f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error)
         raise ValueError(at) from error
@@ -394,37 +386,30 @@ def _read_rows(file: Path, required: Sequence[str]) -> list[dict[str, Any]]:
         ValueError: the file cannot be read, or a line is not such a row; the message names file and line.
     """
     try:
-        lines = complete_lines(file) if os.path.lexists(file) else []
+        rows, damaged = split_lines(file, required)
     except OSError as error:
         raise ValueError(f"{file.name}: {error.strerror}") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        row = _parsed(line, at := f"{file.name}, line {number}")
-        if not isinstance(row, dict) or any(key not in row for key in required):
-            raise ValueError(f"{at}: not a row with {', '.join(required)}")
+    for number in damaged:
+        raise ValueError(f"{file.name}, line {number}: not a row with {', '.join(required)}")
+    for number, row in enumerate(rows, 1):
         if not finite(row["update"]):
-            raise ValueError(f"{at}: update is {row['update']!r}, not a number")
-        rows.append(row)
+            raise ValueError(f"{file.name}, line {number}: update is {row['update']!r}, not a number")
     return rows
 
 
-def _read_json(
-    file: Path, problem: Callable[[dict[str, Any]], str | None] = lambda _: None
-) -> dict[str, Any]:
+def _read_json(file: Path, problem: Callable[[dict[str, Any]], str | None]) -> dict[str, Any]:
     """Read a JSON object that has no `problem`; an OSError or a ValueError tells why not."""
-    found = _parsed(file.read_bytes(), file.name)
-    if not isinstance(found, dict):
-        raise ValueError(f"{file.name}: not a JSON object")
-    if reason := problem(found):
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file.name}: not valid JSON") from error
+    if reason := problem(found) if isinstance(found, dict) else "not a JSON object":
         raise ValueError(f"{file.name}: {reason}")
     return found
 
 
-def _parsed(text: bytes, at: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{at}: not valid JSON") from error
+def _batch_problem(found: dict[str, Any]) -> str | None:
+    return None if finite(found.get("update")) else "update is not a number"
 
 
 # Metrics that the report shows: title, heading, decimals, direction, scale; and the kinds of runs.
@@ -492,57 +477,18 @@ class Metric:
         return self.name.startswith("eval/")
 
 
-_NOISE = 1e-6  # rounding noise of a sum of log-probs in float32
+def data(name: str) -> dict[str, Any]:
+    """Return the content of a YAML file of this package."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
+    return yaml.load(resources.files("rlhf.report").joinpath(name).read_text("utf-8"), loader)
 
-_share = partial(Metric, decimals=3, better=1, rate=True)
-_sample_size = partial(_share, expected=1.0, noise=_NOISE)
 
-# Metrics of the learning curves, in the order of the panels.
-LEARNING = (
-    _share("eval/win_rate", "win rate vs. reference responses", "win rate", scale="gold"),
-    _share("eval/win_rate_vs_initial", "win rate vs. initial policy", "win rate vs. initial", scale="scorer"),
-    _share("eval/accuracy", "accuracy on held-out data", "accuracy"),
-    Metric("eval/score", "reward on held-out prompts", "reward", 2, 1, "scorer"),
-    Metric("eval/gold_score", "judge score", "judge score", 2, 1, "gold"),
-    Metric("eval/loss", "held-out loss (nats)", "held-out loss", 3, -1, "algo"),
-    Metric("eval/margin", "reward margin on held-out pairs", "margin", 3, 0, "algo", noise=_NOISE),
-    Metric("objective/scores", "training reward", "training reward", 2, 1, "scorer"),
-    Metric("eval/kl", "KL to the reference (nats per response)", "KL", 2, noise=_NOISE),
-    Metric("eval/response_tokens", "response length (tokens)", "tokens", 1),
-    Metric("environment/turns", "replies per episode", "turns", 1),
-    Metric("environment/tool_errors", "failed calls per episode", "failed calls", 2, -1),
-    Metric("objective/entropy", "entropy estimate (nats per response)", "entropy", 2),
+_TABLE = data("metrics.yaml")
+LEARNING, OPTIMIZATION, OFF_POLICY, _OTHERS = (
+    [Metric(name, **fields) for name, fields in _TABLE[figure].items()]
+    for figure in ("learning", "optimization", "off_policy", "tables")
 )
-
-# Metrics of the figure of the optimization, in the order of the panels.
-OPTIMIZATION = (
-    Metric("loss/policy", "loss", "training loss", 3, -1, "algo", noise=_NOISE),
-    Metric("loss/value", "loss of the value model", "value loss", 3, -1, "algo"),
-    _share("rewards/accuracies", "accuracy on training pairs", "training accuracy"),
-    Metric("rewards/margins", "reward margin on training pairs", "margin", 3, 0, "algo", noise=_NOISE),
-    Metric("policy/grad_norm", "gradient norm before clipping", "gradient norm", 3, logarithmic=True),
-    Metric("lr", "learning rate", "learning rate", 9),
-    Metric("memory/peak_gib", "peak memory (GiB)", "peak GiB", 1),
-)
-
-# Metrics of the figure of lag and mismatch, in the order of the panels.
-OFF_POLICY = (
-    Metric("lag", "lag (updates)", "lag", 1, noise=_NOISE),
-    Metric("mismatch/token_lag", "lag of a token (updates)", "token lag", 1, noise=_NOISE),
-    Metric("replay/age", "lag of a prompt (updates)", "age", 1, noise=_NOISE),
-    Metric("prompts/solved", "share of solved prompts", "solved", 3, rate=True),
-    Metric("mismatch/kl", "KL of sampler and trainer (nats per token)", "KL", 6, noise=_NOISE),
-    # a log-prob in float32 has an error of up to 1e-5
-    Metric(
-        "mismatch/max_ratio", "largest ratio of trainer to sampler", "largest ratio", expected=1.0, noise=1e-5
-    ),
-    _sample_size("mismatch/ess", "effective sample size over responses", "ESS"),
-    _sample_size("weighting/ess", "effective sample size over pairs", "pair ESS"),
-    Metric("policy/clipfrac", "fraction of clipped ratios", "clipped", 3, noise=_NOISE, rate=True),
-)
-
-_PERPLEXITY = Metric("eval/ppl", "perplexity under the reference", "perplexity", 2)
-METRICS = {each.name: each for each in (*LEARNING, *OPTIMIZATION, *OFF_POLICY, _PERPLEXITY)}
+METRICS = {each.name: each for each in (*LEARNING, *OPTIMIZATION, *OFF_POLICY, *_OTHERS)}
 
 # Metrics that state the result of a run, by kind; the first that most runs have is the result. The metrics of
 # training rows follow, for runs without evaluations.
@@ -563,6 +509,20 @@ def main_metric(kind: Kind, runs: Sequence[Run]) -> Metric | None:
     counts = {name: sum(run.last(name) is not None for run in runs) for name in _RESULTS[kind].split()}
     name = max(counts, key=lambda name: (counts[name] > 0 and METRICS[name].evaluated, counts[name]))
     return METRICS[name] if counts[name] else None
+
+
+def value_of(row: Mapping[str, object], name: str) -> float | None:
+    """Return the value of a metric for one response; None if completions.jsonl does not determine it."""
+    keys = {"eval/score": "score", "eval/gold_score": "gold_score", "eval/win_rate": "gold_score"}
+    keys["eval/accuracy"] = "gold_score" if "gold_score" in row else "score"
+    value, reference = row.get(keys.get(name, "")), row.get("reference_gold_score")
+    if not isinstance(value, int | float):
+        return None
+    if name == "eval/accuracy":  # of answers; that of pairs does not depend on a response
+        return float(value == 1) if reference in (1, None) else None
+    if name != "eval/win_rate":
+        return float(value)
+    return float(value > reference) if isinstance(reference, int | float) else None
 
 
 def number(value: float, decimals: int) -> str:

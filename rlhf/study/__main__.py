@@ -6,7 +6,6 @@ Exit codes: those of `rlhf.train`. The first line of the function of a command i
 from __future__ import annotations
 
 import argparse
-from argparse import Namespace
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,81 +13,80 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.core.errors import RunError, UserError
 from rlhf.launch.command_line import exit_codes
-from rlhf.terminal.console import prepare_output
-from rlhf.terminal.console import show as say
+from rlhf.terminal import console
 
 if TYPE_CHECKING:
     from rlhf.study.study import Study
 
 
-def plan(study: Study, options: Namespace) -> None:
+def plan(study: Study, options: argparse.Namespace) -> None:
     """Print what is done, stale and missing, and problems of the runs."""
     from rlhf.study.work import price_of
 
     found = study.plan(_only(options))
     found.check()
     for line in [*found.lines(), *price_of(found).lines(1), f"results: {study.spec.folder}"]:
-        say(line)
+        console.show(line)
 
 
-def price(study: Study, options: Namespace) -> None:
+def price(study: Study, options: argparse.Namespace) -> None:
     """Measure the cost of a run by short runs, and print the price."""
     for line in study.price().lines(options.workers):
-        say(line)
+        console.show(line)
 
 
-def run(study: Study, options: Namespace) -> None:
+def run(study: Study, options: argparse.Namespace) -> None:
     """Carry out the missing runs; the same command resumes."""
     study.run(options.workers, _only(options), options.nice, options.failed, options.slurm)
-    say(f"all runs are done; write the page: rlhf study page {study.spec.file}")
+    console.show(f"all runs are done; write the page: rlhf study page {study.spec.file}")
 
 
-def repeat(study: Study, options: Namespace) -> None:
+def repeat(study: Study, options: argparse.Namespace) -> None:
     """Carry out one run again, and compare it with its row."""
     from rlhf.study.study import difference
 
     row, new = study.repeat(dict(word.partition("=")[::2] for word in options.where))
     if found := difference(row, new):
         raise RunError(found)
-    say(f"equal: {new.metric} {new.metrics.get(new.metric)}")
+    console.show(f"equal: {new.metric} {new.metrics.get(new.metric)}")
 
 
-def add(study: Study, options: Namespace) -> None:
+def add(study: Study, options: argparse.Namespace) -> None:
     """Write a study of further methods beside the rows of this one."""
     from rlhf.study.study import compare, write_study
 
     added = type(study)(file := write_study(study.spec, options.methods))
     for line in compare(study, added.spec):
-        say(line)
-    say(f"study: {file}; next: rlhf study run {file}")
+        console.show(line)
+    console.show(f"study: {file}; next: rlhf study run {file}")
 
 
-def show(study: Study, options: Namespace) -> None:
+def show(study: Study, options: argparse.Namespace) -> None:
     """Print the state and the tables so far."""
     from rlhf.study.page import for_terminal, state, tables
     from rlhf.study.rows import Results
 
     results = Results.read(study.spec)
     for text in state(results):
-        say(text.replace("**", ""))
+        console.show(text.replace("**", ""))
     for table in tables(results):
-        say("\n".join(["", *for_terminal(table)]))
+        console.show("\n".join(["", *for_terminal(table)]))
 
 
-def page(study: Study, options: Namespace) -> None:
+def page(study: Study, options: argparse.Namespace) -> None:
     """Write the page, tables and figures from rows.jsonl."""
     from rlhf.study.page import write_page
     from rlhf.study.rows import Results
 
     spec = study.spec
     if spec.figures and find_spec("matplotlib") is None:
-        say("no figures: matplotlib is missing; run: pip install -e '.[report]'")
+        console.show("no figures: matplotlib is missing; run: pip install -e '.[report]'")
     try:
         written = write_page(Results.read(spec), final=options.final, latex=options.latex)
     except OSError as error:
         got = f"{error.filename or spec.folder} ({error.strerror})"
         raise UserError(f"page must write files in {spec.folder}, got {got}; make it writable") from None
-    say(f"page: {spec.page} ({len(written) - 1} tables and figures: {spec.folder})")
+    console.show(f"page: {spec.page} ({len(written) - 1} tables and figures: {spec.folder})")
 
 
 def _count(text: str) -> int:
@@ -134,7 +132,7 @@ _COMMANDS = {
 _DOES = "Evaluate a study of tasks, methods, axes and seeds that a YAML file declares."
 
 
-def _only(options: Namespace) -> dict[str, list[str]]:
+def _only(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the values of `--only` and `--part` by name."""
     found = {name: values.split(",") for name, _, values in (word.partition("=") for word in options.only)}
     return found | ({"part": [options.part]} if options.part else {})
@@ -142,7 +140,7 @@ def _only(options: Namespace) -> dict[str, list[str]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command with `arguments`, by default those of the command line."""
-    prepare_output()
+    console.prepare_output()
     parser = argparse.ArgumentParser(prog="python -m rlhf.study", description=_DOES, allow_abbrev=False)
     parsers = parser.add_subparsers(required=True, metavar="<command>")
     for command, names in _COMMANDS.items():

@@ -13,7 +13,7 @@ import yaml
 from rlhf.core.errors import UserError
 from rlhf.study.spec import Axis, Formula, Grid, Include, Method, Quantity, Spec, Table, Task, Tune, folder_of
 from rlhf.usercode.address import function_problem
-from rlhf.words.mistakes import closest, suggestion
+from rlhf.words.mistakes import suggestion
 
 # Reading of study files: all problems are reported together, each with its line.
 #
@@ -132,8 +132,7 @@ class Document:
             self.wrong(key, "must be a mapping", tree, f"write {key}: {{<name>: <value>}}")
             return {}
         for name in tree.keys() - set(tree if known is None else known):
-            guess = closest(name, known or ())
-            remedy = f"did you mean {guess}?" if guess else "leave it out"
+            remedy = suggestion(name, known or (), "did you mean {}?") or "leave it out"
             self.wrong(_below(key, name), f"must be one of {', '.join(known or ())}", name, remedy)
         return {name: value for name, value in tree.items() if known is None or name in known}
 
@@ -209,9 +208,9 @@ class Document:
         known, value = list(choices), self.values.get(key) if value is None else value
         if isinstance(value, str) and value in known:
             return value
-        guess = closest(value, known) if isinstance(value, str) else None
-        remedy = f"did you mean {guess}?" if guess else "choose one of them"
-        self.wrong(key, f"must be {what} ({', '.join(known) or 'there are none'})", value, remedy)
+        guess = suggestion(value, known, "did you mean {}?") if isinstance(value, str) else ""
+        rule = f"must be {what} ({', '.join(known) or 'there are none'})"
+        self.wrong(key, rule, value, guess or "choose one of them")
         return ""
 
     def some_of(self, key: str, choices: Iterable[str], what: str) -> tuple[str, ...]:
@@ -276,10 +275,9 @@ class _Reading(Document):
         for name in self.axes.keys() - used:
             remedy = f"write grids: [{{{name}: all}}]"
             self.wrong(f"axes.{name}", "must be used by a grid", "none", remedy)
-        resources = {
-            each: str(self.number(f"resources.{each}", 1, int, int(each != "gpus")))
-            for each in self.mapping("resources", ("threads", "gpus", "minutes"))
-        }
+        given = self.mapping("resources", ("threads", "gpus", "minutes"))
+        least = {each: int(each != "gpus") for each in given}
+        resources = {each: str(self.number(f"resources.{each}", 1, int, least[each])) for each in given}
         page = self.path("page", "page.md", r".+\.md", "<file>.md")
         interval = self.values.get("interval", "t")
         values = [Table(Quantity.VALUE, axis) for axis in self.axes or [""]]
@@ -321,10 +319,8 @@ class _Reading(Document):
         found = [file for file in files if file.is_file()]
         if not found or found[0].resolve() in self.around:
             known = [file.stem for file in (*beside.glob("*.yaml"), *root.glob("*.yaml"))]
-            guess = (
-                suggestion(str(name), {*known} - {self.name}, "did you mean {}?") or f"choose one in {root}"
-            )
-            self.wrong(key, "must name another study", name, guess)
+            guess = suggestion(str(name), {*known} - {self.name}, "did you mean {}?")
+            self.wrong(key, "must name another study", name, guess or f"choose one in {root}")
             return None
         try:
             return _Reading(found[0], self.around).spec()
@@ -343,11 +339,10 @@ class _Reading(Document):
             at = f"tasks.{name}"
             if not isinstance(content, list):
                 self.mapping(at, ("set", "metric", "name", "at_kl", "at_time", "better", "worst", "fall"))
-            rule = "a metric of the evaluations, eval/<name>"
-            metric = self.text(f"{at}.metric", "", "eval/.+", rule) or None
-            better = self.one_of(
-                f"{at}.better", _BETTER, "a direction", self.text(f"{at}.better", _BETTER[0])
-            )
+            what = "a metric of the evaluations, eval/<name>"
+            metric = self.text(f"{at}.metric", "", "eval/.+", what) or None
+            given = self.text(f"{at}.better", _BETTER[0])
+            better = self.one_of(f"{at}.better", _BETTER, "a direction", given)
             if better == _BETTER[1] and f"{at}.worst" not in self.values:
                 rule = "must be given if lower values are better (a run that diverged has this value)"
                 self.wrong(f"{at}.worst", rule, "none", "write worst: 100")
@@ -412,10 +407,8 @@ class _Reading(Document):
 
     def read_levels(self, key: str) -> dict[str, str]:
         """Return one value of each axis that is named."""
-        return {
-            axis: self.one_of(f"{key}.{axis}", self.axes[axis].values, f"a value of {axis}")
-            for axis in self.mapping(key, list(self.axes))
-        }
+        named = [(axis, self.axes[axis].values) for axis in self.mapping(key, list(self.axes))]
+        return {axis: self.one_of(f"{key}.{axis}", values, f"a value of {axis}") for axis, values in named}
 
     def read_include(self) -> Iterable[Include]:
         """Yield the studies whose rows are shown beside those of this one."""
@@ -474,13 +467,14 @@ class _Reading(Document):
         """Return the formula of each claim; the form and the names in it are checked."""
         found = {said: str(text) for said, text in self.mapping("claims").items()}
         for said, text in found.items():
-            formula, at = Formula.read(text), f"claims.{said}"
-            if formula is not None and formula.left is None:
-                self.address(at)
-            if formula is None:
+            at = f"claims.{said}"
+            if (formula := Formula.read(text)) is None:
                 remedy = "write loss(dpo) < 0.5 * loss(ppo, rloo) at lag=64"
                 self.wrong(at, "must compare quantities of methods", text, remedy)
-            for rule in formula.problems(self.methods, self.axes, self.tasks) if formula else ():
+                continue
+            if formula.left is None:
+                self.address(at)
+            for rule in formula.problems(self.methods, self.axes, self.tasks):
                 self.wrong(at, f"must {rule}", text, "fix the formula")
         return found
 
@@ -491,5 +485,4 @@ class _Reading(Document):
             if isinstance(found, Table):
                 yield found
             else:
-                rule, got, remedy = found
-                self.wrong(at, rule, got, remedy)
+                self.add(at, f"{at} {found}")

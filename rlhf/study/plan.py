@@ -24,7 +24,6 @@ from rlhf.config.run import Progress
 from rlhf.config.schema import PARTS, SCHEMAS, dotted, sections
 from rlhf.core import files
 from rlhf.core.errors import UserError
-from rlhf.core.files import digest
 from rlhf.core.launched import RESULTS
 from rlhf.core.machine import cached_folder
 from rlhf.core.statistics import detectable
@@ -33,7 +32,6 @@ from rlhf.study.rows import FAILED, FINISHED, Results, Row, judged, named, read_
 from rlhf.study.spec import TABLE, TUNE, Cell, Run, Spec, Tune, Tuned
 from rlhf.usercode.address import ONLY_HERE
 from rlhf.words import catalogue
-from rlhf.words.catalogue import read_overrides
 from rlhf.words.compose import run_name, what_counts
 from rlhf.words.mistakes import explained, is_own, lacking, one_of, suggestion
 
@@ -84,7 +82,7 @@ class _Tuning:
                 self.choices[key] = known
                 continue
             compared = _neighbours(tune, known) if known else _grid(tune)
-            runs, choice = self._compare(tune, cell, compared, 0 if known else tune.extend)
+            runs, choice = self._compare(cell, compared, 0 if known else tune.extend)
             if choice is None and key in saved and {*map(_said, compared)} <= saved[key].values.keys():
                 choice = saved[key]  # the rows are not here
             else:
@@ -99,16 +97,14 @@ class _Tuning:
         choice = self.choices.get((cell.task, cell.method, self.spec.tuning_point(cell)))
         return None if choice is None else tuple(choice.chosen.items())
 
-    def _compare(
-        self, tune: Tune, cell: Cell, compared: list[Tuned], extend: int
-    ) -> tuple[list[Run], _Choice | None]:
+    def _compare(self, cell: Cell, compared: list[Tuned], extend: int) -> tuple[list[Run], _Choice | None]:
         """Return the runs that compare settings of a cell, and the choice if all runs have rows.
 
         A choice on the edge adds up to `extend` further settings.
         """
-        task = self.spec.tasks[cell.task]
+        task, seeds = self.spec.tasks[cell.task], self.spec.tune.seeds if self.spec.tune else ()
         while True:
-            runs = [Run(cell, seed, each, TUNE) for each in compared for seed in tune.seeds]
+            runs = [Run(cell, seed, each, TUNE) for each in compared for seed in seeds]
             values: dict[Tuned, list[float]] = {each: [] for each in compared}
             for run in runs:
                 if (row := self.find(run)) is None:
@@ -151,16 +147,16 @@ def read_choices(file: Path) -> dict[tuple[str, str, str], _Choice]:
     Raises:
         UserError: the file is damaged.
     """
-
-    def read(tree: dict[str, Any]) -> dict[tuple[str, str, str], _Choice]:
-        return {
+    return read_saved(
+        file,
+        "choices",
+        lambda tree: {
             (task, method, point): _Choice(**choice)
             for task, methods in tree.items()
             for method, points in methods.items()
             for point, choice in points.items()
-        }
-
-    return read_saved(file, "choices", read)
+        },
+    )
 
 
 def read_saved(file: Path, what: str, read: Callable[[dict[str, Any]], _Saved]) -> _Saved:
@@ -313,12 +309,11 @@ def _sources(address: str) -> dict[str, str]:
 
 def _file_of(root: str, *below: str) -> Path | None:
     """Return the Python file of a module, without importing it or the packages that contain it, or None."""
-    spec = find_spec(root)
-    if spec is None or (below and not spec.submodule_search_locations):
+    if (spec := find_spec(root)) is None:
         return None
-    folders = [Path(each, *below) for each in spec.submodule_search_locations or ()] if below else []
+    folders = [Path(each, *below) for each in spec.submodule_search_locations or ()]
     files = [file for each in folders for file in (each / "__init__.py", each.with_suffix(".py"))]
-    files = files or [Path(spec.origin or "")]
+    files += [] if below else [Path(spec.origin or "")]
     return next((file for file in files if file.suffix == ".py" and file.is_file()), None)
 
 
@@ -354,6 +349,11 @@ class Planned:
     reason: str | None = None  # why its row is stale
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """The fields of a row that say what it was made of."""
+        return {"run": self.digest, "inputs": dict(self.inputs), "results": RESULTS}
+
+    @property
     def state(self) -> str:
         """`DONE`, `STALE` or `MISSING`."""
         return DONE if self.row else STALE if self.stale else MISSING
@@ -382,14 +382,8 @@ class Configs:
             self.of_cells[of_cell] = self._compose(self.spec.overrides_of(run))
         cfg = self.of_cells[of_cell].with_(dict.fromkeys(self.spec.repeat, run.seed))
         threads = int(self.spec.resources.get("threads", 0)) or (None if "gpus" in self.spec.resources else 1)
-        return cfg.with_(
-            {
-                "output_dir": str(self.spec.folder / "runs"),
-                "progress": Progress.plain,
-                "eval.samples": 0,
-                "backend.threads": cfg.backend.threads or threads,
-            }
-        )
+        own = {"output_dir": str(self.spec.folder / "runs"), "progress": Progress.plain, "eval.samples": 0}
+        return cfg.with_({**own, "backend.threads": cfg.backend.threads or threads})
 
     def planned(self, run: Run) -> Planned:
         """Return a run with its identity, as if it had no row."""
@@ -402,10 +396,10 @@ class Configs:
     def cost(self, run: Run) -> str:
         """Return a digest of the settings on which the cost of an episode and of an evaluation depends."""
         if (of_cell := run._replace(seed=0)) not in self.costs:
-            cfg, parts = self.config(run), ("model", "task", "scorer", "gold", "generator", "eval")
+            cfg, counted = self.config(run), what_counts(self.config(run))
+            parts = [counted[name] for name in ("model", "task", "scorer", "gold", "generator", "eval")]
             algo = [cfg.algo.name, cfg.algo.samples_per_prompt, cfg.schedule.epochs]
-            counted = what_counts(cfg)
-            self.costs[of_cell] = digest([*algo, *(counted[name] for name in parts)])
+            self.costs[of_cell] = files.digest([*algo, *parts])
         return self.costs[of_cell]
 
     def problems(self, runs: Iterable[Run]) -> Iterator[str]:
@@ -434,7 +428,7 @@ class Configs:
 
     def _mistakes(self, words: Sequence[str]) -> list[str]:
         """Return why a config cannot be composed, and what is wrong with the values that are left then."""
-        typed = read_overrides(words)
+        typed = catalogue.read_overrides(words)
         try:
             cfg = self._compose(words)
         except UserError as error:
@@ -454,7 +448,7 @@ class Configs:
                 return composed(list(words))
             options = tuple(  # overrides that may select an option of a group, or add or remove something
                 each.text
-                for each in read_overrides(words)
+                for each in catalogue.read_overrides(words)
                 if each.sign or not ("." in each.key and "@" not in each.key or each.key in self.spec.repeat)
             )
             if options not in self.nodes:
@@ -487,9 +481,8 @@ class Plan:
     ) -> None:
         self.spec, self.configs, self.only = spec, configs or Configs(spec), _selection(spec, only or {})
         self.rows = {row.run: row for row in reversed(list(rows))}
-        self.unnamed = {
-            _names(vars(row)): row for row in self.rows.values() if not row.results and 0 in spec.accept
-        }
+        unknown = [row for row in self.rows.values() if not row.results and 0 in spec.accept]
+        self.unnamed = {_names(vars(row)): row for row in unknown}
         first = tuple((key, values[0]) for key, values in spec.tune.values.items()) if spec.tune else ()
         self.undecided: list[Run] = []
         self.examples = [Run(cell, spec.seeds[0], first, TABLE) for cell in spec.cells()]  # of all cells
@@ -500,11 +493,9 @@ class Plan:
                 for cell in spec.cells():
                     tuned = self.tuning.tuned(cell)
                     run = Run(cell, seed, first if tuned is None else tuned, TABLE)
-                    if not self._selected(run):
-                        continue
-                    if tuned is None:
+                    if self._selected(run) and tuned is None:
                         self.undecided.append(run)
-                    else:
+                    elif self._selected(run):
                         self.runs.append(self._planned(run))
         except UserError as error:  # the first of perhaps many
             tried = [*self.examples]
@@ -545,13 +536,10 @@ class Plan:
         grid_of: dict[Cell, int] = {}  # the first grid that has the cell
         for number, grid in enumerate(spec.grids):
             grid_of = dict.fromkeys(spec.cells([grid]), number) | grid_of
-        counts = Counter(
-            (-1 if run.part == TUNE else grid_of[run.cell], run.cell.task, state)
-            for run, state in (
-                *((each.run, each.state) for each in self.runs),
-                *((run, MISSING) for run in self.undecided),
-            )
-        )
+        states = [(run, MISSING) for run in self.undecided] + [(each.run, each.state) for each in self.runs]
+        counts: Counter[tuple[int, str, str]] = Counter()
+        for run, state in states:
+            counts[-1 if run.part == TUNE else grid_of[run.cell], run.cell.task, state] += 1
         rows: list[tuple[str, ...]] = [("grid", "task", DONE, STALE, MISSING)]
         for number, grid in enumerate([{}, *spec.grids], -1):
             words = (f"{k}={'all' if len(v) > 3 else '/'.join(v)}" for k, v in grid.items())
@@ -569,11 +557,9 @@ class Plan:
             yield f"not used: {len(self.unused)} rows with other settings"
         for key, several in spec.set_twice().items():
             yield f"set twice: {key} ({', '.join(several)}; the last one counts)"
-        yield from (
-            f"{key}: your code must return {name}, no run has it otherwise"
-            for key, name in named(spec)
-            if is_own(name)
-        )
+        for key, name in named(spec):
+            if is_own(name):
+                yield f"{key}: your code must return {name}, no run has it otherwise"
         yield from (f"tuning: {text}" for text in self.tuning.problems())
         if len(spec.seeds) > 1:
             size = detectable(1.0, len(spec.seeds))

@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -23,7 +23,6 @@ from rlhf.core.formatting import shortened
 from rlhf.core.statistics import LEVEL, Estimate, Side, distinct, holm
 from rlhf.report.runs import finite
 from rlhf.study.spec import BEST, SAME, TABLE, Cell, Formula, Operand, Quantity, Spec, Task
-from rlhf.words.mistakes import KNOWN as KNOWN
 
 # rows.jsonl: the results of a study, one row a run. Tables, figures and claims are made of it alone.
 
@@ -47,17 +46,20 @@ class Row:
     status: str  # `FINISHED`; `DIVERGED`: a loss was not finite; `FAILED`: another error
     error: str | None  # the first line of the error
     metric: str  # the objective metric
-    metrics: Mapping[str, float]  # all metrics of the last evaluation
-    evaluations: Mapping[str, Sequence[float | None]]  # "update" and chosen metrics, a value per evaluation
-    means: Mapping[str, float]  # training metrics, mean over the last quarter of the updates
-    prompts: int  # held-out prompts of the last evaluation; 0: unknown
-    bits: str | None  # one bit per held-out prompt (see `packed`); None: scores are not binary
-    cpu_s: float  # CPU seconds, without the models that runs share
-    gpu_s: float
-    memory_gb: float | None  # peak memory in 10^9 bytes; None: not measured
-    machine: str  # machine class: processor, instruction set, GPU, threads, libraries; "": unknown
-    models: Mapping[str, str]  # digest of each stage model (SFT, pairs, reward model)
-    versions: str  # commit, with "+ changes" if files were changed; version of torch
+    metrics: Mapping[str, float] = field(default_factory=dict)  # all metrics of the last evaluation
+    # "update" and chosen metrics, a value per evaluation
+    evaluations: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    # training metrics, mean over the last quarter of the updates
+    means: Mapping[str, float] = field(default_factory=dict)
+    prompts: int = 0  # held-out prompts of the last evaluation; 0: unknown
+    bits: str | None = None  # one bit per held-out prompt (see `packed`); None: scores are not binary
+    cpu_s: float = 0.0  # CPU seconds, without the models that runs share
+    gpu_s: float = 0.0
+    memory_gb: float | None = None  # peak memory in 10^9 bytes; None: not measured
+    machine: str = ""  # machine class: processor, instruction set, GPU, threads, libraries; "": unknown
+    # digest of each stage model (SFT, pairs, reward model)
+    models: Mapping[str, str] = field(default_factory=dict)
+    versions: str = ""  # commit, with "+ changes" if files were changed; version of torch
 
     @property
     def outcomes(self) -> np.ndarray | None:
@@ -240,11 +242,8 @@ class Results:
 
     def _add(self, spec: Spec, wanted: Iterable[Cell], rows: Iterable[Row], more: Mapping[str, str]) -> None:
         """Add the rows of some cells of a study; `more`: values of axes that the study lacks."""
-        own = {
-            cell: self.spec.cell(cell.task, cell.method, {**dict(cell.levels), **more})
-            for cell in wanted
-            if cell.task in self.spec.tasks and cell.method in self.spec.methods
-        }
+        known = (cell for cell in wanted if cell.task in self.spec.tasks and cell.method in self.spec.methods)
+        own = {c: self.spec.cell(c.task, c.method, {**dict(c.levels), **more}) for c in known}
         own = {cell: shown for cell, shown in own.items() if shown not in self.seeds}
         self.seeds |= dict.fromkeys(own.values(), len(spec.seeds))
         for row in rows:
@@ -283,10 +282,8 @@ class Results:
             levels = list(self.spec.axes[axis].values)
             x = np.log2(np.asarray(levels, float))
             weights = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
-            return [
-                Term(w, cell.at({axis: level}), Quantity.VALUE)
-                for w, level in zip(weights, levels, strict=True)
-            ]
+            pairs = zip(weights, levels, strict=True)
+            return [Term(w, cell.at({axis: level}), Quantity.VALUE) for w, level in pairs]
         return [Term(1.0, cell, quantity)]
 
     def contrast(self, terms: Sequence[Term]) -> Contrast:
@@ -319,9 +316,8 @@ class Results:
 
     def table(self, cell: Cell) -> np.ndarray | None:
         """Return the values [methods, seeds] of the column of a cell; None if values are missing."""
-        column = self.contrast(
-            [Term(1.0, cell.at({}, method), Quantity.VALUE) for method in self.spec.methods]
-        )
+        methods = self.spec.methods
+        column = self.contrast([Term(1.0, cell.at({}, method), Quantity.VALUE) for method in methods])
         whole = ~np.isnan(column.samples).any(axis=0)
         few = min(map(len, column.apart)) < len(self.spec.seeds) or sum(whole) < 2
         return None if few else column.samples[:, whole]
@@ -335,11 +331,9 @@ def _measured(row: Row, task: Task, quantity: str, exact: bool) -> float | None:
         fallen = bool(values) and values[-1] <= max(values) - task.fall + 1e-9
         return float(row.status == DIVERGED or fallen)
     if quantity in (Quantity.AT_KL, Quantity.AT_TIME):
-        names, x, power = (
-            (("eval/kl", "eval/gold_score"), task.at_kl, 0.5)
-            if quantity == Quantity.AT_KL
-            else (("rollouts/time_s", metric), task.at_time, 1.0)
-        )
+        names, x, power = ("rollouts/time_s", metric), task.at_time, 1.0
+        if quantity == Quantity.AT_KL:
+            names, x, power = ("eval/kl", "eval/gold_score"), task.at_kl, 0.5
         points = (row.evaluations.get(name, ()) for name in names)
         return None if x is None else _value_at(zip(*points, strict=False), x, power)
     if quantity == Quantity.START:
@@ -442,10 +436,9 @@ def decided(
     if n < FEWEST:
         return f"{UNDECIDED}: {n} seeds, at least {FEWEST} are needed"
     if within:
-        above = [max(p(c, -limit, "greater"), p(c, limit, "less")) for c in contrasts.values()]
-        below = [
-            min(p(c, -limit, "less", family), p(c, limit, "greater", family)) for c in contrasts.values()
-        ]
+        every = list(contrasts.values())
+        above = [max(p(c, -limit, "greater"), p(c, limit, "less")) for c in every]
+        below = [min(p(c, -limit, "less", family), p(c, limit, "greater", family)) for c in every]
     else:
         one, all_of = (family, 1) if chosen else (1, family)
         above = [p(c, limit, "greater", one) for c in contrasts.values()]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -14,9 +15,8 @@ from typing import Any, NamedTuple
 
 from rlhf.core import files
 from rlhf.core.errors import UserError, one_line, place_in_code
-from rlhf.core.files import component
 from rlhf.usercode.address import load_function
-from rlhf.words.catalogue import read_overrides
+from rlhf.words.catalogue import Override, read_overrides
 from rlhf.words.mistakes import KNOWN, suggestion
 
 # The declaration of a study: one YAML file with tasks, methods, axes, grids, seeds, tuning and claims.
@@ -96,11 +96,11 @@ class Table(NamedTuple):
     @property
     def file_name(self) -> str:
         """The name of a file with the table, without suffix."""
-        return component("_over_".join(filter(None, (self.quantity.replace("/", "_"), self.axis))))
+        return files.component("_over_".join(filter(None, (self.quantity.replace("/", "_"), self.axis))))
 
     @staticmethod
-    def read(text: str, tasks: Mapping[str, Task], axes: Collection[str]) -> Table | tuple[str, str, str]:
-        """Return the table of a text such as "loss over lag as the loss"; else rule, value and remedy.
+    def read(text: str, tasks: Mapping[str, Task], axes: Collection[str]) -> Table | str:
+        """Return the table of a text such as "loss over lag as the loss"; else what is wrong.
 
         Args:
             text: the text.
@@ -114,12 +114,12 @@ class Table(NamedTuple):
         if quantity not in known and "/" not in quantity:
             guess = suggestion(quantity, [*known, *KNOWN], "did you mean {}?") or "write value over <axis>"
             remedy = f"add tasks.<name>.{quantity}" if quantity in _QUANTITIES else guess
-            return f"must be <quantity> over <axis> ({', '.join(known)}, or a metric)", text, remedy
+            return f"must be <quantity> over <axis> ({', '.join(known)}, or a metric), got {text}; {remedy}"
         if quantity == Quantity.LOSS and not over:
-            return "must be over an axis", text, f"write {Quantity.LOSS} over <axis>"
+            return f"must be over an axis, got {text}; write {Quantity.LOSS} over <axis>"
         if over and axis not in axes:
             guess = suggestion(axis, axes, "did you mean {}?") or "choose one of them"
-            return f"must be over an axis ({', '.join(axes) or 'there are none'})", axis, guess
+            return f"must be over an axis ({', '.join(axes) or 'there are none'}), got {axis}; {guess}"
         return Table(quantity, axis, title)
 
 
@@ -242,43 +242,40 @@ class Spec:
                 found[self.cell(levels.pop("task"), levels.pop("method"), levels)] = None
         return list(found)
 
-    def _layers(self, run: Run) -> dict[str, Sequence[str]]:
-        """Return the overrides of a run by the key of the study file they come from; a later key wins."""
+    def _typed(self, run: Run) -> list[tuple[str, Override]]:
+        """Return the overrides of a run with the keys of the study file they come from; a later one wins."""
         cell = run.cell
-        return {
-            "set": self.overrides,
-            f"tasks.{cell.task}": self.tasks[cell.task].overrides,
-            f"methods.{cell.method}": self.methods[cell.method].overrides,
-            **{f"axes.{axis}": self.axes[axis].values[value] for axis, value in cell.levels},
-            "tune.set": self.tune.overrides if self.tune is not None and run.seed in self.tune.seeds else (),
-            **{f"tune.{key}": [f"{key}={value}"] for key, value in run.tuned},
-            "repeat": [f"{key}={run.seed}" for key in self.repeat],
-        }
+        layers: list[tuple[str, Sequence[str]]] = [
+            ("set", self.overrides),
+            (f"tasks.{cell.task}", self.tasks[cell.task].overrides),
+            (f"methods.{cell.method}", self.methods[cell.method].overrides),
+            *((f"axes.{axis}", self.axes[axis].values[value]) for axis, value in cell.levels),
+            ("tune.set", self.tune.overrides if self.tune and run.seed in self.tune.seeds else ()),
+            *((f"tune.{key}", [f"{key}={value}"]) for key, value in run.tuned),
+            ("repeat", [f"{key}={run.seed}" for key in self.repeat]),
+        ]
+        return [(name, each) for name, texts in layers for each in read_overrides(texts)]
 
     def overrides_of(self, run: Run) -> list[str]:
         """Return the overrides of a run, each key once, without those of the machine, as paths."""
-        texts = [text for layer in self._layers(run).values() for text in layer]
-        return list({each.key: each.text for each in read_overrides(texts)}.values())
+        return list({each.key: each.text for _, each in self._typed(run)}.values())
 
     def origin(self, run: Run, key: str) -> str:
         """Return the key of the study file from which a run has a config key, or that of its method."""
-        layers = self._layers(run).items()
-        found = [name for name, texts in layers if any(each.key == key for each in read_overrides(texts))]
-        return key if key in self.lines else found[-1] if found else f"methods.{run.cell.method}"
+        found = [name for name, each in self._typed(run) if each.key == key]
+        return key if key in self.lines else [f"methods.{run.cell.method}", *found][-1]
 
     def set_twice(self) -> dict[str, list[str]]:
         """Return the config keys that several keys of the study file set: config key -> keys of the file."""
         found: dict[str, dict[str, None]] = {}
         tuned = tuple((key, "") for key in self.tune.values) if self.tune else ()
         for cell in self.cells():
-            origins: dict[str, list[str]] = {}
-            for origin, texts in self._layers(Run(cell, 0, tuned, TABLE)).items():
-                for each in read_overrides(texts):
-                    origins.setdefault(each.key, []).append(origin)
-            for key, several in origins.items():
-                if len(several) > 1:
-                    found.setdefault(key, {}).update(dict.fromkeys(several))
-        return {key: list(several) for key, several in found.items()}
+            typed = self._typed(Run(cell, 0, tuned, TABLE))
+            several = Counter(each.key for _, each in typed)
+            for name, each in typed:
+                if several[each.key] > 1:
+                    found.setdefault(each.key, {})[name] = None
+        return {key: list(names) for key, names in found.items()}
 
     def tuning_point(self, cell: Cell) -> str:
         """Return the name of the point of `tune.at` whose choice a cell uses: the last one that it reaches.
@@ -294,13 +291,11 @@ class Spec:
             except ValueError:
                 return list(self.axes[axis].values).index(value)
 
+        levels = dict(cell.levels)
         reached = [
             point
             for point, limits in self.tune.reach.items()
-            if any(
-                axis in limits and rank(axis, value) >= rank(axis, limits[axis])
-                for axis, value in cell.levels
-            )
+            if any(rank(axis, levels[axis]) >= rank(axis, least) for axis, least in limits.items())
         ]
         both = "+".join(reached)
         return both if both in self.tune.at else [next(iter(self.tune.at)), *reached][-1]
@@ -444,18 +439,18 @@ class Formula:
 
     def problems(
         self, methods: Iterable[str], axes: Mapping[str, Axis], tasks: Mapping[str, Task] | None = None
-    ) -> list[str]:
-        """Return what is wrong with the names of a claim: a rule for each problem."""
-        known, quantities, found = [*methods, SAME, BEST], _quantities(tasks or {}), []
+    ) -> Iterator[str]:
+        """Yield what is wrong with the names of a claim: a rule for each problem."""
+        known, quantities = [*methods, SAME, BEST], [*_quantities(tasks or {}), Quantity.SLOPE]
         sides = [side for side in (self.left, self.right) if side is not None]
         if any(BEST in side.methods for side in sides) and (
             len(sides[0].methods) > 1 or sides[0].every or sides[1:]
         ):
-            found.append(f"compare {BEST} with a number")
+            yield f"compare {BEST} with a number"
         if sides and SAME in sides[0].methods:
-            found.append(f"have {SAME} on the right only")
+            yield f"have {SAME} on the right only"
         if sides[1:] and sides[0].methods == sides[1].methods and len(sides[0].methods) == 1:
-            found.append(f"compare different methods, or {SAME} at other values")
+            yield f"compare different methods, or {SAME} at other values"
         for side in sides:
             named = [*side.levels, *side.every, *filter(None, [side.over])]
             said = [("methods", m, known) for m in side.methods] + [("axes", axis, [*axes]) for axis in named]
@@ -463,22 +458,21 @@ class Formula:
             for what, name, names in said:
                 if name not in names:
                     guess = suggestion(name, names, " (did you mean {}?)")
-                    found.append(f"name {what} ({', '.join(names) or 'there are none'}), not {name}{guess}")
-            if side.quantity not in (*quantities, Quantity.SLOPE) and "/" not in side.quantity:
-                every = ", ".join([*quantities, Quantity.SLOPE])
-                why = suggestion(side.quantity, [*quantities, Quantity.SLOPE, *KNOWN], " (did you mean {}?)")
+                    yield f"name {what} ({', '.join(names) or 'there are none'}), not {name}{guess}"
+            if side.quantity not in quantities and "/" not in side.quantity:
+                every = ", ".join(quantities)
+                why = suggestion(side.quantity, [*quantities, *KNOWN], " (did you mean {}?)")
                 why = f" (add tasks.<name>.{side.quantity})" if side.quantity in _QUANTITIES else why
-                found.append(f"be about {every} or a metric, not {side.quantity}{why}")
+                yield f"be about {every} or a metric, not {side.quantity}{why}"
             if (side.quantity == Quantity.SLOPE) != bool(side.over):
-                found.append(f"have 'over <axis>' after {Quantity.SLOPE}, and nowhere else")
+                yield f"have 'over <axis>' after {Quantity.SLOPE}, and nowhere else"
             if side.over in axes and not all(map(_POSITIVE.fullmatch, axes[side.over].values)):
-                found.append(f"have a slope over an axis of positive numbers, not {side.over}")
+                yield f"have a slope over an axis of positive numbers, not {side.over}"
             if side.quantity == Quantity.LOSS and not side.levels and not side.every:
-                found.append("say at which value of an axis a loss is meant, as 'at lag=64'")
+                yield "say at which value of an axis a loss is meant, as 'at lag=64'"
             axis, value = next(iter(side.levels.items()), ("", ""))
             if side.quantity == Quantity.LOSS and axis in axes and {*axes[axis].bases.values()} == {value}:
-                found.append(f"be about a loss at another value than the base ({axis}={value})")
-        return found
+                yield f"be about a loss at another value than the base ({axis}={value})"
 
 
 def _side(text: str) -> Operand | None:

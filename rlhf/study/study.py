@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,17 +25,16 @@ import yaml
 
 from rlhf.core import files
 from rlhf.core.errors import RunError, UserError
-from rlhf.core.files import write_atomically
 from rlhf.core.formatting import figure
 from rlhf.core.statistics import detectable
 from rlhf.processes.signals import interruptible
+from rlhf.runs.lock import unwritable
 from rlhf.study import work
 from rlhf.study.file import Document, read_spec
 from rlhf.study.page import families, tables, verdicts, write_page
 from rlhf.study.plan import ROW, Collection, Configs, Only, Plan, Planned
 from rlhf.study.rows import Judged, Results, Row, read_rows
 from rlhf.study.spec import TABLE, Cell, Spec, Table
-from rlhf.study.work import run
 from rlhf.words.mistakes import suggestion
 
 if TYPE_CHECKING:
@@ -79,8 +79,48 @@ class Study:
         failed: bool = False,
         slurm: Sequence[str] | None = None,
     ) -> None:
-        """Carry out the missing runs; see `rlhf.study.work.run`."""
-        run(self.spec, workers, only, nice, failed, slurm)
+        """Carry out the missing runs.
+
+        Args:
+            workers: number of workers, that is of runs in parallel.
+            only: the values to which the runs are restricted.
+            nice: niceness of the runs.
+            failed: repeat runs that failed.
+            slurm: submit the workers as a SLURM array with these settings of `hydra.launcher`, such as
+                "partition=gpu"; None: the workers are processes of this machine.
+
+        Raises:
+            UserError: a run is invalid, or the study costs more than its budget; nothing was started.
+            RunError: the same error came again and again, or the workers ended too early.
+            Interrupted, KeyboardInterrupt: a signal asked to stop; the same call resumes.
+        """
+        spec = self.spec
+        if (reason := unwritable(spec.folder)) is not None:
+            remedy = f"copy {spec.file.name} to another folder"
+            rule = f"the folder of a study must be one that can be written ({reason})"
+            raise UserError(f"{rule}, got {spec.folder}; {remedy}")
+        collection, configs, stopped = Collection(spec), Configs(spec), False
+        if failed:
+            collection.forget_failures()
+        plan = Plan(spec, collection.rows(), configs, only)
+        plan.check()
+        with interruptible():
+            if spec.budget:
+                work.measured_price(plan)
+            if any(run.part == TABLE for run in plan.missing):
+                spec.record_claims()
+            collection.collect(configs)
+            if plan.missing and slurm is not None:
+                work.in_array(plan, workers, nice, slurm)
+            elif plan.missing:
+                stopped = work.in_processes(plan, workers, nice)
+            while not collection.collect(configs):
+                time.sleep(work.POLL_S)
+        missing = len(plan.after(collection.rows()).missing)
+        if stopped:
+            raise RunError(f"a worker stopped after equal failures (above); {missing} runs are missing")
+        if missing:
+            raise RunError(f"the workers ended, {missing} runs are missing; the same command resumes")
 
     def rows(self) -> pandas.DataFrame:
         """Return the rows, one per run, with columns for axes and metrics of the last evaluation."""
@@ -98,9 +138,8 @@ class Study:
         import pandas
 
         table = Table.read(text, self.spec.tasks, self.spec.axes)
-        if not isinstance(table, Table):
-            rule, got, remedy = table
-            raise UserError(f"a table {rule}, got {got}; {remedy}")
+        if isinstance(table, str):
+            raise UserError(f"a table {table}")
         results = Results.read(self.spec)
         known = {name for row in results.rows for name in (*row.metrics, *row.means)}
         if "/" in table.quantity and table.quantity not in known:
@@ -236,7 +275,7 @@ def write_study(base: Spec, mine: Path) -> Path:
         raise UserError(f"{file} exists and differs from what {mine} says; edit it, or delete it and repeat")
     if is_new := not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, text)
+        files.write_atomically(file, text)
     try:
         spec = read_spec(file, made_of=mine)
         Plan(replace(spec, file=mine, lines=own.lines), []).check()  # messages name the lines of `mine`

@@ -16,9 +16,10 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.utils import instantiate
@@ -30,29 +31,20 @@ from rlhf.config.root import Config, set_environment
 from rlhf.core import files
 from rlhf.core.errors import Interrupted, RunError, UserError, override
 from rlhf.core.formatting import clock, figure
-from rlhf.core.launched import RESULTS
 from rlhf.launch.command_line import multirun_config, requeue
 from rlhf.launch.preflight import Job, completed, failure_message
 from rlhf.launch.sweep import submit_jobs
 from rlhf.loggers.logger import Hook, StopRun
 from rlhf.processes.signals import interruptible
-from rlhf.report.runs import Run as RunFiles
-from rlhf.report.runs import Status, read_run
-from rlhf.report.tables import value_of
+from rlhf.report import runs
 from rlhf.runs.folder import RunFolder
-from rlhf.runs.lock import LOCK, Lock, unwritable
-from rlhf.study.plan import FAILURES, ROW, Collection, Configs, Only, Plan, Planned, inputs, read_saved, stale
+from rlhf.runs.lock import LOCK, Lock
+from rlhf.study.plan import FAILURES, ROW, Collection, Plan, Planned, inputs, read_saved, stale
 from rlhf.study.rows import DIVERGED, FAILED, FINISHED, Row, packed, read_rows, write_rows
 from rlhf.study.spec import TABLE, Run, Spec
 from rlhf.terminal.console import console, print_error, show
 from rlhf.words.compose import initialized
 from rlhf.words.mistakes import explained
-
-if TYPE_CHECKING:
-    from multiprocessing.context import ForkProcess
-
-    from submitit.helpers import DelayedSubmission
-
 
 # The command `rlhf study run`, and its workers: equal processes without a head.
 #
@@ -67,63 +59,10 @@ LAUNCHER = "slurm"  # option of hydra/launcher
 _RESOURCES = {"threads": "cpus_per_task", "gpus": "gpus_per_node", "minutes": "timeout_min"}
 _SAME = 3  # equal failures in a row that stop a worker
 _STOPPED = 3  # exit code of a worker after that
-_POLL_S = 2.0  # seconds between two looks for finished runs, and for work while other workers have all runs
+POLL_S = 2.0  # seconds between two looks for finished runs, and for work while other workers have all runs
 
 
-def run(
-    spec: Spec,
-    count: int = 1,
-    only: Only = None,
-    niceness: int = 0,
-    failed: bool = False,
-    slurm: Sequence[str] | None = None,
-) -> None:
-    """Carry out the missing runs of a study.
-
-    Args:
-        spec: the study.
-        count: number of workers, that is of runs in parallel.
-        only: the values to which the runs are restricted.
-        niceness: niceness of the runs.
-        failed: repeat runs that failed.
-        slurm: submit the workers as a SLURM array with these settings of `hydra.launcher`, such as
-            "partition=gpu"; None: the workers are processes of this machine.
-
-    Raises:
-        UserError: a run is invalid, or the study costs more than its budget; nothing was started.
-        RunError: the same error came again and again, or the workers ended too early.
-        Interrupted, KeyboardInterrupt: a signal asked to stop; the same call resumes.
-    """
-    if (reason := unwritable(spec.folder)) is not None:
-        raise UserError(
-            f"the folder of a study must be one that can be written ({reason}), got {spec.folder}; copy "
-            f"{spec.file.name} to another folder"
-        )
-    collection, configs, stopped = Collection(spec), Configs(spec), False
-    if failed:
-        collection.forget_failures()
-    plan = Plan(spec, collection.rows(), configs, only)
-    plan.check()
-    with interruptible():
-        if spec.budget:
-            measured_price(plan)
-        if any(run.part == TABLE for run in plan.missing):
-            spec.record_claims()
-        collection.collect(configs)
-        if plan.missing and slurm is not None:
-            _in_array(plan, count, niceness, slurm)
-        elif plan.missing:
-            stopped = _in_processes(plan, count, niceness)
-        while not collection.collect(configs):
-            time.sleep(_POLL_S)
-    plan = plan.after(collection.rows())
-    if stopped:
-        raise RunError(f"a worker stopped after equal failures (above); {len(plan.missing)} runs are missing")
-    if plan.missing:
-        raise RunError(f"the workers ended, {len(plan.missing)} runs are missing; the same command resumes")
-
-
-def _in_processes(plan: Plan, count: int, niceness: int) -> bool:
+def in_processes(plan: Plan, count: int, niceness: int) -> bool:
     """Let workers in processes of this machine carry out runs; return whether equal failures stopped one."""
     _load()
 
@@ -140,7 +79,7 @@ def _in_processes(plan: Plan, count: int, niceness: int) -> bool:
         with (watch := Watch(plan, count)).live:
             codes: set[int | None] = {None}
             while None in codes and _STOPPED not in codes:
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
                 codes = {each.exitcode for each in processes}
                 watch.look()
         return _STOPPED in codes
@@ -151,7 +90,7 @@ def _in_processes(plan: Plan, count: int, niceness: int) -> bool:
             each.join()
 
 
-def _in_array(plan: Plan, count: int, niceness: int, settings: Sequence[str]) -> None:
+def in_array(plan: Plan, count: int, niceness: int, settings: Sequence[str]) -> None:
     """Let the elements of one SLURM array carry out runs, and print the errors of workers.
 
     Workers that are still in the queue after an earlier call are not submitted again.
@@ -167,9 +106,7 @@ def _in_array(plan: Plan, count: int, niceness: int, settings: Sequence[str]) ->
     with explained(words, sweep=True), initialized() as search:
         launcher = instantiate(multirun_config([*search, *words]).hydra.launcher)
     names = [f"worker-{number}" for number in range(1, count + 1)]
-    jobs = [
-        Job(number=number, label=name, folder=RunFolder(folder / name)) for number, name in enumerate(names)
-    ]
+    jobs = [Job(number=n, label=name, folder=RunFolder(folder / name)) for n, name in enumerate(names)]
     with (watch := Watch(plan, count)).live:
         results = submit_jobs(launcher, jobs, work=_Element(plan, niceness), meanwhile=watch.look)
     for name, result in zip(names, results, strict=True):
@@ -193,7 +130,7 @@ class _Element:
             raise RunError(str(reason)) from None
         return completed(None)
 
-    def checkpoint(self, number: int) -> DelayedSubmission:
+    def checkpoint(self, number: int) -> Any:
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, number)
@@ -232,7 +169,7 @@ class Worker:
                 return
             missing.sort(key=lambda each: bool(_failures(each.folder)))  # those that failed before come last
             if not any(map(self._take, missing)):
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
 
     def _take(self, planned: Planned) -> bool:
         """Carry out a run; return False if another worker has it."""
@@ -243,13 +180,12 @@ class Worker:
             if _is_done(self.plan.spec, planned):
                 return True
             identity = planned.folder / _IDENTITY
-            wanted = {"run": planned.digest, "inputs": dict(planned.inputs), "results": RESULTS}
             remedy = files.delete_command(planned.folder)
-            if not identity.exists() or files.read_json(identity, remedy) != wanted:
+            if not identity.exists() or files.read_json(identity, remedy) != planned.identity:
                 for path in planned.folder.iterdir():  # of another identity, such as that of changed data
                     if path.name != LOCK:
                         files.discard(path)
-                files.write_json(identity, wanted)
+                files.write_json(identity, planned.identity)
             self._carry_out(planned)
         finally:
             lock.release()
@@ -269,10 +205,9 @@ class Worker:
         if not new:
             self.errors.clear()
         elif len(self.errors) >= _SAME and len({*self.errors[-_SAME:]}) == 1:
-            raise RunError(
-                f"{_SAME} runs in a row failed with the same error ({self.errors[-1]}), the last one in "
-                f"{planned.folder}; remove the cause, then the same command resumes the study"
-            )
+            said = f"{_SAME} runs in a row failed with the same error ({self.errors[-1]}), the last one in"
+            remedy = "remove the cause, then the same command resumes the study"
+            raise RunError(f"{said} {planned.folder}; {remedy}")
 
 
 class Watch:
@@ -480,7 +415,7 @@ def _carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
             files.append(planned.folder / USED, [used])
             raise
         except RunError as reason:
-            if read_run(folder.path).status is not Status.failed:  # not a loss that is not finite
+            if runs.read_run(folder.path).status is not runs.Status.failed:  # not a loss that is not finite
                 raise
             error = str(reason).partition(";")[0]
     taken_s, used_s = time.monotonic() - began, _cpu_s() - used_s
@@ -492,15 +427,15 @@ def _carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
         made = (each for each in sorted(stage.folder.rglob("*")) if each.suffix in (".safetensors", ".arrow"))
         kept = [files.digest_of(each) for each in made if "checkpoint-" not in str(each)]
         models[stage.name] = files.digest(kept)
-    run = read_run(folder.path)
+    run = runs.read_run(folder.path)
     names = [each.quantity for each in (*spec.tables, *spec.figures)]
+    gpus = len(run.environment.get("devices", []))
     row = row_of(
         replace(planned, inputs=inputs(cfg)),
         **row_of_files(run, task.metric or cfg.metric, names),
         error=error,
         cpu_s=round(used_s + sum(each["cpu_s"] for each in earlier), 2),
-        gpu_s=round(taken_s + sum(each["taken_s"] for each in earlier), 2)
-        * len(run.environment.get("devices", [])),
+        gpu_s=round(taken_s + sum(each["taken_s"] for each in earlier), 2) * gpus,
         models=models,
     )
     if "models" not in spec.keep:
@@ -517,13 +452,10 @@ def _cpu_s() -> float:
 
 def row_of(planned: Planned, **fields: Any) -> Row:
     """Return the row of a run; fields that are not given are empty."""
-    empty: dict[str, Any] = {name: {} for name in ("metrics", "evaluations", "means", "models")}
-    empty |= {"prompts": 0, "bits": None, "cpu_s": 0.0, "gpu_s": 0.0, "memory_gb": None}
-    known = {"run": planned.digest, "inputs": dict(planned.inputs), "results": RESULTS, **planned.run.names()}
-    return Row(**{**known, **empty, "machine": "", "versions": "", **fields})
+    return Row(**planned.identity, **planned.run.names(), **fields)
 
 
-def row_of_files(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, Any]:
+def row_of_files(run: runs.Run, metric: str, names: Sequence[str]) -> dict[str, Any]:
     """Return the measured fields of the row of a run that finished or diverged.
 
     Args:
@@ -541,9 +473,9 @@ def row_of_files(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, 
     loads = {row["update"]: row["rollouts/time_s"] for row in run.trained if "rollouts/time_s" in row}
     times = {"rollouts/time_s": [loads.get(row["update"], 0.0) for row in evaluations]} if loads else {}
     completions = [row for row in run.completions() if row["update"] == last.get("update")]
-    outcomes = [value_of(row, metric) for row in completions]  # None: the completions do not show it
+    outcomes = [runs.value_of(row, metric) for row in completions]  # None: the completions do not show it
     return {
-        "status": DIVERGED if run.status is Status.failed else FINISHED,
+        "status": DIVERGED if run.status is runs.Status.failed else FINISHED,
         "metric": metric,
         "metrics": {name: value for name, value in last.items() if name.startswith("eval/")},
         "evaluations": {name: [row.get(name) for row in evaluations] for name in kept} | times,
@@ -560,19 +492,14 @@ def row_of_files(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, 
     }
 
 
-def machine_class(run: RunFiles) -> str:
+def machine_class(run: runs.Run) -> str:
     """Return what may change the last digits: processor, instruction set, GPUs, threads, libraries."""
     environment, packages = run.environment, run.environment.get("packages", {})
-    devices = environment.get("devices") or []
     processor = [str(environment.get(name, "")) for name in ("processor", "instructions")]
-    return ", ".join(
-        [
-            *([_PORTABLE] if run.config.get("backend.portable") else processor),
-            *(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
-            f"{run.config.get('backend.threads') or environment.get('cores', '?')} threads",
-            *(f"{name} {packages[name]}" for name in _LIBRARIES if name in packages),
-        ]
-    )
+    processor = [_PORTABLE] if run.config.get("backend.portable") else processor
+    threads = run.config.get("backend.threads") or environment.get("cores", "?")
+    libraries = [f"{name} {packages[name]}" for name in _LIBRARIES if name in packages]
+    return ", ".join([*processor, *run.gpus, f"{threads} threads", *libraries])
 
 
 # The price of a study: a pilot of a few updates for each distinct cost, replaced by means of finished rows.
@@ -668,21 +595,16 @@ def price_of(plan: Plan) -> Price:
         return run.cell.task, run.seed if "stages.seed" in plan.spec.repeat else 0
 
     made = {models(run) for run in rows}
-    left, unknown, stages = 0.0, 0, {}  # type: float, int, dict[object, float]
+    left, stages = [estimate(run) for run in plan.missing], {}  # type: list[float | None], dict[object, float]
     for run in plan.missing:
-        if (taken := estimate(run)) is None:
-            unknown += 1
-        else:
-            left += taken
-        pilot = pilots.get(cost(run))
-        if pilot is not None and (own := models(run)) not in made:
+        if (pilot := pilots.get(cost(run))) and (own := models(run)) not in made:
             stages[own] = max(stages.get(own, 0.0), pilot.stages)  # the first pilot of a task made them
     memory = [*(row.memory_gb or 0.0 for row in rows.values()), *(each.memory_gb for each in pilots.values())]
     return Price(
         done_s=sum(row.cpu_s for row in rows.values()),
-        left_s=left + sum(stages.values()),
+        left_s=sum(filter(None, left)) + sum(stages.values()),
         stages_s=sum(stages.values()),
-        unknown=unknown,
+        unknown=left.count(None),
         disk=round(fmean([each.disk for each in pilots.values()] or [0]) * (len(rows) + len(plan.missing))),
         memory_gb=max(memory, default=0.0),
     )
@@ -716,10 +638,9 @@ def measured_price(plan: Plan) -> Price:
     found = price_of(plan)
     limit, hours = plan.spec.budget.get("cpu_hours"), (found.done_s + found.left_s) / 3600
     if limit is not None and hours > limit:
-        raise UserError(
-            f"budget.cpu_hours must be at least the price of the study, got {limit:g} for {hours:.1f} "
-            f"CPU-hours; take fewer seeds, or set budget: {{cpu_hours: {math.ceil(hours)}}}"
-        )
+        rule = "budget.cpu_hours must be at least the price of the study"
+        remedy = f"take fewer seeds, or set budget: {{cpu_hours: {math.ceil(hours)}}}"
+        raise UserError(f"{rule}, got {limit:g} for {hours:.1f} CPU-hours; {remedy}")
     return found
 
 
@@ -772,7 +693,7 @@ def _measure(cfg: Config, folder: Path) -> None:
         evaluation=evaluation,
         stages=stages,
         examples=None if cfg.epochs is None else round(drawn / cfg.epochs),
-        memory_gb=round((read_run(folder).peak_gib or 0.0) * 2**30 / 1e9, 2),
+        memory_gb=round((runs.read_run(folder).peak_gib or 0.0) * 2**30 / 1e9, 2),
         disk=sum(file.stat().st_size for file in kept if file.exists()),
     )
     files.write_json(folder / "pilot.json", asdict(found))

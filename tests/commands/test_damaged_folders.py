@@ -14,9 +14,8 @@ from rlhf import relabel
 from rlhf.core.errors import UserError
 from rlhf.experiment import Experiment
 from rlhf.launch.preflight import announce
-from rlhf.report.groups import sections
 from rlhf.report.runs import find_runs
-from rlhf.report.tables import remarks, samples
+from rlhf.report.tables import remarks, samples, sections
 from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.runs.resuming import prepare
 from rlhf.stages.evaluation import changed, evaluate, run_folder, settings

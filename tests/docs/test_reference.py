@@ -51,7 +51,7 @@ def test_metrics_md_has_every_metric_once_and_no_other():
 
 
 def test_a_study_knows_the_metrics_that_rows_keep():
-    from rlhf.study.rows import KNOWN
+    from rlhf.words.mistakes import KNOWN
 
     kept = {name for name in documented() if "/" in name and "<" not in name}
     kept -= {name for name in kept if name.startswith(("time/", "throughput/", "memory/", "environment/"))}

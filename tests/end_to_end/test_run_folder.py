@@ -8,9 +8,8 @@ import shutil
 import pytest
 
 from rlhf.core.errors import RunError, UserError
-from rlhf.report.groups import sections
 from rlhf.report.runs import find_runs
-from rlhf.report.tables import remarks
+from rlhf.report.tables import remarks, sections
 from rlhf.runs import lock
 from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints
 from rlhf.runs.resuming import prepare

@@ -56,9 +56,8 @@ def test_the_flags_of_hydra_are_known_and_which_of_them_have_a_value():
     assert all(flags[flag] for flag in ("--cfg", "-c", "--config-dir", "-cd", "--info"))
 
 
-class Wrapper(Launcher):
-    def __init__(self, launcher: Launcher) -> None:
-        self.launcher, self.config = launcher, None
+class Outer(Launcher):
+    launcher = config = None
 
     def setup(self, *, hydra_context, task_function, config) -> None:
         self.config = config
@@ -67,7 +66,7 @@ class Wrapper(Launcher):
         return []
 
 
-def test_a_launcher_is_wrapped_and_set_up_only_inside_the_context():
+def test_a_launcher_is_replaced_and_set_up_only_inside_the_context():
     config = OmegaConf.create({"hydra": {"launcher": {"_target_": BASIC_LAUNCHER}}})
 
     def instantiate() -> Launcher:
@@ -75,10 +74,9 @@ def test_a_launcher_is_wrapped_and_set_up_only_inside_the_context():
             hydra_context=SimpleNamespace(), task_function=print, config=config
         )
 
-    with command_line.launchers_wrapped_by(Wrapper):
-        wrapped = instantiate()
-    assert isinstance(wrapped, Wrapper) and wrapped.config is config
-    assert type(wrapped.launcher).__name__ == "BasicLauncher" and wrapped.launcher.config is config
+    with command_line.launchers_inside(outer := Outer()):
+        assert instantiate() is outer and outer.config is config
+    assert type(outer.launcher).__name__ == "BasicLauncher" and outer.launcher.config is config
     assert type(instantiate()).__name__ == "BasicLauncher"
 
 
@@ -86,7 +84,7 @@ def test_submitit_launchers_have_the_executor_and_the_call_that_jobs_need():
     submitit = pytest.importorskip("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
     assert command_line.submitit_executor(submitit.SlurmLauncher()) == "slurm"
     assert command_line.submitit_executor(submitit.LocalLauncher()) == "local"
-    assert command_line.submitit_executor(Wrapper(None)) is None
+    assert command_line.submitit_executor(Outer()) is None
     parameters = [*inspect.signature(submitit.BaseSubmititLauncher.__call__).parameters][1:]
     assert parameters == ["sweep_overrides", "job_dir_key", "job_num", "job_id", "singleton_state"]
 

@@ -8,7 +8,8 @@ import pytest
 
 from rlhf.core.statistics import holm, p_t
 from rlhf.report.__main__ import main
-from rlhf.report.tables import differences, result, results, value_of
+from rlhf.report.runs import value_of
+from rlhf.report.tables import differences, result, results
 from tests.report.test_report import read, write_run
 
 SFT = {"algo.name": "sft", "generator.name": "dataset"}

@@ -11,12 +11,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhf.core.errors import UserError
-from rlhf.report import drawing, figures, tables
+from rlhf.report import figures, tables
 from rlhf.report.__main__ import main
-from rlhf.report.drawing import POINTS, curve
-from rlhf.report.groups import sections
+from rlhf.report.figures import POINTS, curve, lines
 from rlhf.report.runs import METRICS, find_runs, read_run
-from rlhf.report.tables import results, samples
+from rlhf.report.tables import results, samples, sections
 from rlhf.training.recorder import PHASES
 
 PROMPT = "TITLE: one\n\nTL;DR:"
@@ -174,7 +173,7 @@ def test_an_unfinished_run_is_marked_as_unfinished_and_excluded_from_means(tmp_p
     assert group.seeds == "1; seed 2 unfinished, update 2 of 4"
     (_, cells), *_ = results(read(tmp_path)[0]).rows
     assert cells[0].after == pytest.approx(0.4) and cells[0].spread == ""
-    drawn = list(drawing.lines(group, "episode", METRICS["eval/win_rate"]))
+    drawn = list(lines(group, "episode", METRICS["eval/win_rate"]))
     assert [finished for _, finished in drawn] == [True, False]
 
 
@@ -238,7 +237,7 @@ DAMAGE = [  # file, content, reason
     ("config.yaml", "algo:\n  name: dpo\n: : [\n", ", line 3: not a config of a run"),
     ("config.yaml", "algo: {name: dpo}\n", "no key seed"),
     ("config.yaml", "{seed: x, algo: {name: d}, task: {name: t}}\n", "seed is 'x', not a whole number"),
-    ("metrics.jsonl", '{"update": 1}\n\x00garbage\n', ", line 2: not valid JSON"),
+    ("metrics.jsonl", '{"update": 1}\n\x00garbage\n', ", line 2: not a row with update"),
     ("metrics.jsonl", "3\n", ", line 1: not a row with update"),
     ("metrics.jsonl", '{"update": "x"}\n', ", line 1: update is 'x', not a number"),
     ("trainer_state.json", "{", "not valid JSON"),
@@ -246,7 +245,7 @@ DAMAGE = [  # file, content, reason
     ("trainer_state.json", '{"lost_rows": [1]}', "lost_rows is [1], not a list of file names"),
     ("environment.json", '{"command": ["train.py", 1]}', "command is not a list of texts"),
     ("environment.json", '{"git": {"commit": "0"}}', "git is not an object with a commit and with changed"),
-    ("failed_batch.json", "{}", "no key 'update'"),
+    ("failed_batch.json", "{}", "update is not a number"),
     ("environment.json", None, "No such file or directory"),
 ]
 

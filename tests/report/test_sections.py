@@ -9,11 +9,34 @@ from rich.console import Console
 
 from rlhf.report import figures
 from rlhf.report.__main__ import main
-from rlhf.report.drawing import HEIGHT, SERIES, STYLE, WIDTH, Chart, Key, Panel, axes_at, lines
-from rlhf.report.figures import charts, panels_of, times_of
-from rlhf.report.groups import LINES, LONGEST_LABEL, differing, labels
+from rlhf.report.figures import (
+    HEIGHT,
+    SERIES,
+    STYLE,
+    WIDTH,
+    Chart,
+    Key,
+    Panel,
+    axes_at,
+    charts,
+    lines,
+    panels_of,
+    times_of,
+)
 from rlhf.report.runs import METRICS, duration, find_runs, number
-from rlhf.report.tables import TERMINAL_ROWS, for_terminal, not_drawn, remarks, result, results, settings
+from rlhf.report.tables import (
+    LINES,
+    LONGEST_LABEL,
+    TERMINAL_ROWS,
+    differing,
+    for_terminal,
+    labels,
+    not_drawn,
+    remarks,
+    result,
+    results,
+    settings,
+)
 from tests.report.test_report import read, write_run
 
 SFT = {"algo.name": "sft", "generator.name": "dataset"}
@@ -25,9 +48,8 @@ def curves(section, name):
     """Return the groups of each panel that shows the metric `name` over updates, by drawing the panels."""
     from matplotlib.figure import Figure
 
-    panels, _ = panels_of(section.drawn, METRICS[name], "update", "updates")
     shown = []
-    for panel in panels:
+    for panel in panels_of(section.drawn, METRICS[name], "update", "updates", []):
         axes = Figure().subplots()
         panel.draw(axes)
         shown.append({line.get_gid() for line in axes.lines})
@@ -100,7 +122,7 @@ def test_the_label_of_a_tick_at_the_right_edge_is_inside_of_the_panel(tmp_path, 
     write_run(tmp_path / "a", training={"time/update_s": took, "time/train_s": took, "time/wait_s": 0.0})
     made = figures.time_per_phase(read(tmp_path)[0])
     (panel,) = made.panels
-    with rc_context(STYLE):
+    with rc_context(fname=STYLE):
         drawing = Figure(figsize=(WIDTH, panel.height))
         axes = axes_at(drawing, 0.0, 0.0, panel.height)
         panel.draw(axes)

@@ -55,10 +55,10 @@ def test_deciles_are_drawn_only_if_a_group_was_cut_or_dropped(tmp_path):
     folder = write_run(tmp_path / "a", training={"rollouts/time_s": 1.0})
     for fates, panels in {("trained", "replaced"): 2, ("trained", "cut"): 3, ("dropped",): 3}.items():
         write_groups(folder, fates)
-        chart, _ = asynchrony(read(folder)[0])
+        chart = asynchrony(read(folder)[0], [])
         assert chart is not None and len(chart.panels) == panels == 2 + ("decile" in chart.caption)
 
 
 def test_runs_without_groups_have_no_figure_of_asynchrony(tmp_path):
     (section,) = read(write_run(tmp_path / "wall"))
-    assert asynchrony(section) == (None, [])
+    assert asynchrony(section, remarks := []) is None and not remarks

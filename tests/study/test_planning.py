@@ -8,11 +8,12 @@ import pytest
 from rlhf.checks.check import composed
 from rlhf.core.errors import UserError
 from rlhf.core.files import read_json, write_json
-from rlhf.study import plan, work
+from rlhf.study import plan
 from rlhf.study.__main__ import main
 from rlhf.study.plan import DONE, MISSING, STALE, Collection, Configs, Plan
 from rlhf.study.rows import DIVERGED, FINISHED, Row, read_rows, write_rows
 from rlhf.study.spec import TABLE, TUNE
+from rlhf.study.study import Study
 from rlhf.study.work import price_of, row_of
 from tests.study.conftest import STUDY
 
@@ -109,7 +110,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_a_run(study):
     spec.folder.parent.mkdir()
     spec.folder.write_text("a file")
     with pytest.raises(UserError, match=r"the folder of a study .* is not a folder.*; copy short.yaml to"):
-        work.run(spec)
+        Study(spec).run()
 
 
 def test_all_problems_are_reported_with_their_lines(study):
