@@ -34,8 +34,7 @@ from rlhf.config.scorers import scorers
 from rlhf.core.batch import Sampling
 from rlhf.core.errors import UserError
 from rlhf.core.state import SupervisedState, TrainState
-from rlhf.engines.engine import Engine, EngineSettings, trained
-from rlhf.engines.torch_engine import FrozenEngine
+from rlhf.engines.engine import Engine, EngineSettings, FrozenEngine, trained
 from rlhf.generators.generator import GeneratorContext, PerRankGenerator, SharedGenerator
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.generators.process import Annotator
@@ -66,7 +65,7 @@ if TYPE_CHECKING:
     from rlhf.environments.environment import EnvironmentFactory
     from rlhf.generators.generator import Generator
     from rlhf.models.modules import Policy, RewardModel
-    from rlhf.processes.service import Channel
+    from rlhf.processes.worker import Channel
     from rlhf.runs.folder import RunFolder
     from rlhf.training.evaluators import Evaluator
 
@@ -321,7 +320,7 @@ def build_generator(
             max_lag=cfg.worker_lag,
             in_flight=cfg.schedule.in_flight,
             threads=threads(cfg)[1],
-            annotator=AnnotatorFactory(cfg),
+            annotator=AnnotatorFactory(cfg).build,
             asks_service=cfg.scorer.asks_service,
             cached=cached,
             stop_ids=build_stop_ids(cfg, tokenizer),

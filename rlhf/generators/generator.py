@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlhf.environments.environment import EnvironmentFactory
     from rlhf.generators.weights import Manifest
     from rlhf.processes.ranks import Ranks
-    from rlhf.processes.service import ServiceFactory
+    from rlhf.processes.worker import Channel, Service
 
 
 # The interface of a generator, which processes requests and weight loads first in, first out.
@@ -54,7 +54,7 @@ class GeneratorContext:
         max_lag: later rollout batches in flight while a batch is trained on (`schedule.max_lag`).
         in_flight: whether weights change while a request runs (`schedule.update=in_flight`).
         threads: CPU threads of each generator process; None: the default of torch.
-        annotator: factory that creates the annotator inside its process.
+        annotator: creates the annotator inside its process; see `Worker`.
         asks_service: whether the scorer of the annotator waits for the answers of a service.
         cached: whether the Hugging Face sampler can use a cache of keys and values with this model.
         stop_ids: ids of the tokens that end a response.
@@ -73,7 +73,7 @@ class GeneratorContext:
     max_lag: int
     in_flight: bool
     threads: int | None
-    annotator: ServiceFactory
+    annotator: Callable[[Channel], Service]
     asks_service: bool = False
     cached: bool = True
     stop_ids: Sequence[int]

@@ -29,7 +29,6 @@ from rlhf.models.headers import DamagedFile, read_object
 from rlhf.models.loading import check_context
 from rlhf.models.modules import RolloutModule, backbone, described, logit_scale, token_ids
 from rlhf.models.placement import autocast
-from rlhf.trials.trial import example, undisturbed
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -62,6 +61,42 @@ _LABELS = (
     "num_labels", "pad_token_id", "problem_type", "reward_offset", "tie_word_embeddings",
     "transformers_version", "use_cache",
 )  # fmt: skip
+
+
+def example(
+    model: PreTrainedModel,
+    prompt_mask: Tensor,  # [N, P] bool
+    response_mask: Tensor,  # [N, K, T] bool
+    device: torch.device,
+    drawn: slice = slice(None),  # of the model's token ids
+) -> Rollouts:
+    """Return rollouts of random tokens; the random numbers have their own generator."""
+    known, draw = token_ids(model)[drawn], torch.Generator().manual_seed(0)
+    texts = [""] * len(prompt_mask)
+    prompts, responses = (
+        known[torch.randint(len(known), mask.shape, generator=draw)] * mask
+        for mask in (prompt_mask, response_mask)
+    )
+    return Rollouts(
+        index=torch.arange(len(texts)),
+        texts=texts,
+        references=texts,
+        prompt_ids=prompts,
+        prompt_mask=prompt_mask,
+        response_ids=responses,
+        response_mask=response_mask,
+        ended=torch.zeros(response_mask.shape[:2], dtype=torch.bool),
+    ).to(device)
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Return a context for a trial; afterwards, random numbers are as before, GPU caches are empty."""
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if cuda else []):
+        yield
+    if cuda:
+        torch.cuda.empty_cache()
 
 
 def ragged_example(model: PreTrainedModel, longest: int, device: torch.device) -> Rollouts:

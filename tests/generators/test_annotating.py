@@ -309,7 +309,7 @@ def test_an_annotator_uses_the_settings_of_the_run(settings, monkeypatch):
 
 def test_an_annotator_process_annotates_and_close_leaves_no_thread(settings, tmp_path):
     log, limits = Path(tmp_path / "annotator.log"), Limits(120, 60, restarts=0)
-    process = Worker("annotator", AnnotatorFactory(settings), log, {"OMP_NUM_THREADS": "1"}, limits)
+    process = Worker("annotator", AnnotatorFactory(settings).build, log, {"OMP_NUM_THREADS": "1"}, limits)
     generator = Asked("generator")
     whole = AnnotatedGenerator(generator, process)
     try:

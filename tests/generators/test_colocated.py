@@ -16,7 +16,7 @@ from rlhf.generators.shares import GIB, working_memory
 from rlhf.generators.vllm.generator import ColocatedGenerator, free_unused_memory
 from rlhf.generators.vllm.sampler import LEAST_SHARE, on_shared_gpu
 from rlhf.generators.weights import SharedWeights
-from rlhf.processes.service import Channel
+from rlhf.processes.worker import Channel
 from tests.end_to_end.conftest import wait_for
 from tests.needs import VLLM
 from tests.processes import test_worker

@@ -14,8 +14,7 @@ from rlhf.models.logprobs import token_outputs
 from rlhf.models.modules import LogprobHead
 from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.trials import speed
-from rlhf.trials.speed import BLOCKS, choose_head, compile_blocks, work
-from rlhf.trials.trial import Trial, parts
+from rlhf.trials.speed import BLOCKS, Trial, choose_head, compile_blocks, parts, work
 from rlhf.words.compose import compose
 from tests.engines.test_engine import engine_of
 
