@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlhf.config.generators import most_versions
 from rlhf.core.batch import Batch, Budget, Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.launched import local_rank, local_world_size
 from rlhf.core.metrics import How, Metrics, Stat, merge
 from rlhf.generators.generator import Generator, GeneratorContext, SamplerFactory, Wrapper, finished
-from rlhf.generators.shares import most_versions
 from rlhf.generators.weights import Manifest, SharedWeights, TransferError, WeightStore, confirm
 from rlhf.models.placement import infer
 from rlhf.processes.signals import call_at_signal, do_not_call_at_signal, left

@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.algorithms import Trains
-from rlhf.config.generators import Transfer
+from rlhf.config.generators import Transfer, most_versions, working_memory
 from rlhf.config.models import Dtype
 from rlhf.config.schedule import Optimizer
 from rlhf.core.machine import worker_gpu
-from rlhf.generators.shares import most_versions, working_memory
 from rlhf.memory.sizes import adapter_parameters, linear_shapes, matrix_parameters, most_sequences
 from rlhf.memory.uses import (
     AUTOCAST,

@@ -183,8 +183,8 @@ def test_an_annotator_starts_by_default_only_with_lag_and_without_gpu(
     assert isinstance(made, AnnotatedGenerator) == annotated
     assert [kind for kind, *_ in started] == ["generator"] + ["annotator"] * annotated
     if annotated:
-        _, name, factory, log, environment, limits = started[1]
-        assert (name, factory.cfg, log) == ("annotator", cfg, tmp_path / "annotator.log")
+        _, name, make, log, environment, limits = started[1]
+        assert (name, make.__self__.cfg, log) == ("annotator", cfg, tmp_path / "annotator.log")
         assert [environment, limits] == list(started[0][3:5]), (
             "without other GPUs the annotator has the environment and the limits of the generator"
         )

@@ -11,8 +11,8 @@ import torch
 
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.errors import RunError
-from rlhf.generators.shares import GIB
 from rlhf.generators.vllm.sampler import Request, VLLMFactory, VLLMSampler, next_sequences, serve
+from rlhf.memory.uses import GIB
 from tests.tiny_models import tiny_config
 
 # -- start -----------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhf.config.generators import Transfer, VLLMServerConfig
+from rlhf.config.generators import Transfer, VLLMServerConfig, most_versions
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.metrics import How, Metrics, Stat
@@ -46,7 +46,6 @@ from rlhf.environments.episodes import Episodes
 from rlhf.generators.generator import Generator, GeneratorContext
 from rlhf.generators.process import annotated
 from rlhf.generators.servers.server import Child, Gone, NoAnswer, Server, check, command, variables
-from rlhf.generators.shares import most_versions
 from rlhf.generators.vllm.generator import build_store, factory, place, route, variables_of
 from rlhf.generators.vllm.sampler import VLLMFactory, rollouts_of, sampling_parameters, seed_of
 from rlhf.generators.weights import Manifest, SharedWeights, WeightStore

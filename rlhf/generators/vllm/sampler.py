@@ -21,11 +21,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import cached_file
 
+from rlhf.config.generators import forward_tokens, working_memory
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import derive
 from rlhf.environments.episodes import Episodes
-from rlhf.generators.shares import GIB, forward_tokens, working_memory
 from rlhf.generators.weights import Manifest, TransferError
 
 if TYPE_CHECKING:
@@ -115,16 +115,7 @@ class VLLMSampler:
         arguments = engine_arguments(settings, config)
         if settings.sleeps:
             shapes, required = self.tensors
-            dtype = getattr(torch, settings.dtype)
-            arguments |= on_shared_gpu(
-                config,
-                weights=dtype.itemsize * sum(math.prod(shapes[name]) for name in required),
-                dtype=dtype,
-                memory=settings.memory,
-                max_model_len=settings.max_model_len,
-                max_num_seqs=settings.max_num_seqs,
-                tensor_parallel_size=settings.tensor_parallel_size,
-            )
+            arguments |= on_shared_gpu(settings, config, sum(math.prod(shapes[name]) for name in required))
         if settings.absent_ids:
             arguments["additional_config"] = {"absent_ids": list(settings.absent_ids)}
         self.asleep: set[str] = set()  # parts of the GPU memory that are freed until `wake`
@@ -338,8 +329,25 @@ def engine_arguments(settings: VLLMFactory, config: PreTrainedConfig) -> dict[st
     """
     special: dict[str, Any] = {"gpu_memory_utilization": settings.memory}
     if not settings.gpu:
-        _check_head_size(config)
-        special |= _on_cpu(settings.memory, settings.max_model_len, settings.max_num_seqs)
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+        if (size := _head_size(config)) not in sizes:
+            raise UserError(
+                "model.policy must have attention heads of a size that vLLM supports on a CPU "
+                f"({', '.join(map(str, sizes))}), got {size}; set generator=hf"
+            )
+        # Prompts are never encoded in chunks: between chunks vLLM resets the request's random generator,
+        # which is not possible on a CPU. So a prompt and one token of each other sequence must fit into a
+        # forward pass. Blocks of the prefix cache have 32 tokens, because with vLLM's default of 128 tokens
+        # the keys and values of a shorter prompt would not be shared. The cache of keys and values has a
+        # fixed size, which does not depend on the weights
+        special |= {
+            "kv_cache_memory_bytes": int(settings.memory * psutil.virtual_memory().total),
+            "block_size": 32,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(_TOKENS_ON_CPU, settings.max_model_len + settings.max_num_seqs),
+        }
     if settings.absent_ids:
         special["logits_processors"] = ["rlhf.generators.vllm.worker_extension:AbsentIds"]
     return {
@@ -597,80 +605,46 @@ LEAST_SHARE = 1e-9
 _TOKENS_ON_CPU = 8192  # prompt tokens that a CPU encodes in one forward pass
 
 
-def _on_cpu(memory: float, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
-    """Return additional arguments of vLLM on a CPU.
-
-    Prompts are never encoded in chunks: between chunks vLLM resets the request's random generator, which is
-    not possible on a CPU. So a prompt and one token of each other sequence must fit into a forward pass.
-    Blocks of the prefix cache have 32 tokens, because with vLLM's default of 128 tokens the keys and values
-    of a shorter prompt would not be shared. The cache of keys and values has a fixed size, which does not
-    depend on the weights.
-
-    Args:
-        memory: share of RAM for keys and values.
-        max_model_len: maximum number of tokens of a prompt and its response.
-        max_num_seqs: sequences decoded in parallel.
-    """
-    return {
-        "kv_cache_memory_bytes": int(memory * psutil.virtual_memory().total),
-        "block_size": 32,
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(_TOKENS_ON_CPU, max_model_len + max_num_seqs),
-    }
-
-
-def on_shared_gpu(
-    config: PreTrainedConfig,
-    weights: int,
-    dtype: torch.dtype,
-    *,
-    memory: float,
-    max_model_len: int,
-    max_num_seqs: int,
-    tensor_parallel_size: int,
-) -> dict[str, Any]:
+def on_shared_gpu(settings: VLLMFactory, config: PreTrainedConfig, parameters: int) -> dict[str, Any]:
     """Return additional arguments of vLLM on the trainer's GPU: the size of the cache of keys and values.
 
     Args:
+        settings: the settings of vLLM.
         config: the config of the model.
-        weights: bytes of the weights on all GPUs of vLLM.
-        dtype: dtype in which vLLM computes.
-        memory: share of the GPU's memory.
-        max_model_len: maximum number of tokens of a prompt and its response.
-        max_num_seqs: sequences decoded in parallel.
-        tensor_parallel_size: GPUs that share the model.
+        parameters: number of weights on all GPUs of vLLM.
 
     Raises:
         UserError: the share is too small for the weights and one sequence.
     """
     from vllm.platforms import current_platform
 
-    text = config.get_text_config()
-    total = min(map(current_platform.get_device_total_memory, range(tensor_parallel_size)))
+    text, size = config.get_text_config(), getattr(torch, settings.dtype).itemsize
+    gpus = range(settings.tensor_parallel_size)
+    total = min(map(current_platform.get_device_total_memory, gpus))
     working = working_memory(
         hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         vocabulary=text.vocab_size,
-        number_bytes=dtype.itemsize,
-        sequences=max_num_seqs,
+        number_bytes=size,
+        sequences=settings.max_num_seqs,
     )
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    own_heads = -(-heads // tensor_parallel_size)
-    sequence = 2 * text.num_hidden_layers * own_heads * _head_size(config) * dtype.itemsize * max_model_len
-    used = weights // tensor_parallel_size + working
-    room = int(memory * total) - used
+    own_heads = -(-heads // len(gpus))
+    sequence = 2 * text.num_hidden_layers * own_heads * _head_size(config) * size * settings.max_model_len
+    used = size * parameters // len(gpus) + working
+    room = int(settings.memory * total) - used
     if room < sequence:
         needed = math.ceil(100 * (used + sequence) / total) / 100
         raise UserError(
             "generator.memory must leave room for the weights and one sequence on the GPU that vLLM shares "
-            f"with the trainer (vLLM needs {(used + sequence) / GIB:.1f} of {total / GIB:.1f} GiB), "
-            f"got {memory:g}; set "
+            f"with the trainer (vLLM needs {(used + sequence) / 2**30:.1f} of {total / 2**30:.1f} GiB), "
+            f"got {settings.memory:g}; set "
             + (f"generator.memory={needed:g}" if needed < 1 else "model.policy to a smaller model")
         )
     return {
         "kv_cache_memory_bytes": room,
         "gpu_memory_utilization": LEAST_SHARE,
-        "max_num_batched_tokens": forward_tokens(max_num_seqs),
+        "max_num_batched_tokens": forward_tokens(settings.max_num_seqs),
     }
 
 
@@ -679,16 +653,3 @@ def _head_size(config: PreTrainedConfig) -> int:
     text = config.get_text_config()
     size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return size
-
-
-def _check_head_size(config: PreTrainedConfig) -> None:
-    """Raise UserError if vLLM's attention kernels for CPUs do not support the model's head size."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    size = _head_size(config)
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in sizes:
-        raise UserError(
-            "model.policy must have attention heads of a size that vLLM supports on a CPU "
-            f"({', '.join(map(str, sizes))}), got {size}; set generator=hf"
-        )
