@@ -34,16 +34,16 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.config.backends import RANKS_FILE
+from rlhf.config.backends import RANKS_FILE, ZeroConfig
 from rlhf.config.models import Dtype
-from rlhf.core.batch import Outputs
+from rlhf.core.batch import Batch, Outputs
 from rlhf.core.errors import UserError
 from rlhf.core.machine import loopback
 from rlhf.engines.engine import Engine, adam, groups, trained
@@ -51,13 +51,8 @@ from rlhf.models.folder import first_line
 from rlhf.models.loading import save
 from rlhf.models.modules import LogprobHead, RewardModel, RolloutModule, ValueModel, score_head, whole_weights
 from rlhf.models.placement import autocast, is_placeholder, place
+from rlhf.processes.ranks import Ranks
 from rlhf.terminal.console import say
-
-if TYPE_CHECKING:
-    from rlhf.config.backends import ZeroConfig
-    from rlhf.core.batch import Batch
-    from rlhf.processes.ranks import Ranks
-
 
 M = TypeVar("M", bound=RolloutModule)
 _FOLDER, _TAG = "deepspeed", "state"  # folder in a checkpoint, and DeepSpeed's folder inside it

@@ -13,41 +13,26 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from rlhf.config.backends import BackendConfig
 from rlhf.config.models import Dtype
 from rlhf.config.schedule import ESSScaling, LRSchedule, OptimConfig, Optimizer
-from rlhf.core.batch import Outputs, microbatches
-from rlhf.core.metrics import How, Stat, merge
+from rlhf.core.batch import Batch, Budget, Outputs, Rollouts, microbatches
+from rlhf.core.metrics import How, Metrics, Stat, merge
+from rlhf.models import modules
 from rlhf.models.loading import check_saved, save
 from rlhf.models.logprobs import EXTRAS
-from rlhf.models.modules import (
-    ActorCritic,
-    Policy,
-    RolloutModule,
-    backbone,
-    is_adapted,
-    load_adapter,
-    save_adapter,
-    whole_weights,
-)
+from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, backbone
 from rlhf.models.placement import autocast, infer, place, shared_copies
-from rlhf.processes.ranks import buckets, together
+from rlhf.objectives.objective import Objective
+from rlhf.processes.ranks import Ranks, buckets, together
 from rlhf.terminal.progress import Phases
-
-if TYPE_CHECKING:
-    from rlhf.config.backends import BackendConfig
-    from rlhf.core.batch import Batch, Budget, Rollouts
-    from rlhf.core.metrics import Metrics
-    from rlhf.models.modules import RewardModel
-    from rlhf.objectives.objective import Objective
-    from rlhf.processes.ranks import Ranks
-
 
 M = TypeVar("M", bound=RolloutModule)
 OPTIMIZER_FILE = "optimizer.pt"
@@ -182,8 +167,8 @@ class Engine(ABC):
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapters of the trained model in PEFT's format, if the model has adapters."""
-        if self.ranks.first and is_adapted(self.module.model):
-            save_adapter(self.module.model, folder)
+        if self.ranks.first and modules.is_adapted(self.module.model):
+            modules.save_adapter(self.module.model, folder)
 
     # -- common to all backends --------------------------------------------------------------------
 
@@ -528,7 +513,7 @@ class TorchEngine(Engine):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of every weight of the trained Hugging Face model, one tensor at a time."""
-        yield from whole_weights(self.module.model)
+        yield from modules.whole_weights(self.module.model)
 
     @contextmanager
     def borrow_policy(self) -> Iterator[PreTrainedModel]:
@@ -546,8 +531,8 @@ class TorchEngine(Engine):
         if not self.ranks.first:
             return
         for name, model in _models(self.module).items():
-            if is_adapted(model):
-                save_adapter(model, folder / name)
+            if modules.is_adapted(model):
+                modules.save_adapter(model, folder / name)
             else:
                 save(model, self.tokenizer, folder / name)
         state = {
@@ -595,8 +580,8 @@ def _restore(model: PreTrainedModel, folder: Path) -> None:
     Raises:
         UserError: a file of the saved model is missing or damaged.
     """
-    if is_adapted(model):
-        return load_adapter(model, folder)
+    if modules.is_adapted(model):
+        return modules.load_adapter(model, folder)
     check_saved(folder)
     model.load_state_dict(type(model).from_pretrained(folder, dtype=torch.float32).state_dict())
 

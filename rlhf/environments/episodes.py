@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -20,16 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhf.core.batch import Begun, Rollouts
+from rlhf.core.batch import Begun, Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.launched import derive
 from rlhf.environments.environment import COUNTS, Answer, Calls, Example, asynchronous, checked, too_many_hang
 from rlhf.text.chat import unquoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from rlhf.core.batch import Prompts, Sampling
     from rlhf.environments.environment import Call, Environment, EnvironmentFactory
 
 FIRST_MESSAGE = "first_message"  # in the record of a prompt that `reset` returned for the `seed` beside it

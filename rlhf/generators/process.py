@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhf.config.generators import most_versions
+from rlhf.config.generators import WorkerConfig, most_versions
 from rlhf.core.batch import Batch, Budget, Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.launched import local_rank, local_world_size
@@ -29,7 +29,6 @@ from rlhf.processes.signals import call_at_signal, do_not_call_at_signal, left
 from rlhf.processes.worker import Channel, Job, Limits, Service, Worker, environment, received
 
 if TYPE_CHECKING:
-    from rlhf.config.generators import WorkerConfig
     from rlhf.config.models import Dtype
     from rlhf.models.modules import Policy
     from rlhf.processes.ranks import Ranks

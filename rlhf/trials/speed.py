@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from rlhf.config.models import Dtype
 from rlhf.core.batch import Batch
 from rlhf.core.errors import UserError
-from rlhf.engines.engine import trained
+from rlhf.engines.engine import Engine, trained
 from rlhf.memory.plan import with_token_limit
 from rlhf.memory.sizes import most_sequences
 from rlhf.models.forward import raise_errors
@@ -37,7 +37,6 @@ from rlhf.trials.agreement import example, undisturbed
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
-    from rlhf.engines.engine import Engine
     from rlhf.processes.ranks import Ranks
 
 

@@ -12,56 +12,30 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 
+from rlhf.config.generators import HFConfig
+from rlhf.config.models import Dtype
 from rlhf.core.batch import Prompts, Rollouts, Sampling, moved_to
 from rlhf.core.errors import UserError
 from rlhf.core.launched import derive, local_rank
+from rlhf.environments.environment import EnvironmentFactory
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.generator import Generator, GeneratorContext, finished
 from rlhf.generators.hf import decoding
-from rlhf.generators.hf.decoding import (
-    Choose,
-    GraphStep,
-    RereadingStep,
-    RoomyLayer,
-    Step,
-    attention,
-    can_record,
-    encode,
-    grouped,
-)
+from rlhf.generators.hf.decoding import can_record
 from rlhf.generators.process import start
 from rlhf.generators.weights import Manifest, TransferError, checksum, read
-from rlhf.models import folder
-from rlhf.models.forward import (
-    ALIGNED,
-    NoBlocks,
-    additive,
-    cache_argument,
-    compiled_blocks,
-    converted_weights,
-    plain,
-    positions,
-    takes_any_mask,
-    with_sdpa,
-)
+from rlhf.models import folder, forward
 from rlhf.models.modules import absent_ids, set_head
 from rlhf.models.placement import autocast, place
 from rlhf.processes.worker import environment
 from rlhf.terminal.progress import Phases
 from rlhf.text.encoding import pad_prompts
-
-if TYPE_CHECKING:
-    from rlhf.config.generators import HFConfig
-    from rlhf.config.models import Dtype
-    from rlhf.environments.environment import EnvironmentFactory
-
 
 CPU_CHUNK, GPU_CHUNK = 2**20, 2**24  # probabilities per step of `choose`; on a CPU a step fits in cache
 _BLOCK = 128  # token ids per block in `_pick`
@@ -100,8 +74,8 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
     """
     if config.compile:
         try:
-            compiled_blocks(context.policy)
-        except NoBlocks as fault:
+            forward.compiled_blocks(context.policy)
+        except forward.NoBlocks as fault:
             raise UserError(
                 f"generator.compile must be false ({fault}), got true; set generator.compile=false"
             ) from None
@@ -408,8 +382,8 @@ def _without_gradient(model: PreTrainedModel, compiled: bool) -> Iterator[None]:
     weights in the dtype of autocast.
     """
     low = torch.is_autocast_enabled(model.device.type)
-    weights = converted_weights(model) if compiled else nullcontext()
-    with torch.no_grad() if low else torch.inference_mode(), with_sdpa(model), weights:
+    weights = forward.converted_weights(model) if compiled else nullcontext()
+    with torch.no_grad() if low else torch.inference_mode(), forward.with_sdpa(model), weights:
         yield
 
 
@@ -484,7 +458,7 @@ def sample(
         step, logits, place, movable = _begin(
             model, ids, seen, k, response_length, pick_next, cached=cached, recorded=recorded
         )
-        if compiled and isinstance(step, GraphStep):
+        if compiled and isinstance(step, decoding.GraphStep):
             step.blocks = partial(decoding.compiled, model)
         shape = (*place.shape, response_length)  # [N*K/G, G, T] with G samples per row
         numbers = uniforms.reshape(shape).to(device)
@@ -497,7 +471,7 @@ def sample(
         steps: list[tuple[Tensor, Tensor, Tensor]] = []  # results for `rows` that are not in the outputs yet
         token, logprob = pick_next(logits.expand(-1, shape[1], -1), numbers=numbers[..., 0])
         del logits
-        with grouped(model):
+        with decoding.grouped(model):
             for t in range(response_length):
                 steps.append((token, logprob, running))
                 running = running & ~torch.isin(token, stops)
@@ -546,11 +520,11 @@ def _begin(
     seen: Tensor,
     samples: int,
     response_length: int,
-    choose: Choose,
+    choose: decoding.Choose,
     *,
     cached: bool,
     recorded: bool,
-) -> tuple[Step, Tensor, Tensor, bool]:
+) -> tuple[decoding.Step, Tensor, Tensor, bool]:
     """Encode prompts [N, P], into a cache unless `cached` is False, for K samples of each prompt.
 
     Returns:
@@ -559,37 +533,38 @@ def _begin(
     """
     if not cached:
         ids, seen = ids.repeat_interleave(samples, 0), seen.repeat_interleave(samples, 0)
-        place, rereading = positions(seen)[:, -1:], RereadingStep(model, ids, seen, response_length, choose)
+        rereading = decoding.RereadingStep(model, ids, seen, response_length, choose)
+        place = forward.positions(seen)[:, -1:]
         return rereading, rereading.read(place), place, True
     cache: Cache = (kinds := DynamicCache(config=model.config))
-    movable = plain(kinds)  # rows of such a cache can be repeated and removed
-    masked = movable and takes_any_mask(model)
+    movable = forward.plain(kinds)  # rows of such a cache can be repeated and removed
+    masked = movable and forward.takes_any_mask(model)
     n, longest = ids.shape
     group = folder.in_decoding(samples, longest, response_length) if masked else 1
     recorded = recorded and masked
     room = group * response_length
     if recorded:
-        room += -(longest + room) % ALIGNED
+        room += -(longest + room) % forward.ALIGNED
     if movable:
-        layers = [RoomyLayer(n * samples // group, longest, room) for _ in kinds.layers]
-        logits = encode(model, ids, seen, layers, samples // group)
+        layers = [decoding.RoomyLayer(n * samples // group, longest, room) for _ in kinds.layers]
+        logits = decoding.encode(model, ids, seen, layers, samples // group)
         cache, seen = Cache(layers=list(layers)), seen.repeat_interleave(samples // group, 0)
     else:
         seen = seen.repeat_interleave(samples, 0)
         logits = model(
             input_ids=ids.repeat_interleave(samples, 0),
             attention_mask=seen,
-            position_ids=positions(seen),
-            **cache_argument(model, cache),
+            position_ids=forward.positions(seen),
+            **forward.cache_argument(model, cache),
             use_cache=True,
             logits_to_keep=1,
         ).logits
     if masked:
-        mask = additive(model, attention(seen, group, room))
+        mask = forward.additive(model, decoding.attention(seen, group, room))
     else:
         mask = torch.cat([seen, seen.new_ones(len(seen), response_length)], 1)
-    kind = GraphStep if recorded else Step
-    place = positions(seen)[:, -1:].expand(-1, group)
+    kind = decoding.GraphStep if recorded else decoding.Step
+    place = forward.positions(seen)[:, -1:].expand(-1, group)
     return kind(model, cache, mask, group, longest, choose), logits, place, movable
 
 

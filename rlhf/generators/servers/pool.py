@@ -33,7 +33,7 @@ from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from secrets import token_urlsafe
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,15 +45,11 @@ from rlhf.core.metrics import How, Metrics, Stat
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.generator import Generator, GeneratorContext
 from rlhf.generators.process import annotated
-from rlhf.generators.servers.server import Child, Gone, NoAnswer, Server, check, command, variables
+from rlhf.generators.servers.server import Child, Gone, NoAnswer, Reply, Server, check, command, variables
 from rlhf.generators.vllm.generator import build_store, factory, place, route, variables_of
 from rlhf.generators.vllm.sampler import VLLMFactory, rollouts_of, sampling_parameters, seed_of
 from rlhf.generators.weights import Manifest, SharedWeights, WeightStore
 from rlhf.terminal.console import say
-
-if TYPE_CHECKING:
-    from rlhf.generators.servers.server import Reply
-
 
 _ABORT_S = 0.2  # between two requests to end a response
 
