@@ -305,7 +305,20 @@ def _put_together(prompts: Prompts, parts: list[Rollouts]) -> Rollouts:
     return replace(parts[0], **{**highest, **concatenated(parts), **prompts.as_dict()})
 
 
-class SharedGenerator(Generator):
+class _Absent(Generator):
+    """The generator of a rank for which the first rank samples."""
+
+    def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
+        """Return a future that never has a result."""
+        return Future()
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Iterate over `weights`, because gathering sharded weights is a collective."""
+        for _ in weights:
+            pass
+
+
+class SharedGenerator(Wrapper):
     """A generator on the first rank that samples for all ranks.
 
     Args:
@@ -314,37 +327,17 @@ class SharedGenerator(Generator):
     """
 
     def __init__(self, generator: Generator | None, ranks: Ranks) -> None:
-        self.generator = generator
+        super().__init__(generator or _Absent())
         self.ranks = ranks
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
         """Request K responses to each prompt from the first rank's generator."""
-        part = self.generator.submit(prompts, sampling) if self.generator else None
-        return _Exchanged(lambda: self.ranks.from_first(lambda: part.result()))  # type: ignore[union-attr]
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load the weights into the first rank's generator.
-
-        The other ranks only iterate over `weights`, because gathering sharded weights is a collective.
-        """
-        if self.generator:
-            self.generator.load(weights, version)
-        else:
-            for _ in weights:
-                pass
+        part = self.generator.submit(prompts, sampling)
+        return _Exchanged(lambda: self.ranks.from_first(part.result))
 
     def wait(self) -> None:
         """Wait on every rank until the first rank's generator can take new weights."""
-        self.ranks.from_first(lambda: self.generator.wait())  # type: ignore[union-attr]
-
-    def figures(self) -> Metrics:
-        """Return the metrics of the first rank's generator; empty on the other ranks."""
-        return self.generator.figures() if self.generator else {}
-
-    def close(self) -> None:
-        """Close the first rank's generator."""
-        if self.generator:
-            self.generator.close()
+        self.ranks.from_first(self.generator.wait)
 
 
 class PerRankGenerator(Wrapper):
