@@ -198,7 +198,13 @@ class Engine(ABC):
         if "ref_logprobs" in needs and batch.ref_logprobs is None:
             assert self.reference is not None, "the objective needs a reference, which was not built"
             filled["ref_logprobs"] = self.infer(self.reference, batch, "logprobs")
-        if needs & self.needs_of_old():
+        if self.settings.steps_per_batch > 1:
+            needs_old = {"ratio", "old_logprobs", "correction"}
+        elif self.settings.stale:
+            needs_old = {"old_logprobs", "correction"}
+        else:
+            needs_old = set() if self.settings.exact_sampler else {"correction"}
+        if needs & needs_old:
             filled["old_logprobs"] = self.infer(self.policy, batch, "logprobs")
         if "values" in needs:
             assert isinstance(self.module, ActorCritic), "the objective needs a value model"
@@ -207,14 +213,6 @@ class Engine(ABC):
         return replace(
             batch, on_policy=known and self.settings.exact_sampler and not self.settings.stale, **filled
         )
-
-    def needs_of_old(self) -> set[str]:
-        """Return the needs for which `annotate` computes `old_logprobs` (see `NEEDS`)."""
-        if self.settings.steps_per_batch > 1:
-            return {"ratio", "old_logprobs", "correction"}
-        if self.settings.stale:
-            return {"old_logprobs", "correction"}
-        return set() if self.settings.exact_sampler else {"correction"}
 
     def step(self, batch: Batch, objective: Objective) -> Metrics:
         """Make one optimizer step on a minibatch and return its metrics.
@@ -349,8 +347,13 @@ def build_optimizer(module: nn.Module, optim: OptimConfig, value_lr: float | Non
     parts = groups(module, optim.lr, value_lr)
     if optim.optimizer is Optimizer.muon:
         return _MuonWithAdamW(parts, hidden_matrices(module), optim)
-    if optim.optimizer is Optimizer.adamw_8bit:
-        return _eight_bit(parts, optim)
+    if optim.optimizer is Optimizer.adamw_8bit:  # 8-bit moments for tensors of at least 4,096 elements
+        from bitsandbytes.optim import AdamW8bit
+
+        for parameter in (each for part in parts for each in part["params"]):
+            parameter.data = parameter.data.contiguous()  # bitsandbytes updates tensors in memory order
+        made: torch.optim.Optimizer = AdamW8bit(parts, **adam(optim))
+        return made
     return torch.optim.AdamW(parts, fused=True, **adam(optim))
 
 
@@ -435,17 +438,6 @@ class _MuonWithAdamW(torch.optim.Optimizer):
         """Restore the state that `state_dict` returned."""
         super().load_state_dict(state_dict)
         self._share()
-
-
-def _eight_bit(parts: Iterable[_Group], optim: OptimConfig) -> torch.optim.Optimizer:
-    """Return the AdamW of bitsandbytes, with 8-bit moments for tensors of at least 4,096 elements."""
-    from bitsandbytes.optim import AdamW8bit
-
-    parts = list(parts)
-    for parameter in (each for part in parts for each in part["params"]):
-        parameter.data = parameter.data.contiguous()  # bitsandbytes updates tensors in the order of memory
-    made: torch.optim.Optimizer = AdamW8bit(parts, **adam(optim))
-    return made
 
 
 # The engine on plain torch: every rank has the whole model, and gradients are summed over ranks.
@@ -627,8 +619,12 @@ class GradientSum:
         def send() -> None:
             bucket = self.buckets[len(sent)]
             used.extend(float(each.grad is not None) for each in bucket)
+            grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
+            flat = torch.cat([grad.flatten() for grad in grads])
+            for parameter, piece in zip(bucket, flat.split([grad.numel() for grad in grads]), strict=True):
+                parameter.grad = piece.view_as(parameter)
             with together():
-                sent.append(dist.all_reduce(_join(bucket), async_op=True))
+                sent.append(dist.all_reduce(flat, async_op=True))
 
         def reached(parameter: Tensor) -> None:
             missing[place[parameter]] -= 1
@@ -650,15 +646,6 @@ class GradientSum:
         for parameter, count in zip(place, users, strict=True):
             if not count:
                 parameter.grad = None
-
-
-def _join(bucket: list[nn.Parameter]) -> Tensor:
-    """Return the gradients of a bucket in one tensor [numel], and make each gradient a view of the tensor."""
-    grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
-    flat = torch.cat([grad.flatten() for grad in grads])
-    for parameter, piece in zip(bucket, flat.split([grad.numel() for grad in grads]), strict=True):
-        parameter.grad = piece.view_as(parameter)
-    return flat
 
 
 # The engine of a frozen model, for evaluation and relabelling.

@@ -96,9 +96,11 @@ class Generator(ABC):
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
         """Request K responses to each prompt; the future returns the rollouts."""
 
-    @abstractmethod
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load the weights of a version, for the requests submitted after this call."""
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:  # noqa: B027
+        """Load the weights of a version, for the requests submitted after this call.
+
+        By default, do nothing, because the responses do not depend on weights.
+        """
 
     def wait(self) -> None:  # noqa: B027
         """Wait until `load` can copy a new version of the weights; by default, do not wait.
@@ -428,14 +430,7 @@ def build(config: DatasetConfig, context: GeneratorContext) -> Generator:
     return ReplayGenerator(Path(config.path).expanduser(), context.tokenizer)
 
 
-class _StoredGenerator(Generator):
-    """A generator whose completions do not depend on weights."""
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Do nothing."""
-
-
-class _DatasetGenerator(_StoredGenerator):
+class _DatasetGenerator(Generator):
     """A generator that returns the completions that the task stores with its prompts, with EOS appended."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -449,7 +444,7 @@ class _DatasetGenerator(_StoredGenerator):
         )
 
 
-class ReplayGenerator(_StoredGenerator):
+class ReplayGenerator(Generator):
     """A generator that returns the saved rollouts of a run by update, with their versions and log-probs.
 
     Args:

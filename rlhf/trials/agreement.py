@@ -179,8 +179,14 @@ def _once(
         model, subject=subject, longest=longest(cfg), device=ranks.device.type, dtype=cfg.model.dtype.value
     )
     new, file = name not in KNOWN, Path(cfg.cache_dir) / "agreement" / f"{name}.json"
+
     # The first rank may know more results than the others, because it runs the stages before the run alone.
-    result = ranks.from_first(lambda: _stored(file) if new else {"fault": KNOWN[name]})
+    def known() -> dict[str, Any]:
+        with suppress(DamagedFile):  # or there is none
+            return read_object(file) if new else {"fault": KNOWN[name]}
+        return {}
+
+    result = ranks.from_first(known)
     if "fault" not in result:
         batch = ragged_example(model, longest(cfg), ranks.device)
         lent = nullcontext(model) if borrow is None else borrow()
@@ -193,14 +199,6 @@ def _once(
                 write_json(file, {"subject": subject, "model": model.config.model_type, **result})
     KNOWN[name] = result["fault"]
     return result["fault"], new
-
-
-def _stored(file: Path) -> dict[str, Any]:
-    """Return the result in `file`; empty if the file is missing or damaged."""
-    try:
-        return read_object(file)
-    except DamagedFile:
-        return {}
 
 
 def fingerprint(model: PreTrainedModel, **settings: str | int) -> str:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -372,21 +372,6 @@ def uniforms(seed: int, request: int, index: Tensor, samples: int, length: int) 
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, samples, length, dtype=torch.float64)
 
 
-@contextmanager
-def _without_gradient(model: PreTrainedModel, compiled: bool) -> Iterator[None]:
-    """Return a context for sampling in inference mode, which makes small operations faster.
-
-    Under autocast the context is `no_grad` instead. With `no_grad`, autocast caches the 16-bit copies of
-    weights; in inference mode, autocast would copy the weights in every forward pass. A model with flash
-    attention samples with sdpa, which several samples in a row and CUDA graphs need. Compiled code gets the
-    weights in the dtype of autocast.
-    """
-    low = torch.is_autocast_enabled(model.device.type)
-    weights = forward.converted_weights(model) if compiled else nullcontext()
-    with torch.no_grad() if low else torch.inference_mode(), forward.with_sdpa(model), weights:
-        yield
-
-
 def sample(
     model: PreTrainedModel,
     prompt_ids: Tensor,
@@ -443,7 +428,13 @@ def sample(
         T is the longest response. The tensors may be inference tensors, which autograd cannot save for a
         backward pass; copies of them can be saved.
     """
-    with _without_gradient(model, compiled):
+    # Inference mode makes small operations faster. Under autocast it would copy the weights in every forward
+    # pass, but with `no_grad`, autocast caches their 16-bit copies. A model with flash attention samples with
+    # sdpa, which several samples in a row and CUDA graphs need. Compiled code gets the weights in the dtype
+    # of autocast
+    low = torch.is_autocast_enabled(model.device.type)
+    weights = forward.converted_weights(model) if compiled else nullcontext()
+    with torch.no_grad() if low else torch.inference_mode(), forward.with_sdpa(model), weights:
         n, k, device = len(prompt_ids), samples_per_prompt, prompt_ids.device
         stops = torch.as_tensor(
             list(stop_ids) if not isinstance(stop_ids, Tensor) else stop_ids, device=device

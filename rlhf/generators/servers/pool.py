@@ -109,7 +109,7 @@ class ServerPool(Generator):
         self.raise_failure()
         assert self.version is not None, "load weights before the first request"
         version = None if self.in_flight and sampling.purpose == "train" else self.version
-        kind = _Replies if self.settings.environment is None else _Conversation
+        kind = _Request if self.settings.environment is None else _Conversation
         request = kind(self, prompts, sampling, version)
         self.requests[request.answer] = request
         request.answer.add_done_callback(self.requests.pop)
@@ -199,8 +199,14 @@ class ServerPool(Generator):
 
     def hold(self, version: int | None, more: int) -> None:
         """Count the open requests whose later replies need the same version, from any thread."""
+
+        def hold(version: int) -> None:
+            self.held[version] += more
+            self.held = +self.held  # without zeros
+            self._change()
+
         if version is not None:
-            self._call(self._hold, version, more)
+            self._call(hold, version)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the loop has ended, with a failure or by `close`
@@ -306,11 +312,6 @@ class ServerPool(Generator):
         say(f"{server.name} {error}; starting it again, and asking others for its {lost} responses")
         self._change()
         self.tell()
-
-    def _hold(self, version: int, more: int) -> None:
-        self.held[version] += more
-        self.held = +self.held  # without zeros
-        self._change()
 
     def _cut(self, answer: Future[Rollouts]) -> None:
         if (request := self.requests.get(answer)) is None:
@@ -444,7 +445,7 @@ class _Work:
 
 
 class _Request:
-    """A request of the trainer, whose answer is a future.
+    """A request of the trainer, whose answer is a future: one reply for each sample.
 
     Args:
         pool: samples the responses.
@@ -458,14 +459,6 @@ class _Request:
         self.answer: Future[Rollouts] = Future()
         self.is_cut = False  # whether responses end with the tokens that they have
         self.began = math.inf  # time at which a server got the first response
-
-    def begin(self) -> None:
-        """Ask for responses."""
-        raise NotImplementedError
-
-    def take(self, i: int, reply: Reply | Exception) -> None:
-        """Take reply `i`, in the thread of the pool."""
-        raise NotImplementedError
 
     def work(self, i: int, ids: list[int], turn: int, most: int) -> _Work:
         """Return a reply to sample: turn `turn` of the response at position `i`, from 0 to N K - 1.
@@ -486,10 +479,6 @@ class _Request:
         given |= {"seed": seed_of(given["seed"], k, turn), "max_tokens": most}
         return _Work(next(self.pool.numbers), self, i, ids, given)
 
-
-class _Replies(_Request):
-    """A request without an environment."""
-
     def begin(self) -> None:
         """Ask for all responses."""
         heads = self.prompts.unpadded()
@@ -499,7 +488,7 @@ class _Replies(_Request):
         self.pool.ask([self.work(i, heads[i // K], 0, length) for i in range(self.count)])
 
     def take(self, i: int, reply: Reply | Exception) -> None:
-        """Note reply `i`; the last one ends the request."""
+        """Take reply `i`, in the thread of the pool; the last one ends the request."""
         if self.answer.done():
             return
         try:

@@ -215,10 +215,10 @@ class VLLMSampler:
 
     def _respond(self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None) -> Rollouts:
         """Sample one reply for each sample."""
-        parameters = [self.parameters(sampling, example) for example in prompts.index.tolist()]
-        asked = list(zip(prompts.unpadded(), parameters, strict=True))
-        if update is not None:  # each sample by itself, as vLLM derives them
-            asked = [(ids, self.single(each, k)) for ids, each in asked for k in range(each.n)]
+        # With in-flight updates, each sample by itself, as vLLM derives them
+        samples = [None] if update is None else range(sampling.samples)
+        heads = list(zip(prompts.unpadded(), prompts.index.tolist(), strict=True))
+        asked = [(ids, self.parameters(sampling, row, k)) for ids, row in heads for k in samples]
         outputs: list[Any] = [None] * len(asked)
         once = iter([[Request(i, *each) for i, each in enumerate(asked)]])
         serve(self.llm, lambda wait: next(once, []), outputs.__setitem__, update)
@@ -244,7 +244,7 @@ class VLLMSampler:
 
         def asked(wait: bool) -> Iterator[Request]:
             for i in episodes.ready(wait):
-                one = self.single(self.parameters(sampling, int(prompts.index[i // K])), i % K, turn[i])
+                one = self.parameters(sampling, int(prompts.index[i // K]), i % K, turn[i])
                 one.max_tokens = episodes.room(i)
                 turn[i] += 1
                 yield Request(i, episodes.history(i), one)
@@ -259,18 +259,13 @@ class VLLMSampler:
             serve(self.llm, asked, answered, update)
             return episodes.rollouts(settings.pad_id, in_flight=update is not None)
 
-    def parameters(self, sampling: Sampling, example: int) -> Any:
-        """Return vLLM's sampling parameters for the K samples of one prompt; sample k uses `seed` + k."""
+    def parameters(self, sampling: Sampling, example: int, sample: int | None = None, turn: int = 0) -> Any:
+        """Return vLLM's sampling parameters for a sample of a prompt; None: K samples, k with `seed` + k."""
         from vllm import SamplingParams
 
         given = sampling_parameters(sampling, example, self.settings.stop_ids, self.settings.seed)
-        return SamplingParams(n=sampling.samples, flat_logprobs=True, **given)
-
-    def single(self, parameters: Any, sample: int, turn: int = 0) -> Any:
-        """Return vLLM's sampling parameters for one of the n samples of a prompt."""
-        one = parameters.clone()
-        one.n, one.seed = 1, seed_of(parameters.seed, sample, turn)
-        return one
+        given["seed"] = seed_of(given["seed"], sample or 0, turn)
+        return SamplingParams(n=sampling.samples if sample is None else 1, flat_logprobs=True, **given)
 
     def sleep_level(self) -> int:
         """Return the level of vLLM's sleep mode with which a load restores the complete model.
@@ -400,15 +395,12 @@ def compare(manifest: Manifest, shapes: dict[str, tuple[int, ...]], required: se
     Raises:
         TransferError: tensors are missing, unknown or of another shape.
     """
-    sent = {entry.name: entry.shape for entry in manifest.entries}
+    sent = {entry.name: list(entry.shape) for entry in manifest.entries}
+    names, known = sorted(required | sent.keys()), {name: list(shape) for name, shape in shapes.items()}
     wrong = [
-        *(f"{name}: missing" for name in sorted(required - sent.keys())),
-        *(f"{name}: unknown" for name in sent if name not in shapes),
-        *(
-            f"{name}: shape {list(shape)} instead of {list(shapes[name])}"
-            for name, shape in sent.items()
-            if name in shapes and tuple(shape) != tuple(shapes[name])
-        ),
+        f"{name}: {sent.get(name, 'missing')} instead of {known.get(name, 'unknown')}"
+        for name in names
+        if sent.get(name) != known.get(name)
     ]
     if wrong:
         raise TransferError(
