@@ -55,8 +55,7 @@ from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvalua
 from rlhf.training.loop import Parts
 from rlhf.training.recorder import LIMITS, CollapseRule, Limits, Recorder, RepetitionRule, expected
 from rlhf.training.stream import Refill, Replay
-from rlhf.trials.agreement import compared, samples_with_cache
-from rlhf.trials.speed import choose_head, compile_blocks
+from rlhf.trials.trials import choose_head, compared, compile_blocks, samples_with_cache
 from rlhf.usercode.address import load_function, parameters_of, signature_of
 
 if TYPE_CHECKING:

@@ -192,7 +192,7 @@ class Trainer:
             return
         if not cfg.has_worker:
             yield Phase("sampling", (*copy, self.sampling(decodes)))
-        elif copy:  # `rlhf.trials.agreement.samples_with_cache`
+        elif copy:  # `rlhf.trials.trials.samples_with_cache`
             yield Phase("comparison of sampling", copy)
 
     def unreleased(self) -> Iterator[Part]:

@@ -337,7 +337,9 @@ class Worker:
                 with self.lock:
                     self.unanswered -= 1
                 job.future.set_result(answer)
-                job = self.next()
+                with self.changed:
+                    self.changed.wait_for(lambda: self.jobs or self.closing)
+                    job = self.jobs.popleft() if self.jobs else None  # None: the worker is closing
             self.ask("close", limit=_CLOSE_S)
             raise _Closed
         except (RunError, UserError) as error:
@@ -349,12 +351,6 @@ class Worker:
             raise
         finally:
             self.stop()
-
-    def next(self) -> Job | None:
-        """Wait for the next job; return None if the worker is closing and the queue is empty."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.jobs or self.closing)
-            return self.jobs.popleft() if self.jobs else None
 
     def complete(self, job: Job) -> Any:
         """Execute a job in the process and return its result; if the process is lost, restart it and repeat.

@@ -472,7 +472,11 @@ class GraphStep(Step):
                 return self.fixed(token, place, numbers)
             except (RuntimeError, _LengthAsked) as error:
                 self.free()
-                if _out_of_memory(error):
+                # The end of an interrupted recording raises an error of its own, whose context is the cause
+                cause: BaseException | None = error
+                while cause is not None and not isinstance(cause, torch.OutOfMemoryError):
+                    cause = cause.__context__
+                if cause is not None:
                     self.fits = False
                     log.warning(
                         "too little memory for a CUDA graph of %d rows; this batch is slower", len(token)
@@ -525,16 +529,6 @@ class GraphStep(Step):
         token, place, numbers = self.inputs
         with self.blocks() if len(token) > 1 else nullcontext():  # code for one row would be compiled apart
             return self.choose(self.logits(token, place, self.seen), numbers=numbers)
-
-
-def _out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error is, or hides, an error of too little GPU memory.
-
-    The end of an interrupted recording raises an error of its own, whose context is the cause.
-    """
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
-        error = error.__context__
-    return error is not None
 
 
 def can_record(device: torch.device) -> bool:

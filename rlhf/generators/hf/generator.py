@@ -412,7 +412,7 @@ def sample(
         after_token: function that is called after each response token of all samples. On a GPU the token may
             not be computed yet.
         cached: False: read each sequence again for every token, without a cache. This is slow, and right for
-            every model (`rlhf.trials.agreement`).
+            every model (`rlhf.trials.trials`).
         most: largest number of tokens of each sample, [N, K]; None: `response_length`.
         noise: standard deviation of the noise on the logits; see `choose`.
         compiled: whether the blocks of the model run compiled code in steps that are CUDA graphs. The first
