@@ -103,11 +103,8 @@ class Engine(ABC):
         ranks: Ranks,
         settings: EngineSettings,
     ) -> None:
-        self.module = module
-        self.reference = reference
-        self.tokenizer = tokenizer
-        self.ranks = ranks
-        self.settings = settings
+        self.module, self.reference, self.tokenizer = module, reference, tokenizer
+        self.ranks, self.settings = ranks, settings
         self.step_index = 0
         self.phases = Phases()  # what the engine computes now, for the progress display of a run
 

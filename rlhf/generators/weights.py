@@ -284,12 +284,11 @@ class SharedWeights(WeightStore):
                     offset = -(-end // _ALIGNMENT) * _ALIGNMENT
                     end = offset + tensor.nbytes
                     entries.append(_entry_of(name, tensor, offset))
-                    if _in_host_memory(tensor):
-                        sums.append(Future())
-                        sums[-1].set_result(write_at(file.fileno(), _raw(tensor), offset))
-                    else:
-                        data = _raw(self.staged(tensor, sums))
-                        sums.append(thread.submit(write_at, file.fileno(), data, offset))
+                    host = _in_host_memory(tensor)
+                    data = _raw(tensor if host else self.staged(tensor, sums))
+                    sums.append(thread.submit(write_at, file.fileno(), data, offset))
+                    if host:
+                        sums[-1].result()  # the engine may reuse the memory of the tensor
                 found = [replace(e, checksum=s.result()) for e, s in zip(entries, sums, strict=True)]
                 file.truncate(end)
         except OSError as problem:
@@ -472,8 +471,7 @@ class GpuWeights(WeightStore):
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device = device
-        self.dtype = dtype
+        self.device, self.dtype = device, dtype
         self.snapshots: dict[int, _Weights] = {}
 
     @property
@@ -648,9 +646,7 @@ class _Sender(threading.Thread):
 
     def __init__(self, store: Nccl, group: dict[str, Any], fail: Callable[[], None]) -> None:
         super().__init__(name="weights", daemon=True)
-        self.store = store
-        self.group = group
-        self.fail = fail
+        self.store, self.group, self.fail = store, group, fail
         self.todo: SimpleQueue[_Weights | None] = SimpleQueue()  # snapshots to send; None ends the thread
         self.done: SimpleQueue[None] = SimpleQueue()  # one item per snapshot that was sent
         self.error: BaseException | None = None

@@ -272,11 +272,8 @@ class Worker:
         environment: Mapping[str, str],
         limits: Limits,
     ) -> None:
-        self.name = name
-        self.make = make
-        self.log = log
-        self.environment = environment
-        self.limits = limits
+        self.name, self.make, self.log = name, make, log
+        self.environment, self.limits = environment, limits
         self.lock = threading.Lock()  # protects jobs, unanswered, failure, closing, process, restarts
         self.changed = threading.Condition(self.lock)  # a job was queued, or the worker is closing
         self.jobs: deque[Job] = deque()  # jobs that have not been started

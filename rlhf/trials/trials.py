@@ -406,18 +406,8 @@ def sampling_fault(model: PreTrainedModel, batch: Rollouts, cached: bool = True)
     numbers = torch.rand(batch.response_ids.shape, dtype=torch.float64, generator=draw)
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-        ids, _, logprobs, _ = sample(
-            model,
-            batch.prompt_ids,
-            batch.prompt_mask,
-            samples_per_prompt=count,
-            response_length=length,
-            temperature=1.0,
-            uniforms=numbers,
-            stop_ids=[],
-            pad_id=0,
-            cached=cached,
-        )
+        prompts, mask = batch.prompt_ids, batch.prompt_mask
+        ids, _, logprobs, _ = sample(model, prompts, mask, count, length, 1.0, numbers, [], 0, cached=cached)
         for i, j in product(range(len(ids)), range(count)):
             whole = torch.cat([batch.prompt_ids[i][batch.prompt_mask[i]], ids[i, j]])
             states = backbone(model)(input_ids=whole[None], use_cache=False).last_hidden_state[

@@ -245,7 +245,8 @@ def respond(
 
         stop_ids, seed = settings.stop_ids, settings.seed
         with Episodes(prompts, sampling, settings.environment, stop_ids, seed) as episodes:
-            return _converse(episodes, numbers, settings.pad_id, reply, in_flight=update is not None)
+            _converse(episodes, numbers, reply)
+            return episodes.rollouts(settings.pad_id, in_flight=update is not None)
     chunk = max(1, settings.batch_size // sampling.samples)
     if most is not None:
         length = int(most.max())
@@ -298,13 +299,7 @@ def respond(
     )
 
 
-def _converse(
-    episodes: Episodes,
-    numbers: Tensor,
-    pad_id: int,
-    reply: Callable[[Prompts, Sampling], Rollouts],
-    in_flight: bool,
-) -> Rollouts:
+def _converse(episodes: Episodes, numbers: Tensor, reply: Callable[[Prompts, Sampling], Rollouts]) -> None:
     """Sample episodes turn by turn; `reply` samples the replies to histories.
 
     Token t of an episode has the random number t of its sample, whatever the turn. The first replies to a
@@ -334,7 +329,6 @@ def _converse(
         lengths = found.response_mask.sum(-1).flatten().tolist()
         for i, length, values in zip(running, lengths, rows, strict=True):
             episodes.reply(i, *(each[:length] for each in values))
-    return episodes.rollouts(pad_id, in_flight)
 
 
 def _pad_to(x: Tensor, length: int, value: float) -> Tensor:
@@ -436,9 +430,7 @@ def sample(
     weights = forward.converted_weights(model) if compiled else nullcontext()
     with torch.no_grad() if low else torch.inference_mode(), forward.with_sdpa(model), weights:
         n, k, device = len(prompt_ids), samples_per_prompt, prompt_ids.device
-        stops = torch.as_tensor(
-            list(stop_ids) if not isinstance(stop_ids, Tensor) else stop_ids, device=device
-        )
+        stops = torch.as_tensor(list(stop_ids), device=device)
         longest = int(prompt_mask.sum(1).max())
         seen = prompt_mask[:, -longest:]
         ids = prompt_ids[:, -longest:].masked_fill(~seen, 0)

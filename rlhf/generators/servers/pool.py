@@ -471,11 +471,9 @@ class _Request:
                 f"token ids must be < {self.pool.vocabulary} (the vocabulary of the model), got {max(ids)}; "
                 "set model.tokenizer to the tokenizer of the model"
             )
-        K, settings = self.sampling.samples, self.pool.settings
+        K = self.sampling.samples
         k = self.sampling.begun[i].sample if self.sampling.begun else i % K
-        given = sampling_parameters(
-            self.sampling, int(self.prompts.index[i // K]), settings.stop_ids, settings.seed
-        )
+        given = sampling_parameters(self.sampling, int(self.prompts.index[i // K]), self.pool.settings)
         given |= {"seed": seed_of(given["seed"], k, turn), "max_tokens": most}
         return _Work(next(self.pool.numbers), self, i, ids, given)
 
@@ -502,16 +500,10 @@ class _Request:
 
     def rollouts(self) -> Rollouts:
         """Return all replies as rollouts."""
-        replies, settings = [self.found[i] for i in range(self.count)], self.pool.settings
+        replies = [self.found[i] for i in range(self.count)]
         versions = [each.versions for each in replies]
-        rollouts = rollouts_of(
-            self.prompts,
-            self.sampling,
-            replies,
-            versions if self.pool.in_flight else None,
-            stop_ids=settings.stop_ids,
-            pad_id=settings.pad_id,
-        )
+        by_token = versions if self.pool.in_flight else None
+        rollouts = rollouts_of(self.prompts, self.sampling, replies, by_token, self.pool.settings)
         oldest = min(version for each in versions for version in each)
         return replace(rollouts, version=oldest, generate_s=time.perf_counter() - self.began)
 

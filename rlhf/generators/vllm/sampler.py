@@ -228,8 +228,7 @@ class VLLMSampler:
             sampling,
             [(each.token_ids, each.logprobs.logprobs) for each in completions],
             [versions(each) for each in completions] if update is not None else None,
-            stop_ids=self.settings.stop_ids,
-            pad_id=self.settings.pad_id,
+            self.settings,
         )
 
     def _converse(self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None) -> Rollouts:
@@ -263,7 +262,7 @@ class VLLMSampler:
         """Return vLLM's sampling parameters for a sample of a prompt; None: K samples, k with `seed` + k."""
         from vllm import SamplingParams
 
-        given = sampling_parameters(sampling, example, self.settings.stop_ids, self.settings.seed)
+        given = sampling_parameters(sampling, example, self.settings)
         given["seed"] = seed_of(given["seed"], sample or 0, turn)
         return SamplingParams(n=sampling.samples if sample is None else 1, flat_logprobs=True, **given)
 
@@ -510,23 +509,20 @@ def next_sequences(waiting: deque[Request], count: float, tokens: float, longest
     return found
 
 
-def sampling_parameters(
-    sampling: Sampling, example: int, stop_ids: Iterable[int], seed: int
-) -> dict[str, Any]:
+def sampling_parameters(sampling: Sampling, example: int, settings: VLLMFactory) -> dict[str, Any]:
     """Return vLLM's sampling parameters for the samples of a prompt; sample k uses the seed + k.
 
     Args:
         sampling: the settings of the request.
         example: the row of the prompt in the data.
-        stop_ids: tokens that end a response.
-        seed: the seed of the run.
+        settings: the tokens that end a response, and the seed of the run.
     """
     return {
         "temperature": sampling.temperature,
         "max_tokens": sampling.response_length,
-        "stop_token_ids": list(stop_ids),
+        "stop_token_ids": list(settings.stop_ids),
         "ignore_eos": True,  # stop only at stop_token_ids, not at the end token of the model's config
-        "seed": derive(seed, "sample", sampling.purpose, sampling.request, example),
+        "seed": derive(settings.seed, "sample", sampling.purpose, sampling.request, example),
         "logprobs": 0,  # log-probs of the sampled token only
         "detokenize": False,
     }
@@ -548,9 +544,7 @@ def rollouts_of(
     sampling: Sampling,
     replies: Sequence[Sequence[Any]],
     versions: Sequence[Sequence[int]] | None,
-    *,
-    stop_ids: Sequence[int],
-    pad_id: int,
+    settings: VLLMFactory,
 ) -> Rollouts:
     """Return replies as rollouts [N, K, T].
 
@@ -559,13 +553,12 @@ def rollouts_of(
         sampling: K and T.
         replies: token ids and log-probs of each of the N K replies, and perhaps more.
         versions: of the weights that sampled each of their tokens; None: the tokens have no versions.
-        stop_ids: tokens that end a reply.
-        pad_id: token id of padding.
+        settings: the tokens that end a reply, and the token of padding.
     """
     shape = len(prompts), sampling.samples, sampling.response_length
     lengths = torch.tensor([len(reply[0]) for reply in replies])
     mask = (torch.arange(shape[-1]) < lengths[:, None]).view(shape)
-    ids, logprobs = torch.full(shape, pad_id), torch.zeros(shape)
+    ids, logprobs = torch.full(shape, settings.pad_id), torch.zeros(shape)
     ids[mask] = torch.tensor([token for reply in replies for token in reply[0]])
     logprobs[mask] = torch.tensor([x for reply in replies for x in reply[1]])
     token_versions = None
@@ -577,7 +570,7 @@ def rollouts_of(
         response_ids=ids,
         response_mask=mask,
         behaviour_logprobs=logprobs,
-        ended=(mask & torch.isin(ids, torch.tensor(stop_ids))).any(-1),
+        ended=(mask & torch.isin(ids, torch.tensor(settings.stop_ids))).any(-1),
         token_versions=token_versions,
     )
 
