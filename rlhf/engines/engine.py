@@ -673,21 +673,10 @@ class FrozenEngine(TorchEngine):
         ranks: Ranks,
         dtype: Dtype,
     ) -> None:
-        Engine.__init__(  # skips TorchEngine.__init__, which creates an optimizer
-            self,
-            module,
-            reference,
-            tokenizer,
-            ranks,
-            EngineSettings(
-                optim=OptimConfig(lr=0.0),
-                total_steps=0,
-                steps_per_batch=0,
-                budget=inference,
-                inference=inference,
-                dtype=dtype,
-            ),
-        )
+        optim, limits = OptimConfig(lr=0.0), {"budget": inference, "inference": inference}
+        settings = EngineSettings(optim=optim, total_steps=0, steps_per_batch=0, **limits, dtype=dtype)
+        # Not TorchEngine.__init__, which creates an optimizer
+        Engine.__init__(self, module, reference, tokenizer, ranks, settings)
         # The weights still require gradients: autocast keeps 16-bit copies only of such weights.
         place(self.module, ranks.device)
 

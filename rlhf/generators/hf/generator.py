@@ -166,17 +166,13 @@ class HFSamplerFactory:
 
     def build(self) -> HFSampler:
         """Return the sampler, with a model of random weights."""
+        kind = {"attn_implementation": self.attention, "trust_remote_code": self.remote is not None}
         if self.remote is not None:
             config = AutoConfig.from_pretrained(self.remote, trust_remote_code=True)
         else:
             values = json.loads(self.config)
             config = AutoConfig.for_model(values.pop("model_type"), **values)
-        model = AutoModelForCausalLM.from_config(
-            config,
-            attn_implementation=self.attention,
-            dtype=torch.float32,
-            trust_remote_code=self.remote is not None,
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **kind)
         if self.float32_head or self.absent_ids:
             rows = range(model.get_output_embeddings().out_features)
             set_head(model, self.float32_head, tokens=set(rows) - set(self.absent_ids))
@@ -489,12 +485,8 @@ def sample(
         tokens.masked_fill_(~real, pad_id)
         logprobs.masked_fill_(~real, 0.0)
         ended = (real & torch.isin(tokens, stops)).any(-1)
-        return (
-            tokens[..., :length].reshape(n, k, length),
-            real[..., :length].reshape(n, k, length),
-            logprobs[..., :length].reshape(n, k, length),
-            ended.view(n, k),
-        )
+        ids, mask, chosen = (x[..., :length].reshape(n, k, length) for x in (tokens, real, logprobs))
+        return ids, mask, chosen, ended.view(n, k)
 
 
 def _begin(

@@ -593,12 +593,6 @@ def build(config: VLLMServerConfig, context: GeneratorContext) -> Generator:
     dtype, files = getattr(torch, settings.dtype), transfer is Transfer.shared_memory
     workers = config.tensor_parallel_size
     store = SharedWeights(dtype, folder) if files else build_store(transfer, trainer, dtype, workers)
-    pool = ServerPool(
-        servers,
-        store,
-        settings,
-        vocabulary=context.policy.config.get_text_config().vocab_size,
-        restarts=config.restarts,
-        in_flight=context.in_flight,
-    )
+    size, most = context.policy.config.get_text_config().vocab_size, config.restarts
+    pool = ServerPool(servers, store, settings, vocabulary=size, restarts=most, in_flight=context.in_flight)
     return annotated(pool, config, context)

@@ -223,13 +223,9 @@ class VLLMSampler:
         once = iter([[Request(i, *each) for i, each in enumerate(asked)]])
         serve(self.llm, lambda wait: next(once, []), outputs.__setitem__, update)
         completions = [completion for output in outputs for completion in output.outputs]
-        return rollouts_of(
-            prompts,
-            sampling,
-            [(each.token_ids, each.logprobs.logprobs) for each in completions],
-            [versions(each) for each in completions] if update is not None else None,
-            self.settings,
-        )
+        replies = [(each.token_ids, each.logprobs.logprobs) for each in completions]
+        by_token = [versions(each) for each in completions] if update is not None else None
+        return rollouts_of(prompts, sampling, replies, by_token, self.settings)
 
     def _converse(self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None) -> Rollouts:
         """Sample K episodes of each prompt. An episode does not wait for the replies of other episodes.
@@ -276,10 +272,8 @@ class VLLMSampler:
         """
         others = [name for names in self.llm.collective_rpc("unrestored") for name in names]
         if others:
-            log.warning(
-                "weights are moved to RAM between requests, because a load does not restore %s",
-                ", ".join(sorted(set(others))),
-            )
+            lost = ", ".join(sorted(set(others)))
+            log.warning("weights are moved to RAM between requests, because a load does not restore %s", lost)
         return 1 if others else 2
 
     def release_cache(self) -> None:
