@@ -673,8 +673,8 @@ class FrozenEngine(TorchEngine):
         ranks: Ranks,
         dtype: Dtype,
     ) -> None:
-        optim, limits = OptimConfig(lr=0.0), {"budget": inference, "inference": inference}
-        settings = EngineSettings(optim=optim, total_steps=0, steps_per_batch=0, **limits, dtype=dtype)
+        limits: dict[str, Any] = {"budget": inference, "inference": inference, "optim": OptimConfig(lr=0.0)}
+        settings = EngineSettings(**limits, total_steps=0, steps_per_batch=0, dtype=dtype)
         # Not TorchEngine.__init__, which creates an optimizer
         Engine.__init__(self, module, reference, tokenizer, ranks, settings)
         # The weights still require gradients: autocast keeps 16-bit copies only of such weights.
