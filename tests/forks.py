@@ -44,7 +44,7 @@ CLONE_PARENT = 0x8000
 SUPPORTED = sys.platform == "linux" and CLONE is not None
 OWN_FILES = 256  # file descriptors from this number on are free in a server
 TITLE = 4096  # bytes for the arguments that `ps` and psutil show
-ALONE = ("rlhf.processes.service",)  # modules that start no further Python processes
+ALONE = ("rlhf.processes.worker",)  # modules that start no further Python processes
 SAME_USER = (None, None, None, -1)  # the defaults of group, groups, user and umask
 READY = "ready"
 # A child ignores those of these signals that its parent ignores.

@@ -29,7 +29,7 @@ from rlhf.models.tokenizer import check_vocabulary, declared_ends, read_tokenize
 from rlhf.processes.ranks import Ranks
 from rlhf.terminal.console import console, say_row
 from rlhf.text.chat import set_format
-from rlhf.trials.agreement import compared
+from rlhf.trials.trials import compared
 from rlhf.words.compose import not_in_name
 
 if TYPE_CHECKING:

@@ -32,8 +32,7 @@ from rlhf.config.scorers import scorers
 from rlhf.core.batch import Sampling
 from rlhf.core.errors import UserError
 from rlhf.core.state import SupervisedState, TrainState
-from rlhf.engines.engine import Engine, EngineSettings, trained
-from rlhf.engines.torch_engine import FrozenEngine
+from rlhf.engines.engine import Engine, EngineSettings, FrozenEngine, trained
 from rlhf.environments.library import schemas
 from rlhf.generators.generator import GeneratorContext, PerRankGenerator, SharedGenerator
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
@@ -55,8 +54,7 @@ from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvalua
 from rlhf.training.loop import Parts
 from rlhf.training.recorder import LIMITS, CollapseRule, Limits, Recorder, RepetitionRule, expected
 from rlhf.training.stream import Refill, Replay
-from rlhf.trials.agreement import compared, samples_with_cache
-from rlhf.trials.speed import choose_head, compile_blocks
+from rlhf.trials.trials import choose_head, compared, compile_blocks, samples_with_cache
 from rlhf.usercode.address import load_function, parameters_of, signature_of
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ if TYPE_CHECKING:
     from rlhf.environments.environment import EnvironmentFactory
     from rlhf.generators.generator import Generator
     from rlhf.models.modules import Policy, RewardModel
-    from rlhf.processes.service import Channel
+    from rlhf.processes.worker import Channel
     from rlhf.runs.folder import RunFolder
     from rlhf.training.evaluators import Evaluator
 
@@ -307,7 +305,7 @@ def build_generator(cfg: Config, engine: Engine, folder: RunFolder, ranks: Ranks
             max_lag=cfg.worker_lag,
             in_flight=cfg.schedule.in_flight,
             threads=threads(cfg)[1],
-            annotator=AnnotatorFactory(cfg),
+            annotator=AnnotatorFactory(cfg).build,
             asks_service=cfg.scorer.asks_service,
             cached=cached,
             stop_ids=build_stop_ids(cfg, tokenizer),

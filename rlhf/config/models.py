@@ -304,7 +304,7 @@ class BackendConfig(Section):
         return Footprint()
 
 
-@option("backend", "torch", part="rlhf.engines.torch_engine:TorchEngine")
+@option("backend", "torch", part="rlhf.engines.engine:TorchEngine")
 class TorchConfig(BackendConfig):
     """Plain torch: the whole model on every rank."""
 

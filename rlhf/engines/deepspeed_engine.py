@@ -30,19 +30,18 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.config.models import RANKS_FILE, Dtype
-from rlhf.core.batch import Outputs
+from rlhf.config.models import RANKS_FILE, Dtype, ZeroConfig
+from rlhf.core.batch import Batch, Outputs
 from rlhf.core.errors import UserError
 from rlhf.core.machine import loopback
 from rlhf.engines.engine import Engine, adam, groups, trained
@@ -50,13 +49,8 @@ from rlhf.models.folder import first_line
 from rlhf.models.loading import save
 from rlhf.models.modules import LogprobHead, RewardModel, RolloutModule, ValueModel, score_head, whole_weights
 from rlhf.models.placement import autocast, is_placeholder, place
+from rlhf.processes.ranks import Ranks
 from rlhf.terminal.console import say
-
-if TYPE_CHECKING:
-    from rlhf.config.models import ZeroConfig
-    from rlhf.core.batch import Batch
-    from rlhf.processes.ranks import Ranks
-
 
 M = TypeVar("M", bound=RolloutModule)
 _FOLDER, _TAG = "deepspeed", "state"  # folder in a checkpoint, and DeepSpeed's folder inside it
@@ -232,10 +226,9 @@ class DeepSpeedEngine(Engine):
             _, kept = self.deep.load_checkpoint(str(folder / _FOLDER), _TAG)
         else:
             say(f"dividing {folder} over {self.ranks.size} instead of {wrote} ranks")
-            files, read = folder / _FOLDER / _TAG, partial(_load_tensors, map_location="cpu", mmap=True)
-            _restore(self.deep, self.stage, files, wrote, read)
+            _restore(self.deep, self.stage, folder / _FOLDER / _TAG, wrote)
             first = "zero_pp_rank_0_mp_rank_00" if self.stage == 3 else "mp_rank_00"
-            kept = read(files / f"{first}_model_states.pt")
+            kept = _mapped(folder / _FOLDER / _TAG / f"{first}_model_states.pt")
         self.step_index = kept["step_index"]
 
 
@@ -413,80 +406,10 @@ def _load_tensors(path: str | Path, map_location: Any = None, mmap: bool = False
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-_Read = Callable[[Path], Any]  # returns the content of a file of a checkpoint
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """A trained parameter and its optimizer state, joined from the parts of all ranks."""
-
-    weight: Tensor  # [numel] float32
-    moments: dict[str, Tensor]  # name -> [numel] float32; empty if no optimizer step was made
-    step: Any  # number of optimizer steps, in the type of the optimizer: int, or tensor with one element
+_mapped = partial(_load_tensors, map_location="cpu", mmap=True)  # returns the content of a file
 
 
-_Fragment = tuple[int, int, int]  # rank, start and length of a fragment in the flat tensors of a rank
-
-
-def _joined(folder: Path, ranks: int, read: _Read) -> Iterator[tuple[str, _Whole]]:
-    """Yield name and state of each trained parameter of a checkpoint.
-
-    Args:
-        folder: DeepSpeed's folder of the checkpoint.
-        ranks: the number of ranks that wrote the checkpoint.
-        read: reads a file of the checkpoint.
-    """
-    files = [read(folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt") for rank in range(ranks)]
-    states = [file["optimizer_state_dict"] for file in files]
-    if "param_slice_mappings" in states[0]:  # stage 1 or 2
-        keys = "single_partition_of_fp32_groups", "base_optimizer_state"
-        layouts = [
-            _mapped(group) for group in zip(*(each["param_slice_mappings"] for each in states), strict=True)
-        ]
-    else:
-        keys = "fp32_flat_groups", "optimizer_state_dict"
-        shapes = read(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
-        layouts = [_shares(group, ranks) for group in shapes]
-
-    def whole(flats: list[Tensor], fragments: list[_Fragment]) -> Tensor:
-        return torch.cat([flats[rank].narrow(0, start, length) for rank, start, length in fragments])
-
-    weights, optimizer = keys
-    for group, layout in enumerate(layouts):
-        own = [state[optimizer]["state"].get(group, {}) for state in states]
-
-        for name, fragments in layout.items():
-            weight = whole([state[weights][group] for state in states], fragments)
-            moments = {
-                key: whole([state[key] for state in own], fragments) for key in _MOMENTS if key in own[0]
-            }
-            yield name, _Whole(weight, moments, own[0].get("step"))
-
-
-def _mapped(mappings: Iterable[dict[str, Any]]) -> dict[str, list[_Fragment]]:
-    """Return the fragments of each parameter of a group, given the mappings of all ranks (stages 1 and 2)."""
-    found: dict[str, list[_Fragment]] = {}
-    for rank, mapping in enumerate(mappings):
-        for name, address in mapping.items():
-            found.setdefault(name, []).append((rank, address.start, address.numel))
-    return found
-
-
-def _shares(shapes: dict[str, torch.Size], ranks: int) -> dict[str, list[_Fragment]]:
-    """Return the fragments of each parameter of a group, given the shapes of the parameters (stage 3)."""
-    found: dict[str, list[_Fragment]] = {}
-    start = 0
-    for name, shape in shapes.items():
-        numel = math.prod(shape)
-        share = -(-numel // ranks)
-        lengths = [max(0, min(share, numel - rank * share)) for rank in range(ranks)]
-        found[name] = [(rank, start, length) for rank, length in enumerate(lengths)]
-        start += share
-    return found
-
-
-def _restore(deep: Any, stage: int, folder: Path, ranks: int, read: _Read) -> None:
+def _restore(deep: Any, stage: int, folder: Path, ranks: int) -> None:
     """Set the trained weights and the optimizer state of a DeepSpeed engine.
 
     Args:
@@ -494,26 +417,55 @@ def _restore(deep: Any, stage: int, folder: Path, ranks: int, read: _Read) -> No
         stage: its ZeRO stage, 1 to 3.
         folder: DeepSpeed's folder of the checkpoint.
         ranks: the number of ranks that wrote the checkpoint.
-        read: reads a file of the checkpoint.
     """
     from deepspeed import zero
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
+    files = [_mapped(folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt") for rank in range(ranks)]
+    states = [file["optimizer_state_dict"] for file in files]
+    # Each group of parameters as (rank, start, length) of its fragments in the flat tensors, by name
+    layouts: list[dict[str, list[tuple[int, int, int]]]] = []
+    if stage < 3:
+        weights, optimizer = "single_partition_of_fp32_groups", "base_optimizer_state"
+        for mappings in zip(*(state["param_slice_mappings"] for state in states), strict=True):
+            layouts.append({})
+            for rank, mapping in enumerate(mappings):
+                for name, address in mapping.items():
+                    fragment = rank, address.start, address.numel
+                    layouts[-1].setdefault(name, []).append(fragment)
+    else:
+        weights, optimizer = "fp32_flat_groups", "optimizer_state_dict"
+        for shapes in _mapped(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]:
+            layouts.append({})
+            start = 0
+            for name, shape in shapes.items():
+                share = -(-(numel := math.prod(shape)) // ranks)
+                lengths = [max(0, min(share, numel - rank * share)) for rank in range(ranks)]
+                layouts[-1][name] = [(rank, start, length) for rank, length in enumerate(lengths)]
+                start += share
     parameters = dict(deep.module.named_parameters())
-    for name, whole in _joined(folder, ranks, read):
-        parameter = parameters[name]
-        with torch.no_grad(), zero.GatheredParameters([parameter], modifier_rank=0):
-            parameter.copy_(whole.weight.view_as(parameter))
-        if whole.moments:
-            begin_state(deep.optimizer, stage, whole.step)
-        for key, moment in whole.moments.items():  # this rank stores its part
-            if stage < 3:
-                safe_set_full_optimizer_state(parameter, moment, key)
-                continue
-            rank, share = dist.get_rank(), parameter.ds_tensor.numel()
-            part = moment[share * rank : share * (rank + 1)]
-            part = nn.functional.pad(part, (0, share - part.numel()))
-            safe_set_local_optimizer_state(parameter, part, key)
+    for group, layout in enumerate(layouts):
+        flats = {"": [state[weights][group] for state in states]}
+        own = [state[optimizer]["state"].get(group, {}) for state in states]  # empty: no optimizer step yet
+        flats |= {key: [state[key] for state in own] for key in _MOMENTS if key in own[0]}
+        for name, fragments in layout.items():
+            weight, *moments = (
+                torch.cat([flat[rank].narrow(0, start, length) for rank, start, length in fragments])
+                for flat in flats.values()
+            )
+            parameter = parameters[name]
+            with torch.no_grad(), zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.copy_(weight.view_as(parameter))
+            if moments:
+                begin_state(deep.optimizer, stage, own[0].get("step"))
+            for key, moment in zip(_MOMENTS, moments, strict=False):  # this rank stores its part
+                if stage < 3:
+                    safe_set_full_optimizer_state(parameter, moment, key)
+                    continue
+                rank, share = dist.get_rank(), parameter.ds_tensor.numel()
+                part = moment[share * rank : share * (rank + 1)]
+                part = nn.functional.pad(part, (0, share - part.numel()))
+                safe_set_local_optimizer_state(parameter, part, key)
     deep.optimizer.refresh_fp32_params()
 
 

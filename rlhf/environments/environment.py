@@ -459,7 +459,7 @@ class _Worker(Thread):
 
     def __init__(self, asked: SimpleQueue[Call | None], ended: SimpleQueue[Call]) -> None:
         super().__init__(name="environment", daemon=True)
-        self.asked, self.ended, self.ask = asked, ended, asked.put
+        self.asked, self.ended = asked, ended
         self.start()
 
     def run(self) -> None:
@@ -478,10 +478,7 @@ class _Worker(Thread):
 
 
 class _Loop(Thread):
-    """A thread with an event loop, which makes all calls at the same time, until it gets None."""
-
-    ended: SimpleQueue[Call]
-    limit_s: float
+    """A thread with an event loop, which makes all calls at the same time, until it is `stopped`."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -491,25 +488,6 @@ class _Loop(Thread):
     def run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # at its end, it cancels all tasks
             runner.run(self.stopped.wait())
-
-    def ask(self, call: Call | None) -> None:
-        if call is None:
-            self.loop.call_soon_threadsafe(self.stopped.set)
-        else:
-            call.thread = self
-            asyncio.run_coroutine_threadsafe(self.make(call, self.ended, self.limit_s), self.loop)
-
-    async def make(self, call: Call, ended: SimpleQueue[Call], limit_s: float) -> None:
-        call.began, result, error, limit = perf_counter(), None, None, asyncio.timeout(limit_s)
-        try:
-            async with limit:
-                result = call.function()
-                result = await result if inspect.isawaitable(result) else result
-        except BaseException as raised:  # as in `_Worker`
-            origin = raised.__cause__ or raised.__context__  # before Python 3.11.4, a timeout has no cause
-            error = origin if limit.expired() and origin else raised
-        if call.end(result, error, limit.expired()):
-            ended.put(call)
 
 
 class Calls:
@@ -537,7 +515,7 @@ class Calls:
             return _Worker(self._asked, self._ended)
         _idle[:] = [loop for loop in _idle if loop.is_alive()]  # a process that was forked has none
         loop = _idle.pop() if _idle else _Loop()
-        loop.name, loop.ended, loop.limit_s = "environment", self._ended, self.limit_s
+        loop.name = "environment"
         return loop
 
     def ask(self, key: Any, function: Callable[..., Any], *arguments: Any) -> None:
@@ -546,7 +524,24 @@ class Calls:
         if not self.open:
             self._settings.enter_context(same_settings())
         self.open[call] = None
-        self._threads[0].ask(call)
+        if isinstance(loop := self._threads[0], _Loop):
+            call.thread = loop
+            asyncio.run_coroutine_threadsafe(self._make(call), loop.loop)
+        else:
+            self._asked.put(call)
+
+    async def _make(self, call: Call) -> None:
+        """Make a call in the event loop."""
+        call.began, result, error, limit = perf_counter(), None, None, asyncio.timeout(self.limit_s)
+        try:
+            async with limit:
+                result = call.function()
+                result = await result if inspect.isawaitable(result) else result
+        except BaseException as raised:  # as in `_Worker`
+            origin = raised.__cause__ or raised.__context__  # before Python 3.11.4, a timeout has no cause
+            error = origin if limit.expired() and origin else raised
+        if call.end(result, error, limit.expired()):
+            self._ended.put(call)
 
     def ended(self, wait_s: float = 0.0) -> list[Call]:
         """Return the calls that ended, also those given up; wait at most `wait_s` for the first one."""
@@ -576,7 +571,7 @@ class Calls:
             note_children(thread.native_id or 0)
             self._threads[self._threads.index(thread)] = self._thread()
             if isinstance(thread, _Loop):
-                thread.ask(None)
+                thread.loop.call_soon_threadsafe(thread.stopped.set)
         for call in late:
             del self.open[call]
         return late
@@ -599,16 +594,16 @@ class Calls:
                 self.ended(left)
             self._give_up()
             self._settings.close()
-        workers = [thread for thread in self._threads if isinstance(thread, _Worker)]
         for thread in self._threads:
             note_children(thread.native_id or 0)
             if isinstance(thread, _Loop):
                 thread.name = "idle event loop"
                 _idle.append(thread)
-        for worker in workers:
-            worker.ask(None)
-        for worker in workers:
-            worker.join(_GRACE_S)
+            else:
+                self._asked.put(None)
+        for thread in self._threads:
+            if isinstance(thread, _Worker):
+                thread.join(_GRACE_S)
         self._threads = []
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -20,16 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhf.core.batch import Begun, Rollouts
+from rlhf.core.batch import Begun, Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.launched import derive
 from rlhf.environments.environment import COUNTS, Answer, Calls, Example, asynchronous, checked, too_many_hang
 from rlhf.text.chat import unquoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from rlhf.core.batch import Prompts, Sampling
     from rlhf.environments.environment import Call, Environment, EnvironmentFactory
 
 FIRST_MESSAGE = "first_message"  # in the record of a prompt that `reset` returned for the `seed` beside it
@@ -374,24 +371,23 @@ class Episodes:
         self.close()
         N, K, T = len(self.prompts), self.sampling.samples, self.sampling.response_length
 
-        def table(rows: list[list[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
-            new = [row[each.before :] for row, each in zip(rows, self._all, strict=True)]
+        def table(column: str, fill: Any, dtype: torch.dtype) -> Tensor:
+            new = [getattr(each, column)[each.before :] for each in self._all]
             padded = [row + [fill] * (T - len(row)) for row in new]
             return torch.tensor(padded, dtype=dtype).view(N, K, T)
 
-        sampled = table([each.sampled for each in self._all], False, torch.bool)
-        real = table([[True] * len(each.ids) for each in self._all], False, torch.bool)
+        sampled = table("sampled", False, torch.bool)
+        lengths = torch.tensor([len(each.ids) - each.before for each in self._all])
+        real = (torch.arange(T) < lengths[:, None]).view(N, K, T)
         names = dict.fromkeys([*COUNTS, *(name for each in self._all for name in each.figures)])
         return self.prompts.extend(
             Rollouts,
-            response_ids=table([each.ids for each in self._all], pad_id, torch.int64),
+            response_ids=table("ids", pad_id, torch.int64),
             response_mask=sampled,
             environment_mask=real & ~sampled,
-            behaviour_logprobs=table([each.logprobs for each in self._all], 0.0, torch.float32),
-            token_versions=table([each.versions for each in self._all], 0, torch.int64)
-            if in_flight
-            else None,
-            rewards=table([each.rewards for each in self._all], 0.0, torch.float64),
+            behaviour_logprobs=table("logprobs", 0.0, torch.float32),
+            token_versions=table("versions", 0, torch.int64) if in_flight else None,
+            rewards=table("rewards", 0.0, torch.float64),
             ended=torch.tensor([each.ended for each in self._all]).view(N, K),
             episode={
                 name: torch.tensor([float(each.figures[name]) for each in self._all]).view(N, K)

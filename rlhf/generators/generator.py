@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlhf.environments.environment import EnvironmentFactory
     from rlhf.generators.weights import Manifest
     from rlhf.processes.ranks import Ranks
-    from rlhf.processes.service import ServiceFactory
+    from rlhf.processes.worker import Channel, Service
 
 
 # The interface of a generator, which processes requests and weight loads first in, first out.
@@ -54,7 +54,7 @@ class GeneratorContext:
         max_lag: later rollout batches in flight while a batch is trained on (`schedule.max_lag`).
         in_flight: whether weights change while a request runs (`schedule.update=in_flight`).
         threads: CPU threads of each generator process; None: the default of torch.
-        annotator: factory that creates the annotator inside its process.
+        annotator: creates the annotator inside its process; see `Worker`.
         asks_service: whether the scorer of the annotator waits for the answers of a service.
         cached: whether the Hugging Face sampler can use a cache of keys and values with this model.
         stop_ids: ids of the tokens that end a response.
@@ -73,7 +73,7 @@ class GeneratorContext:
     max_lag: int
     in_flight: bool
     threads: int | None
-    annotator: ServiceFactory
+    annotator: Callable[[Channel], Service]
     asks_service: bool = False
     cached: bool = True
     stop_ids: Sequence[int]
@@ -96,9 +96,11 @@ class Generator(ABC):
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
         """Request K responses to each prompt; the future returns the rollouts."""
 
-    @abstractmethod
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load the weights of a version, for the requests submitted after this call."""
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:  # noqa: B027
+        """Load the weights of a version, for the requests submitted after this call.
+
+        By default, do nothing, because the responses do not depend on weights.
+        """
 
     def wait(self) -> None:  # noqa: B027
         """Wait until `load` can copy a new version of the weights; by default, do not wait.
@@ -305,7 +307,20 @@ def _put_together(prompts: Prompts, parts: list[Rollouts]) -> Rollouts:
     return replace(parts[0], **{**highest, **concatenated(parts), **prompts.as_dict()})
 
 
-class SharedGenerator(Generator):
+class _Absent(Generator):
+    """The generator of a rank for which the first rank samples."""
+
+    def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
+        """Return a future that never has a result."""
+        return Future()
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Iterate over `weights`, because gathering sharded weights is a collective."""
+        for _ in weights:
+            pass
+
+
+class SharedGenerator(Wrapper):
     """A generator on the first rank that samples for all ranks.
 
     Args:
@@ -314,37 +329,17 @@ class SharedGenerator(Generator):
     """
 
     def __init__(self, generator: Generator | None, ranks: Ranks) -> None:
-        self.generator = generator
+        super().__init__(generator or _Absent())
         self.ranks = ranks
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
         """Request K responses to each prompt from the first rank's generator."""
-        part = self.generator.submit(prompts, sampling) if self.generator else None
-        return _Exchanged(lambda: self.ranks.from_first(lambda: part.result()))  # type: ignore[union-attr]
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load the weights into the first rank's generator.
-
-        The other ranks only iterate over `weights`, because gathering sharded weights is a collective.
-        """
-        if self.generator:
-            self.generator.load(weights, version)
-        else:
-            for _ in weights:
-                pass
+        part = self.generator.submit(prompts, sampling)
+        return _Exchanged(lambda: self.ranks.from_first(part.result))
 
     def wait(self) -> None:
         """Wait on every rank until the first rank's generator can take new weights."""
-        self.ranks.from_first(lambda: self.generator.wait())  # type: ignore[union-attr]
-
-    def figures(self) -> Metrics:
-        """Return the metrics of the first rank's generator; empty on the other ranks."""
-        return self.generator.figures() if self.generator else {}
-
-    def close(self) -> None:
-        """Close the first rank's generator."""
-        if self.generator:
-            self.generator.close()
+        self.ranks.from_first(self.generator.wait)
 
 
 class PerRankGenerator(Wrapper):
@@ -435,14 +430,7 @@ def build(config: DatasetConfig, context: GeneratorContext) -> Generator:
     return ReplayGenerator(Path(config.path).expanduser(), context.tokenizer)
 
 
-class _StoredGenerator(Generator):
-    """A generator whose completions do not depend on weights."""
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Do nothing."""
-
-
-class _DatasetGenerator(_StoredGenerator):
+class _DatasetGenerator(Generator):
     """A generator that returns the completions that the task stores with its prompts, with EOS appended."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -456,7 +444,7 @@ class _DatasetGenerator(_StoredGenerator):
         )
 
 
-class ReplayGenerator(_StoredGenerator):
+class ReplayGenerator(Generator):
     """A generator that returns the saved rollouts of a run by update, with their versions and log-probs.
 
     Args:

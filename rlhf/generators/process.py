@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from rlhf.config.generators import WorkerConfig, most_versions
 from rlhf.core.batch import Batch, Budget, Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.launched import local_rank, local_world_size
 from rlhf.core.metrics import How, Metrics, Stat, merge
-from rlhf.generators.generator import Generator, GeneratorContext, Sampler, SamplerFactory, Wrapper, finished
-from rlhf.generators.shares import most_versions
-from rlhf.generators.weights import Manifest, SharedWeights, TransferError, WeightStore, confirm, remove
+from rlhf.generators.generator import Generator, GeneratorContext, SamplerFactory, Wrapper, finished
+from rlhf.generators.weights import Manifest, SharedWeights, TransferError, WeightStore, confirm
 from rlhf.models.placement import infer
-from rlhf.processes.service import Channel, Service
-from rlhf.processes.signals import call_at_signal, do_not_call_at_signal
-from rlhf.processes.worker import Job, Limits, Worker, environment, received
+from rlhf.processes.signals import call_at_signal, do_not_call_at_signal, left
+from rlhf.processes.worker import Channel, Job, Limits, Service, Worker, environment, received
 
 if TYPE_CHECKING:
-    from rlhf.config.generators import WorkerConfig
     from rlhf.config.models import Dtype
     from rlhf.models.modules import Policy
     from rlhf.processes.ranks import Ranks
@@ -280,7 +280,7 @@ class WorkerGenerator(Worker, Generator):
         self.confirmed: Manifest | None = None  # the weights that the process confirmed last
         self.loads: deque[Manifest] = deque()  # loads that have overtaken requests and are not confirmed yet
         self.load_s = 0.0  # seconds of loading that `figures` has not reported yet
-        super().__init__("generator", _SamplingFactory(factory), log, environment, limits)
+        super().__init__("generator", partial(_SamplingService, factory), log, environment, limits)
 
     # -- the trainer's side ------------------------------------------------------------------------
 
@@ -439,25 +439,17 @@ class WorkerGenerator(Worker, Generator):
 # the sample.
 
 
-@dataclass(frozen=True, slots=True)
-class _SamplingFactory:
-    """A factory of the service of a generator process, with the sampler that `factory` creates."""
-
-    factory: SamplerFactory
-
-    def build(self, channel: Channel) -> _SamplingService:
-        """Create the sampler and its service."""
-        return _SamplingService(self.factory.build(), channel)
-
-
-@dataclass
 class _SamplingService(Service):
-    """A service with the methods of a generator process that the trainer calls."""
+    """A service with the methods of a generator process that the trainer calls.
 
-    sampler: Sampler
-    channel: Channel  # to the trainer; loads arrive on it during a sample
-    version: int | None = None  # version of the weights; None until a load has ended
-    paths: set[str] = field(default_factory=set)  # paths of the trainer's shared files
+    Args:
+        factory: creates the sampler.
+        channel: the connection to the trainer; loads arrive on it during a sample.
+    """
+
+    def __init__(self, factory: SamplerFactory, channel: Channel) -> None:
+        self.sampler, self.channel = factory.build(), channel
+        self.version: int | None = None  # version of the weights; None until a load has ended
 
     def load(self, manifest: Manifest) -> tuple[int, dict[str, int]]:
         """Load weights into the sampler, and return their version and checksums.
@@ -465,8 +457,8 @@ class _SamplingService(Service):
         Raises:
             TransferError: the weights differ from the weights that the trainer sent.
         """
-        if manifest.path:
-            self.paths.add(manifest.path)
+        if manifest.path and not manifest.path.startswith("/proc/"):
+            left.add(os.path.dirname(manifest.path))  # a trainer that is killed does not remove it
         self.version = None
         checksums = self.sampler.load(manifest)
         self.version = manifest.version
@@ -507,11 +499,6 @@ class _SamplingService(Service):
     def close(self) -> None:
         """Close the sampler."""
         self.sampler.close()
-
-    def orphaned(self) -> None:
-        """Remove the trainer's shared files, because the trainer has ended."""
-        for path in self.paths:
-            remove(path)
 
 
 # Generator replicas: several generator processes that answer the training requests in turn.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import os
-import shutil
-import struct
 import tempfile
 import threading
 import time
@@ -41,8 +39,6 @@ from rlhf.core.launched import local_world_size, world_size
 #     vLLM, IPC or NCCL   vLLM computes the checksums of the received tensors before the load
 
 
-_HEADER = struct.Struct("<q")  # header of a shared file: the version in the file
-_NOTHING = -1  # header while the file is written
 _POLL_S = 0.01  # seconds between checks whether a version has been released
 _ALIGNMENT = 64  # bytes; tensors start at multiples of it in the file, so that views are aligned
 
@@ -276,28 +272,25 @@ class SharedWeights(WeightStore):
         Raises:
             RunError: there is not enough memory, or the file cannot be written.
         """
-        end = _HEADER.size
+        end = 0
         entries: list[Entry] = []
         sums: list[Future[int]] = []
         try:
             path = self.free.pop() if self.free else self.create(version)
             with open(path, "r+b", buffering=0) as file, ThreadPoolExecutor(1) as thread:
-                write_at(file.fileno(), _HEADER.pack(_NOTHING), 0)
                 for name, tensor in weights:
                     if self.dtype is not None and tensor.is_floating_point():
                         tensor = tensor.detach().to(self.dtype)
                     offset = -(-end // _ALIGNMENT) * _ALIGNMENT
                     end = offset + tensor.nbytes
                     entries.append(_entry_of(name, tensor, offset))
-                    if _in_host_memory(tensor):
-                        sums.append(Future())
-                        sums[-1].set_result(_write_with_checksum(file.fileno(), _raw(tensor), offset))
-                    else:
-                        data = _raw(self.staged(tensor, sums))
-                        sums.append(thread.submit(_write_with_checksum, file.fileno(), data, offset))
+                    host = _in_host_memory(tensor)
+                    data = _raw(tensor if host else self.staged(tensor, sums))
+                    sums.append(thread.submit(write_at, file.fileno(), data, offset))
+                    if host:
+                        sums[-1].result()  # the engine may reuse the memory of the tensor
                 found = [replace(e, checksum=s.result()) for e, s in zip(entries, sums, strict=True)]
                 file.truncate(end)
-                write_at(file.fileno(), _HEADER.pack(version), 0)
         except OSError as problem:
             where, remedy = "shared memory", "free memory, or set generator.worker=false"
             if not self.reuses:
@@ -370,30 +363,17 @@ class SharedWeights(WeightStore):
         self.holders, self.free, self.nameless = {}, [], []
 
 
-def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
-    """Write bytes to a file at `offset`.
+def write_at(file: int, data: memoryview, offset: int) -> int:
+    """Write bytes to a file at `offset`, and return their checksum.
 
     Raises:
         OSError: the file cannot grow.
     """
-    while data:
-        written = os.pwrite(file, data, offset)  # at most 2 GiB
-        data, offset = memoryview(data)[written:], offset + written
-
-
-def _write_with_checksum(file: int, data: memoryview, offset: int) -> int:
-    """Write bytes to a file at `offset`, and return their checksum."""
-    write_at(file, data, offset)
+    left = data
+    while left:
+        written = os.pwrite(file, left, offset)  # at most 2 GiB
+        left, offset = left[written:], offset + written
     return _digest(data)
-
-
-def remove(path: str) -> None:
-    """Remove the folder of shared files that contains `path`.
-
-    Files without a name (memfd) need no removal: the kernel frees them.
-    """
-    if not path.startswith("/proc/"):
-        shutil.rmtree(os.path.dirname(path), ignore_errors=True)
 
 
 def read(manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
@@ -402,35 +382,22 @@ def read(manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
     The tensors are views of the file, on the CPU. The caller must copy them before the version is released.
 
     Raises:
-        TransferError: the file cannot be read, is truncated or has another version, or the checksum of a
-            tensor differs from the manifest.
+        TransferError: the file cannot be read, or the checksum of a tensor differs from the manifest, because
+            the file is damaged, truncated or has another version.
     """
     version = manifest.version
     try:
-        with open(manifest.path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            head = file.read(_HEADER.size)
-    except OSError as problem:
+        size = os.path.getsize(manifest.path)
+        memory = torch.from_file(manifest.path, shared=False, size=size, dtype=torch.uint8)
+    except (OSError, RuntimeError) as problem:
         raise TransferError(f"the weights of version {version} cannot be read: {problem}") from problem
-    written = _HEADER.unpack(head)[0] if len(head) == _HEADER.size else _NOTHING
-    for entry in manifest.entries:
-        if entry.offset + entry.bytes > size:
-            raise TransferError(
-                f"{entry.name} of version {version} must reach to byte {entry.offset + entry.bytes} of "
-                f"{manifest.path}, got a file of {size} bytes: the file is truncated"
-            )
-    if written != version:
-        raise TransferError(
-            f"{manifest.path} must hold version {version}, got "
-            + ("a version that is not completely written" if written == _NOTHING else f"version {written}")
-        )
-    memory = torch.from_file(manifest.path, shared=False, size=size, dtype=torch.uint8)
     for entry in manifest.entries:
         data = memory[entry.offset : entry.offset + entry.bytes]
         if (computed := _digest(data.numpy().data)) != entry.checksum:
             raise TransferError(
-                f"{entry.name} of version {version} must have the checksum {entry.checksum:016x} in "
-                f"{manifest.path}, got {computed:016x}: the tensor differs from what the trainer wrote"
+                f"{entry.name} of version {version} must have the checksum {entry.checksum:016x} in its "
+                f"{entry.bytes} bytes of {manifest.path}, got {computed:016x} in {len(data)} bytes: the "
+                "tensor differs from what the trainer wrote"
             )
         yield entry.name, data.view(getattr(torch, entry.dtype)).view(entry.shape)
 
@@ -504,8 +471,7 @@ class GpuWeights(WeightStore):
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device = device
-        self.dtype = dtype
+        self.device, self.dtype = device, dtype
         self.snapshots: dict[int, _Weights] = {}
 
     @property
@@ -680,9 +646,7 @@ class _Sender(threading.Thread):
 
     def __init__(self, store: Nccl, group: dict[str, Any], fail: Callable[[], None]) -> None:
         super().__init__(name="weights", daemon=True)
-        self.store = store
-        self.group = group
-        self.fail = fail
+        self.store, self.group, self.fail = store, group, fail
         self.todo: SimpleQueue[_Weights | None] = SimpleQueue()  # snapshots to send; None ends the thread
         self.done: SimpleQueue[None] = SimpleQueue()  # one item per snapshot that was sent
         self.error: BaseException | None = None

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.algorithms import Trains
-from rlhf.config.generators import Transfer
+from rlhf.config.generators import Transfer, most_versions, working_memory
 from rlhf.config.models import Dtype
 from rlhf.config.run import Optimizer
 from rlhf.core.machine import worker_gpu
-from rlhf.generators.shares import most_versions, working_memory
 from rlhf.memory.sizes import adapter_parameters, linear_shapes, matrix_parameters, most_sequences
 from rlhf.models import folder
 
@@ -516,7 +515,7 @@ class Trainer:
             return
         if not cfg.has_worker:
             yield Phase("sampling", (*copy, self.sampling(decodes)))
-        elif copy:  # `rlhf.trials.agreement.samples_with_cache`
+        elif copy:  # `rlhf.trials.trials.samples_with_cache`
             yield Phase("comparison of sampling", copy)
 
     def unreleased(self) -> Iterator[Part]:

@@ -110,7 +110,7 @@ class RolloutModule(nn.Module):
     Args:
         model: the Hugging Face model.
         shared_prefix: whether each prompt is encoded once for its K responses. The model must allow this:
-            see `rlhf.trials.agreement`.
+            see `rlhf.trials.trials`.
     """
 
     def __init__(self, model: PreTrainedModel, shared_prefix: bool) -> None:

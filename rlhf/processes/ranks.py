@@ -103,7 +103,8 @@ class Ranks:
     def from_first(self, make: Callable[[], T]) -> T:
         """Call `make` on the first rank only, and return its result on every rank.
 
-        `make` has no time limit: while it runs, the first rank reports to the others that it is alive.
+        `make` has no time limit, and runs no collective: while it runs, a thread of the first rank reports to
+        the others every `notice_s` seconds that it is alive.
 
         Raises:
             RunError, UserError, Interrupted: on every rank, if `make` raised it on the first rank.
@@ -112,14 +113,25 @@ class Ranks:
             return make()
         answer: list[Any] = [False, None, None]  # whether `make` has ended, its result, its error
         if self.first:
+            ended = threading.Event()
+
+            def report() -> None:
+                with suppress(RunError):  # a rank is lost: the next collective of this rank raises it, too
+                    while not ended.wait(self.notice_s):
+                        _broadcast([False, None, None])
+
+            reporter = threading.Thread(target=report, name="reporter", daemon=True)
+            reporter.start()
             try:
-                with self.reporting():
-                    answer[1] = make()
+                answer[1] = make()
             except Interrupted as error:
                 answer[2] = error
             except (RunError, UserError) as error:
                 error.everywhere = True
                 answer[2] = error
+            finally:
+                ended.set()
+                reporter.join()
             answer[0] = True
             _broadcast(answer)
         while not answer[0]:
@@ -127,27 +139,6 @@ class Ranks:
         if answer[2] is not None:
             raise answer[2]
         return answer[1]
-
-    @contextmanager
-    def reporting(self) -> Iterator[None]:
-        """Send a message to the other ranks every `notice_s` seconds, from another thread, during the block.
-
-        The block must run no collective. The other ranks must receive the messages.
-        """
-        ended = threading.Event()
-
-        def report() -> None:
-            with suppress(RunError):  # a rank is lost: the next collective of this rank raises the error, too
-                while not ended.wait(self.notice_s):
-                    _broadcast([False, None, None])
-
-        reporter = threading.Thread(target=report, name="reporter", daemon=True)
-        reporter.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            reporter.join()
 
     def wait_for(self, future: Future[Any]) -> None:
         """Wait until the future of every rank is done; each rank has its own future."""

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import product
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -305,6 +306,7 @@ def tell(text: str) -> None:
 
 
 _TRACKER = "multiprocessing.resource_tracker"  # in the command of Python's resource tracker
+_POLL_S = 0.5  # seconds between checks whether the processes with which this one ends still run
 _ROUNDS = 100  # a process may start another one between the search and the kill
 _noted: set[psutil.Process] = set()
 
@@ -397,16 +399,15 @@ def _kill(find: Callable[[], Collection[int]]) -> None:
 
 PARENT = "RLHF_PARENT"  # environment variable: the process with which a process and its group end
 SCRATCH = "RLHF_SCRATCH"  # environment variable: the folder for temporary files of such a process alone
+left: set[str] = set()  # further folders that `end_group` removes
 
 
 def end_group() -> NoReturn:
-    """Kill the group of this process, remove its own folder for temporary files, and kill this process."""
+    """Kill the group of this process, remove its own folder and those in `left`, and kill this process."""
     kill_group(os.getpgrp(), spared=os.getpid())
-    folder = os.environ.get(SCRATCH, "")
-    for _ in range(_ROUNDS):  # threads may write to it
-        if not os.path.exists(folder):
-            break
-        shutil.rmtree(folder, ignore_errors=True)
+    for _, folder in product(range(_ROUNDS), (os.environ.get(SCRATCH, ""), *left)):  # threads may write to it
+        if os.path.exists(folder):
+            shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("this process was killed")
 
@@ -420,7 +421,7 @@ def end_with_others() -> None:
     def run(*others: int) -> None:
         with suppress(psutil.NoSuchProcess):
             while all(_runs(psutil.Process(other)) for other in others):
-                time.sleep(1)
+                time.sleep(_POLL_S)
         end_group()
 
     if parent := os.environ.get(PARENT):

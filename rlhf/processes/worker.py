@@ -1,44 +1,158 @@
 """Worker processes: the trainer queues jobs for a process and continues without waiting for the results.
 
-    trainer's thread              carrier thread                worker process (processes/service.py)
+    trainer's thread              carrier thread                worker process (`main`)
     put(job) ──▶ jobs ──▶ one job at a time ──── method, arguments ────▶ Service.<method>
     future ◀──────────────────── answer ◀────────────────────────────────
 
 The queue is in the trainer. The next job is sent only after the process has answered the previous job. So
 jobs are executed first in, first out. If the process is lost, exactly one job is lost, and a new process gets
-this job again; the jobs in the queue are not affected.
+this job again; the jobs in the queue are not affected. The process runs this module, which imports torch only
+where the trainer needs it, so that the process handles signals from its start:
+
+    TMPDIR=<own folder> python -m rlhf.processes.worker <name> <inherited socket fd>
+
+The first request is `build`, with the function that makes the service. Every other request is the name of a
+method of the service and its arguments. The answer is the returned value, or the error that the method
+raised. Messages are pickled, which is safe because only trainer and worker process have the socket. When the
+trainer ends, the worker process removes its temporary folder and ends within a second, even while it answers
+a request.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
-
-from rlhf.core.errors import RunError, UserError
+from rlhf.core.errors import OutOfMemory, RunError, UserError
 from rlhf.core.launched import local_rank, local_world_size, without_rank
 from rlhf.core.machine import worker_gpu
-from rlhf.core.metrics import How, Metrics, Stat
-from rlhf.processes.service import Channel, ServiceFactory
-from rlhf.processes.signals import SCRATCH, kill_group
+from rlhf.processes.signals import PARENT, SCRATCH, SIGNALS, end_group, end_with_others, ignore, kill_group
 from rlhf.terminal.console import say
 
+if TYPE_CHECKING:
+    import torch
+
+    from rlhf.core.metrics import Metrics
+
 _CLOSE_S = 10.0  # time limit in seconds for a process to release its resources
+_LENGTH = struct.Struct("<Q")  # header of a message: its number of bytes
+_PIECE = 1 << 20  # maximum number of bytes read at once
+
+
+class _Disconnected(EOFError):
+    """An error: the other side closed the connection or ended."""
+
+
+class Channel:
+    """A connection that sends and receives Python objects over a socket.
+
+    While `send` writes, it also reads the bytes that arrive. So two sides do not deadlock if both send more
+    than the socket buffers, for example an answer and a load of weights at the same time. A method raises
+    TimeoutError if the time limit of the socket is exceeded.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.inbox = bytearray()  # bytes that have arrived and were not yet returned by `receive`
+
+    def send(self, message: Any) -> None:
+        """Send a message.
+
+        Raises:
+            Disconnected: the other side closed the connection or ended.
+            OSError: the connection failed; TimeoutError if the time limit was exceeded.
+        """
+        data = pickle.dumps(message)
+        left = memoryview(_LENGTH.pack(len(data)) + data)
+        reading = [self.socket]
+        while left:
+            arrived, free, _ = select.select(reading, [self.socket], [], self.socket.gettimeout())
+            if not arrived and not free:
+                raise TimeoutError
+            if arrived and not self.take():
+                reading = []  # the other side stopped sending; `socket.send` fails if the socket is closed
+            if free:
+                try:
+                    left = left[self.socket.send(left, socket.MSG_DONTWAIT) :]
+                except ConnectionError:
+                    raise _Disconnected from None
+
+    def receive(self) -> Any:
+        """Wait for the next message and return it.
+
+        Raises:
+            Disconnected: the other side closed the connection or ended.
+            OSError: the connection failed; TimeoutError if the time limit was exceeded.
+            UnpicklingError: the message is damaged.
+        """
+        (length,) = _LENGTH.unpack(self.read(_LENGTH.size))
+        return pickle.loads(self.read(length))
+
+    def answers(self, within_s: float) -> bool:
+        """Wait up to `within_s` seconds for a message; return whether its first bytes have arrived."""
+        return bool(self.inbox or select.select([self.socket], [], [], within_s)[0])
+
+    def pending(self) -> bool:
+        """Return whether the first bytes of the next message have arrived, without waiting."""
+        if not self.inbox and self.answers(0):
+            self.take()
+        return bool(self.inbox)
+
+    def read(self, count: int) -> bytes:
+        """Wait for `count` bytes and return them.
+
+        Raises:
+            Disconnected: the other side closed the connection or ended.
+            OSError: the connection failed; TimeoutError if the time limit was exceeded.
+        """
+        while len(self.inbox) < count:
+            if not self.take():
+                raise _Disconnected
+        data = bytes(self.inbox[:count])
+        del self.inbox[:count]
+        return data
+
+    def take(self) -> bool:
+        """Wait for bytes and add them to the inbox; return False if the other side closed the connection."""
+        try:
+            data = self.socket.recv(_PIECE)
+        except ConnectionError:
+            return False
+        self.inbox += data
+        return bool(data)
+
+    def shut(self) -> None:
+        """Shut down the connection, so that a thread that waits on either side gets EOFError."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection; the other side gets EOFError."""
+        self.socket.close()
+
+
+class Service:
+    """An object in a worker process whose methods the trainer calls."""
+
+    def close(self) -> None:
+        """Release resources when the trainer no longer needs the service; by default, do nothing."""
 
 
 class _Lost(Exception):
@@ -103,6 +217,7 @@ class Spawned(subprocess.Popen[bytes]):
         own = without_rank(os.environ)  # first: vLLM needs its first variable to name its processes
         own.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
         own["TMPDIR"] = own[SCRATCH] = self.scratch
+        own[PARENT] = str(os.getpid())
         own["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         super().__init__(
             command,
@@ -141,7 +256,8 @@ class Worker:
 
     Args:
         name: name of the process in messages, for example "generator".
-        factory: creates the service in the process.
+        make: creates the service in the process, given the connection, which the service may read during a
+            request; it is pickled and sent to the process.
         log: file for the output of the process.
         environment: environment variables of the process, in addition to those of the trainer, of which the
             process does not inherit the variables of the trainer's rank.
@@ -149,13 +265,15 @@ class Worker:
     """
 
     def __init__(
-        self, name: str, factory: ServiceFactory, log: Path, environment: Mapping[str, str], limits: Limits
+        self,
+        name: str,
+        make: Callable[[Channel], Service],
+        log: Path,
+        environment: Mapping[str, str],
+        limits: Limits,
     ) -> None:
-        self.name = name
-        self.factory = factory
-        self.log = log
-        self.environment = environment
-        self.limits = limits
+        self.name, self.make, self.log = name, make, log
+        self.environment, self.limits = environment, limits
         self.lock = threading.Lock()  # protects jobs, unanswered, failure, closing, process, restarts
         self.changed = threading.Condition(self.lock)  # a job was queued, or the worker is closing
         self.jobs: deque[Job] = deque()  # jobs that have not been started
@@ -190,6 +308,8 @@ class Worker:
 
     def figures(self) -> Metrics:
         """Return the number of restarts since the last call as a metric."""
+        from rlhf.core.metrics import How, Stat
+
         with self.lock:
             new, self.counted = self.restarts - self.counted, self.restarts
         return {f"{self.name}/restarts": Stat(float(new), 1.0, How.sum)}
@@ -214,7 +334,9 @@ class Worker:
                 with self.lock:
                     self.unanswered -= 1
                 job.future.set_result(answer)
-                job = self.next()
+                with self.changed:
+                    self.changed.wait_for(lambda: self.jobs or self.closing)
+                    job = self.jobs.popleft() if self.jobs else None  # None: the worker is closing
             self.ask("close", limit=_CLOSE_S)
             raise _Closed
         except (RunError, UserError) as error:
@@ -226,12 +348,6 @@ class Worker:
             raise
         finally:
             self.stop()
-
-    def next(self) -> Job | None:
-        """Wait for the next job; return None if the worker is closing and the queue is empty."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.jobs or self.closing)
-            return self.jobs.popleft() if self.jobs else None
 
     def complete(self, job: Job) -> Any:
         """Execute a job in the process and return its result; if the process is lost, restart it and repeat.
@@ -287,14 +403,14 @@ class Worker:
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         own = {"OMP_WAIT_POLICY": "PASSIVE", **self.environment}
-        command = [sys.executable, "-P", "-u", "-m", "rlhf.processes.service"]  # -u: a complete log
-        command += [self.log.stem, str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-P", "-u", "-m", __name__]  # -u: a complete log
+        command += [self.log.stem, str(theirs.fileno())]
         with theirs, self.log.open("ab") as log, self.lock:
             if self.closing:
                 raise _Closed
             self.process = Spawned(command, own, log, f"rlhf-{self.name}-", [theirs.fileno()])
         try:
-            self.ask("build", self.factory, limit=self.limits.start_s)
+            self.ask("build", self.make, limit=self.limits.start_s)
         except _Lost as lost:
             code = self.process.poll()
             if code is None or code < 0:  # too slow, or killed by a signal: try again
@@ -373,6 +489,8 @@ def environment(
         number: number of the process among the worker processes of this host, from 0.
         reserved: GPUs that the process must not use, besides those of the ranks.
     """
+    import torch
+
     variables: dict[str, str] = {}
     if threads is not None:
         variables |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -381,3 +499,63 @@ def environment(
         gpu = worker_gpu(number, gpus, local_world_size(), local_rank(), reserved)
         variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu]
     return variables
+
+
+# The worker process.
+
+
+def answer(name: str, method: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Return the answer to one request in the process `name`: the result, or the error.
+
+    The traceback of an unexpected error is written to the log of the process.
+
+    Raises:
+        Disconnected: the trainer ended while the service read from the connection.
+    """
+    try:
+        return function(*arguments)
+    except _Disconnected:
+        raise
+    except (UserError, RunError) as error:
+        return error
+    except Exception as error:
+        traceback.print_exc()
+        kind = type(error).__name__
+        text = f"the {name} failed to {method}: {kind}: {error}; the traceback is in {name}.log"
+        if kind != "OutOfMemoryError":  # of torch, which this module does not import
+            return RunError(text)
+        full = OutOfMemory(text)
+        full.process = name
+        return full
+
+
+def main() -> None:
+    """Answer requests until the trainer requests `close` or ends.
+
+    The process ignores the signals that stop a run. A launcher may send them to every process of a run, but
+    the trainer decides when the worker process ends.
+    """
+    for number in SIGNALS:
+        signal.signal(number, ignore)
+        signal.siginterrupt(number, False)  # system calls continue
+    end_with_others()
+    name, descriptor = sys.argv[1:]
+    sock = socket.socket(fileno=int(descriptor))
+    sock.set_inheritable(False)
+    channel, service, method = Channel(sock), Service(), ""
+
+    def build(make: Callable[[Channel], Service]) -> None:
+        nonlocal service
+        service = make(channel)
+
+    while method != "close":
+        try:
+            method, arguments = channel.receive()
+            function = build if method == "build" else getattr(service, method)
+            channel.send(answer(name, method, function, arguments))
+        except _Disconnected:  # the trainer has ended, or will kill this process
+            end_group()
+
+
+if __name__ == "__main__":
+    main()

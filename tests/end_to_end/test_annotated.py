@@ -6,7 +6,7 @@ import pytest
 
 from rlhf.core.errors import RunError
 from rlhf.core.files import files
-from rlhf.engines.torch_engine import TorchEngine
+from rlhf.engines.engine import TorchEngine
 from rlhf.generators.generator import read
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.reward_model import RewardModelScorer

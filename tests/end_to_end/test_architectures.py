@@ -9,7 +9,7 @@ from rlhf.checks.check import problems
 from rlhf.core.errors import UserError
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from rlhf.trials import agreement
+from rlhf.trials import trials
 from rlhf.words.compose import compose
 from tests.end_to_end.conftest import rows
 from tests.models.architectures import tiny
@@ -29,7 +29,7 @@ SMALL = [
 def train(tmp_path, monkeypatch, capfd):
     """`train(kind, *overrides)` runs two updates with a tiny model; returns the rows and the output."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(agreement, "KNOWN", {})
+    monkeypatch.setattr(trials, "KNOWN", {})
     texts = (" ".join(f"w{i * 7 % 90 + j}" for j in range(3 + i % 7)) for i in range(24))
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     Path("rewards.py").write_text("def brief(prompt, response, reference):\n    return -len(response)\n")

@@ -248,7 +248,7 @@ def workers(pid):
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.Error):
-            if "rlhf.processes.service" in process.cmdline():
+            if "rlhf.processes.worker" in process.cmdline():
                 found.append(process)
     return found
 

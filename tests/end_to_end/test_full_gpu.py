@@ -1,6 +1,5 @@
 """Tests of the error of a run whose GPU has too little memory, in the trainer or in another process."""
 
-import os
 import pickle
 import shutil
 from functools import partial
@@ -10,10 +9,10 @@ import torch
 
 from rlhf.assembly.models import full_gpu
 from rlhf.core.errors import RunError, explained
-from rlhf.engines.torch_engine import TorchEngine
+from rlhf.engines.engine import TorchEngine
 from rlhf.generators.hf import generator as hf
 from rlhf.models import placement
-from rlhf.processes.service import Server
+from rlhf.processes.worker import answer
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation import changed, evaluate
 from rlhf.stages.run import run
@@ -96,20 +95,9 @@ def test_an_evaluation_names_settings_and_no_checkpoint(finished, tmp_path, monk
     assert not any(word in str(error.value) for word in ("checkpoint", "lora"))
 
 
-class FullService:
-    """A service of the generator's process whose GPU is full."""
-
-    def build(self, channel):
-        return self
-
-    def sample(self):
-        raise torch.OutOfMemoryError(SAID)
-
-
 def test_the_error_of_another_process_gets_settings_too(tiny, tmp_path):
-    process = Server("generator", os.getpid(), channel=None)
-    process.answer("build", (FullService(),))
-    failure = pickle.loads(pickle.dumps(process.answer("sample", ())))  # as it is sent to the trainer
+    failure = answer("generator", "sample", raises(0, None), ())
+    failure = pickle.loads(pickle.dumps(failure))  # as it is sent to the trainer
     with (
         pytest.raises(RunError) as error,
         explained(partial(full_gpu, tiny("algo=dpo", "generator=hf", "generator.annotate=true"), None)),

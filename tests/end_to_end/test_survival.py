@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.core.errors import Interrupted, RunError, UserError
-from rlhf.engines.torch_engine import TorchEngine
+from rlhf.engines.engine import TorchEngine
 from rlhf.generators.hf.generator import HFGenerator
 from rlhf.generators.process import WorkerGenerator
 from rlhf.loggers.logger import JsonlLogger

@@ -31,10 +31,10 @@ from rlhf.config.models import LoRAConfig
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.generators.hf.generator import sample
 from rlhf.generators.process import WorkerGenerator
-from rlhf.generators.shares import GIB
 from rlhf.generators.vllm.generator import build_store, visible
 from rlhf.generators.vllm.sampler import LEAST_SHARE, VLLMFactory, VLLMSampler
 from rlhf.generators.weights import Manifest, SharedWeights, TransferError, read
+from rlhf.memory.uses import GIB
 from rlhf.models.modules import Policy, absent_ids, adapt, set_head, whole_weights
 from rlhf.processes.worker import Limits
 from rlhf.runs.folder import RunFolder

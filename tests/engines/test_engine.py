@@ -12,8 +12,7 @@ from rlhf.config.models import Dtype
 from rlhf.config.run import LRSchedule, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget, microbatches
-from rlhf.engines.engine import EngineSettings, NonFinite, learning_rate
-from rlhf.engines.torch_engine import TorchEngine
+from rlhf.engines.engine import EngineSettings, NonFinite, TorchEngine, learning_rate
 from rlhf.models.modules import ActorCritic, Policy, ValueModel
 from rlhf.models.placement import autocast
 from rlhf.objectives.dpo import OnlineDPO

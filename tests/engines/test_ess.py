@@ -10,7 +10,7 @@ from rlhf.config.algorithms import DPOConfig, GRPOConfig
 from rlhf.config.models import Dtype
 from rlhf.config.run import ESSScaling, LRSchedule
 from rlhf.core.batch import Batch
-from rlhf.engines.torch_engine import TorchEngine
+from rlhf.engines.engine import TorchEngine
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.grpo import GRPO
 from tests.engines import test_engine

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf.engines import torch_engine
-from rlhf.engines.torch_engine import GradientSum
+from rlhf.engines import engine
+from rlhf.engines.engine import GradientSum
 from rlhf.processes import ranks
 from rlhf.processes.ranks import Ranks
 
@@ -24,7 +24,7 @@ def sums(monkeypatch):
         started.append(tensor)
         return SimpleNamespace(wait=lambda: tensor.mul_(2))
 
-    monkeypatch.setattr(torch_engine.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(engine.dist, "all_reduce", all_reduce)
     monkeypatch.setattr(ranks, "BUCKET", 20)
     return started
 

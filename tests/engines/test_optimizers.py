@@ -10,8 +10,7 @@ from rlhf.config.algorithms import PPOConfig, SFTConfig
 from rlhf.config.models import LoRAConfig
 from rlhf.config.run import OptimConfig, Optimizer
 from rlhf.core.batch import Budget
-from rlhf.engines.engine import EngineSettings, hidden_matrices
-from rlhf.engines.torch_engine import TorchEngine
+from rlhf.engines.engine import EngineSettings, TorchEngine, hidden_matrices
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel, adapt
 from rlhf.objectives.ppo import PPO
 from rlhf.objectives.sft import SFT

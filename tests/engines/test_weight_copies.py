@@ -11,7 +11,7 @@ from rlhf.config.algorithms import DPOConfig
 from rlhf.config.models import Dtype
 from rlhf.core.batch import Budget, Prompts, Sampling
 from rlhf.engines import engine as engine_module
-from rlhf.engines.torch_engine import FrozenEngine
+from rlhf.engines.engine import FrozenEngine
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.models.forward import checkpoint_blocks
 from rlhf.models.modules import Policy

@@ -39,8 +39,8 @@ class Process:
         words = self.arguments
         if words[:1] == (SERVER,):
             return "server"
-        if "rlhf.processes.service" in words:
-            return words[words.index("rlhf.processes.service") + 1]
+        if "rlhf.processes.worker" in words:
+            return words[words.index("rlhf.processes.worker") + 1]
         if RANKS in words:
             return "launcher"
         if any(f"rlhf.{command}" in words for command in COMMANDS):

@@ -184,8 +184,8 @@ def test_an_annotator_starts_by_default_only_with_lag_and_without_gpu(
     assert isinstance(made, AnnotatedGenerator) == annotated
     assert [kind for kind, *_ in started] == ["generator"] + ["annotator"] * annotated
     if annotated:
-        _, name, factory, log, environment, limits = started[1]
-        assert (name, factory.cfg, log) == ("annotator", cfg, tmp_path / "annotator.log")
+        _, name, make, log, environment, limits = started[1]
+        assert (name, make.__self__.cfg, log) == ("annotator", cfg, tmp_path / "annotator.log")
         assert [environment, limits] == list(started[0][3:5]), (
             "without other GPUs the annotator has the environment and the limits of the generator"
         )
@@ -310,7 +310,7 @@ def test_an_annotator_uses_the_settings_of_the_run(settings, monkeypatch):
 
 def test_an_annotator_process_annotates_and_close_leaves_no_thread(settings, tmp_path):
     log, limits = Path(tmp_path / "annotator.log"), Limits(120, 60, restarts=0)
-    process = Worker("annotator", AnnotatorFactory(settings), log, {"OMP_NUM_THREADS": "1"}, limits)
+    process = Worker("annotator", AnnotatorFactory(settings).build, log, {"OMP_NUM_THREADS": "1"}, limits)
     generator = Asked("generator")
     whole = AnnotatedGenerator(generator, process)
     try:

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlhf.config.generators import working_memory
 from rlhf.core.errors import UserError
-from rlhf.generators.shares import GIB, working_memory
 from rlhf.generators.vllm.generator import ColocatedGenerator, free_unused_memory
 from rlhf.generators.vllm.sampler import LEAST_SHARE, on_shared_gpu
 from rlhf.generators.weights import SharedWeights
-from rlhf.processes.service import Channel
+from rlhf.processes.worker import Channel
 from tests.end_to_end.conftest import wait_for
 from tests.needs import VLLM
 from tests.processes import test_worker
@@ -24,6 +24,7 @@ from tests.processes.test_worker import LIMITS, SECONDS, ask
 from tests.tiny_models import tiny_config
 
 GPU = torch.device("cuda", 0)
+GIB = 2**30
 FREE = ["collect", "synchronize cuda:0", "empty_cache"]
 
 
@@ -131,8 +132,8 @@ def shared_gpu(monkeypatch, total, **changes):
     platform = SimpleNamespace(get_device_total_memory=lambda number: total)
     monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
     values = {"memory": 0.5, "max_model_len": 1000, "max_num_seqs": 64, "tensor_parallel_size": 1}
-    config = tiny_config("llama")
-    return on_shared_gpu(config, weights=2 * GIB, dtype=torch.bfloat16, **{**values, **changes})
+    settings = SimpleNamespace(dtype="bfloat16", **{**values, **changes})
+    return on_shared_gpu(settings, tiny_config("llama"), parameters=GIB)
 
 
 def test_the_cache_of_keys_and_values_has_the_share_without_weights_and_working_memory(monkeypatch):

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlhf.config.generators import most_versions
 from rlhf.core.batch import Sampling
 from rlhf.core.errors import RunError
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.generators.process import Replica, Replicas, WorkerGenerator
-from rlhf.generators.shares import most_versions
 from rlhf.generators.weights import GpuWeights, SharedWeights
 from rlhf.memory.plan import plan
 from rlhf.processes.worker import Limits

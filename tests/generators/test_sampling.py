@@ -321,7 +321,7 @@ def test_rows_and_cache_length_change_only_between_graphs(graphs, monkeypatch):
     assert [rows for rows, _ in steps] == [going[1 + t // 4 * 4] for t in range(len(steps))]
     longest = int(tiny_rollouts(prompts=6).prompt_mask.sum(1).max())
     assert len(set(steps)) == len(ends) > 2
-    assert [length % decoding.ALIGNED for _, length in steps] == [0] * len(steps)
+    assert [length % decoding.forward.ALIGNED for _, length in steps] == [0] * len(steps)
     assert all(length >= longest + 2 * ends[t // 4] for t, (_, length) in enumerate(steps))
 
 

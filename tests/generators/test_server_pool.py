@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf.config.generators import most_versions
 from rlhf.core.batch import Begun, Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.launched import derive
@@ -19,7 +20,6 @@ from rlhf.generators.servers import server as servers
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.process import ABORT, GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Server
-from rlhf.generators.shares import most_versions
 from rlhf.generators.vllm.sampler import VLLMFactory
 from rlhf.generators.weights import SharedWeights, checksum
 from tests.generators import fake_server

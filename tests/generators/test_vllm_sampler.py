@@ -11,8 +11,8 @@ import torch
 
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.errors import RunError
-from rlhf.generators.shares import GIB
 from rlhf.generators.vllm.sampler import Request, VLLMFactory, VLLMSampler, next_sequences, serve
+from rlhf.memory.uses import GIB
 from tests.tiny_models import tiny_config
 
 # -- start -----------------------------------------------------------------------------------------
@@ -155,11 +155,6 @@ def finished(sequence, versioned):
     return SimpleNamespace(request_id=sequence.request_id, outputs=[completion])
 
 
-class Parameters(SimpleNamespace):
-    def clone(self):
-        return Parameters(**vars(self))
-
-
 def scheduled(monkeypatch, tokens, sequences):
     """Return a sampler with the replaced vLLM."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(TokensPrompt=SimpleNamespace))
@@ -172,8 +167,8 @@ def scheduled(monkeypatch, tokens, sequences):
 def sampled(monkeypatch, lengths, tokens, sequences, response=20):
     """Return the replaced vLLM after in-flight sampling of 2 responses to prompts of the given lengths."""
     sampler = scheduled(monkeypatch, tokens, sequences)
-    sampler.parameters = lambda sampling, example: Parameters(
-        n=2, seed=2 * example, max_tokens=response - example % 3
+    sampler.parameters = lambda sampling, example, k: SimpleNamespace(
+        n=1, seed=2 * example + k, max_tokens=response - example % 3
     )
     longest, count = max(lengths), len(lengths)
     prompts = Prompts(
@@ -239,7 +234,7 @@ class Conversation:
         for owner, turn in ready:
             del self.due[owner, turn]
             length = 30 if (owner, turn) == (0, 1) else 3
-            yield Request(owner, [3] * 10 * turn, Parameters(seed=10 * turn + owner, max_tokens=length))
+            yield Request(owner, [3] * 10 * turn, SimpleNamespace(seed=10 * turn + owner, max_tokens=length))
 
     def take(self, owner, output):
         turn = int(output.request_id) // 10

@@ -14,8 +14,7 @@ from rlhf.config.algorithms import DPOConfig, Scale, Ties
 from rlhf.config.run import LRSchedule, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget
-from rlhf.engines.engine import EngineSettings
-from rlhf.engines.torch_engine import TorchEngine
+from rlhf.engines.engine import EngineSettings, TorchEngine
 from rlhf.models.loading import load_causal_lm, load_reward_model
 from rlhf.models.modules import ActorCritic, Policy, ValueModel
 from rlhf.objectives.dpo import OnlineDPO

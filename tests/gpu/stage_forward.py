@@ -26,7 +26,7 @@ from rlhf.generators.weights import CHUNK, GpuWeights, fingerprint
 from rlhf.models import forward
 from rlhf.models.forward import checkpoint_blocks
 from rlhf.models.modules import Policy, adapt
-from rlhf.trials import speed
+from rlhf.trials import trials
 from tests.gpu.report import Report, Skip, difference, relative
 from tests.gpu.shapes import HEADS, KINDS, PAD, large, tiny
 from tests.tiny_models import tiny_rollouts
@@ -149,8 +149,8 @@ def check_fused_head(report: Report) -> None:
     model = large(report.full, report.device, torch.float32)
     head = Policy(model, TEMPERATURE, shared_prefix=False).model.get_output_embeddings()
     torch.nn.init.normal_(head.weight, std=model.config.initializer_range)
-    trial = speed.compare_heads(head, 4096, TEMPERATURE, report.device, Dtype.bfloat16)
-    report.equal("fault of the fused head", speed.HEAD.fault(trial, Dtype.bfloat16), None)
+    trial = trials.compare_heads(head, 4096, TEMPERATURE, report.device, Dtype.bfloat16)
+    report.equal("fault of the fused head", trials.HEAD.fault(trial, Dtype.bfloat16), None)
     report.figure("fused head", trial.differences)
 
 

@@ -29,7 +29,7 @@ from rlhf.generators.weights import GpuWeights, SharedWeights, read
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes.ranks import Ranks
-from rlhf.trials.speed import BLOCKS, compare
+from rlhf.trials.trials import BLOCKS, compare
 from tests.gpu.kernel_rates import attentions, copies, heads, roomy
 from tests.gpu.report import NO_GPU, Report, Skip
 from tests.gpu.samplers import ask, need_vllm, started

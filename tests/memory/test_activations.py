@@ -15,8 +15,7 @@ from rlhf.config.algorithms import GRPOConfig
 from rlhf.config.models import Dtype
 from rlhf.config.run import OptimConfig
 from rlhf.core.batch import Batch, Budget
-from rlhf.engines.engine import EngineSettings
-from rlhf.engines.torch_engine import TorchEngine
+from rlhf.engines.engine import EngineSettings, TorchEngine
 from rlhf.generators.hf import decoding
 from rlhf.generators.hf import generator as sampling
 from rlhf.generators.hf.generator import sample, uniforms

@@ -14,7 +14,7 @@ from rlhf.generators.generator import ReplayGenerator
 from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings, respond
 from rlhf.models.modules import Policy, absent_ids, logit_scale, set_head, token_ids
 from rlhf.scorers.scorer import write
-from rlhf.trials.agreement import comparing, ragged_example, sampling_fault, sharing_fault
+from rlhf.trials.trials import comparing, ragged_example, sampling_fault, sharing_fault
 from tests.tiny_models import VOCABULARY, sequences, tiny_lm, tiny_rollouts, tiny_tokenizer
 
 TEMPERATURE = 0.7

@@ -7,7 +7,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rlhf.core.errors import UserError
 from rlhf.generators.hf.generator import sample
 from rlhf.models.modules import Policy
-from rlhf.trials.agreement import ragged_example, sampling_fault, sharing_fault
+from rlhf.trials.trials import ragged_example, sampling_fault, sharing_fault
 from tests.models.architectures import CANNOT_BE_BUILT, tiny
 
 LONGEST = 26  # tokens of prompt and response: more than all windows of the tiny models

@@ -19,8 +19,8 @@ from rlhf.models import forward
 from rlhf.models.forward import installed
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import ALONE
-from rlhf.trials import agreement
-from rlhf.trials.agreement import compared
+from rlhf.trials import trials
+from rlhf.trials.trials import compared
 from rlhf.words.compose import compose
 from tests.tiny_models import tiny_lm, tiny_rollouts
 
@@ -112,7 +112,7 @@ def own(caplog):
 
 @pytest.fixture
 def cfg(tmp_path, monkeypatch):
-    monkeypatch.setattr(agreement, "KNOWN", {})
+    monkeypatch.setattr(trials, "KNOWN", {})
     sizes = ["task.max_prompt_tokens=20", "generator.response_length=6"]
     return compose(
         [f"cache_dir={tmp_path / 'cache'}", *sizes, "model.attention=auto", "model.dtype=bfloat16"]

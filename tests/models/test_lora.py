@@ -13,8 +13,7 @@ from rlhf.config.models import Dtype, LoRAConfig
 from rlhf.config.run import OptimConfig
 from rlhf.core.batch import Budget, Prompts, Sampling
 from rlhf.core.errors import RunError, UserError
-from rlhf.engines.engine import EngineSettings, groups
-from rlhf.engines.torch_engine import OPTIMIZER_FILE, TorchEngine
+from rlhf.engines.engine import OPTIMIZER_FILE, EngineSettings, TorchEngine, groups
 from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings, respond
 from rlhf.generators.weights import SharedWeights
 from rlhf.models.loading import save

@@ -189,7 +189,7 @@ MUTANTS = [
             "if len(message) >= self.sampling.response_length - len(episode.ids):",
             "if len(message) > self.sampling.response_length - len(episode.ids):",
         ),
-        ("new = [row[each.before :] for row, each in zip(rows, self._all, strict=True)]", "new = list(rows)"),
+        ("new = [getattr(each, column)[each.before :] for each in self._all]", "new = list(rows)"),
         ("record=deepcopy(records[n]),", "record=records[n],"),
     ),
     *_rows(
@@ -316,11 +316,10 @@ MUTANTS = [
         "generators/test_transfer",
         "generators/weights.py",
         (
-            "if (computed := digest(data.numpy().data)) != entry.checksum:",
-            "if (computed := digest(data.numpy().data)) is None:",
+            "if (computed := _digest(data.numpy().data)) != entry.checksum:",
+            "if (computed := _digest(data.numpy().data)) is None:",
         ),
-        ("if written != version:", "if written == NOTHING:"),
-        ("offset = -(-end // ALIGNMENT) * ALIGNMENT", "offset = end"),
+        ("offset = -(-end // _ALIGNMENT) * _ALIGNMENT", "offset = end"),
         ("self.holders[manifest.path] += 1", "self.holders[manifest.path] = 1"),
     ),
     *_rows(

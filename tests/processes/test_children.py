@@ -7,14 +7,12 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 
 import pytest
 
 from rlhf.core import launched
-from rlhf.processes.service import Service
 from rlhf.processes.signals import SIGNALS, interruptible, kill_group, members
-from rlhf.processes.worker import Job, Limits, Worker
+from rlhf.processes.worker import Job, Limits, Service, Worker
 
 pytestmark = pytest.mark.process
 LIMIT_S = 60
@@ -95,12 +93,9 @@ def test_a_signal_that_is_ignored_from_outside_stays_ignored_in_a_forked_process
         signal.signal(signal.SIGINT, before)
 
 
-@dataclass(frozen=True)
-class Calls:
-    """A factory of a service that calls functions of this module."""
-
-    def build(self, channel):
-        return Caller()
+def calls(channel):
+    """Return a service that calls functions of this module."""
+    return Caller()
 
 
 class Caller(Service):
@@ -111,7 +106,7 @@ class Caller(Service):
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory):
     log = tmp_path_factory.mktemp("worker") / "caller.log"
-    worker = Worker("caller", Calls(), log, {}, Limits(start_s=120, request_s=LIMIT_S, restarts=0))
+    worker = Worker("caller", calls, log, {}, Limits(start_s=120, request_s=LIMIT_S, restarts=0))
     yield worker
     worker.close()
 

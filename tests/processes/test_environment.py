@@ -1,13 +1,11 @@
 """Tests of the environment variables that a worker process inherits from a rank."""
 
 import os
-from dataclasses import dataclass
 
 import pytest
 import torch.distributed as dist
 
-from rlhf.processes.service import Service
-from rlhf.processes.worker import Job, Limits, Worker
+from rlhf.processes.worker import Job, Limits, Service, Worker
 
 pytestmark = [pytest.mark.process, pytest.mark.forks]
 
@@ -23,12 +21,9 @@ OF_TORCHRUN = {
 }
 
 
-@dataclass
-class Lists:
-    """A factory of a service that lists its environment variables."""
-
-    def build(self, channel):
-        return Listing()
+def lists(channel):
+    """Return a service that lists its environment variables."""
+    return Listing()
 
 
 class Listing(Service):
@@ -50,7 +45,7 @@ def worker(monkeypatch, tmp_path):
     for name, value in {**OF_TORCHRUN, "HF_HUB_OFFLINE": "1"}.items():
         monkeypatch.setenv(name, value)
     limits = Limits(start_s=SECONDS, request_s=20, restarts=0)
-    made = Worker("lister", Lists(), tmp_path / "lister.log", {"OMP_NUM_THREADS": "1"}, limits)
+    made = Worker("lister", lists, tmp_path / "lister.log", {"OMP_NUM_THREADS": "1"}, limits)
     yield made
     made.close()
 

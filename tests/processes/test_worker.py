@@ -298,7 +298,7 @@ def written(monkeypatch, change):
 
 
 def cut(manifest):
-    os.truncate(manifest.path, 66)
+    os.truncate(manifest.path, 2)
     return manifest
 
 
@@ -310,9 +310,8 @@ def scratch(manifest):
 
 
 FAULTS = {
-    "cut short": (cut, "weight of version 1 must reach to byte 68 .* a file of 66 bytes"),
+    "cut short": (cut, "weight of version 1 must have the checksum .* in 2 bytes"),
     "changed": (scratch, "weight of version 1 must have the checksum"),
-    "another version": (lambda manifest: replace(manifest, version=7), "version 7, got version 1"),
 }
 
 

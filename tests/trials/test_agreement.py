@@ -11,8 +11,8 @@ from rlhf.config.models import Dtype
 from rlhf.core.errors import UserError
 from rlhf.models.modules import Policy, RewardModel, ValueModel
 from rlhf.processes.ranks import ALONE
-from rlhf.trials import agreement
-from rlhf.trials.agreement import (
+from rlhf.trials import trials
+from rlhf.trials.trials import (
     LONGEST,
     compared,
     comparing,
@@ -112,7 +112,7 @@ def test_the_fingerprint_depends_on_the_config_and_not_on_labels_or_weights():
 
 @pytest.fixture
 def cfg(tmp_path, monkeypatch):
-    monkeypatch.setattr(agreement, "KNOWN", {})
+    monkeypatch.setattr(trials, "KNOWN", {})
     sizes = ["task.max_prompt_tokens=20", "generator.response_length=6"]
     return compose([f"cache_dir={tmp_path / 'cache'}", *sizes])
 
@@ -127,7 +127,7 @@ def compare(cfg):
 
     def count(model=None, ranks=ALONE, forget=False):
         if forget:
-            agreement.KNOWN.clear()
+            trials.KNOWN.clear()
         policy, called = Policy(model or tiny_lm(), 0.7, True), []
         policy.model.base_model.register_forward_pre_hook(lambda *_: called.append(1))
         assert compared(policy, cfg, ranks).shared_prefix
@@ -139,7 +139,7 @@ def compare(cfg):
 def test_a_model_that_cannot_share_a_prompt_runs_without_with_one_warning(cfg, caplog):
     compared(Policy(tiny("mpt"), 0.7, shared_prefix=False), cfg, ALONE)
     assert not caplog.messages, "it is off already"
-    agreement.KNOWN.clear()
+    trials.KNOWN.clear()
     for file in files(cfg):
         file.unlink()
     policies = [Policy(tiny("mpt"), 0.7, shared_prefix=True) for _ in range(2)]

@@ -13,9 +13,8 @@ from rlhf.models.forward import raise_errors
 from rlhf.models.logprobs import token_outputs
 from rlhf.models.modules import LogprobHead
 from rlhf.processes.ranks import ALONE, Ranks
-from rlhf.trials import speed
-from rlhf.trials.speed import BLOCKS, choose_head, compile_blocks, work
-from rlhf.trials.trial import Trial, parts
+from rlhf.trials import trials
+from rlhf.trials.trials import BLOCKS, Trial, choose_head, compile_blocks, parts, work
 from rlhf.words.compose import compose
 from tests.engines.test_engine import engine_of
 
@@ -41,8 +40,8 @@ def compiler(monkeypatch):
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Let `backend.compile=null` start a trial of any run, as on a GPU with a long run."""
-    monkeypatch.setattr(speed, "may_pay_off", lambda cfg, device: True)
-    monkeypatch.setattr(speed, "WORTH_TRYING_S", 0.0)
+    monkeypatch.setattr(trials, "may_pay_off", lambda cfg, device: True)
+    monkeypatch.setattr(trials, "WORTH_TRYING_S", 0.0)
 
 
 def test_the_trial_changes_nothing_and_compiles_policy_and_reference(engine, compiler, capsys):
@@ -124,7 +123,7 @@ def test_a_missing_c_compiler_is_named(engine, compiler):
 def test_by_default_blocks_must_save_more_time_than_the_compilation_took(
     engine, on_gpu, monkeypatch, capsys, updates, used
 ):
-    monkeypatch.setattr(speed, "compare", lambda engine, batch: GOOD)
+    monkeypatch.setattr(trials, "compare", lambda engine, batch: GOOD)
     cfg = config("schedule.prompts_per_update=4", "algo.samples_per_prompt=2", "schedule.minibatches=1")
     assert work(cfg, ALONE, updates) == (2, 2 * updates)
     compile_blocks(engine, cfg, updates)
@@ -138,7 +137,7 @@ def test_a_cpu_and_a_short_run_start_no_trial_by_default(engine, compiler, monke
     compiler(lambda forward: pytest.fail("a trial"))
     for words in ([], ["backend.compile=false"]):
         compile_blocks(engine, config(*words), updates=10**6)
-    monkeypatch.setattr(speed, "may_pay_off", lambda cfg, device: True)
+    monkeypatch.setattr(trials, "may_pay_off", lambda cfg, device: True)
     compile_blocks(engine, config(), updates=2)
 
 
@@ -182,10 +181,10 @@ def fused(monkeypatch):
     """Return a function that runs the trial, and returns whether the heads use the fused kernel."""
 
     def choose(setting, kernel, seconds=(1.0, 2.0), gpu=True):
-        monkeypatch.setattr(speed, "head_may_pay_off", lambda *_: gpu)
-        monkeypatch.setattr(speed, "fused_logprobs", kernel)
+        monkeypatch.setattr(trials, "head_may_pay_off", lambda *_: gpu)
+        monkeypatch.setattr(trials, "fused_logprobs", kernel)
         times = iter(seconds)
-        monkeypatch.setattr(speed, "fastest", lambda step, _: (step(), next(times)))
+        monkeypatch.setattr(trials, "fastest", lambda step, _: (step(), next(times)))
         engine, before = engine_of(), torch.get_rng_state()
         choose_head(engine, compose([f"model.fused_head={setting}", "backend.micro_batch=4"]))
         assert torch.equal(torch.get_rng_state(), before)
@@ -222,11 +221,11 @@ def test_null_needs_a_gpu_liger_16_bits_and_whole_weights(fused, monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
 
     def pays(device, *words):
-        return speed.head_may_pay_off(compose(["model.dtype=bfloat16", *words]), device)
+        return trials.head_may_pay_off(compose(["model.dtype=bfloat16", *words]), device)
 
-    monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(trials.importlib.util, "find_spec", lambda name: name)
     assert pays(cuda) and pays(cuda, "backend=zero2")
     assert not pays(cpu) and not pays(cuda, "model.dtype=float32") and not pays(cuda, "backend=zero3")
     assert not pays(cuda, "model.float32_head=true")
-    monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(trials.importlib.util, "find_spec", lambda name: None)
     assert not pays(cuda)

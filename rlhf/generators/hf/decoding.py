@@ -23,14 +23,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlhf.models.forward import (
-    ALIGNED,
-    cache_argument,
-    compiled_blocks,
-    padded_right,
-    positions,
-    takes_any_mask,
-)
+from rlhf.models import forward
 from rlhf.models.modules import backbone, logit_scale
 from rlhf.models.placement import product_dtype
 
@@ -68,8 +61,8 @@ def encode(
         logits = model(
             input_ids=ids[rows, -mask.shape[1] :],
             attention_mask=mask,
-            position_ids=positions(mask),
-            **cache_argument(model, Cache(layers=parts)),
+            position_ids=forward.positions(mask),
+            **forward.cache_argument(model, Cache(layers=parts)),
             use_cache=True,
             # With 1 instead of an index, the head would get a view and read its weights once per row.
             logits_to_keep=torch.tensor([mask.shape[1] - 1], device=ids.device),
@@ -135,7 +128,7 @@ class Step:
             input_ids=token,
             attention_mask=seen,
             position_ids=place,
-            **cache_argument(self.model, self.cache),
+            **forward.cache_argument(self.model, self.cache),
             use_cache=True,
         ).logits
         return logits
@@ -170,7 +163,7 @@ class RereadingStep(Step):
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, seen: Tensor, room: int, choose: Choose) -> None:
         self.model, self.choose, self.scale = model, choose, logit_scale(model)
-        self.ids = torch.nn.functional.pad(padded_right(ids, seen)[0], (0, room))
+        self.ids = torch.nn.functional.pad(forward.padded_right(ids, seen)[0], (0, room))
 
     def __call__(self, token: Tensor, place: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return the next tokens and their log-probs [B, 1]; the arguments are those of `Step.__call__`."""
@@ -333,7 +326,7 @@ def grouped(model: PreTrainedModel) -> Iterator[None]:
         shared = getattr(model.config, "num_key_value_heads", heads) != heads
     except RuntimeError:  # of a config whose layers have different numbers of heads
         shared = False
-    with _attention_of(model, GROUPED) if shared and takes_any_mask(model) else nullcontext():
+    with _attention_of(model, GROUPED) if shared and forward.takes_any_mask(model) else nullcontext():
         yield
 
 
@@ -347,8 +340,8 @@ def compiled(model: PreTrainedModel) -> Iterator[None]:
         NoBlocks: the model has no blocks that can be compiled.
     """
     kernel = model.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    attention = _attention_of(model, KERNEL) if kernel and takes_any_mask(model) else nullcontext()
-    with attention, compiled_blocks(model).used():
+    attention = _attention_of(model, KERNEL) if kernel and forward.takes_any_mask(model) else nullcontext()
+    with attention, forward.compiled_blocks(model).used():
         yield
 
 
@@ -479,7 +472,11 @@ class GraphStep(Step):
                 return self.fixed(token, place, numbers)
             except (RuntimeError, _LengthAsked) as error:
                 self.free()
-                if _out_of_memory(error):
+                # The end of an interrupted recording raises an error of its own, whose context is the cause
+                cause: BaseException | None = error
+                while cause is not None and not isinstance(cause, torch.OutOfMemoryError):
+                    cause = cause.__context__
+                if cause is not None:
                     self.fits = False
                     log.warning(
                         "too little memory for a CUDA graph of %d rows; this batch is slower", len(token)
@@ -518,7 +515,7 @@ class GraphStep(Step):
         self.free()
         room = self.mask.shape[-1]
         self.left = min(STEPS, (room - self.length) // self.group)
-        until = min(room, -(-(self.length + self.left * self.group) // ALIGNED) * ALIGNED)
+        until = min(room, -(-(self.length + self.left * self.group) // forward.ALIGNED) * forward.ALIGNED)
         self.seen = self.mask[..., :until].clone(memory_format=torch.contiguous_format)
         self.seen[..., self.length :] = -torch.inf
         self.inputs = [x.clone(memory_format=torch.contiguous_format) for x in (token, place, numbers)]
@@ -532,16 +529,6 @@ class GraphStep(Step):
         token, place, numbers = self.inputs
         with self.blocks() if len(token) > 1 else nullcontext():  # code for one row would be compiled apart
             return self.choose(self.logits(token, place, self.seen), numbers=numbers)
-
-
-def _out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error is, or hides, an error of too little GPU memory.
-
-    The end of an interrupted recording raises an error of its own, whose context is the cause.
-    """
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
-        error = error.__context__
-    return error is not None
 
 
 def can_record(device: torch.device) -> bool:

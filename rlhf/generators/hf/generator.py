@@ -7,61 +7,35 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 
+from rlhf.config.generators import HFConfig
+from rlhf.config.models import Dtype
 from rlhf.core.batch import Prompts, Rollouts, Sampling, moved_to
 from rlhf.core.errors import UserError
 from rlhf.core.launched import derive, local_rank
+from rlhf.environments.environment import EnvironmentFactory
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.generator import Generator, GeneratorContext, finished
 from rlhf.generators.hf import decoding
-from rlhf.generators.hf.decoding import (
-    Choose,
-    GraphStep,
-    RereadingStep,
-    RoomyLayer,
-    Step,
-    attention,
-    can_record,
-    encode,
-    grouped,
-)
+from rlhf.generators.hf.decoding import can_record
 from rlhf.generators.process import start
 from rlhf.generators.weights import Manifest, TransferError, checksum, read
-from rlhf.models import folder
-from rlhf.models.forward import (
-    ALIGNED,
-    NoBlocks,
-    additive,
-    cache_argument,
-    compiled_blocks,
-    converted_weights,
-    plain,
-    positions,
-    takes_any_mask,
-    with_sdpa,
-)
+from rlhf.models import folder, forward
 from rlhf.models.modules import absent_ids, set_head
 from rlhf.models.placement import autocast, place
 from rlhf.processes.worker import environment
 from rlhf.terminal.progress import Phases
 from rlhf.text.encoding import pad_prompts
-
-if TYPE_CHECKING:
-    from rlhf.config.generators import HFConfig
-    from rlhf.config.models import Dtype
-    from rlhf.environments.environment import EnvironmentFactory
-
 
 CPU_CHUNK, GPU_CHUNK = 2**20, 2**24  # probabilities per step of `choose`; on a CPU a step fits in cache
 _BLOCK = 128  # token ids per block in `_pick`
@@ -100,8 +74,8 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
     """
     if config.compile:
         try:
-            compiled_blocks(context.policy)
-        except NoBlocks as fault:
+            forward.compiled_blocks(context.policy)
+        except forward.NoBlocks as fault:
             raise UserError(
                 f"generator.compile must be false ({fault}), got true; set generator.compile=false"
             ) from None
@@ -192,17 +166,13 @@ class HFSamplerFactory:
 
     def build(self) -> HFSampler:
         """Return the sampler, with a model of random weights."""
+        kind = {"attn_implementation": self.attention, "trust_remote_code": self.remote is not None}
         if self.remote is not None:
             config = AutoConfig.from_pretrained(self.remote, trust_remote_code=True)
         else:
             values = json.loads(self.config)
             config = AutoConfig.for_model(values.pop("model_type"), **values)
-        model = AutoModelForCausalLM.from_config(
-            config,
-            attn_implementation=self.attention,
-            dtype=torch.float32,
-            trust_remote_code=self.remote is not None,
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **kind)
         if self.float32_head or self.absent_ids:
             rows = range(model.get_output_embeddings().out_features)
             set_head(model, self.float32_head, tokens=set(rows) - set(self.absent_ids))
@@ -271,7 +241,8 @@ def respond(
 
         stop_ids, seed = settings.stop_ids, settings.seed
         with Episodes(prompts, sampling, settings.environment, stop_ids, seed) as episodes:
-            return _converse(episodes, numbers, settings.pad_id, reply, in_flight=update is not None)
+            _converse(episodes, numbers, reply)
+            return episodes.rollouts(settings.pad_id, in_flight=update is not None)
     chunk = max(1, settings.batch_size // sampling.samples)
     if most is not None:
         length = int(most.max())
@@ -324,13 +295,7 @@ def respond(
     )
 
 
-def _converse(
-    episodes: Episodes,
-    numbers: Tensor,
-    pad_id: int,
-    reply: Callable[[Prompts, Sampling], Rollouts],
-    in_flight: bool,
-) -> Rollouts:
+def _converse(episodes: Episodes, numbers: Tensor, reply: Callable[[Prompts, Sampling], Rollouts]) -> None:
     """Sample episodes turn by turn; `reply` samples the replies to histories.
 
     Token t of an episode has the random number t of its sample, whatever the turn. The first replies to a
@@ -360,7 +325,6 @@ def _converse(
         lengths = found.response_mask.sum(-1).flatten().tolist()
         for i, length, values in zip(running, lengths, rows, strict=True):
             episodes.reply(i, *(each[:length] for each in values))
-    return episodes.rollouts(pad_id, in_flight)
 
 
 def _pad_to(x: Tensor, length: int, value: float) -> Tensor:
@@ -396,21 +360,6 @@ def uniforms(seed: int, request: int, index: Tensor, samples: int, length: int) 
         for i in index.tolist()
     ]
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, samples, length, dtype=torch.float64)
-
-
-@contextmanager
-def _without_gradient(model: PreTrainedModel, compiled: bool) -> Iterator[None]:
-    """Return a context for sampling in inference mode, which makes small operations faster.
-
-    Under autocast the context is `no_grad` instead. With `no_grad`, autocast caches the 16-bit copies of
-    weights; in inference mode, autocast would copy the weights in every forward pass. A model with flash
-    attention samples with sdpa, which several samples in a row and CUDA graphs need. Compiled code gets the
-    weights in the dtype of autocast.
-    """
-    low = torch.is_autocast_enabled(model.device.type)
-    weights = converted_weights(model) if compiled else nullcontext()
-    with torch.no_grad() if low else torch.inference_mode(), with_sdpa(model), weights:
-        yield
 
 
 def sample(
@@ -453,7 +402,7 @@ def sample(
         after_token: function that is called after each response token of all samples. On a GPU the token may
             not be computed yet.
         cached: False: read each sequence again for every token, without a cache. This is slow, and right for
-            every model (`rlhf.trials.agreement`).
+            every model (`rlhf.trials.trials`).
         most: largest number of tokens of each sample, [N, K]; None: `response_length`.
         noise: standard deviation of the noise on the logits; see `choose`.
         compiled: whether the blocks of the model run compiled code in steps that are CUDA graphs. The first
@@ -469,11 +418,15 @@ def sample(
         T is the longest response. The tensors may be inference tensors, which autograd cannot save for a
         backward pass; copies of them can be saved.
     """
-    with _without_gradient(model, compiled):
+    # Inference mode makes small operations faster. Under autocast it would copy the weights in every forward
+    # pass, but with `no_grad`, autocast caches their 16-bit copies. A model with flash attention samples with
+    # sdpa, which several samples in a row and CUDA graphs need. Compiled code gets the weights in the dtype
+    # of autocast
+    low = torch.is_autocast_enabled(model.device.type)
+    weights = forward.converted_weights(model) if compiled else nullcontext()
+    with torch.no_grad() if low else torch.inference_mode(), forward.with_sdpa(model), weights:
         n, k, device = len(prompt_ids), samples_per_prompt, prompt_ids.device
-        stops = torch.as_tensor(
-            list(stop_ids) if not isinstance(stop_ids, Tensor) else stop_ids, device=device
-        )
+        stops = torch.as_tensor(list(stop_ids), device=device)
         longest = int(prompt_mask.sum(1).max())
         seen = prompt_mask[:, -longest:]
         ids = prompt_ids[:, -longest:].masked_fill(~seen, 0)
@@ -484,7 +437,7 @@ def sample(
         step, logits, place, movable = _begin(
             model, ids, seen, k, response_length, pick_next, cached=cached, recorded=recorded
         )
-        if compiled and isinstance(step, GraphStep):
+        if compiled and isinstance(step, decoding.GraphStep):
             step.blocks = partial(decoding.compiled, model)
         shape = (*place.shape, response_length)  # [N*K/G, G, T] with G samples per row
         numbers = uniforms.reshape(shape).to(device)
@@ -497,7 +450,7 @@ def sample(
         steps: list[tuple[Tensor, Tensor, Tensor]] = []  # results for `rows` that are not in the outputs yet
         token, logprob = pick_next(logits.expand(-1, shape[1], -1), numbers=numbers[..., 0])
         del logits
-        with grouped(model):
+        with decoding.grouped(model):
             for t in range(response_length):
                 steps.append((token, logprob, running))
                 running = running & ~torch.isin(token, stops)
@@ -532,12 +485,8 @@ def sample(
         tokens.masked_fill_(~real, pad_id)
         logprobs.masked_fill_(~real, 0.0)
         ended = (real & torch.isin(tokens, stops)).any(-1)
-        return (
-            tokens[..., :length].reshape(n, k, length),
-            real[..., :length].reshape(n, k, length),
-            logprobs[..., :length].reshape(n, k, length),
-            ended.view(n, k),
-        )
+        ids, mask, chosen = (x[..., :length].reshape(n, k, length) for x in (tokens, real, logprobs))
+        return ids, mask, chosen, ended.view(n, k)
 
 
 def _begin(
@@ -546,11 +495,11 @@ def _begin(
     seen: Tensor,
     samples: int,
     response_length: int,
-    choose: Choose,
+    choose: decoding.Choose,
     *,
     cached: bool,
     recorded: bool,
-) -> tuple[Step, Tensor, Tensor, bool]:
+) -> tuple[decoding.Step, Tensor, Tensor, bool]:
     """Encode prompts [N, P], into a cache unless `cached` is False, for K samples of each prompt.
 
     Returns:
@@ -559,37 +508,38 @@ def _begin(
     """
     if not cached:
         ids, seen = ids.repeat_interleave(samples, 0), seen.repeat_interleave(samples, 0)
-        place, rereading = positions(seen)[:, -1:], RereadingStep(model, ids, seen, response_length, choose)
+        rereading = decoding.RereadingStep(model, ids, seen, response_length, choose)
+        place = forward.positions(seen)[:, -1:]
         return rereading, rereading.read(place), place, True
     cache: Cache = (kinds := DynamicCache(config=model.config))
-    movable = plain(kinds)  # rows of such a cache can be repeated and removed
-    masked = movable and takes_any_mask(model)
+    movable = forward.plain(kinds)  # rows of such a cache can be repeated and removed
+    masked = movable and forward.takes_any_mask(model)
     n, longest = ids.shape
     group = folder.in_decoding(samples, longest, response_length) if masked else 1
     recorded = recorded and masked
     room = group * response_length
     if recorded:
-        room += -(longest + room) % ALIGNED
+        room += -(longest + room) % forward.ALIGNED
     if movable:
-        layers = [RoomyLayer(n * samples // group, longest, room) for _ in kinds.layers]
-        logits = encode(model, ids, seen, layers, samples // group)
+        layers = [decoding.RoomyLayer(n * samples // group, longest, room) for _ in kinds.layers]
+        logits = decoding.encode(model, ids, seen, layers, samples // group)
         cache, seen = Cache(layers=list(layers)), seen.repeat_interleave(samples // group, 0)
     else:
         seen = seen.repeat_interleave(samples, 0)
         logits = model(
             input_ids=ids.repeat_interleave(samples, 0),
             attention_mask=seen,
-            position_ids=positions(seen),
-            **cache_argument(model, cache),
+            position_ids=forward.positions(seen),
+            **forward.cache_argument(model, cache),
             use_cache=True,
             logits_to_keep=1,
         ).logits
     if masked:
-        mask = additive(model, attention(seen, group, room))
+        mask = forward.additive(model, decoding.attention(seen, group, room))
     else:
         mask = torch.cat([seen, seen.new_ones(len(seen), response_length)], 1)
-    kind = GraphStep if recorded else Step
-    place = positions(seen)[:, -1:].expand(-1, group)
+    kind = decoding.GraphStep if recorded else decoding.Step
+    place = forward.positions(seen)[:, -1:].expand(-1, group)
     return kind(model, cache, mask, group, longest, choose), logits, place, movable
 
 

@@ -33,28 +33,23 @@ from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from secrets import token_urlsafe
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf.config.generators import Transfer, VLLMServerConfig
+from rlhf.config.generators import Transfer, VLLMServerConfig, most_versions
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.metrics import How, Metrics, Stat
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.generator import Generator, GeneratorContext
 from rlhf.generators.process import annotated
-from rlhf.generators.servers.server import Child, Gone, NoAnswer, Server, check, command, variables
-from rlhf.generators.shares import most_versions
+from rlhf.generators.servers.server import Child, Gone, NoAnswer, Reply, Server, check, command, variables
 from rlhf.generators.vllm.generator import build_store, factory, place, route, variables_of
 from rlhf.generators.vllm.sampler import VLLMFactory, rollouts_of, sampling_parameters, seed_of
 from rlhf.generators.weights import Manifest, SharedWeights, WeightStore
 from rlhf.terminal.console import say
-
-if TYPE_CHECKING:
-    from rlhf.generators.servers.server import Reply
-
 
 _ABORT_S = 0.2  # between two requests to end a response
 
@@ -114,7 +109,7 @@ class ServerPool(Generator):
         self.raise_failure()
         assert self.version is not None, "load weights before the first request"
         version = None if self.in_flight and sampling.purpose == "train" else self.version
-        kind = _Replies if self.settings.environment is None else _Conversation
+        kind = _Request if self.settings.environment is None else _Conversation
         request = kind(self, prompts, sampling, version)
         self.requests[request.answer] = request
         request.answer.add_done_callback(self.requests.pop)
@@ -204,8 +199,14 @@ class ServerPool(Generator):
 
     def hold(self, version: int | None, more: int) -> None:
         """Count the open requests whose later replies need the same version, from any thread."""
+
+        def hold(version: int) -> None:
+            self.held[version] += more
+            self.held = +self.held  # without zeros
+            self._change()
+
         if version is not None:
-            self._call(self._hold, version, more)
+            self._call(hold, version)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the loop has ended, with a failure or by `close`
@@ -311,11 +312,6 @@ class ServerPool(Generator):
         say(f"{server.name} {error}; starting it again, and asking others for its {lost} responses")
         self._change()
         self.tell()
-
-    def _hold(self, version: int, more: int) -> None:
-        self.held[version] += more
-        self.held = +self.held  # without zeros
-        self._change()
 
     def _cut(self, answer: Future[Rollouts]) -> None:
         if (request := self.requests.get(answer)) is None:
@@ -449,7 +445,7 @@ class _Work:
 
 
 class _Request:
-    """A request of the trainer, whose answer is a future.
+    """A request of the trainer, whose answer is a future: one reply for each sample.
 
     Args:
         pool: samples the responses.
@@ -464,14 +460,6 @@ class _Request:
         self.is_cut = False  # whether responses end with the tokens that they have
         self.began = math.inf  # time at which a server got the first response
 
-    def begin(self) -> None:
-        """Ask for responses."""
-        raise NotImplementedError
-
-    def take(self, i: int, reply: Reply | Exception) -> None:
-        """Take reply `i`, in the thread of the pool."""
-        raise NotImplementedError
-
     def work(self, i: int, ids: list[int], turn: int, most: int) -> _Work:
         """Return a reply to sample: turn `turn` of the response at position `i`, from 0 to N K - 1.
 
@@ -483,17 +471,11 @@ class _Request:
                 f"token ids must be < {self.pool.vocabulary} (the vocabulary of the model), got {max(ids)}; "
                 "set model.tokenizer to the tokenizer of the model"
             )
-        K, settings = self.sampling.samples, self.pool.settings
+        K = self.sampling.samples
         k = self.sampling.begun[i].sample if self.sampling.begun else i % K
-        given = sampling_parameters(
-            self.sampling, int(self.prompts.index[i // K]), settings.stop_ids, settings.seed
-        )
+        given = sampling_parameters(self.sampling, int(self.prompts.index[i // K]), self.pool.settings)
         given |= {"seed": seed_of(given["seed"], k, turn), "max_tokens": most}
         return _Work(next(self.pool.numbers), self, i, ids, given)
-
-
-class _Replies(_Request):
-    """A request without an environment."""
 
     def begin(self) -> None:
         """Ask for all responses."""
@@ -504,7 +486,7 @@ class _Replies(_Request):
         self.pool.ask([self.work(i, heads[i // K], 0, length) for i in range(self.count)])
 
     def take(self, i: int, reply: Reply | Exception) -> None:
-        """Note reply `i`; the last one ends the request."""
+        """Take reply `i`, in the thread of the pool; the last one ends the request."""
         if self.answer.done():
             return
         try:
@@ -518,16 +500,10 @@ class _Replies(_Request):
 
     def rollouts(self) -> Rollouts:
         """Return all replies as rollouts."""
-        replies, settings = [self.found[i] for i in range(self.count)], self.pool.settings
+        replies = [self.found[i] for i in range(self.count)]
         versions = [each.versions for each in replies]
-        rollouts = rollouts_of(
-            self.prompts,
-            self.sampling,
-            replies,
-            versions if self.pool.in_flight else None,
-            stop_ids=settings.stop_ids,
-            pad_id=settings.pad_id,
-        )
+        by_token = versions if self.pool.in_flight else None
+        rollouts = rollouts_of(self.prompts, self.sampling, replies, by_token, self.pool.settings)
         oldest = min(version for each in versions for version in each)
         return replace(rollouts, version=oldest, generate_s=time.perf_counter() - self.began)
 
@@ -617,12 +593,6 @@ def build(config: VLLMServerConfig, context: GeneratorContext) -> Generator:
     dtype, files = getattr(torch, settings.dtype), transfer is Transfer.shared_memory
     workers = config.tensor_parallel_size
     store = SharedWeights(dtype, folder) if files else build_store(transfer, trainer, dtype, workers)
-    pool = ServerPool(
-        servers,
-        store,
-        settings,
-        vocabulary=context.policy.config.get_text_config().vocab_size,
-        restarts=config.restarts,
-        in_flight=context.in_flight,
-    )
+    size, most = context.policy.config.get_text_config().vocab_size, config.restarts
+    pool = ServerPool(servers, store, settings, vocabulary=size, restarts=most, in_flight=context.in_flight)
     return annotated(pool, config, context)

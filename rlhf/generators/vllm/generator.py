@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rlhf.config.generators import Transfer, VLLMConfig
+from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import UserError
 from rlhf.core.launched import local_rank, local_world_size
 from rlhf.generators.generator import Generator, GeneratorContext
@@ -19,11 +21,6 @@ from rlhf.generators.weights import CudaIpc, Manifest, Nccl, SharedWeights, Weig
 from rlhf.models.modules import absent_ids
 from rlhf.processes.worker import Job, environment
 from rlhf.terminal.console import say
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    from rlhf.core.batch import Prompts, Rollouts, Sampling
 
 
 def build(config: VLLMConfig, context: GeneratorContext) -> Generator:

@@ -21,11 +21,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import cached_file
 
+from rlhf.config.generators import forward_tokens, working_memory
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import derive
 from rlhf.environments.episodes import Episodes
-from rlhf.generators.shares import GIB, forward_tokens, working_memory
 from rlhf.generators.weights import Manifest, TransferError
 
 if TYPE_CHECKING:
@@ -115,16 +115,7 @@ class VLLMSampler:
         arguments = engine_arguments(settings, config)
         if settings.sleeps:
             shapes, required = self.tensors
-            dtype = getattr(torch, settings.dtype)
-            arguments |= on_shared_gpu(
-                config,
-                weights=dtype.itemsize * sum(math.prod(shapes[name]) for name in required),
-                dtype=dtype,
-                memory=settings.memory,
-                max_model_len=settings.max_model_len,
-                max_num_seqs=settings.max_num_seqs,
-                tensor_parallel_size=settings.tensor_parallel_size,
-            )
+            arguments |= on_shared_gpu(settings, config, sum(math.prod(shapes[name]) for name in required))
         if settings.absent_ids:
             arguments["additional_config"] = {"absent_ids": list(settings.absent_ids)}
         self.asleep: set[str] = set()  # parts of the GPU memory that are freed until `wake`
@@ -224,22 +215,17 @@ class VLLMSampler:
 
     def _respond(self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None) -> Rollouts:
         """Sample one reply for each sample."""
-        parameters = [self.parameters(sampling, example) for example in prompts.index.tolist()]
-        asked = list(zip(prompts.unpadded(), parameters, strict=True))
-        if update is not None:  # each sample by itself, as vLLM derives them
-            asked = [(ids, self.single(each, k)) for ids, each in asked for k in range(each.n)]
+        # With in-flight updates, each sample by itself, as vLLM derives them
+        samples = [None] if update is None else range(sampling.samples)
+        heads = list(zip(prompts.unpadded(), prompts.index.tolist(), strict=True))
+        asked = [(ids, self.parameters(sampling, row, k)) for ids, row in heads for k in samples]
         outputs: list[Any] = [None] * len(asked)
         once = iter([[Request(i, *each) for i, each in enumerate(asked)]])
         serve(self.llm, lambda wait: next(once, []), outputs.__setitem__, update)
         completions = [completion for output in outputs for completion in output.outputs]
-        return rollouts_of(
-            prompts,
-            sampling,
-            [(each.token_ids, each.logprobs.logprobs) for each in completions],
-            [versions(each) for each in completions] if update is not None else None,
-            stop_ids=self.settings.stop_ids,
-            pad_id=self.settings.pad_id,
-        )
+        replies = [(each.token_ids, each.logprobs.logprobs) for each in completions]
+        by_token = [versions(each) for each in completions] if update is not None else None
+        return rollouts_of(prompts, sampling, replies, by_token, self.settings)
 
     def _converse(self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None) -> Rollouts:
         """Sample K episodes of each prompt. An episode does not wait for the replies of other episodes.
@@ -253,7 +239,7 @@ class VLLMSampler:
 
         def asked(wait: bool) -> Iterator[Request]:
             for i in episodes.ready(wait):
-                one = self.single(self.parameters(sampling, int(prompts.index[i // K])), i % K, turn[i])
+                one = self.parameters(sampling, int(prompts.index[i // K]), i % K, turn[i])
                 one.max_tokens = episodes.room(i)
                 turn[i] += 1
                 yield Request(i, episodes.history(i), one)
@@ -268,18 +254,13 @@ class VLLMSampler:
             serve(self.llm, asked, answered, update)
             return episodes.rollouts(settings.pad_id, in_flight=update is not None)
 
-    def parameters(self, sampling: Sampling, example: int) -> Any:
-        """Return vLLM's sampling parameters for the K samples of one prompt; sample k uses `seed` + k."""
+    def parameters(self, sampling: Sampling, example: int, sample: int | None = None, turn: int = 0) -> Any:
+        """Return vLLM's sampling parameters for a sample of a prompt; None: K samples, k with `seed` + k."""
         from vllm import SamplingParams
 
-        given = sampling_parameters(sampling, example, self.settings.stop_ids, self.settings.seed)
-        return SamplingParams(n=sampling.samples, flat_logprobs=True, **given)
-
-    def single(self, parameters: Any, sample: int, turn: int = 0) -> Any:
-        """Return vLLM's sampling parameters for one of the n samples of a prompt."""
-        one = parameters.clone()
-        one.n, one.seed = 1, seed_of(parameters.seed, sample, turn)
-        return one
+        given = sampling_parameters(sampling, example, self.settings)
+        given["seed"] = seed_of(given["seed"], sample or 0, turn)
+        return SamplingParams(n=sampling.samples if sample is None else 1, flat_logprobs=True, **given)
 
     def sleep_level(self) -> int:
         """Return the level of vLLM's sleep mode with which a load restores the complete model.
@@ -291,10 +272,8 @@ class VLLMSampler:
         """
         others = [name for names in self.llm.collective_rpc("unrestored") for name in names]
         if others:
-            log.warning(
-                "weights are moved to RAM between requests, because a load does not restore %s",
-                ", ".join(sorted(set(others))),
-            )
+            lost = ", ".join(sorted(set(others)))
+            log.warning("weights are moved to RAM between requests, because a load does not restore %s", lost)
         return 1 if others else 2
 
     def release_cache(self) -> None:
@@ -338,8 +317,25 @@ def engine_arguments(settings: VLLMFactory, config: PreTrainedConfig) -> dict[st
     """
     special: dict[str, Any] = {"gpu_memory_utilization": settings.memory}
     if not settings.gpu:
-        _check_head_size(config)
-        special |= _on_cpu(settings.memory, settings.max_model_len, settings.max_num_seqs)
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+        if (size := _head_size(config)) not in sizes:
+            raise UserError(
+                "model.policy must have attention heads of a size that vLLM supports on a CPU "
+                f"({', '.join(map(str, sizes))}), got {size}; set generator=hf"
+            )
+        # Prompts are never encoded in chunks: between chunks vLLM resets the request's random generator,
+        # which is not possible on a CPU. So a prompt and one token of each other sequence must fit into a
+        # forward pass. Blocks of the prefix cache have 32 tokens, because with vLLM's default of 128 tokens
+        # the keys and values of a shorter prompt would not be shared. The cache of keys and values has a
+        # fixed size, which does not depend on the weights
+        special |= {
+            "kv_cache_memory_bytes": int(settings.memory * psutil.virtual_memory().total),
+            "block_size": 32,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(_TOKENS_ON_CPU, settings.max_model_len + settings.max_num_seqs),
+        }
     if settings.absent_ids:
         special["logits_processors"] = ["rlhf.generators.vllm.worker_extension:AbsentIds"]
     return {
@@ -392,15 +388,12 @@ def compare(manifest: Manifest, shapes: dict[str, tuple[int, ...]], required: se
     Raises:
         TransferError: tensors are missing, unknown or of another shape.
     """
-    sent = {entry.name: entry.shape for entry in manifest.entries}
+    sent = {entry.name: list(entry.shape) for entry in manifest.entries}
+    names, known = sorted(required | sent.keys()), {name: list(shape) for name, shape in shapes.items()}
     wrong = [
-        *(f"{name}: missing" for name in sorted(required - sent.keys())),
-        *(f"{name}: unknown" for name in sent if name not in shapes),
-        *(
-            f"{name}: shape {list(shape)} instead of {list(shapes[name])}"
-            for name, shape in sent.items()
-            if name in shapes and tuple(shape) != tuple(shapes[name])
-        ),
+        f"{name}: {sent.get(name, 'missing')} instead of {known.get(name, 'unknown')}"
+        for name in names
+        if sent.get(name) != known.get(name)
     ]
     if wrong:
         raise TransferError(
@@ -510,23 +503,20 @@ def next_sequences(waiting: deque[Request], count: float, tokens: float, longest
     return found
 
 
-def sampling_parameters(
-    sampling: Sampling, example: int, stop_ids: Iterable[int], seed: int
-) -> dict[str, Any]:
+def sampling_parameters(sampling: Sampling, example: int, settings: VLLMFactory) -> dict[str, Any]:
     """Return vLLM's sampling parameters for the samples of a prompt; sample k uses the seed + k.
 
     Args:
         sampling: the settings of the request.
         example: the row of the prompt in the data.
-        stop_ids: tokens that end a response.
-        seed: the seed of the run.
+        settings: the tokens that end a response, and the seed of the run.
     """
     return {
         "temperature": sampling.temperature,
         "max_tokens": sampling.response_length,
-        "stop_token_ids": list(stop_ids),
+        "stop_token_ids": list(settings.stop_ids),
         "ignore_eos": True,  # stop only at stop_token_ids, not at the end token of the model's config
-        "seed": derive(seed, "sample", sampling.purpose, sampling.request, example),
+        "seed": derive(settings.seed, "sample", sampling.purpose, sampling.request, example),
         "logprobs": 0,  # log-probs of the sampled token only
         "detokenize": False,
     }
@@ -548,9 +538,7 @@ def rollouts_of(
     sampling: Sampling,
     replies: Sequence[Sequence[Any]],
     versions: Sequence[Sequence[int]] | None,
-    *,
-    stop_ids: Sequence[int],
-    pad_id: int,
+    settings: VLLMFactory,
 ) -> Rollouts:
     """Return replies as rollouts [N, K, T].
 
@@ -559,13 +547,12 @@ def rollouts_of(
         sampling: K and T.
         replies: token ids and log-probs of each of the N K replies, and perhaps more.
         versions: of the weights that sampled each of their tokens; None: the tokens have no versions.
-        stop_ids: tokens that end a reply.
-        pad_id: token id of padding.
+        settings: the tokens that end a reply, and the token of padding.
     """
     shape = len(prompts), sampling.samples, sampling.response_length
     lengths = torch.tensor([len(reply[0]) for reply in replies])
     mask = (torch.arange(shape[-1]) < lengths[:, None]).view(shape)
-    ids, logprobs = torch.full(shape, pad_id), torch.zeros(shape)
+    ids, logprobs = torch.full(shape, settings.pad_id), torch.zeros(shape)
     ids[mask] = torch.tensor([token for reply in replies for token in reply[0]])
     logprobs[mask] = torch.tensor([x for reply in replies for x in reply[1]])
     token_versions = None
@@ -577,7 +564,7 @@ def rollouts_of(
         response_ids=ids,
         response_mask=mask,
         behaviour_logprobs=logprobs,
-        ended=(mask & torch.isin(ids, torch.tensor(stop_ids))).any(-1),
+        ended=(mask & torch.isin(ids, torch.tensor(settings.stop_ids))).any(-1),
         token_versions=token_versions,
     )
 
@@ -597,80 +584,46 @@ LEAST_SHARE = 1e-9
 _TOKENS_ON_CPU = 8192  # prompt tokens that a CPU encodes in one forward pass
 
 
-def _on_cpu(memory: float, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
-    """Return additional arguments of vLLM on a CPU.
-
-    Prompts are never encoded in chunks: between chunks vLLM resets the request's random generator, which is
-    not possible on a CPU. So a prompt and one token of each other sequence must fit into a forward pass.
-    Blocks of the prefix cache have 32 tokens, because with vLLM's default of 128 tokens the keys and values
-    of a shorter prompt would not be shared. The cache of keys and values has a fixed size, which does not
-    depend on the weights.
-
-    Args:
-        memory: share of RAM for keys and values.
-        max_model_len: maximum number of tokens of a prompt and its response.
-        max_num_seqs: sequences decoded in parallel.
-    """
-    return {
-        "kv_cache_memory_bytes": int(memory * psutil.virtual_memory().total),
-        "block_size": 32,
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(_TOKENS_ON_CPU, max_model_len + max_num_seqs),
-    }
-
-
-def on_shared_gpu(
-    config: PreTrainedConfig,
-    weights: int,
-    dtype: torch.dtype,
-    *,
-    memory: float,
-    max_model_len: int,
-    max_num_seqs: int,
-    tensor_parallel_size: int,
-) -> dict[str, Any]:
+def on_shared_gpu(settings: VLLMFactory, config: PreTrainedConfig, parameters: int) -> dict[str, Any]:
     """Return additional arguments of vLLM on the trainer's GPU: the size of the cache of keys and values.
 
     Args:
+        settings: the settings of vLLM.
         config: the config of the model.
-        weights: bytes of the weights on all GPUs of vLLM.
-        dtype: dtype in which vLLM computes.
-        memory: share of the GPU's memory.
-        max_model_len: maximum number of tokens of a prompt and its response.
-        max_num_seqs: sequences decoded in parallel.
-        tensor_parallel_size: GPUs that share the model.
+        parameters: number of weights on all GPUs of vLLM.
 
     Raises:
         UserError: the share is too small for the weights and one sequence.
     """
     from vllm.platforms import current_platform
 
-    text = config.get_text_config()
-    total = min(map(current_platform.get_device_total_memory, range(tensor_parallel_size)))
+    text, size = config.get_text_config(), getattr(torch, settings.dtype).itemsize
+    gpus = range(settings.tensor_parallel_size)
+    total = min(map(current_platform.get_device_total_memory, gpus))
     working = working_memory(
         hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         vocabulary=text.vocab_size,
-        number_bytes=dtype.itemsize,
-        sequences=max_num_seqs,
+        number_bytes=size,
+        sequences=settings.max_num_seqs,
     )
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    own_heads = -(-heads // tensor_parallel_size)
-    sequence = 2 * text.num_hidden_layers * own_heads * _head_size(config) * dtype.itemsize * max_model_len
-    used = weights // tensor_parallel_size + working
-    room = int(memory * total) - used
+    own_heads = -(-heads // len(gpus))
+    sequence = 2 * text.num_hidden_layers * own_heads * _head_size(config) * size * settings.max_model_len
+    used = size * parameters // len(gpus) + working
+    room = int(settings.memory * total) - used
     if room < sequence:
         needed = math.ceil(100 * (used + sequence) / total) / 100
         raise UserError(
             "generator.memory must leave room for the weights and one sequence on the GPU that vLLM shares "
-            f"with the trainer (vLLM needs {(used + sequence) / GIB:.1f} of {total / GIB:.1f} GiB), "
-            f"got {memory:g}; set "
+            f"with the trainer (vLLM needs {(used + sequence) / 2**30:.1f} of {total / 2**30:.1f} GiB), "
+            f"got {settings.memory:g}; set "
             + (f"generator.memory={needed:g}" if needed < 1 else "model.policy to a smaller model")
         )
     return {
         "kv_cache_memory_bytes": room,
         "gpu_memory_utilization": LEAST_SHARE,
-        "max_num_batched_tokens": forward_tokens(max_num_seqs),
+        "max_num_batched_tokens": forward_tokens(settings.max_num_seqs),
     }
 
 
@@ -679,16 +632,3 @@ def _head_size(config: PreTrainedConfig) -> int:
     text = config.get_text_config()
     size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return size
-
-
-def _check_head_size(config: PreTrainedConfig) -> None:
-    """Raise UserError if vLLM's attention kernels for CPUs do not support the model's head size."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    size = _head_size(config)
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in sizes:
-        raise UserError(
-            "model.policy must have attention heads of a size that vLLM supports on a CPU "
-            f"({', '.join(map(str, sizes))}), got {size}; set generator=hf"
-        )

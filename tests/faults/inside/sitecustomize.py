@@ -24,7 +24,7 @@ SEAMS = (
 )
 # Texts in the arguments of the processes that train: commands, and the jobs of sweeps.
 TRAINS = ("rlhf.train", "rlhf.pipeline", "rlhf.extend", "rlhf.evaluate", "rlhf.relabel", "submitit", "loky")
-OTHERS = ("torch.distributed.run", "resource_tracker", "rlhf.processes.service")
+OTHERS = ("torch.distributed.run", "resource_tracker", "rlhf.processes.worker")
 
 
 def report_phases(file):
