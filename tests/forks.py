@@ -69,7 +69,7 @@ PRELOADED = (
     "rlhf.evaluate",
     "rlhf.generators.process",
     "rlhf.generators.hf.generator",
-    "rlhf.scorers.reward_model",
+    "rlhf.scorers.scorer",
 )
 
 

@@ -149,7 +149,7 @@ def choice(key: str) -> str:
     return key if key == "scorer" else f"scorer@{key}"
 
 
-@option("scorer", "reward_model", part="rlhf.scorers.reward_model:build")
+@option("scorer", "reward_model", part="rlhf.scorers.scorer:build_reward_model")
 class RewardModelScorerConfig(ScorerConfig):
     """A sequence-classification model with one output, read at the last response token."""
 

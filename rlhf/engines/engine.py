@@ -23,10 +23,10 @@ from rlhf.config.models import Dtype
 from rlhf.config.schedule import ESSScaling, LRSchedule, OptimConfig, Optimizer
 from rlhf.core.batch import microbatches
 from rlhf.core.metrics import How, Stat, merge
+from rlhf.models.forward import infer, shared_copies
 from rlhf.models.logprobs import EXTRAS
 from rlhf.models.modules import ActorCritic, Policy, RolloutModule, backbone, is_adapted, save_adapter
-from rlhf.models.placement import infer, shared_copies
-from rlhf.terminal.progress import Phases
+from rlhf.terminal.console import Phases
 
 if TYPE_CHECKING:
     from rlhf.core.batch import Batch, Budget, Outputs, Rollouts
@@ -180,7 +180,7 @@ class Engine(ABC):
         return policy
 
     def infer(self, module: RolloutModule, rollouts: Rollouts, field: str) -> Tensor:
-        """Return the output `field` of `module` without gradient; see `rlhf.models.placement.infer`."""
+        """Return the output `field` of `module` without gradient; see `rlhf.models.forward.infer`."""
         sequences = rollouts.response_ids.shape[:2].numel() // self.ranks.size
         with self.phases(_INFERRED.get(field, field), sequences) as done:
             return infer(

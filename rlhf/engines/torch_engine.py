@@ -16,6 +16,7 @@ from rlhf.config.models import Dtype
 from rlhf.config.schedule import OptimConfig
 from rlhf.core.batch import Outputs
 from rlhf.engines.engine import Engine, EngineSettings, build_optimizer
+from rlhf.models.forward import autocast, place
 from rlhf.models.loading import check_saved, save
 from rlhf.models.modules import (
     ActorCritic,
@@ -25,7 +26,6 @@ from rlhf.models.modules import (
     save_adapter,
     whole_weights,
 )
-from rlhf.models.placement import autocast, place
 from rlhf.processes.ranks import buckets, together
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from rlhf.core.metrics import How, Metrics, Stat, merge
 from rlhf.generators.generator import Generator, GeneratorContext, Sampler, SamplerFactory, Wrapper, finished
 from rlhf.generators.shares import most_versions
 from rlhf.generators.weights import Manifest, SharedWeights, TransferError, WeightStore, confirm, remove
-from rlhf.models.placement import infer
+from rlhf.models.forward import infer
 from rlhf.processes.service import Channel, Service
 from rlhf.processes.signals import call_at_signal, do_not_call_at_signal
 from rlhf.processes.worker import Job, Limits, Worker, environment, received

@@ -22,7 +22,7 @@ from rlhf.config.algorithms import Trains
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
 from rlhf.core.files import complete_lines, delete_command, flat
-from rlhf.loggers.display import shown
+from rlhf.loggers.logger import shown
 from rlhf.runs.folder import RunFolder, counters_problem, record_problem
 from rlhf.runs.resuming import ASIDE
 from rlhf.words.identity import start_label

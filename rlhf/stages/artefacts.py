@@ -12,7 +12,7 @@ from rlhf.checks.machine import TOKEN
 from rlhf.core import formatting
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import delete_command, whole
-from rlhf.loggers.display import EVALUATION_METRICS, shown
+from rlhf.loggers.logger import EVALUATION_METRICS, shown
 from rlhf.models.folder import ADAPTER
 from rlhf.models.headers import DamagedFile, opened, read_header, read_object
 from rlhf.runs.folder import COMPLETE, RunFolder

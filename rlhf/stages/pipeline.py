@@ -45,8 +45,7 @@ from rlhf.stages import relabelling
 from rlhf.stages.artefacts import Artefact, result_text, trained
 from rlhf.stages.evaluation import candidates, changed, table
 from rlhf.stages.prerequisites import PAIRS, REWARD, SFT, checked, prerequisites, stage
-from rlhf.terminal.console import console, say_loading
-from rlhf.terminal.progress import Stages
+from rlhf.terminal.console import Stages, console, say_loading
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

@@ -24,8 +24,7 @@ from rlhf.models.folder import is_local
 from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.runs.lock import waiting_claim
 from rlhf.stages.artefacts import Artefact, made_once, trained
-from rlhf.terminal.console import say
-from rlhf.terminal.progress import Stages
+from rlhf.terminal.console import Stages, say
 from rlhf.words import identity
 from rlhf.words.compose import compose
 from rlhf.words.mistakes import CONFIG_ERRORS, explain

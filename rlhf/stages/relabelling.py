@@ -48,8 +48,7 @@ from rlhf.memory import plan as memory
 from rlhf.processes.signals import interruptible
 from rlhf.runs.lock import written_by_one
 from rlhf.stages import prerequisites
-from rlhf.terminal.console import say, say_loading, say_row
-from rlhf.terminal.progress import progress
+from rlhf.terminal.console import progress, say, say_loading, say_row
 from rlhf.words.identity import what_counts
 
 if TYPE_CHECKING:
@@ -172,7 +171,7 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
     order. With its own tokenizer, the judge reads the texts unchanged.
     """
     from rlhf.assembly.parts import make
-    from rlhf.models.tokenizer import fill_pad_token, read_tokenizer
+    from rlhf.models.loading import fill_pad_token, read_tokenizer
     from rlhf.text.chat import set_format
 
     model, judge = cfg.model, cfg.gold.reward_model("gold", None)

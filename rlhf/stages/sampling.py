@@ -20,7 +20,7 @@ from rlhf.processes.ranks import Ranks
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.scorer import response_texts
 from rlhf.tasks.task import altered
-from rlhf.terminal.progress import progress
+from rlhf.terminal.console import progress
 from rlhf.text.chat import control_tokens, quoted, render, set_format
 from rlhf.text.encoding import encode_prompts
 

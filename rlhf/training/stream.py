@@ -20,7 +20,7 @@ from rlhf.core.launched import derive
 from rlhf.core.metrics import How, Metrics, Stat, mean
 from rlhf.core.state import TrainState
 from rlhf.generators.generator import Generator
-from rlhf.terminal.progress import Phases
+from rlhf.terminal.console import Phases
 from rlhf.training.recorder import Recorder
 
 # Other prompts in place of groups without signal: dynamic sampling of DAPO (Yu et al., arXiv 2503.14476).

@@ -24,11 +24,10 @@ from rlhf.generators.hf.generator import sample
 from rlhf.memory.sizes import longest
 from rlhf.models import forward
 from rlhf.models.folder import first_line
-from rlhf.models.forward import NoSharedPrefix
+from rlhf.models.forward import NoSharedPrefix, autocast
 from rlhf.models.headers import DamagedFile, read_object
 from rlhf.models.loading import check_context
 from rlhf.models.modules import RolloutModule, backbone, described, logit_scale, token_ids
-from rlhf.models.placement import autocast
 from rlhf.trials.trial import example, undisturbed
 
 if TYPE_CHECKING:

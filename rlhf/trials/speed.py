@@ -17,10 +17,9 @@ from rlhf.core.batch import Batch
 from rlhf.engines.engine import trained
 from rlhf.memory.plan import with_token_limit
 from rlhf.memory.sizes import most_sequences
-from rlhf.models.forward import raise_errors
+from rlhf.models.forward import autocast, raise_errors, shared_copies
 from rlhf.models.logprobs import fused_logprobs, token_outputs
 from rlhf.models.modules import LogprobHead, RolloutModule
-from rlhf.models.placement import autocast, shared_copies
 from rlhf.trials.trial import Measured, Trial, Way, example, fastest, parts, timed
 
 if TYPE_CHECKING:

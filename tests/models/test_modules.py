@@ -27,10 +27,10 @@ from rlhf.models.loading import (
     load_reward_model,
     new_nano,
     new_reward_model,
+    read_tokenizer,
     save,
 )
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
-from rlhf.models.tokenizer import read_tokenizer
 from tests import needs
 from tests.model_folders import write_weights
 from tests.tiny_models import (

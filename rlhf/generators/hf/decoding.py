@@ -29,10 +29,10 @@ from rlhf.models.forward import (
     compiled_blocks,
     padded_right,
     positions,
+    product_dtype,
     takes_any_mask,
 )
 from rlhf.models.modules import backbone, logit_scale
-from rlhf.models.placement import product_dtype
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -43,18 +43,19 @@ from rlhf.models.forward import (
     ALIGNED,
     NoBlocks,
     additive,
+    autocast,
     cache_argument,
     compiled_blocks,
     converted_weights,
+    place,
     plain,
     positions,
     takes_any_mask,
     with_sdpa,
 )
 from rlhf.models.modules import absent_ids, set_head
-from rlhf.models.placement import autocast, place
 from rlhf.processes.worker import environment
-from rlhf.terminal.progress import Phases
+from rlhf.terminal.console import Phases
 from rlhf.text.encoding import pad_prompts
 
 if TYPE_CHECKING:
