@@ -43,8 +43,8 @@ from rlhf.models.loading import check_vocabulary, load_causal_lm
 from rlhf.models.modules import RolloutModule, set_head
 from rlhf.processes.ranks import Ranks
 from rlhf.scorers.scorer import SavingScorer, Scorer, ScorerContext, read_own, reads_tokens_of
+from rlhf.tasks.columns import TOOLS, Wanted
 from rlhf.tasks.kinds import FirstMessages
-from rlhf.tasks.reading import TOOLS, Wanted
 from rlhf.tasks.task import Task
 from rlhf.terminal.console import say
 from rlhf.text.chat import Dialogues, unquoted

@@ -31,7 +31,6 @@ from rlhf.models.folder import (
     folder_problem,
     is_local,
     on_this_machine,
-    rope_problem,
     similar_folder,
 )
 from rlhf.models.headers import (
@@ -215,7 +214,7 @@ def _models(cfg: Config) -> Iterator[str]:
     if problem := context_problem(context, *lengths):
         yield problem
     for _, path, model in _sound(cfg):
-        if is_local(path) and (problem := rope_problem(model.config, *lengths)):
+        if is_local(path) and (problem := context_problem(None, *lengths, model.original_context)):
             yield problem
             return
 

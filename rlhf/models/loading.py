@@ -25,11 +25,10 @@ from transformers.utils import cached_file
 
 from rlhf.config.models import ModelConfig
 from rlhf.core.errors import UserError
-from rlhf.models.folder import context_problem, fetch, first_line, folder_problem, is_local, rope_problem
+from rlhf.models.folder import fetch, first_line, folder_problem, is_local
 from rlhf.models.headers import (
     ENDS,
     TOKENIZER_FILES,
-    ModelFacts,
     choose_pad_token,
     end_ids,
     opened,
@@ -401,17 +400,3 @@ def save(
         model.config.dtype = torch.float32
         model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def check_context(config: PreTrainedConfig, prompt_length: int, response_length: int) -> str | None:
-    """Return an error message if prompt and response together are too long for the model, else None.
-
-    Args:
-        config: config of the model.
-        prompt_length: longest prompt in tokens.
-        response_length: longest response in tokens.
-    """
-    settings = config.to_dict()
-    return context_problem(ModelFacts(settings).context, prompt_length, response_length) or rope_problem(
-        settings, prompt_length, response_length
-    )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from rlhf.config.models import ModelConfig
 from rlhf.config.scorers import RewardModelScorerConfig, choice
 from rlhf.core.batch import Batch, Budget, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
@@ -38,7 +39,6 @@ from rlhf.text.chat import Dialogues, control_tokens, end_responses_with_turns, 
 from rlhf.text.encoding import encode_completions, encode_prompts, pieces
 
 if TYPE_CHECKING:
-    from rlhf.config.models import ModelConfig
     from rlhf.config.scorers import MixtureScorerConfig, ScorerConfig, WeightedScorerConfig
     from rlhf.core.state import TrainState
     from rlhf.environments.environment import Turns
@@ -100,6 +100,12 @@ class ScorerContext:
     turns: Turns | None = None
     parts: tuple[str, ...] = ()
     tie_tolerance: float = 0.0
+
+    def part(self, key: str, section: ScorerConfig) -> Scorer:
+        """Return the scorer of the part `key` of a scorer, given its config section."""
+        made = self.build(section, f"{self.at}.parts.{key}")
+        assert made is not None, "validated: every part scores"
+        return made
 
 
 class Scorer(ABC):
@@ -325,10 +331,8 @@ class WeightedScorer(Scorer):
         super().__init__(config, context)
         self.parts: dict[str, Scorer] = {}
         for key, section in config.parts.items():
-            part = context.build(section, f"{context.at}.parts.{key}")
-            assert part is not None, "validated: every part scores"
-            part.alone = False
-            self.parts[key] = part
+            self.parts[key] = context.part(key, section)
+            self.parts[key].alone = False
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the weighted sum [N, K] of the scores, before the missing-EOS settings are applied."""
@@ -378,11 +382,7 @@ class MixtureScorer(Scorer):
 
     def __init__(self, config: MixtureScorerConfig, context: ScorerContext) -> None:
         super().__init__(config, context)
-        self.parts: list[Scorer] = []
-        for key in context.parts:
-            part = context.build(config.parts[key], f"{context.at}.parts.{key}")
-            assert part is not None, "validated: every part scores"
-            self.parts.append(part)
+        self.parts = [context.part(key, config.parts[key]) for key in context.parts]
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the scores [N, K], before the missing-EOS settings are applied."""

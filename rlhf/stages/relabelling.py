@@ -342,7 +342,7 @@ def _in_order(stored: Dataset, scores: dict[int, list[float]]) -> Dataset:
         stored: the original pairs.
         scores: row -> scores of the chosen and the rejected response.
     """
-    from rlhf.tasks.reading import TOOLS
+    from rlhf.tasks.columns import TOOLS
     from rlhf.tasks.source import mapped
 
     kept = sorted(scores)

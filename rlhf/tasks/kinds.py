@@ -28,9 +28,18 @@ from rlhf.core.launched import derive
 from rlhf.environments.environment import Example
 from rlhf.environments.episodes import FIRST_MESSAGE, first_messages
 from rlhf.environments.library import Calculator, GuessNumber
-from rlhf.tasks.columns import conversion, converted, with_all_replies
+from rlhf.tasks.columns import (
+    NOTHING,
+    RECORD,
+    TOOLS,
+    BadRow,
+    Row,
+    Wanted,
+    conversion,
+    converted,
+    with_all_replies,
+)
 from rlhf.tasks.files import KEY, LocalFiles, Splits, different_forms
-from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, BadRow, Wanted
 from rlhf.tasks.source import EmbeddedSource, Source, as_messages, from_rows, is_text, mapped, temporary
 from rlhf.text.chat import PLAIN, set_template
 
@@ -41,7 +50,6 @@ if TYPE_CHECKING:
     from rlhf.config.tasks import ArithmeticConfig, LocalConfig
     from rlhf.environments.environment import EnvironmentFactory
     from rlhf.tasks.columns import Message
-    from rlhf.tasks.reading import Row
 
 
 # The task `local`: prompts, responses, dialogues or preference pairs in the user's own files.

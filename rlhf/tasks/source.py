@@ -25,14 +25,12 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.config.tasks import PREFERENCE_COLUMNS, PROMPT_COLUMNS
 from rlhf.core import machine
 from rlhf.core.errors import UserError
-from rlhf.tasks.columns import conversion, converted
-from rlhf.tasks.files import data_folder, lacking
-from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted, rows_of_arrow
+from rlhf.tasks.columns import NOTHING, RECORD, TOOLS, Row, Wanted, conversion, converted
+from rlhf.tasks.files import data_folder, lacking, rows_of_arrow
 
 if TYPE_CHECKING:
     from rlhf.config.algorithms import Data
     from rlhf.config.tasks import TaskConfig
-    from rlhf.tasks.reading import Row
 
 
 class Source(ABC):

@@ -27,7 +27,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.files import vocabulary
 from rlhf.core.launched import derive
 from rlhf.core.metrics import How, Metrics, Stat, mean
-from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted
+from rlhf.tasks.columns import NOTHING, RECORD, TOOLS, Wanted
 from rlhf.tasks.source import is_text, mapped
 from rlhf.text.chat import START, Dialogues, Messages, Tools, control_tokens, said, unquoted
 from rlhf.text.encoding import end_tokens, pad_prompts, pieces, prompt_tokens

@@ -23,10 +23,9 @@ from rlhf.core.files import digest, write_json
 from rlhf.generators.hf.generator import sample
 from rlhf.memory.sizes import longest
 from rlhf.models import forward
-from rlhf.models.folder import first_line
+from rlhf.models.folder import context_problem, first_line
 from rlhf.models.forward import NoSharedPrefix, autocast
-from rlhf.models.headers import DamagedFile, read_object
-from rlhf.models.loading import check_context
+from rlhf.models.headers import DamagedFile, ModelFacts, read_object
 from rlhf.models.modules import RolloutModule, backbone, described, logit_scale, token_ids
 from rlhf.trials.trial import example, undisturbed
 
@@ -212,9 +211,10 @@ def compared(module: M, cfg: Config, ranks: Ranks) -> M:
         UserError: the model cannot be used, or prompts and responses are too long for it.
     """
     model = module.model
-    too_long = check_context(model.config, cfg.task.max_prompt_tokens, cfg.generator.response_length)
-    if too_long:
-        raise UserError(too_long)
+    facts = ModelFacts(model.config.to_dict())
+    lengths = cfg.task.max_prompt_tokens, cfg.generator.response_length
+    if problem := context_problem(facts.context, *lengths, facts.original_context):
+        raise UserError(problem)
     if cfg.model.attention == AUTO:
         _use_flash(module, cfg, ranks)
     fault, new = _once("sharing", model, cfg, ranks, lambda _, batch: sharing_fault(module, batch))
