@@ -303,7 +303,6 @@ class CompletedStream(RuledStream):
                     self._take_answer(*self.ended.get())
                 starts = self.rules.startable(
                     generator.slots - self.running if generator.oldest == self.rules.version else 0,
-                    lambda number: len(self.own[number]),
                     self.context.schedule.unit is Unit.group,
                 )
                 for number, sample in starts:
@@ -335,6 +334,7 @@ class CompletedStream(RuledStream):
         asked = replace(self.sampling, samples=1, request=request, begun=[Begun(request, sample, [], [])])
         response = _CompletedResponse(group, sample, self.now)
         self.own[group.number].append(response)
+        group.begun += 1
         self.running += 1
         response.future = self.context.generator.submit(self.known[group.number], asked)
         response.future.add_done_callback(partial(self._note, response))
@@ -376,7 +376,7 @@ class CompletedStream(RuledStream):
         """Return the groups that the idle trainer gets, if the rules allow it."""
         for group in self.rules.expired():
             self._discard(group)
-        for group in self.rules.to_cut(lambda number: len(self.own[number])):
+        for group in self.rules.to_cut():
             self._cut(group)
         taken = self.rules.take()
         self._work()  # what was discarded or taken makes room
@@ -428,6 +428,7 @@ class CompletedStream(RuledStream):
         for number, sample, start, end, cut, rollouts in saved["responses"]:
             response = _CompletedResponse(groups[number], sample, start, None, end, cut, unpack(rollouts))
             self.own[number].append(response)
+            groups[number].begun += 1
         self.complete = {number: unpack(group) for number, group in saved["complete"].items()}
         with self.changed:
             for number, group in self.rules.running.items():
