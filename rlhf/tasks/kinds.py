@@ -13,19 +13,21 @@ from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import version
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import xxhash
 from datasets import Dataset, Features, Json, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
+from transformers import PreTrainedTokenizerFast
 
 from rlhf.config.algorithms import Data
 from rlhf.config.schema import PARTS
-from rlhf.config.tasks import PREFERENCE_COLUMNS, Difficulty
+from rlhf.config.scorers import MixtureConfig, ReasoningGymConfig
+from rlhf.config.tasks import PREFERENCE_COLUMNS, ArithmeticConfig, Difficulty, LocalConfig
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import derive
-from rlhf.environments.environment import Example
+from rlhf.environments.environment import EnvironmentFactory, Example
 from rlhf.environments.episodes import FIRST_MESSAGE, first_messages
 from rlhf.environments.library import Calculator, GuessNumber
 from rlhf.tasks.columns import (
@@ -33,6 +35,7 @@ from rlhf.tasks.columns import (
     RECORD,
     TOOLS,
     BadRow,
+    Message,
     Row,
     Wanted,
     conversion,
@@ -42,15 +45,6 @@ from rlhf.tasks.columns import (
 from rlhf.tasks.files import KEY, LocalFiles, Splits, different_forms
 from rlhf.tasks.source import EmbeddedSource, Source, as_messages, from_rows, is_text, mapped, temporary
 from rlhf.text.chat import PLAIN, set_template
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-    from rlhf.config.scorers import MixtureConfig, ReasoningGymConfig
-    from rlhf.config.tasks import ArithmeticConfig, LocalConfig
-    from rlhf.environments.environment import EnvironmentFactory
-    from rlhf.tasks.columns import Message
-
 
 # The task `local`: prompts, responses, dialogues or preference pairs in the user's own files.
 

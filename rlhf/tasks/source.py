@@ -11,7 +11,7 @@ from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import datasets
@@ -22,15 +22,12 @@ from datasets import Dataset, Features, Json, concatenate_datasets, load_dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.config.tasks import PREFERENCE_COLUMNS, PROMPT_COLUMNS
+from rlhf.config.algorithms import Data
+from rlhf.config.tasks import PREFERENCE_COLUMNS, PROMPT_COLUMNS, TaskConfig
 from rlhf.core import machine
 from rlhf.core.errors import UserError
 from rlhf.tasks.columns import NOTHING, RECORD, TOOLS, Row, Wanted, conversion, converted
 from rlhf.tasks.files import data_folder, lacking, rows_of_arrow
-
-if TYPE_CHECKING:
-    from rlhf.config.algorithms import Data
-    from rlhf.config.tasks import TaskConfig
 
 
 class Source(ABC):

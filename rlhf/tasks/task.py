@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
@@ -27,15 +27,10 @@ from rlhf.core.errors import UserError
 from rlhf.core.files import vocabulary
 from rlhf.core.launched import derive
 from rlhf.core.metrics import How, Metrics, Stat, mean
-from rlhf.tasks.columns import NOTHING, RECORD, TOOLS, Wanted
-from rlhf.tasks.source import is_text, mapped
+from rlhf.tasks.columns import NOTHING, RECORD, TOOLS, Response, Wanted
+from rlhf.tasks.source import Source, is_text, mapped
 from rlhf.text.chat import START, Dialogues, Messages, Tools, control_tokens, said, unquoted
 from rlhf.text.encoding import end_tokens, pad_prompts, pieces, prompt_tokens
-
-if TYPE_CHECKING:
-    from rlhf.tasks.columns import Response
-    from rlhf.tasks.source import Source
-
 
 log = logging.getLogger(__name__)
 _END_TEXTS = ("<|endoftext|>",)  # end markers in published data sets; removed with any tokenizer

@@ -27,15 +27,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
 import yaml
 
-from rlhf.config.tasks import Difficulty
+from rlhf.config.tasks import Difficulty, TLDRMiniConfig
 from rlhf.tasks.source import EmbeddedSource
-
-if TYPE_CHECKING:
-    from rlhf.config.tasks import TLDRMiniConfig
 
 
 @dataclass(frozen=True, slots=True)
