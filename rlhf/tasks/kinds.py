@@ -9,7 +9,7 @@ import string
 from abc import abstractmethod
 from ast import literal_eval
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import version
 from itertools import accumulate
@@ -290,12 +290,7 @@ class ReasoningGymSource(EmbeddedSource):
 
     config: ReasoningGymConfig
     pattern = r"</?answer>|[\s\S]"
-
-    @classmethod
-    @cache
-    def vocabulary(cls) -> tuple[str, ...]:
-        """Return the marks of an answer, all printable characters of ASCII, and the sign of products."""
-        return ("<answer>", "</answer>", *string.printable, "×")
+    vocabulary = ("<answer>", "</answer>", *string.printable, "×")  # "×": the sign of products
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with `query` (or `messages`) and `reference_response`, empty without an answer."""
@@ -377,6 +372,10 @@ _TERMS = {Difficulty.easy: 2, Difficulty.medium: 3, Difficulty.hard: 5}  # terms
 _FORGETS_CARRY = 0.1  # times the term: probability that a carry is forgotten; 0.9 for + 9
 
 
+def _numbers(largest: int) -> list[str]:
+    return [f" {number}" for number in range(largest + 1)]
+
+
 def _pupil_totals(terms: list[int], rng: random.Random) -> list[int]:
     """Return the running totals of a pupil who sometimes forgets the carry: 17 + 5 = 12."""
 
@@ -392,13 +391,17 @@ class ArithmeticSource(EmbeddedSource):
 
     config: ArithmeticConfig
     pattern = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
-
-    @classmethod
-    @cache
-    def vocabulary(cls) -> tuple[str, ...]:
-        """Return every token except special tokens. Operators, `####` and numbers begin with a space."""
-        numbers = (f" {number}" for number in range(9 * max(_TERMS.values()) + 1))
-        return ("Problem:", "Solution:", "\n", " +", " =", ",", " ####", *numbers)
+    # Operators, `####` and numbers begin with a space
+    vocabulary = (
+        "Problem:",
+        "Solution:",
+        "\n",
+        " +",
+        " =",
+        ",",
+        " ####",
+        *_numbers(9 * max(_TERMS.values())),
+    )
 
     def generate(self, split: str, size: int) -> dict[str, list[str]]:
         """Return `size` examples: `reference_response` is correct, `demonstration` is the work of a pupil."""
@@ -476,13 +479,8 @@ class CalculatorSource(_GameSource):
     """A source of sums, and of pupils who add by head or with a calculator."""
 
     environment, replies = Calculator, _PROBLEM_TERMS
-
-    @classmethod
-    @cache
-    def vocabulary(cls) -> tuple[str, ...]:
-        """Return every token except special tokens; numbers up to twice the largest sum."""
-        numbers = (f" {number}" for number in range(2 * 9 * _PROBLEM_TERMS + 1))
-        return (*_MARKS, "Problem:", " calc", " +", " ####", *numbers)
+    # Numbers up to twice the largest sum
+    vocabulary = (*_MARKS, "Problem:", " calc", " +", " ####", *_numbers(2 * 9 * _PROBLEM_TERMS))
 
     @staticmethod
     def game(rng: random.Random) -> tuple[str, str, _Pupil]:
@@ -505,12 +503,7 @@ class GuessNumberSource(_GameSource):
     """A source of numbers, and of pupils who guess them."""
 
     environment, replies = GuessNumber, 4
-
-    @classmethod
-    @cache
-    def vocabulary(cls) -> tuple[str, ...]:
-        """Return every token except special tokens."""
-        return (*_MARKS, "Guess:", " to", " higher", " lower", *(f" {i}" for i in range(_LARGEST + 1)))
+    vocabulary = (*_MARKS, "Guess:", " to", " higher", " lower", *_numbers(_LARGEST))
 
     @staticmethod
     def game(rng: random.Random) -> tuple[str, str, _Pupil]:

@@ -268,23 +268,11 @@ class CompletedStream(RuledStream):
             groups = [self.own.pop(group.number) for group in taken]
             recorder.add(self.figures(groups, self.now, self.context.generator.slots, self.usage))
             self.usage, self.trains = Usage(), True
-            rollouts = self._rollouts([self.complete.pop(group.number) for group in taken])
+            made = [self.complete.pop(group.number) for group in taken]
+            seconds = max(each.generate_s for each in made)
+            rollouts = joined(made, self.context.pad_id, self.rules.version, seconds)
             self.trained(groups, 0.0, taken=self.now, waited=self.now - asked)
         return rollouts
-
-    def _rollouts(self, groups: list[Rollouts]) -> Rollouts:
-        """Return the groups of a batch as one batch; with scores if all have them."""
-        seconds = max(each.generate_s for each in groups)
-        if all(isinstance(each, Batch) for each in groups):
-            return joined(groups, self.context.pad_id, self.rules.version, seconds)  # type: ignore[arg-type]
-        fields = Rollouts.__dataclass_fields__
-        plain = [Rollouts(**{name: getattr(each, name) for name in fields}) for each in groups]
-        rollouts = Rollouts(
-            **concatenated(plain, self.context.pad_id),
-            trainer_version=self.rules.version,
-            generate_s=seconds,
-        )
-        return rollouts if len(rollouts.versions()) > 1 else replace(rollouts, token_versions=None)
 
     # -- with the lock -----------------------------------------------------------------------------
 
