@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -412,6 +412,7 @@ _OF_REFERENCES = ("eval/win_rate", "eval/norm_reward")  # and names that begin w
 _RESULTS = ("eval/win_rate", "eval/win_rate_vs_initial", "eval/accuracy")  # the first is in the progress line
 
 
+@dataclass(eq=False)
 class Display(Logger):
     """A logger that shows progress and evaluations in the terminal.
 
@@ -428,23 +429,17 @@ class Display(Logger):
         phases: the phases that the run is in.
     """
 
-    def __init__(
-        self,
-        title: str,
-        state: TrainState,
-        mode: Progress,
-        samples: int,
-        figures: Mapping[str, str],
-        phases: Phases | None = None,
-    ) -> None:
-        self.mode = mode
-        self.title = title
-        self.samples = samples
-        self.figures = figures
+    title: str
+    state: InitVar[TrainState]
+    mode: Progress
+    samples: int
+    figures: Mapping[str, str]
+    phases: InitVar[Phases | None] = None
+
+    def __post_init__(self, state: TrainState, phases: Phases | None) -> None:
         self.evaluated: list[str] = []  # the result of the last evaluation, for the progress display
-        self.progress = ProgressDisplay(
-            title, state.num_updates, mode.value, unit="update", done=state.update, phases=phases
-        )
+        total, mode, done = state.num_updates, self.mode.value, state.update
+        self.progress = ProgressDisplay(self.title, total, mode, unit="update", done=done, phases=phases)
 
     def updated(self, figures: Metrics, state: TrainState) -> None:
         """Count the update; its metrics may be part of a later row."""

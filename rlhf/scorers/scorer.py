@@ -411,6 +411,7 @@ class MixtureScorer(Scorer):
 SCRATCH = ".tmp"  # suffix of a file that is not completely written
 
 
+@dataclass(eq=False)
 class SavingScorer(Scorer):
     """A scorer that writes each scored rollout batch to a file.
 
@@ -424,19 +425,16 @@ class SavingScorer(Scorer):
         state: counters of the run, which give the number of the update.
     """
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        folder: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling,
-        state: TrainState,
-    ) -> None:
-        self.config, self.scorer, self.folder = scorer.config, scorer, folder
-        self.tokenizer, self.sampling, self.state = tokenizer, sampling, state
-        self.vocabulary = vocabulary(tokenizer.get_vocab())
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in folder.glob(f"*{SCRATCH}"):
+    scorer: Scorer
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    state: TrainState
+
+    def __post_init__(self) -> None:
+        self.config, self.vocabulary = self.scorer.config, vocabulary(self.tokenizer.get_vocab())
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for file in self.folder.glob(f"*{SCRATCH}"):
             file.unlink()
 
     def score(self, rollouts: Rollouts) -> Tensor:

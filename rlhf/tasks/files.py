@@ -46,7 +46,7 @@ _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")  # name of a part of a split, as on the hub
 
 
-def suffix_of(file: Path) -> str | None:
+def _suffix_of(file: Path) -> str | None:
     """Return the suffix of a file that `rows` can read, in lower case and without .gz; None for others."""
     name = file.name.lower()
     suffix = Path(name.removesuffix(".gz")).suffix
@@ -77,7 +77,7 @@ def rows(file: Path, key: str, columns: Collection[str] | None = None) -> Iterat
                 f"{key} must contain rows, got {file}, which is empty (0 bytes); write the file again"
             )
         found = False
-        suffix = suffix_of(file)
+        suffix = _suffix_of(file)
         parse = _csv_rows if suffix == ".csv" else _json_rows
         for place, row in _parquet_rows(file, key, columns) if suffix == ".parquet" else parse(file, key):
             found = True
@@ -252,7 +252,7 @@ def _rows_of_table(value: Any) -> list[Row] | None:
     return [{name: column[index] for name, column in value.items()} for index in columns[0]]
 
 
-def arrow_rows(file: Path, columns: Collection[str] | None = None) -> Iterator[Row]:
+def _arrow_rows(file: Path, columns: Collection[str] | None = None) -> Iterator[Row]:
     """Yield the rows of a Parquet file or of an Arrow file of a saved data set; see `rows_of_arrow`.
 
     Args:
@@ -281,7 +281,7 @@ def _parquet_rows(file: Path, key: str, columns: Collection[str] | None) -> Iter
     import pyarrow
 
     try:
-        for number, row in enumerate(arrow_rows(file, columns), 1):
+        for number, row in enumerate(_arrow_rows(file, columns), 1):
             yield f"row {number} of {file}", row
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise UserError(
@@ -372,7 +372,7 @@ class Splits:
     def _find_files(self) -> None:
         totals: dict[str, int] = {}
         for file in sorted(self.path.iterdir()):
-            if suffix_of(file) is None or not file.is_file():
+            if _suffix_of(file) is None or not file.is_file():
                 continue
             part = SHARD.fullmatch(stem(file))
             split = part[1] if part else stem(file)
@@ -439,7 +439,7 @@ class Splits:
 
         number = 0
         try:
-            found = chain.from_iterable(arrow_rows(file, columns) for file in self.files[name])
+            found = chain.from_iterable(_arrow_rows(file, columns) for file in self.files[name])
             for number, row in enumerate(found, 1):
                 yield f"row {number} of the split {name} of {self.named}", row
         except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -458,8 +458,8 @@ class Splits:
         others = [
             each for each in sorted(self.path.iterdir()) if each.suffix != ".md" and each.name[0] != "."
         ]
-        unread = [each.name for each in others if each.is_file() and suffix_of(each) is None]
-        readable = [each for each in others if suffix_of(each)]
+        unread = [each.name for each in others if each.is_file() and _suffix_of(each) is None]
+        readable = [each for each in others if _suffix_of(each)]
         unread += [f"{each.name}, which is a folder" for each in readable if each.is_dir()]
         unread += [f"{each.name}, which is a broken link" for each in readable if not each.exists()]
         return found + (f" (not read: {', '.join(unread[:3])}; the formats are {FORMATS})" if unread else "")
@@ -612,7 +612,7 @@ class LocalFiles(Splits):
             raise UserError(
                 f"{KEY} must name a file or folder of data, got {path} (no such file or folder); {remedy}"
             )
-        if place.is_file() and suffix_of(place) is None:
+        if place.is_file() and _suffix_of(place) is None:
             raise UserError(
                 f"{KEY} must name a file with a suffix that can be read ({FORMATS}), got {path}; "
                 "save the data in one of these formats"
