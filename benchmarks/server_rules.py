@@ -38,7 +38,7 @@ from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.process import ABORT, GENERATE, LOAD, STATUS
 from rlhf.generators.servers.server import Server
 from rlhf.generators.weights import SharedWeights
-from rlhf.terminal.progress import Phases
+from rlhf.terminal.console import Phases
 from rlhf.training.events import build
 from rlhf.training.stream import StreamContext
 

@@ -63,8 +63,7 @@ from rlhf.stages.prerequisites import (
     result_text,
     trained,
 )
-from rlhf.terminal.console import console, say_loading
-from rlhf.terminal.progress import Stages
+from rlhf.terminal.console import Stages, console, say_loading
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

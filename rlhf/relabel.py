@@ -40,8 +40,7 @@ from rlhf.memory import plan as memory
 from rlhf.processes.signals import interruptible
 from rlhf.runs.lock import written_by_one
 from rlhf.stages.prerequisites import MEANS, complete_stand_ins, push_data
-from rlhf.terminal.console import console, say, say_loading, say_row
-from rlhf.terminal.progress import progress
+from rlhf.terminal.console import console, progress, say, say_loading, say_row
 from rlhf.words.compose import what_counts
 
 if TYPE_CHECKING:
@@ -193,7 +192,7 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
     order. With its own tokenizer, the judge reads the texts unchanged.
     """
     from rlhf.assembly.parts import make
-    from rlhf.models.tokenizer import fill_pad_token, read_tokenizer
+    from rlhf.models.loading import fill_pad_token, read_tokenizer
     from rlhf.text.chat import set_format
 
     model, judge = cfg.model, cfg.gold.reward_model("gold", None)
@@ -338,7 +337,7 @@ def _in_order(stored: Dataset, scores: dict[int, list[float]]) -> Dataset:
         stored: the original pairs.
         scores: row -> scores of the chosen and the rejected response.
     """
-    from rlhf.tasks.reading import TOOLS
+    from rlhf.tasks.columns import TOOLS
     from rlhf.tasks.source import mapped
 
     kept = sorted(scores)

@@ -25,7 +25,7 @@ from rlhf.core.files import read_lines
 from rlhf.core.formatting import GAP, figure, printable
 from rlhf.experiment import Experiment
 from rlhf.launch.command_line import Command
-from rlhf.loggers.display import SCORES
+from rlhf.loggers.logger import SCORES
 from rlhf.models.folder import folder_problem
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation import alone, changed, check_sampling, run_folder

@@ -68,7 +68,7 @@ PRELOADED = (
     "rlhf.pipeline",
     "rlhf.generators.process",
     "rlhf.generators.hf.generator",
-    "rlhf.scorers.reward_model",
+    "rlhf.scorers.scorer",
 )
 
 

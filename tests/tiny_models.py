@@ -20,8 +20,7 @@ from rlhf.assembly.parts import make
 from rlhf.config.models import Dtype, ModelConfig
 from rlhf.config.scorers import ScorerConfig
 from rlhf.core.batch import Rollouts
-from rlhf.models.forward import cache_argument
-from rlhf.models.placement import place
+from rlhf.models.forward import cache_argument, place
 from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.scorers.scorer import Scorer, ScorerContext
 

@@ -89,7 +89,7 @@ def carry_out(args: list[str], samples: int, meter: Meter) -> None:
     from rlhf.assembly import training as assembly
     from rlhf.loggers.logger import Logger
     from rlhf.runs.folder import RunFolder
-    from rlhf.scorers.reward_model import RewardModelScorer
+    from rlhf.scorers.scorer import RewardModelScorer
     from rlhf.stages import run as runs
     from rlhf.words.compose import compose
 

@@ -21,11 +21,19 @@ from rlhf.core.errors import OutOfMemory, RunError, UserError
 from rlhf.core.launched import PORTABLE, asked_portable, derive
 from rlhf.memory.plan import adjustable, halved, smaller_settings, with_token_limit
 from rlhf.models.folder import first_line
-from rlhf.models.forward import checkpoint_blocks
-from rlhf.models.loading import load_causal_lm, load_reward_model, new_nano, new_reward_model
+from rlhf.models.forward import build_on_first, checkpoint_blocks
+from rlhf.models.loading import (
+    check_vocabulary,
+    declared_ends,
+    load_causal_lm,
+    load_reward_model,
+    new_nano,
+    new_reward_model,
+    read_tokenizer,
+    set_pad_token,
+    stop_ids,
+)
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, ValueModel, adapt, score_head
-from rlhf.models.placement import build_on_first
-from rlhf.models.tokenizer import check_vocabulary, declared_ends, read_tokenizer, set_pad_token, stop_ids
 from rlhf.processes.ranks import Ranks
 from rlhf.terminal.console import console, say_row
 from rlhf.text.chat import set_format
@@ -352,7 +360,7 @@ def joined(cfg: Config, ranks: Ranks | None = None) -> Ranks:
 _SCORES = "scores"  # of scorers that are models; the other phases are those of the memory plan
 _PHASES = {  # beginning of the name of a module -> phase; the first that is in a traceback counts
     "rlhf.scorers": _SCORES,
-    "rlhf.models.placement": "log-probs and scores",
+    "rlhf.models.forward": "log-probs and scores",
     "rlhf.generators": "sampling",
     "rlhf.engines": "training",
 }

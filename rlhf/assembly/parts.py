@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rlhf.config.algorithms import Trains
 from rlhf.config.schema import PARTS, Section
 from rlhf.config.scorers import scorers
-from rlhf.loggers.display import Display
-from rlhf.loggers.logger import JsonlLogger, Logger, LoggerContext, ScoreDoubts
+from rlhf.loggers.logger import Display, JsonlLogger, Logger, LoggerContext, ScoreDoubts
 from rlhf.report.figures import run_figures
-from rlhf.terminal import progress
+from rlhf.terminal import console
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from rlhf.core.state import TrainState
     from rlhf.runs.folder import RunFolder
     from rlhf.tasks.source import Source
-    from rlhf.terminal.progress import Phases
+    from rlhf.terminal.console import Phases
 
 
 # Construction of the part that a config section configures, from the address in the section's `option`.
@@ -65,7 +64,7 @@ def build_loggers(
         last: the checkpoint from which the run resumes; None: the run starts.
         phases: the phases that the run is in, for the progress display.
     """
-    title = progress.title(f"{cfg.algo.name} {cfg.task.name}")
+    title = console.title(f"{cfg.algo.name} {cfg.task.name}")
     display = Display(title, state, cfg.progress, cfg.eval.samples, shown_figures(cfg), phases)
     doubts = ScoreDoubts(cfg, faster_scoring(cfg), state.update)
     loggers = [JsonlLogger(folder, state, last), display, doubts]

@@ -37,14 +37,12 @@ from rlhf.environments.library import schemas
 from rlhf.generators.generator import GeneratorContext, PerRankGenerator, SharedGenerator
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.generators.process import Annotator
-from rlhf.models.loading import load_causal_lm
+from rlhf.models.loading import check_vocabulary, load_causal_lm
 from rlhf.models.modules import RolloutModule, set_head
-from rlhf.models.tokenizer import check_vocabulary
 from rlhf.processes.ranks import Ranks
-from rlhf.scorers.reward_model import read_own, reads_tokens_of
-from rlhf.scorers.scorer import SavingScorer, Scorer, ScorerContext
+from rlhf.scorers.scorer import SavingScorer, Scorer, ScorerContext, read_own, reads_tokens_of
+from rlhf.tasks.columns import TOOLS, Wanted
 from rlhf.tasks.kinds import FirstMessages
-from rlhf.tasks.reading import TOOLS, Wanted
 from rlhf.tasks.task import Task
 from rlhf.terminal.console import say
 from rlhf.text.chat import Dialogues, unquoted

@@ -27,7 +27,7 @@ from rlhf.core.errors import UserError, setting
 from rlhf.core.machine import this_machine
 from rlhf.memory.sizes import models
 from rlhf.models import folder, headers
-from rlhf.models.folder import context_problem, folder_problem, is_local, on_this_machine, rope_problem
+from rlhf.models.folder import context_problem, folder_problem, is_local, on_this_machine
 from rlhf.runs.lock import cannot_write, mib, nearest, unwritable
 from rlhf.tasks.files import HUB_NAME, LocalFiles, different_forms, folder_problems, has_dialogues
 from rlhf.text.chat import ROLE_MARK, no_template
@@ -169,7 +169,7 @@ def _models(cfg: Config) -> Iterator[str]:
     if problem := context_problem(context, *lengths):
         yield problem
     for _, path, model in _sound(cfg):
-        if is_local(path) and (problem := rope_problem(model.config, *lengths)):
+        if is_local(path) and (problem := context_problem(None, *lengths, model.original_context)):
             yield problem
             return
 

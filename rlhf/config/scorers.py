@@ -144,7 +144,7 @@ def scorers(section: Section) -> Iterator[tuple[str, ScorerConfig]]:
             yield key, each
 
 
-@option("scorer", "reward_model", part="rlhf.scorers.reward_model:build")
+@option("scorer", "reward_model", part="rlhf.scorers.scorer:build_reward_model")
 class RewardModelScorerConfig(ScorerConfig):
     """A sequence-classification model with one output, read at the last response token."""
 

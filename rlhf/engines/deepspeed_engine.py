@@ -46,9 +46,9 @@ from rlhf.core.errors import UserError
 from rlhf.core.machine import loopback
 from rlhf.engines.engine import Engine, adam, groups, trained
 from rlhf.models.folder import first_line
+from rlhf.models.forward import autocast, is_placeholder, place
 from rlhf.models.loading import save
 from rlhf.models.modules import LogprobHead, RewardModel, RolloutModule, ValueModel, score_head, whole_weights
-from rlhf.models.placement import autocast, is_placeholder, place
 from rlhf.processes.ranks import Ranks
 from rlhf.terminal.console import say
 

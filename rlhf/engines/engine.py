@@ -25,13 +25,13 @@ from rlhf.config.run import ESSScaling, LRSchedule, OptimConfig, Optimizer
 from rlhf.core.batch import Batch, Budget, Outputs, Rollouts, microbatches
 from rlhf.core.metrics import How, Metrics, Stat, merge
 from rlhf.models import modules
+from rlhf.models.forward import autocast, infer, place, shared_copies
 from rlhf.models.loading import check_saved, save
 from rlhf.models.logprobs import EXTRAS
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, backbone
-from rlhf.models.placement import autocast, infer, place, shared_copies
 from rlhf.objectives.objective import Objective
 from rlhf.processes.ranks import Ranks, buckets, together
-from rlhf.terminal.progress import Phases
+from rlhf.terminal.console import Phases
 
 M = TypeVar("M", bound=RolloutModule)
 OPTIMIZER_FILE = "optimizer.pt"
@@ -176,7 +176,7 @@ class Engine(ABC):
         return policy
 
     def infer(self, module: RolloutModule, rollouts: Rollouts, field: str) -> Tensor:
-        """Return the output `field` of `module` without gradient; see `rlhf.models.placement.infer`."""
+        """Return the output `field` of `module` without gradient; see `rlhf.models.forward.infer`."""
         sequences = rollouts.response_ids.shape[:2].numel() // self.ranks.size
         with self.phases(_INFERRED.get(field, field), sequences) as done:
             return infer(

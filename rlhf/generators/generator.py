@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from rlhf.core.batch import Prompts, Rollouts, Sampling, concatenated
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import files, shared, vocabulary
-from rlhf.terminal.progress import Phases
+from rlhf.terminal.console import Phases
 from rlhf.text.encoding import encode_completions, pad_prompts
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from rlhf.core.launched import local_rank, local_world_size
 from rlhf.core.metrics import How, Metrics, Stat, merge
 from rlhf.generators.generator import Generator, GeneratorContext, SamplerFactory, Wrapper, finished
 from rlhf.generators.weights import Manifest, SharedWeights, TransferError, WeightStore, confirm
-from rlhf.models.placement import infer
+from rlhf.models.forward import infer
 from rlhf.processes.signals import call_at_signal, do_not_call_at_signal, left
 from rlhf.processes.worker import Channel, Job, Limits, Service, Worker, environment, received
 

@@ -44,7 +44,7 @@ from rlhf.launch.preflight import Job, completed, failed
 from rlhf.processes import signals
 from rlhf.runs.lock import waiting_claim
 from rlhf.runs.resuming import refuse_another_run
-from rlhf.terminal import progress
+from rlhf.terminal import console as progress
 from rlhf.terminal.console import console, print_error, say
 
 if TYPE_CHECKING:

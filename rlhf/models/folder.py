@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from rlhf.core import machine
 from rlhf.core.errors import UserError, literal, python_command, setting
-from rlhf.models.headers import TWO_HEADS, DamagedFile, ModelFacts, ModelFolder, opened, read_object
+from rlhf.models.headers import TWO_HEADS, DamagedFile, ModelFolder, opened, read_object
 
 # Checks of local model folders and of context lengths.
 
@@ -191,21 +191,28 @@ def _adapter_problem(key: str, path: str) -> str:
     )
 
 
-def context_problem(context: int | None, prompt_length: int, response_length: int) -> str | None:
-    """Return an error message if prompt and response together are longer than the context, else None.
+def context_problem(
+    context: int | None, prompt_length: int, response_length: int, original: int | None = None
+) -> str | None:
+    """Return an error message if prompt and response together are too long for a model, else None.
+
+    With rope_type=longrope, all positions of a batch get other frequencies as soon as one sequence is longer
+    than the original context of the model. Log-probs of a sequence would then depend on the other sequences
+    of the batch, and would change while a sequence is sampled. With rope_type=dynamic, the same happens from
+    max_position_embeddings on, which is the context.
 
     Args:
         context: context length of the model in tokens; None if unknown, which is no error.
         prompt_length: longest prompt in tokens.
         response_length: longest response in tokens.
+        original: original context length of a model with rope_type=longrope; None: another model.
     """
-    if context is None or prompt_length + response_length <= context:
-        return None
-    return _too_long(context, "the context length of the model", prompt_length, response_length)
-
-
-def _too_long(context: int, reason: str, prompt_length: int, response_length: int) -> str:
-    """Return the error message for prompts and responses that are longer than `context` for `reason`."""
+    whole, reason = prompt_length + response_length, "the context length of the model"
+    if context is None or whole <= context:
+        if original is None or whole <= original:
+            return None
+        context = original
+        reason = "the original context; with rope_type=longrope, longer sequences change their whole batch"
     if context > prompt_length:
         remedy = f"set generator.response_length={context - prompt_length}"
     elif context > response_length:
@@ -215,28 +222,8 @@ def _too_long(context: int, reason: str, prompt_length: int, response_length: in
         remedy = f"set task.max_prompt_tokens={half} generator.response_length={context - half}"
     return (
         f"task.max_prompt_tokens + generator.response_length must be <= {context} ({reason}), got "
-        f"{prompt_length} + {response_length} = {prompt_length + response_length}; {remedy}"
+        f"{prompt_length} + {response_length} = {whole}; {remedy}"
     )
-
-
-def rope_problem(config: dict[str, Any], prompt_length: int, response_length: int) -> str | None:
-    """Return an error message if the encoding of a token's position would depend on other tokens, else None.
-
-    With rope_type=longrope, all positions of a batch get other frequencies as soon as one sequence is longer
-    than the original context of the model. Log-probs of a sequence would then depend on the other sequences
-    of the batch, and would change while a sequence is sampled. With rope_type=dynamic, the same happens from
-    max_position_embeddings on, which `context_problem` refuses.
-
-    Args:
-        config: config of a model, or content of config.json.
-        prompt_length: longest prompt in tokens.
-        response_length: longest response in tokens.
-    """
-    context = ModelFacts(config).original_context
-    if context is None or prompt_length + response_length <= context:
-        return None
-    reason = "the original context; with rope_type=longrope, longer sequences change their whole batch"
-    return _too_long(context, reason, prompt_length, response_length)
 
 
 # Rules that decide when the samples of a prompt share the encoding of the prompt, from plain numbers.

@@ -238,39 +238,21 @@ class ModelFacts:
         names = config.get("architectures")
         self.architectures = [str(name) for name in names] if isinstance(names, list) else []
         self.uniform = config.get("model_type") in _UNIFORM  # the names of the tensors are known
+        # The class name of the model for messages; if config.json names none, the model type
+        self.name = ", ".join(self.architectures) or str(config.get("model_type"))
+        self.is_causal = self._named("ForCausalLM", "LMHeadModel")  # with its head
+        self.is_classifier = self._named("ForSequenceClassification")
+        rows = self._stated("vocab_size")
+        self.vocabulary = rows if isinstance(rows, int) else None  # rows of the embeddings; None: not stated
+        lengths = (part.get(name) for part in self._parts for name in _CONTEXT_KEYS)
+        # The context length in tokens; None: not stated
+        self.context = next((length for length in lengths if isinstance(length, int)), None)
 
     def _stated(self, key: str) -> Any:
         return next((part[key] for part in self._parts if key in part), None)
 
-    @property
-    def name(self) -> str:
-        """The class name of the model for messages; if config.json names none, the model type."""
-        return ", ".join(self.architectures) or str(self.config.get("model_type"))
-
     def _named(self, *ends: str) -> bool:
         return any(name.endswith(ends) for name in self.architectures)
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether config.json names the architecture of a causal language model with its head."""
-        return self._named("ForCausalLM", "LMHeadModel")
-
-    @property
-    def is_classifier(self) -> bool:
-        """Whether config.json names the architecture of a sequence classifier."""
-        return self._named("ForSequenceClassification")
-
-    @property
-    def vocabulary(self) -> int | None:
-        """The number of rows of the embeddings; None: not stated."""
-        rows = self._stated("vocab_size")
-        return rows if isinstance(rows, int) else None
-
-    @property
-    def context(self) -> int | None:
-        """The context length in tokens; None: not stated."""
-        found = (part.get(name) for part in self._parts for name in _CONTEXT_KEYS)
-        return next((length for length in found if isinstance(length, int)), None)
 
     @property
     def original_context(self) -> int | None:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf.models.placement import product_dtype
+from rlhf.models.forward import product_dtype
 
 _entr = torch.special.entr  # -x log(x), 0 at 0
 

@@ -23,7 +23,7 @@ from rlhf.config.algorithms import Trains
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
 from rlhf.core.files import delete_command, flat, split_lines
-from rlhf.loggers.display import shown
+from rlhf.loggers.logger import shown
 from rlhf.runs.folder import RunFolder, counters_problem, record_problem
 from rlhf.runs.resuming import ASIDE
 from rlhf.words.compose import start_label

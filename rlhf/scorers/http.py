@@ -10,24 +10,21 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import requests
 import urllib3
 from requests.adapters import HTTPAdapter
 from torch import Tensor
 
+from rlhf.config.scorers import HttpScorerConfig
+from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import as_score, shortened
 from rlhf.core.machine import is_loopback, refusal
 from rlhf.environments.environment import Calls
 from rlhf.processes.signals import end_wait
 from rlhf.scorers.scorer import Scorer, ScorerContext, distinct_texts
-
-if TYPE_CHECKING:
-    from rlhf.config.scorers import HttpScorerConfig
-    from rlhf.core.batch import Rollouts
-
 
 _TRY_AGAIN = (429, *range(500, 600))
 _LARGEST_KIB = 1024  # size limit of an answer in KiB, in addition to one KiB for each score

@@ -8,6 +8,7 @@ What compares two responses calls `Scorer.compare`, which a judge of pairs overr
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,15 +20,25 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf.core.batch import Batch, Rollouts, Sampling
-from rlhf.core.errors import RunError
+from rlhf.config.models import ModelConfig
+from rlhf.config.scorers import RewardModelScorerConfig
+from rlhf.core.batch import Batch, Budget, Rollouts, Sampling
+from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import Shared, name, vocabulary
 from rlhf.core.formatting import in_float32
-from rlhf.text.chat import unquoted
-from rlhf.text.encoding import pieces
+from rlhf.models.forward import infer
+from rlhf.models.loading import (
+    check_vocabulary,
+    fill_pad_token,
+    load_reward_model,
+    read_tokenizer,
+    same_tokens,
+)
+from rlhf.models.modules import RewardModel
+from rlhf.text.chat import Dialogues, control_tokens, end_responses_with_turns, quoted, set_clock, unquoted
+from rlhf.text.encoding import encode_completions, encode_prompts, pieces
 
 if TYPE_CHECKING:
-    from rlhf.config.models import ModelConfig
     from rlhf.config.scorers import MixtureScorerConfig, ScorerConfig, WeightedScorerConfig
     from rlhf.core.state import TrainState
     from rlhf.environments.environment import Turns
@@ -89,6 +100,12 @@ class ScorerContext:
     turns: Turns | None = None
     parts: tuple[str, ...] = ()
     tie_tolerance: float = 0.0
+
+    def part(self, key: str, section: ScorerConfig) -> Scorer:
+        """Return the scorer of the part `key` of a scorer, given its config section."""
+        made = self.build(section, f"{self.at}.parts.{key}")
+        assert made is not None, "validated: every part scores"
+        return made
 
 
 class Scorer(ABC):
@@ -314,10 +331,8 @@ class WeightedScorer(Scorer):
         super().__init__(config, context)
         self.parts: dict[str, Scorer] = {}
         for key, section in config.parts.items():
-            part = context.build(section, f"{context.at}.parts.{key}")
-            assert part is not None, "validated: every part scores"
-            part.alone = False
-            self.parts[key] = part
+            self.parts[key] = context.part(key, section)
+            self.parts[key].alone = False
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the weighted sum [N, K] of the scores, before the missing-EOS settings are applied."""
@@ -367,11 +382,7 @@ class MixtureScorer(Scorer):
 
     def __init__(self, config: MixtureScorerConfig, context: ScorerContext) -> None:
         super().__init__(config, context)
-        self.parts: list[Scorer] = []
-        for key in context.parts:
-            part = context.build(config.parts[key], f"{context.at}.parts.{key}")
-            assert part is not None, "validated: every part scores"
-            self.parts.append(part)
+        self.parts = [context.part(key, config.parts[key]) for key in context.parts]
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the scores [N, K], before the missing-EOS settings are applied."""
@@ -400,6 +411,7 @@ class MixtureScorer(Scorer):
 SCRATCH = ".tmp"  # suffix of a file that is not completely written
 
 
+@dataclass(eq=False)
 class SavingScorer(Scorer):
     """A scorer that writes each scored rollout batch to a file.
 
@@ -413,19 +425,16 @@ class SavingScorer(Scorer):
         state: counters of the run, which give the number of the update.
     """
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        folder: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling,
-        state: TrainState,
-    ) -> None:
-        self.config, self.scorer, self.folder = scorer.config, scorer, folder
-        self.tokenizer, self.sampling, self.state = tokenizer, sampling, state
-        self.vocabulary = vocabulary(tokenizer.get_vocab())
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in folder.glob(f"*{SCRATCH}"):
+    scorer: Scorer
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    state: TrainState
+
+    def __post_init__(self) -> None:
+        self.config, self.vocabulary = self.scorer.config, vocabulary(self.tokenizer.get_vocab())
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for file in self.folder.glob(f"*{SCRATCH}"):
             file.unlink()
 
     def score(self, rollouts: Rollouts) -> Tensor:
@@ -498,3 +507,120 @@ def write(
     scratch = file.with_name(f"{file.name}{SCRATCH}")
     pyarrow.parquet.write_table(table, scratch)
     scratch.replace(file)
+
+
+# A scorer that computes scores with a reward model.
+
+
+log = logging.getLogger(__name__)
+
+
+class RewardModelScorer(Scorer):
+    """A scorer that returns the output of a reward model at the last response token.
+
+    Args:
+        config: config section of the scorer.
+        context: the objects of the run that a scorer needs.
+        model: the reward model, on the device or divided over the ranks.
+        own_tokenizer: tokenizer of the reward model, if its tokens, or its format of dialogues, differ from
+            those of the policy. Prompts and responses are then decoded and tokenized again; dialogues get the
+            format of the reward model's chat template, if it has one. None: the reward model gets the
+            policy's ids.
+    """
+
+    config: RewardModelScorerConfig
+
+    def __init__(
+        self,
+        config: RewardModelScorerConfig,
+        context: ScorerContext,
+        model: RewardModel,
+        own_tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        super().__init__(config, context)
+        self.model = model
+        self.own_tokenizer = own_tokenizer
+        self.dtype = context.model.dtype
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        """Return the scores [N, K] that the reward model computes."""
+        if self.own_tokenizer is not None:
+            rollouts = self.retokenize(rollouts, self.own_tokenizer)
+        return infer(self.model, rollouts, "rewards", Budget(self.config.batch_size), self.ranks, self.dtype)
+
+    def retokenize(self, rollouts: Rollouts, own: PreTrainedTokenizerBase) -> Rollouts:
+        """Return `rollouts` in tokens of the tokenizer `own`; only responses that had ended get an EOS.
+
+        The chat template of `own`, if it has one, writes the whole dialogue with the response. A response
+        contributes no control token of `own`, and a prompt only those that are control tokens of the policy.
+        """
+        responses = response_texts(rollouts, self.tokenizer)
+        texts, dialogues = rollouts.texts, rollouts.dialogues if own.chat_template else None
+        if dialogues is not None:
+            format, tools = Dialogues(own), rollouts.tools or [None] * len(rollouts)
+            answers = [[[{"role": "assistant", "content": each}] for each in row] for row in responses]
+            written = [
+                format.continued(messages, row, rollouts.place(i), each)
+                for i, (messages, row, each) in enumerate(zip(dialogues, answers, tools, strict=True))
+            ]
+            texts, responses = [prompt for prompt, _ in written], [row for _, row in written]
+        else:
+            texts = quoted(texts, control_tokens(own, besides=self.tokenizer))
+            responses = quoted(responses, control_tokens(own))
+        prompts = encode_prompts(rollouts.index, texts, rollouts.references, own, dialogues is not None)
+        return encode_completions(prompts, responses, own, response_length=None, ended=rollouts.ended)
+
+
+def read_own(key: str, path: str, model: ModelConfig, conversational: bool) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of the reward model that `key=path` names.
+
+    Raises:
+        UserError: the tokenizer cannot be read, or its chat template formats no dialogue.
+    """
+    own = read_tokenizer(path, model.trust_remote_code, key)
+    set_clock(own, model.clock)
+    if conversational and own.chat_template:
+        end_responses_with_turns(own)
+    return own
+
+
+def reads_tokens_of(own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast, dialogues: bool) -> bool:
+    """Return whether a reward model with the tokenizer `own` reads the tokens of the policy as they are."""
+    other_format = dialogues and own.chat_template and own.chat_template != policy.chat_template
+    return same_tokens(own, policy) and not other_format
+
+
+def build_reward_model(config: RewardModelScorerConfig, context: ScorerContext) -> RewardModelScorer:
+    """Return a scorer with the reward model and tokenizer at `config.path`, or else at `model.reward`.
+
+    Raises:
+        UserError: the model or its tokenizer cannot be loaded, or do not fit each other or the policy.
+    """
+    model = context.model
+    named = config.reward_model(context.at, model.reward)
+    assert named is not None, "validated: a reward model is named or made"
+    key, path = named
+    own = read_own(key, path, model, context.conversational)
+
+    def load() -> RewardModel:
+        loaded = load_reward_model(
+            path,
+            getattr(torch, model.dtype.value),
+            attention=model.loaded_attention,
+            trust_remote_code=model.trust_remote_code,
+            key=key,
+        )
+        check_vocabulary(loaded, own, key)
+        return RewardModel(loaded, model.shared_prefix)
+
+    placed = context.place(load)
+    fill_pad_token(own, config.pad_token, f"{context.at}.pad_token")
+    if context.conversational and context.tokenizer.chat_template and not own.chat_template:
+        log.warning("%s=%s has no chat template: it reads the prompts in the format of the policy", key, path)
+    as_it_is = reads_tokens_of(own, context.tokenizer, context.conversational)
+    if context.turns is not None and not as_it_is:
+        rule = f"{key} must have the tokenizer and the chat template of the policy"
+        chosen = context.at if context.at == "scorer" else f"scorer@{context.at}"
+        remedy = f"set {chosen}=environment or answer"
+        raise UserError(f"{rule} (episodes are never tokenized again), got {path}; {remedy}")
+    return RewardModelScorer(config, context, placed, None if as_it_is else own)

@@ -30,15 +30,13 @@ from rlhf.core.errors import UserError, explained, setting
 from rlhf.core.files import append, as_line, component, read_lines, write_atomically
 from rlhf.core.launched import derive, is_first_rank
 from rlhf.core.state import TrainState
-from rlhf.loggers.display import EVALUATION_METRICS, metric_texts, print_samples, shown
-from rlhf.loggers.logger import no_reply_ended
+from rlhf.loggers.logger import EVALUATION_METRICS, metric_texts, no_reply_ended, print_samples, shown
 from rlhf.models.folder import CARD, folder_problem
 from rlhf.processes.signals import interruptible
 from rlhf.runs.folder import RunFolder, complete_checkpoints, setup_logging
 from rlhf.runs.lock import EVALUATION_LOCK, claimed, full_disk
 from rlhf.stages.prerequisites import complete
-from rlhf.terminal.console import say, say_items, say_loading
-from rlhf.terminal.progress import progress
+from rlhf.terminal.console import progress, say, say_items, say_loading
 from rlhf.words.catalogue import options
 from rlhf.words.compose import digest, key_of, load_config, overridden
 from rlhf.words.mistakes import one_of

@@ -26,12 +26,11 @@ from rlhf.config.scorers import RewardModelScorerConfig, scorers
 from rlhf.core import formatting
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import component, digest, whole
-from rlhf.loggers.display import EVALUATION_METRICS, shown
+from rlhf.loggers.logger import EVALUATION_METRICS, shown
 from rlhf.models.folder import is_local
 from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.runs.lock import made_by_one, waiting_claim
-from rlhf.terminal.console import say
-from rlhf.terminal.progress import Stages, progress
+from rlhf.terminal.console import Stages, progress, say
 from rlhf.words import compose as identity
 from rlhf.words.compose import compose
 from rlhf.words.mistakes import CONFIG_ERRORS, explain

@@ -37,8 +37,7 @@ from rlhf.runs.resuming import refuse_another_run, saved_length
 from rlhf.stages.inspection import rehearse
 from rlhf.stages.prerequisites import complete, names
 from rlhf.stages.words import model_card, print_closing, print_opening
-from rlhf.terminal.console import say, transcript
-from rlhf.terminal.progress import Stages
+from rlhf.terminal.console import Stages, say, transcript
 from rlhf.text.encoding import encode_completions
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import Parts, train

@@ -33,13 +33,13 @@ from rlhf.core.formatting import clock, short_path
 from rlhf.core.launched import local_world_size, world_size
 from rlhf.core.machine import cached_folder
 from rlhf.core.state import SupervisedState, TrainState
-from rlhf.loggers.display import shown
+from rlhf.loggers.logger import shown
 from rlhf.memory import plan
 from rlhf.models.folder import CARD, HUB_NAME, is_local
 from rlhf.runs.folder import DISTRIBUTION, git_commit, versions
 from rlhf.stages.inspection import rehearse
 from rlhf.tasks.task import summarize
-from rlhf.terminal import progress
+from rlhf.terminal import console as progress
 from rlhf.terminal.console import console, say, say_row, transcript
 from rlhf.words.compose import MODEL_FOLDERS, compose, model_label, options, settings
 from rlhf.words.mistakes import CONFIG_ERRORS
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from rlhf.processes.ranks import Ranks
     from rlhf.runs.folder import RunFolder
     from rlhf.tasks.task import Task
-    from rlhf.terminal.progress import Stages
+    from rlhf.terminal.console import Stages
     from rlhf.training.recorder import Recorder
 
 

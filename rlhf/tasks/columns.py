@@ -1,23 +1,182 @@
-"""The columns of a data set: recognition and conversion of prompt, response and dialogue."""
+"""The rows of a data set: texts, dialogues, recognised columns, columns for reward functions. No torch."""
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from itertools import dropwhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf.config.algorithms import Data
 from rlhf.config.tasks import PREFERENCE_COLUMNS, ColumnsConfig
 from rlhf.core.errors import UserError, setting
-from rlhf.tasks.reading import TOOLS, BadRow, described, number_as_text, parsed, without_prompt
+from rlhf.usercode.address import GIVEN
 
-if TYPE_CHECKING:
-    from rlhf.tasks.reading import Row
+log = logging.getLogger(__name__)
+
+# Forms in which data sets store texts and dialogues, and their conversion.
+
+
+Row = dict[str, Any]
+TOOLS = "tools"  # column beside messages: the functions that the assistant may call, as JSON schemas
+_ASSISTANT = "\n\nAssistant:"  # before each answer in dialogues that are one text, as in hh-rlhf
+
+
+@dataclass(eq=False)
+class BadRow(Exception):
+    """A row without the required content; the caller adds the key and the place to the message."""
+
+    rule: str  # what the data must have, after "<key> must"
+    got: str  # what the row has, after the place of the row
+    remedy: str = "correct or remove that row"
+
+
+class Written(float):
+    """A number of a JSON file that has its digits, such as 1.50 or 1e3, as text."""
+
+    written: str
+
+    def __new__(cls, text: str) -> Written:
+        """Return the number that a text means."""
+        made = super().__new__(cls, text)
+        made.written = text
+        return made
+
+    def __str__(self) -> str:
+        return self.written
+
+
+@lru_cache
+def note(text: str) -> None:
+    """Say once how data are read."""
+    log.warning("%s", text)
+
+
+def _messages_of(value: Any) -> Any:
+    """Return the messages that a text contains, or the value itself."""
+    if not isinstance(value, str) or not value.lstrip().startswith("[") or "{" not in value:
+        return value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            found = read(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        return found if is_dialogue(found) else value
+    return value
+
+
+def is_dialogue(value: Any) -> bool:
+    """Return whether a value is a list of messages: of objects with a role."""
+    found = value if isinstance(value, list) else []
+    return found != [] and all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in found)
+
+
+# Columns of the data that reward functions ask for. They travel with a prompt as its record.
+#
+# A source adds the column `record` to its rows: the columns of the row that a function asks for, as JSON
+# text. Without such a function, there is no record.
+
+
+RECORD = "record"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """The columns of the data that the reward functions of a run ask for.
+
+    Attributes:
+        columns: name of a column -> config key and address of a function that cannot do without the column.
+        optional: names of columns that a function receives if the data have them.
+        rest: a function receives all columns (`**kwargs`).
+        parts: the columns of each part of a mixture of tasks, by the name of the part.
+        positions: name of a parameter that receives another value by position -> key, address and that value.
+    """
+
+    columns: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+    rest: bool = False
+    parts: Mapping[str, Wanted] = field(default_factory=dict)
+    positions: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.asks or bool(self.positions) or any(self.parts.values())
+
+    @property
+    def asks(self) -> bool:
+        """Whether a function asks for columns, so that rows have a record."""
+        return bool(self.columns or self.optional or self.rest)
+
+    def read(self, names: Collection[str], available: Collection[str], place: str) -> list[str] | None:
+        """Return the columns of a file to read: `names` and those of the record; None: all columns.
+
+        Args:
+            names: columns that are read anyway.
+            available: all columns of the data.
+            place: the data, for messages.
+
+        Raises:
+            UserError: a function asks for a column that the data lack, or receives another value instead.
+        """
+        for name, (key, path, value) in self.positions.items():
+            if name in available and (value == "response" or name not in names):
+                raise UserError(
+                    f"{key} must name a function with a parameter response if others are columns of the data "
+                    f"(without it, {name} would be the {value}), got {path} for {place} with the column "
+                    f"{name}; rename the parameter that is the response to response"
+                )
+        for name, (key, path) in self.columns.items():
+            if name not in available:
+                near = get_close_matches(name, available, n=1)
+                remedy = f"did you mean {near[0]}?" if near else "rename the parameter, or give it a default"
+                raise UserError(
+                    f"{key} must name a function whose parameters are prompt, response, reference, messages "
+                    f"or columns of the data ({', '.join(available)}), got {path} with the parameter {name}, "
+                    f"which {place} lacks; {remedy}"
+                )
+        return None if self.rest else list(dict.fromkeys([*names, *self.columns, *self.optional]))
+
+    def record(self, row: Row) -> str:
+        """Return the columns of a row that functions ask for, as JSON text; dates and decimals become texts.
+
+        Raises:
+            BadRow: a column has binary data, such as an image.
+        """
+        kept = row.keys() - GIVEN if self.rest else {*self.columns, *self.optional}
+        asked = {name: row[name] for name in row if name in kept}
+        for name in filter(lambda name: _has_bytes(asked[name]), asked):
+            rule = f"have texts, numbers, lists or objects in its column {name}, which a function receives"
+            remedy = f"remove the column {name}, or write its texts as strings"
+            raise BadRow(rule, "with bytes (such as an image or a sound)", remedy)
+        return json.dumps(asked, default=str)
+
+    def recording(self, convert: Callable[[Row], Row]) -> Callable[[Row], Row]:
+        """Return the function `convert`, which also adds the record to a row."""
+        return lambda row: {**convert(row), RECORD: self.record(row)} if self.asks else convert(row)
+
+
+def _has_bytes(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, bytes) or any(map(_has_bytes, inner))
+
+
+NOTHING = Wanted()
+
+
+def described(value: Any) -> str:
+    """Return the JSON type of a value, and the value if it is short, for messages."""
+    if value is None:
+        return "null"
+    kinds = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
+    other = "an object" if isinstance(value, dict) else type(value).__name__
+    kind = next((kinds[each] for each in kinds if isinstance(value, each)), other)
+    return f"{kind} ({value})" if isinstance(value, int | float) and len(str(value)) < 20 else kind
 
 
 # The columns of a data set: which of them is the prompt, the response, or a dialogue, and their conversion.
@@ -139,13 +298,17 @@ class Layout:
     def _pair(self, row: Row) -> tuple[Prompt, Response, Response]:
         assert self.chosen is not None and self.rejected is not None
         if self.prompt is None and not isinstance(row.get(self.chosen), list):
-            if found := without_prompt(_text(row, self.chosen), _text(row, self.rejected)):
-                return found
+            # As in hh-rlhf: the prompt ends with the last mark of the part that both dialogues share
+            whole = _text(row, self.chosen), _text(row, self.rejected)
+            before, mark, _ = os.path.commonprefix(whole).rpartition(_ASSISTANT)
+            if mark:
+                end = len(before) + len(mark)
+                return whole[0][:end], whole[0][end:], whole[1][end:]
             rule = "have a column of prompts, or whole dialogues with '\\n\\nAssistant:' before each answer"
             raise BadRow(rule, "without them", "add the column prompt")
-        before = self._prompt(row) if self.prompt is not None else []
-        first, chosen = answer(before, row, self.chosen)
-        second, rejected = answer(before, row, self.rejected)
+        asked = self._prompt(row) if self.prompt is not None else []
+        first, chosen = answer(asked, row, self.chosen)
+        second, rejected = answer(asked, row, self.rejected)
         if first != second:
             rule = f"have the same messages before the answers in {self.chosen} and {self.rejected}"
             raise BadRow(rule, "with different messages")
@@ -172,8 +335,10 @@ def _text(row: Row, column: str) -> str:
     if column not in row:
         raise BadRow(f"have the column {column} in every row", f"with the columns {', '.join(row) or 'none'}")
     value = row[column]
-    if (number := number_as_text(value, column)) is not None:
-        return number
+    if isinstance(value, int | Written) and not isinstance(value, bool):
+        # Of a number with a fraction, only JSON has the digits. Other formats store it in binary.
+        note(f"numbers in the column {column} are read as text, as they are written")
+        return str(value)
     if not isinstance(value, str):
         remedy = "write the value as text, in quotes"
         if value is None or value != value:
@@ -270,9 +435,9 @@ def converted(
     first: tuple[str, str] | None = None  # place and form
     for place, row in rows:
         try:
-            made = convert(parsed(row))
+            made = convert({name: _messages_of(value) for name, value in row.items()})
         except BadRow as error:
-            raise UserError(error.problem(key, place)) from None
+            raise UserError(f"{key} must {error.rule}, got {place} {error.got}; {error.remedy}") from None
         prompt = made.get("messages", made.get("prompt"))
         if isinstance(prompt, list) and all(message["role"] == "system" for message in prompt):
             raise UserError(
@@ -318,11 +483,8 @@ def with_all_replies(example: Row) -> Row:
         raise BadRow("have dialogues for task.all_replies=true", "with texts", "set task.all_replies=false")
     whole = example["messages"] + example["reference_response"]
     if whole[0]["role"] == "assistant":
-        rule, remedy = (
-            "have a message before the first reply for task.all_replies=true",
-            "set task.all_replies=false",
-        )
-        raise BadRow(rule, "without it", f"correct or remove that row, or {remedy}")
+        rule = "have a message before the first reply for task.all_replies=true"
+        raise BadRow(rule, "without it", "correct or remove that row, or set task.all_replies=false")
     return {**example, "demonstration": list(dropwhile(lambda each: each["role"] != "assistant", whole))}
 
 

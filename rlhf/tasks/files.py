@@ -1,32 +1,330 @@
-"""The files and folders of task data: splits, columns, rows, and the checks before a run. No torch."""
+"""The files of task data: rows with their lines, splits, columns, checks before a run. No torch."""
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 import re
+import shlex
+import sys
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf.config.algorithms import Data
-from rlhf.config.tasks import TaskConfig
+from rlhf.config.tasks import ColumnsConfig, TaskConfig
 from rlhf.core.errors import UserError, literal, python_command, setting
-from rlhf.tasks.columns import Layout, conversion, converted, recognise
-from rlhf.tasks.reading import FORMATS, SHARD, Row, arrow_rows, rows, stem, suffix_of
+from rlhf.tasks.columns import (
+    TOOLS,
+    Layout,
+    Row,
+    Written,
+    conversion,
+    converted,
+    described,
+    is_dialogue,
+    note,
+    recognise,
+)
 
 if TYPE_CHECKING:
-    from rlhf.config.tasks import ColumnsConfig
+    import pyarrow
+
+# Rows of local data files (JSON Lines, JSON, CSV, Parquet), with errors that name the line.
+
+
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+FORMATS = ".jsonl, .json, .csv (also with .gz) or .parquet"  # for messages
+_WRAPPERS = ("data", "rows", "examples", "items", "train")  # usual names of an array of rows in an object
+_UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")  # name of a part of a split, as on the hub
+
+
+def _suffix_of(file: Path) -> str | None:
+    """Return the suffix of a file that `rows` can read, in lower case and without .gz; None for others."""
+    name = file.name.lower()
+    suffix = Path(name.removesuffix(".gz")).suffix
+    compressed = name.endswith(".gz")
+    return suffix if suffix in _SUFFIXES and not (compressed and suffix == ".parquet") else None
+
+
+def stem(file: Path) -> str:
+    """Return the name of a data file without its suffix and without .gz."""
+    name = file.name[:-3] if file.name.lower().endswith(".gz") else file.name
+    return Path(name).stem
+
+
+def rows(file: Path, key: str, columns: Collection[str] | None = None) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of a data file, each with its place for messages, such as "line 3 of x.jsonl".
+
+    Args:
+        file: a file with one of the suffixes of `FORMATS`; text must be UTF-8, with or without BOM.
+        key: config key that names the data, for error messages.
+        columns: the columns that the caller reads, if known; other columns of a Parquet file are skipped.
+
+    Raises:
+        UserError: the file is empty or cannot be read, or a row is not an object with named columns.
+    """
+    try:
+        if file.stat().st_size == 0:
+            raise UserError(
+                f"{key} must contain rows, got {file}, which is empty (0 bytes); write the file again"
+            )
+        found = False
+        suffix = _suffix_of(file)
+        parse = _csv_rows if suffix == ".csv" else _json_rows
+        for place, row in _parquet_rows(file, key, columns) if suffix == ".parquet" else parse(file, key):
+            found = True
+            yield place, row
+    except OSError as error:  # no permission, or a disk error
+        raise UserError(
+            f"{key} must name files that can be read, got {file} ({error.strerror or error}); check its "
+            "permissions"
+        ) from None
+    if not found:
+        raise UserError(
+            f"{key} must contain rows, got {file}, which is empty (no rows); write the file again"
+        )
+
+
+def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
+    """Yield the number (from 1) and the text of each line."""
+    number = 0
+    try:
+        with gzip.open(file, "rb") if file.name.lower().endswith(".gz") else file.open("rb") as stream:
+            for number, raw in enumerate(stream, 1):
+                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        likely = "utf-16" if number == 1 and error.object[:2] in _UTF_16_MARKS else "latin1"
+        raise UserError(
+            f"{key} must contain text in UTF-8, got line {number} of {file} with the byte 0x{byte:02x}; save "
+            f"the file as UTF-8 (it is probably {likely}: iconv -f {likely} -t utf-8 "
+            f"{shlex.quote(str(file))} > <new file>)"
+        ) from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        if number == 0 and "Not a gzipped file" in str(error):
+            raise UserError(
+                f"{key} must contain gzip files under names with .gz, got {file}, which is not compressed; "
+                f"rename it to {file.with_suffix('').name}"
+            ) from None
+        raise UserError(
+            f"{key} must contain complete gzip files, got {file}, which is damaged after line {number} "
+            f"({error}); compress or copy the file again"
+        ) from None
+
+
+def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
+    lines = _lines(file, key)
+    number, line = next((each for each in lines if each[1].strip()), (0, ""))
+    start = line.strip()
+    array, divided = start.startswith("["), start == "{"  # `divided`: a table over several lines, or no row
+    rule, remedy = "one JSON object per line", "correct or remove the line"
+    if array:
+        rule, remedy = "an array of JSON objects", "correct the file"
+    elif divided:
+        remedy = "write the rows as an array: [{...}, {...}]"
+    elif not start.startswith("{"):
+        remedy += "; if the file is CSV, change its suffix to .csv"
+    if array or divided:
+        line = "\n" * (number - 1) + line + "".join(text for _, text in lines)
+
+    def refused(number: int, reason: str) -> UserError:
+        return UserError(f"{key} must contain {rule}, got line {number} of {file} ({reason}); {remedy}")
+
+    def read(text: str, number: int) -> Any:
+        try:
+            return json.loads(text, parse_float=Written)
+        except (ValueError, RecursionError) as error:
+            reason = str(error).partition(";")[0]
+            if divided:
+                reason = "an object over several lines"
+            elif not text.lstrip().startswith(("[", "{")):
+                reason = repr(text.strip()[:40])
+            elif isinstance(error, json.JSONDecodeError):
+                cut = error.msg.startswith("Unterminated") or error.pos >= len(error.doc.rstrip())
+                found = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+                reason = "the text is cut off" if cut else found
+            raise refused(getattr(error, "lineno", 1) if array else number, reason) from None
+
+    def checked(row: Any, place: str) -> tuple[str, Row]:
+        if isinstance(row, dict):
+            return place, row
+        raise UserError(
+            f"{key} must contain JSON objects with named columns, got {place} with {described(row)}; write "
+            '{"prompt": "..."} or other named columns'
+        )
+
+    if not start:
+        return
+    first = read(line, number)
+    if (table := first if isinstance(first, list) else _rows_of_table(first)) is not None:
+        for number, row in enumerate(table, 1):
+            yield checked(row, f"row {number} of {file}")
+        return
+    for name in _WRAPPERS if isinstance(first, dict) else ():
+        if isinstance(rows := first.get(name), list) and rows and all(isinstance(row, dict) for row in rows):
+            raise UserError(
+                f"{key} must contain an array of rows, got line {number} of {file} with an object whose "
+                f"{name} is an array; write that array alone to the file"
+            )
+    if divided:
+        raise refused(number, "an object over several lines")
+    yield checked(first, f"line {number} of {file}")
+    for number, line in lines:
+        if line.strip():
+            yield checked(read(line, number), f"line {number} of {file}")
+
+
+def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
+    csv.field_size_limit(sys.maxsize)
+    record: list[str] = []  # the lines of the current row
+    lines = (record.append(line) or line for _, line in _lines(file, key))  # type: ignore[func-returns-value]
+    first = next(lines, "")
+    if "," not in first and re.search(r"[;\t|]", first):
+        raise UserError(
+            f"{key} must have commas between the cells of CSV files, got line 1 of {file} with "
+            f"{first.strip()!r}; save the file with commas"
+        )
+    if blanks := any(name.startswith(" ") for name in next(csv.reader([first]), [])):
+        note(f"blanks after the commas of {file.name} are left out of all cells, as its first line has them")
+    reader = csv.reader(chain([first], lines), strict=True, skipinitialspace=blanks)
+    header: list[str] = []
+    start = 1  # the line in which the next row starts
+    try:
+        for cells in reader:
+            place, start = f"line {start} of {file}", reader.line_num + 1
+            written = "," + "".join(record)
+            record.clear()
+            if quoted := [each for each in cells if re.match(r'\s+"', each) and f",{each}" in written]:
+                raise UserError(
+                    f"{key} must have no blank before a cell in double quotes (the quotes become part of the "
+                    f"text), got {place} with {quoted[0][:20]!r}; remove the blank, or write a blank after "
+                    "the commas of line 1, too, so that all are left out"
+                )
+            if not header:
+                header = [name.strip() for name in cells]
+                if repeated := sorted({name for name in header if header.count(name) > 1}):
+                    raise UserError(
+                        f"{key} must have columns with different names, got {place} with {repeated[0]!r} "
+                        "twice; rename one of them"
+                    )
+            elif len(cells) == len(header):
+                yield place, dict(zip(header, cells, strict=True))
+            elif "".join(cells).strip():
+                raise UserError(
+                    f"{key} must have as many cells in each row as in the header ({len(header)}), got "
+                    f"{place} with {len(cells)}; put texts that contain commas or line breaks in straight "
+                    "double quotes"
+                )
+    except csv.Error as error:
+        raise UserError(
+            f"{key} must contain CSV with commas and double quotes, got line {start} of {file} ({error}); "
+            'correct the line ("" is a double quote inside a text; no blank follows a closing one)'
+        ) from None
+
+
+def _rows_of_table(value: Any) -> list[Row] | None:
+    """Return the rows of a table that pandas wrote (`DataFrame.to_json`); None: it is no table.
+
+    The forms are {"column": {"0": value, ...}, ...}, {"0": {"column": value, ...}, ...} and
+    {"columns": [...], "index": [...], "data": [[...]]}.
+    """
+    if not isinstance(value, dict) or not value:
+        return None
+    if value.keys() == {"columns", "index", "data"} and all(
+        isinstance(each, list) for each in value.values()
+    ):
+        return [dict(zip(value["columns"], row, strict=False)) for row in value["data"]]
+    columns = list(value.values())
+    if not all(isinstance(column, dict) and column.keys() == columns[0].keys() for column in columns):
+        return None
+    if columns[0] and all(str(index).isdigit() for index in value):
+        return columns  # the rows
+    if not columns[0] or not all(str(index).isdigit() for index in columns[0]):
+        return None
+    return [{name: column[index] for name, column in value.items()} for index in columns[0]]
+
+
+def _arrow_rows(file: Path, columns: Collection[str] | None = None) -> Iterator[Row]:
+    """Yield the rows of a Parquet file or of an Arrow file of a saved data set; see `rows_of_arrow`.
+
+    Args:
+        file: the file; files of other suffixes than .parquet are streams of Arrow.
+        columns: the columns to read, if the file has them; None: all columns.
+
+    Raises:
+        pyarrow.ArrowException, OSError, ValueError: the file is damaged.
+    """
+    import pyarrow.parquet
+
+    def kept(schema: pyarrow.Schema) -> list[str]:
+        return [name for name in schema.names if columns is None or name in columns]
+
+    if file.suffix.lower() == ".parquet":
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            for batch in opened.iter_batches(1000, columns=kept(opened.schema_arrow)):
+                yield from rows_of_arrow(batch)
+    else:
+        with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
+            for batch in stream:
+                yield from rows_of_arrow(batch.select(kept(batch.schema)))
+
+
+def _parquet_rows(file: Path, key: str, columns: Collection[str] | None) -> Iterator[tuple[str, Row]]:
+    import pyarrow
+
+    try:
+        for number, row in enumerate(_arrow_rows(file, columns), 1):
+            yield f"row {number} of {file}", row
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise UserError(
+            f"{key} must contain readable Parquet files, got {file} ({str(error).splitlines()[0]}); write or "
+            "copy the file again"
+        ) from None
+
+
+def rows_of_arrow(table: pyarrow.RecordBatch | pyarrow.Table) -> Iterator[Row]:
+    """Yield the rows of a table of Arrow as JSON Lines would have them, with decoded JSON (`datasets.Json`).
+
+    A struct has the keys of all rows, and null for those that a row lacks. These nulls remain, except in
+    dialogues and tools, where they count as absent. JSON keeps its own keys and nulls everywhere.
+    """
+    import pyarrow
+
+    def decoded(value: Any, kind: pyarrow.DataType, bare: bool) -> Any:
+        if isinstance(kind, pyarrow.JsonType):
+            return value if value is None else json.loads(value, parse_float=Written)
+        if isinstance(value, dict) and isinstance(kind, pyarrow.StructType):
+            kept = {name: each for name, each in value.items() if not (bare and each is None)}
+            return {name: decoded(each, kind.field(name).type, bare) for name, each in kept.items()}
+        if isinstance(value, list) and hasattr(kind, "value_type"):
+            return [decoded(each, kind.value_type, bare) for each in value]
+        return value
+
+    kinds = {field.name: field.type for field in table.schema}
+    for row in table.to_pylist(maps_as_pydicts="strict"):
+        yield {
+            name: decoded(value, kinds[name], name.lower() == TOOLS or is_dialogue(value))
+            for name, value in row.items()
+        }
+
+
+# The splits of local data.
+
 
 _ALIASES = {"train": ("training",), "validation": ("val", "valid", "dev", "eval"), "test": ("testing",)}
 SCANNED_BYTES = 50e6  # files of a split up to this size are read completely before a run starts
 
 
 class Splits:
-    """The splits of local data, in one of three forms. This module imports no torch and no `datasets`.
+    """The splits of local data, in one of three forms. This module imports no `datasets`.
 
     - A folder that `datasets.save_to_disk` wrote, from a DatasetDict or from a Dataset (the split `train`).
     - A folder with one file per split: `train.jsonl`, `validation.parquet`, or parts of a split as on the hub
@@ -74,7 +372,7 @@ class Splits:
     def _find_files(self) -> None:
         totals: dict[str, int] = {}
         for file in sorted(self.path.iterdir()):
-            if suffix_of(file) is None or not file.is_file():
+            if _suffix_of(file) is None or not file.is_file():
                 continue
             part = SHARD.fullmatch(stem(file))
             split = part[1] if part else stem(file)
@@ -132,7 +430,7 @@ class Splits:
             columns: the columns that the caller reads, if known; others may be missing in the rows.
 
         Raises:
-            UserError: a file cannot be read, or has no rows; see `rlhf.tasks.reading.rows`.
+            UserError: a file cannot be read, or has no rows; see `rows`.
         """
         if not self.saved:
             yield from chain.from_iterable(rows(file, self.key, columns) for file in self.files[name])
@@ -141,7 +439,7 @@ class Splits:
 
         number = 0
         try:
-            found = chain.from_iterable(arrow_rows(file, columns) for file in self.files[name])
+            found = chain.from_iterable(_arrow_rows(file, columns) for file in self.files[name])
             for number, row in enumerate(found, 1):
                 yield f"row {number} of the split {name} of {self.named}", row
         except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -160,8 +458,8 @@ class Splits:
         others = [
             each for each in sorted(self.path.iterdir()) if each.suffix != ".md" and each.name[0] != "."
         ]
-        unread = [each.name for each in others if each.is_file() and suffix_of(each) is None]
-        readable = [each for each in others if suffix_of(each)]
+        unread = [each.name for each in others if each.is_file() and _suffix_of(each) is None]
+        readable = [each for each in others if _suffix_of(each)]
         unread += [f"{each.name}, which is a folder" for each in readable if each.is_dir()]
         unread += [f"{each.name}, which is a broken link" for each in readable if not each.exists()]
         return found + (f" (not read: {', '.join(unread[:3])}; the formats are {FORMATS})" if unread else "")
@@ -314,7 +612,7 @@ class LocalFiles(Splits):
             raise UserError(
                 f"{KEY} must name a file or folder of data, got {path} (no such file or folder); {remedy}"
             )
-        if place.is_file() and suffix_of(place) is None:
+        if place.is_file() and _suffix_of(place) is None:
             raise UserError(
                 f"{KEY} must name a file with a suffix that can be read ({FORMATS}), got {path}; "
                 "save the data in one of these formats"

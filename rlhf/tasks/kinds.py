@@ -9,40 +9,42 @@ import string
 from abc import abstractmethod
 from ast import literal_eval
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import version
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import xxhash
 from datasets import Dataset, Features, Json, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
+from transformers import PreTrainedTokenizerFast
 
 from rlhf.config.algorithms import Data
 from rlhf.config.schema import PARTS
-from rlhf.config.tasks import PREFERENCE_COLUMNS, Difficulty
+from rlhf.config.scorers import MixtureConfig, ReasoningGymConfig
+from rlhf.config.tasks import PREFERENCE_COLUMNS, ArithmeticConfig, Difficulty, LocalConfig
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import derive
-from rlhf.environments.environment import Example
+from rlhf.environments.environment import EnvironmentFactory, Example
 from rlhf.environments.episodes import FIRST_MESSAGE, first_messages
 from rlhf.environments.library import Calculator, GuessNumber
-from rlhf.tasks.columns import conversion, converted, with_all_replies
+from rlhf.tasks.columns import (
+    NOTHING,
+    RECORD,
+    TOOLS,
+    BadRow,
+    Message,
+    Row,
+    Wanted,
+    conversion,
+    converted,
+    with_all_replies,
+)
 from rlhf.tasks.files import KEY, LocalFiles, Splits, different_forms
-from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, BadRow, Wanted
 from rlhf.tasks.source import EmbeddedSource, Source, as_messages, from_rows, is_text, mapped, temporary
 from rlhf.text.chat import PLAIN, set_template
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-    from rlhf.config.scorers import MixtureConfig, ReasoningGymConfig
-    from rlhf.config.tasks import ArithmeticConfig, LocalConfig
-    from rlhf.environments.environment import EnvironmentFactory
-    from rlhf.tasks.columns import Message
-    from rlhf.tasks.reading import Row
-
 
 # The task `local`: prompts, responses, dialogues or preference pairs in the user's own files.
 
@@ -288,12 +290,7 @@ class ReasoningGymSource(EmbeddedSource):
 
     config: ReasoningGymConfig
     pattern = r"</?answer>|[\s\S]"
-
-    @classmethod
-    @cache
-    def vocabulary(cls) -> tuple[str, ...]:
-        """Return the marks of an answer, all printable characters of ASCII, and the sign of products."""
-        return ("<answer>", "</answer>", *string.printable, "×")
+    vocabulary = ("<answer>", "</answer>", *string.printable, "×")  # "×": the sign of products
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with `query` (or `messages`) and `reference_response`, empty without an answer."""
@@ -375,6 +372,10 @@ _TERMS = {Difficulty.easy: 2, Difficulty.medium: 3, Difficulty.hard: 5}  # terms
 _FORGETS_CARRY = 0.1  # times the term: probability that a carry is forgotten; 0.9 for + 9
 
 
+def _numbers(largest: int) -> list[str]:
+    return [f" {number}" for number in range(largest + 1)]
+
+
 def _pupil_totals(terms: list[int], rng: random.Random) -> list[int]:
     """Return the running totals of a pupil who sometimes forgets the carry: 17 + 5 = 12."""
 
@@ -390,13 +391,17 @@ class ArithmeticSource(EmbeddedSource):
 
     config: ArithmeticConfig
     pattern = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
-
-    @classmethod
-    @cache
-    def vocabulary(cls) -> tuple[str, ...]:
-        """Return every token except special tokens. Operators, `####` and numbers begin with a space."""
-        numbers = (f" {number}" for number in range(9 * max(_TERMS.values()) + 1))
-        return ("Problem:", "Solution:", "\n", " +", " =", ",", " ####", *numbers)
+    # Operators, `####` and numbers begin with a space
+    vocabulary = (
+        "Problem:",
+        "Solution:",
+        "\n",
+        " +",
+        " =",
+        ",",
+        " ####",
+        *_numbers(9 * max(_TERMS.values())),
+    )
 
     def generate(self, split: str, size: int) -> dict[str, list[str]]:
         """Return `size` examples: `reference_response` is correct, `demonstration` is the work of a pupil."""
@@ -474,13 +479,8 @@ class CalculatorSource(_GameSource):
     """A source of sums, and of pupils who add by head or with a calculator."""
 
     environment, replies = Calculator, _PROBLEM_TERMS
-
-    @classmethod
-    @cache
-    def vocabulary(cls) -> tuple[str, ...]:
-        """Return every token except special tokens; numbers up to twice the largest sum."""
-        numbers = (f" {number}" for number in range(2 * 9 * _PROBLEM_TERMS + 1))
-        return (*_MARKS, "Problem:", " calc", " +", " ####", *numbers)
+    # Numbers up to twice the largest sum
+    vocabulary = (*_MARKS, "Problem:", " calc", " +", " ####", *_numbers(2 * 9 * _PROBLEM_TERMS))
 
     @staticmethod
     def game(rng: random.Random) -> tuple[str, str, _Pupil]:
@@ -503,12 +503,7 @@ class GuessNumberSource(_GameSource):
     """A source of numbers, and of pupils who guess them."""
 
     environment, replies = GuessNumber, 4
-
-    @classmethod
-    @cache
-    def vocabulary(cls) -> tuple[str, ...]:
-        """Return every token except special tokens."""
-        return (*_MARKS, "Guess:", " to", " higher", " lower", *(f" {i}" for i in range(_LARGEST + 1)))
+    vocabulary = (*_MARKS, "Guess:", " to", " higher", " lower", *_numbers(_LARGEST))
 
     @staticmethod
     def game(rng: random.Random) -> tuple[str, str, _Pupil]:

@@ -11,7 +11,7 @@ from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import datasets
@@ -22,17 +22,12 @@ from datasets import Dataset, Features, Json, concatenate_datasets, load_dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.config.tasks import PREFERENCE_COLUMNS, PROMPT_COLUMNS
+from rlhf.config.algorithms import Data
+from rlhf.config.tasks import PREFERENCE_COLUMNS, PROMPT_COLUMNS, TaskConfig
 from rlhf.core import machine
 from rlhf.core.errors import UserError
-from rlhf.tasks.columns import conversion, converted
-from rlhf.tasks.files import data_folder, lacking
-from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted, rows_of_arrow
-
-if TYPE_CHECKING:
-    from rlhf.config.algorithms import Data
-    from rlhf.config.tasks import TaskConfig
-    from rlhf.tasks.reading import Row
+from rlhf.tasks.columns import NOTHING, RECORD, TOOLS, Row, Wanted, conversion, converted
+from rlhf.tasks.files import data_folder, lacking, rows_of_arrow
 
 
 class Source(ABC):
@@ -251,12 +246,8 @@ class EmbeddedSource(Source):
     """
 
     pattern: ClassVar[str]  # regular expression that matches one token of a text
+    vocabulary: ClassVar[tuple[str, ...]]  # every token of the generated texts, without special tokens
     no_pairs = "pairs are sampled from its SFT model and labelled by gold"
-
-    @classmethod
-    @abstractmethod
-    def vocabulary(cls) -> tuple[str, ...]:
-        """Return every token of the generated texts, without special tokens."""
 
     @abstractmethod
     def generate(self, split: str, size: int) -> dict[str, list[Any]]:
@@ -264,7 +255,7 @@ class EmbeddedSource(Source):
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Return a tokenizer with this vocabulary; decoding an encoded text returns exactly the text."""
-        return word_tokenizer(self.vocabulary(), self.pattern)
+        return word_tokenizer(self.vocabulary, self.pattern)
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the columns `query` and `reference_response` of a split, generated or from `task.path`."""

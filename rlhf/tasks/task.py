@@ -9,10 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
@@ -27,20 +27,16 @@ from rlhf.core.errors import UserError
 from rlhf.core.files import vocabulary
 from rlhf.core.launched import derive
 from rlhf.core.metrics import How, Metrics, Stat, mean
-from rlhf.tasks.reading import NOTHING, RECORD, TOOLS, Wanted
-from rlhf.tasks.source import is_text, mapped
+from rlhf.tasks.columns import NOTHING, RECORD, TOOLS, Response, Wanted
+from rlhf.tasks.source import Source, is_text, mapped
 from rlhf.text.chat import START, Dialogues, Messages, Tools, control_tokens, said, unquoted
 from rlhf.text.encoding import end_tokens, pad_prompts, pieces, prompt_tokens
-
-if TYPE_CHECKING:
-    from rlhf.tasks.columns import Response
-    from rlhf.tasks.source import Source
-
 
 log = logging.getLogger(__name__)
 _END_TEXTS = ("<|endoftext|>",)  # end markers in published data sets; removed with any tokenizer
 
 
+@dataclass(eq=False)
 class Task:
     """Training batches and held-out examples of one source.
 
@@ -54,7 +50,7 @@ class Task:
         prompts_per_update: N, prompts of a training batch over all ranks.
         max_prompt_tokens: largest length of a prompt in tokens.
         seed: seed of the run.
-        shares: share of each part of a mixture in the training examples, by its name; None: no mixture.
+        shares: share of each part of a mixture in the training examples, by its name; empty: no mixture.
         wanted: the columns of the data that reward functions ask for.
         ends: tokens that end a response besides the end token of the tokenizer, because the model declares
             them. A stored response may end with one of them.
@@ -64,37 +60,27 @@ class Task:
         UserError: the tokenizer has no pad token.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        tokenizer: PreTrainedTokenizerFast,
-        *,
-        data: Data,
-        prompts_per_update: int,
-        max_prompt_tokens: int,
-        seed: int,
-        shares: dict[str, float] | None = None,
-        wanted: Wanted = NOTHING,
-        ends: Collection[str] = (),
-        tools: Tools = None,
-    ) -> None:
-        if tokenizer.pad_token_id is None:
+    source: Source
+    tokenizer: PreTrainedTokenizerFast
+    _: KW_ONLY
+    data: Data
+    prompts_per_update: int
+    max_prompt_tokens: int
+    seed: int
+    shares: dict[str, float] = field(default_factory=dict)
+    wanted: Wanted = NOTHING
+    ends: Collection[str] = ()
+    tools: Tools = None
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.pad_token_id is None:
             raise UserError(
                 "model.pad_token must be set for this tokenizer (it has no pad token, and prompts are "
                 "padded), got null; set model.pad_token=<an unused token of its vocabulary>"
             )
-        self.source = source
-        self.tokenizer = tokenizer
-        self.data = data
-        self.prompts_per_update = prompts_per_update
-        self.max_prompt_tokens = max_prompt_tokens
-        self.seed = seed
-        self.shares = shares or {}
-        self.wanted = wanted
-        self.tools = tools
-        self.ends = (tokenizer.eos_token, *_END_TEXTS, *ends)
-        self.special = tuple(end_tokens(tokenizer))
-        self.declared = tuple(token for token in ends if token in self.special)
+        self.special = tuple(end_tokens(self.tokenizer))
+        self.declared = tuple(token for token in self.ends if token in self.special)
+        self.stripped = (self.tokenizer.eos_token, *_END_TEXTS, *self.ends)  # at the end of stored responses
         self._examples = lru_cache(maxsize=4)(self._tokenized)
         self._counts: dict[tuple[str, Data], _Counts] = {}
 
@@ -325,12 +311,12 @@ class Task:
 
     def _bare(self, response: Response) -> Response:
         """Return a response, a text or a list of messages, without end tokens at its end."""
-        return _without_end(response, self.ends) if isinstance(response, str) else self._turns(response)
+        return _without_end(response, self.stripped) if isinstance(response, str) else self._turns(response)
 
     def _turns(self, messages: Messages) -> list[dict[str, Any]]:
         """Return messages; those of the assistant have no end tokens, which the template writes."""
         return [
-            {**each, "content": _without_end(each["content"], self.ends)}
+            {**each, "content": _without_end(each["content"], self.stripped)}
             if each["role"] == "assistant"
             else each
             for each in messages
@@ -343,7 +329,7 @@ class Task:
         kept, and takes its place. If the response ends with a special token that is no end, the end token of
         the tokenizer is written behind it.
         """
-        text = _without_end(stored, self.ends)
+        text = _without_end(stored, self.stripped)
         end = next((each for each in self.declared if stored.startswith(text + each)), "")
         return text + (end or self.tokenizer.eos_token * text.endswith(self.special))
 
@@ -414,6 +400,7 @@ def mixed_order(parts: np.ndarray, shares: Sequence[float], seed: int, epoch: in
     return rng.permutation(np.concatenate(drawn))
 
 
+@dataclass(eq=False)
 class PromptOrder:
     """An endless iterator over the training batches of a task.
 
@@ -430,16 +417,12 @@ class PromptOrder:
         parts: names of the parts of a mixture, for metrics of each part.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        solved_at: float | None = None,
-        start: int = 0,
-        parts: Sequence[str] = (),
-    ) -> None:
-        self.task = task
-        self.parts = parts
-        self.solved_at = solved_at
+    task: Task
+    solved_at: float | None = None
+    start: InitVar[int] = 0
+    parts: Sequence[str] = ()
+
+    def __post_init__(self, start: int) -> None:
         self.solved: set[int] = set()  # examples as rows of the data set, like `Prompts.index`
         self.seek(start)
 

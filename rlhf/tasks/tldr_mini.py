@@ -27,15 +27,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
 import yaml
 
-from rlhf.config.tasks import Difficulty
+from rlhf.config.tasks import Difficulty, TLDRMiniConfig
 from rlhf.tasks.source import EmbeddedSource
-
-if TYPE_CHECKING:
-    from rlhf.config.tasks import TLDRMiniConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,23 +186,21 @@ _HEADINGS = ("SUBREDDIT:", "TITLE:", "POST:", "TL;DR:")
 _TOKEN_PATTERN = rf"{'|'.join(_HEADINGS)}|\n+| ?[A-Za-z0-9/']+|[^\sA-Za-z0-9]"
 
 
+def _tokens() -> tuple[str, ...]:
+    """Return every token of the generated texts except special tokens. Words begin with a space."""
+    texts = [*FILLER, *_FOCUS, "What now?"]
+    for slot in SLOTS:
+        texts += [*slot.values, slot.title, slot.phrase, slot.vague, *slot.facts, *slot.distractors]
+    found = {each for text in texts for each in re.findall(_TOKEN_PATTERN, f" {text}") if each.strip(" _")}
+    return (*_HEADINGS, "\n\n", *sorted(found))
+
+
 class TLDRMiniSource(EmbeddedSource):
     """A source of posts and references, generated from `task.data_seed`, and of pairs from a folder."""
 
     config: TLDRMiniConfig
     pattern = _TOKEN_PATTERN
-
-    @classmethod
-    @cache
-    def vocabulary(cls) -> tuple[str, ...]:
-        """Return every token of the generated texts except special tokens. Words begin with a space."""
-        texts = [*FILLER, *_FOCUS, "What now?"]
-        for slot in SLOTS:
-            texts += [*slot.values, slot.title, slot.phrase, slot.vague, *slot.facts, *slot.distractors]
-        pieces = {
-            piece for text in texts for piece in re.findall(_TOKEN_PATTERN, f" {text}") if piece.strip(" _")
-        }
-        return (*_HEADINGS, "\n\n", *sorted(pieces))
+    vocabulary = _tokens()
 
     def generate(self, split: str, size: int) -> dict[str, list[str]]:
         """Return `size` posts with flawed references; a larger `size` only appends examples."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -359,19 +358,6 @@ def said(message: dict[str, Any]) -> bool:
     return any(str(value).strip() for key, value in message.items() if key != "role")
 
 
-@dataclass(slots=True)
-class _Lost:
-    """Content of the data that a chat template does not write: in how many dialogues, and the first."""
-
-    count: int = 0
-    first: str = ""
-
-    def add(self, where: str) -> None:
-        """Count a dialogue, whose place is `where`."""
-        self.count += 1
-        self.first = self.first or where
-
-
 class Dialogues:
     """The chat template of a tokenizer, applied to whole dialogues; counts what the template does not write.
 
@@ -390,8 +376,10 @@ class Dialogues:
         unfit = {tokenizer.unk_token, tokenizer.pad_token, tokenizer.bos_token} - {tokenizer.eos_token}
         self.others = tuple({str(token) for token in added if token.special} - unfit)
         self.total = 0
-        self.lost: defaultdict[str, _Lost] = defaultdict(_Lost)
-        self.shortened = _Lost()
+        # Content that the template does not write: in how many dialogues, and the first of them. "": replies
+        # that the template begins in another way.
+        self.lost: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
 
     def write(
         self,
@@ -423,10 +411,9 @@ class Dialogues:
         """
         messages, answers, tools = self.quoted(messages, answers, tools)
         prompt, shared, wholes, texts = self._wholes(messages, answers, where, tools)
-        if shared != prompt:
-            self.shortened.add(where)
         self.total += 1
-        names = set(self._unwritten(messages, [], prompt, "", where, tools))
+        names = {""} if shared != prompt else set()
+        names |= set(self._unwritten(messages, [], prompt, "", where, tools))
         for answer, whole, text in zip(answers, wholes, texts, strict=True):
             if not answer:
                 continue
@@ -446,8 +433,8 @@ class Dialogues:
                     "model.chat_template=<file with a Jinja template that writes it>"
                 )
             names |= unwritten
-        for name in names:
-            self.lost[name].add(where)
+        self.lost.update(names)
+        self.first |= {name: where for name in names if name not in self.first}
         return prompt if prompt_only else shared, texts
 
     def episode(
@@ -523,19 +510,21 @@ class Dialogues:
 
     def warnings(self, prompt_only: bool = False) -> Iterator[str]:
         """Yield a sentence for each kind of content that the template does not write as it is in the data."""
-        for name, lost in sorted(self.lost.items()):
-            yield f"the chat template leaves out or changes the {name} in {self._share(lost)}"
-        if self.shortened.count:
+        shares = {
+            name: f"{count:,} of {self.total:,} dialogues (first: {self.first[name]})"
+            for name, count in sorted(self.lost.items())
+        }
+        shortened = shares.pop("", None)
+        for name, share in shares.items():
+            yield f"the chat template leaves out or changes the {name} in {share}"
+        if shortened is not None:
             effect = "prompts end where both are equal"
             if prompt_only:
                 effect = "reference responses do not continue their prompts"
             yield (
                 "the chat template begins a reply in another way than the stored answers in "
-                f"{self._share(self.shortened)}; their {effect}"
+                f"{shortened}; their {effect}"
             )
-
-    def _share(self, lost: _Lost) -> str:
-        return f"{lost.count:,} of {self.total:,} dialogues (first: {lost.first})"
 
     def _shared(self, prompt: str, wholes: Sequence[str]) -> str:
         """Return the longest common start of all texts that ends at the end of a token of each of them."""

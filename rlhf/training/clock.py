@@ -187,6 +187,7 @@ class Group:
     version: int  # version of the weights when its first sample started
     left: int  # samples that have not ended
     place: int  # place in the order of all starts
+    begun: int = 0  # samples that have started
 
 
 @dataclass(slots=True, kw_only=True)
@@ -222,26 +223,25 @@ class Rules:
         most = self.batch * (self.version + self.max_lag + 1)
         return (most if self.total is None else min(most, self.total)) - self.started
 
-    def startable(self, slots: int, begun: Callable[[int], int], whole: bool) -> list[tuple[int, int]]:
-        """Return group and sample of the sequences that start next in free slots, in their order.
+    def startable(self, slots: int, whole: bool) -> list[Start]:
+        """Return the sequences that start next in free slots, in their order.
 
         Args:
             slots: the free slots.
-            begun: returns the number of samples of a running group that have started.
             whole: the samples of a group start together.
         """
         k = self.samples
         usable = slots - slots % k if whole else slots
         if not usable:
             return []
-        starts: list[tuple[int, int]] = []
-        for number in reversed(self.running):
-            if (first := begun(number)) == k:
+        starts: list[Start] = []
+        for group in reversed(self.running.values()):
+            if group.begun == k:
                 break  # groups start in this order, so all samples of earlier groups have started
-            starts[:0] = ((number, sample) for sample in range(first, k))
+            starts[:0] = [Start(group.number, sample) for sample in range(group.begun, k)]
         groups = min(-(-(usable - len(starts)) // k), self.room())
         new = range(self.started, self.started + groups)
-        starts += ((number, sample) for number in new for sample in range(k))
+        starts += [Start(number, sample) for number in new for sample in range(k)]
         return starts[:usable]
 
     def start(self) -> Group:
@@ -292,14 +292,14 @@ class Rules:
             most = max(most, min(due - self.batch * j, self.batch) - min(complete, self.batch))
         return list(islice(self.running.values(), most))
 
-    def to_cut(self, begun: Callable[[int], int]) -> list[Group]:
+    def to_cut(self) -> list[Group]:
         """Return the groups with running samples that must end now, so that the idle trainer gets a batch.
 
-        There are none before all samples of these groups have started; `begun` as in `startable`.
+        There are none before all samples of these groups have started.
         """
         due = self.due() if self.stale is Stale.cut else []
         found = [group for group in due if group.left] if len(self.ready) + len(due) >= self.batch else []
-        return found if all(begun(group.number) == self.samples for group in found) else []
+        return found if all(group.begun == self.samples for group in found) else []
 
     def take(self) -> list[Group] | None:
         """Return the groups of the next batch, or None if the trainer must wait."""
@@ -449,7 +449,10 @@ class Clock:
                 self._choose()
                 continue  # the choice may have freed slots, or room for further groups
             end = self._next_end()
-            ends_at = self._time_of(end.last_step) if end else inf
+            ends_at = inf
+            if end:  # if the number of running sequences stays the same
+                steps = max(0.0, end.last_step - self.step)
+                ends_at = max(self.now, self.resumes) + steps * self._rate()
             scored_at = self.scoring[0][0] if self.scoring else inf
             first = min(self.load_at, scored_at, ends_at) + self._rate() / 10**_DIGITS
             if first == inf:
@@ -475,8 +478,8 @@ class Clock:
     def loaded(self) -> None:
         """Continue with the weights of the update whose batch was returned; the sampler has loaded them."""
         self.usage, self._news = Usage(), True
-        for number, group in self.rules.running.items():
-            if not self.sequences[number]:  # a replacement without a slot will have the new version
+        for group in self.rules.running.values():
+            if not group.begun:  # a replacement without a slot will have the new version
                 group.version += 1
         for group in [*self.rules.loaded(), *self.rules.expired()]:
             self._discard(group)
@@ -521,6 +524,7 @@ class Clock:
         for number, sample, *values in saved["sequences"]:
             sequence = Sequence(groups[number], Start(number, sample), *values)
             self.sequences[number].append(sequence)
+            groups[number].begun += 1
             if sequence.end == inf:
                 self.running[sequence.key] = sequence
                 heappush(self._ends, (round(sequence.plan(), _DIGITS), sequence.key))
@@ -529,10 +533,6 @@ class Clock:
 
     def _rate(self) -> float:
         return self.costs.seconds_of_step(len(self.running))
-
-    def _time_of(self, step: float) -> float:
-        """Return the time of a later step, if the number of running sequences stays the same."""
-        return max(self.now, self.resumes) + max(0.0, step - self.step) * self._rate()
 
     def _step_at(self, time: float) -> float:
         """Return the step at a later time, if the number of running sequences stays the same."""
@@ -568,7 +568,7 @@ class Clock:
         self._news = False
         for group in self.rules.expired():
             self._discard(group)
-        for group in self.rules.to_cut(self._begun):
+        for group in self.rules.to_cut():
             self._cut(group)
         if batch := self.rules.take():
             sequences = [each for group in batch for each in self.sequences[group.number]]
@@ -578,17 +578,9 @@ class Clock:
 
     # -- sequences ---------------------------------------------------------------------------------
 
-    def _startable(self, slots: int) -> list[Start]:
-        """Return the sequences that start next if `slots` slots are free, in order."""
-        return [Start(*each) for each in self.rules.startable(slots, self._begun, self.whole)]
-
-    def _begun(self, group: int) -> int:
-        """Return the number of sequences of a group that have started."""
-        return len(self.sequences[group])
-
     def _fill(self) -> None:
         """Start sequences in all free slots, as far as the rules allow."""
-        for start in self._startable(self.slots - len(self.running)):
+        for start in self.rules.startable(self.slots - len(self.running), self.whole):
             if start not in self._ahead:
                 self._sample_ahead()
             if start.group == self.rules.started:
@@ -599,6 +591,7 @@ class Clock:
             group, stretch = self.rules.running[start.group], self.costs.stretch
             sequence = Sequence(group, start, begin, factor, stretch, self.now, prefill=self.costs.prefill)
             self.sequences[start.group].append(sequence)
+            group.begun += 1
             self.running[start] = sequence
             self._add(sequence, self._ahead.pop(start))
 
@@ -611,7 +604,7 @@ class Clock:
         horizon = self._horizon()
         soon = sum(each.stopped and each.last_step < horizon for each in self.running.values())
         slots = self.slots - len(self.running) + soon
-        starts = [start for start in self._startable(slots) if start not in self._ahead]
+        starts = [start for start in self.rules.startable(slots, self.whole) if start not in self._ahead]
         most = [
             self._most(horizon - self.step, self._factor(start, self.sampler.prompt(start.group)[0]))
             if self.in_flight

@@ -22,7 +22,7 @@ from rlhf.models.modules import RewardModel
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.scorers.scorer import Scored, Scorer, response_texts
 from rlhf.tasks.kinds import means_of_parts
-from rlhf.terminal.progress import Phases
+from rlhf.terminal.console import Phases
 from rlhf.text.chat import unquoted
 from rlhf.text.encoding import encode_completions
 

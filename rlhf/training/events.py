@@ -268,23 +268,11 @@ class CompletedStream(RuledStream):
             groups = [self.own.pop(group.number) for group in taken]
             recorder.add(self.figures(groups, self.now, self.context.generator.slots, self.usage))
             self.usage, self.trains = Usage(), True
-            rollouts = self._rollouts([self.complete.pop(group.number) for group in taken])
+            made = [self.complete.pop(group.number) for group in taken]
+            seconds = max(each.generate_s for each in made)
+            rollouts = joined(made, self.context.pad_id, self.rules.version, seconds)
             self.trained(groups, 0.0, taken=self.now, waited=self.now - asked)
         return rollouts
-
-    def _rollouts(self, groups: list[Rollouts]) -> Rollouts:
-        """Return the groups of a batch as one batch; with scores if all have them."""
-        seconds = max(each.generate_s for each in groups)
-        if all(isinstance(each, Batch) for each in groups):
-            return joined(groups, self.context.pad_id, self.rules.version, seconds)  # type: ignore[arg-type]
-        fields = Rollouts.__dataclass_fields__
-        plain = [Rollouts(**{name: getattr(each, name) for name in fields}) for each in groups]
-        rollouts = Rollouts(
-            **concatenated(plain, self.context.pad_id),
-            trainer_version=self.rules.version,
-            generate_s=seconds,
-        )
-        return rollouts if len(rollouts.versions()) > 1 else replace(rollouts, token_versions=None)
 
     # -- with the lock -----------------------------------------------------------------------------
 
@@ -303,7 +291,6 @@ class CompletedStream(RuledStream):
                     self._take_answer(*self.ended.get())
                 starts = self.rules.startable(
                     generator.slots - self.running if generator.oldest == self.rules.version else 0,
-                    lambda number: len(self.own[number]),
                     self.context.schedule.unit is Unit.group,
                 )
                 for number, sample in starts:
@@ -335,6 +322,7 @@ class CompletedStream(RuledStream):
         asked = replace(self.sampling, samples=1, request=request, begun=[Begun(request, sample, [], [])])
         response = _CompletedResponse(group, sample, self.now)
         self.own[group.number].append(response)
+        group.begun += 1
         self.running += 1
         response.future = self.context.generator.submit(self.known[group.number], asked)
         response.future.add_done_callback(partial(self._note, response))
@@ -376,7 +364,7 @@ class CompletedStream(RuledStream):
         """Return the groups that the idle trainer gets, if the rules allow it."""
         for group in self.rules.expired():
             self._discard(group)
-        for group in self.rules.to_cut(lambda number: len(self.own[number])):
+        for group in self.rules.to_cut():
             self._cut(group)
         taken = self.rules.take()
         self._work()  # what was discarded or taken makes room
@@ -428,6 +416,7 @@ class CompletedStream(RuledStream):
         for number, sample, start, end, cut, rollouts in saved["responses"]:
             response = _CompletedResponse(groups[number], sample, start, None, end, cut, unpack(rollouts))
             self.own[number].append(response)
+            groups[number].begun += 1
         self.complete = {number: unpack(group) for number, group in saved["complete"].items()}
         with self.changed:
             for number, group in self.rules.running.items():

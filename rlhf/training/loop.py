@@ -34,7 +34,7 @@ from rlhf.objectives.objective import Objective
 from rlhf.processes.signals import Interruption
 from rlhf.scorers.scorer import Scorer
 from rlhf.tasks.task import PromptOrder
-from rlhf.terminal.progress import Phases
+from rlhf.terminal.console import Phases
 from rlhf.training.checkpoint import Checkpoints
 from rlhf.training.evaluators import Evaluator
 from rlhf.training.recorder import Recorder

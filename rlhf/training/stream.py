@@ -20,7 +20,7 @@ from rlhf.core.launched import derive
 from rlhf.core.metrics import How, Metrics, Stat, mean
 from rlhf.core.state import TrainState
 from rlhf.generators.generator import Generator
-from rlhf.terminal.progress import Phases
+from rlhf.terminal.console import Phases
 from rlhf.training.recorder import Recorder
 
 # Other prompts in place of groups without signal: dynamic sampling of DAPO (Yu et al., arXiv 2503.14476).
@@ -294,10 +294,10 @@ class RefilledStream(Stream):
             groups -= min(groups, len(spare))
 
 
-def joined(groups: Sequence[Batch], pad_id: int, trainer_version: int, generate_s: float) -> Batch:
+def joined(groups: Sequence[R], pad_id: int, trainer_version: int, generate_s: float) -> R:
     """Return groups, which have token versions, as one batch; `generate_s` is the time of all of them."""
     fields = concatenated(groups, pad_id) | {"trainer_version": trainer_version, "generate_s": generate_s}
-    batch = Batch(**fields)
+    batch = type(groups[0])(**fields)
     return batch if len(batch.versions()) > 1 else replace(batch, token_versions=None)
 
 

@@ -36,13 +36,11 @@ from rlhf.generators.hf.generator import sample
 from rlhf.memory.plan import with_token_limit
 from rlhf.memory.sizes import longest, most_sequences
 from rlhf.models import forward
-from rlhf.models.folder import first_line
-from rlhf.models.forward import NoSharedPrefix, raise_errors
-from rlhf.models.headers import DamagedFile, read_object
-from rlhf.models.loading import check_context
+from rlhf.models.folder import context_problem, first_line
+from rlhf.models.forward import NoSharedPrefix, autocast, raise_errors, shared_copies
+from rlhf.models.headers import DamagedFile, ModelFacts, read_object
 from rlhf.models.logprobs import fused_logprobs, token_outputs
 from rlhf.models.modules import LogprobHead, RolloutModule, backbone, described, logit_scale, token_ids
-from rlhf.models.placement import autocast, shared_copies
 from rlhf.terminal.console import say_row
 
 if TYPE_CHECKING:
@@ -261,9 +259,10 @@ def compared(module: M, cfg: Config, ranks: Ranks) -> M:
         UserError: the model cannot be used, or prompts and responses are too long for it.
     """
     model = module.model
-    too_long = check_context(model.config, cfg.task.max_prompt_tokens, cfg.generator.response_length)
-    if too_long:
-        raise UserError(too_long)
+    facts = ModelFacts(model.config.to_dict())
+    lengths = cfg.task.max_prompt_tokens, cfg.generator.response_length
+    if problem := context_problem(facts.context, *lengths, facts.original_context):
+        raise UserError(problem)
     if cfg.model.attention == AUTO:
         _use_flash(module, cfg, ranks)
     fault, new = _once("sharing", model, cfg, ranks, lambda _, batch: sharing_fault(module, batch))

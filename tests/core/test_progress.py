@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from rlhf.terminal import progress as module
-from rlhf.terminal.progress import Phases, ProgressDisplay, Stages, progress
+from rlhf.terminal import console as module
+from rlhf.terminal.console import Phases, ProgressDisplay, Stages, progress
 
 ITEMS = ["reward 1.460", "KL 0.644", "accuracy 0.710", "5,120 episodes", "win rate 0.820 at update 24"]
 

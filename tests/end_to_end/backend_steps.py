@@ -27,9 +27,8 @@ from rlhf.config.run import ESSScaling, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget
 from rlhf.engines.engine import Engine, EngineSettings, NonFinite
-from rlhf.models.forward import checkpoint_blocks
+from rlhf.models.forward import autocast, build_on_first, checkpoint_blocks, infer
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel, adapt
-from rlhf.models.placement import autocast, build_on_first, infer
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.objective import Objective
 from rlhf.objectives.ppo import PPO

@@ -9,7 +9,7 @@ from rlhf.core.files import files
 from rlhf.engines.engine import TorchEngine
 from rlhf.generators.generator import read
 from rlhf.runs.folder import RunFolder
-from rlhf.scorers.reward_model import RewardModelScorer
+from rlhf.scorers.scorer import RewardModelScorer
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import nightly, rows
 from tests.end_to_end.test_async import workers

@@ -26,7 +26,7 @@ from rlhf.generators.weights import TransferError, checksum
 from rlhf.processes.signals import SIGNALS
 from rlhf.processes.worker import Worker
 from rlhf.runs.folder import RunFolder
-from rlhf.scorers.reward_model import RewardModelScorer
+from rlhf.scorers.scorer import RewardModelScorer
 from rlhf.stages.run import run
 from rlhf.words.compose import run_name
 from tests.end_to_end.conftest import rows, wait_for

@@ -12,7 +12,7 @@ from rlhf import evaluate as command
 from rlhf.core.errors import UserError
 from rlhf.core.files import read_lines
 from rlhf.core.formatting import text, wilson
-from rlhf.loggers.display import EVALUATION_METRICS
+from rlhf.loggers.logger import EVALUATION_METRICS
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import evaluation as evaluate
 from rlhf.stages.evaluation import changed, table

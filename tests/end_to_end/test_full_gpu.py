@@ -11,7 +11,7 @@ from rlhf.assembly.models import full_gpu
 from rlhf.core.errors import RunError, explained
 from rlhf.engines.engine import TorchEngine
 from rlhf.generators.hf import generator as hf
-from rlhf.models import placement
+from rlhf.models import forward
 from rlhf.processes.worker import answer
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation import changed, evaluate
@@ -47,8 +47,8 @@ def raises(after: int, function):
     [
         (TorchEngine, "backward", 3, "training", "backend.micro_batch=4", SCORED),
         (hf, "sample", 1, "sampling", "generator.batch_size=128", SCORED),
-        (placement, "autocast", 1, "log-probs and scores", "backend.micro_batch=4", SCORED),
-        (placement, "autocast", 0, "scores", "scorer.batch_size=16", BY_A_MODEL),
+        (forward, "autocast", 1, "log-probs and scores", "backend.micro_batch=4", SCORED),
+        (forward, "autocast", 0, "scores", "scorer.batch_size=16", BY_A_MODEL),
     ],
 )
 def test_the_error_names_the_phase_the_settings_that_need_less_and_the_last_checkpoint(

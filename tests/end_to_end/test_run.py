@@ -16,7 +16,7 @@ from rlhf.core.files import read_lines
 from rlhf.generators.hf.generator import HFGenerator
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from rlhf.terminal.progress import Phases
+from rlhf.terminal.console import Phases
 from rlhf.words.compose import load_config
 from tests.end_to_end.conftest import assert_same_end, interrupted, nightly, rows
 

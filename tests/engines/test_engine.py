@@ -13,8 +13,8 @@ from rlhf.config.run import LRSchedule, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget, microbatches
 from rlhf.engines.engine import EngineSettings, NonFinite, TorchEngine, learning_rate
+from rlhf.models.forward import autocast
 from rlhf.models.modules import ActorCritic, Policy, ValueModel
-from rlhf.models.placement import autocast
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.ppo import PPO
 from rlhf.objectives.sft import SFT

@@ -7,8 +7,8 @@ import torch
 
 from rlhf.config.models import Dtype
 from rlhf.engines.deepspeed_engine import exact, rounded_weights
+from rlhf.models.forward import autocast
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
-from rlhf.models.placement import autocast
 from tests.tiny_models import tiny_classifier, tiny_lm, tiny_rollouts
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from rlhf.core.errors import RunError
 from rlhf.environments.environment import Turns, limits, transcripts
 from rlhf.environments.episodes import Episodes
 from rlhf.generators import generator
-from rlhf.loggers.display import dialogue_lines
+from rlhf.loggers.logger import dialogue_lines
 from rlhf.scorers.function import build
 from rlhf.scorers.scorer import EnvironmentScorer, WeightedScorer, merge_ties, write
 from tests.environments.test_episodes import SAMPLING, Judge, prompts, sampled, settings, tokenizer

@@ -17,9 +17,9 @@ from rlhf.config.models import Dtype
 from rlhf.core.batch import Rollouts
 from rlhf.engines import engine as engine_module
 from rlhf.models import forward
+from rlhf.models.forward import autocast, product_dtype
 from rlhf.models.logprobs import fused_logprobs, token_outputs
 from rlhf.models.modules import Policy
-from rlhf.models.placement import autocast, product_dtype
 from tests.gpu.report import NO_GPU, Report, Skip
 from tests.gpu.shapes import batch, large, shape_of
 

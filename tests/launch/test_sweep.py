@@ -17,7 +17,7 @@ from rlhf.launch.preflight import Job, announce, folders_outside, generator_of_j
 from rlhf.launch.sweep import Sweep, begin_job, lines
 from rlhf.runs.folder import RunFolder
 from rlhf.sweeping import jobs
-from rlhf.terminal import progress
+from rlhf.terminal import console
 from rlhf.words.compose import compose, initialized
 from tests.model_folders import write_model
 
@@ -125,12 +125,12 @@ def test_the_title_of_a_job_has_its_number_and_the_values_that_differ():
 
 
 def test_jobs_that_share_a_terminal_have_numbers_in_their_titles(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "job", "")
+    monkeypatch.setattr(console, "job", "")
     begin_job(1, ["algo=dpo", "seed=2"])  # in a process of a launcher
-    assert progress.prefix() == "job 2 " and capsys.readouterr().out == "job 2: algo=dpo seed=2\n"
+    assert console.prefix() == "job 2 " and capsys.readouterr().out == "job 2: algo=dpo seed=2\n"
     monkeypatch.setattr(sweep, "current", Sweep())
     begin_job(1, ["seed=2"])
-    assert progress.prefix() == ""
+    assert console.prefix() == ""
 
 
 def test_the_message_about_a_finished_run_names_the_model_or_how_to_write_it_again(tmp_path, capsys):

@@ -6,8 +6,8 @@ from rlhf.assembly.parts import shown_figures
 from rlhf.config.run import Progress
 from rlhf.core.metrics import Evaluation
 from rlhf.core.state import TrainState
-from rlhf.loggers import display as module
-from rlhf.loggers.display import EVALUATION_METRICS, Display, metric_texts, sample_lines
+from rlhf.loggers import logger as module
+from rlhf.loggers.logger import EVALUATION_METRICS, Display, metric_texts, sample_lines
 from rlhf.training.evaluators import last_messages
 from tests.checks.test_check import compose
 

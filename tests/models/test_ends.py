@@ -9,8 +9,8 @@ import torch
 
 from rlhf.core.batch import Rollouts, Sampling
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
+from rlhf.models.loading import read_tokenizer, stop_ids
 from rlhf.models.modules import Policy
-from rlhf.models.tokenizer import read_tokenizer, stop_ids
 from rlhf.scorers.scorer import first_of_identical, response_texts
 from rlhf.text.chat import set_format
 from tests.model_folders import write_tokenizer

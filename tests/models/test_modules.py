@@ -19,18 +19,18 @@ from transformers import (
 from rlhf.config.models import NanoConfig
 from rlhf.core.batch import Budget, Rollouts, microbatches
 from rlhf.core.errors import UserError
-from rlhf.models.folder import context_problem, folder_problem, is_local, on_this_machine, rope_problem
+from rlhf.models.folder import context_problem, folder_problem, is_local, on_this_machine
+from rlhf.models.headers import ModelFacts
 from rlhf.models.loading import (
-    check_context,
     check_saved,
     load_causal_lm,
     load_reward_model,
     new_nano,
     new_reward_model,
+    read_tokenizer,
     save,
 )
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
-from rlhf.models.tokenizer import read_tokenizer
 from tests import needs
 from tests.model_folders import write_weights
 from tests.tiny_models import (
@@ -419,6 +419,11 @@ def test_hub_names_and_folders_of_unknown_types_have_no_problem(folder, tmp_path
     assert folder_problem("model.policy", str(tmp_path)) is None
 
 
+def check_context(config, *lengths):
+    facts = ModelFacts(config if isinstance(config, dict) else config.to_dict())
+    return context_problem(facts.context, *lengths, facts.original_context)
+
+
 def test_prompt_and_response_must_fit_the_context(folder):
     assert on_this_machine(folder).context == 128 and on_this_machine("EleutherAI/pythia-410m") is None
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
@@ -444,12 +449,13 @@ def test_prompt_and_response_must_fit_the_context(folder):
 )
 def test_a_sequence_must_fit_the_original_context_of_longrope(config):
     config = {"max_position_embeddings": 4096, **config}
-    assert rope_problem(config, 40, 24) is None
-    problem = rope_problem(config, 40, 25)
+    original = ModelFacts(config).original_context
+    assert context_problem(None, 40, 24, original) is None
+    problem = context_problem(None, 40, 25, original)
     assert "must be <= 64" in problem and "longrope" in problem
     assert problem.endswith("set generator.response_length=24")
 
 
 @pytest.mark.parametrize("rope", [None, {"rope_type": "default"}, {"rope_type": "llama3", "factor": 8.0}])
 def test_other_position_encodings_have_no_original_context(rope):
-    assert rope_problem({"rope_scaling": rope, "max_position_embeddings": 64}, 1000, 1000) is None
+    assert ModelFacts({"rope_scaling": rope, "max_position_embeddings": 64}).original_context is None

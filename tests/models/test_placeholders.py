@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from rlhf.core.errors import UserError
-from rlhf.models.forward import checkpoint_blocks
+from rlhf.models.forward import build_on_first, checkpoint_blocks, is_placeholder, without_values
 from rlhf.models.modules import ActorCritic, Policy, ValueModel
-from rlhf.models.placement import build_on_first, is_placeholder, without_values
 from rlhf.processes.ranks import Ranks
 from tests.tiny_models import tiny_classifier, tiny_lm, tiny_rollouts
 

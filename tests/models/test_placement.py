@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from rlhf.config.algorithms import DPOConfig
+from rlhf.models.forward import place
 from rlhf.models.loading import load_causal_lm, save
 from rlhf.models.modules import Policy
-from rlhf.models.placement import place
 from rlhf.objectives.dpo import OnlineDPO
 from tests.engines.test_engine import engine_of, scored
 from tests.tiny_models import KINDS, tiny_lm, tiny_rollouts, tiny_tokenizer

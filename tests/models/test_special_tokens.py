@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf.models.headers import UNUSED, choose_pad_token, pad_problem
-from rlhf.models.tokenizer import read_tokenizer, set_pad_token
+from rlhf.models.loading import read_tokenizer, set_pad_token
 from tests.chat_tokenizers import LLAMA_3, QWEN, ZEPHYR, byte_level, sentencepiece
 
 IM = (

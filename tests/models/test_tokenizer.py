@@ -6,8 +6,7 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from rlhf.core.errors import UserError
-from rlhf.models.loading import save
-from rlhf.models.tokenizer import check_vocabulary, fill_pad_token, read_tokenizer, set_pad_token
+from rlhf.models.loading import check_vocabulary, fill_pad_token, read_tokenizer, save, set_pad_token
 from tests.chat_tokenizers import gemma, neox
 from tests.tiny_models import VOCABULARY, tiny_classifier, tiny_lm, tiny_tokenizer
 

@@ -17,8 +17,7 @@ from rlhf.core.batch import Rollouts
 from rlhf.core.errors import UserError
 from rlhf.environments.environment import Turns
 from rlhf.models.loading import save
-from rlhf.scorers.reward_model import RewardModelScorer
-from rlhf.scorers.scorer import response_texts
+from rlhf.scorers.scorer import RewardModelScorer, response_texts
 from rlhf.text.chat import control_tokens, render, set_format
 from rlhf.text.encoding import encode_completions, encode_prompts
 from rlhf.words.compose import compose

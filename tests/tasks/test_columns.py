@@ -5,7 +5,7 @@ import pytest
 from rlhf.config.algorithms import Data
 from rlhf.config.tasks import PREFERENCE_COLUMNS, ColumnsConfig
 from rlhf.core.errors import UserError
-from rlhf.tasks.columns import BadRow, Layout, conversion, recognise
+from rlhf.tasks.columns import BadRow, Layout, conversion, converted, recognise
 
 ASK, MORE = {"role": "user", "content": "ask"}, {"role": "user", "content": "more"}
 GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
@@ -138,9 +138,9 @@ def test_pairs_of_texts_and_of_messages_become_a_prompt_and_two_responses(row, p
     ],
 )
 def test_a_row_with_another_content_is_refused_with_what_it_has(row, rule, got):
-    with pytest.raises(BadRow) as caught:
-        pair(row)
-    text = caught.value.problem("task.path", "line 3 of x.jsonl")
+    with pytest.raises(UserError) as caught:
+        list(converted(iter([("line 3 of x.jsonl", row)]), pair, "task.path"))
+    text = caught.value.problems[0]
     assert text.startswith("task.path must have ")
     assert rule in text.partition(", got line 3 of x.jsonl ")[0]
     assert got in text.partition(", got line 3 of x.jsonl ")[2]

@@ -28,9 +28,9 @@ from rlhf.config.algorithms import Data
 from rlhf.config.tasks import ColumnsConfig, LocalConfig
 from rlhf.core.errors import UserError
 from rlhf.experiment import written
-from rlhf.tasks.columns import recognise
+from rlhf.tasks.columns import Wanted, recognise
+from rlhf.tasks.files import rows
 from rlhf.tasks.kinds import LocalSource
-from rlhf.tasks.reading import Wanted, rows
 from rlhf.tasks.source import numbered
 
 DIALOGUE = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It's \u00fc"}]

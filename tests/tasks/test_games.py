@@ -11,7 +11,7 @@ from rlhf.config.algorithms import Data
 from rlhf.config.tasks import CalculatorTaskConfig, GuessNumberTaskConfig
 from rlhf.core.batch import Sampling
 from rlhf.environments.episodes import Episodes
-from rlhf.tasks.reading import Wanted
+from rlhf.tasks.columns import Wanted
 from rlhf.tasks.task import Task
 from rlhf.text.encoding import encode_completions
 from rlhf.words.compose import compose

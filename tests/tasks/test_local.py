@@ -14,9 +14,9 @@ from rlhf.checks.inputs import data_folders, data_of_tasks
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.tasks import ColumnsConfig, LocalConfig, PreferencesConfig
 from rlhf.core.errors import UserError
+from rlhf.tasks.columns import Wanted
 from rlhf.tasks.files import LocalFiles
 from rlhf.tasks.kinds import held_out_rows
-from rlhf.tasks.reading import Wanted
 from rlhf.tasks.source import word_tokenizer
 from rlhf.tasks.task import Task, summarize
 from tests.tasks.test_task import WORDS

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from rlhf.core.errors import UserError
-from rlhf.tasks.reading import rows
+from rlhf.tasks.files import rows
 
 TEXTS = [{"prompt": f"p{i}", "response": 'a, "b"\nc'} for i in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in TEXTS)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from rlhf.config.run import ScheduleConfig
 from rlhf.core.metrics import Timer
 from rlhf.core.state import TrainState
-from rlhf.terminal.progress import Phases
+from rlhf.terminal.console import Phases
 from rlhf.training.stream import StreamContext
 
 

@@ -16,7 +16,7 @@ from rlhf.generators.generator import finished
 from rlhf.models.modules import RewardModel
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.scorers.scorer import Scorer
-from rlhf.terminal.progress import Phases
+from rlhf.terminal.console import Phases
 from rlhf.text.encoding import encode_completions, encode_prompts
 from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvaluator
 from tests.environments.test_episodes import SAMPLING as EPISODES

@@ -9,7 +9,7 @@ from rlhf.core.errors import Interrupted
 from rlhf.core.metrics import Evaluation
 from rlhf.core.state import TrainState
 from rlhf.processes.signals import Interruption
-from rlhf.terminal.progress import Phases
+from rlhf.terminal.console import Phases
 from rlhf.training.loop import evaluate
 
 STATE = TrainState(num_updates=2, update=1)

@@ -25,7 +25,6 @@ from transformers.masking_utils import sdpa_mask
 
 from rlhf.models import forward
 from rlhf.models.modules import backbone, logit_scale
-from rlhf.models.placement import product_dtype
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -222,7 +221,9 @@ class RoomyLayer(DynamicLayer):
             # One slot is never used: compiled code is for keys that are a part of this memory, not all of it.
             length = self.prompt + self.room + 1
             self.all_keys, self.all_values = (
-                x.new_empty(self.rows, x.shape[1], length, x.shape[3], dtype=product_dtype(x.device, x.dtype))
+                x.new_empty(
+                    self.rows, x.shape[1], length, x.shape[3], dtype=forward.product_dtype(x.device, x.dtype)
+                )
                 for x in (keys, values)
             )
             self.keys, self.values = (x[:, :, : self.prompt] for x in (self.all_keys, self.all_values))

@@ -32,9 +32,8 @@ from rlhf.generators.process import start
 from rlhf.generators.weights import Manifest, TransferError, checksum, read
 from rlhf.models import folder, forward
 from rlhf.models.modules import absent_ids, set_head
-from rlhf.models.placement import autocast, place
 from rlhf.processes.worker import environment
-from rlhf.terminal.progress import Phases
+from rlhf.terminal.console import Phases
 from rlhf.text.encoding import pad_prompts
 
 CPU_CHUNK, GPU_CHUNK = 2**20, 2**24  # probabilities per step of `choose`; on a CPU a step fits in cache
@@ -176,7 +175,7 @@ class HFSamplerFactory:
         if self.float32_head or self.absent_ids:
             rows = range(model.get_output_embeddings().out_features)
             set_head(model, self.float32_head, tokens=set(rows) - set(self.absent_ids))
-        return HFSampler(place(model, torch.device(self.device)).eval(), self)
+        return HFSampler(forward.place(model, torch.device(self.device)).eval(), self)
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ class HFSampler:
         # Autocast caches 16-bit copies of weights that require a gradient. Weights that change during a
         # request must not be cached.
         self.model.requires_grad_(update is None)
-        with autocast(self.model.device, self.made_by.dtype):
+        with forward.autocast(self.model.device, self.made_by.dtype):
             return respond(self.model, prompts, sampling, self.made_by.settings, update)
 
     def load(self, manifest: Manifest) -> dict[str, int]:
