@@ -32,12 +32,13 @@ from omegaconf import DictConfig, OmegaConf
 from rlhf.checks import check
 from rlhf.checks.settings import recipes_of_other_commands
 from rlhf.config.algorithms import Trains
-from rlhf.config.root import set_environment
+from rlhf.config.root import Config, set_environment
 from rlhf.config.run import LRSchedule, Resume
 from rlhf.core.errors import UserError, override, setting
 from rlhf.core.files import component, read_lines, whole, write_atomically
 from rlhf.core.formatting import shortened
 from rlhf.core.launched import is_first_rank
+from rlhf.loggers.logger import Hook
 from rlhf.runs.folder import RunFolder, complete_checkpoints
 from rlhf.runs.lock import Claim, claimed, creating
 from rlhf.runs.resuming import LENGTH, earlier_name, folder_of, length_key, length_value, prepare, shorter_run
@@ -51,9 +52,6 @@ from rlhf.words.mistakes import listed, readable, repeated
 
 if TYPE_CHECKING:
     import pandas
-
-    from rlhf.config.root import Config
-    from rlhf.loggers.logger import Hook
 
 
 class Experiment:

@@ -14,19 +14,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rlhf.checks.check import checked, composed, downloads, warn, warnings
 from rlhf.core.errors import UserError, lines
 from rlhf.launch.command_line import Command
 from rlhf.loggers.logger import load_hooks
-from rlhf.memory.sizes import models
+from rlhf.memory.sizes import Model, models
 from rlhf.models.folder import is_local, on_this_machine
 from rlhf.terminal.console import console, say_loading
 from rlhf.words import catalogue
-
-if TYPE_CHECKING:
-    from rlhf.memory.sizes import Model
 
 COMMAND = Command(
     name="rlhf.inspect",

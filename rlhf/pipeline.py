@@ -41,6 +41,7 @@ from rlhf import relabel as relabelling
 from rlhf.checks.check import check_memory, check_push, composed, problems, warn, warnings
 from rlhf.checks.settings import recipes_of_other_commands
 from rlhf.config.algorithms import Trains
+from rlhf.config.root import Config
 from rlhf.config.run import Resume
 from rlhf.core.errors import UserError
 from rlhf.core.files import component, digest
@@ -66,7 +67,6 @@ from rlhf.stages.prerequisites import (
 from rlhf.terminal.console import Stages, console, say_loading
 
 if TYPE_CHECKING:
-    from rlhf.config.root import Config
     from rlhf.processes.ranks import Ranks
 
 

@@ -10,19 +10,14 @@ Exit codes:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich import box
 from rich.table import Column, Table
 
 from rlhf.checks.check import check_memory, checked, composed
 from rlhf.launch.command_line import Command
 from rlhf.memory.plan import plan, savings, unknown_models
-from rlhf.memory.uses import gib
+from rlhf.memory.uses import Use, gib
 from rlhf.terminal.console import console
-
-if TYPE_CHECKING:
-    from rlhf.memory.uses import Use
 
 COMMAND = Command(
     name="rlhf.plan",

@@ -29,6 +29,7 @@ from rich.table import Table
 
 from rlhf.checks.check import check_push, checked, composed, warn, warnings
 from rlhf.config.algorithms import Data
+from rlhf.config.root import Config
 from rlhf.config.tasks import SPLITS
 from rlhf.core import errors, files
 from rlhf.core.errors import UserError, setting
@@ -46,8 +47,6 @@ from rlhf.words.compose import what_counts
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
     from transformers import PreTrainedTokenizerFast
-
-    from rlhf.config.root import Config
 
 COMMAND = Command(
     name="rlhf.relabel",

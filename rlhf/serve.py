@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf.config.generators import INTERFACE, Precision, Transfer, VLLMServerConfig, token_problems
 from rlhf.config.root import set_environment
@@ -27,11 +27,9 @@ from rlhf.core.errors import RunError, UserError, setting
 from rlhf.core.files import write_atomically
 from rlhf.core.machine import is_loopback
 from rlhf.generators.servers.server import numbers
+from rlhf.generators.vllm.sampler import VLLMFactory
 from rlhf.launch.command_line import stop
 from rlhf.terminal.console import prepare_output, say, say_loading
-
-if TYPE_CHECKING:
-    from rlhf.generators.vllm.sampler import VLLMFactory
 
 KEY = "RLHF_KEY"  # environment variable with the key, unless --key-variable names another one
 

@@ -6,7 +6,7 @@ import logging
 import os
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import datasets
 import torch
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from rlhf.assembly.parts import build_source, make, part
 from rlhf.config.algorithms import Trains, ValueFrom
 from rlhf.config.models import WITHOUT_GRADIENT, Device, Dtype
+from rlhf.config.root import Config
 from rlhf.core.batch import Budget
 from rlhf.core.errors import OutOfMemory, RunError, UserError
 from rlhf.core.launched import PORTABLE, asked_portable, derive
@@ -35,15 +36,11 @@ from rlhf.models.loading import (
 )
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, ValueModel, adapt, score_head
 from rlhf.processes.ranks import Ranks
+from rlhf.runs.folder import RunFolder
 from rlhf.terminal.console import console, say_row
 from rlhf.text.chat import set_format
 from rlhf.trials.trials import compared
 from rlhf.words.compose import not_in_name
-
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
-    from rlhf.runs.folder import RunFolder
-
 
 # Construction of the models of a run.
 

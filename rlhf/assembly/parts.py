@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from dataclasses import fields
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.algorithms import Trains
+from rlhf.config.root import Config
 from rlhf.config.schema import PARTS, Section
 from rlhf.config.scorers import scorers
+from rlhf.core.state import TrainState
 from rlhf.loggers.logger import Display, JsonlLogger, Logger, LoggerContext, ScoreDoubts
 from rlhf.report.figures import run_figures
+from rlhf.runs.folder import RunFolder
 from rlhf.terminal import console
+from rlhf.terminal.console import Phases
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from rlhf.config.root import Config
-    from rlhf.core.state import TrainState
-    from rlhf.runs.folder import RunFolder
     from rlhf.tasks.source import Source
-    from rlhf.terminal.console import Phases
 
 
 # Construction of the part that a config section configures, from the address in the section's `option`.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,19 +27,22 @@ from rlhf.assembly.models import (
 from rlhf.assembly.parts import build_source, make, part
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.models import Dtype, TorchConfig
-from rlhf.config.root import threads
-from rlhf.config.scorers import scorers
+from rlhf.config.root import Config, threads
+from rlhf.config.scorers import FunctionScorerConfig, ScorerConfig, scorers
 from rlhf.core.batch import Sampling
 from rlhf.core.errors import UserError
 from rlhf.core.state import SupervisedState, TrainState
 from rlhf.engines.engine import Engine, EngineSettings, FrozenEngine, trained
+from rlhf.environments.environment import EnvironmentFactory
 from rlhf.environments.library import schemas
-from rlhf.generators.generator import GeneratorContext, PerRankGenerator, SharedGenerator
+from rlhf.generators.generator import Generator, GeneratorContext, PerRankGenerator, SharedGenerator
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.generators.process import Annotator
 from rlhf.models.loading import check_vocabulary, load_causal_lm
-from rlhf.models.modules import RolloutModule, set_head
+from rlhf.models.modules import Policy, RewardModel, RolloutModule, set_head
 from rlhf.processes.ranks import Ranks
+from rlhf.processes.worker import Channel
+from rlhf.runs.folder import RunFolder
 from rlhf.scorers.scorer import SavingScorer, Scorer, ScorerContext, read_own, reads_tokens_of
 from rlhf.tasks.columns import TOOLS, Wanted
 from rlhf.tasks.kinds import FirstMessages
@@ -48,23 +51,12 @@ from rlhf.terminal.console import say
 from rlhf.text.chat import Dialogues, unquoted
 from rlhf.text.encoding import encode_completions
 from rlhf.training.checkpoint import Checkpoints
-from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvaluator
+from rlhf.training.evaluators import Evaluator, HeldOutPairs, PolicyEvaluator, RewardEvaluator
 from rlhf.training.loop import Parts
 from rlhf.training.recorder import LIMITS, CollapseRule, Limits, Recorder, RepetitionRule, expected
 from rlhf.training.stream import Refill, Replay
 from rlhf.trials.trials import choose_head, compared, compile_blocks, samples_with_cache
 from rlhf.usercode.address import load_function, parameters_of, signature_of
-
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
-    from rlhf.config.scorers import FunctionScorerConfig, ScorerConfig
-    from rlhf.environments.environment import EnvironmentFactory
-    from rlhf.generators.generator import Generator
-    from rlhf.models.modules import Policy, RewardModel
-    from rlhf.processes.worker import Channel
-    from rlhf.runs.folder import RunFolder
-    from rlhf.training.evaluators import Evaluator
-
 
 # Construction of the parts of a training run.
 

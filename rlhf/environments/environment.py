@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError, UserError, one_line
 from rlhf.core.formatting import as_score, in_float32, not_a_score
 from rlhf.processes.signals import note_children
@@ -34,10 +36,7 @@ from rlhf.usercode.address import LIBRARIES, load_class
 from rlhf.usercode.protection import same_settings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from rlhf.config.environments import ClassConfig, EnvironmentConfig, TurnsConfig
-    from rlhf.core.batch import Rollouts
 
 
 # The interface of an environment: a program that answers the replies of a model until the episode is done.

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
@@ -27,8 +28,6 @@ from rlhf.text.chat import QUESTION, START, render, template_name
 from rlhf.usercode.address import load_function
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from rlhf.config.environments import ToolsConfig
 
 

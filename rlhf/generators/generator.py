@@ -19,13 +19,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from rlhf.core.batch import Prompts, Rollouts, Sampling, concatenated
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import files, shared, vocabulary
+from rlhf.core.metrics import Metrics
 from rlhf.terminal.console import Phases
 from rlhf.text.encoding import encode_completions, pad_prompts
 
 if TYPE_CHECKING:
     from rlhf.config.generators import DatasetConfig
     from rlhf.config.models import ModelConfig
-    from rlhf.core.metrics import Metrics
     from rlhf.environments.environment import EnvironmentFactory
     from rlhf.generators.weights import Manifest
     from rlhf.processes.ranks import Ranks

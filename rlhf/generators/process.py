@@ -12,12 +12,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf.config.generators import WorkerConfig, most_versions
+from rlhf.config.models import Dtype
 from rlhf.core.batch import Batch, Budget, Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.launched import local_rank, local_world_size
@@ -25,15 +26,11 @@ from rlhf.core.metrics import How, Metrics, Stat, merge
 from rlhf.generators.generator import Generator, GeneratorContext, SamplerFactory, Wrapper, finished
 from rlhf.generators.weights import Manifest, SharedWeights, TransferError, WeightStore, confirm
 from rlhf.models.forward import infer
+from rlhf.models.modules import Policy
+from rlhf.processes.ranks import Ranks
 from rlhf.processes.signals import call_at_signal, do_not_call_at_signal, left
 from rlhf.processes.worker import Channel, Job, Limits, Service, Worker, environment, received
-
-if TYPE_CHECKING:
-    from rlhf.config.models import Dtype
-    from rlhf.models.modules import Policy
-    from rlhf.processes.ranks import Ranks
-    from rlhf.scorers.scorer import Scorer
-
+from rlhf.scorers.scorer import Scorer
 
 # Start of a generator's processes: one sampler process or several replicas, and the annotator process.
 

@@ -49,6 +49,7 @@ from rlhf.core import files
 from rlhf.core.errors import UserError
 from rlhf.core.formatting import figure
 from rlhf.core.launched import derive
+from rlhf.core.state import TrainState
 from rlhf.launch.command_line import parsed_overrides
 from rlhf.loggers.logger import Hook, StopRun
 from rlhf.runs.lock import locked
@@ -58,7 +59,6 @@ from rlhf.words.compose import digest
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Row
-    from rlhf.core.state import TrainState
 
 logging.set_verbosity(logging.WARNING)
 

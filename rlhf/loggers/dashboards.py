@@ -15,18 +15,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from rlhf.config.run import MlflowConfig, TensorboardConfig, TrackioConfig, WandbConfig
 from rlhf.core.errors import UserError
 from rlhf.core.files import flat, read_lines, write_atomically
 from rlhf.core.formatting import hide
+from rlhf.core.state import TrainState
 from rlhf.loggers.logger import Logger, LoggerContext
+from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import made_by_one
 from rlhf.terminal.console import say
 
 if TYPE_CHECKING:
-    from rlhf.config.run import MlflowConfig, TensorboardConfig, TrackioConfig, WandbConfig
     from rlhf.core.metrics import Evaluation, Row
-    from rlhf.core.state import TrainState
-    from rlhf.runs.folder import RunFolder
 
 
 # What every dashboard gets about a run: its id, which the run folder stores, and its settings.

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.run import Progress
@@ -13,6 +14,7 @@ from rlhf.core import formatting
 from rlhf.core.errors import UserError, one_line
 from rlhf.core.files import append, as_line, split_lines, sync, write_atomically
 from rlhf.core.formatting import GAP, figure, fitting, shortened
+from rlhf.core.state import TrainState
 from rlhf.runs import folder as run_folder
 from rlhf.runs.folder import History, RunFolder
 from rlhf.terminal.console import (
@@ -28,11 +30,8 @@ from rlhf.terminal.console import (
 from rlhf.usercode.address import load_class
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rlhf.config.root import Config
     from rlhf.core.metrics import Evaluation, Metrics, Row
-    from rlhf.core.state import TrainState
 
 
 # The interface of a logger.

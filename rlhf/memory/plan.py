@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rlhf.config.generators import Transfer
 from rlhf.config.models import Device, Dtype
+from rlhf.config.root import Config
 from rlhf.config.schema import plain, value_at
 from rlhf.core.launched import local_world_size, world_size
-from rlhf.core.machine import this_machine
+from rlhf.core.machine import Machine, this_machine
 from rlhf.memory.sizes import judges, longest, models
 from rlhf.memory.uses import CONTEXT, NEARLY, Part, Phase, Plan, Trainer, Use, Workers, gib, nccl
 from rlhf.words.catalogue import options
-
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
-    from rlhf.core.machine import Machine
-
 
 # The memory plan of a run: the memory that each device needs, estimated before anything is loaded.
 #

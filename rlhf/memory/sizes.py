@@ -8,20 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from rlhf.config.algorithms import Trains, ValueFrom
 from rlhf.config.models import WITHOUT_GRADIENT
+from rlhf.config.root import Config
 from rlhf.config.scorers import scorers
 from rlhf.core.machine import cached_folder
 from rlhf.models.folder import is_local
 from rlhf.models.headers import opened
-
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
-
 
 # The size of a model, from its config.json, the headers of its safetensors files, or its config section.
 #

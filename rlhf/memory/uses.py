@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf.config.algorithms import Trains
-from rlhf.config.generators import Transfer, most_versions, working_memory
-from rlhf.config.models import Dtype
+from rlhf.config.generators import Reserved, Transfer, most_versions, working_memory
+from rlhf.config.models import Dtype, Footprint
+from rlhf.config.root import Config
 from rlhf.config.run import Optimizer
 from rlhf.core.machine import worker_gpu
-from rlhf.memory.sizes import adapter_parameters, linear_shapes, matrix_parameters, most_sequences
+from rlhf.memory.sizes import (
+    Model,
+    ModelSize,
+    adapter_parameters,
+    linear_shapes,
+    matrix_parameters,
+    most_sequences,
+)
 from rlhf.models import folder
-
-if TYPE_CHECKING:
-    from rlhf.config.generators import Reserved
-    from rlhf.config.models import Footprint
-    from rlhf.config.root import Config
-    from rlhf.memory.sizes import Model, ModelSize
-
 
 # The memory of a device as parts and phases, and how sizes are formatted.
 

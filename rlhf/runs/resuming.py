@@ -8,11 +8,13 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from rlhf.config.root import Config
 from rlhf.config.run import DEFAULT_EPOCHS, Resume
 from rlhf.core.errors import UserError, as_text, setting
 from rlhf.core.files import component
@@ -20,12 +22,6 @@ from rlhf.core.launched import is_first_rank
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import EVALUATION_LOCK, cannot_write, check_unlocked, unwritable
 from rlhf.words.compose import differences, digest, load_config, run_name
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from rlhf.config.root import Config
-
 
 LENGTH = ("schedule.total_episodes", "schedule.total_epochs")  # settings that `rlhf.extend` may change
 _SHOWN = 4  # largest number of differing settings in a message

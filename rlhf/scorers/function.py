@@ -12,27 +12,34 @@ from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from functools import cache
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 from torch import Tensor
 
-from rlhf.config.scorers import AnswerScorerConfig, FactsScorerConfig
+from rlhf.config.scorers import (
+    AnswerScorerConfig,
+    FactsScorerConfig,
+    FunctionScorerConfig,
+    ReasoningGymScorerConfig,
+)
+from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError, one_line, place_in_code
 from rlhf.core.formatting import as_score, not_a_score, shortened
 from rlhf.environments import environment
 from rlhf.environments.environment import transcripts
 from rlhf.processes.signals import end_wait
-from rlhf.scorers.scorer import Scorer, TextScorer, WeightedScorer, distinct_texts
+from rlhf.scorers.scorer import (
+    DistinctTexts,
+    Scorer,
+    ScorerContext,
+    TextScorer,
+    WeightedScorer,
+    distinct_texts,
+)
 from rlhf.tasks.tldr_mini import gold_score
 from rlhf.usercode.address import GIVEN, load_function, parameters_of, signature_of
 from rlhf.usercode.protection import protected
-
-if TYPE_CHECKING:
-    from rlhf.config.scorers import FunctionScorerConfig, ReasoningGymScorerConfig
-    from rlhf.core.batch import Rollouts
-    from rlhf.scorers.scorer import DistinctTexts, ScorerContext
-
 
 # A scorer that calls a Python function of the user, or the weighted sum of several functions.
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.parquet
 import torch
@@ -21,11 +21,18 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.config.models import ModelConfig
-from rlhf.config.scorers import RewardModelScorerConfig
+from rlhf.config.scorers import (
+    MixtureScorerConfig,
+    RewardModelScorerConfig,
+    ScorerConfig,
+    WeightedScorerConfig,
+)
 from rlhf.core.batch import Batch, Budget, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import Shared, name, vocabulary
 from rlhf.core.formatting import in_float32
+from rlhf.core.state import TrainState
+from rlhf.environments.environment import Turns
 from rlhf.models.forward import infer
 from rlhf.models.loading import (
     check_vocabulary,
@@ -35,15 +42,9 @@ from rlhf.models.loading import (
     same_tokens,
 )
 from rlhf.models.modules import RewardModel
+from rlhf.processes.ranks import Ranks
 from rlhf.text.chat import Dialogues, control_tokens, end_responses_with_turns, quoted, set_clock, unquoted
 from rlhf.text.encoding import encode_completions, encode_prompts, pieces
-
-if TYPE_CHECKING:
-    from rlhf.config.scorers import MixtureScorerConfig, ScorerConfig, WeightedScorerConfig
-    from rlhf.core.state import TrainState
-    from rlhf.environments.environment import Turns
-    from rlhf.processes.ranks import Ranks
-
 
 _ROUNDING = 1e-12  # relative difference of sums in float64 that are equal as decimals, near 0 also in float32
 

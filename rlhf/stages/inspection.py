@@ -13,21 +13,24 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.models import build_stop_ids, build_tokenizer, names_of, quieten_libraries
 from rlhf.assembly.parts import make
 from rlhf.assembly.training import TEXT, build_sampler, build_task, check_formats, part_of, reward_functions
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.models import LoRAConfig
-from rlhf.config.scorers import scorers
-from rlhf.core.batch import Sampling
+from rlhf.config.root import Config
+from rlhf.config.scorers import FunctionScorerConfig, scorers
+from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import printable, shortened
+from rlhf.environments.environment import EnvironmentFactory
 from rlhf.environments.episodes import Episodes
 from rlhf.environments.library import gives_rewards
 from rlhf.processes.ranks import ALONE
@@ -35,20 +38,10 @@ from rlhf.runs.folder import RunFolder
 from rlhf.scorers.function import FunctionScorer
 from rlhf.scorers.scorer import ScorerContext, distinct_texts, response_texts
 from rlhf.stages import prerequisites
-from rlhf.tasks.task import altered, summarize
+from rlhf.tasks.task import Task, altered, summarize
 from rlhf.terminal.console import say, say_row
 from rlhf.text.chat import control_tokens, quoted, render, set_format, unquoted
 from rlhf.text.encoding import encode_completions, encode_prompts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-    from rlhf.config.root import Config
-    from rlhf.config.scorers import FunctionScorerConfig
-    from rlhf.core.batch import Prompts, Rollouts
-    from rlhf.environments.environment import EnvironmentFactory
-    from rlhf.tasks.task import Task
-
 
 # The training data of a run as token ids: counts, and the first examples with masks. Nothing is trained.
 #

@@ -20,9 +20,11 @@ from rlhf.assembly.parts import make as make_part
 from rlhf.checks.check import TOKEN, problems
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.models import LoRAConfig
+from rlhf.config.root import Config
 from rlhf.config.run import StagesConfig
 from rlhf.config.schema import values
 from rlhf.config.scorers import RewardModelScorerConfig, scorers
+from rlhf.config.tasks import TaskConfig
 from rlhf.core import formatting
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import component, digest, whole
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
-    from rlhf.config.root import Config
-    from rlhf.config.tasks import TaskConfig
     from rlhf.core.batch import Rollouts
 
 

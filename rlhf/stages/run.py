@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -18,20 +19,21 @@ from rlhf.assembly.parts import build_loggers, make, part
 from rlhf.assembly.training import assemble, build_state, build_task, training_sampling
 from rlhf.checks.check import problems
 from rlhf.config.algorithms import Data, Trains
-from rlhf.config.root import threads
+from rlhf.config.root import Config, threads
 from rlhf.config.run import Resume
 from rlhf.core.errors import Interrupted, RunError, UserError, explained
 from rlhf.core.files import whole
 from rlhf.core.formatting import short_path
 from rlhf.core.launched import derive
 from rlhf.core.machine import keep_freed
-from rlhf.engines.engine import NonFinite
-from rlhf.loggers.logger import Hooks
+from rlhf.core.state import TrainState
+from rlhf.engines.engine import Engine, NonFinite
+from rlhf.loggers.logger import Hook, Hooks
 from rlhf.models.folder import CARD
 from rlhf.models.modules import RewardModel, is_adapted
 from rlhf.processes.ranks import Ranks, lost_rank
-from rlhf.processes.signals import interruptible
-from rlhf.runs.folder import COMPLETE, run_log, setup_logging
+from rlhf.processes.signals import Interruption, interruptible
+from rlhf.runs.folder import COMPLETE, RunFolder, run_log, setup_logging
 from rlhf.runs.lock import Claim, claimed, deleted_folder, full_disk, no_room, unusable_file
 from rlhf.runs.resuming import refuse_another_run, saved_length
 from rlhf.stages.inspection import rehearse
@@ -41,19 +43,8 @@ from rlhf.terminal.console import Stages, say, transcript
 from rlhf.text.encoding import encode_completions
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import Parts, train
-from rlhf.training.stream import StreamContext
+from rlhf.training.stream import RolloutStream, StreamContext
 from rlhf.words.compose import model_label
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from rlhf.config.root import Config
-    from rlhf.core.state import TrainState
-    from rlhf.engines.engine import Engine
-    from rlhf.loggers.logger import Hook
-    from rlhf.processes.signals import Interruption
-    from rlhf.runs.folder import RunFolder
-    from rlhf.training.stream import RolloutStream
 
 log = logging.getLogger(__name__)
 

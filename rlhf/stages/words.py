@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCardData, metadata_load
@@ -25,7 +25,7 @@ from rlhf.assembly.parts import part
 from rlhf.assembly.training import check_formats
 from rlhf.checks.check import problems
 from rlhf.config.algorithms import Trains
-from rlhf.config.root import threads
+from rlhf.config.root import Config, threads
 from rlhf.config.schema import plain
 from rlhf.core import formatting
 from rlhf.core.errors import lines, override, setting
@@ -36,22 +36,15 @@ from rlhf.core.state import SupervisedState, TrainState
 from rlhf.loggers.logger import shown
 from rlhf.memory import plan
 from rlhf.models.folder import CARD, HUB_NAME, is_local
-from rlhf.runs.folder import DISTRIBUTION, git_commit, versions
+from rlhf.processes.ranks import Ranks
+from rlhf.runs.folder import DISTRIBUTION, RunFolder, git_commit, versions
 from rlhf.stages.inspection import rehearse
-from rlhf.tasks.task import summarize
+from rlhf.tasks.task import Task, summarize
 from rlhf.terminal import console as progress
-from rlhf.terminal.console import console, say, say_row, transcript
+from rlhf.terminal.console import Stages, console, say, say_row, transcript
+from rlhf.training.recorder import Recorder
 from rlhf.words.compose import MODEL_FOLDERS, compose, model_label, options, settings
 from rlhf.words.mistakes import CONFIG_ERRORS
-
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
-    from rlhf.processes.ranks import Ranks
-    from rlhf.runs.folder import RunFolder
-    from rlhf.tasks.task import Task
-    from rlhf.terminal.console import Stages
-    from rlhf.training.recorder import Recorder
-
 
 # The lines at the beginning of a run: its sizes and memory, its data, and warnings about them.
 

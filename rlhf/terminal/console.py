@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
 
 from rlhf.core.formatting import GAP, clock, fitting, hide, lines_of, printable
 from rlhf.core.launched import is_first_rank
 
 if TYPE_CHECKING:
-    from rich.console import ConsoleOptions, RenderResult
-    from rich.live import Live
     from typing_extensions import Buffer
 
 

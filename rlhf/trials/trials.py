@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf.config.models import AUTO, Dtype
+from rlhf.config.root import Config
 from rlhf.core.batch import Batch, Rollouts
 from rlhf.core.errors import UserError
 from rlhf.core.files import digest, write_json
@@ -41,12 +42,8 @@ from rlhf.models.forward import NoSharedPrefix, autocast, raise_errors, shared_c
 from rlhf.models.headers import DamagedFile, ModelFacts, read_object
 from rlhf.models.logprobs import fused_logprobs, token_outputs
 from rlhf.models.modules import LogprobHead, RolloutModule, backbone, described, logit_scale, token_ids
+from rlhf.processes.ranks import Ranks
 from rlhf.terminal.console import say_row
-
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
-    from rlhf.processes.ranks import Ranks
-
 
 # Comparison of computed outputs with those of a forward of each sequence alone, without padding and cache.
 #

@@ -17,12 +17,14 @@ import asyncio
 import os
 import secrets
 import threading
+from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.engine.protocol import EngineClient
 
 from rlhf.core.machine import is_loopback
 from rlhf.generators.servers.process import LOAD, STATUS
@@ -30,10 +32,7 @@ from rlhf.generators.vllm.sampler import FILES
 from rlhf.processes.signals import end_group
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     from starlette.datastructures import State
-    from vllm.engine.protocol import EngineClient
 
 _OPEN = ("/health", "/metrics", "/version", "/ping")  # they report, change nothing and need no key
 _GUARDED = ("/v1/rlhf/", "/inference/")

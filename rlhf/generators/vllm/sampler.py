@@ -25,13 +25,12 @@ from rlhf.config.generators import forward_tokens, working_memory
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import derive
+from rlhf.environments.environment import EnvironmentFactory
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.weights import Manifest, TransferError
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-    from rlhf.environments.environment import EnvironmentFactory
 
 
 log = logging.getLogger(__name__)
