@@ -79,7 +79,7 @@ MUTANTS = [
             "most = self.batch * (self.version + self.max_lag + 2)",
         ),
         (
-            "return found if all(begun(group.number) == self.samples for group in found) else []",
+            "return found if all(group.begun == self.samples for group in found) else []",
             "return found",
         ),
         ("if self.refilled - self.before >= self.refill:", "if self.refilled - self.before > self.refill:"),
@@ -101,8 +101,8 @@ MUTANTS = [
         ("self.known[by] = self.drawn(self.spare)", "self.known[by] = self.drawn(self.next)"),
         ("while len(self.next) < soon:", "while False:"),
         (
-            "ready = max(each.end for each in own) + made.costs.score_s",
-            "ready = max(each.end for each in own)",
+            "self.forget(own, fate, ready=max(each.end for each in own) + scoring_s, **times)",
+            "self.forget(own, fate, ready=max(each.end for each in own), **times)",
         ),
     ),
     *_rows(
@@ -130,7 +130,7 @@ MUTANTS = [
         "training/events.py",
         ("if not ended:", "if True:"),
         ("self._work()  # what was discarded or taken makes room", ""),
-        ("response.cut &= not bool(rollouts.ended)", "response.cut = not bool(rollouts.ended)"),
+        ("what.cut &= not bool(rollouts.ended)", "what.cut = not bool(rollouts.ended)"),
     ),
     *_rows(
         "training/test_refill",
@@ -140,11 +140,8 @@ MUTANTS = [
     *_rows(
         "training/test_collapse",
         "training/recorder.py",
-        (
-            'found["kl"] = row["objective/kl"] / tokens + row.get("mismatch/kl", 0.0)',
-            'found["kl"] = row["objective/kl"] / tokens',
-        ),
-        ('found["kl"] -= self.first["kl"]', "pass"),
+        ('value += row.get("mismatch/kl", 0.0)', "pass"),
+        ("value -= self.first.setdefault(name, value)", "self.first.setdefault(name, value)"),
     ),
     *_rows(
         "training/test_evaluators",
@@ -294,8 +291,8 @@ MUTANTS = [
             "return decided(contrasts, limit, 0.05, chosen=chosen, within=within), numbers, about",
         ),
         (
-            "term._replace(weight=weight / len(tasks) * term.weight)",
-            "term._replace(weight=weight * term.weight)",
+            "return [term._replace(weight=weight / len(tasks) * term.weight) for term in parts]",
+            "return [term._replace(weight=weight * term.weight) for term in parts]",
         ),
     ),
     *_rows(
