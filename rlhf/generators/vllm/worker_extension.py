@@ -20,11 +20,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
 from vllm.device_allocator import get_mem_allocator_instance
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -36,6 +35,10 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from rlhf.generators.weights import Entry, Manifest, TransferError, checksum, checksums, fingerprint, read
 from rlhf.processes.signals import end_with_others
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 
 NAME = "rlhf_{}"  # name of an engine; {} is the value of generator.transfer
 
