@@ -290,7 +290,7 @@ class ReasoningGymSource(EmbeddedSource):
 
     config: ReasoningGymConfig
     pattern = r"</?answer>|[\s\S]"
-    vocabulary = ("<answer>", "</answer>", *string.printable, "×")  # "×": the sign of products
+    words = ("<answer>", "</answer>", *string.printable, "×")  # "×": the sign of products
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with `query` (or `messages`) and `reference_response`, empty without an answer."""
@@ -392,7 +392,7 @@ class ArithmeticSource(EmbeddedSource):
     config: ArithmeticConfig
     pattern = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
     # Operators, `####` and numbers begin with a space
-    vocabulary = (
+    words = (
         "Problem:",
         "Solution:",
         "\n",
@@ -480,7 +480,7 @@ class CalculatorSource(_GameSource):
 
     environment, replies = Calculator, _PROBLEM_TERMS
     # Numbers up to twice the largest sum
-    vocabulary = (*_MARKS, "Problem:", " calc", " +", " ####", *_numbers(2 * 9 * _PROBLEM_TERMS))
+    words = (*_MARKS, "Problem:", " calc", " +", " ####", *_numbers(2 * 9 * _PROBLEM_TERMS))
 
     @staticmethod
     def game(rng: random.Random) -> tuple[str, str, _Pupil]:
@@ -503,7 +503,7 @@ class GuessNumberSource(_GameSource):
     """A source of numbers, and of pupils who guess them."""
 
     environment, replies = GuessNumber, 4
-    vocabulary = (*_MARKS, "Guess:", " to", " higher", " lower", *_numbers(_LARGEST))
+    words = (*_MARKS, "Guess:", " to", " higher", " lower", *_numbers(_LARGEST))
 
     @staticmethod
     def game(rng: random.Random) -> tuple[str, str, _Pupil]:

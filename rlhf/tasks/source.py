@@ -246,7 +246,7 @@ class EmbeddedSource(Source):
     """
 
     pattern: ClassVar[str]  # regular expression that matches one token of a text
-    vocabulary: ClassVar[tuple[str, ...]]  # every token of the generated texts, without special tokens
+    words: ClassVar[tuple[str, ...]] = ()  # every token of the generated texts, without special tokens
     no_pairs = "pairs are sampled from its SFT model and labelled by gold"
 
     @abstractmethod
@@ -255,7 +255,12 @@ class EmbeddedSource(Source):
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Return a tokenizer with this vocabulary; decoding an encoded text returns exactly the text."""
-        return word_tokenizer(self.vocabulary, self.pattern)
+        return word_tokenizer(self.vocabulary(), self.pattern)
+
+    @classmethod
+    def vocabulary(cls) -> tuple[str, ...]:
+        """Return every token of the generated texts, without special tokens; `words`, unless overridden."""
+        return cls.words
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the columns `query` and `reference_response` of a split, generated or from `task.path`."""

@@ -200,7 +200,7 @@ class TLDRMiniSource(EmbeddedSource):
 
     config: TLDRMiniConfig
     pattern = _TOKEN_PATTERN
-    vocabulary = _tokens()
+    words = _tokens()
 
     def generate(self, split: str, size: int) -> dict[str, list[str]]:
         """Return `size` posts with flawed references; a larger `size` only appends examples."""

@@ -28,7 +28,7 @@ WORDS += ['stages.sft=["debug=tiny","schedule.save_every=1"]', "eval.samples=0"]
 KILLED = """
 import os, signal, sys
 from rlhf import pipeline
-from rlhf.terminal import progress as stages
+from rlhf.terminal import console as stages
 from rlhf.stages import evaluation, prerequisites
 from rlhf.training.recorder import Recorder
 place = sys.argv.pop(1)
