@@ -13,7 +13,6 @@ from rlhf.config.schema import PARTS, Section
 from rlhf.config.scorers import scorers
 from rlhf.core.state import TrainState
 from rlhf.loggers.logger import Display, JsonlLogger, Logger, LoggerContext, ScoreDoubts
-from rlhf.report.figures import run_figures
 from rlhf.runs.folder import RunFolder
 from rlhf.terminal import console
 from rlhf.terminal.console import Phases
@@ -63,6 +62,8 @@ def build_loggers(
         last: the checkpoint from which the run resumes; None: the run starts.
         phases: the phases that the run is in, for the progress display.
     """
+    from rlhf.report.figures import run_figures  # here, because mistakes need no report
+
     title = console.title(f"{cfg.algo.name} {cfg.task.name}")
     display = Display(title, state, cfg.progress, cfg.eval.samples, shown_figures(cfg), phases)
     doubts = ScoreDoubts(cfg, faster_scoring(cfg), state.update)

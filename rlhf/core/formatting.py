@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
-import numpy as np
-
 # Formatting of numbers, times, texts and paths for the terminal.
 
 
@@ -110,7 +108,7 @@ def short_path(path: Path) -> str:
 # Scores and rewards that user code returns.
 
 
-_MOST = float(np.finfo(np.float32).max)
+_MOST = 3.4028234663852886e38  # the largest float32
 
 
 def as_score(value: object) -> float | None:
@@ -131,6 +129,8 @@ def as_score(value: object) -> float | None:
 
 def in_float32(number: float) -> float:
     """Return the shortest decimal that is rounded to the same float32 as `number`."""
+    import numpy as np  # here, because mistakes and `--help` need no numpy
+
     return float(str(np.float32(number)))
 
 

@@ -9,9 +9,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-
 from rlhf.core import machine
 from rlhf.core.errors import UserError, literal, python_command, setting
 from rlhf.models.headers import TWO_HEADS, DamagedFile, ModelFolder, opened, read_object
@@ -313,13 +310,6 @@ def _divisors(samples: int) -> list[int]:
 # Loading from a local folder, the hub's cache or the hub, with errors that name the config key.
 
 
-# What transformers raises for files with invalid content. RuntimeError is not in the list: too little memory.
-_INVALID = (
-    OSError, ValueError, LookupError, ArithmeticError, AttributeError, TypeError, ImportError,
-    SafetensorError, StrictDataclassError,
-)  # fmt: skip
-
-
 def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
     """Return `auto.from_pretrained(path)`: from a local folder or the local cache, else from the hub.
 
@@ -336,10 +326,18 @@ def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
         UserError: the local folder is missing or cannot be read, or the hub name is not cached and cannot be
             loaded from the hub.
     """
+    from huggingface_hub.errors import StrictDataclassError  # here, because mistakes need no such library
+    from safetensors import SafetensorError
+
+    # What transformers raises for files with invalid content. RuntimeError is not here: too little memory.
+    invalid = (
+        OSError, ValueError, LookupError, ArithmeticError, AttributeError, TypeError, ImportError,
+        SafetensorError, StrictDataclassError,
+    )  # fmt: skip
     path = os.path.expanduser(path)
     try:
         return auto.from_pretrained(path, local_files_only=True, **settings)
-    except _INVALID as error:
+    except invalid as error:
         if is_local(path):
             folder = Path(path).is_dir()
             reason = f"{path!r} could not be read: {_cause(error)}" if folder else f"no folder {path!r}"
@@ -349,7 +347,7 @@ def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
         raise UserError(offline_problem(key, path, offline))
     try:
         return auto.from_pretrained(path, **settings)
-    except _INVALID as error:
+    except invalid as error:
         reason = f"no folder {path!r}, and not found on the hub or hub not reachable: {_cause(error)}"
         raise UserError(_not_loaded(key, path, reason)) from None
 
@@ -372,6 +370,9 @@ def _not_loaded(key: str, path: str, reason: str, remedy: str | None = None) -> 
 
 def _cause(error: Exception) -> str:
     """Return why files cannot be read, on one line: the text of an exception, after its class if needed."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
     if isinstance(error, StrictDataclassError):  # its first line does not name the value
         return " ".join(str(error).split())
     plain = isinstance(error, OSError | ValueError | SafetensorError)

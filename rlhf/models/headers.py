@@ -15,9 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
-
 from rlhf.core.errors import setting
 
 _LFS_POINTER = "version https://git-lfs"  # begin of a file that stands for a large file in a Git repository
@@ -103,6 +100,8 @@ def read_header(file: Path) -> dict[str, _TensorHeader]:
     Raises:
         DamagedFile: the file is missing, truncated or malformed.
     """
+    from safetensors import SafetensorError, safe_open  # here, because mistakes need no such library
+
     try:
         with file.open("rb") as stream:
             if stream.read(len(_LFS_POINTER)) == _LFS_POINTER.encode():
@@ -382,7 +381,7 @@ class ModelFolder(ModelFacts):
         if self.tensors[names[0]] != self.tensors[names[1]]:
             return True
         one, other = (_bytes(self.tensors[name].file, name) for name in names)
-        return not np.array_equal(one, other)
+        return bool((one != other).any())
 
     def not_reward(self) -> str | None:
         """Return why the model is no reward model, or None.
@@ -430,8 +429,10 @@ class ModelFolder(ModelFacts):
         return self._tokenizer[1]
 
 
-def _bytes(file: Path, name: str) -> np.ndarray:
-    """Return the content of a tensor of a safetensors file, which stays on the disk."""
+def _bytes(file: Path, name: str) -> Any:
+    """Return the content of a tensor of a safetensors file, an array of bytes that stays on the disk."""
+    import numpy as np
+
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         first, end = json.loads(stream.read(length))[name]["data_offsets"]

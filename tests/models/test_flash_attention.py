@@ -133,7 +133,7 @@ def test_auto_uses_sdpa_with_a_warning_if_the_outputs_of_flash_attention_are_wro
     with caplog.at_level(logging.WARNING):
         policy = compared(Policy(tiny_lm(), 0.7, True), cfg, ALONE)
     assert policy.model.config._attn_implementation == "sdpa" and policy.shared_prefix
-    (warning,) = caplog.messages
+    (warning,) = own(caplog)
     assert warning.startswith(
         f"model.attention=auto uses sdpa instead of {KIND} for a gpt_neox model (outputs"
     )
