@@ -33,8 +33,8 @@ from rlhf.models.folder import is_local
 from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.runs.lock import made_by_one, waiting_claim
 from rlhf.terminal.console import Stages, progress, say
-from rlhf.words import compose as identity
 from rlhf.words.compose import compose
+from rlhf.words.compose import digest as config_digest
 from rlhf.words.mistakes import CONFIG_ERRORS, explain
 
 if TYPE_CHECKING:
@@ -435,7 +435,7 @@ def stage_digest(cfg: Config) -> str:
         changes |= {"stages.sft": [], "stages.reward": []}
     else:
         changes["stages"] = StagesConfig()  # without the settings of other stages
-    return identity.digest(cfg.with_(changes))
+    return config_digest(cfg.with_(changes))
 
 
 def _name_in_cache(path: str, cfg: Config) -> str:
