@@ -25,7 +25,7 @@ from rlhf.assembly.models import (
     training_budget,
 )
 from rlhf.assembly.parts import build_source, make, part
-from rlhf.config.algorithms import Data, Trains
+from rlhf.config.algorithms import Data, DistillConfig, Trains
 from rlhf.config.models import Dtype, TorchConfig
 from rlhf.config.root import Config, threads
 from rlhf.config.scorers import FunctionScorerConfig, ScorerConfig, scorers
@@ -39,7 +39,7 @@ from rlhf.generators.generator import Generator, GeneratorContext, PerRankGenera
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.generators.process import Annotator
 from rlhf.models.loading import check_vocabulary, load_causal_lm
-from rlhf.models.modules import Policy, RewardModel, RolloutModule, set_head
+from rlhf.models.modules import Policy, RewardModel, RolloutModule, Teacher, set_head
 from rlhf.processes.ranks import Ranks
 from rlhf.processes.worker import Channel
 from rlhf.runs.folder import RunFolder
@@ -185,7 +185,11 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
             value_lr=cfg.algo.value_lr,
         ),
     )
-    return _completed(engine, cfg)
+    engine = _completed(engine, cfg)
+    if isinstance(cfg.algo, DistillConfig):
+        assert engine.reference is not None
+        engine.policy.teacher = Teacher(engine.reference, cfg.algo.beta, cfg.algo.top)
+    return engine
 
 
 def build_frozen(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, named: bool) -> FrozenEngine:

@@ -37,6 +37,7 @@ class DPOLoss(Choice):
     ipo = "ipo"
     hinge = "hinge"
     robust = "robust"
+    sppo = "sppo", "each log-ratio is regressed on how often its response wins (arXiv 2405.00675)"
 
 
 # The weight that multiplies the loss of a preference pair. A class body cannot name a member `is`, a keyword.
@@ -105,6 +106,8 @@ class DPOConfig(AlgoConfig):
     """strength of the KL constraint; a higher value keeps the policy near the reference"""
     label_smoothing: float = number(0.0, when="loss_type=sigmoid|robust", least=0, below=0.5)
     """fraction of labels that are assumed wrong; sigmoid and robust"""
+    wins: float = number(1.0, when="loss_type=sppo", least=0.5, most=1, added=True)
+    """probability that the chosen response wins against the rejected one"""
     length_normalised: bool = entry(False, "divide each log-ratio by the number of tokens of its response")
     ties: Ties = Ties.drop
     weighting: PairWeighting = entry(PairWeighting.none, added=True)
@@ -187,6 +190,15 @@ class Advantage(Choice):
     none = "none", "0: the advantage is the reward"
 
 
+class Mean(Choice):
+    """Over what the loss is a mean."""
+
+    tokens = "tokens", "the tokens of the minibatch"
+    responses = "responses", "the tokens of a response, then responses"
+    prompts = "prompts", "the tokens of a prompt's responses, then prompts"
+    constant = "constant", "responses times their largest allowed length"
+
+
 class RLOOLoss(Choice):
     """The policy term in the loss of a response."""
 
@@ -249,6 +261,7 @@ class Anchor(Choice):
     old = "old", "the trainer just before the update"
     behaviour = "behaviour", "the sampler: no forward pass for `old`, and u contains the lag"
     loglinear = "loglinear", "between sampler and current policy, in logarithms, by the lag of each token"
+    linear = "linear", "as loglinear, but between the probabilities"
 
 
 class Covariance(Choice):
@@ -285,13 +298,16 @@ class CorrectionConfig(Section):
         0.04, when=("reject!=null", "reject=m2 or reject_by!=k1"), above=0, added=True
     )
     """reject_by=k2 or k3, and reject=m2: larger values are rejected"""
-    reject_counted: bool = entry(False, when="reject!=null", added=True)
+    veto: float | None = number(None, above=0, remedy="1", added=True)
+    """a response is rejected, too, if w - 1 - log w of one of its tokens exceeds this; null: off"""
+    reject_counted: bool = entry(False, when="reject!=null or veto!=null", added=True)
     """whether rejected tokens still count in the mean of the loss"""
 
     @property
     def coupled(self) -> bool:
         """Whether a weight depends on other tokens of the rollout batch, or changes the count of the loss."""
-        return self.reject is not None or (self.normalise and self.kind is not CorrectionKind.none)
+        rejects = self.reject is not None or self.veto is not None
+        return rejects or (self.normalise and self.kind is not CorrectionKind.none)
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if [low, high] does not contain 1, the weight of on-policy samples."""
@@ -354,6 +370,7 @@ class PolicyGradientConfig(AlgoConfig):
     """with A < 0 the loss of a token is at most -dual_clip A; null: no limit"""
     entropy_coef: float = number(0.0, "weight of the entropy bonus of the policy", least=0, added=True)
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
+    square_coef: float = number(0.0, "weight of (log u)^2 in the loss of a token", least=0, added=True)
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if two settings contradict each other, or if the loss ignores a key that is set."""
@@ -361,8 +378,8 @@ class PolicyGradientConfig(AlgoConfig):
         if self.anchor is Anchor.behaviour and correction.kind is not CorrectionKind.none:
             reason = "the ratio of the loss is the weight already"
             yield self.refused(at, "correction.kind", "be none with algo.anchor=behaviour", reason)
-        if self.anchor is Anchor.loglinear and correction.coupled:
-            rule = "not be loglinear with algo.correction.reject or algo.correction.normalise"
+        if self.anchor in (Anchor.loglinear, Anchor.linear) and correction.coupled:
+            rule = f"not be {self.anchor.value} with algo.correction.reject or algo.correction.normalise"
             yield self.refused(at, "anchor", rule, "they need the log-probs that this anchor saves", "old")
         if self.sequence_ratio and limits.kind is not Covariance.none and "covariance.kind" not in unused:
             reason = "it limits single tokens, but the ratio is that of a whole response"
@@ -487,6 +504,7 @@ class GRPOConfig(PolicyGradientConfig):
     kl_coef: float = 0.04
     advantage: Advantage = entry(Advantage.mean, added=True)
     scale: Scale = Scale.group
+    mean: Mean = entry(Mean.responses, added=True)
     ties: Ties = Ties.keep
 
     def doubts(self, at: str) -> Iterator[str]:
@@ -498,20 +516,22 @@ class GRPOConfig(PolicyGradientConfig):
             )
 
 
-@option("algo", "dr_grpo", part="rlhf.objectives.dr_grpo:DrGRPO")
+@option("algo", "dr_grpo", part="rlhf.objectives.grpo:GRPO")
 class DrGRPOConfig(GRPOConfig):
     """Dr. GRPO: GRPO with unscaled advantages and a constant divisor of the loss."""
 
     kl_coef: float = 0.0
     scale: Scale = Scale.none
+    mean: Mean = Mean.constant
 
 
-@option("algo", "dapo", part="rlhf.objectives.dapo:DAPO")
+@option("algo", "dapo", part="rlhf.objectives.grpo:GRPO")
 class DAPOConfig(GRPOConfig):
     """DAPO: GRPO with a mean over all tokens and a larger upper bound of the ratio."""
 
     clip_high: float = 0.28
     kl_coef: float = 0.0
+    mean: Mean = Mean.tokens
 
 
 @option("algo", "gspo", part="rlhf.objectives.gspo:GSPO")
@@ -534,6 +554,7 @@ class CISPOConfig(GRPOConfig):
     clip_low: float = 1.0
     clip_high: float = 4.0
     kl_coef: float = 0.0
+    mean: Mean = Mean.tokens
 
 
 # Sections of the algorithms that were designed for samples of an older policy (`algo=...`).
@@ -560,6 +581,15 @@ class OAPLAnchor(Choice):
     reference = "reference", "the frozen reference: the loss of A*-PO"
 
 
+class TeacherDivergence(Choice):
+    """What is made small between policy and teacher at a token; k is logp - teacher of the sampled token."""
+
+    exact = "exact", "the divergence over the vocabulary that beta selects"
+    k1 = "k1", "k as a penalty of REINFORCE: KL(policy || teacher), on average"
+    k2 = "k2", "k^2 / 2: the gradient of k1, on average"
+    k3 = "k3", "exp(-k) - 1 + k: the gradient of KL(teacher || policy), on average"
+
+
 @dataclass(kw_only=True, slots=True)
 class UnclippedConfig(GRPOConfig):
     """The keys of the algorithms whose loss is a ratio to the sampler, limited in another way than PPO's."""
@@ -567,6 +597,7 @@ class UnclippedConfig(GRPOConfig):
     unused: ClassVar[tuple[str, ...]] = (*_CLIP_RANGE, *_CLIPPED_LOSS)
 
     kl_coef: float = 0.0
+    mean: Mean = Mean.tokens
     anchor: Anchor = Anchor.behaviour
 
 
@@ -578,6 +609,10 @@ class M2POConfig(UnclippedConfig):
     unused: ClassVar[tuple[str, ...]] = (*UnclippedConfig.unused, "anchor")
 
     form: M2POForm = M2POForm.mask
+    least_low: float = number(0.0, when="form=clip", least=0, below=1, added=True)
+    """ratios down to 1 - least_low are never clipped"""
+    least_high: float = number(0.0, when="form=clip", least=0, added=True)
+    """ratios up to 1 + least_high are never clipped"""
     limit: float = number(0.04, above=0)
     """bound of the mean of (log ratio)^2 over the tokens whose ratio rises with A"""
 
@@ -588,6 +623,8 @@ class TOPRConfig(UnclippedConfig):
 
     scale: Scale = Scale.none
     level: Level = entry(Level.sequence, "the unit of one ratio")
+    sign_of_score: bool = entry(False, added=True)
+    """avoid the responses with a score of at most 0, instead of those with A < 0"""
 
 
 @option("algo", "dppo", part="rlhf.objectives.dppo:DPPO")
@@ -600,6 +637,8 @@ class DPPOConfig(UnclippedConfig):
     limit_high: float | None = number(None, above=0, remedy="null")
     """A > 0: largest rise in probability; null: tv 0.15, kl 0.05"""
     cap: float = number(3.0, "the largest ratio that weighs a token", above=0)
+    both_sides: bool = entry(False, added=True)
+    """mask tokens whatever the sign of A (the default loss of prime-rl)"""
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -614,8 +653,91 @@ class ScaleRLConfig(UnclippedConfig):
     """ScaleRL: truncated ratios as weights, advantages scaled over the batch, a mean over prompts."""
 
     scale: Scale = Scale.batch
+    mean: Mean = Mean.prompts
     ties: Ties = Ties.drop
     cap: float = number(5.0, "the largest ratio that weighs a token", above=0)
+
+
+@option("algo", "vespo", part="rlhf.objectives.vespo:VESPO")
+class VESPOConfig(UnclippedConfig):
+    """VESPO: REINFORCE; the ratio W of a response weighs it by W^k exp(lambda (1 - W))."""
+
+    power_good: float = number(2.0, "k where A >= 0", above=0)
+    power_bad: float = number(3.0, "k where A < 0", above=0)
+    decay_good: float = number(3.0, "lambda where A >= 0", above=0)
+    decay_bad: float = number(2.0, "lambda where A < 0", above=0)
+
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error if the loss has a further weight: its own depends on the whole ratio."""
+        if self.correction.kind is not CorrectionKind.none:
+            reason = "the ratio of the response is in the loss already"
+            yield self.refused(at, "correction.kind", "be none for algo=vespo", reason, "none")
+
+
+@option("algo", "sapo", part="rlhf.objectives.sapo:SAPO")
+class SAPOConfig(UnclippedConfig):
+    """SAPO: a sigmoid of the ratio of each token in place of a clip."""
+
+    anchor: Anchor = Anchor.old
+    tau_good: float = number(1.0, "steepness of the sigmoid where A > 0", above=0)
+    tau_bad: float = number(1.05, "steepness of the sigmoid where A <= 0", above=0)
+
+
+@option("algo", "gpg", part="rlhf.objectives.gpg:GPG")
+class GPGConfig(UnclippedConfig):
+    """GPG: REINFORCE with the mean reward of the prompt as baseline; no ratio."""
+
+    scale: Scale = Scale.none
+    mean: Mean = Mean.responses
+    ties: Ties = Ties.drop
+
+
+@option("algo", "reinforce_pp", part="rlhf.objectives.reinforce_pp:ReinforcePP")
+class ReinforcePPConfig(GRPOConfig):
+    """REINFORCE++: PPO's clipped ratio with rewards to go, whitened over the tokens of the batch."""
+
+    learns_from_ties: ClassVar[bool] = True
+
+    advantage: Advantage = Advantage.none
+    scale: Scale = Scale.none
+    mean: Mean = Mean.tokens
+    kl_coef: float = 0.0
+    kl_in: KLIn = KLIn.reward
+    kl_estimator: KLEstimator = KLEstimator.k1
+    gamma: float = number(1.0, "discount of later rewards", least=0, most=1)
+
+
+@option("algo", "distill", part="rlhf.objectives.distill:Distill")
+class DistillConfig(GRPOConfig):
+    """On-policy distillation: the policy learns from a teacher, model.reference, on its own samples."""
+
+    min_samples: ClassVar[int] = 1
+    learns_from_ties: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = (
+        *UnclippedConfig.unused,
+        *("anchor", "kl_coef", "correction.kind", "correction.reject", "correction.veto"),
+        *("off_policy_mask", "entropy_coef", "square_coef"),
+    )
+
+    samples_per_prompt: int = 1
+    kl_coef: float = 0.0
+    scale: Scale = Scale.none
+    mean: Mean = Mean.tokens
+    divergence: TeacherDivergence = TeacherDivergence.exact
+    beta: float = number(1.0, when="divergence=exact", least=0, most=1)
+    """1: KL(policy || teacher); 0: KL(teacher || policy); between: a Jensen-Shannon divergence"""
+    top: int | None = number(None, when="divergence=exact", least=1, remedy="64")
+    """compare only the teacher's most probable tokens, and all others together; null: all tokens"""
+    gamma: float = number(0.0, "discount of k of later tokens", "divergence=k1", least=0, most=1)
+    cap: float = number(5.0, "the largest ratio to the sampler that weighs a token", above=0)
+    teacher_coef: float = number(1.0, "weight of the divergence", least=0)
+    reward_coef: float = number(0.0, "weight of the advantages of the rewards", least=0)
+
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error if rewards have a weight and one sample has no baseline."""
+        if self.reward_coef and self.samples_per_prompt < 2:
+            reason = "an advantage compares the samples of a prompt"
+            yield self.refused(at, "samples_per_prompt", f"be >= 2 with {at}.reward_coef > 0", reason, 4)
 
 
 @option("algo", "oapl", part="rlhf.objectives.oapl:OAPL")

@@ -371,6 +371,7 @@ class Outputs(NamedTuple):  # a tuple, because DeepSpeed adds hooks to the tenso
     rewards: Tensor | None = None  # [N, K] float32
     entropy: Tensor | None = None  # [N, K, T] float32, of the next-token distribution in nats; 0 at padding
     log_sum_squares: Tensor | None = None  # [N, K, T] float32, log sum_v p(v)^2, no gradient; 0 at padding
+    divergence: Tensor | None = None  # [N, K, T] float32, from the teacher's distribution; 0 at padding
 
 
 class Begun(NamedTuple):

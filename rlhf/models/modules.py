@@ -25,9 +25,12 @@ from transformers.pytorch_utils import Conv1D
 from rlhf.config.models import LoRAConfig
 from rlhf.core.batch import Outputs, Rollouts
 from rlhf.core.errors import RunError, UserError
+from rlhf.models.divergence import Logits, tiled_divergence
 from rlhf.models.folder import first_line
 from rlhf.models.forward import CompiledBlocks, encode
 from rlhf.models.logprobs import TokenOutputs, fused_logprobs, token_outputs
+
+Compare = Callable[[Logits, Tensor], Tensor]  # the head of a policy, hidden states [R, H] -> divergence [R]
 
 # Names that model configs of transformers use for a factor on the logits.
 _LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
@@ -59,6 +62,7 @@ class LogprobHead(nn.Linear):
         targets: Tensor | None = None,
         temperature: float = 1.0,
         extras: Collection[str] = (),
+        compare: Compare | None = None,
     ) -> Tensor | TokenOutputs:
         """Return logits or log-probs.
 
@@ -67,6 +71,7 @@ class LogprobHead(nn.Linear):
             targets: token ids [R], or None.
             temperature: divisor of the logits; used only with `targets`.
             extras: names from `rlhf.models.logprobs.EXTRAS`; used only with `targets`.
+            compare: returns the output `divergence` [R], given this head and `input`; None: no such output.
 
         Returns:
             Without `targets`, logits [..., V]; with `targets`, the log-probs [R] of the targets and the
@@ -76,7 +81,15 @@ class LogprobHead(nn.Linear):
             given = (input, self.weight, self.offset(), targets, temperature)
             if self.fused and not extras and len(targets):
                 return TokenOutputs(fused_logprobs(*given))
-            return token_outputs(*given, extras=extras, float32=self.float32, compiled=self.compiled)
+            own = [name for name in extras if name != "divergence"]
+            found = token_outputs(*given, extras=own, float32=self.float32, compiled=self.compiled)
+            if compare is None:
+                return found
+            return found._replace(divergence=compare(lambda rows: self.logits(rows) / temperature, input))
+        return self.logits(input)
+
+    def logits(self, input: Tensor) -> Tensor:
+        """Return the logits [..., V]; -inf for the ids without a token."""
         logits = self.products(input)
         return logits if self.absent is None else logits.masked_fill_(self.absent, -torch.inf)
 
@@ -175,6 +188,7 @@ class Policy(RolloutModule):
         self.temperature = temperature
         self.logit_scale = logit_scale(model)
         self.adapters = True  # False: a forward disables the adapters of the model, if any
+        self.teacher: Teacher | None = None  # what the output `divergence` compares with
 
     def before_adapters(self) -> Policy:
         """Return a policy that shares this policy's model and runs the model without its adapters."""
@@ -201,6 +215,7 @@ class Policy(RolloutModule):
         mask = batch.response_mask
         # An index by a mask would wait for the GPU after the model ran, and again in the backward pass.
         real = mask.flatten().nonzero()[:, 0]
+        compare = self.teacher.of(batch, real) if self.teacher and "divergence" in extras else None
         with nullcontext() if self.adapters else without_adapters(self.model):
             hidden = self.states(batch, last=False)
             head = self.model.get_output_embeddings()
@@ -209,6 +224,7 @@ class Policy(RolloutModule):
                 targets=batch.response_ids.flatten()[real],
                 temperature=self.temperature / self.logit_scale,
                 extras=extras,
+                compare=compare,
             )
         zeros = torch.zeros(mask.numel(), dtype=found.logprobs.dtype, device=mask.device)
         return Outputs(
@@ -216,6 +232,31 @@ class Policy(RolloutModule):
                 name: None if x is None else zeros.index_copy(0, real, x).view(mask.shape)
                 for name, x in found._asdict().items()
             }
+        )
+
+
+class Teacher:
+    """A frozen policy whose next-token distributions another policy is compared with.
+
+    It is no module, so that the module that is trained does not own its weights.
+
+    Args:
+        policy: the teacher, or the policy without its adapters.
+        beta: which divergence (`rlhf.models.divergence`).
+        top: tokens to which the distributions are cut; None: the whole vocabulary.
+    """
+
+    def __init__(self, policy: Policy, beta: float, top: int | None) -> None:
+        self.policy, self.beta, self.top = policy, beta, top
+
+    def of(self, batch: Rollouts, real: Tensor) -> Compare:
+        """Return the function that compares the rows `real` of the responses of `batch` with the teacher."""
+        policy, rate = self.policy, self.policy.logit_scale / self.policy.temperature
+        head = policy.model.get_output_embeddings()
+        with torch.no_grad(), nullcontext() if policy.adapters else without_adapters(policy.model):
+            states = policy.states(batch, last=False).flatten(0, 2).index_select(0, real)
+        return lambda student, hidden: tiled_divergence(
+            student, hidden, lambda rows: head(rows) * rate, states, self.beta, self.top
         )
 
 

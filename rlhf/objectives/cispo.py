@@ -16,10 +16,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlhf.core.batch import Batch
-from rlhf.objectives.dapo import DAPO
+from rlhf.objectives.grpo import GRPO
 
 
-class CISPO(DAPO):
+class CISPO(GRPO):
     """The CISPO objective: REINFORCE with clipped importance weights."""
 
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

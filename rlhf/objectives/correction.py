@@ -30,7 +30,8 @@ if its value is within the bounds:
 | `m2`          | token    | the tokens of largest k2, until the mean of (log w)^2 is below the limit; the   |
 |               |          | mask of M2PO (Zheng et al., arXiv 2510.01161) as AReaL implements it            |
 
-The bounds of k1 are bounds of w. Rejection and weights are independent of each other.
+The bounds of k1 are bounds of w. `algo.correction.veto` also rejects each response with a token whose k3 is
+larger, as the presets of verl do. Rejection and weights are independent of each other.
 """
 
 from __future__ import annotations
@@ -119,17 +120,19 @@ def accepted(lag: Tensor, mask: Tensor, config: CorrectionConfig) -> Tensor:
         mask: response mask [N, K, T] bool.
         config: the rejection.
     """
+    k3 = torch.expm1(lag.clamp(max=MAX_LOG_WEIGHT)) - lag
+    kept = mask if config.veto is None else mask & ((k3 <= config.veto) | ~mask).all(-1, keepdim=True)
     if config.reject is None:
-        return mask
+        return kept
     if config.reject is Reject.m2:
         squares = lag.square()
-        return squares < largest_kept(squares, mask, config.reject_limit, strictly=True)
+        return kept & (squares < largest_kept(squares, mask, config.reject_limit, strictly=True))
     if config.reject_by is Divergence.k1:
         value = lag.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     elif config.reject_by is Divergence.k2:
         value = 0.5 * lag.square()
     else:
-        value = torch.expm1(lag.clamp(max=MAX_LOG_WEIGHT)) - lag
+        value = k3
     if config.reject in (Reject.sum, Reject.mean):
         value = over_tokens(value, mask, config.reject is Reject.mean)
     if config.reject_by is Divergence.k1:
@@ -139,7 +142,7 @@ def accepted(lag: Tensor, mask: Tensor, config: CorrectionConfig) -> Tensor:
         within = value <= config.reject_limit
     if config.reject is Reject.max:
         within = (within | ~mask).all(-1, keepdim=True)
-    return within.expand(mask.shape)
+    return kept & within
 
 
 def over_tokens(values: Tensor, mask: Tensor, averaged: bool) -> Tensor:

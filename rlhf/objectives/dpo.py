@@ -12,11 +12,13 @@ Rafailov et al., arXiv 2305.18290; online: Guo et al., arXiv 2402.04792.
 | `ipo`            | (z - 1 / (2 beta))^2                  | Azar et al., arXiv 2310.12036      |
 | `hinge`          | max(0, 1 - beta z)                    | Zhao et al., arXiv 2305.10425      |
 | `robust`         | ((1 - e) right - e wrong) / (1 - 2 e) | Chowdhury et al., arXiv 2403.00409 |
+| `sppo`           | ((z_c - t)^2 + (z_r + t)^2) / 2       | Wu et al., arXiv 2405.00675        |
 
-e is `algo.label_smoothing`, the fraction of labels that are assumed wrong. `algo.length_normalised` divides
-each log-ratio by the number of tokens of its response (Lambert et al., arXiv 2411.15124, section 5). The
-weight of a pair is 1, or corrects for pairs of another policy (`algo.weighting`, see
-`pair_weights`).
+e is `algo.label_smoothing`, the fraction of labels that are assumed wrong. z_c and z_r are the log-ratios of
+the two responses, and t = (P - 1/2) / beta with `algo.wins` P, the probability that the chosen one wins.
+`algo.length_normalised` divides each log-ratio by the number of tokens of its response (Lambert et al., arXiv
+2411.15124, section 5). The weight of a pair is 1, or corrects for pairs of another policy (`algo.weighting`,
+see `pair_weights`).
 
 Online, the chosen response c is the best and the rejected response r the worst of a prompt's K samples by
 score. Offline, c and r are the pair of the data set.
@@ -93,7 +95,7 @@ class OnlineDPO(Objective):
         sizes = -self.config.beta * self.log_ratios(logps, -ref_logps, batch.response_mask)
         rewards = self.config.beta * ratios.detach()
         margins = rewards[:, 0] - rewards[:, 1]
-        return {"policy": (weights * self.pair_losses(ratios[:, 0] - ratios[:, 1])).sum()}, {
+        return {"policy": (weights * self.pair_losses(ratios)).sum()}, {
             "rewards/chosen": mean(rewards[:, 0]),
             "rewards/rejected": mean(rewards[:, 1]),
             "rewards/accuracies": preferred(margins, sizes.sum(1)),
@@ -120,7 +122,7 @@ class OnlineDPO(Objective):
         ratios = self.log_ratios(logps, ref_logps, response_mask)
         z = ratios[:, 0] - ratios[:, 1]
         return {
-            "eval/loss": self.pair_losses(z).mean().item(),
+            "eval/loss": self.pair_losses(ratios).mean().item(),
             "eval/accuracy": (0.5 * (z.sign() + 1)).mean().item(),
             "eval/margin": (self.config.beta * z).mean().item(),
         }
@@ -133,9 +135,13 @@ class OnlineDPO(Objective):
         ratios = logps - ref_logps
         return ratios / response_mask.sum(-1).clamp(min=1) if self.config.length_normalised else ratios
 
-    def pair_losses(self, z: Tensor) -> Tensor:
-        """Return the loss [N] of each pair, given z [N], the difference of the two log-ratios."""
+    def pair_losses(self, ratios: Tensor) -> Tensor:
+        """Return the loss [N] of each pair, given its log-ratios [N, 2]."""
         kind, beta, e = self.config.loss_type, self.config.beta, self.config.label_smoothing
+        z = ratios[:, 0] - ratios[:, 1]
+        if kind is DPOLoss.sppo:
+            target = (self.config.wins - 0.5) / beta
+            return 0.5 * ((ratios[:, 0] - target).square() + (ratios[:, 1] + target).square())
         if kind is DPOLoss.ipo:
             return (z - 1 / (2 * beta)).square()
         if kind is DPOLoss.hinge:

@@ -15,16 +15,17 @@ Needs: K >= 2, reference log-probs. Prompts without signal: as in GRPO, see `rlh
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rlhf.config.algorithms import DPPOConfig, DPPODivergence
 from rlhf.core.batch import Batch
-from rlhf.objectives.dapo import DAPO
+from rlhf.objectives.grpo import GRPO
 
 _EPS = 1e-8  # keeps the logarithm of 1 - p finite
 
 
-class DPPO(DAPO):
+class DPPO(GRPO):
     """The DPPO objective: a trust region in probabilities."""
 
     config: DPPOConfig
@@ -42,5 +43,7 @@ class DPPO(DAPO):
         risen = (advantages > 0) & (p > q) & (divergence > high)
         fallen = (advantages < 0) & (p < q) & (divergence > low)
         masked = risen | fallen
+        if self.config.both_sides:
+            masked = torch.where(p > q, divergence > high, divergence > low)
         weight = moved.exp().clamp(max=self.config.cap).masked_fill(masked, 0.0)
         return -weight * advantages * logprobs, masked

@@ -1,4 +1,4 @@
-"""GRPO: PPO's clipped ratio with advantages relative to the K samples of a prompt.
+"""GRPO: PPO's clipped ratio with advantages relative to the K samples of a prompt; Dr. GRPO and DAPO.
 
 Shao et al., arXiv 2402.03300.
 
@@ -7,6 +7,22 @@ Shao et al., arXiv 2402.03300.
 
 u is the ratio of each token, beta is `algo.kl_coef`, k is the KL estimate of a token (default k3). With
 `algo.kl_unbiased=false`, the last term is beta k.
+
+`algo.mean` selects over what the loss is a mean:
+
+| `algo.mean` | loss                                                           | default of             |
+|-------------|----------------------------------------------------------------|------------------------|
+| `tokens`    | sum over tokens / tokens: long responses have more weight      | DAPO, CISPO, M2PO, ... |
+| `responses` | mean over responses of the mean over tokens                    | GRPO, GSPO             |
+| `prompts`   | mean over prompts of the mean over the tokens of all responses | ScaleRL                |
+| `constant`  | sum over tokens / (responses x allowed tokens)                 | Dr. GRPO               |
+
+Dr. GRPO (Liu et al., arXiv 2503.20783) is `algo.mean=constant` with `algo.scale=none`: neither short
+responses nor prompts whose rewards differ little have more weight. DAPO (Yu et al., arXiv 2503.14476) is
+`algo.mean=tokens` with a higher upper clip; the mean of the paper is over the tokens of each group. Two parts
+of DAPO are separate settings. Dynamic sampling: `schedule.refill` samples other prompts in place of prompts
+without signal; `algo.ties=drop` only excludes them from the mean. Penalty on overlong responses:
+`scorer.missing_eos_penalty`.
 
 Needs: K >= 2, reference log-probs.
 
@@ -19,7 +35,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhf.config.algorithms import Advantage, GRPOConfig, Ties
+from rlhf.config.algorithms import Advantage, GRPOConfig, Mean, Ties
 from rlhf.core.batch import Batch
 from rlhf.core.metrics import selected
 from rlhf.objectives.advantages import group_centred, leave_one_out, length_weighted, scaled
@@ -62,9 +78,23 @@ class GRPO(PolicyGradient):
         return group_centred(rewards, self.config.scale)
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """Return the sum over responses of the mean over the trained tokens of a response."""
-        return (selected(losses, mask).sum(-1) / mask.sum(-1).clamp(min=1)).sum()
+        """Return the sum of the losses [N, K, T]; `algo.mean` divides each by the tokens of its unit."""
+        losses = selected(losses, mask)
+        if self.config.mean is Mean.responses:
+            return (losses.sum(-1) / mask.sum(-1).clamp(min=1)).sum()
+        if self.config.mean is Mean.prompts:
+            return (losses.sum((1, 2)) / mask.sum((1, 2)).clamp(min=1)).sum()
+        return losses.sum()
 
     def count(self, batch: Batch) -> Counts:
-        """Return the number of responses over which the mean is taken."""
-        return {"policy": float(self.counted(batch).any(-1).sum())}
+        """Return the number of units over which `algo.mean` is taken."""
+        counted = self.counted(batch)
+        responses = float(counted.any(-1).sum())
+        return {
+            "policy": {
+                Mean.tokens: float(counted.sum()),
+                Mean.responses: responses,
+                Mean.prompts: float(counted.flatten(1).any(1).sum()),
+                Mean.constant: responses * counted.shape[-1],
+            }[self.config.mean]
+        }

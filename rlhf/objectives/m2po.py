@@ -9,7 +9,8 @@ Zheng et al., arXiv 2510.01161.
     clip: loss = mean over tokens of max(-A rho, -A clip(rho, exp(-c), exp(c))); c^2 is the largest
           (log rho)^2 for which the mean of min((log rho)^2, c^2) is at most `algo.limit`
 
-`algo.form` selects `mask` (default, the paper) or `clip` (the code of the authors). The mask and the bound
+`algo.form` selects `mask` (default, the paper) or `clip` (the code of the authors; `algo.least_low` and
+`algo.least_high` are ratios that it never clips). The mask and the bound
 depend on all tokens of a rollout batch. They are computed once per batch from the trainer before the update.
 Masked tokens count in the mean.
 
@@ -19,6 +20,7 @@ in GRPO, see `rlhf.objectives.grpo`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -29,11 +31,11 @@ from rlhf.core.batch import Batch
 from rlhf.core.launched import root
 from rlhf.core.metrics import selected
 from rlhf.objectives.correction import clip_bound, largest_kept
-from rlhf.objectives.dapo import DAPO
+from rlhf.objectives.grpo import GRPO
 from rlhf.objectives.objective import old_or_behaviour, sampler_logprobs
 
 
-class M2PO(DAPO):
+class M2PO(GRPO):
     """The M2PO objective: a bound on the second moment of the log-ratios."""
 
     config: M2POConfig
@@ -64,5 +66,7 @@ class M2PO(DAPO):
         free = -batch.advantages * log_ratio.exp()
         if self.config.form is M2POForm.mask:
             return free.masked_fill(reach == 0, 0.0), reach == 0
-        bound = -batch.advantages * log_ratio.clamp(-reach, reach).exp()
+        low = (-reach).clamp(max=math.log1p(-self.config.least_low))
+        high = reach.clamp(min=math.log1p(self.config.least_high))
+        bound = -batch.advantages * log_ratio.clamp(low, high).exp()
         return torch.where(bound > free, bound, free), bound > free

@@ -40,6 +40,8 @@ NEEDS = {
     "entropy": "entropy of the next-token distribution, in the outputs of the training forward",
     "log_sum_squares": "log of the sum of the squared next-token probabilities, in the outputs of the "
     "training forward",
+    "divergence": "divergence from the next-token distribution of the reference, in the outputs of the "
+    "training forward",
 }
 
 _ROUNDING = 1e-6  # relative rounding error of sums of float32 log-probs, which batching changes

@@ -20,6 +20,7 @@ Options of every policy-gradient algorithm, off by default:
   (DeepSeek-V3.2, section 3.1). The tokens still count.
 - `algo.dual_clip` c: where A < 0, the surrogate is at most -A c (Ye et al., arXiv 1912.09729).
 - `algo.covariance`: KL-Cov and Clip-Cov (`_with_limited`, `limited`).
+- `algo.square_coef` c: c (log u)^2 is added to the loss of each token (prime-rl).
 - `algo.entropy_coef`: minus this times the entropy of the policy at each token is added to the loss.
 
 An algorithm overrides some of the methods `advantages`, `log_ratio`, `surrogate`, `reduce` and `count`.
@@ -215,6 +216,8 @@ class PolicyGradient(Objective):
             away = _off_policy(logprobs, batch, config.off_policy_mask)
             losses = losses.masked_fill(away, 0.0)
             metrics["policy/off_policy_masked"] = mean(away, mask)
+        if config.square_coef:
+            losses = losses + config.square_coef * log_ratio.square()
         if self.kl_in_loss:
             assert batch.ref_logprobs is not None
             kl = kl_estimate(logprobs, selected(batch.ref_logprobs, real), config.kl_estimator)
@@ -314,6 +317,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
 # | `old`         | of the trainer just before the update              | Schulman et al., arXiv 1707.06347   |
 # | `behaviour`   | of the sampler                                     | Yao et al. 2025; "bypass" in verl   |
 # | `loglinear`   | behaviour + (1 - 1/d) (sg(logp) - behaviour)       | A-3PO, arXiv 2512.06547             |
+# | `linear`      | the same between probabilities                     | AReaL                               |
 #
 # d is the lag of a token plus 1: the version that this update makes, minus the version that sampled the
 # token. With d = 1 (on-policy), `loglinear` is the sampler. It is computed again in every minibatch from the
@@ -334,11 +338,11 @@ def _anchor_logprobs(logprobs: Tensor, batch: Batch, anchor: Anchor) -> Tensor:
     behaviour = sampler_logprobs(logprobs, batch)
     if anchor is Anchor.behaviour:
         return behaviour
-    made = batch.trainer_version + 1
-    if batch.token_versions is None:
-        return behaviour + (1 - 1 / max(1, made - batch.version)) * (current - behaviour)
-    lag = (made - batch.token_versions).clamp(min=1)
-    return behaviour + (1 - 1 / lag) * (current - behaviour)
+    versions = behaviour.new_tensor(batch.version) if batch.token_versions is None else batch.token_versions
+    share = 1 - 1 / (batch.trainer_version + 1 - versions).clamp(min=1)
+    if anchor is Anchor.linear:
+        return ((1 - share) * behaviour.exp() + share * current.exp() + 1e-10).log()
+    return behaviour + share * (current - behaviour)
 
 
 # KL-Cov and Clip-Cov: limits on the few tokens that lower the entropy of the policy most.

@@ -21,10 +21,8 @@ from torch import Tensor
 from rlhf.config.algorithms import Scale, ScaleRLConfig
 from rlhf.core.batch import Batch
 from rlhf.core.launched import root
-from rlhf.core.metrics import selected
 from rlhf.objectives.advantages import centred
 from rlhf.objectives.grpo import GRPO
-from rlhf.objectives.objective import Counts
 
 
 class ScaleRL(GRPO):
@@ -46,11 +44,3 @@ class ScaleRL(GRPO):
         ratio = log_ratio.detach().exp()
         weight = ratio.clamp(max=self.config.cap)
         return -weight * batch.advantages * logprobs, weight != ratio
-
-    def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """Return the sum over prompts of the mean over the response tokens of a prompt."""
-        return (selected(losses, mask).sum((1, 2)) / mask.sum((1, 2)).clamp(min=1)).sum()
-
-    def count(self, batch: Batch) -> Counts:
-        """Return the number of prompts over which the mean is taken."""
-        return {"policy": float(self.counted(batch).flatten(1).any(1).sum())}

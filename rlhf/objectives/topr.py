@@ -18,17 +18,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf.config.algorithms import Level, TOPRConfig
+from rlhf.config.algorithms import Level, Mean, TOPRConfig
 from rlhf.core.batch import Batch
 from rlhf.core.metrics import selected
 from rlhf.objectives.correction import over_tokens
-from rlhf.objectives.dapo import DAPO
+from rlhf.objectives.grpo import GRPO
 from rlhf.objectives.objective import Counts
 
 _TAPERED = 0.999  # `policy/clipfrac` is the share of weights below this
 
 
-class TOPR(DAPO):
+class TOPR(GRPO):
     """The TOPR objective: tapered weights of the responses to avoid."""
 
     config: TOPRConfig
@@ -47,10 +47,12 @@ class TOPR(DAPO):
         """Return the loss of each token [N, K, T], and which weights are below 1 by more than rounding."""
         assert batch.advantages is not None
         tapered = log_ratio.detach().clamp(max=0.0).exp()
-        alpha = torch.where(batch.advantages < 0, tapered, 1.0)
+        avoid = batch.scores[..., None] <= 0 if self.config.sign_of_score else batch.advantages < 0
+        alpha = torch.where(avoid, tapered, 1.0)
         return -alpha * batch.advantages * logprobs, alpha < _TAPERED
 
     def count(self, batch: Batch) -> Counts:
-        """Return the number of responses; with ratios of tokens, the number of tokens."""
-        counted = self.counted(batch)
-        return {"policy": float((counted if self.config.level is Level.token else counted.any(-1)).sum())}
+        """Return the number of units; with ratios of responses, `algo.mean=tokens` counts responses."""
+        if self.config.level is Level.token or self.config.mean is not Mean.tokens:
+            return super().count(batch)
+        return {"policy": float(self.counted(batch).any(-1).sum())}

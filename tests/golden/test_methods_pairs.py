@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rlhf.config.algorithms import DPOConfig, PairWeighting, Ties
+from rlhf.config.algorithms import DPOConfig, DPOLoss, PairWeighting, Ties
 from rlhf.core.batch import Batch, Outputs
 from rlhf.objectives.dpo import OnlineDPO
 from tests import needs
@@ -58,6 +58,20 @@ def recorded_batch(arrays: dict[str, torch.Tensor]) -> Batch:
         ref_logprobs=grouped(arrays["k2_ref"]),
         scores=grouped(arrays["k2_scores"]),
     )
+
+
+def test_sppo_equals_the_formula(arrays):
+    case = json.loads((GOLDEN / "methods_more.json").read_text())["cases"]["sppo_0.1_wins_0.7"]
+    objective = OnlineDPO(DPOConfig(beta=0.1, loss_type=DPOLoss.sppo, wins=0.7, ties=Ties.keep))
+    logprobs = arrays[case["logprobs"]].clone().requires_grad_()
+    pairs = objective.credit(recorded_batch(arrays))
+    rows = pairs.response_ids[..., 0]
+    sums, _ = objective.loss(lambda _: Outputs(logprobs=logprobs[rows] * pairs.response_mask), pairs)
+    loss = sums["policy"] / objective.count(pairs)["policy"]
+    loss.backward()
+    assert loss.item() == pytest.approx(case["loss"], rel=1e-5)
+    expected = torch.from_numpy(np.load(GOLDEN / "methods_more_grads.npz")["sppo_0.1_wins_0.7"]).float()
+    torch.testing.assert_close(logprobs.grad, expected, rtol=1e-5, atol=1e-6)
 
 
 @by_case
