@@ -52,8 +52,8 @@ from rlhf.text.chat import Dialogues, unquoted
 from rlhf.text.encoding import encode_completions
 from rlhf.training.checkpoint import Checkpoints
 from rlhf.training.evaluators import Evaluator, HeldOutPairs, PolicyEvaluator, RewardEvaluator
-from rlhf.training.loop import Parts
 from rlhf.training.recorder import LIMITS, CollapseRule, Limits, Recorder, RepetitionRule, expected
+from rlhf.training.session import Parts
 from rlhf.training.stream import Refill, Replay
 from rlhf.trials.trials import choose_head, compared, compile_blocks, samples_with_cache
 from rlhf.usercode.address import load_function, parameters_of, signature_of

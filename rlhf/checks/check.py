@@ -28,7 +28,7 @@ from rlhf.memory import plan
 from rlhf.memory.sizes import models
 from rlhf.models.folder import is_local, offline_problem
 from rlhf.terminal.console import print_error
-from rlhf.usercode.address import class_problem
+from rlhf.usercode.address import class_problem, function_problem
 from rlhf.words import catalogue
 from rlhf.words.compose import compose_node
 from rlhf.words.mistakes import CONFIG_ERRORS, explain, explained, unknown_keys
@@ -140,7 +140,9 @@ def refuse(problems: Sequence[str]) -> NoReturn:
 
 @training_rule
 def hooks_exist(cfg: Config) -> Iterator[str]:
-    """Yield an error for each hook whose class is not found."""
+    """Yield an error for each hook whose class is not found, and for a loop that is not found."""
+    if cfg.loop is not None and (problem := function_problem("loop", cfg.loop, ("session",))):
+        yield problem
     for path in cfg.hooks:
         if problem := class_problem("hooks", path):
             yield problem

@@ -111,6 +111,8 @@ class Config(Section):
     save_total_limit: int = number(2, "checkpoints that are kept; a run resumes from the newest", least=1)
     save_generations: bool = entry(False)
     """write every rollout with its scores to generations/ of the run folder"""
+    loop: str | None = entry(None, affects=Affects.result, added=True)
+    """your training loop, as module:function; null: rlhf.training.loop"""
     hooks: list[str] = entry(list, "your classes, as module:Class, called during training")
     objective_metric: str | None = entry(None)
     """metric that a sweeper optimises; null: eval/win_rate; if answers are checked eval/accuracy; without a

@@ -83,6 +83,16 @@ class EngineSettings:
     value_lr: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What `Engine.forward_backward` found: losses of this rank, and metrics of all ranks."""
+
+    batch: Batch
+    losses: dict[str, Tensor]
+    metrics: Metrics
+    exist: bool  # False: no prompt has signal, so there are no gradients
+
+
 class Engine(ABC):
     """A training engine on one rank; all ranks call its methods together.
 
@@ -211,19 +221,15 @@ class Engine(ABC):
         )
 
     def step(self, batch: Batch, objective: Objective) -> Metrics:
-        """Make one optimizer step on a minibatch and return its metrics.
+        """Make one optimizer step on a minibatch, and return its metrics."""
+        return self.optimizer_step(self.forward_backward(batch, objective))
+
+    def forward_backward(self, batch: Batch, objective: Objective) -> Gradients:
+        """Add up the gradients of a minibatch, and return its losses and metrics.
 
         Every rank gets the whole minibatch, and runs forward and backward on its share of the micro-batches.
-        Each summed loss is divided by its count over the whole minibatch. A minibatch without signal makes no
-        optimizer step (`policy/skipped_steps`). If gradients are not finite and the loss scale can be lowered
-        (float16), the optimizer step is skipped too (`policy/overflows`). `optim.ess_scaling` multiplies the
-        learning rate by a factor (`policy/lr_scale`), which is the same on all ranks.
-
-        Raises:
-            NonFinite: a loss is not finite, or the gradient norm is not finite and the loss scale cannot be
-                lowered. The weights have not changed.
+        Each summed loss is divided by its count over the whole minibatch.
         """
-        lr = learning_rate(self.settings.optim, self.step_index, self.settings.total_steps)
         counts = objective.count(batch)
         extras = sorted(objective.needs & EXTRAS)
         losses = {name: torch.zeros((), dtype=torch.float64, device=self.ranks.device) for name in counts}
@@ -246,13 +252,29 @@ class Engine(ABC):
                 merge(merged, stats if counted else {name: stat.emptied() for name, stat in stats.items()})
                 done()
         metrics = self.ranks.merge(merged) | objective.observe(batch)
-        if micros and self.settings.optim.ess_scaling is not ESSScaling.none:
+        return Gradients(batch, losses, metrics, bool(micros))
+
+    def optimizer_step(self, found: Gradients) -> Metrics:
+        """Make one optimizer step with the gradients of a minibatch, and return the metrics of the minibatch.
+
+        A minibatch without signal makes no optimizer step (`policy/skipped_steps`). If gradients are not
+        finite and the loss scale can be lowered (float16), the optimizer step is skipped too
+        (`policy/overflows`). `optim.ess_scaling` multiplies the learning rate by a factor
+        (`policy/lr_scale`), which is the same on all ranks.
+
+        Raises:
+            NonFinite: a loss is not finite, or the gradient norm is not finite and the loss scale cannot be
+                lowered. The weights have not changed.
+        """
+        lr = learning_rate(self.settings.optim, self.step_index, self.settings.total_steps)
+        losses, metrics = found.losses, dict(found.metrics)
+        if found.exist and self.settings.optim.ess_scaling is not ESSScaling.none:
             scale = ess_scale(self.settings.optim, metrics["mismatch/step_ess"].value())
             metrics["policy/lr_scale"] = Stat(scale)
             lr *= scale
         metrics["lr"] = Stat(lr, 1.0, How.last)
-        metrics["policy/skipped_steps"] = Stat(float(not micros), 1.0, How.sum)
-        if micros:
+        metrics["policy/skipped_steps"] = Stat(float(not found.exist), 1.0, How.sum)
+        if found.exist:
             totals = self.ranks.sum(torch.stack(list(losses.values())))
             norm = self.gradient_norm()
             finite = bool(torch.isfinite(totals.sum() + norm))
@@ -264,7 +286,7 @@ class Engine(ABC):
                 if not bool(torch.isfinite(totals.sum())) or not self.lower_scale():
                     named = zip(losses, totals.tolist(), strict=True)
                     values = ", ".join(f"loss/{name} {total}" for name, total in named)
-                    raise NonFinite(f"{values}, gradient norm {float(norm)}", batch)
+                    raise NonFinite(f"{values}, gradient norm {float(norm)}", found.batch)
             if self.settings.dtype is Dtype.float16:
                 metrics["policy/overflows"] = Stat(float(not finite), 1.0, How.sum)
             metrics |= {f"loss/{name}": Stat(total) for name, total in zip(losses, totals, strict=True)}

@@ -42,8 +42,10 @@ from rlhf.stages.words import model_card, print_closing, print_opening
 from rlhf.terminal.console import Stages, say, transcript
 from rlhf.text.encoding import encode_completions
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
-from rlhf.training.loop import Parts, train
+from rlhf.training.loop import train
+from rlhf.training.session import Parts, Session
 from rlhf.training.stream import RolloutStream, StreamContext
+from rlhf.usercode.address import load_function
 from rlhf.words.compose import model_label
 
 log = logging.getLogger(__name__)
@@ -200,7 +202,9 @@ def _train(
     ranks = parts.engine.ranks
     interruption.defer(ranks.any if ranks.size > 1 else bool)
     try:
-        train(parts, stream, state, cfg.schedule, interruption, cfg.seed)
+        session = Session(parts, stream, state, cfg.schedule, interruption, cfg.seed)
+        loop = train if cfg.loop is None else load_function("loop", cfg.loop, ("session",))
+        loop(session)
     except NonFinite as error:
         file = folder.path / "failed_batch.json"
         batch = {"what": error.what, "index": error.index, "places": error.places}

@@ -10,7 +10,7 @@ from rlhf.core.metrics import Evaluation
 from rlhf.core.state import TrainState
 from rlhf.processes.signals import Interruption
 from rlhf.terminal.console import Phases
-from rlhf.training.loop import evaluate
+from rlhf.training.session import Session
 
 STATE = TrainState(num_updates=2, update=1)
 
@@ -31,7 +31,7 @@ def evaluated(interruption, batches=()):
         evaluator=evaluator,
         recorder=SimpleNamespace(evaluation=lambda state, evaluation: recorded.append(evaluation)),
     )
-    evaluate(parts, STATE, interruption)
+    Session(parts, (), STATE, None, interruption, seed=1).evaluate()
     return recorded
 
 

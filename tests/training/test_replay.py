@@ -11,8 +11,10 @@ import torch
 from rlhf.config.run import ScheduleConfig
 from rlhf.core.batch import Batch, trim
 from rlhf.core.state import TrainState
+from rlhf.engines.engine import Gradients
 from rlhf.training.checkpoint import Checkpoints
-from rlhf.training.loop import Parts, train
+from rlhf.training.loop import train
+from rlhf.training.session import Parts, Session
 from rlhf.training.stream import Replay, with_token_versions
 from tests.tiny_models import sequences, tiny_rollouts
 
@@ -204,8 +206,11 @@ class CountingEngine:
             filled["old_logprobs"] = torch.zeros(batch.response_ids.shape)
         return replace(batch, **filled)
 
-    def step(self, minibatch, objective):
+    def forward_backward(self, minibatch, objective):
         self.trained += minibatch.index.tolist()
+        return Gradients(minibatch, {}, {}, True)
+
+    def optimizer_step(self, found):
         return {}
 
     def weights(self):
@@ -239,7 +244,7 @@ def loop(updates, engine, scorer=lambda batch: batch, **generator):
     state = TrainState(num_updates=updates, unevaluated=False)
     schedule = ScheduleConfig(prompts_per_update=N, minibatches=2, eval_every=0, save_every=0)
     stream = [batch(update) for update in range(updates)]
-    train(parts, stream, state, schedule, SimpleNamespace(asked=lambda: False), seed=1)
+    train(Session(parts, stream, state, schedule, SimpleNamespace(asked=lambda: False), seed=1))
     return state, stream, flushed
 
 
