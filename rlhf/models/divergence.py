@@ -31,9 +31,7 @@ def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     def kl(p: Tensor, q: Tensor) -> Tensor:
         return (p.exp() * (p - q)).sum(-1)
 
-    lowest = (
-        torch.finfo(student.dtype).min / 4
-    )  # finite in place of -inf, so that 0 log 0 and its gradient are 0
+    lowest = torch.finfo(student.dtype).min / 4  # not -inf, so that 0 log 0 and its gradient are 0
     student, teacher = student.clamp(min=lowest), teacher.clamp(min=lowest)
     if beta in (0, 1):
         return kl(student, teacher) if beta else kl(teacher, student)
@@ -69,7 +67,9 @@ def tiled_divergence(
         logprobs = student(hidden).to(dtype).log_softmax(-1)
         with torch.no_grad():
             theirs = teacher(states).to(dtype).log_softmax(-1)
-        if top is not None and top < theirs.shape[-1]:
+        shared = min(logprobs.shape[-1], theirs.shape[-1])  # ids of the wider model alone have no token
+        logprobs, theirs = logprobs[:, :shared], theirs[:, :shared]
+        if top is not None and top < shared:
             chosen = theirs.topk(top).indices
             logprobs, theirs = with_rest(logprobs.gather(-1, chosen)), with_rest(theirs.gather(-1, chosen))
         return divergence(logprobs, theirs, beta)

@@ -202,6 +202,10 @@ class Policy(RolloutModule):
         other.temperature = temperature
         return other
 
+    def chosen_adapters(self) -> AbstractContextManager[None]:
+        """Return a context in which the model runs with its adapters, or without them (`adapters`)."""
+        return nullcontext() if self.adapters else without_adapters(self.model)
+
     def forward(self, batch: Rollouts, *extras: str) -> Outputs:
         """Return the log-probs [N, K, T] of the responses, 0 at padding and at messages of an environment.
 
@@ -216,7 +220,7 @@ class Policy(RolloutModule):
         # An index by a mask would wait for the GPU after the model ran, and again in the backward pass.
         real = mask.flatten().nonzero()[:, 0]
         compare = self.teacher.of(batch, real) if self.teacher and "divergence" in extras else None
-        with nullcontext() if self.adapters else without_adapters(self.model):
+        with self.chosen_adapters():
             hidden = self.states(batch, last=False)
             head = self.model.get_output_embeddings()
             found: TokenOutputs = head(
@@ -252,12 +256,14 @@ class Teacher:
     def of(self, batch: Rollouts, real: Tensor) -> Compare:
         """Return the function that compares the rows `real` of the responses of `batch` with the teacher."""
         policy, rate = self.policy, self.policy.logit_scale / self.policy.temperature
-        head = policy.model.get_output_embeddings()
-        with torch.no_grad(), nullcontext() if policy.adapters else without_adapters(policy.model):
+
+        def logits(rows: Tensor) -> Tensor:
+            with policy.chosen_adapters():  # of a head that is trained whole, the original one
+                return policy.model.get_output_embeddings()(rows) * rate
+
+        with torch.no_grad(), policy.chosen_adapters():
             states = policy.states(batch, last=False).flatten(0, 2).index_select(0, real)
-        return lambda student, hidden: tiled_divergence(
-            student, hidden, lambda rows: head(rows) * rate, states, self.beta, self.top
-        )
+        return lambda student, hidden: tiled_divergence(student, hidden, logits, states, self.beta, self.top)
 
 
 def set_head(model: PreTrainedModel, float32: bool, tokens: Collection[int] | None) -> None:
