@@ -729,7 +729,7 @@ class DistillConfig(GRPOConfig):
     top: int | None = number(None, when="divergence=exact", least=1, remedy="64")
     """compare only the teacher's most probable tokens, and all others together; null: all tokens"""
     gamma: float = number(0.0, "discount of k of later tokens", "divergence=k1", least=0, most=1)
-    cap: float = number(5.0, "the largest ratio to the sampler that weighs a token", above=0)
+    cap: float = number(5.0, "largest ratio to the sampler that weighs a token; 0: no weights", least=0)
     teacher_coef: float = number(1.0, "weight of the divergence", least=0)
     reward_coef: float = number(0.0, "weight of the advantages of the rewards", least=0)
 

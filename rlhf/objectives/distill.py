@@ -4,7 +4,7 @@ Agarwal et al., arXiv 2306.13649 (GKD); Gu et al., arXiv 2306.08543 (MiniLLM); L
 Thinking Machines Lab, 2025.
 
     loss = mean over tokens of  teacher_coef D - reward_coef w A logp
-    w    = stopgrad(min(exp(logp - behaviour), cap))
+    w    = stopgrad(min(exp(logp - behaviour), cap)), with `algo.cap=0` 1
 
 | `algo.divergence` | D of a token                         | gradient of on-policy samples, on average       |
 |-------------------|--------------------------------------|-------------------------------------------------|
@@ -52,7 +52,8 @@ class Distill(GRPO):
         config, mask = self.config, batch.response_mask
         logprobs = selected(out.logprobs, mask)
         ratio = bounded(selected(logprobs.detach() - sampler_logprobs(logprobs, batch), mask)).exp()
-        weight = ratio.clamp(max=config.cap)
+        weight = ratio.clamp(max=config.cap) if config.cap else torch.ones_like(ratio)
+        truncated = (ratio > config.cap).float() * bool(config.cap)
         k = selected(logprobs - batch.ref_logprobs, mask)
         if config.divergence is TeacherDivergence.exact:
             assert out.divergence is not None
@@ -68,7 +69,7 @@ class Distill(GRPO):
         metrics = {
             **mismatch(logprobs, batch),
             "policy/ratio": mean(ratio, mask),
-            "policy/clipfrac": mean((weight != ratio).float(), mask),
+            "policy/clipfrac": mean(truncated, mask),
             "distill/k1": mean(k.detach(), mask),
         }
         if out.divergence is not None:
