@@ -140,12 +140,17 @@ def refuse(problems: Sequence[str]) -> NoReturn:
 
 @training_rule
 def hooks_exist(cfg: Config) -> Iterator[str]:
-    """Yield an error for each hook whose class is not found, and for a loop that is not found."""
-    if cfg.loop is not None and (problem := function_problem("loop", cfg.loop, ("session",))):
-        yield problem
+    """Yield an error for each hook whose class is not found."""
     for path in cfg.hooks:
         if problem := class_problem("hooks", path):
             yield problem
+
+
+@training_rule
+def loop_exists(cfg: Config) -> Iterator[str]:
+    """Yield an error for a loop that is not found, or that cannot be called with a session."""
+    if cfg.loop is not None and (problem := function_problem("loop", cfg.loop, ("session",))):
+        yield problem
 
 
 def check_job(cfg: Config) -> list[Hook]:
@@ -155,7 +160,7 @@ def check_job(cfg: Config) -> list[Hook]:
         UserError: the code cannot be imported or called, or a service refuses connections.
     """
     found = [problem for key, section in sections(cfg) for problem in section.job_problems(key)]
-    if found:
+    if found := [*found, *loop_exists(cfg)]:
         raise UserError(*found)
     return load_hooks(cfg.hooks) if is_first_rank() else []
 

@@ -341,6 +341,7 @@ class CovarianceConfig(Section):
 
 _CLIP_RANGE = ("clip_low", "clip_high")
 _CLIPPED_LOSS = ("dual_clip", "covariance.kind")  # options of PPO's clipped loss
+_CORRECTION = ("correction.kind", "correction.reject", "correction.veto")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -375,7 +376,8 @@ class PolicyGradientConfig(AlgoConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if two settings contradict each other, or if the loss ignores a key that is set."""
         correction, limits, unused, default = self.correction, self.covariance, self.unused, type(self)()
-        if self.anchor is Anchor.behaviour and correction.kind is not CorrectionKind.none:
+        corrected = correction.kind is not CorrectionKind.none and "correction.kind" not in unused
+        if self.anchor is Anchor.behaviour and corrected:
             reason = "the ratio of the loss is the weight already"
             yield self.refused(at, "correction.kind", "be none with algo.anchor=behaviour", reason)
         if self.anchor in (Anchor.loglinear, Anchor.linear) and correction.coupled:
@@ -384,6 +386,9 @@ class PolicyGradientConfig(AlgoConfig):
         if self.sequence_ratio and limits.kind is not Covariance.none and "covariance.kind" not in unused:
             reason = "it limits single tokens, but the ratio is that of a whole response"
             yield self.refused(at, "covariance.kind", f"be none for algo={self.name}", reason)
+        if self.anchor is not Anchor.old and not self.reads_anchor:
+            reason = "this loss has no ratio; algo.correction corrects for older samples"
+            yield self.refused(at, "anchor", f"be old for algo={self.name} without a ratio", reason)
         for key in unused:
             if value_at(self, key) != value_at(default, key):
                 yield self.refused(at, key, f"not be set for algo={self.name}", "its loss does not use it")
@@ -396,9 +401,16 @@ class PolicyGradientConfig(AlgoConfig):
         return [f"algo.correction.kind=truncate{level}"]
 
     @property
-    def reads_anchor(self) -> bool:
-        """Whether the loss reads the log-probs of `anchor`."""
+    def has_ratio(self) -> bool:
+        """Whether the policy term of the loss has a ratio."""
         return True
+
+    @property
+    def reads_anchor(self) -> bool:
+        """Whether the policy term, the importance weights or another term of the loss read the anchor."""
+        weighted = self.correction.kind is not CorrectionKind.none
+        ratio_of_kl = self.kl_coef > 0 and self.kl_in is KLIn.loss and self.kl_unbiased
+        return self.has_ratio or weighted or ratio_of_kl or self.square_coef > 0
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -476,17 +488,9 @@ class RLOOConfig(PolicyGradientConfig):
     kl_estimator: KLEstimator = KLEstimator.k1
 
     @property
-    def reads_anchor(self) -> bool:
-        """Whether the policy term, the importance weights or the KL term of the loss read the anchor."""
-        weighted = self.correction.kind is not CorrectionKind.none
-        ratio_of_kl = self.kl_coef > 0 and self.kl_in is KLIn.loss and self.kl_unbiased
-        return self.loss_type is RLOOLoss.clip or weighted or ratio_of_kl
-
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if `anchor` is set and the loss has no ratio."""
-        if self.anchor is not Anchor.old and not self.reads_anchor:
-            reason = "this loss has no ratio; algo.correction corrects for older samples"
-            yield self.refused(at, "anchor", "be old with algo.loss_type=reinforce", reason)
+    def has_ratio(self) -> bool:
+        """Whether the loss is that of the clipped ratio."""
+        return self.loss_type is RLOOLoss.clip
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -662,16 +666,12 @@ class ScaleRLConfig(UnclippedConfig):
 class VESPOConfig(UnclippedConfig):
     """VESPO: REINFORCE; the ratio W of a response weighs it by W^k exp(lambda (1 - W))."""
 
+    unused: ClassVar[tuple[str, ...]] = (*UnclippedConfig.unused, *_CORRECTION)
+
     power_good: float = number(2.0, "k where A >= 0", above=0)
     power_bad: float = number(3.0, "k where A < 0", above=0)
     decay_good: float = number(3.0, "lambda where A >= 0", above=0)
     decay_bad: float = number(2.0, "lambda where A < 0", above=0)
-
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if the loss has a further weight: its own depends on the whole ratio."""
-        if self.correction.kind is not CorrectionKind.none:
-            reason = "the ratio of the response is in the loss already"
-            yield self.refused(at, "correction.kind", "be none for algo=vespo", reason, "none")
 
 
 @option("algo", "sapo", part="rlhf.objectives.sapo:SAPO")
@@ -687,6 +687,9 @@ class SAPOConfig(UnclippedConfig):
 class GPGConfig(UnclippedConfig):
     """GPG: REINFORCE with the mean reward of the prompt as baseline; no ratio."""
 
+    has_ratio: ClassVar[bool] = False
+
+    anchor: Anchor = Anchor.old
     scale: Scale = Scale.none
     mean: Mean = Mean.responses
     ties: Ties = Ties.drop
@@ -696,7 +699,9 @@ class GPGConfig(UnclippedConfig):
 class ReinforcePPConfig(GRPOConfig):
     """REINFORCE++: PPO's clipped ratio with rewards to go, whitened over the tokens of the batch."""
 
+    min_samples: ClassVar[int] = 1
     learns_from_ties: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = ("ties",)
 
     advantage: Advantage = Advantage.none
     scale: Scale = Scale.none
@@ -705,6 +710,12 @@ class ReinforcePPConfig(GRPOConfig):
     kl_in: KLIn = KLIn.reward
     kl_estimator: KLEstimator = KLEstimator.k1
     gamma: float = number(1.0, "discount of later rewards", least=0, most=1)
+
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error if the baseline or the scale compares the samples of a prompt, and there is one."""
+        if self.samples_per_prompt < 2 and (self.advantage, self.scale) != (Advantage.none, Scale.none):
+            rule = f"be >= 2 with {at}.advantage or {at}.scale"
+            yield self.refused(at, "samples_per_prompt", rule, "they compare the samples of a prompt", 4)
 
 
 @option("algo", "distill", part="rlhf.objectives.distill:Distill")
@@ -715,8 +726,7 @@ class DistillConfig(GRPOConfig):
     learns_from_ties: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = (
         *UnclippedConfig.unused,
-        *("anchor", "kl_coef", "correction.kind", "correction.reject", "correction.veto"),
-        *("off_policy_mask", "entropy_coef", "square_coef"),
+        *(*_CORRECTION, "anchor", "kl_coef", "off_policy_mask", "entropy_coef", "square_coef"),
     )
 
     samples_per_prompt: int = 1

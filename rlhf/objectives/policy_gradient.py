@@ -98,10 +98,10 @@ class PolicyGradient(Objective):
     def skips_ties(self) -> bool:
         """Return True if prompts whose advantages are all 0 skip the forward pass.
 
-        Such a prompt has a gradient only if the loss has a KL penalty or an entropy bonus.
+        Such a prompt has a gradient only if the loss has a KL penalty, an entropy bonus or a squared ratio.
         """
-        penalty = self.config.covariance.kind is Covariance.kl
-        return not (self.kl_in_loss or self.config.entropy_coef or penalty)
+        config, penalty = self.config, self.config.covariance.kind is Covariance.kl
+        return not (self.kl_in_loss or config.entropy_coef or config.square_coef or penalty)
 
     def credit(self, batch: Batch) -> Batch:
         """Return the batch with advantages [N, K, T], equal for all tokens of a response, and signal [N]."""

@@ -202,9 +202,8 @@ def _train(
     ranks = parts.engine.ranks
     interruption.defer(ranks.any if ranks.size > 1 else bool)
     try:
-        session = Session(parts, stream, state, cfg.schedule, interruption, cfg.seed)
         loop = train if cfg.loop is None else load_function("loop", cfg.loop, ("session",))
-        loop(session)
+        Session(parts, stream, state, cfg.schedule, interruption, cfg.seed).run(loop)
     except NonFinite as error:
         file = folder.path / "failed_batch.json"
         batch = {"what": error.what, "index": error.index, "places": error.places}

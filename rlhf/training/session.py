@@ -11,21 +11,22 @@
                 return
 
 What surrounds the loop, such as lock, resuming, signals, evaluation, ranks and the model card, works with
-every loop. A loop may call the verbs in another order, leave some out, or give `forward_backward` another
-loss.
+every loop. A loop may leave verbs out, or give `forward_backward` another loss. A verb that is called where
+it would train wrongly raises an error: each batch of rollouts ends with one `sync`, and each `step` needs one
+`forward_backward`. If a loop does not call `finish_update`, `sample` does before it yields again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from rlhf.config.run import ScheduleConfig
 from rlhf.core.batch import Batch, Rollouts
-from rlhf.core.errors import RunError
-from rlhf.core.metrics import Metrics, mean, selected
+from rlhf.core.errors import RunError, place_in_code
+from rlhf.core.metrics import Metrics, selected
 from rlhf.core.state import TrainState
 from rlhf.engines.engine import Engine, Gradients
 from rlhf.generators.generator import Generator
@@ -39,6 +40,7 @@ from rlhf.training.evaluators import Evaluator
 from rlhf.training.recorder import Recorder
 from rlhf.training.stream import ONCE, Refill, Replay, RolloutStream
 
+_SYNC = "call session.sync(batch) after the last step of an update"
 TokenLoss = Callable[[Tensor, Batch], Tensor]  # log-probs [N, K, T], minibatch -> losses [N, K, T]
 
 
@@ -57,6 +59,12 @@ class Parts:
     checkpoints: Checkpoints
     refill: Refill | None = None  # which groups the stream replaces; None: none
     phases: Phases = field(default_factory=Phases)  # what the run does now, for its progress display
+
+
+class Misuse(RunError):
+    """A loop called a verb where it would train wrongly, or returned too early; raised on all ranks."""
+
+    everywhere = True
 
 
 @dataclass(slots=True)
@@ -78,25 +86,44 @@ class Session:
     schedule: ScheduleConfig
     interruption: Interruption
     seed: int
-    _gradients: Gradients | None = None
+    _gradients: Gradients | None = None  # those for which `step` is to be called
+    _steps: int = 0  # optimizer steps of this update
+    _open: bool = False  # `sync` is to be called for the rollouts
+    _unfinished: bool = False  # `finish_update` is to be called
+    _stop: bool = False  # a signal asked to stop, and the checkpoint is saved
+
+    def run(self, loop: Callable[[Session], None]) -> None:
+        """Call a loop, which must train to the end of the run, or until a signal asks to stop.
+
+        Raises:
+            Misuse: the loop called a verb where it is not allowed, or returned before the end. The message
+                names the line of the loop.
+        """
+        try:
+            loop(self)
+            stopped = self._settled()
+            self._require(stopped or self.state.done, "train until session.sample() ends, but it returned")
+        except Misuse as error:
+            raise Misuse(f"{error}{place_in_code(error, __file__)}") from None
 
     def sample(self) -> Iterator[Rollouts]:
         """Yield the rollouts of all remaining updates; before the first, evaluate if that is due.
 
+        After a signal, nothing more is yielded.
+
         Raises:
             Interrupted: after a signal, an evaluation was due.
-            RunError: `sync` was not called for the last rollouts.
+            Misuse: `sync` was not called for the rollouts before.
         """
+        if self._settled():
+            return
         if self.state.unevaluated and self.schedule.eval_every:
             self.evaluate()
         for rollouts in self.stream:
-            update = self.state.update
+            self._open, self._steps = True, 0
             yield rollouts
-            if self.state.update == update:
-                raise RunError(
-                    f"loop must call session.sync(batch) once for all rollouts that it gets, update {update} "
-                    "(from 0) ended without; call it after the last step of the update"
-                )
+            if self._settled():
+                return
 
     def score(self, rollouts: Rollouts) -> Batch:
         """Return the rollouts with scores [N, K].
@@ -138,17 +165,18 @@ class Session:
 
         Args:
             minibatch: the minibatch.
-            loss: an objective, or a function of log-probs and minibatch whose mean over the response tokens
-                is the loss; None: the objective of the run.
+            loss: an objective, which also gave the minibatch its credit, or a function of log-probs [N, K, T]
+                and minibatch that returns the losses [N, K, T] of tokens, whose mean over the response tokens
+                of all prompts is the loss; None: the objective of the run.
 
         Raises:
-            RunError: there are gradients of another minibatch, for which `step` was not called.
+            Misuse: `step` was not called for the gradients of another minibatch, or the function returned
+                another shape.
         """
-        if self._gradients is not None:
-            raise RunError("loop must call session.step() between two calls of session.forward_backward")
-        if loss is None:
-            loss = self.parts.objective
-        objective = loss if isinstance(loss, Objective) else _OwnLoss(loss)
+        self._require(self._gradients is None, "call session.step() after session.forward_backward()")
+        objective = self.parts.objective if loss is None else loss
+        if not isinstance(objective, Objective):  # a prompt without advantages may have such a loss
+            objective, minibatch = _OwnLoss(objective), replace(minibatch, signal=None)
         self._gradients = self.parts.engine.forward_backward(minibatch, objective)
         return self._gradients.metrics
 
@@ -157,18 +185,30 @@ class Session:
 
         Raises:
             NonFinite: a loss or the gradient norm is not finite. The weights have not changed.
-            RunError: there are no gradients.
+            Misuse: there are no gradients, or the update already had as many steps as the schedule says, on
+                which the learning rate and the log-probs before the update depend.
         """
-        if self._gradients is None:
-            raise RunError("loop must call session.forward_backward(minibatch) before session.step()")
-        found, self._gradients = self._gradients, None
+        most = self.schedule.minibatches * self.schedule.epochs
+        self._require(self._gradients is not None, "call session.forward_backward() before session.step()")
+        self._require(
+            self._steps < most, f"make schedule.minibatches x schedule.epochs = {most} steps at most"
+        )
+        assert self._gradients is not None
+        found, self._gradients, self._steps = self._gradients, None, self._steps + 1
         metrics = self.parts.engine.optimizer_step(found)
         self.parts.recorder.add(metrics)
         return metrics
 
     def sync(self, batch: Batch) -> None:
-        """End an update: count `batch`, send the weights to the generator, and write a row of metrics."""
+        """End an update: count the batch of `annotate`, send the weights, and write a row of metrics.
+
+        Raises:
+            Misuse: `step` was not called for the last gradients, or there are no new rollouts.
+        """
         parts, timer = self.parts, self.parts.recorder.timer
+        self._require(self._gradients is None, "call session.step() after session.forward_backward()")
+        self._require(self._open, "call session.sync(batch) once for the rollouts of an update")
+        self._open, self._unfinished = False, True
         self.state.advance(batch)
         with timer("wait"), parts.phases("waiting for the generator"):
             parts.generator.wait()
@@ -178,16 +218,29 @@ class Session:
 
     def finish_update(self) -> bool:
         """Evaluate and save if that is due, and return whether a signal asks to stop, after a checkpoint."""
+        self._require(not self._open, _SYNC)
+        self._unfinished = False
         if self.state.due(self.schedule.eval_every, at_end=True):
             self.evaluate()
-        stop = self.interruption.asked()
-        if (stop or self.state.due(self.schedule.save_every)) and not self.state.done:
+        self._stop = self.interruption.asked()
+        if (self._stop or self.state.due(self.schedule.save_every)) and not self.state.done:
             self.save()
-        return stop
+        return self._stop
+
+    def _settled(self) -> bool:
+        """Finish the update before, if the loop did not, and return whether a signal asked to stop."""
+        self._require(not self._open, _SYNC)
+        return self.finish_update() if self._unfinished else self._stop
+
+    def _require(self, holds: bool, rule: str) -> None:
+        if not holds:
+            at = f"after update {self.state.update} of {self.state.num_updates}"
+            raise Misuse(f"loop must {rule} ({at}); correct it, and the same command resumes the run")
 
     def save(self) -> None:
         """Write a checkpoint, from which the same command resumes."""
         parts = self.parts
+        self._require(not self._open, _SYNC)
         with parts.phases("saving a checkpoint"):
             parts.checkpoints.save(self.state, parts.engine, self.stream, parts.recorder)
 
@@ -222,6 +275,8 @@ class _OwnLoss(Objective):
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
         logprobs = forward(batch).logprobs
         assert logprobs is not None
-        losses = selected(self.function(logprobs, batch), batch.response_mask)
-        figures = {"policy/token_loss": mean(losses.detach(), batch.response_mask), **drift(logprobs, batch)}
-        return {"policy": losses.sum()}, figures
+        losses = self.function(logprobs, batch)
+        if losses.shape != logprobs.shape:
+            shapes = f"{list(logprobs.shape)}, got {list(losses.shape)}"
+            raise Misuse(f"the loss of loop must return the losses of tokens [N, K, T] = {shapes}")
+        return {"policy": selected(losses, batch.response_mask).sum()}, drift(logprobs, batch)

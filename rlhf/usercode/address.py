@@ -87,17 +87,22 @@ def load_function(key: str, path: object, arguments: tuple[str, ...] | None) -> 
         raise at.error("name a function", f"{at.name} is {kind}", at.other())
     signature = signature_of(found)
     try:
-        if arguments is not None:
+        if arguments is not None and len(arguments) != 1:
             parameters_of(signature)
+        elif arguments is not None and signature is not None:
+            signature.bind(*arguments)
     except TypeError as error:
         assert signature is not None and arguments is not None
         plain = signature.replace(
             parameters=[each.replace(annotation=each.empty) for each in signature.parameters.values()],
             return_annotation=signature.empty,
         )
+        rule = f"name a function with one parameter, {arguments[0]}"
+        if len(arguments) != 1:
+            others = f"{arguments[0]}, {arguments[2]}, messages or of columns of the data"
+            rule = f"name a function with a parameter {arguments[1]}, and others with the names {others}"
         raise at.error(
-            f"name a function with a parameter {arguments[1]}, and others with the names {arguments[0]}, "
-            f"{arguments[2]}, messages or of columns of the data",
+            rule,
             f"{at.name} takes {plain}: {error}",
             f"write def {at.name}({', '.join(arguments)})",
         ) from None
