@@ -8,7 +8,8 @@ arXiv 2602.04879, in its binary form: a token against all other tokens.
     loss = mean over tokens of -stopgrad(min(p / q, cap) keep) A logp
 
 A ratio says little about a token of small probability; the divergence is the part of the distribution that
-moved. Masked tokens count in the mean. `algo.both_sides` masks whatever the sign of A is. With `algo.anchor=old`, q is the trainer before the update.
+moved. Masked tokens count in the mean. `algo.both_sides` masks whatever the sign of A is. With
+`algo.anchor=old`, q is the trainer before the update.
 
 Needs: K >= 2, reference log-probs. Prompts without signal: as in GRPO, see `rlhf.objectives.grpo`.
 """
