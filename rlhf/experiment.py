@@ -65,20 +65,21 @@ class Experiment:
             `datasets.DatasetDict`, or a list of dicts. It is written to `cache_dir` and read by `task=local`.
         reward: the reward as a function or a list of functions, in place of `scorer.path` (see
             `rlhf.usercode.address`).
+        loop: the training loop as a function, in place of the key `loop` (see `rlhf.training.session`).
 
     Attributes:
         config: the composed config, as an object of section objects.
         overrides: the overrides.
 
     Raises:
-        UserError: an override names no key or option, or has a value of the wrong type; the data set or the
-            reward cannot be used.
+        UserError: an override names no key or option, or has a value of the wrong type; the data set, the
+            reward or the loop cannot be used.
     """
 
     config: Config
     overrides: list[str]
     hooks: Sequence[Hook]
-    functions: GivenFunctions | None = None  # the reward functions that are given as objects
+    functions: GivenFunctions | None = None  # the functions that are given as objects
 
     def __init__(
         self,
@@ -87,11 +88,12 @@ class Experiment:
         hooks: Sequence[Hook] = (),
         dataset: object = None,
         reward: Function | Sequence[Function] | None = None,
+        loop: Function | None = None,
     ) -> None:
         words = readable(listed(overrides))
         with catalogue.also(config_dir):
-            if dataset is not None or reward is not None:
-                words, self.functions = _with_objects(words, dataset, reward)
+            if any(given is not None for given in (dataset, reward, loop)):
+                words, self.functions = _with_objects(words, dataset, reward, loop)
             self.set_up(check.composed(words), words, hooks=hooks)
 
     def set_up(
@@ -159,7 +161,7 @@ class Experiment:
         return [*repeated(self.overrides), *check.warnings(self.config), *objects]
 
     def provide(self) -> None:
-        """Make reward functions that exist only in this process those that the config names."""
+        """Make functions that exist only in this process those that the config names."""
         if self.functions is not None:
             self.functions.provide()
 
@@ -525,11 +527,14 @@ def _say_extension(cfg: Config, folder: RunFolder, end: int, last: Path, change:
         say(f"  fractions of the new length: {', '.join(found)}")
 
 
-# Data sets and reward functions that are given to `Experiment` as objects.
+# Data sets and functions that are given to `Experiment` as objects.
 
 
 def _with_objects(
-    overrides: Sequence[str], dataset: object, reward: Function | Sequence[Function] | None
+    overrides: Sequence[str],
+    dataset: object,
+    reward: Function | Sequence[Function] | None,
+    loop: Function | None,
 ) -> tuple[list[str], GivenFunctions | None]:
     """Store a data set in `cache_dir`, and return the overrides with its address and those of functions.
 
@@ -537,6 +542,7 @@ def _with_objects(
         overrides: the other overrides.
         dataset: see `Experiment`; None: the overrides name the data.
         reward: see `Experiment`; None: the overrides name the scorer.
+        loop: see `Experiment`; None: the overrides name the loop, if any.
 
     Returns:
         The overrides, and the functions.
@@ -549,26 +555,29 @@ def _with_objects(
     for argument, given, option, path in (
         ("dataset", dataset, "task=local", "task.path"),
         ("reward", reward, "scorer=function", "scorer.path"),
+        ("loop", loop, "", "loop"),
     ):
         if given is None:
             continue
         for word in overrides:
             if word.startswith(f"{path}=") or (
-                word.startswith(option.partition("=")[0] + "=") and word != option
+                option and word.startswith(option.partition("=")[0] + "=") and word != option
             ):
                 raise UserError(
                     f"{argument} must not be given together with {word} (both name the {argument}), got an "
                     f"object of type {type(given).__name__}; leave {word} out"
                 )
-        words = [*words, *([] if option in words else [option])]
+        words = [*words, *([] if option in ("", *words) else [option])]
     cache = Path(check.composed(words).cache_dir)
     with creating(cache, "cache_dir"):
         if dataset is not None:
             words.append(override("task.path", written(dataset, cache / "given_data")))
-        if reward is not None:
-            functions = GivenFunctions(reward)
-            paths = functions.paths
-            words.append(override("scorer.path", paths[0] if len(paths) == 1 else paths))
+        if reward is not None or loop is not None:
+            functions = GivenFunctions(reward, loop)
+            if paths := functions.paths:
+                words.append(override("scorer.path", paths[0] if len(paths) == 1 else paths))
+            if functions.loop is not None:
+                words.append(override("loop", functions.loop))
     return words, functions
 
 

@@ -503,13 +503,20 @@ class GRPOConfig(PolicyGradientConfig):
     """GRPO: PPO's clipped ratio with advantages relative to the K samples of a prompt."""
 
     min_samples: ClassVar[int] = 2
+    default_mean: ClassVar[Mean] = Mean.responses
 
     samples_per_prompt: int = 4
     kl_coef: float = 0.04
     advantage: Advantage = entry(Advantage.mean, added=True)
     scale: Scale = Scale.group
-    mean: Mean = entry(Mean.responses, added=True)
+    mean: Mean | None = entry(None, added=True)
+    """over what the loss is a mean; null: as in the paper of the algorithm"""
     ties: Ties = Ties.keep
+
+    @property
+    def mean_over(self) -> Mean:
+        """Over what the loss is a mean."""
+        return self.mean or self.default_mean
 
     def doubts(self, at: str) -> Iterator[str]:
         """Yield a warning if the advantages of OPO are divided by a standard deviation."""
@@ -524,18 +531,20 @@ class GRPOConfig(PolicyGradientConfig):
 class DrGRPOConfig(GRPOConfig):
     """Dr. GRPO: GRPO with unscaled advantages and a constant divisor of the loss."""
 
+    default_mean: ClassVar[Mean] = Mean.constant
+
     kl_coef: float = 0.0
     scale: Scale = Scale.none
-    mean: Mean = Mean.constant
 
 
 @option("algo", "dapo", part="rlhf.objectives.grpo:GRPO")
 class DAPOConfig(GRPOConfig):
     """DAPO: GRPO with a mean over all tokens and a larger upper bound of the ratio."""
 
+    default_mean: ClassVar[Mean] = Mean.tokens
+
     clip_high: float = 0.28
     kl_coef: float = 0.0
-    mean: Mean = Mean.tokens
 
 
 @option("algo", "gspo", part="rlhf.objectives.gspo:GSPO")
@@ -553,12 +562,12 @@ class GSPOConfig(GRPOConfig):
 class CISPOConfig(GRPOConfig):
     """CISPO: REINFORCE on every token, weighted by the ratio of the token, which has an upper bound."""
 
+    default_mean: ClassVar[Mean] = Mean.tokens
     unused: ClassVar[tuple[str, ...]] = _CLIPPED_LOSS
 
     clip_low: float = 1.0
     clip_high: float = 4.0
     kl_coef: float = 0.0
-    mean: Mean = Mean.tokens
 
 
 # Sections of the algorithms that were designed for samples of an older policy (`algo=...`).
@@ -598,10 +607,10 @@ class TeacherDivergence(Choice):
 class UnclippedConfig(GRPOConfig):
     """The keys of the algorithms whose loss is a ratio to the sampler, limited in another way than PPO's."""
 
+    default_mean: ClassVar[Mean] = Mean.tokens
     unused: ClassVar[tuple[str, ...]] = (*_CLIP_RANGE, *_CLIPPED_LOSS)
 
     kl_coef: float = 0.0
-    mean: Mean = Mean.tokens
     anchor: Anchor = Anchor.behaviour
 
 
@@ -656,8 +665,9 @@ class DPPOConfig(UnclippedConfig):
 class ScaleRLConfig(UnclippedConfig):
     """ScaleRL: truncated ratios as weights, advantages scaled over the batch, a mean over prompts."""
 
+    default_mean: ClassVar[Mean] = Mean.prompts
+
     scale: Scale = Scale.batch
-    mean: Mean = Mean.prompts
     ties: Ties = Ties.drop
     cap: float = number(5.0, "the largest ratio that weighs a token", above=0)
 
@@ -687,11 +697,11 @@ class SAPOConfig(UnclippedConfig):
 class GPGConfig(UnclippedConfig):
     """GPG: REINFORCE with the mean reward of the prompt as baseline; no ratio."""
 
+    default_mean: ClassVar[Mean] = Mean.responses
     has_ratio: ClassVar[bool] = False
 
     anchor: Anchor = Anchor.old
     scale: Scale = Scale.none
-    mean: Mean = Mean.responses
     ties: Ties = Ties.drop
 
 
@@ -699,13 +709,13 @@ class GPGConfig(UnclippedConfig):
 class ReinforcePPConfig(GRPOConfig):
     """REINFORCE++: PPO's clipped ratio with rewards to go, whitened over the tokens of the batch."""
 
+    default_mean: ClassVar[Mean] = Mean.tokens
     min_samples: ClassVar[int] = 1
     learns_from_ties: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ("ties",)
 
     advantage: Advantage = Advantage.none
     scale: Scale = Scale.none
-    mean: Mean = Mean.tokens
     kl_coef: float = 0.0
     kl_in: KLIn = KLIn.reward
     kl_estimator: KLEstimator = KLEstimator.k1
@@ -722,6 +732,7 @@ class ReinforcePPConfig(GRPOConfig):
 class DistillConfig(GRPOConfig):
     """On-policy distillation: the policy learns from a teacher, model.reference, on its own samples."""
 
+    default_mean: ClassVar[Mean] = Mean.tokens
     min_samples: ClassVar[int] = 1
     learns_from_ties: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = (
@@ -732,7 +743,6 @@ class DistillConfig(GRPOConfig):
     samples_per_prompt: int = 1
     kl_coef: float = 0.0
     scale: Scale = Scale.none
-    mean: Mean = Mean.tokens
     divergence: TeacherDivergence = TeacherDivergence.exact
     beta: float = number(1.0, when="divergence=exact", least=0, most=1)
     """1: KL(policy || teacher); 0: KL(teacher || policy); between: a Jensen-Shannon divergence"""

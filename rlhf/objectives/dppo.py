@@ -8,14 +8,14 @@ arXiv 2602.04879, in its binary form: a token against all other tokens.
     loss = mean over tokens of -stopgrad(min(p / q, cap) keep) A logp
 
 A ratio says little about a token of small probability; the divergence is the part of the distribution that
-moved. Masked tokens count in the mean. With `algo.anchor=old`, q is the trainer before the update.
+moved. Masked tokens count in the mean. `algo.both_sides` masks whatever the sign of A is. With
+`algo.anchor=old`, q is the trainer before the update.
 
 Needs: K >= 2, reference log-probs. Prompts without signal: as in GRPO, see `rlhf.objectives.grpo`.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from rlhf.config.algorithms import DPPOConfig, DPPODivergence
@@ -40,10 +40,7 @@ class DPPO(GRPO):
             divergence = (p - q).abs()
         else:
             divergence = -q * moved + (1 - q) * ((1 - q + _EPS) / (1 - p + _EPS)).log()
-        risen = (advantages > 0) & (p > q) & (divergence > high)
-        fallen = (advantages < 0) & (p < q) & (divergence > low)
-        masked = risen | fallen
-        if self.config.both_sides:
-            masked = torch.where(p > q, divergence > high, divergence > low)
+        way = p - q if self.config.both_sides else advantages
+        masked = ((way > 0) & (p > q) & (divergence > high)) | ((way < 0) & (p < q) & (divergence > low))
         weight = moved.exp().clamp(max=self.config.cap).masked_fill(masked, 0.0)
         return -weight * advantages * logprobs, masked

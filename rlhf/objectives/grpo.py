@@ -80,21 +80,16 @@ class GRPO(PolicyGradient):
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
         """Return the sum of the losses [N, K, T]; `algo.mean` divides each by the tokens of its unit."""
         losses = selected(losses, mask)
-        if self.config.mean is Mean.responses:
+        if self.config.mean_over is Mean.responses:
             return (losses.sum(-1) / mask.sum(-1).clamp(min=1)).sum()
-        if self.config.mean is Mean.prompts:
+        if self.config.mean_over is Mean.prompts:
             return (losses.sum((1, 2)) / mask.sum((1, 2)).clamp(min=1)).sum()
         return losses.sum()
 
     def count(self, batch: Batch) -> Counts:
         """Return the number of units over which `algo.mean` is taken."""
-        counted = self.counted(batch)
-        responses = float(counted.any(-1).sum())
-        return {
-            "policy": {
-                Mean.tokens: float(counted.sum()),
-                Mean.responses: responses,
-                Mean.prompts: float(counted.flatten(1).any(1).sum()),
-                Mean.constant: responses * counted.shape[-1],
-            }[self.config.mean]
-        }
+        units, over = self.counted(batch), self.config.mean_over
+        width = units.shape[-1] if over is Mean.constant else 1
+        if over is Mean.prompts:
+            units = units.flatten(1)
+        return {"policy": float((units if over is Mean.tokens else units.any(-1)).sum()) * width}

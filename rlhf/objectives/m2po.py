@@ -9,10 +9,9 @@ Zheng et al., arXiv 2510.01161.
     clip: loss = mean over tokens of max(-A rho, -A clip(rho, exp(-c), exp(c))); c^2 is the largest
           (log rho)^2 for which the mean of min((log rho)^2, c^2) is at most `algo.limit`
 
-`algo.form` selects `mask` (default, the paper) or `clip` (the code of the authors; `algo.least_low` and
-`algo.least_high` are ratios that it never clips). The mask and the bound
-depend on all tokens of a rollout batch. They are computed once per batch from the trainer before the update.
-Masked tokens count in the mean.
+`algo.form` selects `mask` (default, the paper) or `clip` (the code of the authors, which never clips ratios
+from 1 - `algo.least_low` to 1 + `algo.least_high`). The mask and the bound depend on all tokens of a rollout
+batch. They are computed once per batch from the trainer before the update. Masked tokens count in the mean.
 
 Needs: K >= 2, reference log-probs, the log-probs of the trainer before the update. Prompts without signal: as
 in GRPO, see `rlhf.objectives.grpo`.

@@ -53,6 +53,6 @@ class TOPR(GRPO):
 
     def count(self, batch: Batch) -> Counts:
         """Return the number of units; with ratios of responses, `algo.mean=tokens` counts responses."""
-        if self.config.level is Level.token or self.config.mean is not Mean.tokens:
+        if self.config.level is Level.token or self.config.mean_over is not Mean.tokens:
             return super().count(batch)
         return {"policy": float(self.counted(batch).any(-1).sum())}

@@ -151,12 +151,9 @@ class Session:
 
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """Yield the minibatches of all epochs of an update."""
-        schedule = self.schedule
-        steps = schedule.minibatches * schedule.epochs
-        with self.parts.recorder.timer("train"), self.parts.phases("training", steps) as done:
-            for each in batch.minibatches(
-                schedule.minibatches, schedule.epochs, self.seed, self.state.update
-            ):
+        parts, epochs = self.schedule.minibatches, self.schedule.epochs
+        with self.parts.recorder.timer("train"), self.parts.phases("training", parts * epochs) as done:
+            for each in batch.minibatches(parts, epochs, self.seed, self.state.update):
                 yield each
                 done()
 
@@ -190,9 +187,7 @@ class Session:
         """
         most = self.schedule.minibatches * self.schedule.epochs
         self._require(self._gradients is not None, "call session.forward_backward() before session.step()")
-        self._require(
-            self._steps < most, f"make schedule.minibatches x schedule.epochs = {most} steps at most"
-        )
+        self._require(self._steps < most, f"make {most} steps at most, schedule.minibatches x epochs")
         assert self._gradients is not None
         found, self._gradients, self._steps = self._gradients, None, self._steps + 1
         metrics = self.parts.engine.optimizer_step(found)
@@ -229,8 +224,7 @@ class Session:
 
     def _settled(self) -> bool:
         """Finish the update before, if the loop did not, and return whether a signal asked to stop."""
-        self._require(not self._open, _SYNC)
-        return self.finish_update() if self._unfinished else self._stop
+        return self.finish_update() if self._open or self._unfinished else self._stop
 
     def _require(self, holds: bool, rule: str) -> None:
         if not holds:

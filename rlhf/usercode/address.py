@@ -212,8 +212,8 @@ class _Address:
             raise self.error(
                 "name a function that this process has",
                 "the Python process that started the run had it as an object",
-                "make the call Experiment(..., reward=<function>) again, or set "
-                f"{self.key}=<file>.py:<function>",
+                f"make the call Experiment(..., {'loop' if self.key == 'loop' else 'reward'}=<function>) "
+                f"again, or set {self.key}=<file>.py:<function>",
             )
         try:
             module = _imported(self.place)
@@ -444,7 +444,7 @@ def parameters_of(signature: inspect.Signature | None) -> _Parameters:
     )
 
 
-# Reward functions that are given as objects in Python: each gets an address, as a config has it.
+# Functions that are given as objects in Python: each gets an address, as a config has it.
 #
 # A function of a module keeps its place: `<module>:<function>` or `<file>.py:<function>`. Any other function
 # (of a notebook or a script, a lambda, an object) exists in this process only, as
@@ -455,25 +455,27 @@ Function = Callable[..., Any]
 
 
 class GivenFunctions:
-    """The addresses of reward functions that are given as objects.
+    """The addresses of reward functions, and of a training loop, that are given as objects.
 
     Args:
-        reward: a function, or a list of functions.
+        reward: a function, or a list of functions; None: none.
+        loop: a training loop; None: none. The check of the address says what is wrong with it.
 
     Attributes:
-        paths: the address of each function.
+        paths: the address of each reward function.
+        loop: the address of the loop; None: none.
         only_here: the functions that exist only in this process, by the name in their address.
 
     Raises:
         UserError: an object is not a function.
     """
 
-    def __init__(self, reward: Function | Sequence[Function]) -> None:
+    def __init__(self, reward: Function | Sequence[Function] | None, loop: Function | None = None) -> None:
         self.only_here: dict[str, Function] = {}
         functions: list[Any] = list(reward) if isinstance(reward, list | tuple) else [reward]
         torch = sys.modules.get("torch")
         wrong = (type, *((torch.nn.Module,) if torch is not None else ()))
-        for function in functions or [functions]:
+        for function in () if reward is None else functions or [functions]:
             if not callable(function) or isinstance(function, wrong):
                 raise UserError(
                     "reward must be a function or a list of functions, got "
@@ -482,7 +484,8 @@ class GivenFunctions:
                     "scorer.path=<file>.py:<function>, for a model set scorer=reward_model "
                     "model.reward=<folder or hub name>"
                 )
-        self.paths = [self.address(function) for function in functions]
+        self.paths = [] if reward is None else [self.address(function) for function in functions]
+        self.loop = None if loop is None else self.address(loop)
 
     def address(self, function: Function) -> str:
         """Return the address of a function; one without a place of its own joins `only_here`."""
@@ -507,7 +510,7 @@ class GivenFunctions:
         """Yield a warning for each function that exists only in this process."""
         for name in self.only_here:
             yield (
-                f"the reward function {name} exists only in this process: only the same call in Python "
+                f"the function {name} exists only in this process: only the same call in Python "
                 "resumes the run, and the name of the run does not depend on the content of objects that the "
                 "function reads; write it as a function of a module to have both"
             )

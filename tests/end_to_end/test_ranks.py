@@ -24,6 +24,8 @@ LIMIT_S = 500
 # By default a run on one rank starts an annotator process, and a run on two ranks does not.
 ALIKE = ["schedule.max_lag=1", "generator.annotate=false"]
 
+NO_TIES = ["scorer.missing_eos_score=null", "schedule.minibatches=2", "schedule.max_lag=1"]
+
 # The runs that are trained on one rank and on two, by name. Some batches do not divide evenly by two.
 RUNS = {
     "dpo": [
@@ -43,13 +45,16 @@ RUNS = {
     "offline dpo": ["algo=dpo", "generator=dataset"],
     "reward": ["algo=reward"],
     "zero3 with vllm": ["algo=dpo", "algo.ties=keep", "backend=zero3", "generator=vllm"],
+    "a loss in a loop": ["algo=grpo", *NO_TIES, "loop=tests.end_to_end.own_loop:loop"],
+    "the same loss as an algorithm": ["algo=dapo", *NO_TIES],
     "in flight": ["algo=cispo", "schedule.max_lag=1", "schedule.update=in_flight"],
 }
+PAIR = ("a loss in a loop", "the same loss as an algorithm")
 NIGHTLY = ("grpo, a generator for both", "offline dpo", "reward", "zero3 with vllm", "in flight")
 REPEATABLE = [
     pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ())
     for name in RUNS
-    if name not in ("in flight", "zero3 with vllm")
+    if name not in (*PAIR, "in flight", "zero3 with vllm")
 ]
 
 
@@ -120,6 +125,13 @@ def test_only_the_first_rank_prints_and_writes_files(on_two_ranks):
         "000002.parquet",
     ]
     assert not list(folder.glob("checkpoint-*/.tmp*")) and (folder / "checkpoint-1" / "COMPLETE").is_file()
+
+
+def test_a_loop_of_ones_own_with_the_loss_of_dapo_gives_its_weights_on_two_ranks(on_two_ranks):
+    own, built_in = (on_two_ranks[name][1] for name in PAIR)
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in (own, built_in)]
+    assert all(weight.equal(weights[1][name]) for name, weight in weights[0].items())
+    assert rows(own)[-1]["episode"] == rows(built_in)[-1]["episode"] > 0
 
 
 @pytest.mark.nightly

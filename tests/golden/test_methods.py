@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from rlhf.assembly.parts import make
 from rlhf.config.algorithms import (
@@ -32,9 +33,12 @@ from rlhf.config.algorithms import (
     RLOOLoss,
     Scale,
 )
+from rlhf.config.run import OptimConfig
 from rlhf.config.schema import SCHEMAS
-from rlhf.core.batch import Batch, Outputs
+from rlhf.core.batch import Batch, Budget, Outputs
+from rlhf.engines.engine import EngineSettings, TorchEngine
 from rlhf.objectives.objective import mismatch
+from rlhf.processes.ranks import ALONE
 from tests import needs
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
@@ -218,17 +222,39 @@ def mean_loss(objective, batch: Batch, policy: torch.Tensor) -> torch.Tensor:
     return sums["policy"] / objective.count(batch)["policy"]
 
 
+class Stored(nn.Module):
+    """A policy whose log-probs [N, K, T] are its parameters."""
+
+    def __init__(self, logprobs: torch.Tensor) -> None:
+        super().__init__()
+        self.logprobs = nn.Parameter(logprobs.detach())
+
+    def forward(self, batch: Batch) -> Outputs:
+        return Outputs(logprobs=self.logprobs[batch.index][..., : batch.response_ids.shape[-1]])
+
+
+@pytest.mark.parametrize("micro", [16, 1])
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_equal_those_of_the_other_implementation(name, arrays, gradients, cases):
+def test_loss_and_gradient_equal_those_of_the_other_implementation(name, micro, arrays, gradients, cases):
     objective, case = CASES[name], cases[name]
     batch, policy = prepared(name, objective, arrays)
+    budget = Budget(micro)
+    settings = EngineSettings(
+        optim=OptimConfig(lr=1.0),
+        total_steps=1,
+        steps_per_batch=1,
+        budget=budget,
+        inference=budget,
+        stale=True,
+    )
+    engine = TorchEngine(Stored(policy), None, None, ALONE, settings)
 
-    loss = mean_loss(objective, batch, policy)
-    (gradient,) = torch.autograd.grad(loss, policy)
+    found = engine.forward_backward(batch, objective)
 
     if name not in NO_LOSS:
-        assert loss.item() == pytest.approx(case["loss"], rel=1e-5, abs=1e-7)
-    torch.testing.assert_close(gradient, grouped(gradients[name]).to(gradient), rtol=1e-5, atol=1e-7)
+        assert found.losses["policy"].item() == pytest.approx(case["loss"], rel=1e-5, abs=1e-7)
+    expected = grouped(gradients[name]).to(policy)
+    torch.testing.assert_close(engine.module.logprobs.grad, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -394,3 +394,8 @@ def test_tied_prompts_do_not_count_again_when_a_response_is_rejected(ties, count
     batch = objective.credit(replace(batch, old_logprobs=old, trainer_version=3))
     assert batch.signal.tolist() == [True, False]
     assert objective.count(batch) == {"policy": counted}
+
+
+def test_a_squared_ratio_trains_prompts_whose_scores_tie():
+    assert objective_of("dapo").skips_ties and not objective_of("dapo", square_coef=0.1).skips_ties
+    assert objective_of("dapo", square_coef=0.1, ties=Ties.drop).skips_ties

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlhf.config.algorithms import DPOConfig
+from rlhf.config.algorithms import DPOConfig, Mean
 from rlhf.core.errors import as_text, override
-from rlhf.words.compose import compose, digest, settings
+from rlhf.words.compose import compose, digest, settings, what_counts
 
 STRANGE = 'a\\ \\"b\\" {x}, [y]: $z\''
 
@@ -70,3 +70,10 @@ def test_texts_are_quoted_as_hydra_reads_them(text):
 )
 def test_kernels_that_the_run_chooses_itself_do_not_change_the_name(words, same):
     assert (digest(compose([words])) == digest(compose([]))) == same
+
+
+@pytest.mark.parametrize("algo", ["grpo", "dapo", "dr_grpo", "cispo", "scalerl", "topr"])
+def test_the_mean_of_the_loss_is_part_of_the_name_only_where_it_is_set(algo):
+    default, every = compose([f"algo={algo}"]), ("tokens", "responses", "prompts", "constant")
+    assert "mean" not in what_counts(default)["algo"]
+    assert len({digest(default), *(digest(default.with_({"algo.mean": Mean(each)})) for each in every)}) == 5
