@@ -170,6 +170,8 @@ class Session:
         """End an update: count `batch`, send the weights to the generator, and write a row of metrics."""
         parts, timer = self.parts, self.parts.recorder.timer
         self.state.advance(batch)
+        if parts.engine.moving is not None:  # before the weights are sent: it may reset the policy
+            parts.engine.moving(self.state.version)
         with timer("wait"), parts.phases("waiting for the generator"):
             parts.generator.wait()
         with timer("sync"), parts.phases("sending weights"):

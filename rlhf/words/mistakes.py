@@ -286,7 +286,7 @@ _OF_EPISODES = [f"environment/{name}" for name in _EPISODES.split()]
 # Figures of environments, scorers and tasks with names of the user.
 _OPEN = re.compile(
     r"(eval/)?environment/\w+|objective/scores/.+|part/[^/]+/(prompts|scores|response_tokens|eos_rate)"
-    r"|eval/part/[^/]+/(score|gold_score|win_rate|response_tokens)"
+    r"|eval/part/[^/]+/(score|gold_score|win_rate|response_tokens)|eval/pass_at_\d+"
 )
 _NEAR = 0.9  # similarity of a misspelled name
 
@@ -311,6 +311,8 @@ def lacking(name: str, cfg: Config, code: bool = False) -> tuple[str, str] | Non
     family, kind, may = name.partition("/")[0], name.removeprefix("eval/").partition("/")[0], True
     if kind == "environment":
         may = cfg.environment.name != "none"
+    elif kind.startswith("pass_at_"):
+        may = kind in [f"pass_at_{k}" for k in cfg.eval.passes]
     elif is_own(name):
         plugged = any(not PARTS.get(type(each), "rlhf.").startswith("rlhf.") for _, each in sections(cfg))
         may = plugged or (code and not any(known.startswith(f"{family}/") for known in KNOWN))

@@ -232,7 +232,7 @@ MUTANTS = [
         "scorers/test_scorers scorers/test_ties",
         "scorers/scorer.py",
         (
-            "return self.at_end(self.total(parts, rollouts), rollouts.ended), parts",
+            "return self.at_end(self.total(parts, rollouts), rollouts), parts",
             "return self.total(parts, rollouts), parts",
         ),
     ),
