@@ -191,9 +191,9 @@ class EvalConfig(Section):
     2, 4, ..., attempts, where answers are checked; 0: none"""
 
     @property
-    def passes(self) -> list[int]:
-        """The numbers k of the metrics eval/pass_at_<k>: the powers of 2 up to `attempts`."""
-        return [2**power for power in range(self.attempts.bit_length())]
+    def passes(self) -> dict[str, int]:
+        """The number k of each metric `pass_at_<k>`: the powers of 2 up to `attempts`."""
+        return {f"pass_at_{2**power}": 2**power for power in range(self.attempts.bit_length())}
 
     @property
     def asked(self) -> bool:

@@ -176,9 +176,9 @@ class PolicyEvaluator:
         n, figures = self.config.attempts, {}  # type: int, Row
         sampling = replace(self.sampling, samples=n, temperature=self.train_temperature, purpose="eval-pass")
         scores = checks.score_once(self.generate_completions(sampling))
-        for k in self.config.passes:
+        for name, k in self.config.passes.items():
             passed = [1 - math.comb(n - c, k) / math.comb(n, k) for c in (scores == 1).sum(1).tolist()]
-            figures |= _average(f"eval/pass_at_{k}", torch.tensor(passed, dtype=torch.float64))
+            figures |= _average(f"eval/{name}", torch.tensor(passed, dtype=torch.float64))
         return figures
 
     def references(self) -> Rollouts:

@@ -312,7 +312,7 @@ def lacking(name: str, cfg: Config, code: bool = False) -> tuple[str, str] | Non
     if kind == "environment":
         may = cfg.environment.name != "none"
     elif kind.startswith("pass_at_"):
-        may = kind in [f"pass_at_{k}" for k in cfg.eval.passes]
+        may = kind in cfg.eval.passes
     elif is_own(name):
         plugged = any(not PARTS.get(type(each), "rlhf.").startswith("rlhf.") for _, each in sections(cfg))
         may = plugged or (code and not any(known.startswith(f"{family}/") for known in KNOWN))
