@@ -37,7 +37,7 @@ class Moving:
 
     def __init__(self, config: MovingConfig, policy: Policy, reference: Policy) -> None:
         self.config, self.policy, self.reference = config, policy.model, reference.model
-        self.moved = list(self.reference.parameters())
+        self.moved: list[Tensor] = list(self.reference.parameters())
         if config.decay is not None:
             self.moved = [each.detach().clone() for each in self.policy.parameters()]
 

@@ -244,9 +244,10 @@ def guess(
         typed: the arguments of the command.
     """
     names = [*groups(), *keys]
-    parts = (_leaf(word), _simple(word).replace(".", "_"))  # `eval.every` is schedule.eval_every
+    parts = (_simple(word).replace(".", "_"), _leaf(word))  # `eval.every` is schedule.eval_every
     same = [name for name in names if _simple(name) == _simple(word)]
-    same += [name for name in names if _leaf(name) in parts and not name.startswith("stages.")]
+    named = [name for name in names if not name.startswith("stages.")]
+    same += [name for part in parts for name in named if _leaf(name) == part]
     found = meaning(word, keys)
     if found is not None and (not same or (found[0].key not in same and "." in same[0])):
         row, name, project = found
