@@ -188,7 +188,7 @@ class EvalConfig(Section):
 
     attempts: int = number(0, least=0, added=True)
     """further responses of each held-out prompt, at generator.temperature, for eval/pass_at_<k> with k = 1,
-    2, 4, ..., attempts, where answers are checked; 0: none"""
+    2, 4, ... up to attempts, where answers are checked; 0: none"""
 
     @property
     def passes(self) -> dict[str, int]:

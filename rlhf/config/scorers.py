@@ -81,11 +81,6 @@ class ScorerConfig(Section):
         """The sequences per forward pass of the model that scores; 0: no model of this machine scores."""
         return 0
 
-    @property
-    def punishes_length(self) -> bool:
-        """Whether this scorer, or a part of it, lowers the scores of long responses."""
-        return self.overlong_buffer is not None or any(each.punishes_length for each in self.parts.values())
-
     def functions(self) -> dict[str, FunctionScorerConfig]:
         """Return a section for each function of the user, by the name of its scores in metrics."""
         return {}

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.config.run import EvalConfig
+from rlhf.config.scorers import scorers
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.formatting import in_float32, mean_bounds, rate, with_bounds
 from rlhf.core.metrics import Evaluation, Row
@@ -123,7 +124,7 @@ class PolicyEvaluator:
         checks, checked = (self.scorer, "score") if self.gold is None else (self.gold, "gold_score")
         if checks is not None and checks.config.verifies:
             found = columns[checked]
-            if checks.config.punishes_length:
+            if any(each.overlong_buffer is not None for _, each in scorers(checks.config)):
                 found = checks.score_once(rollouts)[:, 0].tolist()
             correct = sum(score == 1 for score in found)
             figures |= rate("eval/accuracy", correct / len(rollouts), len(rollouts))

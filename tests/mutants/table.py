@@ -237,6 +237,38 @@ MUTANTS = [
         ),
     ),
     *_rows(
+        "scorers/test_scorers",
+        "scorers/scorer.py",
+        (
+            "over = rollouts.real.sum(-1) - self.response_length + config.overlong_buffer",
+            "over = rollouts.real.sum(-1)",
+        ),
+    ),
+    *_rows(
+        "tasks/test_prompt_order",
+        "tasks/task.py",
+        (
+            "away = np.nan_to_num(np.abs(scores - self.pass_rate).round(1), nan=-1.0)",
+            "away = np.nan_to_num((scores - self.pass_rate).round(1), nan=-1.0)",
+        ),
+    ),
+    *_rows(
+        "objectives/test_advantages",
+        "objectives/advantages.py",
+        (
+            "std = (away.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()",
+            "std = (away.square().sum(1, keepdim=True) / count.clamp(min=1)).sqrt()",
+        ),
+    ),
+    *_rows(
+        "training/test_evaluators",
+        "training/evaluators.py",
+        (
+            "passed = [1 - math.comb(n - c, k) / math.comb(n, k) for c in (scores == 1).sum(1).tolist()]",
+            "passed = [1 - ((n - c) / n) ** k for c in (scores == 1).sum(1).tolist()]",
+        ),
+    ),
+    *_rows(
         "scorers/test_tries",
         "scorers/http.py",
         (
