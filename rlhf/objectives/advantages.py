@@ -58,7 +58,7 @@ def decoupled(parts: dict[str, Tensor], weights: dict[str, Tensor]) -> Tensor:
         count = judged.sum(1, keepdim=True)
         away = (scores - scores.nanmedian(1, keepdim=True).values).nan_to_num()  # exactly 0 if all are equal
         away = (away - away.sum(1, keepdim=True) / count.clamp(min=1)) * judged
-        std = (away.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+        std = away.norm(dim=1, keepdim=True) * torch.rsqrt((count - 1).clamp(min=1))
         total += weights[name][:, None] * away / (std + _STD_EPS)
     return total / (total.std() + _STD_EPS)
 

@@ -256,8 +256,8 @@ MUTANTS = [
         "objectives/test_advantages",
         "objectives/advantages.py",
         (
-            "std = (away.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()",
-            "std = (away.square().sum(1, keepdim=True) / count.clamp(min=1)).sqrt()",
+            "std = away.norm(dim=1, keepdim=True) * torch.rsqrt((count - 1).clamp(min=1))",
+            "std = away.norm(dim=1, keepdim=True) * torch.rsqrt(count.clamp(min=1))",
         ),
     ),
     *_rows(
