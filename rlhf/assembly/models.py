@@ -157,7 +157,7 @@ def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Rank
     model = cfg.model
     name = model.reference or model.policy
     assert name is not None, "validated: a policy is named or made"
-    dtype = getattr(torch, model.dtype.value)
+    dtype = getattr(torch, "float32" if model.moving.every else model.dtype.value)
 
     def build() -> Policy:
         frozen = load_causal_lm(

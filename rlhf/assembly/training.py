@@ -99,7 +99,7 @@ def assemble(
     assert scorer is not None, "validated: training needs a scorer"
     evaluator = build_evaluator(cfg, task, engine, generator, scorer, "validation")
     objective = make(cfg.algo)
-    prompts = task.prompts(solved_at=cfg.schedule.solved_at)
+    prompts = task.prompts(solved_at=cfg.schedule.solved_at, pass_rate=cfg.schedule.pass_rate)
     replay = Replay(cfg.schedule.replay, cfg.seed, tokenizer.pad_token_id)
     refill = None
     if most := cfg.schedule.refill * cfg.schedule.prompts_per_update:  # before rollouts are saved
@@ -183,6 +183,7 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
             exact_sampler=exact,
             dtype=cfg.model.dtype,
             value_lr=cfg.algo.value_lr,
+            moving=cfg.model.moving if cfg.model.moving.every else None,
         ),
     )
     engine = _completed(engine, cfg)
@@ -344,6 +345,7 @@ def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks
             turns=environment.turns if environment else None,
             parts=tuple(cfg.task.shares),
             tie_tolerance=cfg.tie_tolerance(section),
+            response_length=cfg.generator.response_length,
         )
         scorer: Scorer | None = make(section, context)
         return scorer
@@ -442,6 +444,7 @@ def build_evaluator(
         tuple(cfg.task.shares),
         engine.phases,
         environment,
+        cfg.eval,
     )
 
 

@@ -14,8 +14,8 @@ from rlhf.config.algorithms import Trains
 from rlhf.config.models import Device
 from rlhf.config.root import Config, threads
 from rlhf.config.run import MOST_EPISODES, Optimizer, Order, Stale, Unit
-from rlhf.config.schema import missing_package, plain, sections
-from rlhf.config.scorers import scorers
+from rlhf.config.schema import missing_package, plain, sections, value_at
+from rlhf.config.scorers import ScorerConfig, scorers
 from rlhf.core.files import files, shared
 from rlhf.core.launched import cpu_cores, local_world_size, world_size
 from rlhf.core.machine import this_machine
@@ -25,6 +25,16 @@ from rlhf.words.catalogue import chosen_by, group_of, option_files, options, rea
 from rlhf.words.mistakes import KNOWN, closest, lacking
 
 # Rows between the algorithm, the schedule, the scorer, the generator, the order of rollouts and the clock.
+
+
+def _adds_up(scorer: ScorerConfig) -> bool:
+    """Return whether the score is a sum of the scores of several parts."""
+    return isinstance(value_at(scorer, "path"), list) or (bool(scorer.parts) and not scorer.of_mixture)
+
+
+def _annotates(cfg: Config) -> bool:
+    """Return whether another process scores responses and has the reference."""
+    return cfg.generator.annotates(cfg.schedule.max_lag, world_size(), device(cfg, this_machine()) == "cuda")
 
 
 _GENERATOR = "with generator={generator}"
@@ -40,6 +50,8 @@ _STORED = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts)
 _STORED_PAIRS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and cfg.reads_pairs)
 _STORED_TEXTS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and not cfg.reads_pairs)
 _UNKNOWN_SAMPLER = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts and not cfg.algo.supervised)
+_UNCHECKED = When("without a judge or scorer of answers", lambda cfg: not cfg.checks_answers)
+_LABELS = When("with scorer=labels", lambda cfg: cfg.scorer.name == "labels")
 _SAVED = When("with generator.path", lambda cfg: cfg.generator.saved_rollouts is not None)
 _VLLM = When(_GENERATOR, lambda cfg: cfg.generator.lowest_temperature > 0)
 _COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
@@ -59,6 +71,10 @@ _WALL = When("with clock=wall", lambda cfg: not cfg.clock.virtual)
 _FIFO = When("with schedule.order=fifo", lambda cfg: cfg.schedule.order is Order.fifo)
 _COMPLETED = When("with schedule.order=completed", lambda cfg: cfg.schedule.order is Order.completed)
 _GROUPS = When("with schedule.unit=group", lambda cfg: cfg.schedule.unit is Unit.group)
+_MOVING = When("with model.moving.every", lambda cfg: cfg.model.moving.every is not None)
+_OTHER_START = When("with model.reference", lambda cfg: not cfg.model.starts_as_reference)
+_ANNOTATES = When("with schedule.max_lag={schedule.max_lag}", _annotates)
+_DECOUPLED = When("with algo.advantage=decoupled", lambda cfg: chosen(cfg, "algo.advantage") == "decoupled")
 _FEW_SLOTS = When(
     "with fewer clock.slots than samples",
     lambda cfg: int(chosen(cfg, "clock.slots") or 0) < cfg.algo.samples_per_prompt,
@@ -69,6 +85,7 @@ _IN_PARTS = Allowed("be hf", lambda generator: generator.samples_parts or not ge
 _REWARDS, _ONE_TASK, _SCORES = map(rules.other_than, ("labels", "mixture", "none"))
 _POSITIVE = Allowed("be > 0", lambda value: value != 0)
 _WARM = Allowed("be >= 0.01", lambda value: not 0 < value < 0.01)
+_SUM = Allowed("be weighted or a list of functions", _adds_up)
 _ENOUGH = Allowed("be >= algo.samples_per_prompt", lambda slots: slots is None)
 
 _ESS = "the effective sample size is computed from the sampler's log-probs"
@@ -83,6 +100,9 @@ _WHOLE = "its processes take whole batches, in the order of the requests"
 _SIMULATED = "the generators are simulated in the trainer's process"
 _EQUAL = "all responses of a server have the same weights"
 
+_OF_PARTS = "advantages are those of the parts of the score"
+_OF_SUM = [f"scorer.{key}" for key in ("missing_eos_score", "missing_eos_penalty", "overlong_buffer")]
+
 _EPISODES = "schedule.total_epochs=null schedule.total_episodes=12800"
 _ANY = "optim.optimizer=adamw or backend=torch"
 _JUDGE = "scorer@gold=reward_model gold.path=<hub name or folder>"
@@ -91,6 +111,7 @@ _ONE_BY_ONE = "schedule.order=fifo, clock=virtual or generator=vllm_server"
 
 rules.RULES += [
     must("generator", _SAMPLES, _SAMPLED_FROM, "ratios are taken to the sampler's log-probs", "generator=hf"),
+    must("eval.attempts", 0, _UNCHECKED, "only checked answers are right or wrong"),
     must("scorer@gold", _REWARDS, rules.ALWAYS, _NO_LABELS, fix=_JUDGE),
     must("scorer", _ONE_TASK, _SAVED, "rollouts do not name the part of a prompt", fix="scorer=labels"),
     must("generator.annotate", (None, False), _NO_PROCESS, "rollouts are scored while the trainer trains"),
@@ -117,6 +138,7 @@ rules.TRAINING_RULES += [
     must("schedule.eval_every", _POSITIVE, _EVALUATED, _MEASURED, fix="schedule.eval_every=0.2"),
     must("schedule.replay", 1, _NO_SAMPLES, "nothing is sampled, and epochs repeat stored responses"),
     must("schedule.solved_at", None, _NO_SAMPLES, "its scores are those of stored responses"),
+    must("schedule.pass_rate", None, _NO_SAMPLES, "its scores are those of stored responses"),
     must("optim.optimizer", "adamw", _OWN_OPTIMIZER, "its engine has no other optimizer", fix=_ANY),
     must("optim.ess_scaling", "none", _SUPERVISED, _ESS),
     must("optim.ess_scaling", "none", _UNKNOWN_SAMPLER, _ESS),
@@ -133,6 +155,18 @@ rules.TRAINING_RULES += [
     must("schedule.refill", 0, _NO_SAMPLES, "nothing is sampled"),
     must("schedule.refill", 0, _ONE_SAMPLE, "the score of one response has nothing to tie with"),
     must("schedule.refill", 0, _USES_TIES, "prompts whose scores tie have signal, too"),
+    must("schedule.refill", 0, _DECOUPLED, "prompts whose scores tie may have signal"),
+    must("scorer", _SUM, _DECOUPLED, _OF_PARTS, "scorer=weighted +scorer@scorer.parts.<name>=<scorer>"),
+    must("algo.normalize_scores", False, _DECOUPLED, _OF_PARTS),
+    must("algo.kl_in", "loss", _DECOUPLED, _OF_PARTS),
+    *(must(key, None, _DECOUPLED, _OF_PARTS) for key in ("algo.clip_scores", *_OF_SUM)),
+    must("scorer.overlong_buffer", None, _LABELS, "labels are not changed"),
+    must("model.moving.every", None, _SUPERVISED, "it has no reference"),
+    must("model.moving.every", None, _OTHER_START, "the reference follows the policy from its start"),
+    must("model.lora.rank", 0, _MOVING, "only adapters are trained"),
+    must("model.moving.every", None, _OWN_OPTIMIZER, "its weights are divided", fix="backend=torch"),
+    must("schedule.replay", 1, _MOVING, "earlier log-probs would be of an earlier reference"),
+    must("generator.annotate", False, _ANNOTATES & _MOVING, "the annotator has a reference of its own"),
     must("schedule.refill", 0, _RANKS & _EACH_SAMPLES, "a few prompts cannot be divided among the ranks"),
 ]
 
@@ -276,12 +310,20 @@ def _parts_of_a_mixture_have_scorers(cfg: Config) -> Iterator[str]:
             )
 
 
+@rule
+def _buffers_fit(cfg: Config) -> Iterator[str]:
+    most = cfg.generator.response_length
+    for key, buffer in ((f"{at}.overlong_buffer", each.overlong_buffer) for at, each in scorers(cfg)):
+        if buffer is not None and buffer > most:
+            rule = f"{key} must be <= generator.response_length={most} (it is the last part of that length)"
+            yield f"{rule}, got {buffer}; set {key}={most // 4 or 1}"
+
+
 @training_rule
 def _functions_reach_the_annotator(cfg: Config) -> Iterator[str]:
     for at, scorer in scorers(cfg):
         here = [] if at.startswith("gold") else scorer.only_here
-        on_gpu = device(cfg, this_machine()) == "cuda"
-        if here and cfg.generator.annotates(cfg.schedule.max_lag, world_size(), on_gpu):
+        if here and _annotates(cfg):
             yield (
                 f"{at}.path must name a function of a module or a file for this run (another process scores "
                 f"the responses, see generator.annotate, and does not have the object), got {here[0]}; set "
@@ -475,11 +517,9 @@ def _settings_that_do_little(cfg: Config) -> Iterator[str]:
         )
     if cfg.algo.trains is not Trains.policy and cfg.model.reference is not None:
         yield f"model.reference has no effect with algo={cfg.algo.name} (it has no reference model)"
-    if schedule.solved_at is not None and typed("scorer") == "reward_model":
-        yield (
-            f"schedule.solved_at={plain(schedule.solved_at)} is compared with scores of a reward model, "
-            "which are not pass rates"
-        )
+    for key in ("schedule.solved_at", "schedule.pass_rate"):
+        if is_set(cfg, key) and typed("scorer") == "reward_model":
+            yield (f"{key}={typed(key)} is compared with scores of a reward model, which are not pass rates")
     if typed("generator.annotate") == "true" and schedule.max_lag == 0:
         yield "generator.annotate=true saves no time with schedule.max_lag=0 (the trainer waits for scores)"
     if is_set(cfg, "generator.threads") and not cfg.has_worker:

@@ -187,6 +187,7 @@ class Advantage(Choice):
     mean = "mean", "mean reward of the prompt's K samples"
     leave_one_out = "leave_one_out", "mean reward of the prompt's other samples"
     opo = "opo", "mean reward of the prompt's K samples, weighted by their lengths (arXiv 2505.23585)"
+    decoupled = "decoupled", "of each part of a weighted score by itself, then summed (arXiv 2601.05242)"
     none = "none", "0: the advantage is the reward"
 
 
@@ -508,7 +509,7 @@ class GRPOConfig(PolicyGradientConfig):
     samples_per_prompt: int = 4
     kl_coef: float = 0.04
     advantage: Advantage = entry(Advantage.mean, added=True)
-    scale: Scale = Scale.group
+    scale: Scale = entry(Scale.group, when="advantage!=decoupled")
     mean: Mean | None = entry(None, added=True)
     """over what the loss is a mean; null: as in the paper of the algorithm"""
     ties: Ties = Ties.keep

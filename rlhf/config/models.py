@@ -50,6 +50,19 @@ class LoRAConfig(Section):
             yield self.refused(at, "targets", "name a layer", "nothing would be trained")
 
 
+@dataclass(kw_only=True, slots=True)
+class MovingConfig(Section):
+    """A reference that follows the policy, or a policy that is reset to its moving average."""
+
+    every: int | None = number(None, least=1, remedy="512", added=True)
+    """updates between two moves of the reference (or two resets); null: the reference is frozen"""
+    share: float = number(0.6, when=("every!=null", "decay=null"), least=0, most=1, added=True)
+    """share of the policy in the new reference; the rest is the reference before"""
+    decay: float | None = number(None, when="every!=null", least=0, below=1, remedy="0.995", added=True)
+    """Elastic Reset: decay of a moving average of the policy, to which the policy is reset, while the average
+    becomes the reference; null: the reference moves"""
+
+
 @option("model", "hub")
 class ModelConfig(Section):
     """The models of a run, each a hub name or a local folder."""
@@ -75,6 +88,7 @@ class ModelConfig(Section):
     fused_head: bool | None = entry(None, added=True)
     """log-probs by Liger's kernel; null: only on a GPU where it is faster"""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    moving: MovingConfig = field(default_factory=MovingConfig)
     gradient_checkpointing: bool = entry(False, affects=Affects.speed)
     """store only the inputs of blocks; recompute the rest in backward"""
     shared_prefix: bool = entry(True, "encode a prompt once for its K responses")

@@ -149,6 +149,9 @@ class ScheduleConfig(Section):
     solved_at: float | None = number(None, remedy="0.9", added=True)
     """mean score of a prompt's samples from which on later epochs leave the prompt out; null: none is left
     out"""
+    pass_rate: float | None = number(None, least=0, most=1, remedy="0.5", added=True)
+    """later epochs begin with the prompts whose last mean score is nearest to this; null: their order is
+    random"""
     eval_every: float = number(0.2, least=0, counts="updates")
     """updates between evaluations, besides those before and after training; below 1: a fraction of the run;
     more than the run has: only before and after; 0: none at all"""
@@ -182,6 +185,15 @@ class EvalConfig(Section):
     temperature: float = number(0.01, "sampling temperature; the default is near-greedy", above=0)
     samples: int = number(3, least=0, affects=Affects.nothing)
     """completions in the terminal after the last evaluation; 0: none"""
+
+    attempts: int = number(0, least=0, added=True)
+    """further responses of each held-out prompt, at generator.temperature, for eval/pass_at_<k> with k = 1,
+    2, 4, ... up to attempts, where answers are checked; 0: none"""
+
+    @property
+    def passes(self) -> dict[str, int]:
+        """The number k of each metric `pass_at_<k>`: the powers of 2 up to `attempts`."""
+        return {f"pass_at_{2**power}": 2**power for power in range(self.attempts.bit_length())}
 
     @property
     def asked(self) -> bool:

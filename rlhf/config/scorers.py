@@ -41,6 +41,10 @@ class ScorerConfig(Section):
     """score of a response without EOS, in place of its own; null: its own score"""
     missing_eos_penalty: float | None = number(None, least=0, remedy="1")
     """number subtracted from the score of a response without EOS; null: nothing"""
+    overlong_buffer: int | None = number(None, least=1, remedy="64", added=True)
+    """last tokens of generator.response_length, each of which lowers the score; null: none does"""
+    overlong_factor: float = number(1.0, when="overlong_buffer!=null", above=0, added=True)
+    """number subtracted from the score of a response of the largest length"""
     weight: float = number(1.0)
     """factor of the score of this part in a weighted scorer; 0: the score is only logged"""
 
@@ -127,8 +131,8 @@ class ScorerConfig(Section):
             yield self.refused(at, "weight", "be 1 outside of a weighted scorer", "only parts have weights")
 
     def doubts(self, at: str) -> Iterator[str]:
-        """Yield a warning for each missing-EOS key of a judge, where these keys have no effect."""
-        for key in ("missing_eos_score", "missing_eos_penalty"):
+        """Yield a warning for each key about the length of a response of a judge, where it has no effect."""
+        for key in ("missing_eos_score", "missing_eos_penalty", "overlong_buffer"):
             if at.startswith("gold") and (value := getattr(self, key)) is not None:
                 yield f"{at}.{key}={value:g} has no effect (the scores of a judge are not changed)"
 
@@ -304,7 +308,7 @@ class FunctionScorerConfig(ScorerConfig):
 
     def as_sum(self) -> WeightedScorerConfig:
         """Return the section of the weighted sum of the functions of a list."""
-        kept = {key: getattr(self, key) for key in ("missing_eos_score", "missing_eos_penalty", "weight")}
+        kept = {each.name: getattr(self, each.name) for each in fields(ScorerConfig) if each.name != "name"}
         return WeightedScorerConfig(parts=dict(self.functions()), **kept)
 
     def rounding(self, dtype: Dtype) -> float:

@@ -193,6 +193,7 @@ class Batch(Rollouts):
 
     scores: Annotated[Tensor, "N K"]  # float32
     parts: Annotated[dict[str, Tensor] | None, "N K"] = None  # unweighted scores of a weighted scorer's parts
+    part_weights: Annotated[dict[str, Tensor] | None, "N"] = None  # factors of `parts` in the score
     ref_logprobs: Annotated[Tensor | None, "N K T"] = None  # of the reference model
     # Of the policy just before this update. None: with one optimizer step per batch, the training
     # forward pass (or an on-policy sampler) gives the same values.

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from rlhf.config.models import BackendConfig, Dtype
+from rlhf.config.models import BackendConfig, Dtype, MovingConfig
 from rlhf.config.run import ESSScaling, LRSchedule, OptimConfig, Optimizer
 from rlhf.core.batch import Batch, Budget, Outputs, Rollouts, microbatches
 from rlhf.core.metrics import How, Metrics, Stat, merge
+from rlhf.engines.moving import Moving, mix
 from rlhf.models import modules
 from rlhf.models.forward import autocast, infer, place, shared_copies
 from rlhf.models.loading import check_saved, save
@@ -70,6 +71,7 @@ class EngineSettings:
             equal.
         dtype: dtype of the forwards; a 16-bit dtype uses autocast over float32 weights.
         value_lr: learning rate of the value model, with the schedule of `optim`; None: `optim.lr`.
+        moving: how the reference moves; None: it is frozen.
     """
 
     optim: OptimConfig
@@ -81,6 +83,7 @@ class EngineSettings:
     exact_sampler: bool = True
     dtype: Dtype = Dtype.float32
     value_lr: float | None = None
+    moving: MovingConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,7 @@ class Engine(ABC):
         self.module, self.reference, self.tokenizer = module, reference, tokenizer
         self.ranks, self.settings = ranks, settings
         self.step_index = 0
+        self.moving: Moving | None = None  # how the reference moves; None: it is frozen
         self.phases = Phases()  # what the engine computes now, for the progress display of a run
 
     # -- implemented by each backend ---------------------------------------------------------------
@@ -485,6 +489,9 @@ class TorchEngine(Engine):
         self.gradients = GradientSum(self.module.parameters(), self.ranks)
         scaled = self.settings.dtype is Dtype.float16
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=scaled)
+        if self.settings.moving is not None:
+            assert self.reference is not None, "validated: the run has a reference of its own"
+            self.moving = Moving(self.settings.moving, self.policy, self.reference)
 
     def forward(self, batch: Batch, *extras: str) -> Outputs:
         """Run the trained module on a micro-batch, with gradients; see `Policy.forward` for `extras`."""
@@ -550,6 +557,8 @@ class TorchEngine(Engine):
             "scaler": self.scaler.state_dict(),
             "step_index": self.step_index,
         }
+        if self.moving is not None:
+            state["moving"] = [each.detach() for each in self.moving.moved]
         torch.save(state, folder / OPTIMIZER_FILE)
 
     def load(self, folder: Path) -> None:
@@ -560,6 +569,8 @@ class TorchEngine(Engine):
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.step_index = state["step_index"]
+        if self.moving is not None:
+            mix(self.moving.moved, state["moving"], 1.0)
 
 
 def _lay_out(optimizer: torch.optim.Optimizer) -> None:

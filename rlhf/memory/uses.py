@@ -420,7 +420,8 @@ class Trainer:
 
     def weights(self, model: Model) -> tuple[int, Footprint]:
         """Return the number of parameters of a model without its adapters, and their footprint."""
-        whole = model.trained and model.adapters is None
+        moving = self.cfg.model.moving.every is not None and model.role == "reference"
+        whole = (model.trained and model.adapters is None) or moving
         footprint = self.footprint if whole else replace(self.footprint, weights=self.frozen.residual)
         return model.counted.parameters, footprint
 
@@ -432,6 +433,8 @@ class Trainer:
         """
         for model in self.models:
             yield model, "weights", "weights", *self.weights(model)
+            if model.role == "policy" and self.cfg.model.moving.decay is not None:
+                yield model, "moving average", "weights", *self.weights(model)
             if model.adapters is not None:
                 yield model, "adapters", "weights", model.adapters, self.footprint
             if model.trained:
@@ -544,6 +547,7 @@ class Trainer:
         if cfg.schedule.eval_every:
             single = self.tokens(batch_size, 1)
             requests.append(replace(single, prompts=min(batch_size, cfg.eval.prompts)))
+            requests += [self.tokens(batch_size, n) for n in [cfg.eval.attempts] if n]
         parts = []
         for tokens in requests:
             forward = Forward(size=self.policy, tokens=tokens, precision=self.trained, **self._how)

@@ -3,6 +3,8 @@
 leave one out    A_i = r_i - mean of the other K-1 rewards           Ahmadian et al., arXiv 2402.14740
 group centred    A_i = (r_i - mean) / (std + 1e-4)                   Shao et al., arXiv 2402.03300
 length weighted  A_i = r_i - sum_j |y_j| r_j / sum_j |y_j|           Hao et al., arXiv 2505.23585 (OPO)
+decoupled        A_i = sum_k w_k (r_ki - mean_k) / (std_k + 1e-4),
+                 then divided by its std over the batch + 1e-4      Liu et al., arXiv 2601.05242 (GDPO)
 gae              d_t = r_t + gamma V_t+1 - V_t
                  A_t = d_t + gamma lambda A_t+1                      Schulman et al., arXiv 1506.02438
 """
@@ -39,6 +41,26 @@ def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
     tied = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
     mean = (rewards * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True).clamp(min=1)
     return (rewards - mean).masked_fill(tied, 0.0)
+
+
+def decoupled(parts: dict[str, Tensor], weights: dict[str, Tensor]) -> Tensor:
+    """Return the advantages [N, K] of GDPO; exactly 0 for a prompt where all scores of each part are equal.
+
+    Their mean over the batch, which GDPO subtracts, is 0 because that of each prompt is.
+
+    Args:
+        parts: the scores [N, K] of each part of the reward; NaN: the part does not judge the response.
+        weights: the weights [N] of each part.
+    """
+    total = torch.zeros_like(next(iter(parts.values())))
+    for name, scores in parts.items():
+        judged = ~scores.isnan()
+        count = judged.sum(1, keepdim=True)
+        away = (scores - scores.nanmedian(1, keepdim=True).values).nan_to_num()  # exactly 0 if all are equal
+        away = (away - away.sum(1, keepdim=True) / count.clamp(min=1)) * judged
+        std = away.norm(dim=1, keepdim=True) * torch.rsqrt((count - 1).clamp(min=1))
+        total += weights[name][:, None] * away / (std + _STD_EPS)
+    return total / (total.std() + _STD_EPS)
 
 
 def scaled(advantages: Tensor, rewards: Tensor, scale: Scale) -> Tensor:

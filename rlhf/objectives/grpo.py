@@ -38,7 +38,7 @@ from torch import Tensor
 from rlhf.config.algorithms import Advantage, GRPOConfig, Mean, Ties
 from rlhf.core.batch import Batch
 from rlhf.core.metrics import selected
-from rlhf.objectives.advantages import group_centred, leave_one_out, length_weighted, scaled
+from rlhf.objectives.advantages import decoupled, group_centred, leave_one_out, length_weighted, scaled
 from rlhf.objectives.objective import Counts
 from rlhf.objectives.policy_gradient import PolicyGradient, trained
 
@@ -71,6 +71,9 @@ class GRPO(PolicyGradient):
         if kind is Advantage.opo:
             lengths = batch.response_mask.sum(-1)
             return scaled(length_weighted(rewards, lengths), rewards, self.config.scale)
+        if kind is Advantage.decoupled:
+            assert batch.parts is not None and batch.part_weights is not None, "validated: it is a sum"
+            return decoupled(batch.parts, batch.part_weights)
         return scaled(rewards, rewards, self.config.scale)
 
     def advantages(self, rewards: Tensor) -> Tensor:

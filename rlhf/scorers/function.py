@@ -341,7 +341,7 @@ class ReasoningGymScorer(Scorer):
     def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the scores [N, K], and as part `verifier_errors` 1 where the verifier raised, else 0."""
         scores, errors = self._verified(rollouts)
-        return self.at_end(scores, rollouts.ended), {"verifier_errors": errors}
+        return self.at_end(scores, rollouts), {"verifier_errors": errors}
 
     def _verified(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
         assert rollouts.records is not None, "validated: the task is reasoning_gym"

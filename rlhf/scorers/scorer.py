@@ -89,6 +89,7 @@ class ScorerContext:
         turns: the messages of the environment as tokens, if one answers the replies; None: no environment.
         parts: names of the parts of a mixture of tasks, in the order of `Prompts.part`; empty without parts.
         tie_tolerance: largest relative difference of two scores that count as equal (`algo.tie_tolerance`).
+        response_length: largest number of tokens of a response.
     """
 
     at: str
@@ -101,6 +102,7 @@ class ScorerContext:
     turns: Turns | None = None
     parts: tuple[str, ...] = ()
     tie_tolerance: float = 0.0
+    response_length: int = 0
 
     def part(self, key: str, section: ScorerConfig) -> Scorer:
         """Return the scorer of the part `key` of a scorer, given its config section."""
@@ -110,7 +112,7 @@ class ScorerContext:
 
 
 class Scorer(ABC):
-    """A scorer of rollouts, which applies the settings `missing_eos_score` and `missing_eos_penalty`.
+    """A scorer of rollouts, which applies the settings `missing_eos_...` and `overlong_...`.
 
     Args:
         config: config section of the scorer.
@@ -124,11 +126,11 @@ class Scorer(ABC):
     def __init__(self, config: ScorerConfig, context: ScorerContext) -> None:
         self.config, self.at, self.ranks = config, context.at, context.ranks
         self.tokenizer: PreTrainedTokenizerBase = context.tokenizer
-        self.tie_tolerance = context.tie_tolerance
+        self.tie_tolerance, self.response_length = context.tie_tolerance, context.response_length
 
     @abstractmethod
     def score(self, rollouts: Rollouts) -> Tensor:
-        """Return the scores [N, K], float32 or float64, before the missing-EOS settings are applied.
+        """Return the scores [N, K], float32 or float64, before the settings about lengths are applied.
 
         A subclass implements this method; callers use `score_once`.
         """
@@ -170,15 +172,27 @@ class Scorer(ABC):
             return rollouts
         scores, parts = self.training_scores(rollouts)
         rounded = None if parts is None else {name: part.float() for name, part in parts.items()}
-        return rollouts.extend(Batch, scores=merge_ties(scores, self.tie_tolerance), parts=rounded)
+        summed = self.config.parts if parts else {}
+        weights = {name: torch.full((len(rollouts),), part.weight) for name, part in summed.items()}
+        scores = merge_ties(scores, self.tie_tolerance)
+        return rollouts.extend(Batch, scores=scores, parts=rounded, part_weights=weights or None)
 
     def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor] | None]:
-        """Return the scores [N, K] after the missing-EOS settings and those of the parts, if any; float64."""
-        return self.at_end(self.score_once(rollouts), rollouts.ended), None
+        """Return the scores [N, K] after `at_end`, and those of the parts, if any; float64."""
+        return self.at_end(self.score_once(rollouts), rollouts), None
 
-    def at_end(self, scores: Tensor, ended: Tensor) -> Tensor:
-        """Return the scores [N, K] after the missing-EOS settings; `ended` [N, K] is False without EOS."""
-        replacement, penalty = self.config.missing_eos_score, self.config.missing_eos_penalty
+    def at_end(self, scores: Tensor, rollouts: Rollouts) -> Tensor:
+        """Return the scores [N, K] after the penalty on long responses, then the missing-EOS settings.
+
+        The penalty rises from 0 to `overlong_factor` over the last `overlong_buffer` tokens of the largest
+        length: DAPO's soft overlong punishment (Yu et al., arXiv 2503.14476, equation 13).
+        """
+        config, ended = self.config, rollouts.ended
+        replacement, penalty = config.missing_eos_score, config.missing_eos_penalty
+        if config.overlong_buffer is not None:
+            over = rollouts.real.sum(-1) - self.response_length + config.overlong_buffer
+            rate = config.overlong_factor / config.overlong_buffer
+            scores = scores.sub(over.clamp(min=0), alpha=rate)  # in float64
         if replacement is not None:
             return torch.where(ended | scores.isnan(), scores, replacement)
         return scores if penalty is None else torch.where(ended, scores, scores - penalty)
@@ -208,7 +222,7 @@ class LabelsScorer(Scorer):
 
     merges_identical = False  # the data may label them differently
 
-    def at_end(self, scores: Tensor, ended: Tensor) -> Tensor:
+    def at_end(self, scores: Tensor, rollouts: Rollouts) -> Tensor:
         """Return the labels unchanged: a label is valid whether or not the text was truncated."""
         return scores
 
@@ -345,7 +359,7 @@ class WeightedScorer(Scorer):
         The missing-EOS settings of a part apply to its score, the settings of this section to the sum.
         """
         parts = {name: part.training_scores(rollouts)[0] for name, part in self.parts.items()}
-        return self.at_end(self.total(parts, rollouts), rollouts.ended), parts
+        return self.at_end(self.total(parts, rollouts), rollouts), parts
 
     def total(self, parts: dict[str, Tensor], rollouts: Rollouts) -> Tensor:
         """Return the weighted sum [N, K] of the scores [N, K] in `parts`; NaN: the part does not judge it.
@@ -392,7 +406,7 @@ class MixtureScorer(Scorer):
     def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, None]:
         """Return the scores [N, K]; the missing-EOS settings of a part apply before those of this section."""
         scores = self.by_part(rollouts, lambda scorer, own: scorer.training_scores(own)[0])
-        return self.at_end(scores, rollouts.ended), None
+        return self.at_end(scores, rollouts), None
 
     def by_part(self, rollouts: Rollouts, scores: Callable[[Scorer, Rollouts], Tensor]) -> Tensor:
         """Return the weighted scores [N, K]; `scores(scorer, own)` scores the rollouts of one part."""

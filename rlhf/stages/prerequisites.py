@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.assembly.parts import make as make_part
 from rlhf.checks.check import TOKEN, problems
 from rlhf.config.algorithms import Data, Trains
-from rlhf.config.models import LoRAConfig
+from rlhf.config.models import LoRAConfig, MovingConfig
 from rlhf.config.root import Config
 from rlhf.config.run import StagesConfig
 from rlhf.config.schema import values
@@ -397,6 +397,7 @@ def stage(cfg: Config, algo: str) -> Config:
     shared = [name for name in made.backend.for_stages if name in own.for_stages]
     changes |= {f"backend.{name}": getattr(own, name) for name in shared}
     changes |= {"model.reference": None, "model.reward": None}  # a stage needs neither of these models
+    changes["model.moving"] = MovingConfig()
     if embedded:
         changes["model.lora"] = LoRAConfig()
     else:

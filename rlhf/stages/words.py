@@ -176,7 +176,7 @@ def _passes(cfg: Config, examples: int) -> float:
 
 
 def doubts(cfg: Config, examples: int) -> Iterator[str]:
-    """Yield a warning if the run passes over its training data many times, or too few for `solved_at`.
+    """Yield a warning if the run passes over its data many times, or too few for what scores decide.
 
     Args:
         cfg: the config of the run.
@@ -189,11 +189,12 @@ def doubts(cfg: Config, examples: int) -> Iterator[str]:
             f"the run passes {often:.3g} times over its {examples:,} training rows (after about "
             f"{_MANY_PASSES} passes a model mostly memorises its data); for 3 passes set {remedy}"
         )
-    if cfg.schedule.solved_at is not None and often <= 1:
-        yield (
-            f"schedule.solved_at={plain(cfg.schedule.solved_at)} has no effect in {often:.3g} passes over "
-            "the data (solved prompts are left out of later passes)"
-        )
+    for key in ("solved_at", "pass_rate"):
+        if (value := getattr(cfg.schedule, key)) is not None and often <= 1:
+            yield (
+                f"schedule.{key}={plain(value)} has no effect in {often:.3g} passes over the data (scores "
+                "decide about later passes)"
+            )
 
 
 def _due_updates(every: float, updates: int, at_end: bool = False) -> list[int]:

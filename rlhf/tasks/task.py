@@ -102,12 +102,14 @@ class Task:
             digest.update(json.dumps(rows, sort_keys=True).encode())
         return digest.hexdigest()
 
-    def prompts(self, start: int = 0, solved_at: float | None = None) -> PromptOrder:
+    def prompts(
+        self, start: int = 0, solved_at: float | None = None, pass_rate: float | None = None
+    ) -> PromptOrder:
         """Return an endless iterator over training batches of N examples, from batch number `start` on.
 
-        `solved_at` leaves solved examples out of later epochs; see `PromptOrder`.
+        `solved_at` leaves solved examples out of later epochs, `pass_rate` orders them; see `PromptOrder`.
         """
-        return PromptOrder(self, solved_at, start, list(self.shares))
+        return PromptOrder(self, solved_at, start, list(self.shares), pass_rate)
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the positions of all training examples in the order of an epoch.
@@ -410,20 +412,27 @@ class PromptOrder:
     score of its samples was at least `solved_at` when they were last scored. If all examples are solved, none
     is left out.
 
+    With `pass_rate`, an epoch is ordered when its first batch is drawn: first the examples without a score,
+    then by the distance of their last mean score to `pass_rate`, rounded to 0.1. Examples of equal distance
+    keep the order that the epoch would have otherwise.
+
     Args:
         task: the data.
         solved_at: mean score from which on an example is solved; None: no example is left out.
         start: number of the first batch, counted from 0.
         parts: names of the parts of a mixture, for metrics of each part.
+        pass_rate: mean score whose examples come first; None: the order of an epoch is random.
     """
 
     task: Task
     solved_at: float | None = None
     start: InitVar[int] = 0
     parts: Sequence[str] = ()
+    pass_rate: float | None = None
 
     def __post_init__(self, start: int) -> None:
         self.solved: set[int] = set()  # examples as rows of the data set, like `Prompts.index`
+        self.last: dict[int, float] = {}  # mean scores of examples, with `pass_rate`
         self.seek(start)
 
     def seek(self, number: int) -> None:
@@ -438,6 +447,10 @@ class PromptOrder:
         if left_out:
             kept = ~np.isin(self.task.rows()[self.order], list(left_out))
             self.order = self.order[kept] if kept.any() else self.order
+        if self.pass_rate is not None:
+            scores = np.array([self.last.get(row, np.nan) for row in self.task.rows()[self.order].tolist()])
+            away = np.nan_to_num(np.abs(scores - self.pass_rate).round(1), nan=-1.0)
+            self.order = self.order[np.argsort(away, kind="stable")]
 
     def __iter__(self) -> Iterator[Prompts]:
         return self
@@ -470,6 +483,8 @@ class PromptOrder:
                 f"part/{name}/response_tokens": mean(batch.response_mask[own].sum(-1)),
                 f"part/{name}/eos_rate": mean(batch.ended[own]),
             }
+        if self.pass_rate is not None:
+            self.last |= zip(batch.index.tolist(), batch.scores.mean(1).tolist(), strict=True)
         if self.solved_at is None:
             return figures
         solved = batch.scores.mean(1) >= self.solved_at
@@ -478,18 +493,22 @@ class PromptOrder:
         return figures | {"prompts/solved": Stat(len(self.solved) / len(self.task), 1.0, How.last)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the solved examples, as JSON values."""
+        """Return the position, the solved examples, and what `pass_rate` needs, as JSON values."""
+        ordered = {"order": self.order.tolist(), "last": list(self.last.items())}
         return {
             "epoch": self.epoch,
             "place": self.place,
             "left_out": sorted(self.left_out),
             "solved": sorted(self.solved),
+            **(ordered if self.pass_rate is not None else {}),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue at a saved position."""
         self.solved = set(saved["solved"])
         self.enter(saved["epoch"], saved["place"], frozenset(saved["left_out"]))
+        if self.pass_rate is not None:
+            self.last, self.order = dict(saved["last"]), np.array(saved["order"])
 
 
 # What the data of a run contain: rows, recognised columns, lengths in tokens, skipped rows, examples.

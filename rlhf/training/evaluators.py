@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.config.run import EvalConfig
+from rlhf.config.scorers import scorers
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.formatting import in_float32, mean_bounds, rate, with_bounds
 from rlhf.core.metrics import Evaluation, Row
@@ -41,7 +43,8 @@ class PolicyEvaluator:
     than the reference response. A tie (`algo.tie_tolerance`) is not a win; `eval/tie_rate` is the fraction of
     ties. If the prompts have no reference responses, only the mean score of the judge is reported.
 
-    If the judge checks answers, or without a judge the scorer, `eval/accuracy` is the share of scores of 1.
+    If the judge checks answers, or without a judge the scorer, `eval/accuracy` is the share of scores of 1,
+    before a penalty on long responses. With `config.attempts`, `eval/pass_at_<k>` is measured, too.
 
     With a reference model, `eval/kl` is estimated on separate samples at the training temperature, and
     `eval/ppl` is the perplexity of the near-greedy completions under the reference model, at temperature 1.
@@ -62,6 +65,7 @@ class PolicyEvaluator:
         parts: names of the parts of a mixture of tasks, for metrics of each part.
         phases: the phases of the run, for its progress display.
         environment: the factory of environments, for the dialogues of the completions; None: no environment.
+        config: the config section of evaluations.
     """
 
     prompts: Prompts
@@ -76,6 +80,7 @@ class PolicyEvaluator:
     parts: tuple[str, ...] = ()
     phases: Phases = field(default_factory=Phases)
     environment: EnvironmentFactory | None = None
+    config: EvalConfig = field(default_factory=EvalConfig)
     judged_references: Scored | None = field(default=None, init=False)
 
     def __call__(self, state: TrainState) -> Evaluation:
@@ -118,8 +123,13 @@ class PolicyEvaluator:
                 }
         checks, checked = (self.scorer, "score") if self.gold is None else (self.gold, "gold_score")
         if checks is not None and checks.config.verifies:
-            correct = sum(score == 1 for score in columns[checked])
+            found = columns[checked]
+            if any(each.overlong_buffer is not None for _, each in scorers(checks.config)):
+                found = checks.score_once(rollouts)[:, 0].tolist()
+            correct = sum(score == 1 for score in found)
             figures |= rate("eval/accuracy", correct / len(rollouts), len(rollouts))
+            if self.config.attempts:
+                figures |= self.pass_rates(checks)
         figures["eval/response_tokens"] = rollouts.response_mask.sum(-1).double().mean().item()
         figures["eval/eos_rate"] = rollouts.ended.double().mean().item()
         figures |= (
@@ -157,6 +167,20 @@ class PolicyEvaluator:
                     if future.done():  # the error of the generator
                         raise
                     done(0)
+
+    def pass_rates(self, checks: Scorer) -> Row:
+        """Return the estimates of pass@k, the probability that one of k responses to a prompt is correct.
+
+        With c correct ones of n samples at the training temperature, the unbiased estimate is
+        1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, equation 1).
+        """
+        n, figures = self.config.attempts, {}  # type: int, Row
+        sampling = replace(self.sampling, samples=n, temperature=self.train_temperature, purpose="eval-pass")
+        scores = checks.score_once(self.generate_completions(sampling))
+        for name, k in self.config.passes.items():
+            passed = [1 - math.comb(n - c, k) / math.comb(n, k) for c in (scores == 1).sum(1).tolist()]
+            figures |= _average(f"eval/{name}", torch.tensor(passed, dtype=torch.float64))
+        return figures
 
     def references(self) -> Rollouts:
         """Return the reference responses as rollouts, without truncation."""
@@ -213,7 +237,7 @@ class HeldOutPairs:
         """Return loss, accuracy and margin of the policy with its current weights."""
         engine = self.engine
         assert engine.reference is not None, "DPO has a reference model"
-        if self.ref_logprobs is None:  # the reference model does not change
+        if self.ref_logprobs is None or engine.moving is not None:
             self.ref_logprobs = engine.infer(engine.reference, self.pairs, "logprobs")
         logprobs = engine.infer(engine.policy, self.pairs, "logprobs")
         figures = self.objective.held_out(logprobs, self.ref_logprobs, self.pairs.response_mask)

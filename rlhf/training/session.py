@@ -205,6 +205,8 @@ class Session:
         self._require(self._open, "call session.sync(batch) once for the rollouts of an update")
         self._open, self._unfinished = False, True
         self.state.advance(batch)
+        if parts.engine.moving is not None:  # before the weights are sent: it may reset the policy
+            parts.engine.moving(self.state.version)
         with timer("wait"), parts.phases("waiting for the generator"):
             parts.generator.wait()
         with timer("sync"), parts.phases("sending weights"):

@@ -244,9 +244,10 @@ def guess(
         typed: the arguments of the command.
     """
     names = [*groups(), *keys]
-    parts = (_leaf(word), _simple(word).replace(".", "_"))  # `eval.every` is schedule.eval_every
+    parts = (_simple(word).replace(".", "_"), _leaf(word))  # `eval.every` is schedule.eval_every
     same = [name for name in names if _simple(name) == _simple(word)]
-    same += [name for name in names if _leaf(name) in parts and not name.startswith("stages.")]
+    named = [name for name in names if not name.startswith("stages.")]
+    same += [name for part in parts for name in named if _leaf(name) == part]
     found = meaning(word, keys)
     if found is not None and (not same or (found[0].key not in same and "." in same[0])):
         row, name, project = found
@@ -286,7 +287,7 @@ _OF_EPISODES = [f"environment/{name}" for name in _EPISODES.split()]
 # Figures of environments, scorers and tasks with names of the user.
 _OPEN = re.compile(
     r"(eval/)?environment/\w+|objective/scores/.+|part/[^/]+/(prompts|scores|response_tokens|eos_rate)"
-    r"|eval/part/[^/]+/(score|gold_score|win_rate|response_tokens)"
+    r"|eval/part/[^/]+/(score|gold_score|win_rate|response_tokens)|eval/pass_at_\d+"
 )
 _NEAR = 0.9  # similarity of a misspelled name
 
@@ -311,6 +312,8 @@ def lacking(name: str, cfg: Config, code: bool = False) -> tuple[str, str] | Non
     family, kind, may = name.partition("/")[0], name.removeprefix("eval/").partition("/")[0], True
     if kind == "environment":
         may = cfg.environment.name != "none"
+    elif kind.startswith("pass_at_"):
+        may = kind in cfg.eval.passes
     elif is_own(name):
         plugged = any(not PARTS.get(type(each), "rlhf.").startswith("rlhf.") for _, each in sections(cfg))
         may = plugged or (code and not any(known.startswith(f"{family}/") for known in KNOWN))

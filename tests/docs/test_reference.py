@@ -23,7 +23,7 @@ COMPOSED = {  # metric names that `in_code` does not find: built from parts, or 
     *(f"time/{phase}_s" for phase in ("wait", "score", "annotate", "train", "sync")),
     *(f"environment/{name}" for name in ("turns", "tool_errors", "step_errors", "timed_out", "<name>")),
     *(f"environment/{name}" for name in ("token_share", "out_of_turns", "cut", "no_room")),
-    *("time/environment_s", "eval/environment/<name>"),
+    *("time/environment_s", "eval/environment/<name>", "eval/pass_at_<k>"),
     *("update", "version", "episode", "lag", "epoch", "examples", "lr"),
 }
 

@@ -232,8 +232,40 @@ MUTANTS = [
         "scorers/test_scorers scorers/test_ties",
         "scorers/scorer.py",
         (
-            "return self.at_end(self.total(parts, rollouts), rollouts.ended), parts",
+            "return self.at_end(self.total(parts, rollouts), rollouts), parts",
             "return self.total(parts, rollouts), parts",
+        ),
+    ),
+    *_rows(
+        "scorers/test_scorers",
+        "scorers/scorer.py",
+        (
+            "over = rollouts.real.sum(-1) - self.response_length + config.overlong_buffer",
+            "over = rollouts.real.sum(-1)",
+        ),
+    ),
+    *_rows(
+        "tasks/test_prompt_order",
+        "tasks/task.py",
+        (
+            "away = np.nan_to_num(np.abs(scores - self.pass_rate).round(1), nan=-1.0)",
+            "away = np.nan_to_num((scores - self.pass_rate).round(1), nan=-1.0)",
+        ),
+    ),
+    *_rows(
+        "objectives/test_advantages",
+        "objectives/advantages.py",
+        (
+            "std = away.norm(dim=1, keepdim=True) * torch.rsqrt((count - 1).clamp(min=1))",
+            "std = away.norm(dim=1, keepdim=True) * torch.rsqrt(count.clamp(min=1))",
+        ),
+    ),
+    *_rows(
+        "training/test_evaluators",
+        "training/evaluators.py",
+        (
+            "passed = [1 - math.comb(n - c, k) / math.comb(n, k) for c in (scores == 1).sum(1).tolist()]",
+            "passed = [1 - ((n - c) / n) ** k for c in (scores == 1).sum(1).tolist()]",
         ),
     ),
     *_rows(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf.config.algorithms import KLEstimator, Scale
-from rlhf.objectives.advantages import gae, group_centred, leave_one_out, whiten
+from rlhf.objectives.advantages import decoupled, gae, group_centred, leave_one_out, whiten
 from rlhf.objectives.policy_gradient import kl_estimate
 
 
@@ -48,6 +48,16 @@ def test_gae_with_lambda_0_is_the_one_step_error():
     rewards, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[10.0, 20.0, 30.0]])
     found = gae(rewards, values, gamma=0.5, lam=0.0)
     assert found.tolist() == [[1 + 10 - 10, 2 + 15 - 20, 3 - 30]]
+
+
+def test_decoupled_advantages_use_only_the_responses_that_a_part_judges():
+    nan, weights = math.nan, {"a": torch.tensor([2.0, 2.0]), "b": torch.tensor([1.0, 1.0])}
+    a = torch.tensor([[1.0, 3.0, nan], [nan, nan, nan]])
+    b = torch.tensor([[0.1, 0.1, 0.1], [0.3, nan, 0.3]])  # no part distinguishes the samples of prompt 2
+    found = decoupled({"a": a, "b": b}, weights)
+    total = torch.tensor([[-2.0, 2.0, 0.0], [0.0, 0.0, 0.0]]) / (math.sqrt(2) + 1e-4)
+    torch.testing.assert_close(found, total / (total.std() + 1e-4))
+    assert not found[1].any() and found[0, 2] == 0, "exactly 0: they have no signal"
 
 
 def test_whitening_ignores_padding():

@@ -72,6 +72,13 @@ def test_missing_eos_settings_apply_to_responses_without_end_and_not_to_a_judge(
     assert weighted(**settings).score(rollouts()).tolist() == [[1, 4], [6, 2], [4, 2]]
 
 
+def test_the_penalty_on_long_responses_rises_over_the_buffer_and_a_judge_has_none():
+    config = AnswerScorerConfig(overlong_buffer=2, overlong_factor=3.0, missing_eos_score=-9)
+    scorer = WordCount(config, replace(scorer_context(TOKENIZER), response_length=4))
+    assert scorer(rollouts()).scores.tolist() == [[1, -9], [-9, 1], [0.5, 1]], "three of four tokens: 3 / 2"
+    assert [each.scores.tolist() for each in scorer.scored(rollouts())] == [[1, 3, 2], [2, 1, 1]]
+
+
 def test_missing_eos_score_does_not_replace_labels():
     stored = replace(rollouts(), labels=torch.ones(3, 2))
     scorer = LabelsScorer(LabelsScorerConfig(missing_eos_score=-5), scorer_context(TOKENIZER))

@@ -21,8 +21,8 @@ def drawn(order, batches):
     return torch.cat([batch.index for batch in islice(order, batches)]).tolist()
 
 
-def ten_prompts(solved_at=0.5, size=5):
-    return make_task(prompts_per_update=size).prompts(solved_at=solved_at)
+def ten_prompts(solved_at=0.5, size=5, pass_rate=None):
+    return make_task(prompts_per_update=size).prompts(solved_at=solved_at, pass_rate=pass_rate)
 
 
 def test_later_epochs_leave_out_the_prompts_that_are_solved_when_they_begin():
@@ -57,20 +57,33 @@ def test_without_a_limit_nothing_is_solved():
     assert order.scored(Scored([1], 1.0)) == {} and not order.solved
 
 
+def test_with_a_pass_rate_the_next_epoch_begins_with_unscored_prompts_and_then_those_of_that_rate():
+    task = make_task(prompts_per_update=10)
+    order = task.prompts(pass_rate=0.5, solved_at=0.9)
+    next(order)
+    for row in range(9):
+        order.scored(Scored([row], row / 8))
+    random = task.order(1).tolist()
+    away = {row: round(abs(row / 8 - 0.5), 1) for row in range(8)} | {9: -1}  # row 8 is solved
+    assert next(order).index.tolist()[:9] == sorted([i for i in random if i != 8], key=away.__getitem__)
+
+
+@pytest.mark.parametrize("pass_rate", [None, 0.5])
 @pytest.mark.parametrize("after", [1, 2, 3])
-def test_a_saved_position_continues_with_the_same_batches(after):
+def test_a_saved_position_continues_with_the_same_batches(after, pass_rate):
     def batches(order, count):
         found = []
         for number in range(count):
             index = next(order).index.tolist()
-            order.scored(Scored(index, 1.0 if number % 2 else 0.0))
+            order.scored(Scored(index[:3], 1.0 if number % 2 else 0.0))
+            order.scored(Scored(index[3:], 0.4))
             found.append(index)
         return found
 
-    whole = ten_prompts(size=4)
+    whole = ten_prompts(size=4, pass_rate=pass_rate)
     batches(whole, after)
     saved = json.loads(json.dumps(whole.state_dict()))
-    resumed = ten_prompts(size=4)
+    resumed = ten_prompts(size=4, pass_rate=pass_rate)
     resumed.load_state_dict(saved)
     assert batches(resumed, 6) == batches(whole, 6)
 

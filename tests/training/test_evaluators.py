@@ -1,14 +1,18 @@
 """Metrics of evaluations against values by hand, with a fake generator, judge and engine."""
 
 import math
+import re
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rlhf.config.algorithms import DPOConfig
+from rlhf.config.run import EvalConfig
+from rlhf.config.scorers import AnswerScorerConfig, FunctionScorerConfig
 from rlhf.core.batch import Sampling
 from rlhf.core.formatting import mean_bounds, wilson
 from rlhf.core.state import TrainState
@@ -69,7 +73,7 @@ class Judge(Scorer):
 
     def __init__(self, *answers, tie_tolerance=0.0, verifies=False):
         self.answers = iter(answers)
-        self.config = SimpleNamespace(verifies=verifies, missing_eos_score=None, missing_eos_penalty=None)
+        self.config = AnswerScorerConfig() if verifies else FunctionScorerConfig()
         self.tie_tolerance = tie_tolerance
 
     def score_once(self, rollouts):
@@ -170,6 +174,41 @@ def test_without_a_judge_the_accuracy_is_that_of_a_scorer_that_verifies():
     assert found["eval/accuracy"] == pytest.approx(1 / 3) and found["eval/score"] == pytest.approx(0)
     judged = evaluated(Judge([5.0] * 3, [4.0] * 3), Judge([1.0] * 3, verifies=True))[0].figures
     assert "eval/accuracy" not in judged, "another judge decides"
+
+
+def test_pass_at_k_is_estimated_without_bias_from_further_samples_at_the_training_temperature():
+    class Sampler(Generator):
+        def submit(self, prompts, sampling):
+            if sampling.purpose != "eval-pass":
+                return super().submit(prompts, sampling)
+            self.asked.append(sampling)
+            return finished(encode_completions(prompts, [["w1"] * 5] * 3, TOKENIZER, 8))
+
+    class Checker(Judge):
+        def score_once(self, rollouts):
+            return torch.tensor(next(self.answers))
+
+    right = [[1.0, 0, 0, 1, 0], [0.0] * 5, [1.0] * 5]  # 2, 0 and 5 of 5 are correct
+    scorer, generator = Checker([[0.0]] * 3, right, verifies=True), Sampler()
+    found = evaluated(None, scorer, generator=generator, config=EvalConfig(attempts=5))[0].figures
+    passed = {
+        k: sum(any(one[i] for i in chosen) for one in right for chosen in subsets) / (3 * len(subsets))
+        for k, subsets in ((k, list(combinations(range(5), k))) for k in (1, 2, 4))
+    }
+    names = {f"eval/pass_at_{k}": pytest.approx(share) for k, share in passed.items()}
+    assert {name: found[name] for name in found if re.fullmatch(r"eval/pass_at_\d", name)} == names
+    bounds = found["eval/pass_at_2_low"], found["eval/pass_at_2_high"]
+    assert bounds == pytest.approx(mean_bounds([0.7, 0, 1]))
+    asked = [each for each in generator.asked if each.purpose == "eval-pass"]
+    assert [(each.samples, each.temperature) for each in asked] == [(5, 0.7)]
+
+
+def test_a_penalty_on_long_responses_does_not_lower_the_accuracy():
+    scorer = Judge([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], verifies=True)
+    scorer.config = AnswerScorerConfig(overlong_buffer=8)
+    scorer.response_length = 8
+    found = evaluated(None, scorer)[0].figures
+    assert found["eval/accuracy"] == pytest.approx(2 / 3) and found["eval/score"] < 2 / 3
 
 
 def test_the_accuracy_of_answers_takes_precedence_over_that_of_pairs():
