@@ -14,7 +14,7 @@ from rlhf.config.algorithms import Trains
 from rlhf.config.models import Device
 from rlhf.config.root import Config, threads
 from rlhf.config.run import MOST_EPISODES, Optimizer, Order, Stale, Unit
-from rlhf.config.schema import missing_package, plain, sections
+from rlhf.config.schema import missing_package, plain, sections, value_at
 from rlhf.config.scorers import scorers
 from rlhf.core.files import files, shared
 from rlhf.core.launched import cpu_cores, local_world_size, world_size
@@ -59,6 +59,11 @@ _WALL = When("with clock=wall", lambda cfg: not cfg.clock.virtual)
 _FIFO = When("with schedule.order=fifo", lambda cfg: cfg.schedule.order is Order.fifo)
 _COMPLETED = When("with schedule.order=completed", lambda cfg: cfg.schedule.order is Order.completed)
 _GROUPS = When("with schedule.unit=group", lambda cfg: cfg.schedule.unit is Unit.group)
+_NO_TEACHER = When(
+    "for algo={algo} without algo.reward_coef",
+    lambda cfg: value_at(cfg, "algo.reward_coef") == 0 and cfg.model.starts_as_reference,
+)
+_SERVED = When("with algo.teacher.url", lambda cfg: cfg.algo.teacher_url is not None)
 _FEW_SLOTS = When(
     "with fewer clock.slots than samples",
     lambda cfg: int(chosen(cfg, "clock.slots") or 0) < cfg.algo.samples_per_prompt,
@@ -69,11 +74,13 @@ _IN_PARTS = Allowed("be hf", lambda generator: generator.samples_parts or not ge
 _REWARDS, _ONE_TASK, _SCORES = map(rules.other_than, ("labels", "mixture", "none"))
 _POSITIVE = Allowed("be > 0", lambda value: value != 0)
 _WARM = Allowed("be >= 0.01", lambda value: not 0 < value < 0.01)
+_TEACHER = Allowed("name a teacher", lambda name: False)
 _ENOUGH = Allowed("be >= algo.samples_per_prompt", lambda slots: slots is None)
 
 _ESS = "the effective sample size is computed from the sampler's log-probs"
 _MEASURED = "only an evaluation measures that metric"
 _NO_LABELS = "evaluation samples responses, which have no labels"
+_ITSELF = "the initial policy would be its own teacher"
 _SHARED = "vLLM would use the GPU of another rank, whose trainer does not free its memory"
 _LOADS = "no other generator can load weights while it samples"
 _SHARE = "the vLLM processes of the ranks would share these GPUs"
@@ -103,6 +110,7 @@ rules.RULES += [
     must("generator.per_rank", True, _COLOCATED & _RANKS & _ON_GPU, "each rank has a generator on its GPU"),
     must("generator.tensor_parallel_size", 1, _COLOCATED & _RANKS_HERE & _ON_GPU, _SHARED),
     must("generator.path", None, _SUPERVISED, "it trains on completions of the task"),
+    must("generator.temperature", 1, _SERVED, "vLLM has no other log-probs of prompts"),
 ]
 rules.TRAINING_RULES += [
     must("generator", "dataset", _SUPERVISED, "it trains on stored responses"),
@@ -131,6 +139,7 @@ rules.TRAINING_RULES += [
     must("schedule.max_age", None, _FIFO, "ages are at most schedule.max_lag"),
     must("clock.slots", _ENOUGH, _GROUPS & _FEW_SLOTS, "a prompt's samples start together", _MORE_SLOTS),
     must("schedule.refill", 0, _NO_SAMPLES, "nothing is sampled"),
+    must("model.reference", _TEACHER, _NO_TEACHER, _ITSELF, "model.reference=<teacher>"),
     must("schedule.refill", 0, _ONE_SAMPLE, "the score of one response has nothing to tie with"),
     must("schedule.refill", 0, _USES_TIES, "prompts whose scores tie have signal, too"),
     must("schedule.refill", 0, _RANKS & _EACH_SAMPLES, "a few prompts cannot be divided among the ranks"),

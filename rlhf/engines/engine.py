@@ -31,6 +31,7 @@ from rlhf.models.logprobs import EXTRAS
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, backbone
 from rlhf.objectives.objective import Objective
 from rlhf.processes.ranks import Ranks, buckets, together
+from rlhf.scorers.teacher import ServedTeacher
 from rlhf.terminal.console import Phases
 
 M = TypeVar("M", bound=RolloutModule)
@@ -107,7 +108,7 @@ class Engine(ABC):
     def __init__(
         self,
         module: Policy | RewardModel | ActorCritic,
-        reference: Policy | None,
+        reference: Policy | ServedTeacher | None,
         tokenizer: PreTrainedTokenizerFast,
         ranks: Ranks,
         settings: EngineSettings,
@@ -185,7 +186,7 @@ class Engine(ABC):
         assert isinstance(policy, Policy)
         return policy
 
-    def infer(self, module: RolloutModule, rollouts: Rollouts, field: str) -> Tensor:
+    def infer(self, module: RolloutModule | ServedTeacher, rollouts: Rollouts, field: str) -> Tensor:
         """Return the output `field` of `module` without gradient; see `rlhf.models.forward.infer`."""
         sequences = rollouts.response_ids.shape[:2].numel() // self.ranks.size
         with self.phases(_INFERRED.get(field, field), sequences) as done:
@@ -687,7 +688,7 @@ class FrozenEngine(TorchEngine):
     def __init__(
         self,
         module: Policy | RewardModel,
-        reference: Policy | None,
+        reference: Policy | ServedTeacher | None,
         tokenizer: PreTrainedTokenizerFast,
         *,
         inference: Budget,

@@ -31,6 +31,7 @@ from rlhf.processes.ranks import Ranks
 from rlhf.processes.signals import call_at_signal, do_not_call_at_signal, left
 from rlhf.processes.worker import Channel, Job, Limits, Service, Worker, environment, received
 from rlhf.scorers.scorer import Scorer
+from rlhf.scorers.teacher import ServedTeacher
 
 # Start of a generator's processes: one sampler process or several replicas, and the annotator process.
 
@@ -114,7 +115,7 @@ class Annotator(Service):
     """
 
     scorer: Scorer
-    reference: Policy | None
+    reference: Policy | ServedTeacher | None
     budget: Budget
     ranks: Ranks
     dtype: Dtype
