@@ -37,7 +37,7 @@ from rlhf.models.loading import (
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, ValueModel, adapt, score_head
 from rlhf.processes.ranks import Ranks
 from rlhf.runs.folder import RunFolder
-from rlhf.scorers.teacher import ServedTeacher
+from rlhf.scorers.teacher import Reference, ServedTeacher
 from rlhf.terminal.console import console, say_row
 from rlhf.text.chat import set_format
 from rlhf.trials.trials import compared
@@ -147,7 +147,7 @@ def _build_value_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Value
     return ValueModel(loaded, model.shared_prefix)
 
 
-def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Policy | ServedTeacher:
+def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Reference:
     """Return the frozen reference on the device, whole or sharded as the backend requires.
 
     The reference is the model that `model.reference` names, otherwise the initial policy. The teacher of a

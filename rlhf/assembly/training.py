@@ -44,7 +44,7 @@ from rlhf.processes.ranks import Ranks
 from rlhf.processes.worker import Channel
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.scorer import SavingScorer, Scorer, ScorerContext, read_own, reads_tokens_of
-from rlhf.scorers.teacher import ServedTeacher
+from rlhf.scorers.teacher import Reference
 from rlhf.tasks.columns import TOOLS, Wanted
 from rlhf.tasks.kinds import FirstMessages
 from rlhf.tasks.task import Task
@@ -210,9 +210,7 @@ def build_frozen(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
     return _completed(engine, cfg)
 
 
-def _second_model(
-    cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks
-) -> Policy | ServedTeacher | None:
+def _second_model(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Reference | None:
     """Return the reference; None: the run has none, or it is the policy without its adapters."""
     in_policy = bool(cfg.model.lora.rank) and cfg.model.starts_as_reference  # the initial policy
     compares = cfg.algo.trains is Trains.policy and not in_policy

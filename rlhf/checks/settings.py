@@ -80,7 +80,6 @@ _ENOUGH = Allowed("be >= algo.samples_per_prompt", lambda slots: slots is None)
 _ESS = "the effective sample size is computed from the sampler's log-probs"
 _MEASURED = "only an evaluation measures that metric"
 _NO_LABELS = "evaluation samples responses, which have no labels"
-_ITSELF = "the initial policy would be its own teacher"
 _SHARED = "vLLM would use the GPU of another rank, whose trainer does not free its memory"
 _LOADS = "no other generator can load weights while it samples"
 _SHARE = "the vLLM processes of the ranks would share these GPUs"
@@ -139,7 +138,7 @@ rules.TRAINING_RULES += [
     must("schedule.max_age", None, _FIFO, "ages are at most schedule.max_lag"),
     must("clock.slots", _ENOUGH, _GROUPS & _FEW_SLOTS, "a prompt's samples start together", _MORE_SLOTS),
     must("schedule.refill", 0, _NO_SAMPLES, "nothing is sampled"),
-    must("model.reference", _TEACHER, _NO_TEACHER, _ITSELF, "model.reference=<teacher>"),
+    must("model.reference", _TEACHER, _NO_TEACHER, "it would teach itself", "model.reference=<teacher>"),
     must("schedule.refill", 0, _ONE_SAMPLE, "the score of one response has nothing to tie with"),
     must("schedule.refill", 0, _USES_TIES, "prompts whose scores tie have signal, too"),
     must("schedule.refill", 0, _RANKS & _EACH_SAMPLES, "a few prompts cannot be divided among the ranks"),

@@ -725,11 +725,11 @@ class ServedTeacherConfig(Section):
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the address is invalid, or if the variable with the key is not set."""
+        key, example = f"{at}.token_variable", "http://127.0.0.1:8000"
         if self.url is not None:
-            about = f"{at}.token_variable", "a server of vLLM", "http://127.0.0.1:8000"
-            yield from url_problems(f"{at}.url", self.url, *about)
+            yield from url_problems(f"{at}.url", self.url, key, "a server of vLLM", example)
         if self.token_variable is not None:
-            yield from token_problems(f"{at}.token_variable", self.token_variable)
+            yield from token_problems(key, self.token_variable)
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error if the server refuses connections or the key."""

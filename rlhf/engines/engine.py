@@ -31,7 +31,7 @@ from rlhf.models.logprobs import EXTRAS
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, backbone
 from rlhf.objectives.objective import Objective
 from rlhf.processes.ranks import Ranks, buckets, together
-from rlhf.scorers.teacher import ServedTeacher
+from rlhf.scorers.teacher import Reference, ServedTeacher
 from rlhf.terminal.console import Phases
 
 M = TypeVar("M", bound=RolloutModule)
@@ -108,7 +108,7 @@ class Engine(ABC):
     def __init__(
         self,
         module: Policy | RewardModel | ActorCritic,
-        reference: Policy | ServedTeacher | None,
+        reference: Reference | None,
         tokenizer: PreTrainedTokenizerFast,
         ranks: Ranks,
         settings: EngineSettings,
@@ -688,7 +688,7 @@ class FrozenEngine(TorchEngine):
     def __init__(
         self,
         module: Policy | RewardModel,
-        reference: Policy | ServedTeacher | None,
+        reference: Reference | None,
         tokenizer: PreTrainedTokenizerFast,
         *,
         inference: Budget,

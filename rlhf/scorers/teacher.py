@@ -15,10 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.config.algorithms import ServedTeacherConfig
 from rlhf.core.batch import Outputs, Rollouts
 from rlhf.core.metrics import selected
+from rlhf.models.modules import Policy
 from rlhf.scorers.http import HttpClient
-
-_UNKNOWN = -9999.0  # what vLLM writes for NaN and for -inf
-_CUT = "\ufffd"  # a part of a character, whose text depends on the tokens before
 
 
 class ServedTeacher(HttpClient):
@@ -57,8 +55,7 @@ class ServedTeacher(HttpClient):
             return self.ask(prompts[i * len(prompts) // len(responses)], responses[i], deadline)
 
         logprobs = torch.zeros(batch.real.shape)
-        found = [each for answer in self.all(ask, len(responses)) for each in answer]
-        logprobs[batch.real] = torch.tensor(found)
+        logprobs[batch.real] = torch.tensor([each for row in self.all(ask, len(responses)) for each in row])
         return Outputs(logprobs=selected(logprobs, batch.response_mask))
 
     def ask(self, prompt: list[int], response: list[int], deadline: float) -> list[float]:
@@ -71,9 +68,8 @@ class ServedTeacher(HttpClient):
         ids = [*prompt, *response]
         question = {"model": self.model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
         content, problem = self.post(question, self.expected, len(ids), deadline)
-        with suppress(KeyError, TypeError, ValueError):  # of an answer in another form
-            (choice,) = content["choices"]
-            entries = choice["prompt_logprobs"]
+        with suppress(AttributeError, LookupError, TypeError):  # of an answer in another form
+            entries = content["choices"][0]["prompt_logprobs"]
             problem = f"log-probs of {len(entries)} tokens for {len(ids)}"
             if len(entries) == len(ids):
                 return [self.read(*each) for each in zip(entries[len(prompt) :], response, strict=True)]
@@ -87,7 +83,11 @@ class ServedTeacher(HttpClient):
         """
         own, found = str(self.tokenizer.decode([token])), entry.get(str(token), {})
         text, logprob = str(found.get("decoded_token")), found.get("logprob")
-        same = _CUT in own or text.strip() == own.strip()
-        if same and isinstance(logprob, float | int) and _UNKNOWN < logprob < 1e-3:
+        # Texts of a part of a character (U+FFFD) depend on the tokens before; white space is not always kept.
+        same = "\ufffd" in own or text.strip() == own.strip()
+        if same and isinstance(logprob, float | int) and -9999 < logprob < 1e-3:  # -9999: NaN or -inf in vLLM
             return float(logprob)
         raise self.error(f"answered with {entry} for the token {token} ({own!r})", self.expected)
+
+
+Reference = Policy | ServedTeacher
