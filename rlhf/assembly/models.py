@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.assembly.parts import build_source, make, part
-from rlhf.config.algorithms import Trains, ValueFrom
+from rlhf.config.algorithms import DistillConfig, Trains, ValueFrom
 from rlhf.config.models import WITHOUT_GRADIENT, Device, Dtype
 from rlhf.config.root import Config
 from rlhf.core.batch import Budget
@@ -37,6 +37,7 @@ from rlhf.models.loading import (
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, ValueModel, adapt, score_head
 from rlhf.processes.ranks import Ranks
 from rlhf.runs.folder import RunFolder
+from rlhf.scorers.teacher import Reference, ServedTeacher
 from rlhf.terminal.console import console, say_row
 from rlhf.text.chat import set_format
 from rlhf.trials.trials import compared
@@ -146,10 +147,11 @@ def _build_value_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Value
     return ValueModel(loaded, model.shared_prefix)
 
 
-def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Policy:
+def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Reference:
     """Return the frozen reference on the device, whole or sharded as the backend requires.
 
-    The reference is the model that `model.reference` names, otherwise the initial policy.
+    The reference is the model that `model.reference` names, otherwise the initial policy. The teacher of a
+    distillation may run on a server.
 
     Raises:
         UserError: the reference has no embedding for a token of the policy's tokenizer.
@@ -158,6 +160,8 @@ def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Rank
     name = model.reference or model.policy
     assert name is not None, "validated: a policy is named or made"
     dtype = getattr(torch, "float32" if model.moving.every else model.dtype.value)
+    if isinstance(cfg.algo, DistillConfig) and cfg.algo.teacher.url is not None:
+        return ServedTeacher(cfg.algo.teacher, name, tokenizer)
 
     def build() -> Policy:
         frozen = load_causal_lm(

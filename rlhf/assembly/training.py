@@ -44,6 +44,7 @@ from rlhf.processes.ranks import Ranks
 from rlhf.processes.worker import Channel
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.scorer import SavingScorer, Scorer, ScorerContext, read_own, reads_tokens_of
+from rlhf.scorers.teacher import Reference
 from rlhf.tasks.columns import TOOLS, Wanted
 from rlhf.tasks.kinds import FirstMessages
 from rlhf.tasks.task import Task
@@ -187,8 +188,7 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
         ),
     )
     engine = _completed(engine, cfg)
-    if isinstance(cfg.algo, DistillConfig):
-        assert engine.reference is not None
+    if isinstance(cfg.algo, DistillConfig) and isinstance(engine.reference, Policy):
         engine.policy.teacher = Teacher(engine.reference, cfg.algo.beta, cfg.algo.top)
     return engine
 
@@ -211,7 +211,7 @@ def build_frozen(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
     return _completed(engine, cfg)
 
 
-def _second_model(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Policy | None:
+def _second_model(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Reference | None:
     """Return the reference; None: the run has none, or it is the policy without its adapters."""
     in_policy = bool(cfg.model.lora.rank) and cfg.model.starts_as_reference  # the initial policy
     compares = cfg.algo.trains is Trains.policy and not in_policy
@@ -301,7 +301,7 @@ def build_generator(cfg: Config, engine: Engine, folder: RunFolder, ranks: Ranks
             in_flight=cfg.schedule.in_flight,
             threads=threads(cfg)[1],
             annotator=AnnotatorFactory(cfg).build,
-            asks_service=cfg.scorer.asks_service,
+            asks_service=cfg.scorer.asks_service or cfg.algo.teacher_url is not None,
             cached=cached,
             stop_ids=build_stop_ids(cfg, tokenizer),
             environment=make(cfg.environment, tokenizer),

@@ -177,7 +177,8 @@ def _models(cfg: Config) -> Iterator[str]:
 def _named_models(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the config key and the value (hub name or folder) of every model that the config names."""
     found = {f"model.{name}": getattr(cfg.model, name) for name in ("base", "policy", "reference", "reward")}
-    yield from ((key, path) for key, path in found.items() if path is not None)
+    served = {"model.reference"} if cfg.algo.teacher_url else {}  # a server has this model
+    yield from ((key, path) for key, path in found.items() if path is not None and key not in served)
     yield from _reward_models(cfg, None)
 
 

@@ -75,6 +75,11 @@ _MOVING = When("with model.moving.every", lambda cfg: cfg.model.moving.every is 
 _OTHER_START = When("with model.reference", lambda cfg: not cfg.model.starts_as_reference)
 _ANNOTATES = When("with schedule.max_lag={schedule.max_lag}", _annotates)
 _DECOUPLED = When("with algo.advantage=decoupled", lambda cfg: chosen(cfg, "algo.advantage") == "decoupled")
+_NO_TEACHER = When(
+    "for algo={algo} without algo.reward_coef",
+    lambda cfg: value_at(cfg, "algo.reward_coef") == 0 and cfg.model.starts_as_reference,
+)
+_SERVED = When("with algo.teacher.url", lambda cfg: cfg.algo.teacher_url is not None)
 _FEW_SLOTS = When(
     "with fewer clock.slots than samples",
     lambda cfg: int(chosen(cfg, "clock.slots") or 0) < cfg.algo.samples_per_prompt,
@@ -86,6 +91,7 @@ _REWARDS, _ONE_TASK, _SCORES = map(rules.other_than, ("labels", "mixture", "none
 _POSITIVE = Allowed("be > 0", lambda value: value != 0)
 _WARM = Allowed("be >= 0.01", lambda value: not 0 < value < 0.01)
 _SUM = Allowed("be weighted or a list of functions", _adds_up)
+_TEACHER = Allowed("name a teacher", lambda name: False)
 _ENOUGH = Allowed("be >= algo.samples_per_prompt", lambda slots: slots is None)
 
 _ESS = "the effective sample size is computed from the sampler's log-probs"
@@ -124,6 +130,7 @@ rules.RULES += [
     must("generator.per_rank", True, _COLOCATED & _RANKS & _ON_GPU, "each rank has a generator on its GPU"),
     must("generator.tensor_parallel_size", 1, _COLOCATED & _RANKS_HERE & _ON_GPU, _SHARED),
     must("generator.path", None, _SUPERVISED, "it trains on completions of the task"),
+    must("generator.temperature", 1, _SERVED, "vLLM has no other log-probs of prompts"),
 ]
 rules.TRAINING_RULES += [
     must("generator", "dataset", _SUPERVISED, "it trains on stored responses"),
@@ -153,6 +160,7 @@ rules.TRAINING_RULES += [
     must("schedule.max_age", None, _FIFO, "ages are at most schedule.max_lag"),
     must("clock.slots", _ENOUGH, _GROUPS & _FEW_SLOTS, "a prompt's samples start together", _MORE_SLOTS),
     must("schedule.refill", 0, _NO_SAMPLES, "nothing is sampled"),
+    must("model.reference", _TEACHER, _NO_TEACHER, "it would teach itself", "model.reference=<teacher>"),
     must("schedule.refill", 0, _ONE_SAMPLE, "the score of one response has nothing to tie with"),
     must("schedule.refill", 0, _USES_TIES, "prompts whose scores tie have signal, too"),
     must("schedule.refill", 0, _DECOUPLED, "prompts whose scores tie may have signal"),

@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.schema import Choice, Section, entry, number, option, value_at
+from rlhf.config.generators import service_problems, token_problems, url_problems
+from rlhf.config.schema import Affects, Choice, Section, entry, number, option, value_at
 
 # What all algorithms have, pairs, best-of-K and supervised training.
 
@@ -63,6 +64,7 @@ class AlgoConfig(Section):
 
     pairwise: ClassVar[bool] = False  # True: the loss compares two responses of a prompt
     learns_from_ties: ClassVar[bool] = False  # True: prompts whose scores are all equal are trained on, too
+    teacher_url: ClassVar[str | None] = None  # of the server that runs the reference; None: the run loads it
 
     name: str = MISSING
     samples_per_prompt: int = entry(1, "K, responses of one prompt")
@@ -392,7 +394,8 @@ class PolicyGradientConfig(AlgoConfig):
             yield self.refused(at, "anchor", f"be old for algo={self.name} without a ratio", reason)
         for key in unused:
             if value_at(self, key) != value_at(default, key):
-                yield self.refused(at, key, f"not be set for algo={self.name}", "its loss does not use it")
+                rule, reason = f"not be set for algo={self.name}", "its loss does not use it"
+                yield self.refused(at, key, rule, reason, value_at(default, key))
 
     def corrections(self) -> list[str]:
         """Return the setting that weights samples of older weights, if the loss does not correct for them."""
@@ -729,6 +732,34 @@ class ReinforcePPConfig(GRPOConfig):
             yield self.refused(at, "samples_per_prompt", rule, "they compare the samples of a prompt", 4)
 
 
+@dataclass(kw_only=True, slots=True)
+class ServedTeacherConfig(Section):
+    """A server of vLLM that runs the teacher, `vllm serve <model.reference>`, in place of this machine."""
+
+    url: str | None = entry(None, "its address; null: the run loads the teacher", affects=Affects.speed)
+    concurrency: int = number(16, "requests in parallel", "url!=null", least=1, affects=Affects.speed)
+    timeout_s: float = number(60.0, when="url!=null", above=0, affects=Affects.speed)
+    """seconds until a try without a complete answer fails; longest Retry-After"""
+    retries: int = number(8, when="url!=null", least=0, affects=Affects.speed)
+    """retries of a failed request: the first immediately, then after 1, 2, 4, ... s"""
+    token_variable: str | None = entry(None, when="url!=null", affects=Affects.speed)
+    """environment variable with the key of the server; null: none is sent"""
+
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error if the address is invalid, or if the variable with the key is not set."""
+        key, example = f"{at}.token_variable", "http://127.0.0.1:8000"
+        if self.url is not None:
+            yield from url_problems(f"{at}.url", self.url, key, "a server of vLLM", example)
+        if self.token_variable is not None:
+            yield from token_problems(key, self.token_variable)
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the server refuses connections or the key."""
+        if self.url is not None:
+            about = "run: vllm serve", f"{at}.token_variable", self.token_variable, "/v1/models"
+            yield from service_problems(f"{at}.url", self.url, *about)
+
+
 @option("algo", "distill", part="rlhf.objectives.distill:Distill")
 class DistillConfig(GRPOConfig):
     """On-policy distillation: the policy learns from a teacher, model.reference, on its own samples."""
@@ -736,10 +767,6 @@ class DistillConfig(GRPOConfig):
     default_mean: ClassVar[Mean] = Mean.tokens
     min_samples: ClassVar[int] = 1
     learns_from_ties: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = (
-        *UnclippedConfig.unused,
-        *(*_CORRECTION, "anchor", "kl_coef", "off_policy_mask", "entropy_coef", "square_coef"),
-    )
 
     samples_per_prompt: int = 1
     kl_coef: float = 0.0
@@ -751,14 +778,36 @@ class DistillConfig(GRPOConfig):
     """compare only the teacher's most probable tokens, and all others together; null: all tokens"""
     gamma: float = number(0.0, "discount of k of later tokens", "divergence=k1", least=0, most=1)
     cap: float = number(5.0, "largest ratio to the sampler that weighs a token; 0: no weights", least=0)
-    teacher_coef: float = number(1.0, "weight of the divergence", least=0)
+    teacher_coef: float = number(1.0, "weight of the divergence", above=0)
     reward_coef: float = number(0.0, "weight of the advantages of the rewards", least=0)
+    teacher: ServedTeacherConfig = field(default_factory=ServedTeacherConfig)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The keys that this kind of divergence, or a loss without rewards, does not use."""
+        exact, paid = self.divergence is TeacherDivergence.exact, self.reward_coef > 0
+        return (
+            *(*UnclippedConfig.unused, "anchor", "kl_coef", "off_policy_mask", "entropy_coef", "square_coef"),
+            *("ties", "correction.kind", "correction.reject", "correction.veto"),
+            *(() if paid else ("advantage", "scale", "normalize_scores", "clip_scores")),
+            *(() if self.divergence is TeacherDivergence.k1 else ("gamma",)),
+            *(() if paid or not exact else ("cap",)),
+            *(() if exact else ("beta", "top")),
+        )
+
+    @property
+    def teacher_url(self) -> str | None:  # type: ignore[override]
+        """The address of the server that runs the teacher."""
+        return self.teacher.url
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if rewards have a weight and one sample has no baseline."""
+        """Yield an error if rewards have no baseline, or if a served teacher would send distributions."""
         if self.reward_coef and self.samples_per_prompt < 2:
             reason = "an advantage compares the samples of a prompt"
             yield self.refused(at, "samples_per_prompt", f"be >= 2 with {at}.reward_coef > 0", reason, 4)
+        if self.teacher.url and self.divergence is TeacherDivergence.exact:
+            reason = "a server sends log-probs of the sampled tokens"
+            yield self.refused(at, "divergence", f"be k1, k2 or k3 with {at}.teacher.url", reason, "k1")
 
 
 @option("algo", "oapl", part="rlhf.objectives.oapl:OAPL")

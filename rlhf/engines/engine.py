@@ -32,6 +32,7 @@ from rlhf.models.logprobs import EXTRAS
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, backbone
 from rlhf.objectives.objective import Objective
 from rlhf.processes.ranks import Ranks, buckets, together
+from rlhf.scorers.teacher import Reference, ServedTeacher
 from rlhf.terminal.console import Phases
 
 M = TypeVar("M", bound=RolloutModule)
@@ -110,7 +111,7 @@ class Engine(ABC):
     def __init__(
         self,
         module: Policy | RewardModel | ActorCritic,
-        reference: Policy | None,
+        reference: Reference | None,
         tokenizer: PreTrainedTokenizerFast,
         ranks: Ranks,
         settings: EngineSettings,
@@ -189,7 +190,7 @@ class Engine(ABC):
         assert isinstance(policy, Policy)
         return policy
 
-    def infer(self, module: RolloutModule, rollouts: Rollouts, field: str) -> Tensor:
+    def infer(self, module: RolloutModule | ServedTeacher, rollouts: Rollouts, field: str) -> Tensor:
         """Return the output `field` of `module` without gradient; see `rlhf.models.forward.infer`."""
         sequences = rollouts.response_ids.shape[:2].numel() // self.ranks.size
         with self.phases(_INFERRED.get(field, field), sequences) as done:
@@ -698,7 +699,7 @@ class FrozenEngine(TorchEngine):
     def __init__(
         self,
         module: Policy | RewardModel,
-        reference: Policy | None,
+        reference: Reference | None,
         tokenizer: PreTrainedTokenizerFast,
         *,
         inference: Budget,

@@ -26,11 +26,11 @@ from rlhf.core.metrics import How, Metrics, Stat, merge
 from rlhf.generators.generator import Generator, GeneratorContext, SamplerFactory, Wrapper, finished
 from rlhf.generators.weights import Manifest, SharedWeights, TransferError, WeightStore, confirm
 from rlhf.models.forward import infer
-from rlhf.models.modules import Policy
 from rlhf.processes.ranks import Ranks
 from rlhf.processes.signals import call_at_signal, do_not_call_at_signal, left
 from rlhf.processes.worker import Channel, Job, Limits, Service, Worker, environment, received
 from rlhf.scorers.scorer import Scorer
+from rlhf.scorers.teacher import Reference
 
 # Start of a generator's processes: one sampler process or several replicas, and the annotator process.
 
@@ -114,7 +114,7 @@ class Annotator(Service):
     """
 
     scorer: Scorer
-    reference: Policy | None
+    reference: Reference | None
     budget: Budget
     ranks: Ranks
     dtype: Dtype

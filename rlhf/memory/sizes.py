@@ -276,7 +276,8 @@ def models(cfg: Config) -> Iterator[Model]:
         if cfg.value_starts_as is ValueFrom.reward:
             key, value = "model.reward", cfg.value_reward
         yield _model(cfg, "value model", key, value, batch, trained=True, scores=True)
-    if algo.trains is Trains.policy and not (model.lora.rank and model.starts_as_reference):
+    in_policy = model.lora.rank and model.starts_as_reference
+    if algo.trains is Trains.policy and not (in_policy or algo.teacher_url):
         key = "model.reference" if model.reference else "model.policy"
         yield _model(cfg, "reference", key, model.reference or model.policy, batch)
     yield from _scorers(cfg)

@@ -78,6 +78,7 @@ def tiled_divergence(
         return hidden.new_zeros(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
     with torch.no_grad():
         width = student(hidden[:1]).shape[-1]
-    rows = max(1, (CPU_TILE_BYTES if hidden.device.type == "cpu" else GPU_TILE_BYTES) // (4 * width))
+    # Six to ten arrays of a tile live at a time: on a GPU, a quarter of the tile of log-probs needs as much.
+    rows = max(1, (CPU_TILE_BYTES if hidden.device.type == "cpu" else GPU_TILE_BYTES // 4) // (4 * width))
     tiles = zip(hidden.split(rows), states.split(rows), strict=True)
     return torch.cat([checkpoint(tile, *each, use_reentrant=False) for each in tiles])

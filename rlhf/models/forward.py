@@ -84,7 +84,7 @@ def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def infer(
-    module: nn.Module,
+    module: Callable[[Rollouts], Any],
     rollouts: Rollouts,
     field: str,
     budget: Budget,
@@ -97,7 +97,7 @@ def infer(
     Each rank computes a part of the rollouts. Every rank returns the result for all rollouts.
 
     Args:
-        module: a module that maps rollouts to `Outputs`.
+        module: a module, or a served teacher, that maps rollouts to `Outputs`.
         rollouts: N prompts with K responses of at most T tokens; all ranks pass the same rollouts.
         field: name of the output: "logprobs", "values" or "rewards".
         budget: the limits of one forward on one rank.

@@ -1,4 +1,4 @@
-"""A scorer that requests scores from a service over HTTP. docs/rewards.md describes the protocol."""
+"""A client of services over HTTP, and a scorer that requests scores; docs/rewards.md has its protocol."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import urllib3
 from requests.adapters import HTTPAdapter
 from torch import Tensor
 
+from rlhf.config.algorithms import ServedTeacherConfig
 from rlhf.config.scorers import HttpScorerConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError, UserError
@@ -26,42 +27,40 @@ from rlhf.environments.environment import Calls
 from rlhf.processes.signals import end_wait
 from rlhf.scorers.scorer import Scorer, ScorerContext, distinct_texts
 
+T = TypeVar("T")
+
 _TRY_AGAIN = (429, *range(500, 600))
 _LARGEST_KIB = 1024  # size limit of an answer in KiB, in addition to one KiB for each score
 _PIECE = 1 << 16  # maximum number of bytes that are read at once
 
 
-class HttpScorer(Scorer):
-    """A scorer that posts texts to a service in parallel requests, and returns scores in response order.
+class HttpClient:
+    """A client that posts questions to a service in parallel requests.
 
-    Rank 0 sends the requests for all ranks. Nothing is sent before the first call of `score`. Every request
-    is bounded: each try by `timeout_s`, the wait that a service asks for (Retry-After) by `timeout_s` too,
-    and the size of an answer by the number of scores. A signal ends all waits.
+    Every request is bounded: each try by `timeout_s`, the wait that a service asks for (Retry-After) by
+    `timeout_s` too, and the size of an answer. A signal ends all waits.
 
     Args:
-        config: config section of the scorer.
-        context: the objects of the run that a scorer needs.
+        at: the config key of the section.
+        config: the section, with the limits and the variable of the token.
+        url: where questions are posted.
 
     Raises:
         UserError: the environment variable with the token is not set.
     """
 
-    config: HttpScorerConfig
-
-    def __init__(self, config: HttpScorerConfig, context: ScorerContext) -> None:
-        super().__init__(config, context)
-        assert config.url is not None, "validated: a service is named"
-        self.url = config.url
+    def __init__(self, at: str, config: HttpScorerConfig | ServedTeacherConfig, url: str) -> None:
+        self.key, self.limits, self.url = at, config, url
         self.answered = False  # True after the first answer: from then on, a refused connection is retried
         self.session = requests.Session()
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, HTTPAdapter(pool_maxsize=config.concurrency))
-        self.session.trust_env = not is_loopback(config.url)  # no proxy on the way to this machine
+        self.session.trust_env = not is_loopback(url)  # no proxy on the way to this machine
         if config.token_variable is not None:
             token = os.environ.get(config.token_variable)
             if not token:
                 raise UserError(
-                    f"{self.at}.token_variable must name an environment variable with the token, got "
+                    f"{self.key}.token_variable must name an environment variable with the token, got "
                     f"{config.token_variable!r}, which is not set; run: export "
                     f"{config.token_variable}=<token>"
                 )
@@ -72,53 +71,46 @@ class HttpScorer(Scorer):
 
             self.session.auth = bearer  # ~/.netrc overrides an Authorization header, but not session.auth
 
-    def score(self, rollouts: Rollouts) -> Tensor:
-        """Return the scores [N, K] that the service returns.
+    def all(self, ask: Callable[[int, float], T], count: int) -> list[T]:
+        """Return `ask(i, deadline)` of each i below `count`, in order.
 
         Raises:
-            RunError: the service cannot be reached, refuses a request, or does not answer with scores.
+            RunError: the service cannot be reached, refuses a request, or does not answer as it must.
             Interrupted: a signal was received.
         """
-        return self.ranks.from_first(lambda: self.answers(rollouts))
-
-    def answers(self, rollouts: Rollouts) -> Tensor:
-        """Send the requests from this process, and return the scores [N, K]; raises as `score`."""
         if not self.answered and (reason := refusal(self.url)):
             raise self.error(
-                f"does not accept connections ({reason})", f"start the service, or correct {self.at}.url"
+                f"does not accept connections ({reason})", f"start the service, or correct {self.key}.url"
             )
-        texts, size = distinct_texts(rollouts, self.tokenizer), self.config.batch_size
-
-        def ask(number: int, deadline: float) -> list[float]:
-            part = slice(number * size, (number + 1) * size)
-            return self.ask(texts.prompts[part], texts.responses[part], texts.references[part], deadline)
-
         answers = in_parallel(
             ask,
-            math.ceil(len(texts.responses) / size),
-            concurrency=self.config.concurrency,
-            timeout_s=self.config.timeout_s,
-            retries=self.config.retries,
+            count,
+            concurrency=self.limits.concurrency,
+            timeout_s=self.limits.timeout_s,
+            retries=self.limits.retries,
             late=lambda: self.no_answer("timed out"),
         )
         self.answered = True
-        return texts.spread([score for answer in answers for score in answer])
+        return answers
 
-    def ask(
-        self, prompts: list[str], responses: list[str], references: list[str], deadline: float
-    ) -> list[float]:
-        """Return the service's scores of one batch of texts, in one try.
+    def post(self, question: Any, expected: str, kib: int, deadline: float) -> tuple[Any, str]:
+        """Return an answer, in one try: the content of its JSON, and the beginning of its text.
+
+        Args:
+            question: the body of the request, for JSON.
+            expected: what the service must answer, for messages.
+            kib: largest size of the answer, in addition to `_LARGEST_KIB`.
+            deadline: `time.monotonic` at which the try ends.
 
         Raises:
             Again: the try may be repeated.
-            RunError: the service refuses the request, or does not answer with scores.
+            RunError: the service refuses the request, or its answer is too long.
         """
-        question = {"prompts": prompts, "responses": responses, "references": references}
-        limit, body = (_LARGEST_KIB + len(responses)) * 1024, bytearray()
+        limit, body = (_LARGEST_KIB + kib) * 1024, bytearray()
         try:
             # Do not follow redirects: the POST would become a GET and the token would go to another address.
             with self.session.post(
-                self.url, json=question, timeout=self.config.timeout_s, allow_redirects=False, stream=True
+                self.url, json=question, timeout=self.limits.timeout_s, allow_redirects=False, stream=True
             ) as answer:
                 while len(body) <= limit and (piece := answer.raw.read1(_PIECE, decode_content=True)):
                     body += piece
@@ -126,46 +118,33 @@ class HttpScorer(Scorer):
                         raise requests.Timeout
         except ValueError as error:  # requests refuses to send the request, so a retry is useless
             reason = f"cannot be requested ({type(error).__name__})"
-            raise self.error(reason, f"correct {self.at}.url") from None
+            raise self.error(reason, f"correct {self.key}.url") from None
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
             raise Again(self.no_answer(_cause_of(error))) from None
         if answer.status_code != 200:
             raise self.refused(answer, body)
         if len(body) > limit:
-            raise self.error(
-                f"answered with more than {limit:,} bytes for {len(responses)} responses", _EXPECTED
-            )
+            raise self.error(f"answered with more than {limit:,} bytes", expected)
         content: Any = None
         with suppress(ValueError, RecursionError):  # RecursionError: brackets inside of brackets
             content = json.loads(body)
-        given = content.get("scores") if isinstance(content, dict) else None
-        problem = shortened(repr(body.decode(errors="replace")), 200)
-        if isinstance(given, list):
-            scores = [as_score(value) for value in given]
-            found, problem = [score for score in scores if score is not None], ""
-            if len(found) == len(given) == len(responses):
-                return found
-            problem = f"{len(given)} scores for {len(responses)} responses"
-            if len(given) == len(responses):
-                wrong = scores.index(None)
-                problem = f"{shortened(repr(given[wrong]), 80)} as score {wrong} of {len(given)}"
-        raise self.error(f"answered with status 200 and {problem}", _EXPECTED)
+        return content, shortened(repr(body.decode(errors="replace")), 200)
 
     def error(self, problem: str, remedy: str) -> RunError:
         """Return the error of a request."""
-        return RunError(f"{self.at}.url={self.url} {problem}; {remedy}")
+        return RunError(f"{self.key}.url={self.url} {problem}; {remedy}")
 
     def no_answer(self, cause: str) -> RunError:
         """Return the error of a request that got no answer in its last try."""
-        tries = "1 try" if self.config.retries == 0 else f"{self.config.retries + 1} tries"
+        tries = "1 try" if self.limits.retries == 0 else f"{self.limits.retries + 1} tries"
         return self.error(
-            f"did not answer in {tries} of {self.config.timeout_s:g} s ({cause})",
-            f"check that the service runs there, or raise {self.at}.timeout_s",
+            f"did not answer in {tries} of {self.limits.timeout_s:g} s ({cause})",
+            f"check that the service runs there, or raise {self.key}.timeout_s",
         )
 
     def refused(self, answer: requests.Response, body: bytes | bytearray) -> Exception:
         """Return the error of a try that was answered with another status than 200."""
-        status, at, limit_s = answer.status_code, self.at, self.config.timeout_s
+        status, at, limit_s = answer.status_code, self.key, self.limits.timeout_s
         problem = f"answered with status {status} ({shortened(repr(body.decode(errors='replace')), 200)})"
         if status not in _TRY_AGAIN:
             token = f"set {at}.token_variable=<environment variable with a token that the service accepts>"
@@ -180,10 +159,74 @@ class HttpScorer(Scorer):
                 f"{at}.timeout_s={limit_s:g}",
                 f"run the same command later, or set {at}.timeout_s={wait_s:.0f}",
             )
-        made = f"{self.config.retries + 1} tries were made: see the log of the service"
+        made = f"{self.limits.retries + 1} tries were made: see the log of the service"
         return Again(
             self.error(problem, f"{made}, lower {at}.concurrency or raise {at}.retries"), wait_s or None
         )
+
+
+class HttpScorer(HttpClient, Scorer):
+    """A scorer that posts texts to a service, and returns scores in response order.
+
+    Rank 0 sends the requests for all ranks. Nothing is sent before the first call of `score`.
+
+    Args:
+        config: config section of the scorer.
+        context: the objects of the run that a scorer needs.
+
+    Raises:
+        UserError: the environment variable with the token is not set.
+    """
+
+    config: HttpScorerConfig
+
+    def __init__(self, config: HttpScorerConfig, context: ScorerContext) -> None:
+        Scorer.__init__(self, config, context)
+        assert config.url is not None, "validated: a service is named"
+        HttpClient.__init__(self, context.at, config, config.url)
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        """Return the scores [N, K] that the service returns.
+
+        Raises:
+            RunError: the service cannot be reached, refuses a request, or does not answer with scores.
+            Interrupted: a signal was received.
+        """
+        return self.ranks.from_first(lambda: self.answers(rollouts))
+
+    def answers(self, rollouts: Rollouts) -> Tensor:
+        """Send the requests from this process, and return the scores [N, K]; raises as `score`."""
+        texts, size = distinct_texts(rollouts, self.tokenizer), self.config.batch_size
+
+        def ask(number: int, deadline: float) -> list[float]:
+            part = slice(number * size, (number + 1) * size)
+            return self.ask(texts.prompts[part], texts.responses[part], texts.references[part], deadline)
+
+        answers = self.all(ask, math.ceil(len(texts.responses) / size))
+        return texts.spread([score for answer in answers for score in answer])
+
+    def ask(
+        self, prompts: list[str], responses: list[str], references: list[str], deadline: float
+    ) -> list[float]:
+        """Return the service's scores of one batch of texts, in one try.
+
+        Raises:
+            Again: the try may be repeated.
+            RunError: the service refuses the request, or does not answer with scores.
+        """
+        question = {"prompts": prompts, "responses": responses, "references": references}
+        content, problem = self.post(question, _EXPECTED, len(responses), deadline)
+        given = content.get("scores") if isinstance(content, dict) else None
+        if isinstance(given, list):
+            scores = [as_score(value) for value in given]
+            found = [score for score in scores if score is not None]
+            if len(found) == len(given) == len(responses):
+                return found
+            problem = f"{len(given)} scores for {len(responses)} responses"
+            if len(given) == len(responses):
+                wrong = scores.index(None)
+                problem = f"{shortened(repr(given[wrong]), 80)} as score {wrong} of {len(given)}"
+        raise self.error(f"answered with status 200 and {problem}", _EXPECTED)
 
 
 _EXPECTED = 'the answer must be {"scores": [...]} with one finite number per response; correct the service'
@@ -218,8 +261,6 @@ def _cause_of(error: BaseException) -> str:
 # connection to a host that does not answer, cannot be stopped, and ends when the call returns. Only the
 # calling thread waits between tries, in steps of `_POLL_S`. Therefore a signal ends every wait.
 
-
-T = TypeVar("T")
 
 _POLL_S = 0.2  # seconds between checks for a signal
 _LONGEST_WAIT_S = 120.0  # longest wait before a retry, unless the error has another `wait_s`

@@ -521,7 +521,7 @@ class Way:
 
 def parts(engine: Engine, kind: type[N]) -> list[N]:
     """Return the parts of class `kind` in the trained module and in the reference of an engine."""
-    roots = [engine.module] if engine.reference is None else [engine.module, engine.reference]
+    roots = [each for each in (engine.module, engine.reference) if isinstance(each, RolloutModule)]
     found = [part for root in roots for part in root.modules() if isinstance(part, kind)]
     return list(dict.fromkeys(found))
 
@@ -638,7 +638,7 @@ def _trained(engine: Engine, batch: Batch) -> Measured:
         return [x.detach() for x in outputs]
 
     def refer() -> list[Tensor]:
-        if engine.reference is None:
+        if not isinstance(engine.reference, RolloutModule):
             return []
         with torch.no_grad(), autocast(device, dtype):
             return [x for x in engine.reference(batch) if x is not None]

@@ -151,6 +151,24 @@ def test_run_killed_after_a_checkpoint_resumes_with_identical_results(tiny, comm
     assert_same_end(folder, uninterrupted(*RUN))
 
 
+@pytest.mark.forks(False)
+@pytest.mark.parametrize("divergence", ["exact", nightly("k1")])
+def test_a_killed_distillation_with_lag_resumes_with_identical_results(
+    divergence, tiny, command, tmp_path, uninterrupted
+):
+    teacher = uninterrupted("algo=grpo", "optim.lr=1e-3").model
+    run = ["algo=distill", *RUN[:3], "schedule.max_lag=4"]
+    run += [f"algo.divergence={divergence}", f"model.reference={teacher}"]
+    folder, expected = RunFolder(tmp_path / run_name(tiny(*run))), uninterrupted(*run)
+    process = start([*command, *run], "-m", "rlhf.train")
+    wait_for(lambda: folder.last_checkpoint() is not None, process)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert not folder.finished()
+    assert "resumed from update" in finish([*command, *run])
+    assert_same_end(folder, expected)
+
+
 def test_run_killed_in_a_checkpoint_resumes_from_the_previous_checkpoint(
     tiny, command, tmp_path, uninterrupted
 ):

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedModel
 
-from rlhf.config.algorithms import GRPOConfig
+from rlhf.config.algorithms import DistillConfig, GRPOConfig
 from rlhf.config.models import Dtype
 from rlhf.config.run import OptimConfig
 from rlhf.core.batch import Batch, Budget
@@ -24,7 +24,8 @@ from rlhf.memory.sizes import ModelSize, config_size
 from rlhf.memory.uses import AUTOCAST, FLOAT32, HEAP, Forward, Tokens
 from rlhf.models import logprobs
 from rlhf.models.forward import checkpoint_blocks
-from rlhf.models.modules import Policy
+from rlhf.models.modules import Policy, Teacher
+from rlhf.objectives.distill import Distill
 from rlhf.objectives.grpo import GRPO
 from rlhf.processes.ranks import ALONE
 
@@ -160,6 +161,19 @@ def test_estimates_are_close_to_the_memory_that_torch_allocates(case):
     assert both.sampling() == pytest.approx(allocated(decode), rel=0.3)
 
 
+def test_an_exact_distillation_needs_less_than_three_tiles_more_than_grpo():
+    config = GPTNeoXConfig(
+        vocab_size=2**17, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=16
+    )
+    rows, needed = batch(1, 2, 8, 8, config.vocab_size), []
+    for objective in (GRPO(GRPOConfig(samples_per_prompt=2)), Distill(DistillConfig(beta=0.5))):
+        engine = engine_of(made(config), 2, Dtype.float32)
+        engine.policy.teacher = Teacher(Policy(made(config), 1.0, shared_prefix=True), 0.5, None)
+        engine.step(rows, objective)  # creates the optimizer states
+        needed.append(allocated(lambda: engine.step(rows, objective)))  # noqa: B023
+    assert needed[1] - needed[0] < 3 * logprobs.CPU_TILE_BYTES
+
+
 def test_memory_grows_with_tokens_and_shrinks_with_gradient_checkpointing():
     tokens = Tokens(prompts=8, samples=2, prompt=512, response=128)
     planned = Forward(size=size_of(PYTHIA_14M), tokens=tokens, precision=FLOAT32)
@@ -179,7 +193,7 @@ from pathlib import Path
 import torch
 from tests.memory.test_activations import NANO, batch, engine_of, made
 from rlhf.config.models import Dtype
-from rlhf.config.algorithms import GRPOConfig
+from rlhf.config.algorithms import DistillConfig, GRPOConfig
 from rlhf.objectives.grpo import GRPO
 
 torch.set_num_threads(1)
