@@ -788,7 +788,7 @@ class DistillConfig(GRPOConfig):
         exact, paid = self.divergence is TeacherDivergence.exact, self.reward_coef > 0
         return (
             *(*UnclippedConfig.unused, "anchor", "kl_coef", "off_policy_mask", "entropy_coef", "square_coef"),
-            *("ties", "correction.kind", "correction.reject", "correction.veto"),
+            *("ties", *_CORRECTION),
             *(() if paid else ("advantage", "scale", "normalize_scores", "clip_scores")),
             *(() if self.divergence is TeacherDivergence.k1 else ("gamma",)),
             *(() if paid or not exact else ("cap",)),
