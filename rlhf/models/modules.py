@@ -8,7 +8,6 @@ together.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -192,13 +191,13 @@ class Policy(RolloutModule):
 
     def before_adapters(self) -> Policy:
         """Return a policy that shares this policy's model and runs the model without its adapters."""
-        other = copy.copy(self)
+        other = _shallow(self)
         other.adapters = False
         return other
 
     def at(self, temperature: float) -> Policy:
         """Return a policy that shares this policy's model and runs at another temperature."""
-        other = copy.copy(self)
+        other = _shallow(self)
         other.temperature = temperature
         return other
 
@@ -235,6 +234,13 @@ class Policy(RolloutModule):
         )
 
 
+def _shallow(policy: Policy) -> Policy:
+    """Return a copy that shares the parts of `policy`; `copy.copy` would call the constructor under FSDP2."""
+    other: Policy = object.__new__(type(policy))
+    other.__dict__.update(policy.__dict__)
+    return other
+
+
 class Teacher:
     """A frozen policy whose next-token distributions another policy is compared with.
 
@@ -253,6 +259,8 @@ class Teacher:
         """Return the function that compares the rows `real` of the responses of `batch` with the teacher."""
         policy, rate = self.policy, self.policy.logit_scale / self.policy.temperature
         head = policy.model.get_output_embeddings()
+        # The policy without adapters shares the head, whose weight is gathered while the head is called.
+        head = head if policy.adapters else head.logits
         with torch.no_grad(), nullcontext() if policy.adapters else without_adapters(policy.model):
             states = policy.states(batch, last=False).flatten(0, 2).index_select(0, real)
         return lambda student, hidden: tiled_divergence(
@@ -613,17 +621,23 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
 
 
-def save_adapter(model: PreTrainedModel, folder: Path) -> None:
+def save_adapter(model: PreTrainedModel, folder: Path, whole: dict[str, Tensor] | None = None) -> None:
     """Write the trained tensors of a model with adapters to `folder`, in PEFT's format.
 
     Both `load_adapter` and `PeftModel.from_pretrained(base model, folder)` read the folder.
+
+    Args:
+        model: the model.
+        folder: the folder, which is created if it does not exist.
+        whole: the result of `adapter_weights` as whole tensors, if the model is divided over ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings: Any = copy_lora(model.peft_config[_NAME])
     settings.inference_mode = True
     settings.target_modules = sorted(settings.target_modules)  # a list, because PEFT keeps a set
     settings.save_pretrained(str(folder))
-    tensors = {name: tensor.detach().contiguous() for name, tensor in adapter_weights(model).items()}
+    weights = adapter_weights(model) if whole is None else whole
+    tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / _FILE, metadata={"format": "pt"})
 
 

@@ -8,6 +8,7 @@ of a different number of ranks, from which every backend also resumes. Three ran
 
 import contextlib
 import os
+import pickle
 import sys
 import time
 from collections import Counter
@@ -79,8 +80,9 @@ class Steps:
         return self.build(self.received(module), self.place(Policy(reference, 0.7, shared_prefix=True)))
 
     def received(self, build: Callable[[], Any]) -> Any:
-        """Return the module that `build` returns; with zero3, other ranks than the first get placeholders."""
-        return build_on_first(build, self.ranks) if self.name.startswith("zero3") else build()
+        """Return the module that `build` returns; if weights are divided, ranks 1, ... get placeholders."""
+        divided = self.config.footprint().gathered
+        return build_on_first(build, self.ranks) if divided else build()
 
     def place(self, frozen: Any) -> Any:
         return part(self.config).place(self.config, self.received(lambda: frozen), self.ranks)
@@ -173,6 +175,8 @@ class Steps:
         proof = here / "proof"
         for file in here.rglob("*.pt"):
             torch.save({"module": Code(proof), "optimizer": Code(proof)}, file)
+        for file in here.rglob(".metadata"):
+            file.write_bytes(pickle.dumps(Code(proof)))
         with contextlib.suppress(Exception):
             engine.load(here)
         return proof.exists()

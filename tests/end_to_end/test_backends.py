@@ -21,9 +21,9 @@ from rlhf.words.compose import compose, run_name
 from tests import needs, pretended_gpu
 from tests.end_to_end.conftest import TINY, assert_same_end, nightly, rows
 
-BACKENDS = ("torch", "zero0", "zero1", "zero2", "zero3")
+BACKENDS = ("torch", "zero0", "zero1", "zero2", "zero3", "fsdp2")
 OFFLOADS = ("zero2_offload", "zero3_offload")
-ALWAYS = ("torch", "zero2", "zero3")  # make test-all, on two ranks; on one rank complete runs are enough
+ALWAYS = ("torch", "zero2", "zero3", "fsdp2")  # make test-all, on two ranks; on one rank complete runs are enough
 SIZES = (1, 2)
 GPUS = "2 GPUs"  # two ranks with a pretended GPU each, see tests/pretended_gpu
 PROGRAM = "tests.end_to_end.backend_steps"
@@ -256,7 +256,7 @@ def test_bfloat16_is_autocast_over_float32_weights(size, name, steps):
 def test_a_borrowed_model_computes_in_bfloat16_what_its_float32_weights_compute(size, name, steps):
     dtypes, logits, expected = steps[size, name]["bfloat16"]["borrowed"]
     assert torch.equal(logits, expected)
-    assert dtypes == ["torch.bfloat16", "torch.float32"][not name.startswith("zero3") :]
+    assert dtypes == ["torch.bfloat16", "torch.float32"][not name.startswith(("zero3", "fsdp2")) :]
 
 
 def test_zero3_gathers_weights_of_linear_layers_in_bfloat16_only_if_the_forward_is_bfloat16(steps):

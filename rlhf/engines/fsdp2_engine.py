@@ -1,0 +1,264 @@
+"""The engine on FSDP2 of torch (`fully_shard`): ranks share weights, gradients and optimizer state.
+
+Zhao et al., arXiv 2304.11277; in this second form each parameter is a `DTensor`, divided by rows:
+
+    block    gathered before its forward, released after it; gathered again for its backward pass, after which
+             the gradients are summed over ranks and each rank keeps the sums of its rows
+    root     the other weights of a model, gathered during the whole forward and backward pass
+
+Gradients are summed with every micro-batch. Weights are float32, as with `backend=torch`; with
+`model.dtype=bfloat16`, forward passes use autocast, and ranks still exchange float32 numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import metadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlhf.config.models import RANKS_FILE, BackendConfig
+from rlhf.core.batch import Batch, Outputs, Rollouts
+from rlhf.core.errors import RunError
+from rlhf.engines.divided import Divided, hollow
+from rlhf.engines.engine import Engine, Gradients, TorchEngine, build_optimizer
+from rlhf.models import modules
+from rlhf.models.forward import autocast, is_placeholder
+from rlhf.models.modules import LogprobHead, Policy, RolloutModule
+from rlhf.objectives.objective import Objective
+from rlhf.processes.ranks import Ranks, have_group
+
+M = TypeVar("M", bound=RolloutModule)
+_FOLDER = "fsdp2"  # folder in a checkpoint
+_ENUM = "_MEM_FORMAT_ENCODING"
+# Module -> names that the description of a checkpoint may contain. `state` has only tensors of two dtypes.
+# Torch would unpickle the content of an entry that is described by `BytesStorageMetadata`.
+_KNOWN = {
+    metadata.__name__: {each for each in (*metadata.__all__, _ENUM) if each != "BytesStorageMetadata"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "float32", "int64"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # from Python 3.13 on
+}
+
+
+class FSDP2Engine(Divided, TorchEngine):
+    """An engine with data parallelism over ranks, each of which stores a part of every weight."""
+
+    @staticmethod
+    def place(config: BackendConfig, frozen: M, ranks: Ranks) -> M:
+        """Return a frozen model that is divided over the ranks."""
+        _divide(frozen.requires_grad_(False), ranks)
+        if isinstance(frozen, Policy):
+            register_fsdp_forward_method(frozen, "states")  # a teacher runs the model without its head
+        else:
+            cast(FSDPModule, frozen).set_reshard_after_forward(True)
+        return frozen
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        Engine.__init__(self, *args, **kwargs)
+        self.plan = hollow(self.module.model)
+        # Each model is a root: annotations run the policy and the value model of an `ActorCritic` alone.
+        self.roots = [part for part in self.module.modules() if isinstance(part, RolloutModule)]
+        for root in self.roots:
+            _divide(root, self.ranks)
+        self.optimizer = build_optimizer(self.module, self.settings.optim, self.settings.value_lr)
+        self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=False)
+        for parameter in self.parameters().values():  # as in the first step, so that `load` can fill them
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": torch.zeros((), device=self.ranks.device), **moments}
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters by name: the part of this rank of each."""
+        self.release()
+        return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
+
+    def release(self) -> None:
+        """Release weights that are still gathered: of a root, and with shared prompts of its blocks.
+
+        Until then, the parameters of a module are other objects than those of the optimizer, without
+        gradients.
+        """
+        models = (self.module,) if self.reference is None else (self.module, self.reference)
+        for part in (part for model in models for part in model.modules()):
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    def infer(self, module: RolloutModule, rollouts: Rollouts, field: str) -> Tensor:
+        """Return the output `field` of `module` without gradient; see `rlhf.models.forward.infer`."""
+        with _no_copies():
+            found = super().infer(module, rollouts, field)
+        self.release()
+        return found
+
+    def forward_backward(self, batch: Batch, objective: Objective) -> Gradients:
+        """Add up the gradients of a minibatch, and return its losses and metrics."""
+        self.release()
+        with _no_copies():
+            return super().forward_backward(batch, objective)
+
+    def forward(self, batch: Batch, *extras: str) -> Outputs:
+        """Run the trained module on a micro-batch, with gradients; see `Policy.forward` for `extras`.
+
+        A block runs twice if K > 1 samples share their prompt. The gradients of the prompt's keys and values
+        reach the block past its outputs, where FSDP2 would gather its weights, so they must still be there.
+        """
+        for root in self.roots:
+            shares = root.shared_prefix and batch.response_ids.shape[1] > 1
+            cast(FSDPModule, root).set_reshard_after_backward(not shares)
+            cast(FSDPModule, root).set_reduce_scatter_unused_params(not shares)
+        return super().forward(batch, *extras)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradients of `loss`, summed over the ranks."""
+        loss.backward()
+        self.release()
+
+    def clip_gradients(self) -> Tensor:
+        """Scale the gradients down to norm `optim.max_grad_norm`; return the norm before scaling."""
+        self.release()
+        return _full(super().clip_gradients())
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and whole tensor of every weight, gathered one at a time."""
+        self.release()
+        for name, tensor in super().weights():
+            yield name, _full(tensor)
+
+    @contextmanager
+    def borrow_policy(self) -> Iterator[PreTrainedModel]:
+        """Yield a whole copy of the trained model, which each rank can run independently."""
+        with autocast(self.ranks.device, self.settings.dtype):
+            yield self.whole(self.plan)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapter of the trained model in PEFT format, if the model has an adapter."""
+        if modules.is_adapted(self.module.model):
+            self.release()
+            whole = {name: _full(each) for name, each in modules.adapter_weights(self.module.model).items()}
+            if self.ranks.first:
+                modules.save_adapter(self.module.model, folder, whole)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return weights, optimizer state and number of steps: only tensors, which `load` fills in place."""
+        found = {"step_index": torch.tensor(self.step_index)}
+        for name, parameter in self.parameters().items():
+            for key, value in {"weight": parameter, **self.optimizer.state[parameter]}.items():
+                found[f"{name} {key}"] = value.detach()
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state for `load`; each rank writes its part."""
+        with _own_errors():
+            checkpoint.save(self.state(), checkpoint_id=folder / _FOLDER)
+        if self.ranks.first:
+            (folder / RANKS_FILE).write_text(json.dumps({"ranks": self.ranks.size}))
+
+    def load(self, folder: Path) -> None:
+        """Restore the state that `save(folder)` wrote, with any number of ranks."""
+        state = self.state()
+        with _own_errors():
+            checkpoint.load(state, storage_reader=_Reader(folder / _FOLDER))
+        self.step_index = int(state["step_index"])
+
+
+def _divide(module: RolloutModule, ranks: Ranks) -> None:
+    """Divide the weights of a module over the ranks: its blocks, a trained head of its own, and the rest.
+
+    The values are those of the first rank; parameters of other ranks may be placeholders.
+    """
+    have_group(ranks.device)
+    # Outputs are views of a flat tensor. The warning is about operations in place, which nobody applies.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    module.whole = True  # at the end of a forward, hooks release the gathered weights
+    mesh = DeviceMesh.from_group(dist.group.WORLD, ranks.device.type)
+    tied = {layer.weight for layer in module.modules() if isinstance(layer, nn.Embedding)}
+    for part in reversed([*module.modules()]):  # parts of a module come before the module
+        head = isinstance(part, LogprobHead) and part.weight.requires_grad and part.weight not in tied
+        if not (head or part is module or isinstance(part, GradientCheckpointingLayer)):
+            continue
+        for parameter in part.parameters():
+            if isinstance(parameter, DTensor):
+                continue
+            if is_placeholder(parameter):
+                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+            parameter.data = parameter.data.to(ranks.device).contiguous()
+            dist.broadcast(parameter.data, 0)
+        unit = fully_shard(part, mesh=mesh)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+        unit.set_gradient_divide_factor(1.0)  # sums, because losses are divided by counts of all ranks
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(ranks.device)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """Return a tensor that may be divided over the ranks as a whole tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def _no_copies() -> Iterator[None]:
+    """Let autocast keep no 16-bit copies of weights.
+
+    The gradient of a copy that a later micro-batch uses again reaches its weight after the sum over ranks.
+    And the copies of all weights together would need the memory that the division saves.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise the error of the first rank that failed, instead of torch's error about several ranks."""
+    try:
+        yield
+    except checkpoint.CheckpointException as error:
+        raise next(each for each, _ in error.failures.values()) from None
+
+
+class _Reader(checkpoint.FileSystemReader):
+    """A reader of checkpoints that runs no code: torch would unpickle any class that a file names.
+
+    Raises:
+        RunError: the file `.metadata` names a class that does not describe tensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        with (path / ".metadata").open("rb") as file:
+            self.metadata: metadata.Metadata = _Unpickler(file).load()
+
+    def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
+        """Return the description of the tensors in the folder."""
+        return self.metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # a member of an enum, before Python 3.11.4
+            return lambda _, member: getattr(metadata, _ENUM)[member]
+        if name in _KNOWN.get(module, ()):
+            return super().find_class(module, name)
+        raise RunError(
+            ".metadata of a checkpoint must name only classes that describe tensors (others could run code), "
+            f"got {module}.{name}; set resume=never to start again"
+        )
