@@ -77,6 +77,8 @@ class FSDP2Engine(Divided, TorchEngine):
         self.roots = [part for part in self.module.modules() if isinstance(part, RolloutModule)]
         for root in self.roots:
             _divide(root, self.ranks)
+        models = [self.module] if self.reference is None else [self.module, self.reference]
+        self.units = [part for each in models for part in each.modules() if isinstance(part, FSDPModule)]
         self.optimizer = build_optimizer(self.module, self.settings.optim, self.settings.value_lr)
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=False)
         for parameter in self.parameters().values():  # as in the first step, so that `load` can fill them
@@ -94,10 +96,8 @@ class FSDP2Engine(Divided, TorchEngine):
         Until then, the parameters of a module are other objects than those of the optimizer, without
         gradients.
         """
-        models = (self.module,) if self.reference is None else (self.module, self.reference)
-        for part in (part for model in models for part in model.modules()):
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        for unit in self.units:
+            unit.reshard()
 
     def infer(self, module: RolloutModule, rollouts: Rollouts, field: str) -> Tensor:
         """Return the output `field` of `module` without gradient; see `rlhf.models.forward.infer`."""

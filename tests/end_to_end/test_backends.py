@@ -259,6 +259,18 @@ def test_a_borrowed_model_computes_in_bfloat16_what_its_float32_weights_compute(
     assert dtypes == ["torch.bfloat16", "torch.float32"][not name.startswith(("zero3", "fsdp2")) :]
 
 
+@pytest.mark.parametrize("teacher", ["another model", "tied", "adapters"])
+@pytest.mark.parametrize(("size", "name"), EVERY)
+def test_distillation_gives_the_steps_of_plain_torch(size, name, teacher, steps):
+    """A divided teacher is gathered; a teacher that is the policy without adapters shares its weights."""
+    found, expected = steps[size, name]["distilled"][teacher], steps[1, "torch"]["distilled"][teacher]
+    same_rows(found["rows"], expected["rows"])
+    same_weights(found["weights"], expected["weights"])
+    first, wanted = found["rows"][0], expected["rows"][0]
+    for key in ("loss/policy", "policy/grad_norm"):
+        assert first[key] == pytest.approx(wanted[key], rel=1e-5), key
+
+
 def test_zero3_gathers_weights_of_linear_layers_in_bfloat16_only_if_the_forward_is_bfloat16(steps):
     gathered = steps[2, "zero3"]["bfloat16"]["gathered"]
     assert gathered["torch.bfloat16"] > 3 * gathered["torch.float32"] > 0
