@@ -163,17 +163,22 @@ class FSDP2Engine(Divided, TorchEngine):
         return found
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer state for `load`; each rank writes its part."""
-        with _own_errors():
+        """Write weights and optimizer state for `load`; each rank writes a part, and raises its own error."""
+        try:
             checkpoint.save(self.state(), checkpoint_id=folder / _FOLDER)
+        except checkpoint.CheckpointException as error:  # torch raises the errors of all ranks on every rank
+            if self.ranks.rank in error.failures:
+                raise error.failures[self.ranks.rank][0] from None
         if self.ranks.first:
             (folder / RANKS_FILE).write_text(json.dumps({"ranks": self.ranks.size}))
 
     def load(self, folder: Path) -> None:
         """Restore the state that `save(folder)` wrote, with any number of ranks."""
         state = self.state()
-        with _own_errors():
+        try:
             checkpoint.load(state, storage_reader=_Reader(folder / _FOLDER))
+        except checkpoint.CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None
         self.step_index = int(state["step_index"])
 
 
@@ -224,15 +229,6 @@ def _no_copies() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-
-
-@contextmanager
-def _own_errors() -> Iterator[None]:
-    """Raise the error of the first rank that failed, instead of torch's error about several ranks."""
-    try:
-        yield
-    except checkpoint.CheckpointException as error:
-        raise next(each for each, _ in error.failures.values()) from None
 
 
 class _Reader(checkpoint.FileSystemReader):
