@@ -36,15 +36,13 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf.config.models import RANKS_FILE, Dtype, ZeroConfig
 from rlhf.core.batch import Batch, Outputs
 from rlhf.core.errors import UserError
-from rlhf.engines.divided import Divided, hollow, rounded_weights
-from rlhf.engines.engine import adam, groups, trained
+from rlhf.engines.engine import DividedEngine, adam, groups, hollow, rounded_weights, trained
 from rlhf.models.folder import first_line
-from rlhf.models.forward import autocast, is_placeholder, place
+from rlhf.models.forward import is_placeholder, place
 from rlhf.models.modules import RolloutModule, whole_weights
 from rlhf.processes.ranks import Ranks, have_group
 from rlhf.terminal.console import say
@@ -54,7 +52,7 @@ _FOLDER, _TAG = "deepspeed", "state"  # folder in a checkpoint, and DeepSpeed's 
 _LINEAR = nn.functional.linear
 
 
-class DeepSpeedEngine(Divided):
+class DeepSpeedEngine(DividedEngine):
     """An engine with AdamW and data parallelism; `config.stage` selects what is divided over the ranks."""
 
     @classmethod
@@ -172,13 +170,6 @@ class DeepSpeedEngine(Divided):
         wanted = list(parameters)
         with exact(wanted), deepspeed(self.ranks).zero.GatheredParameters(wanted):
             yield
-
-    @contextmanager
-    def borrow_policy(self) -> Iterator[PreTrainedModel]:
-        """Yield the trained model; at stage 3, a whole copy that each rank can run independently."""
-        model = self.module.model if self.plan is None else self.whole(self.plan)
-        with autocast(self.ranks.device, self.settings.dtype):
-            yield model
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter of the trained model in PEFT format, if the model has an adapter."""

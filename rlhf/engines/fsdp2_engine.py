@@ -4,7 +4,8 @@ Zhao et al., arXiv 2304.11277; in this second form each parameter is a `DTensor`
 
     block    gathered before its forward, released after it; gathered again for its backward pass, after which
              the gradients are summed over ranks and each rank keeps the sums of its rows
-    root     the other weights of a model, gathered during the whole forward and backward pass
+    root     the embeddings, the head and the other weights of a model, gathered during a whole forward, and
+             during a whole backward pass
 
 Gradients are summed with every micro-batch. Weights are float32, as with `backend=torch`; with
 `model.dtype=bfloat16`, forward passes use autocast, and ranks still exchange float32 numbers.
@@ -16,58 +17,46 @@ import json
 import pickle
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint import metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.config.models import RANKS_FILE, BackendConfig
-from rlhf.core.batch import Batch, Outputs, Rollouts
+from rlhf.core.batch import Batch, Outputs
 from rlhf.core.errors import RunError
-from rlhf.engines.divided import Divided, hollow
-from rlhf.engines.engine import Engine, Gradients, TorchEngine, build_optimizer
-from rlhf.models import modules
+from rlhf.engines.engine import DividedEngine, Engine, M, TorchEngine, build_optimizer, full, hollow
 from rlhf.models.forward import autocast, is_placeholder
-from rlhf.models.modules import LogprobHead, Policy, RolloutModule
-from rlhf.objectives.objective import Objective
+from rlhf.models.modules import RolloutModule
 from rlhf.processes.ranks import Ranks, have_group
 
-M = TypeVar("M", bound=RolloutModule)
-_FOLDER = "fsdp2"  # folder in a checkpoint
-_ENUM = "_MEM_FORMAT_ENCODING"
-# Module -> names that the description of a checkpoint may contain. `state` has only tensors of two dtypes.
-# Torch would unpickle the content of an entry that is described by `BytesStorageMetadata`.
+# What the description of a checkpoint may name. `state` has only tensors, of two dtypes. Torch would unpickle
+# the content of an entry that is described by `BytesStorageMetadata`.
+_DCP = "torch.distributed.checkpoint"
 _KNOWN = {
-    metadata.__name__: {each for each in (*metadata.__all__, _ENUM) if each != "BytesStorageMetadata"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "float32", "int64"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},  # from Python 3.13 on
-}
+    *(f"{_DCP}.metadata.{name}" for name in (*checkpoint.metadata.__all__, "_MEM_FORMAT_ENCODING")),
+    *(f"{_DCP}.filesystem._StorageInfo", "torch.Size", "torch.float32", "torch.int64"),
+    *("torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath"),
+} - {f"{_DCP}.metadata.BytesStorageMetadata"}
 
 
-class FSDP2Engine(Divided, TorchEngine):
+class FSDP2Engine(DividedEngine, TorchEngine):
     """An engine with data parallelism over ranks, each of which stores a part of every weight."""
 
     @staticmethod
     def place(config: BackendConfig, frozen: M, ranks: Ranks) -> M:
         """Return a frozen model that is divided over the ranks."""
         _divide(frozen.requires_grad_(False), ranks)
-        if isinstance(frozen, Policy):
-            register_fsdp_forward_method(frozen, "states")  # a teacher runs the model without its head
-        else:
-            cast(FSDPModule, frozen).set_reshard_after_forward(True)
+        # The teacher of a distillation calls `states`, and its head until the backward pass.
+        register_fsdp_forward_method(frozen, "states")
+        cast(FSDPModule, frozen).set_reshard_after_forward(False, recurse=False)
         return frozen
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +66,7 @@ class FSDP2Engine(Divided, TorchEngine):
         self.roots = [part for part in self.module.modules() if isinstance(part, RolloutModule)]
         for root in self.roots:
             _divide(root, self.ranks)
-        models = [self.module] if self.reference is None else [self.module, self.reference]
+        models = filter(None, (self.module, self.reference))
         self.units = [part for each in models for part in each.modules() if isinstance(part, FSDPModule)]
         self.optimizer = build_optimizer(self.module, self.settings.optim, self.settings.value_lr)
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=False)
@@ -91,26 +80,13 @@ class FSDP2Engine(Divided, TorchEngine):
         return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
 
     def release(self) -> None:
-        """Release weights that are still gathered: of a root, and with shared prompts of its blocks.
+        """Release weights that stay gathered: with shared prompts after a backward pass, or after an error.
 
         Until then, the parameters of a module are other objects than those of the optimizer, without
         gradients.
         """
         for unit in self.units:
             unit.reshard()
-
-    def infer(self, module: RolloutModule, rollouts: Rollouts, field: str) -> Tensor:
-        """Return the output `field` of `module` without gradient; see `rlhf.models.forward.infer`."""
-        with _no_copies():
-            found = super().infer(module, rollouts, field)
-        self.release()
-        return found
-
-    def forward_backward(self, batch: Batch, objective: Objective) -> Gradients:
-        """Add up the gradients of a minibatch, and return its losses and metrics."""
-        self.release()
-        with _no_copies():
-            return super().forward_backward(batch, objective)
 
     def forward(self, batch: Batch, *extras: str) -> Outputs:
         """Run the trained module on a micro-batch, with gradients; see `Policy.forward` for `extras`.
@@ -122,7 +98,9 @@ class FSDP2Engine(Divided, TorchEngine):
             shares = root.shared_prefix and batch.response_ids.shape[1] > 1
             cast(FSDPModule, root).set_reshard_after_backward(not shares)
             cast(FSDPModule, root).set_reduce_scatter_unused_params(not shares)
-        return super().forward(batch, *extras)
+        # The gradient of a 16-bit copy that a later micro-batch uses again would reach its weight too late.
+        with autocast(self.ranks.device, self.settings.dtype, cached=False):
+            return cast(Outputs, self.module(batch, *extras))
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradients of `loss`, summed over the ranks."""
@@ -131,28 +109,13 @@ class FSDP2Engine(Divided, TorchEngine):
 
     def clip_gradients(self) -> Tensor:
         """Scale the gradients down to norm `optim.max_grad_norm`; return the norm before scaling."""
-        self.release()
-        return _full(super().clip_gradients())
+        return full(super().clip_gradients())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and whole tensor of every weight, gathered one at a time."""
         self.release()
         for name, tensor in super().weights():
-            yield name, _full(tensor)
-
-    @contextmanager
-    def borrow_policy(self) -> Iterator[PreTrainedModel]:
-        """Yield a whole copy of the trained model, which each rank can run independently."""
-        with autocast(self.ranks.device, self.settings.dtype):
-            yield self.whole(self.plan)
-
-    def save_adapter(self, folder: Path) -> None:
-        """Write the adapter of the trained model in PEFT format, if the model has an adapter."""
-        if modules.is_adapted(self.module.model):
-            self.release()
-            whole = {name: _full(each) for name, each in modules.adapter_weights(self.module.model).items()}
-            if self.ranks.first:
-                modules.save_adapter(self.module.model, folder, whole)
+            yield name, full(tensor)
 
     def state(self) -> dict[str, Tensor]:
         """Return weights, optimizer state and number of steps: only tensors, which `load` fills in place."""
@@ -165,7 +128,7 @@ class FSDP2Engine(Divided, TorchEngine):
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state for `load`; each rank writes a part, and raises its own error."""
         try:
-            checkpoint.save(self.state(), checkpoint_id=folder / _FOLDER)
+            checkpoint.save(self.state(), checkpoint_id=folder / "fsdp2")
         except checkpoint.CheckpointException as error:  # torch raises the errors of all ranks on every rank
             if self.ranks.rank in error.failures:
                 raise error.failures[self.ranks.rank][0] from None
@@ -175,15 +138,12 @@ class FSDP2Engine(Divided, TorchEngine):
     def load(self, folder: Path) -> None:
         """Restore the state that `save(folder)` wrote, with any number of ranks."""
         state = self.state()
-        try:
-            checkpoint.load(state, storage_reader=_Reader(folder / _FOLDER))
-        except checkpoint.CheckpointException as error:
-            raise next(iter(error.failures.values()))[0] from None
+        checkpoint.load(state, storage_reader=_Reader(folder / "fsdp2"))
         self.step_index = int(state["step_index"])
 
 
 def _divide(module: RolloutModule, ranks: Ranks) -> None:
-    """Divide the weights of a module over the ranks: its blocks, a trained head of its own, and the rest.
+    """Divide the weights of a module over the ranks: its blocks, and the rest.
 
     The values are those of the first rank; parameters of other ranks may be placeholders.
     """
@@ -191,44 +151,19 @@ def _divide(module: RolloutModule, ranks: Ranks) -> None:
     # Outputs are views of a flat tensor. The warning is about operations in place, which nobody applies.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     module.whole = True  # at the end of a forward, hooks release the gathered weights
-    mesh = DeviceMesh.from_group(dist.group.WORLD, ranks.device.type)
-    tied = {layer.weight for layer in module.modules() if isinstance(layer, nn.Embedding)}
-    for part in reversed([*module.modules()]):  # parts of a module come before the module
-        head = isinstance(part, LogprobHead) and part.weight.requires_grad and part.weight not in tied
-        if not (head or part is module or isinstance(part, GradientCheckpointingLayer)):
-            continue
-        for parameter in part.parameters():
-            if isinstance(parameter, DTensor):
-                continue
+    mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, dist.group.WORLD), ranks.device.type)
+    units = (RolloutModule, GradientCheckpointingLayer)
+    for part in [part for part in module.modules() if isinstance(part, units)][::-1]:  # the module comes last
+        for parameter in (each for each in part.parameters() if not isinstance(each, DTensor)):
             if is_placeholder(parameter):
                 parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
             parameter.data = parameter.data.to(ranks.device).contiguous()
             dist.broadcast(parameter.data, 0)
-        unit = fully_shard(part, mesh=mesh)
+        unit = fully_shard(part, mesh=mesh, reshard_after_forward=True)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
         unit.set_gradient_divide_factor(1.0)  # sums, because losses are divided by counts of all ranks
     for buffer in module.buffers():
         buffer.data = buffer.data.to(ranks.device)
-
-
-def _full(tensor: Tensor) -> Tensor:
-    """Return a tensor that may be divided over the ranks as a whole tensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@contextmanager
-def _no_copies() -> Iterator[None]:
-    """Let autocast keep no 16-bit copies of weights.
-
-    The gradient of a copy that a later micro-batch uses again reaches its weight after the sum over ranks.
-    And the copies of all weights together would need the memory that the division saves.
-    """
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 class _Reader(checkpoint.FileSystemReader):
@@ -241,9 +176,9 @@ class _Reader(checkpoint.FileSystemReader):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         with (path / ".metadata").open("rb") as file:
-            self.metadata: metadata.Metadata = _Unpickler(file).load()
+            self.metadata: checkpoint.Metadata = _Unpickler(file).load()
 
-    def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
+    def read_metadata(self, *_: Any, **__: Any) -> checkpoint.Metadata:
         """Return the description of the tensors in the folder."""
         return self.metadata
 
@@ -251,8 +186,8 @@ class _Reader(checkpoint.FileSystemReader):
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):  # a member of an enum, before Python 3.11.4
-            return lambda _, member: getattr(metadata, _ENUM)[member]
-        if name in _KNOWN.get(module, ()):
+            return lambda _, member: checkpoint.metadata._MEM_FORMAT_ENCODING[member]
+        if f"{module}.{name}" in _KNOWN:
             return super().find_class(module, name)
         raise RunError(
             ".metadata of a checkpoint must name only classes that describe tensors (others could run code), "

@@ -191,14 +191,16 @@ class Policy(RolloutModule):
 
     def before_adapters(self) -> Policy:
         """Return a policy that shares this policy's model and runs the model without its adapters."""
-        other = _shallow(self)
-        other.adapters = False
-        return other
+        return self._changed(adapters=False)
 
     def at(self, temperature: float) -> Policy:
         """Return a policy that shares this policy's model and runs at another temperature."""
-        other = _shallow(self)
-        other.temperature = temperature
+        return self._changed(temperature=temperature)
+
+    def _changed(self, **attributes: Any) -> Policy:
+        """Return a copy with other attributes; `copy.copy` would construct a module of FSDP2."""
+        other: Policy = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, **attributes)
         return other
 
     def forward(self, batch: Rollouts, *extras: str) -> Outputs:
@@ -232,13 +234,6 @@ class Policy(RolloutModule):
                 for name, x in found._asdict().items()
             }
         )
-
-
-def _shallow(policy: Policy) -> Policy:
-    """Return a copy that shares the parts of `policy`; `copy.copy` would call the constructor under FSDP2."""
-    other: Policy = object.__new__(type(policy))
-    other.__dict__.update(policy.__dict__)
-    return other
 
 
 class Teacher:

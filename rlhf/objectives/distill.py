@@ -38,7 +38,7 @@ class Distill(GRPO):
 
     config: DistillConfig
     shows_loss = True
-    skips_ties = False  # type: ignore[assignment]  # the teacher gives every prompt a signal
+    skips_ties = False  # the teacher gives every prompt a signal
 
     def __init__(self, config: DistillConfig) -> None:
         super().__init__(config)

@@ -28,6 +28,7 @@ from rlhf.core.metrics import Metrics, merge, numbers
 T = TypeVar("T")
 
 BUCKET = 25_000_000  # maximum number of gradient elements in one message
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # type of device -> torch's backends for messages
 _NOTICE_S = 60.0  # longest time in seconds until a rank that other ranks wait for reports that it is alive
 
 
@@ -63,7 +64,7 @@ class Ranks:
             torch.cuda.set_device(device)
         if size > 1 and not dist.is_initialized():
             choose_interfaces(cuda=device.type == "cuda")
-            dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group(_BACKENDS[device.type], timeout=timedelta(seconds=timeout_s))
         return cls(device, rank, size, min(_NOTICE_S, timeout_s / 4))
 
     @property
@@ -170,12 +171,7 @@ def have_group(device: torch.device) -> None:
     """
     if not dist.is_initialized():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
-        dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _backend(device: torch.device) -> str:
-    """Return the names of torch's backends for messages from CPU memory and from `device`."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(_BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _broadcast(values: list[Any]) -> None:

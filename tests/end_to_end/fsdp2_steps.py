@@ -28,7 +28,7 @@ from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget
 from rlhf.engines.engine import Engine, EngineSettings, TorchEngine, trained
 from rlhf.engines.fsdp2_engine import FSDP2Engine
-from rlhf.models.forward import build_on_first, checkpoint_blocks, infer
+from rlhf.models.forward import NoSharedPrefix, build_on_first, checkpoint_blocks, infer
 from rlhf.models.modules import (
     ActorCritic,
     Policy,
@@ -53,7 +53,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "adapters, bfloat16": {"kind": "llama", "lora": True, "dtype": torch.bfloat16},
     "gradient checkpointing": {"kind": "gpt_neox", "checkpointing": True},
     "value model": {"kind": "gpt_neox", "critic": True},
-    "single samples": {"kind": "qwen2", "shared_prefix": False},
+    "plain prompts": {"kind": "qwen2", "shared_prefix": False},
+    "unshareable": {  # found out by a forward that fails
+        "kind": "qwen2",
+        **{"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+    },
 }
 RESHARDED = ("gpt_neox", "llama", "tied qwen2", "adapters")  # also resumed on another number of ranks
 DEEP = {"num_hidden_layers": 24}  # for the measurement of memory
@@ -108,6 +112,11 @@ def engine_of(kind: str, ranks: Ranks | None, lora: bool = False, **model: Any) 
         FSDP2Engine.prepare(config, dtype, ranks)
         frozen = FSDP2Engine.place(config, build_on_first(other, ranks), ranks) if other else None
         engine = FSDP2Engine(build_on_first(build, ranks), frozen, tokenizer, ranks, settings)
+    if "use_sliding_window" in model:
+        for policy in filter(None, (engine.policy, engine.reference)):
+            with contextlib.suppress(NoSharedPrefix):
+                policy(tiny_rollouts(1, 2))
+            policy.shared_prefix = False
     if lora:
         engine.reference = engine.policy.before_adapters()
     return engine
