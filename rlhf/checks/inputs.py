@@ -101,7 +101,7 @@ rules.RULES += [
     must("environment", "none", _ANSWERED & _TEXTS, _MESSAGES, fix="environment=none, or task=calculator"),
 ]
 rules.TRAINING_RULES += [
-    must("backend.compile", (None, False), _UNCOMPILED, "DeepSpeed changes the modules of a model", _COMPILES)
+    must("backend.compile", (None, False), _UNCOMPILED, "its engine changes the modules of models", _COMPILES)
 ]
 
 

@@ -211,6 +211,8 @@ class Footprint:
             bucket is summed while the backward pass fills another.
         sharded: the kinds (of `KINDS`) that are divided over the ranks.
         offloaded: the kinds (of `KINDS`) that are stored in RAM instead of on the device.
+        fsdp: whether weights are gathered as FSDP2 gathers them: the embeddings during the whole pass, and
+            with shared prompts every block until the end of the backward pass.
     """
 
     weights: float = 4
@@ -221,6 +223,7 @@ class Footprint:
     copies: int = 2
     sharded: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
+    fsdp: bool = False
 
     @property
     def gathered(self) -> bool:
@@ -325,6 +328,15 @@ class TorchConfig(BackendConfig):
     scales_loss: ClassVar[bool] = True
     any_optimizer: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
+
+
+@option("backend", "fsdp2", part="rlhf.engines.fsdp2_engine:FSDP2Engine")
+class FSDP2Config(BackendConfig):
+    """FSDP2 of torch: weights, gradients and optimizer state of all models are divided over ranks."""
+
+    def footprint(self) -> Footprint:
+        """Return the bytes per parameter that training needs: float32, all divided over ranks."""
+        return Footprint(sharded=frozenset(KINDS), bucket=0, fsdp=True)
 
 
 # -- DeepSpeed -------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ this module repeats what the optimizers of DeepSpeed 0.19.8 do in `step()`.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -27,7 +26,6 @@ import pickle
 import shutil
 import sysconfig
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -38,18 +36,15 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf.config.models import RANKS_FILE, Dtype, ZeroConfig
 from rlhf.core.batch import Batch, Outputs
 from rlhf.core.errors import UserError
-from rlhf.core.machine import loopback
-from rlhf.engines.engine import Engine, adam, groups, trained
+from rlhf.engines.engine import DividedEngine, adam, groups, hollow, rounded_weights, trained
 from rlhf.models.folder import first_line
-from rlhf.models.forward import autocast, is_placeholder, place
-from rlhf.models.loading import save
-from rlhf.models.modules import LogprobHead, RewardModel, RolloutModule, ValueModel, score_head, whole_weights
-from rlhf.processes.ranks import Ranks
+from rlhf.models.forward import is_placeholder, place
+from rlhf.models.modules import RolloutModule, whole_weights
+from rlhf.processes.ranks import Ranks, have_group
 from rlhf.terminal.console import say
 
 M = TypeVar("M", bound=RolloutModule)
@@ -57,7 +52,7 @@ _FOLDER, _TAG = "deepspeed", "state"  # folder in a checkpoint, and DeepSpeed's 
 _LINEAR = nn.functional.linear
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(DividedEngine):
     """An engine with AdamW and data parallelism; `config.stage` selects what is divided over the ranks."""
 
     @classmethod
@@ -176,36 +171,6 @@ class DeepSpeedEngine(Engine):
         with exact(wanted), deepspeed(self.ranks).zero.GatheredParameters(wanted):
             yield
 
-    @contextmanager
-    def borrow_policy(self) -> Iterator[PreTrainedModel]:
-        """Yield the trained model; at stage 3, a whole copy that each rank can run independently."""
-        model = self.module.model if self.plan is None else self.whole(self.plan)
-        with autocast(self.ranks.device, self.settings.dtype):
-            yield model
-
-    def whole(self, plan: PreTrainedModel) -> PreTrainedModel:
-        """Return a copy of `plan`, a model without weights, with the current weights of the trained model.
-
-        With bfloat16, weights that autocast would round are stored in bfloat16.
-        """
-        model = copy.deepcopy(plan)
-        narrow = rounded_weights(model) if self.settings.dtype is Dtype.bfloat16 else {}
-        state = {
-            name: tensor.to(torch.bfloat16 if name in narrow else tensor.dtype, copy=True)
-            for name, tensor in self.weights()
-        }
-        model.load_state_dict(state, assign=True)
-        model.tie_weights()
-        torch.nn.Module.to(model, self.ranks.device)  # buffers
-        return model
-
-    def save_model(self, folder: Path) -> None:
-        """Write the trained model in Hugging Face format."""
-        first = self.ranks.first
-        state = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights() if first}
-        if first:
-            save(self.module.model, self.tokenizer, folder, state)
-
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter of the trained model in PEFT format, if the model has an adapter."""
         with self.gathered(trained(self.module.model)):
@@ -230,19 +195,6 @@ class DeepSpeedEngine(Engine):
             first = "zero_pp_rank_0_mp_rank_00" if self.stage == 3 else "mp_rank_00"
             kept = _mapped(folder / _FOLDER / _TAG / f"{first}_model_states.pt")
         self.step_index = kept["step_index"]
-
-
-def hollow(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of the same class and config, without adapters and weights; only buffers use memory."""
-    with torch.device("meta"):
-        made = type(model)(model.config).eval().requires_grad_(False)
-    for name, buffer in model.named_buffers():
-        owner, _, own = name.rpartition(".")
-        made.get_submodule(owner).register_buffer(own, buffer.clone(), persistent=name in made.state_dict())
-    head = model.get_output_embeddings()
-    if isinstance(head, LogprobHead):
-        made.set_output_embeddings(LogprobHead.of(made.get_output_embeddings(), head.float32, head.absent))
-    return made
 
 
 def _settle(module: nn.Module, native: dict[str, Any], ranks: Ranks) -> None:
@@ -336,10 +288,7 @@ def deepspeed(ranks: Ranks) -> ModuleType:
             f"backend.device must be {first} for a backend of DeepSpeed in this process (DeepSpeed keeps the "
             f"device of the first run), got {ranks.device.type}; start a new process, or set backend=torch"
         )
-    if not dist.is_initialized():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
-        backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    have_group(ranks.device)
     package.logger.setLevel("ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     # All-reduce through shared memory would need a compiler, which may be missing.
@@ -497,28 +446,6 @@ def begin_state(optimizer: Any, stage: int, step: Any) -> None:
 
 
 _ATTRIBUTE = "comm_dtype"  # attribute of a parameter: the dtype in which DeepSpeed sends it
-
-
-def rounded_weights(module: nn.Module) -> dict[str, Any]:
-    """Return the weights that autocast rounds to 16 bits before every use, by name.
-
-    These are the weights of linear layers, except weights that another layer uses as well and the weights of
-    heads that compute in float32.
-    """
-    users = Counter(id(own) for part in module.modules() for own in part.parameters(recurse=False))
-    exact = {
-        id(own)
-        for part in module.modules()
-        if isinstance(part, RewardModel | ValueModel)
-        for own in score_head(part.model).parameters()
-    }
-    return {
-        f"{name}.weight": part.weight
-        for name, part in module.named_modules()
-        if (type(part) is nn.Linear or (isinstance(part, LogprobHead) and not part.float32))
-        and users[id(part.weight)] == 1
-        and id(part.weight) not in exact
-    }
 
 
 @contextmanager

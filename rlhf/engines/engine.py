@@ -6,9 +6,11 @@ step, and saving. N prompts, K samples of a prompt, T response tokens.
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.config.models import BackendConfig, Dtype, MovingConfig
@@ -29,7 +32,7 @@ from rlhf.models import modules
 from rlhf.models.forward import autocast, infer, place, shared_copies
 from rlhf.models.loading import check_saved, save
 from rlhf.models.logprobs import EXTRAS
-from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, backbone
+from rlhf.models.modules import ActorCritic, LogprobHead, Policy, RewardModel, RolloutModule, backbone
 from rlhf.objectives.objective import Objective
 from rlhf.processes.ranks import Ranks, buckets, together
 from rlhf.scorers.teacher import Reference, ServedTeacher
@@ -178,8 +181,10 @@ class Engine(ABC):
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapters of the trained model in PEFT's format, if the model has adapters."""
-        if self.ranks.first and modules.is_adapted(self.module.model):
-            modules.save_adapter(self.module.model, folder)
+        if modules.is_adapted(model := self.module.model):
+            tensors = {name: full(tensor) for name, tensor in modules.adapter_weights(model).items()}
+            if self.ranks.first:
+                modules.save_adapter(model, folder, tensors)
 
     # -- common to all backends --------------------------------------------------------------------
 
@@ -676,6 +681,87 @@ class GradientSum:
         for parameter, count in zip(place, users, strict=True):
             if not count:
                 parameter.grad = None
+
+
+# What engines share that divide the weights over the ranks: whole copies, and the saved model.
+#
+# To generate, a rank fills a copy of an empty model.
+
+
+class DividedEngine(Engine):
+    """An engine that may divide the weights over the ranks; its `weights` gathers one tensor at a time."""
+
+    plan: PreTrainedModel | None  # the trained model without weights; None: every rank has the whole model
+
+    @contextmanager
+    def borrow_policy(self) -> Iterator[PreTrainedModel]:
+        """Yield the trained model; if it is divided, a whole copy that each rank can run independently."""
+        model = self.module.model if self.plan is None else self.whole(self.plan)
+        with autocast(self.ranks.device, self.settings.dtype):
+            yield model
+
+    def whole(self, plan: PreTrainedModel) -> PreTrainedModel:
+        """Return a copy of `plan`, a model without weights, with the current weights of the trained model.
+
+        With bfloat16, weights that autocast would round are stored in bfloat16.
+        """
+        model = copy.deepcopy(plan)
+        narrow = rounded_weights(model) if self.settings.dtype is Dtype.bfloat16 else {}
+        state = {
+            name: tensor.to(torch.bfloat16 if name in narrow else tensor.dtype, copy=True)
+            for name, tensor in self.weights()
+        }
+        model.load_state_dict(state, assign=True)
+        model.tie_weights()
+        torch.nn.Module.to(model, self.ranks.device)  # buffers
+        return model
+
+    def save_model(self, folder: Path) -> None:
+        """Write the trained model in Hugging Face format."""
+        first = self.ranks.first
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights() if first}
+        if first:
+            save(self.module.model, self.tokenizer, folder, state)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return a tensor that FSDP2 may have divided over the ranks as a whole tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def hollow(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model of the same class and config, without adapters and weights; only buffers use memory."""
+    with torch.device("meta"):
+        made = type(model)(model.config).eval().requires_grad_(False)
+    for name, buffer in model.named_buffers():
+        owner, _, own = name.rpartition(".")
+        made.get_submodule(owner).register_buffer(own, buffer.clone(), persistent=name in made.state_dict())
+    head = model.get_output_embeddings()
+    if isinstance(head, LogprobHead):
+        made.set_output_embeddings(LogprobHead.of(made.get_output_embeddings(), head.float32, head.absent))
+    return made
+
+
+def rounded_weights(module: nn.Module) -> dict[str, Any]:
+    """Return the weights that autocast rounds to 16 bits before every use, by name.
+
+    These are the weights of linear layers, except weights that another layer uses as well and the weights of
+    heads that compute in float32.
+    """
+    users = Counter(id(own) for part in module.modules() for own in part.parameters(recurse=False))
+    exact = {
+        id(own)
+        for part in module.modules()
+        if isinstance(part, RewardModel | modules.ValueModel)
+        for own in modules.score_head(part.model).parameters()
+    }
+    return {
+        f"{name}.weight": part.weight
+        for name, part in module.named_modules()
+        if (type(part) is nn.Linear or (isinstance(part, LogprobHead) and not part.float32))
+        and users[id(part.weight)] == 1
+        and id(part.weight) not in exact
+    }
 
 
 # The engine of a frozen model, for evaluation and relabelling.

@@ -484,15 +484,29 @@ class Trainer:
             size = footprint.on_device("gradients", count, self.ranks)
             yield Part.of_parameters(f"{model.role}: gradients", count, size)
             if self.gathers:
-                counted, gradients = model.counted, footprint.gradients if model.adapters is None else 0
-                block = counted.backbone // max(1, counted.layers)
-                layer = max(block, counted.vocabulary * counted.hidden)
-                each = self.weights(model)[1].weights + gradients
-                yield Part(f"{model.role}: one layer", layer * each, "gathered from all ranks")
+                name = f"{model.role}: {'gathered layers' if self.footprint.fsdp else 'one layer'}"
+                yield Part(name, self._gathered(model), "gathered from all ranks")
         if self.ranks > 1 and trained:  # copies of the gradients that one message between the ranks contains
             count = min(self.footprint.bucket, trained)
             size = 4 * self.footprint.copies * count
             yield Part.of_parameters("gradient bucket", count, size, estimated=True)
+
+    def _gathered(self, model: Model) -> float:
+        """Return the bytes of the weights that training gathers at once, and of their gradients.
+
+        FSDP2 gathers embeddings and head during the whole pass. Messages between ranks need 1.5 copies more.
+        With shared prompts autograd completes no gradient, and FSDP2 releases no weight, before the
+        backward pass of the prompts (`rlhf.engines.fsdp2_engine`).
+        """
+        size, weights = model.counted, self.weights(model)[1].weights
+        gradients = self.footprint.gradients if model.adapters is None else 0
+        ends = size.vocabulary * size.hidden
+        if not self.footprint.fsdp:
+            return max(size.backbone // max(1, size.layers), ends) * (weights + gradients)
+        block, ends = (size.backbone - ends) // max(1, size.layers), ends + size.head
+        if self.cfg.model.shared_prefix and (self.cfg.algo.keeps or self.cfg.algo.samples_per_prompt) > 1:
+            return size.parameters * (weights + gradients) + 1.5 * max(block, ends) * gradients
+        return (ends + 2.5 * block) * weights + 2.5 * max(block, ends) * gradients
 
     def phases(self) -> Iterator[Phase]:
         """Yield the phases: training, optimizer step, log-probs and scores, sampling in this process."""

@@ -55,15 +55,16 @@ def place(module: Placed, device: torch.device) -> Placed:
 # Autocast and the dtype of matrix products.
 
 
-def autocast(device: torch.device, dtype: Dtype) -> AbstractContextManager[Any]:
+def autocast(device: torch.device, dtype: Dtype, cached: bool = True) -> AbstractContextManager[Any]:
     """Return a context in which forwards on `device` compute in `dtype`.
 
     With float32, the context changes nothing. A 16-bit dtype uses autocast: stored weights keep their dtype.
-    Autocast keeps the 16-bit copies of weights that require a gradient until its outermost context ends.
+    Autocast keeps the 16-bit copies of weights that require a gradient until its outermost context ends,
+    unless `cached` is False.
     """
     if dtype is Dtype.float32:
         return nullcontext()
-    return torch.autocast(device.type, getattr(torch, dtype.value))
+    return torch.autocast(device.type, getattr(torch, dtype.value), cache_enabled=cached)
 
 
 def shared_copies(device: torch.device, dtype: Dtype) -> AbstractContextManager[Any]:

@@ -8,7 +8,6 @@ together.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -192,14 +191,16 @@ class Policy(RolloutModule):
 
     def before_adapters(self) -> Policy:
         """Return a policy that shares this policy's model and runs the model without its adapters."""
-        other = copy.copy(self)
-        other.adapters = False
-        return other
+        return self._changed(adapters=False)
 
     def at(self, temperature: float) -> Policy:
         """Return a policy that shares this policy's model and runs at another temperature."""
-        other = copy.copy(self)
-        other.temperature = temperature
+        return self._changed(temperature=temperature)
+
+    def _changed(self, **attributes: Any) -> Policy:
+        """Return a copy with other attributes; `copy.copy` would construct a module of FSDP2."""
+        other: Policy = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, **attributes)
         return other
 
     def chosen_adapters(self) -> AbstractContextManager[None]:
@@ -259,7 +260,9 @@ class Teacher:
 
         def logits(rows: Tensor) -> Tensor:
             with policy.chosen_adapters():  # of a head that is trained whole, the original one
-                return policy.model.get_output_embeddings()(rows) * rate
+                head = policy.model.get_output_embeddings()
+                # The policy without adapters shares the head, whose weight is gathered while it is called.
+                return (head if policy.adapters else head.logits)(rows) * rate
 
         with torch.no_grad(), policy.chosen_adapters():
             states = policy.states(batch, last=False).flatten(0, 2).index_select(0, real)
@@ -619,17 +622,23 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
 
 
-def save_adapter(model: PreTrainedModel, folder: Path) -> None:
+def save_adapter(model: PreTrainedModel, folder: Path, whole: dict[str, Tensor] | None = None) -> None:
     """Write the trained tensors of a model with adapters to `folder`, in PEFT's format.
 
     Both `load_adapter` and `PeftModel.from_pretrained(base model, folder)` read the folder.
+
+    Args:
+        model: the model.
+        folder: the folder, which is created if it does not exist.
+        whole: the result of `adapter_weights` as whole tensors, if the model is divided over ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings: Any = copy_lora(model.peft_config[_NAME])
     settings.inference_mode = True
     settings.target_modules = sorted(settings.target_modules)  # a list, because PEFT keeps a set
     settings.save_pretrained(str(folder))
-    tensors = {name: tensor.detach().contiguous() for name, tensor in adapter_weights(model).items()}
+    weights = adapter_weights(model) if whole is None else whole
+    tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / _FILE, metadata={"format": "pt"})
 
 

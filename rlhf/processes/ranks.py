@@ -7,6 +7,7 @@ gathered. So credit assignment, minibatches and metrics do not depend on the num
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from rlhf.core import launched
 from rlhf.core.errors import Interrupted, RunError, UserError
-from rlhf.core.machine import choose_interfaces
+from rlhf.core.machine import choose_interfaces, loopback
 from rlhf.core.metrics import Metrics, merge, numbers
 
 T = TypeVar("T")
 
 BUCKET = 25_000_000  # maximum number of gradient elements in one message
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # type of device -> torch's backends for messages
 _NOTICE_S = 60.0  # longest time in seconds until a rank that other ranks wait for reports that it is alive
 
 
@@ -62,8 +64,7 @@ class Ranks:
             torch.cuda.set_device(device)
         if size > 1 and not dist.is_initialized():
             choose_interfaces(cuda=device.type == "cuda")
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group(_BACKENDS[device.type], timeout=timedelta(seconds=timeout_s))
         return cls(device, rank, size, min(_NOTICE_S, timeout_s / 4))
 
     @property
@@ -161,6 +162,16 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def have_group(device: torch.device) -> None:
+    """Create a process group of one rank, which uses no network, unless the ranks have a group.
+
+    Libraries that divide weights over ranks require a group even for one rank.
+    """
+    if not dist.is_initialized():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+        dist.init_process_group(_BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _broadcast(values: list[Any]) -> None:

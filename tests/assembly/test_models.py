@@ -21,6 +21,7 @@ class Second(Ranks):
     [
         (["backend=zero3"], True),
         (["backend=zero3_offload"], True),
+        (["backend=fsdp2"], True),
         (["backend=zero2_offload"], False),
         (["backend=torch"], False),
         (["backend=zero3", "model=pythia_410m", "model.trust_remote_code=true"], False),

@@ -41,8 +41,8 @@ def test_reinforce_needs_the_log_probs_before_the_update_only_if_its_loss_reads_
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw_8bit"])
-@pytest.mark.parametrize("backend", ["zero0", "zero2", "zero3_offload"])
-def test_deepspeed_has_only_adamw_and_both_remedies_are_valid(name, backend):
+@pytest.mark.parametrize("backend", ["zero0", "zero2", "zero3_offload", "fsdp2"])
+def test_deepspeed_and_fsdp2_have_only_adamw_and_both_remedies_are_valid(name, backend):
     words = [f"optim.optimizer={name}", f"backend={backend}"]
     (message,) = problems(compose(words))
     for remedy in message.rpartition("set ")[2].split(" or "):

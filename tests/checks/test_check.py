@@ -80,6 +80,12 @@ def test_a_missing_package_is_reported_with_the_command_that_installs_it(monkeyp
     assert command in problem
 
 
+def test_fsdp2_needs_no_package(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name))
+    assert not check.problems(compose(["backend=fsdp2"]))
+
+
 def test_float16_needs_a_backend_that_scales_the_loss(monkeypatch):
     cfg = compose(["model.dtype=float16"])
     assert not check.problems(cfg)

@@ -8,6 +8,7 @@ of a different number of ranks, from which every backend also resumes. Three ran
 
 import contextlib
 import os
+import pickle
 import sys
 import time
 from collections import Counter
@@ -21,14 +22,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf.assembly.parts import part
-from rlhf.config.algorithms import DPOConfig, PairWeighting, PPOConfig
+from rlhf.config.algorithms import DistillConfig, DPOConfig, PairWeighting, PPOConfig
 from rlhf.config.models import Dtype, LoRAConfig, ZeroConfig
 from rlhf.config.run import ESSScaling, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget
-from rlhf.engines.engine import Engine, EngineSettings, NonFinite
+from rlhf.engines.engine import Engine, EngineSettings, NonFinite, trained
 from rlhf.models.forward import autocast, build_on_first, checkpoint_blocks, infer
-from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel, adapt
+from rlhf.models.modules import ActorCritic, Policy, RewardModel, Teacher, ValueModel, adapt
+from rlhf.objectives.distill import Distill
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.objective import Objective
 from rlhf.objectives.ppo import PPO
@@ -79,8 +81,9 @@ class Steps:
         return self.build(self.received(module), self.place(Policy(reference, 0.7, shared_prefix=True)))
 
     def received(self, build: Callable[[], Any]) -> Any:
-        """Return the module that `build` returns; with zero3, other ranks than the first get placeholders."""
-        return build_on_first(build, self.ranks) if self.name.startswith("zero3") else build()
+        """Return the module that `build` returns; if weights are divided, ranks 1, ... get placeholders."""
+        divided = self.config.footprint().gathered
+        return build_on_first(build, self.ranks) if divided else build()
 
     def place(self, frozen: Any) -> Any:
         return part(self.config).place(self.config, self.received(lambda: frozen), self.ranks)
@@ -115,6 +118,7 @@ class Steps:
             "bfloat16": self.bfloat16(),
             "frozen": self.frozen(),
             "left": self.left(),
+            "distilled": self.distilled(),
         }
         if self.name in ("zero2", "zero3"):
             found["adapted"] = self.adapted()  # last, because it changes the config
@@ -173,6 +177,8 @@ class Steps:
         proof = here / "proof"
         for file in here.rglob("*.pt"):
             torch.save({"module": Code(proof), "optimizer": Code(proof)}, file)
+        for file in here.rglob(".metadata"):
+            file.write_bytes(pickle.dumps(Code(proof)))
         with contextlib.suppress(Exception):
             engine.load(here)
         return proof.exists()
@@ -272,6 +278,35 @@ class Steps:
             for temperature in (1.0, 0.7)
         }
         return {"rewards": rewards, "logprobs": found, "trained": trainable(model) + trainable(reference)}
+
+    def distilled(self) -> dict[str, Any]:
+        """Distil the reference, which is divided if the backend divides frozen models, in two updates.
+
+        With adapters, the teacher is the policy without its adapters.
+        """
+
+        def module() -> Policy:
+            policy = Policy(tiny_lm("llama", tie_word_embeddings=False), 0.7, shared_prefix=True)
+            adapt(policy.model, LoRAConfig(rank=2), seed=1)
+            draw = torch.Generator().manual_seed(2)
+            for parameter in trained(policy):
+                torch.nn.init.normal_(parameter, std=0.1, generator=draw)
+            return policy
+
+        found = {}
+        for name in ("another model", "tied", "adapters"):
+            adapted = name == "adapters"
+            settings = {"kind": "llama", "tie_word_embeddings": True} if name == "tied" else {}
+            engine = self.build(self.received(module), None) if adapted else self.engine(**settings)
+            teacher = engine.policy.before_adapters() if adapted else engine.reference
+            engine.policy.teacher = Teacher(teacher, beta=0.5, top=None)
+            objective = Distill(DistillConfig(beta=0.5))
+            if adapted:
+                engine.reference = teacher
+            batch = objective.credit(engine.annotate(scored(), objective.needs))
+            rows = [figures(engine, batch, objective) for _ in range(2)]
+            found[name] = {"rows": rows, "weights": weights(engine)}
+        return found
 
     def left(self) -> dict[str, Any]:
         """Return weights, logits and the saved model of a policy without tied weights, of a policy with tied

@@ -226,6 +226,7 @@ def test_null_needs_a_gpu_liger_16_bits_and_whole_weights(fused, monkeypatch):
     monkeypatch.setattr(trials.importlib.util, "find_spec", lambda name: name)
     assert pays(cuda) and pays(cuda, "backend=zero2")
     assert not pays(cpu) and not pays(cuda, "model.dtype=float32") and not pays(cuda, "backend=zero3")
+    assert not pays(cuda, "backend=fsdp2")
     assert not pays(cuda, "model.float32_head=true")
     monkeypatch.setattr(trials.importlib.util, "find_spec", lambda name: None)
     assert not pays(cuda)

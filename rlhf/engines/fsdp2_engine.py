@@ -1,0 +1,195 @@
+"""The engine on FSDP2 of torch (`fully_shard`): ranks share weights, gradients and optimizer state.
+
+Zhao et al., arXiv 2304.11277; in this second form each parameter is a `DTensor`, divided by rows:
+
+    block    gathered before its forward, released after it; gathered again for its backward pass, after which
+             the gradients are summed over ranks and each rank keeps the sums of its rows
+    root     the embeddings, the head and the other weights of a model, gathered during a whole forward, and
+             during a whole backward pass
+
+Gradients are summed with every micro-batch. Weights are float32, as with `backend=torch`; with
+`model.dtype=bfloat16`, forward passes use autocast, and ranks still exchange float32 numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlhf.config.models import RANKS_FILE, BackendConfig
+from rlhf.core.batch import Batch, Outputs
+from rlhf.core.errors import RunError
+from rlhf.engines.engine import DividedEngine, Engine, M, TorchEngine, build_optimizer, full, hollow
+from rlhf.models.forward import autocast, is_placeholder
+from rlhf.models.modules import RolloutModule
+from rlhf.processes.ranks import Ranks, have_group
+
+# What the description of a checkpoint may name. `state` has only tensors, of two dtypes. Torch would unpickle
+# the content of an entry that is described by `BytesStorageMetadata`.
+_DCP = "torch.distributed.checkpoint"
+_KNOWN = {
+    *(f"{_DCP}.metadata.{name}" for name in (*checkpoint.metadata.__all__, "_MEM_FORMAT_ENCODING")),
+    *(f"{_DCP}.filesystem._StorageInfo", "torch.Size", "torch.float32", "torch.int64"),
+    *("torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath"),
+} - {f"{_DCP}.metadata.BytesStorageMetadata"}
+
+
+class FSDP2Engine(DividedEngine, TorchEngine):
+    """An engine with data parallelism over ranks, each of which stores a part of every weight."""
+
+    @staticmethod
+    def place(config: BackendConfig, frozen: M, ranks: Ranks) -> M:
+        """Return a frozen model that is divided over the ranks."""
+        _divide(frozen.requires_grad_(False), ranks)
+        # The teacher of a distillation calls `states`, and its head until the backward pass.
+        register_fsdp_forward_method(frozen, "states")
+        cast(FSDPModule, frozen).set_reshard_after_forward(False, recurse=False)
+        return frozen
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        Engine.__init__(self, *args, **kwargs)
+        self.plan = hollow(self.module.model)
+        # Each model is a root: annotations run the policy and the value model of an `ActorCritic` alone.
+        self.roots = [part for part in self.module.modules() if isinstance(part, RolloutModule)]
+        for root in self.roots:
+            _divide(root, self.ranks)
+        models = filter(None, (self.module, self.reference))
+        self.units = [part for each in models for part in each.modules() if isinstance(part, FSDPModule)]
+        self.optimizer = build_optimizer(self.module, self.settings.optim, self.settings.value_lr)
+        self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=False)
+        for parameter in self.parameters().values():  # as in the first step, so that `load` can fill them
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": torch.zeros((), device=self.ranks.device), **moments}
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters by name: the part of this rank of each."""
+        self.release()
+        return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
+
+    def release(self) -> None:
+        """Release weights that stay gathered: with shared prompts after a backward pass, or after an error.
+
+        Until then, the parameters of a module are other objects than those of the optimizer, without
+        gradients.
+        """
+        for unit in self.units:
+            unit.reshard()
+
+    def forward(self, batch: Batch, *extras: str) -> Outputs:
+        """Run the trained module on a micro-batch, with gradients; see `Policy.forward` for `extras`.
+
+        A block runs twice if K > 1 samples share their prompt. The gradients of the prompt's keys and values
+        reach the block past its outputs, where FSDP2 would gather its weights, so they must still be there.
+        """
+        for root in self.roots:
+            shares = root.shared_prefix and batch.response_ids.shape[1] > 1
+            cast(FSDPModule, root).set_reshard_after_backward(not shares)
+            cast(FSDPModule, root).set_reduce_scatter_unused_params(not shares)
+        # The gradient of a 16-bit copy that a later micro-batch uses again would reach its weight too late.
+        with autocast(self.ranks.device, self.settings.dtype, cached=False):
+            return cast(Outputs, self.module(batch, *extras))
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradients of `loss`, summed over the ranks."""
+        loss.backward()
+        self.release()
+
+    def clip_gradients(self) -> Tensor:
+        """Scale the gradients down to norm `optim.max_grad_norm`; return the norm before scaling."""
+        return full(super().clip_gradients())
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and whole tensor of every weight, gathered one at a time."""
+        self.release()
+        for name, tensor in super().weights():
+            yield name, full(tensor)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return weights, optimizer state and number of steps: only tensors, which `load` fills in place."""
+        found = {"step_index": torch.tensor(self.step_index)}
+        for name, parameter in self.parameters().items():
+            for key, value in {"weight": parameter, **self.optimizer.state[parameter]}.items():
+                found[f"{name} {key}"] = value.detach()
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state for `load`; each rank writes a part, and raises its own error."""
+        try:
+            checkpoint.save(self.state(), checkpoint_id=folder / "fsdp2")
+        except checkpoint.CheckpointException as error:  # torch raises the errors of all ranks on every rank
+            if self.ranks.rank in error.failures:
+                raise error.failures[self.ranks.rank][0] from None
+        if self.ranks.first:
+            (folder / RANKS_FILE).write_text(json.dumps({"ranks": self.ranks.size}))
+
+    def load(self, folder: Path) -> None:
+        """Restore the state that `save(folder)` wrote, with any number of ranks."""
+        state = self.state()
+        checkpoint.load(state, storage_reader=_Reader(folder / "fsdp2"))
+        self.step_index = int(state["step_index"])
+
+
+def _divide(module: RolloutModule, ranks: Ranks) -> None:
+    """Divide the weights of a module over the ranks: its blocks, and the rest.
+
+    The values are those of the first rank; parameters of other ranks may be placeholders.
+    """
+    have_group(ranks.device)
+    # Outputs are views of a flat tensor. The warning is about operations in place, which nobody applies.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    module.whole = True  # at the end of a forward, hooks release the gathered weights
+    mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, dist.group.WORLD), ranks.device.type)
+    units = (RolloutModule, GradientCheckpointingLayer)
+    for part in [part for part in module.modules() if isinstance(part, units)][::-1]:  # the module comes last
+        for parameter in (each for each in part.parameters() if not isinstance(each, DTensor)):
+            if is_placeholder(parameter):
+                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+            parameter.data = parameter.data.to(ranks.device).contiguous()
+            dist.broadcast(parameter.data, 0)
+        unit = fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+        unit.set_gradient_divide_factor(1.0)  # sums, because losses are divided by counts of all ranks
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(ranks.device)
+
+
+class _Reader(checkpoint.FileSystemReader):
+    """A reader of checkpoints that runs no code: torch would unpickle any class that a file names.
+
+    Raises:
+        RunError: the file `.metadata` names a class that does not describe tensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        with (path / ".metadata").open("rb") as file:
+            self.metadata: checkpoint.Metadata = _Unpickler(file).load()
+
+    def read_metadata(self, *_: Any, **__: Any) -> checkpoint.Metadata:
+        """Return the description of the tensors in the folder."""
+        return self.metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # a member of an enum, before Python 3.11.4
+            return lambda _, member: checkpoint.metadata._MEM_FORMAT_ENCODING[member]
+        if f"{module}.{name}" in _KNOWN:
+            return super().find_class(module, name)
+        raise RunError(
+            ".metadata of a checkpoint must name only classes that describe tensors (others could run code), "
+            f"got {module}.{name}; set resume=never to start again"
+        )
