@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 FAMILIES = (
     *("objective", "loss", "policy", "value", "rewards", "logps", "weighting", "correction", "mismatch"),
-    *("replay", "rollouts", "oapl", "prompts", "part"),
+    *("replay", "rollouts", "oapl", "distill", "prompts", "part"),
     *("time", "throughput", "memory", "generator", "annotator", "warning", "eval"),
 )
 NAME = re.compile(rf"(?:{'|'.join(FAMILIES)})/[a-z0-9_]+")
