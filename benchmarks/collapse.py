@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlhf.core.statistics import wilson
+from rlhf.core.formatting import wilson
 from rlhf.report.runs import read_run
 from rlhf.study.page import as_table
 from rlhf.study.plan import ROW
@@ -174,7 +174,7 @@ def _errors(found: Sequence[Case], limits: Limits) -> list[str]:
         quartiles = f"{middle:.0f} ({low:.0f} to {high:.0f})"
     counts = (sum(lead >= EARLY for lead in leads), leads), (len(warned), leads), (sum(alarms), alarms)
     early, before, false = (
-        "{:.2f} [{:.2f}, {:.2f}]".format(part / len(of), *wilson(part, len(of))) if of else "–"
+        "{:.2f} [{:.2f}, {:.2f}]".format(part / len(of), *wilson(part / len(of), len(of))) if of else "–"
         for part, of in counts
     )
     return [str(len(leads)), early, before, quartiles, str(len(alarms)), false]

@@ -111,7 +111,7 @@ ROWS = (
     row("grpo_beta", "algo=grpo algo.beta=0.1", "set algo.kl_coef=0.1", base=TINY),
     row("max_tokens", "generator.max_tokens=64", "set generator.response_length=64", base=TINY),
     row("batch_size", "batch_size=8", "set schedule.prompts_per_update=<value>", base=TINY),
-    row("temperature", "temperature=1", "set generator.temperature=1", base=TINY),
+    row("temperature", "temperature=1", "did you mean generator.temperature", base=TINY),
     row("stop", "generator.stop=x", "the end tokens that the model declares", base=TINY),
     row("wandb", "wandb=true", "set logger=wandb", base=TINY),
     row("backend_vllm", "generator.backend=vllm", "set generator=vllm", base=TINY),
@@ -126,7 +126,7 @@ ROWS = (
     runs("recursion", function("recursion"), "finished"),
     # gsm8k with a chat model
     runs("gsm8k_chat", "task.chat=true task.path=day/gsm8k task.validation_size=16", base=GSM8K),
-    refuses("chat_local", "task.chat=true", "it belongs to task=gsm8k"),
+    refuses("chat_local", "task.chat=true", "model.chat_template must be set for dialogues"),
     # messages as text
     reads("json_text", data("text.jsonl"), base=CHAT),
     reads("json_text_parquet", data("text.parquet"), base=CHAT),
@@ -157,7 +157,7 @@ ROWS = (
     # imports and signatures of reward functions
     refuses("relative", "scorer.path=pkg/relative.py:brief", "scorer.path=pkg.relative:brief"),
     reads("package", "scorer.path=pkg.relative:brief"),
-    refuses("beside", "scorer.path=no_pkg/beside.py:brief", "PYTHONPATH=no_pkg"),
+    reads("beside", "scorer.path=no_pkg/beside.py:brief"),
     refuses("trl_lists", function("trl_lists"), "set scorer.batched=true"),
     reads("trl_answer", f"{function('trl_answer')} {BATCHED} {data('answers.jsonl')}"),
     refuses(
@@ -170,9 +170,9 @@ ROWS = (
     reads("comma_path", "'task.path=day/tea, milk.jsonl'"),
     reads("comma_folder", "task.path=day/a,b"),
     reads("bracket_path", "'task.path=day/tea[1].jsonl'"),
-    refuses("equals_path", "task.path=day/tea=1.jsonl", "'task.path=\"day/tea=1.jsonl\"'"),
+    reads("equals_path", "task.path=day/tea=1.jsonl"),
     # chat templates
-    template("unclosed_tag", "unclosed_tag.jinja, line 1"),
+    template("unclosed_tag", "line 1"),
     template("unknown_filter", "unknown_filter.jinja with an error in line 2"),
     template("raises", "raises.jinja with an error"),
     template("constant", "constant.jinja, which writes the same for different answers"),

@@ -106,7 +106,7 @@ ROWS = (
     service("fine", "SERVICE/fine", code=0),
     service("html", "SERVICE/html", "hello"),
     service("broken", "SERVICE/broken scorer.retries=1", "500"),
-    service("forbidden", "SERVICE/forbidden", "401", "scorer.token_variable"),
+    service("forbidden", "SERVICE/forbidden", "401", "scorer.token_variable", code=2),
     service("not_found", "SERVICE/scores", "404"),
     service("short", "SERVICE/short", "scores for"),
     service("nan", "SERVICE/nan", "finite"),

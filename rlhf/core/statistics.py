@@ -46,14 +46,6 @@ def mean_interval(values: _Sample) -> Estimate:
     return Estimate(centre, centre - half, centre + half, n)
 
 
-def wilson(count: int, total: int) -> tuple[float, float]:
-    """Return the bounds of the Wilson interval of a share."""
-    from scipy import stats  # takes a second, and few pages need it
-
-    found = stats.binomtest(count, total).proportion_ci(1 - LEVEL, method="wilson")
-    return float(found.low), float(found.high)
-
-
 def iqm(values: np.ndarray | Sequence, axis: int | None = None) -> np.ndarray:
     """Return the interquartile mean: the mean without the lowest and the highest quarter (rounded down).
 

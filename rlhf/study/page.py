@@ -23,6 +23,7 @@ import numpy as np
 from rlhf.core import statistics
 from rlhf.core.errors import UserError
 from rlhf.core.files import component, write_atomically
+from rlhf.core.formatting import wilson
 from rlhf.core.statistics import LEVEL, Estimate
 from rlhf.report.figures import Chart, Panel, trace
 from rlhf.report.tables import Group
@@ -315,7 +316,7 @@ def _entry(results: Results, table: Table, cell: Cell) -> _Entry:
     if table.quantity == Quantity.COLLAPSED:
         text = f"{fallen}/{runs}"
         if fallen and not percentile:
-            text += " ({:.2f}, {:.2f})".format(*statistics.wilson(fallen, runs))
+            text += " ({:.2f}, {:.2f})".format(*wilson(fallen / runs, runs))
     elif table.quantity in (Quantity.VALUE, Quantity.LOSS, Quantity.AT_KL, Quantity.AT_TIME):
         if percentile and having > 1:
             estimate = statistics.bootstrap_interval(found.values)

@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from rlhf.core import statistics
+from rlhf.core.formatting import wilson
 from rlhf.study.rows import Contrast, decided
 from tests import needs
 
@@ -70,13 +71,15 @@ def inputs(case, *names):
     return [case["inputs"][name] for name in names]
 
 
+def share(count, total):
+    return wilson(count / total, total)
+
+
 FOUND = {
     "iqm": lambda case: {"iqm": float(statistics.iqm(table_of(case)))},
     "t interval": lambda case: of(statistics.mean_interval(table_of(case))),
     "BCa interval": bca,
-    "Wilson interval": lambda case: dict(
-        zip(("low", "high"), statistics.wilson(**case["inputs"]), strict=True)
-    ),
+    "Wilson interval": lambda case: dict(zip(("low", "high"), share(**case["inputs"]), strict=True)),
     "paired comparison": paired,
     "unpaired comparison": lambda case: of(*statistics.unpaired(inputs(case, "first", "second"), [1, -1])),
     "equivalence": equivalent,
