@@ -486,7 +486,8 @@ class Trainer:
             if self.gathers:
                 name = f"{model.role}: {'gathered layers' if self.footprint.fsdp else 'one layer'}"
                 yield Part(name, self._gathered(model), "gathered from all ranks")
-        if self.ranks > 1 and trained:  # copies of the gradients that one message between the ranks contains
+        # copies of the gradients that one message between the ranks contains
+        if self.ranks > 1 and trained and self.footprint.bucket:
             count = min(self.footprint.bucket, trained)
             size = 4 * self.footprint.copies * count
             yield Part.of_parameters("gradient bucket", count, size, estimated=True)
