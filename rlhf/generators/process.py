@@ -135,7 +135,8 @@ class Annotator(Service):
             raise RunError(f"{error} (traceback and output: annotator.log)") from error
         logprobs = None
         if self.reference is not None:
-            logprobs = infer(self.reference, batch, "logprobs", self.budget, self.ranks, self.dtype)
+            given = self.budget, self.ranks, self.dtype
+            logprobs = infer(self.reference, batch.for_teacher(), "logprobs", *given)
         return replace(batch, ref_logprobs=logprobs, annotate_ahead_s=time.perf_counter() - start)
 
 
