@@ -9,11 +9,13 @@ from torch import Tensor
 
 from rlhf.assembly.parts import make
 from rlhf.config.algorithms import DistillConfig, TeacherDivergence
-from rlhf.config.models import LoRAConfig
+from rlhf.config.models import Dtype, LoRAConfig
 from rlhf.config.run import OptimConfig
 from rlhf.core.batch import Batch, Budget, Outputs, Rollouts
 from rlhf.engines.engine import EngineSettings, TorchEngine
+from rlhf.generators.process import Annotator
 from rlhf.models.divergence import divergence
+from rlhf.models.forward import infer
 from rlhf.models.modules import Policy, Teacher, adapt
 from rlhf.processes.ranks import ALONE
 from rlhf.text.encoding import pad_prompts
@@ -138,3 +140,17 @@ def test_loss_and_gradient_are_those_of_whole_logits(kind, teacher, beta, top, c
     assert total > 0.1
     assert loss == pytest.approx((total / count).item(), rel=1e-5)
     assert (seen[0] - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_the_annotator_lets_the_teacher_read_its_own_prompts():
+    frozen, rollouts = policy_of("llama"), longer_prompts(tiny_rollouts(5, 2))
+    budget = Budget(4)
+
+    def score(rollouts: Rollouts) -> Batch:
+        return rollouts.extend(Batch, scores=torch.zeros(5, 2))
+
+    found = Annotator(score, frozen, budget, ALONE, Dtype.float32).annotate(rollouts).ref_logprobs
+    read = replace(rollouts, prompt_ids=rollouts.teacher_ids, prompt_mask=rollouts.teacher_mask)
+    expected = infer(frozen, read, "logprobs", budget, ALONE, Dtype.float32)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    assert (found - infer(frozen, rollouts, "logprobs", budget, ALONE, Dtype.float32)).abs().max() > 0.01
