@@ -133,11 +133,10 @@ class Annotator(Service):
                 raise
             traceback.print_exception(error.__cause__)
             raise RunError(f"{error} (traceback and output: annotator.log)") from error
-        logprobs = None
+        ref = None
         if self.reference is not None:
-            given = self.budget, self.ranks, self.dtype
-            logprobs = infer(self.reference, batch.for_teacher(), "logprobs", *given)
-        return replace(batch, ref_logprobs=logprobs, annotate_ahead_s=time.perf_counter() - start)
+            ref = infer(self.reference, batch.for_teacher(), "logprobs", self.budget, self.ranks, self.dtype)
+        return replace(batch, ref_logprobs=ref, annotate_ahead_s=time.perf_counter() - start)
 
 
 class AnnotatedGenerator(Wrapper):

@@ -275,8 +275,9 @@ class Task:
         )
         tokens = [name for name in ("ids", "teacher_ids") if name in examples.column_names]
         sizes = [pc.list_value_length(examples.data.column(name)).to_numpy() for name in tokens]
+        lengths = np.max(sizes, 0)
         no_prompt = (np.min(sizes, 0) == 0) | pc.equal(examples.data.column("text"), "").to_numpy()
-        too_long = np.max(sizes, 0) > self.max_prompt_tokens
+        too_long = lengths > self.max_prompt_tokens
         kept = ~no_prompt & ~too_long
         must_respond = pairs or data is Data.references or not all(empty)  # else the data are prompts only
         read = "such tokens" if dialogues is None else "plain text"
@@ -296,7 +297,7 @@ class Task:
             rows=len(examples),
             too_long=int(too_long.sum()),
             no_prompt=int(no_prompt.sum()),
-            prompt_tokens=_Lengths.of(sizes[0]),
+            prompt_tokens=_Lengths.of(lengths),
         )
         self._counts[split, data] = counts
         if pairs and split == "train" and all(equal):

@@ -169,7 +169,7 @@ def distilled(folder: Path, model: Path, hint: str, epochs: float, *words: str) 
         "optim.lr=1e-3",
         "optim.schedule=constant",
     )
-    cfg = compose(["task=local", "algo=distill", *words, *scorer, *SMALL, *length, "schedule.eval_every=1.0"])
+    cfg = compose(["task=local", "algo=distill", *words, *scorer, *SMALL, *length, "schedule.eval_every=0.5"])
     assert problems(cfg) == []
     run(cfg, run_folder)
     return run_folder
