@@ -100,6 +100,7 @@ def assemble(
     assert scorer is not None, "validated: training needs a scorer"
     evaluator = build_evaluator(cfg, task, engine, generator, scorer, "validation")
     objective = make(cfg.algo)
+    taught_by_start = cfg.model.starts_as_reference and task.teacher_column is None
     prompts = task.prompts(solved_at=cfg.schedule.solved_at, pass_rate=cfg.schedule.pass_rate)
     replay = Replay(cfg.schedule.replay, cfg.seed, tokenizer.pad_token_id)
     refill = None
@@ -118,7 +119,7 @@ def assemble(
             cfg.schedule.log_every,
             cfg.metric,
             _TOLERANCE[cfg.model.dtype],
-            set() if cfg.generator.noisy else expected(cfg.model.starts_as_reference),
+            set() if cfg.generator.noisy else expected(taught_by_start),
             cfg.minimised,
             cfg.tie_tolerance(cfg.scorer),
             build_collapse_rule(cfg),
@@ -480,6 +481,7 @@ def build_task(
         wanted=_wanted_columns(cfg, judge),
         ends=declared_tokens(cfg, tokenizer),
         tools=schemas(cfg.environment.tools) or None,
+        teacher_column=cfg.task.teacher_column,
     )
 
 
@@ -523,7 +525,8 @@ def _wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
         UserError: a function cannot be imported.
     """
     parts = list(cfg.task.shares)
-    found = {each: Wanted(rest=cfg.environment.answers) for each in parts or [""]}
+    read = {each: ("task.teacher_column", "") for each in [cfg.task.teacher_column] if each is not None}
+    found = {each: Wanted(columns=read, rest=cfg.environment.answers) for each in parts or [""]}
     for at, section in _used_scorers(cfg, judge):
         asked = [Wanted(optional=section.columns)] if section.columns else []
         for function in section.functions().values():

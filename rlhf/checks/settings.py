@@ -14,7 +14,7 @@ from rlhf.config.algorithms import Trains
 from rlhf.config.models import Device
 from rlhf.config.root import Config, threads
 from rlhf.config.run import MOST_EPISODES, Optimizer, Order, Stale, Unit
-from rlhf.config.schema import missing_package, plain, sections, value_at
+from rlhf.config.schema import ABSENT, missing_package, plain, sections, value_at
 from rlhf.config.scorers import ScorerConfig, scorers
 from rlhf.core.files import files, shared
 from rlhf.core.launched import cpu_cores, local_world_size, world_size
@@ -79,6 +79,9 @@ _NO_TEACHER = When(
     "for algo={algo} without algo.reward_coef",
     lambda cfg: value_at(cfg, "algo.reward_coef") == 0 and cfg.model.starts_as_reference,
 )
+_SAME_PROMPTS = When("without task.teacher_column", lambda cfg: cfg.task.teacher_column is None)
+_NO_READER = When("for algo={algo}", lambda cfg: value_at(cfg, "algo.teacher_coef") is ABSENT)
+_NO_COLUMN = When("with task={task}", lambda cfg: cfg.task.embedded or bool(cfg.task.parts))
 _SERVED = When("with algo.teacher.url", lambda cfg: cfg.algo.teacher_url is not None)
 _FEW_SLOTS = When(
     "with fewer clock.slots than samples",
@@ -111,6 +114,7 @@ _OF_SUM = [f"scorer.{key}" for key in ("missing_eos_score", "missing_eos_penalty
 
 _EPISODES = "schedule.total_epochs=null schedule.total_episodes=12800"
 _ANY = "optim.optimizer=adamw or backend=torch"
+_ANY_TEACHER = "model.reference=<teacher>"
 _JUDGE = "scorer@gold=reward_model gold.path=<hub name or folder>"
 _MORE_SLOTS = "clock.slots={algo.samples_per_prompt} or schedule.unit=sequence"
 _ONE_BY_ONE = "schedule.order=fifo, clock=virtual or generator=vllm_server"
@@ -160,7 +164,11 @@ rules.TRAINING_RULES += [
     must("schedule.max_age", None, _FIFO, "ages are at most schedule.max_lag"),
     must("clock.slots", _ENOUGH, _GROUPS & _FEW_SLOTS, "a prompt's samples start together", _MORE_SLOTS),
     must("schedule.refill", 0, _NO_SAMPLES, "nothing is sampled"),
-    must("model.reference", _TEACHER, _NO_TEACHER, "it would teach itself", "model.reference=<teacher>"),
+    must("model.reference", _TEACHER, _NO_TEACHER & _SAME_PROMPTS, "it would teach itself", _ANY_TEACHER),
+    must("task.teacher_column", None, _NO_READER, "no teacher reads it"),
+    must("task.teacher_column", None, _NO_COLUMN, "it is a column of one data set"),
+    must("task.teacher_column", None, _SAVED, "saved rollouts lack it"),
+    must("model.reference", rules.other_than(None), _SERVED, "its server has that name", _ANY_TEACHER),
     must("schedule.refill", 0, _ONE_SAMPLE, "the score of one response has nothing to tie with"),
     must("schedule.refill", 0, _USES_TIES, "prompts whose scores tie have signal, too"),
     must("schedule.refill", 0, _DECOUPLED, "prompts whose scores tie may have signal"),

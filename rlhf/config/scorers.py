@@ -500,6 +500,8 @@ class MixtureConfig(TaskConfig):
                 rule, remedy = "not be in a mixture", f"add its parts to {at}.parts"
                 reason = "its parts would have no weights"
                 yield part.refused(f"{at}.parts.{name}", "name", rule, reason, remedy=remedy)
+            if part.teacher_column is not None:
+                yield part.refused(f"{at}.parts.{name}", "teacher_column", "be null", "other parts lack it")
         for name, weight in self.weights.items():
             if name not in self.parts:
                 rule = f"{at}.weights must name parts of the mixture ({', '.join(self.parts) or 'none'})"

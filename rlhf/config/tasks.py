@@ -35,6 +35,8 @@ class TaskConfig(Section):
     preferences_path: str | None = entry(None, "folder of preference pairs; null: task.path, else the hub")
     max_prompt_tokens: int = number(512, least=1)
     """largest prompt length in tokens; longer prompts are skipped"""
+    teacher_column: str | None = entry(None, added=True)
+    """column with the prompt of the teacher: the response is judged as if it followed this text"""
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for a `path` that is not read."""

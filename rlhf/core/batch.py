@@ -1,6 +1,7 @@
 """Data classes of the training loop: `Prompts`, its subclass `Rollouts`, and their subclass `Batch`.
 
-    N prompts, K samples per prompt, S stored responses per prompt, P prompt tokens, T response tokens
+    N prompts, K samples per prompt, S stored responses per prompt, P prompt tokens, T response tokens,
+    Q tokens of the teacher's prompt
 
 Batches are split along N only, so the K samples of a prompt stay together. Prompts are padded on the left,
 responses on the right. Masks are bool: True marks a real token. Log-probs are float32: the log-prob of each
@@ -45,8 +46,8 @@ class Prompts:
 
     `completions` and `labels` are set only if the data set contains responses and their scores. `dialogues`
     and `tools` are set only if the data set contains lists of messages, `part` only if the task is a mixture
-    of tasks, `records` only if a reward function asks for columns of the data, `places` only if a task read
-    the prompts.
+    of tasks, `records` only if a reward function asks for columns of the data, `teacher_ids` and
+    `teacher_mask` only if a teacher has prompts of its own, `places` only if a task read the prompts.
     """
 
     index: Annotated[Tensor, "N"]  # int64, row of the example in the task's data set
@@ -62,10 +63,23 @@ class Prompts:
     tools: Annotated[list[list[dict[str, Any]] | None] | None, "N"] = None
     part: Annotated[Tensor | None, "N"] = None  # int64, number of the part of the mixture with the prompt
     records: Annotated[list[dict[str, Any]] | None, "N"] = None  # the columns that functions ask for
+    teacher_ids: Annotated[Tensor | None, "N Q"] = None  # int64, padded on the left
+    teacher_mask: Annotated[Tensor | None, "N Q"] = None  # bool
     places: Annotated[list[str] | None, "N"] = None  # places in the data ("line 14 of a.jsonl"), for messages
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def prompt_tokens(self) -> Tensor:
+        """The number of tokens of each prompt, [N] int64: of the longer one, if a teacher has its own."""
+        own = self.prompt_mask.sum(1)
+        return own if self.teacher_mask is None else own.maximum(self.teacher_mask.sum(1))
+
+    def for_teacher(self) -> Self:
+        """Return the prompts, or rollouts, as a teacher reads them: with its own prompts, if it has any."""
+        own: dict[str, Any] = {"prompt_ids": self.teacher_ids, "prompt_mask": self.teacher_mask}
+        return self if self.teacher_ids is None else replace(self, **own)
 
     def unpadded(self) -> list[list[int]]:
         """Return the token ids of each prompt."""
@@ -239,7 +253,8 @@ def trim(batch: B) -> B:
     """
     # At least two columns: with prompts of one token, a rank would skip the forward pass over shared
     # prefixes, in which all ranks of a sharded model must take part.
-    longest = max(2, int(batch.prompt_mask.sum(1).max()))
+    masks = {"P": batch.prompt_mask, "Q": batch.teacher_mask}
+    longest = {dim: max(2, int(mask.sum(1).max())) for dim, mask in masks.items() if mask is not None}
     unused = 0
     if isinstance(batch, Rollouts):
         length = batch.response_mask.shape[-1]
@@ -247,8 +262,8 @@ def trim(batch: B) -> B:
 
     def cut(shape: _Shape, x: Any) -> Any:
         match shape.dims[-1]:
-            case "P":
-                return x[:, -longest:]
+            case "P" | "Q" as dim:
+                return x[:, -longest[dim] :]
             case "T" | "T+1":
                 return x[..., : x.shape[-1] - unused]
         return x
@@ -267,11 +282,11 @@ def concatenated(parts: Sequence[Prompts], pad_id: int | None = None) -> dict[st
     def joined(shape: _Shape, *values: Any) -> Any:
         if isinstance(values[0], list):
             return [item for value in values for item in value]
-        if pad_id is not None and shape.dims[-1] in ("P", "T", "T+1"):
+        if pad_id is not None and shape.dims[-1] in ("P", "Q", "T", "T+1"):
             longest = max(value.shape[-1] for value in values)
             fill = pad_id if shape.token_ids else 0
             missing = [longest - value.shape[-1] for value in values]
-            sides = [(count, 0) if shape.dims[-1] == "P" else (0, count) for count in missing]
+            sides = [(count, 0) if shape.dims[-1] in "PQ" else (0, count) for count in missing]
             values = tuple(pad(x, side, value=fill) for x, side in zip(values, sides, strict=True))
         return torch.cat(values)
 
@@ -322,7 +337,7 @@ def microbatches(batch: R, budget: Budget, rank: int = 0, size: int = 1) -> Iter
     Yields:
         The rows of `batch` ([M] int64), the micro-batch of these rows, and True (False for padding).
     """
-    lengths = batch.prompt_mask.sum(1) + batch.real.sum(-1).amax(1)
+    lengths = batch.prompt_tokens + batch.real.sum(-1).amax(1)
     order = torch.argsort(lengths, descending=True, stable=True)
     if isinstance(batch, Batch) and batch.signal is not None:
         order = order[batch.signal[order]]
@@ -351,7 +366,7 @@ def _within_tokens(batch: Rollouts, order: Tensor, sequences: int, tokens: int) 
         tokens: maximum number of sequences times padded length of a part.
     """
     samples, sizes = batch.response_ids.shape[1], []
-    prompts = batch.prompt_mask.sum(1)[order].tolist()
+    prompts = batch.prompt_tokens[order].tolist()
     responses = batch.real.sum(-1).amax(1)[order].tolist()
     count = prompt = response = 0
     for own_prompt, own_response in zip(prompts, responses, strict=True):

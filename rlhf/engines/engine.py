@@ -213,7 +213,7 @@ class Engine(ABC):
         filled: dict[str, Any] = {}
         if "ref_logprobs" in needs and batch.ref_logprobs is None:
             assert self.reference is not None, "the objective needs a reference, which was not built"
-            filled["ref_logprobs"] = self.infer(self.reference, batch, "logprobs")
+            filled["ref_logprobs"] = self.infer(self.reference, batch.for_teacher(), "logprobs")
         if self.settings.steps_per_batch > 1:
             needs_old = {"ratio", "old_logprobs", "correction"}
         elif self.settings.stale:
@@ -496,7 +496,7 @@ class TorchEngine(Engine):
         scaled = self.settings.dtype is Dtype.float16
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=scaled)
         if self.settings.moving is not None:
-            assert self.reference is not None, "validated: the run has a reference of its own"
+            assert isinstance(self.reference, Policy), "validated: the run has a reference of its own"
             self.moving = Moving(self.settings.moving, self.policy, self.reference)
 
     def forward(self, batch: Batch, *extras: str) -> Outputs:

@@ -133,10 +133,10 @@ class Annotator(Service):
                 raise
             traceback.print_exception(error.__cause__)
             raise RunError(f"{error} (traceback and output: annotator.log)") from error
-        logprobs = None
+        ref = None
         if self.reference is not None:
-            logprobs = infer(self.reference, batch, "logprobs", self.budget, self.ranks, self.dtype)
-        return replace(batch, ref_logprobs=logprobs, annotate_ahead_s=time.perf_counter() - start)
+            ref = infer(self.reference, batch.for_teacher(), "logprobs", self.budget, self.ranks, self.dtype)
+        return replace(batch, ref_logprobs=ref, annotate_ahead_s=time.perf_counter() - start)
 
 
 class AnnotatedGenerator(Wrapper):

@@ -265,7 +265,7 @@ class Teacher:
                 return (head if policy.adapters else head.logits)(rows) * rate
 
         with torch.no_grad(), policy.chosen_adapters():
-            states = policy.states(batch, last=False).flatten(0, 2).index_select(0, real)
+            states = policy.states(batch.for_teacher(), last=False).flatten(0, 2).index_select(0, real)
         return lambda student, hidden: tiled_divergence(student, hidden, logits, states, self.beta, self.top)
 
 

@@ -396,7 +396,8 @@ def stage(cfg: Config, algo: str) -> Config:
     changes = {name: getattr(cfg, name) for name in ("task", "model", "stages", *_PLACES)}
     shared = [name for name in made.backend.for_stages if name in own.for_stages]
     changes |= {f"backend.{name}": getattr(own, name) for name in shared}
-    changes |= {"model.reference": None, "model.reward": None}  # a stage needs neither of these models
+    # What no stage needs
+    changes |= {"model.reference": None, "model.reward": None, "task.teacher_column": None}
     changes["model.moving"] = MovingConfig()
     if embedded:
         changes["model.lora"] = LoRAConfig()

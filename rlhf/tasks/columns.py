@@ -92,7 +92,8 @@ class Wanted:
     """The columns of the data that the reward functions of a run ask for.
 
     Attributes:
-        columns: name of a column -> config key and address of a function that cannot do without the column.
+        columns: name of a column -> config key and address of a function that cannot do without the column;
+            without a function, the address is empty.
         optional: names of columns that a function receives if the data have them.
         rest: a function receives all columns (`**kwargs`).
         parts: the columns of each part of a mixture of tasks, by the name of the part.
@@ -134,6 +135,11 @@ class Wanted:
         for name, (key, path) in self.columns.items():
             if name not in available:
                 near = get_close_matches(name, available, n=1)
+                if not path:  # the key itself names the column
+                    raise UserError(
+                        f"{key} must name a column of every split ({', '.join(available)}), got {name}, "
+                        f"which {place} lacks; set {setting(key, near[0] if near else 'null')}"
+                    )
                 remedy = f"did you mean {near[0]}?" if near else "rename the parameter, or give it a default"
                 raise UserError(
                     f"{key} must name a function whose parameters are prompt, response, reference, messages "
@@ -148,7 +154,7 @@ class Wanted:
         Raises:
             BadRow: a column has binary data, such as an image.
         """
-        kept = row.keys() - GIVEN if self.rest else {*self.columns, *self.optional}
+        kept = self.columns.keys() | (row.keys() - GIVEN if self.rest else self.optional)
         asked = {name: row[name] for name in row if name in kept}
         for name in filter(lambda name: _has_bytes(asked[name]), asked):
             rule = f"have texts, numbers, lists or objects in its column {name}, which a function receives"
@@ -394,6 +400,15 @@ def _conversation(row: Row, column: str) -> list[Message]:
             raise BadRow(rule, f"with a message of {role}", f"write {meant} in place of {role} in all rows")
         messages.append({"role": role, "content": content, **others})
     return messages
+
+
+def only_prompt(row: Row, column: str, chat: bool) -> dict[str, Prompt]:
+    """Return the column `prompt` with the text in a column of a row; with `chat`, messages.
+
+    Raises:
+        BadRow: the value is no text; with `chat`, neither a text nor a list of messages.
+    """
+    return {"prompt": Layout(prompt=column, chat=True)._prompt(row) if chat else _text(row, column)}
 
 
 def answer(before: Prompt, row: Row, column: str) -> tuple[Prompt, Response]:

@@ -27,7 +27,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.files import vocabulary
 from rlhf.core.launched import derive
 from rlhf.core.metrics import How, Metrics, Stat, mean
-from rlhf.tasks.columns import NOTHING, RECORD, TOOLS, Response, Wanted
+from rlhf.tasks.columns import NOTHING, RECORD, TOOLS, Response, Wanted, converted, only_prompt
 from rlhf.tasks.source import Source, is_text, mapped
 from rlhf.text.chat import START, Dialogues, Messages, Tools, control_tokens, said, unquoted
 from rlhf.text.encoding import end_tokens, pad_prompts, pieces, prompt_tokens
@@ -55,6 +55,7 @@ class Task:
         ends: tokens that end a response besides the end token of the tokenizer, because the model declares
             them. A stored response may end with one of them.
         tools: JSON schemas of the functions that replies may call, in place of those in the data.
+        teacher_column: a column in `wanted` with the prompts of a teacher; None: the same prompts.
 
     Raises:
         UserError: the tokenizer has no pad token.
@@ -71,6 +72,7 @@ class Task:
     wanted: Wanted = NOTHING
     ends: Collection[str] = ()
     tools: Tools = None
+    teacher_column: str | None = None
 
     def __post_init__(self) -> None:
         if self.tokenizer.pad_token_id is None:
@@ -239,6 +241,14 @@ class Task:
                     made["completions"] = [[parts] for _, parts in episodes]
                 made |= {"messages": texts} | ({TOOLS: tools} if TOOLS in columns else {})
                 texts = heads
+            if self.teacher_column is not None and not pairs:
+                given = zip(places, map(json.loads, columns[RECORD]), strict=True)
+                find = partial(only_prompt, column=self.teacher_column, chat=dialogues is not None)
+                asked: list[Any] = [row["prompt"] for _, row in converted(given, find, "task.teacher_column")]
+                if dialogues is not None:
+                    say, messages = partial(dialogues.write, prompt_only=True), map(self._turns, asked)
+                    asked = [head for head, _ in map(say, messages, repeat(()), places, tools)]
+                made["teacher_ids"] = prompt_tokens(asked, self.tokenizer, formatted=dialogues is not None)
             made["text"] = texts
             made["ids"] = prompt_tokens(texts, self.tokenizer, formatted=dialogues is not None)
             made["reference"] = [row[0] for row in answers]
@@ -263,8 +273,10 @@ class Task:
             remove_columns=stored.column_names,
             desc=f"tokenize {split}",
         )
-        lengths = pc.list_value_length(examples.data.column("ids")).to_numpy()
-        no_prompt = (lengths == 0) | pc.equal(examples.data.column("text"), "").to_numpy()
+        tokens = [name for name in ("ids", "teacher_ids") if name in examples.column_names]
+        sizes = [pc.list_value_length(examples.data.column(name)).to_numpy() for name in tokens]
+        lengths = np.max(sizes, 0)
+        no_prompt = (np.min(sizes, 0) == 0) | pc.equal(examples.data.column("text"), "").to_numpy()
         too_long = lengths > self.max_prompt_tokens
         kept = ~no_prompt & ~too_long
         must_respond = pairs or data is Data.references or not all(empty)  # else the data are prompts only
@@ -337,6 +349,7 @@ class Task:
 
     def _batch(self, rows: dict[str, list[Any]]) -> Prompts:
         prompt_ids, prompt_mask = pad_prompts(rows["ids"], self.tokenizer.pad_token_id)
+        taught: Any = (ids := rows.get("teacher_ids")) and pad_prompts(ids, self.tokenizer.pad_token_id)
         return Prompts(
             index=torch.tensor(rows["index"], dtype=torch.int64),
             texts=list(map(unquoted, rows["text"])),
@@ -350,6 +363,8 @@ class Task:
             part=torch.tensor(rows["part"], dtype=torch.int64) if "part" in rows else None,
             records=[json.loads(record) for record in rows[RECORD]] if RECORD in rows else None,
             places=list(rows["place"]),
+            teacher_ids=taught and taught[0],
+            teacher_mask=taught and taught[1],
         )
 
 

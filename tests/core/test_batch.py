@@ -6,7 +6,7 @@ from typing import Annotated
 import pytest
 import torch
 
-from rlhf.core.batch import Batch, Budget, concatenated, microbatches, trim
+from rlhf.core.batch import Batch, Budget, Rollouts, concatenated, microbatches, trim
 from tests.tiny_models import tiny_rollouts
 
 
@@ -72,6 +72,21 @@ def test_trim_keeps_at_least_two_prompt_columns_and_one_response_column():
     assert short.prompt_ids.shape[1] == 2 and short.response_ids.shape[2] == 1
     batch.response_mask[:] = False
     assert trim(batch).response_ids.shape[2] == 1
+
+
+def test_prompts_of_a_teacher_have_their_own_width_and_count_for_micro_batches():
+    own = tiny_rollouts(prompts=4)
+    wide = torch.ones(4, 30, dtype=torch.bool)
+    wide[:3, :-1] = False
+    batch = replace(own, teacher_ids=torch.arange(120).view(4, 30), teacher_mask=wide)
+    first, second = (micro for _, micro, _ in microbatches(batch, Budget(4)))
+    assert first.index[0] == 3, "the longest prompt is that of a teacher"
+    assert (first.teacher_ids.shape[1], second.teacher_ids.shape[1]) == (30, 2)
+    joined = concatenated([first, second], pad_id=0)
+    taught = Rollouts(**{**first.as_dict(), **joined}).for_teacher()
+    rows = batch.index.argsort()[joined["index"]]
+    assert taught.unpadded() == [batch.teacher_ids[row][batch.teacher_mask[row]].tolist() for row in rows]
+    assert own.for_teacher() is own
 
 
 @dataclass(slots=True, kw_only=True)

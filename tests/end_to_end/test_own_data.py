@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.checks.check import problems
+from rlhf.core.errors import UserError
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from rlhf.tasks.source import word_tokenizer
@@ -148,3 +149,58 @@ def test_dialogues_for_a_base_model_without_a_chat_template(train):
     folder, output = train(*documented("own_model.md", "dialogues.jsonl"))
     assert "columns: messages" in output
     assert rows(folder)[-1]["eval/loss"] < rows(folder)[0]["eval/loss"]
+
+
+def nothing(response: str) -> float:
+    return 0.0
+
+
+def distilled(folder: Path, model: Path, hint: str, epochs: float, *words: str) -> RunFolder:
+    """Return the folder of a run whose teacher, the initial policy, reads each prompt behind a hint."""
+    write(
+        str(folder / "data.jsonl"), [{"prompt": question(i), "hint": hint + question(i)} for i in range(40)]
+    )
+    run_folder = RunFolder(folder / "run")
+    words = (f"task.path={folder}/data.jsonl", f"model.policy={model}", "task.teacher_column=hint", *words)
+    scorer = "scorer=function", "scorer.path=tests.end_to_end.test_own_data:nothing"
+    length = (
+        f"schedule.total_epochs={epochs}",
+        "schedule.log_every=1",
+        "optim.lr=1e-3",
+        "optim.schedule=constant",
+    )
+    cfg = compose(["task=local", "algo=distill", *words, *scorer, *SMALL, *length, "schedule.eval_every=0.5"])
+    assert problems(cfg) == []
+    run(cfg, run_folder)
+    return run_folder
+
+
+def trained(folder: RunFolder, metric: str) -> list[float]:
+    return [row[metric] for row in rows(folder) if metric in row]
+
+
+@pytest.mark.parametrize("adapters", [[], ["model.lora.rank=4"]])
+def test_a_policy_learns_to_answer_as_if_it_had_read_the_column_of_its_teacher(tmp_path, model, adapters):
+    folder = distilled(tmp_path, model, " No.", 4, *adapters)
+    divergence, kl = trained(folder, "distill/divergence"), trained(folder, "eval/kl")
+    assert divergence[0] > 1e-2 and sum(divergence[-5:]) / 5 < divergence[0] / 2
+    assert trained(folder, "objective/kl")[0] != 0, "the log-probs of the teacher are those behind the hint"
+    assert kl[0] == 0 < kl[-1], "at the prompts of the policy"
+
+
+def test_a_teacher_that_reads_the_same_prompts_teaches_nothing(tmp_path, model):
+    folder = distilled(tmp_path, model, "", 0.3)
+    for metric in ("distill/divergence", "objective/kl", "policy/grad_norm"):  # Adam then steps by the signs
+        assert abs(trained(folder, metric)[0]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [({}, "task.teacher_column must name a column.*prompt.*got hint"), ({"hint": None}, "line .* with null")],
+)
+def test_a_column_of_the_teacher_that_cannot_be_read_is_an_error(train, row, said):
+    write("data/hints.jsonl", [{"prompt": question(i), **row} for i in range(40)])
+    scorer = "scorer=function", "scorer.path=tests.end_to_end.test_own_data:nothing"
+    words = "task.path=data/hints.jsonl", "model.policy=<model>", "task.teacher_column=hint"
+    with pytest.raises(UserError, match=said):
+        train("task=local", "algo=distill", *words, *scorer)

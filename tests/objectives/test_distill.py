@@ -1,6 +1,7 @@
 """Tests of distillation by enumeration of a vocabulary, and against whole logits of single sequences."""
 
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -8,13 +9,16 @@ from torch import Tensor
 
 from rlhf.assembly.parts import make
 from rlhf.config.algorithms import DistillConfig, TeacherDivergence
-from rlhf.config.models import LoRAConfig
+from rlhf.config.models import Dtype, LoRAConfig
 from rlhf.config.run import OptimConfig
 from rlhf.core.batch import Batch, Budget, Outputs, Rollouts
 from rlhf.engines.engine import EngineSettings, TorchEngine
+from rlhf.generators.process import Annotator
 from rlhf.models.divergence import divergence
+from rlhf.models.forward import infer
 from rlhf.models.modules import Policy, Teacher, adapt
 from rlhf.processes.ranks import ALONE
+from rlhf.text.encoding import pad_prompts
 from tests.tiny_models import VOCABULARY, tiny_lm, tiny_rollouts
 
 TEMPERATURE = 0.7
@@ -66,32 +70,41 @@ def logprobs_of(policy: Policy, batch: Batch, row: int, k: int) -> Tensor:
     return logits.log_softmax(-1)[batch.response_mask[row, k][real]]
 
 
-def policy_of(kind: str, **settings: int) -> Policy:
-    tokens = range(VOCABULARY)
-    return Policy(tiny_lm(kind, **settings), TEMPERATURE, shared_prefix=True, tokens=tokens)
+def policy_of(kind: str, shared: bool = True, **settings: int) -> Policy:
+    return Policy(tiny_lm(kind, **settings), TEMPERATURE, shared, tokens=range(VOCABULARY))
+
+
+def longer_prompts(rollouts: Rollouts) -> Rollouts:
+    """Return the rollouts with a hint of 1 to 3 tokens before the prompt that a teacher reads."""
+    rows = zip(rollouts.unpadded(), cycle([3, 1, 2]), strict=False)
+    ids, mask = pad_prompts([[7, 9, 8][:hint] + prompt for prompt, hint in rows], pad_id=0)
+    return replace(rollouts, teacher_ids=ids, teacher_mask=mask)
 
 
 WIDER = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": VOCABULARY + 7}
 
 
 @pytest.mark.parametrize(
-    ("kind", "teacher", "beta", "top", "changed"),
+    ("kind", "teacher", "beta", "top", "changed", "shared"),
     [
-        ("gpt_neox", WIDER, 1.0, None, None),
-        ("gpt_neox", WIDER, 0.3, VOCABULARY, None),
-        ("gpt_neox", {}, 0.0, None, episodes),
-        ("llama", None, 0.0, None, None),  # the policy without its adapters
-        ("llama", None, 1.0, None, episodes),
+        ("gpt_neox", WIDER, 1.0, None, None, True),
+        ("gpt_neox", WIDER, 0.3, VOCABULARY, None, False),
+        ("gpt_neox", {}, 0.0, None, episodes, True),
+        ("llama", None, 0.0, None, None, True),  # the policy without its adapters
+        ("llama", None, 1.0, None, episodes, False),
+        ("llama", {}, 1.0, None, longer_prompts, True),
+        ("llama", None, 0.3, None, longer_prompts, False),
+        ("llama", None, 1.0, None, lambda rollouts: longer_prompts(episodes(rollouts)), True),
     ],
 )
-def test_loss_and_gradient_are_those_of_whole_logits(kind, teacher, beta, top, changed):
-    student = policy_of(kind)
+def test_loss_and_gradient_are_those_of_whole_logits(kind, teacher, beta, top, changed, shared):
+    student = policy_of(kind, shared)
     if teacher is None:
         adapt(student.model, LoRAConfig(rank=4), seed=5)
         for name, parameter in student.model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
-    frozen = student.before_adapters() if teacher is None else policy_of(kind, **teacher)
+    frozen = student.before_adapters() if teacher is None else policy_of(kind, shared, **teacher)
     if teacher is not None:
         frozen.requires_grad_(False)
         torch.nn.init.normal_(frozen.model.get_output_embeddings().weight, std=0.2)
@@ -111,7 +124,7 @@ def test_loss_and_gradient_are_those_of_whole_logits(kind, teacher, beta, top, c
     for row in range(5):
         for k in range(2):
             with torch.no_grad():
-                theirs = logprobs_of(frozen, batch, row, k)[:, :VOCABULARY]
+                theirs = logprobs_of(frozen, batch.for_teacher(), row, k)[:, :VOCABULARY]
             ids = batch.response_ids[row, k][batch.response_mask[row, k]]
             at_tokens = batch.ref_logprobs[row, k][batch.response_mask[row, k]]
             torch.testing.assert_close(at_tokens, theirs.gather(-1, ids[:, None])[:, 0], atol=1e-4, rtol=0)
@@ -127,3 +140,17 @@ def test_loss_and_gradient_are_those_of_whole_logits(kind, teacher, beta, top, c
     assert total > 0.1
     assert loss == pytest.approx((total / count).item(), rel=1e-5)
     assert (seen[0] - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_the_annotator_lets_the_teacher_read_its_own_prompts():
+    frozen, rollouts = policy_of("llama"), longer_prompts(tiny_rollouts(5, 2))
+    budget = Budget(4)
+
+    def score(rollouts: Rollouts) -> Batch:
+        return rollouts.extend(Batch, scores=torch.zeros(5, 2))
+
+    found = Annotator(score, frozen, budget, ALONE, Dtype.float32).annotate(rollouts).ref_logprobs
+    read = replace(rollouts, prompt_ids=rollouts.teacher_ids, prompt_mask=rollouts.teacher_mask)
+    expected = infer(frozen, read, "logprobs", budget, ALONE, Dtype.float32)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    assert (found - infer(frozen, rollouts, "logprobs", budget, ALONE, Dtype.float32)).abs().max() > 0.01

@@ -12,6 +12,7 @@ from rlhf.checks.check import problems
 from rlhf.config.algorithms import Data
 from rlhf.config.tasks import ChatConfig, LocalConfig, PreferencesConfig
 from rlhf.core.errors import UserError
+from rlhf.tasks.columns import Wanted
 from rlhf.tasks.task import Task
 from rlhf.text.chat import render, set_format
 from rlhf.text.encoding import encode_completions
@@ -63,6 +64,28 @@ def test_prompts_of_a_dialogue_are_the_tokens_of_the_chat_template(tmp_path, fam
     answer = {"llama_2": " Hello. ", "zephyr": "\nHello."}.get(family, "Hello.")
     assert (batch.completions, batch.references) == ([[answer]], [answer])
     assert batch.dialogues == [[FIRST]]
+
+
+@pytest.mark.parametrize("hint", ["Be kind. Hi", [SYSTEM, FIRST]])
+def test_prompts_of_a_teacher_are_the_tokens_of_the_chat_template(tmp_path, hint):
+    tokenizer = qwen()
+    set_format(tokenizer, None, conversational=True)
+    row = {"messages": [FIRST, REPLY], "hint": hint}
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+    source, wanted = (
+        make(LocalConfig(path=str(tmp_path))),
+        Wanted(columns={"hint": ("task.teacher_column", "")}),
+    )
+    sizes = {"prompts_per_update": 1, "max_prompt_tokens": 500, "seed": 1}
+    task = Task(source, tokenizer, data=Data.prompts, wanted=wanted, teacher_column="hint", **sizes)
+    batch = task.batch([0, 1])
+    turns = [{"role": "user", "content": hint}] if isinstance(hint, str) else hint
+    ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    assert batch.for_teacher().unpadded() == [ids, ids]
+    assert batch.unpadded()[0] == tokenizer.apply_chat_template(
+        [FIRST], add_generation_prompt=True, return_dict=False
+    )
 
 
 def test_a_dialogue_that_the_template_refuses_is_refused_with_its_line(tmp_path):
