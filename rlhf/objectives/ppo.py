@@ -62,13 +62,8 @@ class PPO(PolicyGradient):
         """
         assert batch.values is not None
         states = self.states(batch)
-        rewards = torch.zeros_like(batch.values)
         kl = self.kl(batch)
-        if self.kl_in_reward:
-            rewards[..., :-1] = -self.kl_coef * kl
-        places = torch.arange(states.shape[-1], device=states.device)
-        end = (places * states).amax(-1, keepdim=True)  # the last state
-        rewards.scatter_add_(-1, end, self.scores(batch)[:, :, None])
+        rewards = self.token_rewards(kl, self.scores(batch), states)
         if self.config.whiten_rewards:
             rewards = whiten(rewards, states, shift=False)
         values = selected(batch.values, states)

@@ -470,7 +470,9 @@ class GivenFunctions:
         UserError: an object is not a function.
     """
 
-    def __init__(self, reward: Function | Sequence[Function] | None, loop: Function | None = None) -> None:
+    def __init__(
+        self, reward: Function | Sequence[Function] | None = None, loop: Function | None = None
+    ) -> None:
         self.only_here: dict[str, Function] = {}
         functions: list[Any] = list(reward) if isinstance(reward, list | tuple) else [reward]
         torch = sys.modules.get("torch")
