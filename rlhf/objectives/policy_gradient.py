@@ -109,13 +109,9 @@ class PolicyGradient(Objective):
         if self.kl_in_reward:
             rewards = rewards - self.kl_coef * self.kl(batch).sum(-1)
         advantages = self.response_advantages(rewards, batch)
-        return self.coupled(
-            replace(
-                batch,
-                advantages=selected(advantages[:, :, None], batch.response_mask),
-                signal=(advantages != 0).any(1) if self.skips_ties else None,
-            )
-        )
+        signal = (advantages != 0).any(1) if self.skips_ties else None
+        advantages = selected(advantages[:, :, None], batch.response_mask)
+        return self.coupled(replace(batch, advantages=advantages, signal=signal))
 
     def coupled(self, batch: Batch) -> Batch:
         """Return the batch with advantages, and with what couples its tokens: correction and covariance."""
@@ -171,13 +167,6 @@ class PolicyGradient(Objective):
         if self.config.level is Level.token:
             return difference
         return over_tokens(selected(difference, mask), mask, self.config.level is Level.geometric)
-
-    def kl_log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
-        """Return the logarithm of the factor of the KL term in the loss: `log_ratio`, unless that is a mean.
-
-        With the mean over the tokens of a response, the gradient of the KL would be divided by their number.
-        """
-        return difference if self.config.level is Level.geometric else self.log_ratio(difference, mask)
 
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of each token [N, K, T] without w and KL, and which ratios are clipped (bool).
@@ -242,7 +231,9 @@ class PolicyGradient(Objective):
             assert batch.ref_logprobs is not None
             kl = kl_estimate(logprobs, selected(batch.ref_logprobs, real), config.kl_estimator)
             if config.kl_unbiased:
-                kl = kl * bounded(self.kl_log_ratio(difference, real)).exp()
+                # With a mean over the tokens of a response, the gradient would be divided by their number.
+                factor = difference if config.level is Level.geometric else self.log_ratio(difference, real)
+                kl = kl * bounded(factor).exp()
             losses = losses + self.kl_coef * kl
         if config.entropy_coef:
             assert out.entropy is not None

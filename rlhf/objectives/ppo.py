@@ -74,13 +74,8 @@ class PPO(PolicyGradient):
         if self.config.whiten_advantages:
             advantages = whiten(advantages, batch.response_mask)
         self.adapt(float(kl.sum(-1).mean()), batch.episodes)
-        batch = replace(
-            batch,
-            values=values,
-            value_mask=states,
-            returns=returns,
-            advantages=selected(advantages, batch.response_mask),
-        )
+        advantages = selected(advantages, batch.response_mask)
+        batch = replace(batch, values=values, value_mask=states, returns=returns, advantages=advantages)
         return replace(self.coupled(batch), signal=None)  # the value model learns from rejected tokens, too
 
     def states(self, batch: Batch) -> Tensor:

@@ -101,11 +101,8 @@ def load_function(key: str, path: object, arguments: tuple[str, ...] | None) -> 
         if len(arguments) != 1:
             others = f"{arguments[0]}, {arguments[2]}, messages or of columns of the data"
             rule = f"name a function with a parameter {arguments[1]}, and others with the names {others}"
-        raise at.error(
-            rule,
-            f"{at.name} takes {plain}: {error}",
-            f"write def {at.name}({', '.join(arguments)})",
-        ) from None
+        example = f"write def {at.name}({', '.join(arguments)})"
+        raise at.error(rule, f"{at.name} takes {plain}: {error}", example) from None
     return found
 
 
