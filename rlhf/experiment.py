@@ -79,7 +79,7 @@ class Experiment:
     config: Config
     overrides: list[str]
     hooks: Sequence[Hook]
-    functions: GivenFunctions | None = None  # the functions that are given as objects
+    functions = GivenFunctions()  # those that are given as objects
 
     def __init__(
         self,
@@ -152,18 +152,12 @@ class Experiment:
 
     def problems(self) -> list[str]:
         """Return a message for every problem of the config; no model and no data set is loaded."""
-        self.provide()
+        self.functions.provide()
         return [*recipes_of_other_commands(self.overrides), *check.problems(self.config)]
 
     def warnings(self) -> list[str]:
         """Return a message for each setting that has no effect or is doubtful."""
-        objects = () if self.functions is None else self.functions.warnings()
-        return [*repeated(self.overrides), *check.warnings(self.config), *objects]
-
-    def provide(self) -> None:
-        """Make functions that exist only in this process those that the config names."""
-        if self.functions is not None:
-            self.functions.provide()
+        return [*repeated(self.overrides), *check.warnings(self.config), *self.functions.warnings()]
 
     def validate(self) -> None:
         """Check the config.
@@ -225,7 +219,7 @@ class Experiment:
         """
         words = listed(overrides)
         set_environment()
-        self.provide()
+        self.functions.provide()
         # The other ranks of a run would find the lock of its first rank.
         with claimed(self.folder) if is_first_rank() else nullcontext():
             self.config = _extended(self.files, words, self.hooks)
@@ -257,7 +251,7 @@ class Experiment:
         Raises:
             UserError, RunError, Interrupted: see `run`.
         """
-        self.provide()
+        self.functions.provide()
         hooks = [*check.check_job(self.config), *self.hooks]
         set_environment()
         say_loading()
@@ -351,7 +345,7 @@ class Experiment:
             UserError: the run has no model, or an argument is invalid.
         """
         words = listed(overrides)
-        self.provide()
+        self.functions.provide()
         check_split(split)
         files = run_folder(str(self.folder))
         set_environment()
@@ -535,7 +529,7 @@ def _with_objects(
     dataset: object,
     reward: Function | Sequence[Function] | None,
     loop: Function | None,
-) -> tuple[list[str], GivenFunctions | None]:
+) -> tuple[list[str], GivenFunctions]:
     """Store a data set in `cache_dir`, and return the overrides with its address and those of functions.
 
     Args:
@@ -551,7 +545,7 @@ def _with_objects(
         UserError: the overrides name other data or another scorer, an object cannot be used, or `cache_dir`
             cannot be written.
     """
-    words, functions = list(overrides), None
+    words = list(overrides)
     for argument, given, option, path in (
         ("dataset", dataset, "task=local", "task.path"),
         ("reward", reward, "scorer=function", "scorer.path"),
@@ -560,9 +554,7 @@ def _with_objects(
         if given is None:
             continue
         for word in overrides:
-            if word.startswith(f"{path}=") or (
-                option and word.startswith(option.partition("=")[0] + "=") and word != option
-            ):
+            if word != option and word.startswith((f"{path}=", f"{option.partition('=')[0]}=")):
                 raise UserError(
                     f"{argument} must not be given together with {word} (both name the {argument}), got an "
                     f"object of type {type(given).__name__}; leave {word} out"
@@ -572,13 +564,10 @@ def _with_objects(
     with creating(cache, "cache_dir"):
         if dataset is not None:
             words.append(override("task.path", written(dataset, cache / "given_data")))
-        if reward is not None or loop is not None:
-            functions = GivenFunctions(reward, loop)
-            if paths := functions.paths:
-                words.append(override("scorer.path", paths[0] if len(paths) == 1 else paths))
-            if functions.loop is not None:
-                words.append(override("loop", functions.loop))
-    return words, functions
+        functions = GivenFunctions(reward, loop)
+    paths = functions.paths[0] if len(functions.paths) == 1 else functions.paths
+    named = {"scorer.path": paths, "loop": functions.loop}
+    return [*words, *(override(key, value) for key, value in named.items() if value)], functions
 
 
 # Data sets that are given as objects in Python: they are written as files, which `task=local` reads.

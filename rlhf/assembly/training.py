@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -271,26 +271,24 @@ def build_sampler(cfg: Config, tokenizer: PreTrainedTokenizerFast, seed: int) ->
     )
     set_head(model, float32=False, tokens=tokenizer.get_vocab().values())
     torch.nn.Module.to(model, device)
-    settings = HFSettings(
-        stop_ids=build_stop_ids(cfg, tokenizer),
-        pad_id=tokenizer.pad_token_id,
-        batch_size=256,
-        seed=seed,
-        cached=samples_with_cache(model, cfg, Ranks(device)),
-    )
+    cached = samples_with_cache(model, cfg, Ranks(device))
+    settings = _settings(cfg, tokenizer, batch_size=256, seed=seed, cached=cached)
     return HFGenerator(lambda: nullcontext(model), settings)
+
+
+def _settings(cfg: Config, tokenizer: PreTrainedTokenizerFast, **own: Any) -> HFSettings:
+    """Return settings of sampling whose responses end with the tokens of the run, and others as given."""
+    return HFSettings(stop_ids=build_stop_ids(cfg, tokenizer), pad_id=tokenizer.pad_token_id, **own)
 
 
 def build_generator(cfg: Config, engine: Engine, folder: RunFolder, ranks: Ranks) -> Generator:
     """Return the generator of the run: a generator on rank 0 for all ranks, or a generator on each rank."""
-    tokenizer = engine.tokenizer
-    cached = not cfg.generator.decodes or samples_with_cache(
-        engine.module.model, cfg, ranks, engine.borrow_policy
-    )
+    tokenizer, model = engine.tokenizer, engine.module.model
+    cached = not cfg.generator.decodes or samples_with_cache(model, cfg, ranks, engine.borrow_policy)
 
     def build() -> Generator:
         context = GeneratorContext(
-            policy=engine.module.model,
+            policy=model,
             borrow=engine.borrow_policy,
             tokenizer=tokenizer,
             ranks=ranks,
@@ -422,14 +420,9 @@ def build_evaluator(
         held_out_pairs = HeldOutPairs(encoded, make(cfg.algo), engine)
     environment: EnvironmentFactory | None = make(cfg.environment, tokenizer)
     if not cfg.generator.samples:  # the generator has no completions of held-out prompts
-        settings = HFSettings(
-            stop_ids=build_stop_ids(cfg, tokenizer),
-            pad_id=tokenizer.pad_token_id,
-            batch_size=cfg.eval.batch_size,
-            seed=cfg.seed,
-            cached=samples_with_cache(engine.module.model, cfg, ranks, engine.borrow_policy),
-            environment=environment,
-        )
+        own = {"batch_size": cfg.eval.batch_size, "seed": cfg.seed, "environment": environment}
+        cached = samples_with_cache(engine.module.model, cfg, ranks, engine.borrow_policy)
+        settings = _settings(cfg, tokenizer, cached=cached, **own)
         sampler = HFGenerator(engine.borrow_policy, settings, engine.phases)
         generator = PerRankGenerator(sampler, ranks) if ranks.size > 1 else sampler
     return PolicyEvaluator(

@@ -141,9 +141,7 @@ def refuse(problems: Sequence[str]) -> NoReturn:
 @training_rule
 def hooks_exist(cfg: Config) -> Iterator[str]:
     """Yield an error for each hook whose class is not found."""
-    for path in cfg.hooks:
-        if problem := class_problem("hooks", path):
-            yield problem
+    yield from filter(None, (class_problem("hooks", path) for path in cfg.hooks))
 
 
 @training_rule

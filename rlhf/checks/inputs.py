@@ -42,8 +42,7 @@ def _value_model_has_no_start(cfg: Config) -> bool:
 
 
 def _makes_pairs(cfg: Config) -> bool:
-    made = cfg.task.embedded and cfg.scorer.reads_reward and not cfg.model.reward
-    return cfg.reads_pairs or made
+    return cfg.reads_pairs or (cfg.task.embedded and cfg.scorer.reads_reward and not cfg.model.reward)
 
 
 _BACKEND = "with backend={backend}"
@@ -301,8 +300,7 @@ def _special_tokens(cfg: Config) -> Iterator[str]:
     if wanted is not None or "pad_token" in special:
         end = known if wanted or pad else end
         problem = headers.pad_problem("model.pad_token", wanted, path, tokenizer.ids, pad, end)
-        if problem is not None:
-            yield problem
+        yield from filter(None, [problem])
 
 
 @doubt
@@ -320,10 +318,8 @@ def _pad_tokens_of_reward_models(cfg: Config) -> Iterator[str]:
         named, pad = scorer.reward_model(at, cfg.model.reward), scorer.pad_token
         if named is None or pad is None or (tokenizer := _tokenizer_in(named[1])) is None:
             continue
-        if (
-            problem := headers.pad_problem(f"{at}.pad_token", pad, named[1], tokenizer.ids, pad, None)
-        ) is not None:
-            yield problem
+        found = headers.pad_problem(f"{at}.pad_token", pad, named[1], tokenizer.ids, pad, None)
+        yield from filter(None, [found])
 
 
 @rule

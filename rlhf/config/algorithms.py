@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.generators import service_problems, token_problems, url_problems
-from rlhf.config.schema import Affects, Choice, Section, entry, number, option, value_at
+from rlhf.config.schema import Choice, Section, entry, number, option, value_at
+from rlhf.config.scorers import ServedTeacherConfig
 
 # What all algorithms have, pairs, best-of-K and supervised training.
 
@@ -276,6 +276,7 @@ class Covariance(Choice):
 
 
 _BAND = "reject!=null", "reject!=m2", "reject_by=k1"  # conditions of the bounds of w
+_LIMIT = "reject!=null", "reject=m2 or reject_by!=k1"  # of the limit of other values
 
 
 @dataclass(kw_only=True, slots=True)
@@ -297,9 +298,7 @@ class CorrectionConfig(Section):
     """reject_by=k1: smaller w is rejected (with reject=mean the geometric mean)"""
     reject_high: float | None = number(2.0, when=_BAND, least=1, remedy="2", added=True)
     """reject_by=k1: larger w is rejected; null: no limit"""
-    reject_limit: float = number(
-        0.04, when=("reject!=null", "reject=m2 or reject_by!=k1"), above=0, added=True
-    )
+    reject_limit: float = number(0.04, when=_LIMIT, above=0, added=True)
     """reject_by=k2 or k3, and reject=m2: larger values are rejected"""
     veto: float | None = number(None, above=0, remedy="1", added=True)
     """a response is rejected, too, if w - 1 - log w of one of its tokens exceeds this; null: off"""
@@ -352,7 +351,7 @@ class PolicyGradientConfig(AlgoConfig):
     """The keys that policy-gradient algorithms share."""
 
     needs_sampler: ClassVar[bool] = True
-    sequence_ratio: ClassVar[bool] = False  # one ratio per response, not per token
+    sequence_ratio: ClassVar[bool] = False  # the loss is one of whole responses
 
     clip_low: float = number(0.2, "ratios are clipped at 1 - clip_low", least=0, most=1)
     clip_high: float = number(0.2, "ratios are clipped at 1 + clip_high", above=0)
@@ -403,6 +402,11 @@ class PolicyGradientConfig(AlgoConfig):
             return []
         level = " algo.correction.level=sequence" if self.sequence_ratio else ""
         return [f"algo.correction.kind=truncate{level}"]
+
+    @property
+    def level(self) -> Level:
+        """The unit of one ratio u."""
+        return Level.token
 
     @property
     def has_ratio(self) -> bool:
@@ -484,6 +488,7 @@ class RLOOConfig(PolicyGradientConfig):
 
     min_samples: ClassVar[int] = 2
     sequence_ratio: ClassVar[bool] = True
+    level: ClassVar[Level] = Level.sequence
 
     samples_per_prompt: int = 2
     loss_type: RLOOLoss = RLOOLoss.clip
@@ -522,6 +527,13 @@ class GRPOConfig(PolicyGradientConfig):
         """Over what the loss is a mean."""
         return self.mean or self.default_mean
 
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error if the baseline or the scale compares the samples of a prompt, and there is one."""
+        compares = (self.advantage, self.scale) != (Advantage.none, Scale.none)
+        if self.min_samples <= self.samples_per_prompt < 2 and compares and "advantage" not in self.unused:
+            rule = f"be >= 2 with {at}.advantage or {at}.scale"
+            yield self.refused(at, "samples_per_prompt", rule, "they compare the samples of a prompt", 4)
+
     def doubts(self, at: str) -> Iterator[str]:
         """Yield a warning if the advantages of OPO are divided by a standard deviation."""
         if self.advantage is Advantage.opo and self.scale is not Scale.none:
@@ -551,11 +563,12 @@ class DAPOConfig(GRPOConfig):
     kl_coef: float = 0.0
 
 
-@option("algo", "gspo", part="rlhf.objectives.gspo:GSPO")
+@option("algo", "gspo", part="rlhf.objectives.grpo:GRPO")
 class GSPOConfig(GRPOConfig):
     """GSPO: GRPO with one ratio per response, the geometric mean of the ratios of its tokens."""
 
     sequence_ratio: ClassVar[bool] = True
+    level: ClassVar[Level] = Level.geometric
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
@@ -622,8 +635,7 @@ class UnclippedConfig(GRPOConfig):
 class M2POConfig(UnclippedConfig):
     """M2PO: a policy gradient whose ratios to the sampler have a bounded second moment."""
 
-    # The limited ratio is that to the sampler.
-    unused: ClassVar[tuple[str, ...]] = (*UnclippedConfig.unused, "anchor")
+    unused: ClassVar[tuple[str, ...]] = (*UnclippedConfig.unused, "anchor")  # it is always the sampler
 
     form: M2POForm = M2POForm.mask
     least_low: float = number(0.0, when="form=clip", least=0, below=1, added=True)
@@ -681,6 +693,7 @@ class VESPOConfig(UnclippedConfig):
     """VESPO: REINFORCE; the ratio W of a response weighs it by W^k exp(lambda (1 - W))."""
 
     unused: ClassVar[tuple[str, ...]] = (*UnclippedConfig.unused, *_CORRECTION)
+    level: ClassVar[Level] = Level.sequence
 
     power_good: float = number(2.0, "k where A >= 0", above=0)
     power_bad: float = number(3.0, "k where A < 0", above=0)
@@ -697,7 +710,7 @@ class SAPOConfig(UnclippedConfig):
     tau_bad: float = number(1.05, "steepness of the sigmoid where A <= 0", above=0)
 
 
-@option("algo", "gpg", part="rlhf.objectives.gpg:GPG")
+@option("algo", "gpg", part="rlhf.objectives.grpo:GRPO")
 class GPGConfig(UnclippedConfig):
     """GPG: REINFORCE with the mean reward of the prompt as baseline; no ratio."""
 
@@ -725,40 +738,6 @@ class ReinforcePPConfig(GRPOConfig):
     kl_estimator: KLEstimator = KLEstimator.k1
     gamma: float = number(1.0, "discount of later rewards", least=0, most=1)
 
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if the baseline or the scale compares the samples of a prompt, and there is one."""
-        if self.samples_per_prompt < 2 and (self.advantage, self.scale) != (Advantage.none, Scale.none):
-            rule = f"be >= 2 with {at}.advantage or {at}.scale"
-            yield self.refused(at, "samples_per_prompt", rule, "they compare the samples of a prompt", 4)
-
-
-@dataclass(kw_only=True, slots=True)
-class ServedTeacherConfig(Section):
-    """A server of vLLM that runs the teacher, `vllm serve <model.reference>`, in place of this machine."""
-
-    url: str | None = entry(None, "its address; null: the run loads the teacher", affects=Affects.speed)
-    concurrency: int = number(16, "requests in parallel", "url!=null", least=1, affects=Affects.speed)
-    timeout_s: float = number(60.0, when="url!=null", above=0, affects=Affects.speed)
-    """seconds until a try without a complete answer fails; longest Retry-After"""
-    retries: int = number(8, when="url!=null", least=0, affects=Affects.speed)
-    """retries of a failed request: the first immediately, then after 1, 2, 4, ... s"""
-    token_variable: str | None = entry(None, when="url!=null", affects=Affects.speed)
-    """environment variable with the key of the server; null: none is sent"""
-
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if the address is invalid, or if the variable with the key is not set."""
-        key, example = f"{at}.token_variable", "http://127.0.0.1:8000"
-        if self.url is not None:
-            yield from url_problems(f"{at}.url", self.url, key, "a server of vLLM", example)
-        if self.token_variable is not None:
-            yield from token_problems(key, self.token_variable)
-
-    def job_problems(self, at: str) -> Iterator[str]:
-        """Yield an error if the server refuses connections or the key."""
-        if self.url is not None:
-            about = "run: vllm serve", f"{at}.token_variable", self.token_variable, "/v1/models"
-            yield from service_problems(f"{at}.url", self.url, *about)
-
 
 @option("algo", "distill", part="rlhf.objectives.distill:Distill")
 class DistillConfig(GRPOConfig):
@@ -777,23 +756,18 @@ class DistillConfig(GRPOConfig):
     top: int | None = number(None, when="divergence=exact", least=1, remedy="64")
     """compare only the teacher's most probable tokens, and all others together; null: all tokens"""
     gamma: float = number(0.0, "discount of k of later tokens", "divergence=k1", least=0, most=1)
-    cap: float = number(5.0, "largest ratio to the sampler that weighs a token; 0: no weights", least=0)
+    cap: float = number(5.0, when="divergence!=exact or reward_coef!=0", least=0)
+    """largest ratio to the sampler that weighs a token; 0: no weights"""
     teacher_coef: float = number(1.0, "weight of the divergence", above=0)
     reward_coef: float = number(0.0, "weight of the advantages of the rewards", least=0)
     teacher: ServedTeacherConfig = field(default_factory=ServedTeacherConfig)
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """The keys that this kind of divergence, or a loss without rewards, does not use."""
-        exact, paid = self.divergence is TeacherDivergence.exact, self.reward_coef > 0
-        return (
-            *(*UnclippedConfig.unused, "anchor", "kl_coef", "off_policy_mask", "entropy_coef", "square_coef"),
-            *("ties", *_CORRECTION),
-            *(() if paid else ("advantage", "scale", "normalize_scores", "clip_scores")),
-            *(() if self.divergence is TeacherDivergence.k1 else ("gamma",)),
-            *(() if paid or not exact else ("cap",)),
-            *(() if exact else ("beta", "top")),
-        )
+        """The keys that the loss does not use; without rewards, also those of advantages."""
+        others = "anchor", "ties", "kl_coef", "off_policy_mask", "entropy_coef", "square_coef"
+        rewards = () if self.reward_coef else ("advantage", "scale", "normalize_scores", "clip_scores")
+        return *UnclippedConfig.unused, *_CORRECTION, *others, *rewards
 
     @property
     def teacher_url(self) -> str | None:  # type: ignore[override]
@@ -801,10 +775,7 @@ class DistillConfig(GRPOConfig):
         return self.teacher.url
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if rewards have no baseline, or if a served teacher would send distributions."""
-        if self.reward_coef and self.samples_per_prompt < 2:
-            reason = "an advantage compares the samples of a prompt"
-            yield self.refused(at, "samples_per_prompt", f"be >= 2 with {at}.reward_coef > 0", reason, 4)
+        """Yield an error if a served teacher would send distributions."""
         if self.teacher.url and self.divergence is TeacherDivergence.exact:
             reason = "a server sends log-probs of the sampled tokens"
             yield self.refused(at, "divergence", f"be k1, k2 or k3 with {at}.teacher.url", reason, "k1")

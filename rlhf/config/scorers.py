@@ -350,7 +350,7 @@ class FunctionScorerConfig(ScorerConfig):
         yield from filter(None, found)
 
 
-# Section of the scorer that asks a service over HTTP.
+# Sections of the scorer that asks a service over HTTP, and of a teacher on a server.
 
 
 _URL = "http://127.0.0.1:8000/score"
@@ -383,6 +383,34 @@ class HttpScorerConfig(ScorerConfig):
         about = self.url or "", "start the service", f"{at}.token_variable", self.token_variable
         nothing = dict.fromkeys(("prompts", "responses", "references"), ())
         yield from service_problems(f"{at}.url", *about, body=nothing)
+
+
+@dataclass(kw_only=True, slots=True)
+class ServedTeacherConfig(Section):
+    """A server of vLLM that runs the teacher, `vllm serve <model.reference>`, in place of this machine."""
+
+    url: str | None = entry(None, "its address; null: the run loads the teacher", affects=Affects.speed)
+    concurrency: int = number(16, "requests in parallel", "url!=null", least=1, affects=Affects.speed)
+    timeout_s: float = number(60.0, when="url!=null", above=0, affects=Affects.speed)
+    """seconds until a try without a complete answer fails; longest Retry-After"""
+    retries: int = number(8, when="url!=null", least=0, affects=Affects.speed)
+    """retries of a failed request: the first immediately, then after 1, 2, 4, ... s"""
+    token_variable: str | None = entry(None, when="url!=null", affects=Affects.speed)
+    """environment variable with the key of the server; null: none is sent"""
+
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error if the address is invalid, or if the variable with the key is not set."""
+        key, example = f"{at}.token_variable", "http://127.0.0.1:8000"
+        if self.url is not None:
+            yield from url_problems(f"{at}.url", self.url, key, "a server of vLLM", example)
+        if self.token_variable is not None:
+            yield from token_problems(key, self.token_variable)
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the server refuses connections or the key."""
+        if self.url is not None:
+            about = "run: vllm serve", f"{at}.token_variable", self.token_variable, "/v1/models"
+            yield from service_problems(f"{at}.url", self.url, *about)
 
 
 # Sections of `task=reasoning_gym` and `scorer=reasoning_gym`.

@@ -48,7 +48,5 @@ class BestOfK(Objective):
         logprobs = forward(batch).logprobs
         assert logprobs is not None
         logprobs = selected(logprobs, batch.response_mask)
-        return {"policy": -logprobs.sum()}, {
-            "logps/chosen": mean(logprobs.sum(-1)),
-            **drift(logprobs, batch),
-        }
+        metrics = {"logps/chosen": mean(logprobs.sum(-1)), **drift(logprobs, batch)}
+        return {"policy": -logprobs.sum()}, metrics

@@ -1,4 +1,4 @@
-"""GRPO: PPO's clipped ratio with advantages relative to the K samples of a prompt; Dr. GRPO and DAPO.
+"""GRPO: PPO's clipped ratio with advantages relative to the K samples of a prompt.
 
 Shao et al., arXiv 2402.03300.
 
@@ -17,12 +17,19 @@ u is the ratio of each token, beta is `algo.kl_coef`, k is the KL estimate of a 
 | `prompts`   | mean over prompts of the mean over the tokens of all responses | ScaleRL                |
 | `constant`  | sum over tokens / (responses x allowed tokens)                 | Dr. GRPO               |
 
-Dr. GRPO (Liu et al., arXiv 2503.20783) is `algo.mean=constant` with `algo.scale=none`: neither short
-responses nor prompts whose rewards differ little have more weight. DAPO (Yu et al., arXiv 2503.14476) is
-`algo.mean=tokens` with a higher upper clip; the mean of the paper is over the tokens of each group. Two parts
-of DAPO are separate settings. Dynamic sampling: `schedule.refill` samples other prompts in place of prompts
-without signal; `algo.ties=drop` only excludes them from the mean. Penalty on overlong responses:
-`scorer.missing_eos_penalty`.
+Variants that are settings of GRPO:
+
+- Dr. GRPO (Liu et al., arXiv 2503.20783): `algo.mean=constant` and `algo.scale=none`, so neither short
+  responses nor prompts whose rewards differ little have more weight.
+- DAPO (Yu et al., arXiv 2503.14476): `algo.mean=tokens` and a higher upper clip; the mean of the paper is
+  over the tokens of each group. Two parts of DAPO are separate settings. Dynamic sampling: `schedule.refill`
+  samples other prompts in place of prompts without signal; `algo.ties=drop` only excludes them from the mean.
+  Penalty on overlong responses: `scorer.overlong_buffer`.
+- GSPO (Zheng et al., arXiv 2507.18071): one ratio per response, u = exp(mean_t (logp - old)), and a much
+  narrower clip range (1 - 3e-4 to 1 + 4e-4). The factor of a KL penalty in the loss is the ratio of each
+  token.
+- GPG (arXiv 2504.02546): the loss of a token is -A logp, without a ratio, and `algo.scale=none`. With
+  `algo.ties=drop`, prompts without variance leave sum and count, which is the factor alpha of the paper.
 
 Needs: K >= 2, reference log-probs.
 

@@ -33,10 +33,6 @@ class OAPL(Objective):
     def __init__(self, config: OAPLConfig) -> None:
         self.config = config
 
-    def credit(self, batch: Batch) -> Batch:
-        """Return the batch unchanged: the loss computes the target from the scores of a prompt."""
-        return batch
-
     def count(self, batch: Batch) -> Counts:
         """Return the number of responses."""
         return {"policy": float(batch.episodes)}

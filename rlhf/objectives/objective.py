@@ -55,9 +55,7 @@ class Objective(ABC):
     needs: frozenset[str] = frozenset()  # names from NEEDS
     kl_coef: float = 0.0  # weight of the KL penalty, for the reward metrics
     loss_weights: Mapping[str, float] = MappingProxyType({})  # weights in the total loss; missing: 1
-    shows_loss: bool = (
-        True  # False: the value of the policy loss is near 0 by construction, so it is not shown
-    )
+    shows_loss: bool = True  # False: the value of the policy loss, near 0 by construction, is not shown
 
     def describe(self, batch: Batch) -> Metrics:
         """Return the `objective/` metrics of an annotated rollout batch, before credit.
@@ -93,13 +91,14 @@ class Objective(ABC):
                 figures["objective/rlhf_reward"] = mean(batch.scores - self.kl_coef * kl)
         return figures
 
-    @abstractmethod
     def credit(self, batch: Batch) -> Batch:
         """Return the batch with advantages, or with the samples to compare; no gradients are computed.
 
         The training loop calls `credit` once per rollout batch. In the result, `signal` [N] is False for
-        prompts that are not trained on; `signal` is None if all prompts are trained on.
+        prompts that are not trained on; `signal` is None if all prompts are trained on. By default the batch
+        is unchanged, for a loss that needs nothing but scores or texts.
         """
+        return batch
 
     @abstractmethod
     def count(self, batch: Batch) -> Counts:

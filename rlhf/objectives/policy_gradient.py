@@ -40,6 +40,7 @@ from rlhf.config.algorithms import (
     CovarianceConfig,
     KLEstimator,
     KLIn,
+    Level,
     PolicyGradientConfig,
 )
 from rlhf.core.batch import Batch, Outputs
@@ -62,9 +63,8 @@ from rlhf.objectives.objective import (
 class PolicyGradient(Objective):
     """A policy-gradient objective: raises the log-prob of each token in proportion to its advantage."""
 
-    shows_loss = (
-        False  # advantages sum to about 0, and the ratio is 1 at the first step: only the gradient counts
-    )
+    # Advantages sum to about 0, and the ratio is 1 at the first step: only the gradient counts.
+    shows_loss = False
 
     def __init__(self, config: PolicyGradientConfig) -> None:
         self.config = config
@@ -109,13 +109,9 @@ class PolicyGradient(Objective):
         if self.kl_in_reward:
             rewards = rewards - self.kl_coef * self.kl(batch).sum(-1)
         advantages = self.response_advantages(rewards, batch)
-        return self.coupled(
-            replace(
-                batch,
-                advantages=selected(advantages[:, :, None], batch.response_mask),
-                signal=(advantages != 0).any(1) if self.skips_ties else None,
-            )
-        )
+        signal = (advantages != 0).any(1) if self.skips_ties else None
+        advantages = selected(advantages[:, :, None], batch.response_mask)
+        return self.coupled(replace(batch, advantages=advantages, signal=signal))
 
     def coupled(self, batch: Batch) -> Batch:
         """Return the batch with advantages, and with what couples its tokens: correction and covariance."""
@@ -144,6 +140,20 @@ class PolicyGradient(Objective):
         kl = kl_estimate(old_or_behaviour(batch), batch.ref_logprobs, self.config.kl_estimator)
         return selected(kl, batch.response_mask)
 
+    def token_rewards(self, kl: Tensor, scores: Tensor, states: Tensor) -> Tensor:
+        """Return the rewards of single states: the KL penalty if it is in the reward, at the last the score.
+
+        Args:
+            kl: KL estimates [N, K, T].
+            scores: scores [N, K].
+            states: the states that count, [N, K, T] or [N, K, T+1] bool.
+        """
+        rewards = torch.zeros(states.shape, dtype=scores.dtype, device=states.device)
+        if self.kl_in_reward:
+            rewards[..., : kl.shape[-1]] = -self.kl_coef * kl
+        places = torch.arange(states.shape[-1], device=states.device)
+        return rewards.scatter_add_(-1, (places * states).amax(-1, keepdim=True), scores[..., None])
+
     def response_advantages(self, rewards: Tensor, batch: Batch) -> Tensor:
         """Return `advantages`; an algorithm overrides this if they depend on more than the rewards."""
         return self.advantages(rewards)
@@ -153,18 +163,15 @@ class PolicyGradient(Objective):
         """Return the advantages [N, K] of responses, given their rewards [N, K]."""
 
     def log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
-        """Return the logarithm of the ratio u, given `logp - old` [N, K, T]; here u is per token."""
-        return difference
-
-    def kl_log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
-        """Return the logarithm of the factor of the KL term in the loss: `log_ratio`, unless that is a mean.
-
-        With the mean over the tokens of a response, the gradient of the KL would be divided by their number.
-        """
-        return self.log_ratio(difference, mask)
+        """Return the logarithm of the ratio u, [N, K, T] or of responses [N, K, 1], given `logp - old`."""
+        if self.config.level is Level.token:
+            return difference
+        return over_tokens(selected(difference, mask), mask, self.config.level is Level.geometric)
 
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of each token [N, K, T] without w and KL, and a bool mask of the clipped ratios.
+        """Return the loss of each token [N, K, T] without w and KL, and which ratios are clipped (bool).
+
+        Without a ratio, the loss is that of REINFORCE, and nothing is clipped.
 
         Args:
             log_ratio: logarithm of the ratio [N, K, T], or [N, K, 1] for a ratio of sequences.
@@ -173,6 +180,8 @@ class PolicyGradient(Objective):
         """
         assert batch.advantages is not None
         config, advantages = self.config, batch.advantages
+        if not config.has_ratio:
+            return -advantages * logprobs, torch.zeros_like(log_ratio, dtype=torch.bool)
         ratio = log_ratio.exp()
         free = -advantages * ratio
         bound = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -184,7 +193,7 @@ class PolicyGradient(Objective):
             most = -advantages * config.dual_clip
             clipped = clipped | ((advantages < 0) & (losses > most))
             losses = torch.where(advantages < 0, torch.minimum(losses, most), losses)
-        return losses, clipped
+        return losses, clipped[..., : log_ratio.shape[-1]]
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
         """Return the sum of the losses [N, K, T], which the engine divides by `count`; all tokens weigh 1."""
@@ -222,7 +231,9 @@ class PolicyGradient(Objective):
             assert batch.ref_logprobs is not None
             kl = kl_estimate(logprobs, selected(batch.ref_logprobs, real), config.kl_estimator)
             if config.kl_unbiased:
-                kl = kl * bounded(self.kl_log_ratio(difference, real)).exp()
+                # With a mean over the tokens of a response, the gradient would be divided by their number.
+                factor = difference if config.level is Level.geometric else self.log_ratio(difference, real)
+                kl = kl * bounded(factor).exp()
             losses = losses + self.kl_coef * kl
         if config.entropy_coef:
             assert out.entropy is not None
@@ -268,11 +279,7 @@ class PolicyGradient(Objective):
 
 def trained(batch: Batch) -> Tensor:
     """Return which tokens are in the sum and in the count of the loss, [N, K, T] bool."""
-    return (
-        batch.response_mask
-        if batch.per_token is None
-        else batch.per_token.get("trained", batch.response_mask)
-    )
+    return (batch.per_token or {}).get("trained", batch.response_mask)
 
 
 def _off_policy(logprobs: Tensor, batch: Batch, limit: float) -> Tensor:

@@ -62,13 +62,8 @@ class PPO(PolicyGradient):
         """
         assert batch.values is not None
         states = self.states(batch)
-        rewards = torch.zeros_like(batch.values)
         kl = self.kl(batch)
-        if self.kl_in_reward:
-            rewards[..., :-1] = -self.kl_coef * kl
-        places = torch.arange(states.shape[-1], device=states.device)
-        end = (places * states).amax(-1, keepdim=True)  # the last state
-        rewards.scatter_add_(-1, end, self.scores(batch)[:, :, None])
+        rewards = self.token_rewards(kl, self.scores(batch), states)
         if self.config.whiten_rewards:
             rewards = whiten(rewards, states, shift=False)
         values = selected(batch.values, states)
@@ -79,13 +74,8 @@ class PPO(PolicyGradient):
         if self.config.whiten_advantages:
             advantages = whiten(advantages, batch.response_mask)
         self.adapt(float(kl.sum(-1).mean()), batch.episodes)
-        batch = replace(
-            batch,
-            values=values,
-            value_mask=states,
-            returns=returns,
-            advantages=selected(advantages, batch.response_mask),
-        )
+        advantages = selected(advantages, batch.response_mask)
+        batch = replace(batch, values=values, value_mask=states, returns=returns, advantages=advantages)
         return replace(self.coupled(batch), signal=None)  # the value model learns from rejected tokens, too
 
     def states(self, batch: Batch) -> Tensor:

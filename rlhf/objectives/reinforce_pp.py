@@ -31,10 +31,6 @@ class ReinforcePP(GRPO):
     def credit(self, batch: Batch) -> Batch:
         """Return the batch with advantages [N, K, T]; every prompt has signal."""
         mask, score = batch.response_mask, self.response_advantages(self.scores(batch), batch)
-        rewards = torch.zeros(mask.shape, dtype=score.dtype, device=score.device)
-        if self.kl_in_reward:
-            rewards -= self.kl_coef * self.kl(batch)
-        places = torch.arange(mask.shape[-1], device=mask.device)
-        rewards.scatter_add_(-1, (places * mask).amax(-1, keepdim=True), score[..., None])
+        rewards = self.token_rewards(self.kl(batch), score, mask)
         to_go = gae(rewards, torch.zeros_like(rewards), self.config.gamma, 1.0, mask)
         return self.coupled(replace(batch, advantages=whiten(to_go, mask), signal=None))

@@ -17,12 +17,10 @@ samples all have the same reward. With a KL penalty in the loss (`algo.kl_in=los
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from rlhf.config.algorithms import RLOOConfig, RLOOLoss
+from rlhf.config.algorithms import RLOOConfig
 from rlhf.core.batch import Batch
-from rlhf.core.metrics import selected
 from rlhf.objectives.advantages import leave_one_out
 from rlhf.objectives.objective import Counts
 from rlhf.objectives.policy_gradient import PolicyGradient, trained
@@ -37,21 +35,16 @@ class RLOO(PolicyGradient):
         """Return each reward [N, K] minus the mean of the other rewards of its prompt."""
         return leave_one_out(rewards)
 
-    def log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
-        """Return the sum of `difference` [N, K, T] over the tokens of each response: [N, K, 1]."""
-        return selected(difference, mask).sum(-1, keepdim=True)
-
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of each token [N, K, T], and whether the response is clipped [N, K, 1].
 
         With `clip`, the loss of a response is divided equally among its tokens. With `reinforce`, each token
         has its own loss and nothing is clipped.
         """
-        assert batch.advantages is not None
-        if self.config.loss_type is RLOOLoss.reinforce:
-            return -batch.advantages * logprobs, torch.zeros_like(log_ratio, dtype=torch.bool)
         losses, clipped = super().surrogate(log_ratio, logprobs, batch)
-        return losses / batch.response_mask.sum(-1, keepdim=True).clamp(min=1), clipped[..., :1]
+        if not self.config.has_ratio:
+            return losses, clipped
+        return losses / batch.response_mask.sum(-1, keepdim=True).clamp(min=1), clipped
 
     def count(self, batch: Batch) -> Counts:
         """Return the number of responses that are trained on."""

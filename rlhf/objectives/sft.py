@@ -22,10 +22,6 @@ class SFT(Supervised):
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
 
-    def credit(self, batch: Batch) -> Batch:
-        """Return the batch unchanged: every token has the same weight."""
-        return batch
-
     def count(self, batch: Batch) -> Counts:
         """Return the number of response tokens."""
         return {"policy": float(batch.response_mask.sum())}

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from rlhf.config.algorithms import Level, Mean, TOPRConfig
 from rlhf.core.batch import Batch
-from rlhf.core.metrics import selected
-from rlhf.objectives.correction import over_tokens
 from rlhf.objectives.grpo import GRPO
 from rlhf.objectives.objective import Counts
 
@@ -32,16 +30,6 @@ class TOPR(GRPO):
     """The TOPR objective: tapered weights of the responses to avoid."""
 
     config: TOPRConfig
-
-    def log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
-        """Return the log-ratio: [N, K, T] of tokens, or [N, K, 1] of responses."""
-        if self.config.level is Level.token:
-            return difference
-        return over_tokens(selected(difference, mask), mask, self.config.level is Level.geometric)
-
-    def kl_log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
-        """Return `log_ratio`, or that of each token where it is a geometric mean."""
-        return difference if self.config.level is Level.geometric else self.log_ratio(difference, mask)
 
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of each token [N, K, T], and which weights are below 1 by more than rounding."""

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from rlhf.config.algorithms import VESPOConfig
 from rlhf.core.batch import Batch
-from rlhf.core.metrics import selected
-from rlhf.objectives.correction import over_tokens
 from rlhf.objectives.grpo import GRPO
 
 _SMALLEST = math.log(1e-8)  # of log W, as in TRL
@@ -30,10 +28,6 @@ class VESPO(GRPO):
     """The VESPO objective: a smooth weight of whole responses."""
 
     config: VESPOConfig
-
-    def log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
-        """Return the sum of `difference` [N, K, T] over the tokens of each response: [N, K, 1]."""
-        return over_tokens(selected(difference, mask), mask, averaged=False)
 
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of each token [N, K, T]; nothing is clipped."""

@@ -17,8 +17,7 @@ import urllib3
 from requests.adapters import HTTPAdapter
 from torch import Tensor
 
-from rlhf.config.algorithms import ServedTeacherConfig
-from rlhf.config.scorers import HttpScorerConfig
+from rlhf.config.scorers import HttpScorerConfig, ServedTeacherConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import as_score, shortened

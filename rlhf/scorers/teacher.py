@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.config.algorithms import ServedTeacherConfig
+from rlhf.config.scorers import ServedTeacherConfig
 from rlhf.core.batch import Outputs, Rollouts
 from rlhf.core.metrics import selected
 from rlhf.models.modules import Policy

@@ -329,7 +329,8 @@ def evaluations(
             generator.load(engine.weights(), version)
             title = titles[candidate.name]
             if isinstance(evaluator, PolicyEvaluator):
-                requests = 2 if engine.reference is not None else 1  # near-greedy; then sampled, for the KL
+                # Near-greedy samples; samples for the KL; attempts.
+                requests = 1 + (engine.reference is not None) + bool(cfg.eval.attempts)
                 total = requests * len(evaluator.prompts)
                 with progress(title, total, cfg.progress.value) as chunks.advance:
                     evaluation = evaluator(state)

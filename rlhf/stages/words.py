@@ -475,9 +475,14 @@ def row(*cells: object) -> str:
 
 
 def algorithm(cfg: Config) -> str:
-    """Return the first two paragraphs of the documentation of the algorithm: its name and its source."""
+    """Return what the documentation of the algorithm begins with: its name and its source.
+
+    For a variant, which is a setting of another algorithm, this is its entry in a list there.
+    """
     documented = inspect.getdoc(sys.modules[part(cfg.algo).__module__]) or cfg.algo.name
-    text = " ".join(" ".join(paragraph.split()) for paragraph in documented.split("\n\n")[:2])
+    title = re.escape((type(cfg.algo).__doc__ or "").partition(":")[0])
+    variant = re.search(rf"^- ({title} \(.+?)(?=^- |\n\n)", documented, re.M | re.S)
+    text = " ".join((variant[1] if variant else " ".join(documented.split("\n\n")[:2])).split())
     return _ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", text)
 
 

@@ -132,9 +132,8 @@ class PolicyEvaluator:
                 figures |= self.pass_rates(checks)
         figures["eval/response_tokens"] = rollouts.response_mask.sum(-1).double().mean().item()
         figures["eval/eos_rate"] = rollouts.ended.double().mean().item()
-        figures |= (
-            self.against_reference(rollouts) if self.engine.reference is not None else self.likelihood()
-        )
+        compares = self.engine.reference is not None
+        figures |= self.against_reference(rollouts) if compares else self.likelihood()
         if self.pairs is not None:
             figures = self.pairs.measure() | figures  # the accuracy of answers, if a judge checks answers
         if self.prompts.part is not None:

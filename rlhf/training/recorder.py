@@ -123,16 +123,14 @@ class Recorder:
         if rollouts.token_versions is not None:
             lag = state.lag + rollouts.version - rollouts.token_versions
             figures["mismatch/token_lag"] = mean(lag, rollouts.response_mask)
-        self.add(
-            figures
-            | {
-                "time/generate_s": Stat(rollouts.generate_s, 1.0, How.sum),
-                "time/update_s": Stat(seconds, 1.0, How.sum),
-                "throughput/episodes_per_s": Stat(float(rollouts.episodes), seconds),
-                "throughput/tokens_per_s": Stat(float(rollouts.response_mask.sum()), seconds),
-                "memory/peak_gib": Stat(engine.peak_gib(), 1.0, How.max),
-            }
-        )
+        figures |= {
+            "time/generate_s": Stat(rollouts.generate_s, 1.0, How.sum),
+            "time/update_s": Stat(seconds, 1.0, How.sum),
+            "throughput/episodes_per_s": Stat(float(rollouts.episodes), seconds),
+            "throughput/tokens_per_s": Stat(float(rollouts.response_mask.sum()), seconds),
+            "memory/peak_gib": Stat(engine.peak_gib(), 1.0, How.max),
+        }
+        self.add(figures)
         self.repetition.add(rollouts.response_ids, rollouts.response_mask)
         # Plain floats, because a checkpoint stores floats: sums are then the same with and without a resume.
         self.figures = plain(self.figures)

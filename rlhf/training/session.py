@@ -262,9 +262,6 @@ class _OwnLoss(Objective):
     def __init__(self, function: TokenLoss) -> None:
         self.function = function
 
-    def credit(self, batch: Batch) -> Batch:
-        return batch
-
     def count(self, batch: Batch) -> Counts:
         return {"policy": float(batch.response_mask.sum())}
 

@@ -101,11 +101,8 @@ def load_function(key: str, path: object, arguments: tuple[str, ...] | None) -> 
         if len(arguments) != 1:
             others = f"{arguments[0]}, {arguments[2]}, messages or of columns of the data"
             rule = f"name a function with a parameter {arguments[1]}, and others with the names {others}"
-        raise at.error(
-            rule,
-            f"{at.name} takes {plain}: {error}",
-            f"write def {at.name}({', '.join(arguments)})",
-        ) from None
+        example = f"write def {at.name}({', '.join(arguments)})"
+        raise at.error(rule, f"{at.name} takes {plain}: {error}", example) from None
     return found
 
 
@@ -470,7 +467,9 @@ class GivenFunctions:
         UserError: an object is not a function.
     """
 
-    def __init__(self, reward: Function | Sequence[Function] | None, loop: Function | None = None) -> None:
+    def __init__(
+        self, reward: Function | Sequence[Function] | None = None, loop: Function | None = None
+    ) -> None:
         self.only_here: dict[str, Function] = {}
         functions: list[Any] = list(reward) if isinstance(reward, list | tuple) else [reward]
         torch = sys.modules.get("torch")

@@ -15,6 +15,7 @@ FAULTS_AND_TESTS = """
     test_run_killed_after_a_checkpoint_resumes_with_identical_results
     test_a_killed_distillation_with_lag_resumes_with_identical_results
     test_a_killed_trainer_leaves_no_process_and_resumes_to_the_same_rows
+    test_a_killed_distillation_with_lag_resumes_with_identical_results
 `kill -9` while a checkpoint is written
     test_run_killed_in_a_checkpoint_resumes_from_the_previous_checkpoint
 `kill -9` while weights are sent to the generator

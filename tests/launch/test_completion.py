@@ -10,7 +10,7 @@ from rlhf.launch.command_line import candidates
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["algo=d"], {"algo=dpo", "algo=dapo", "algo=dr_grpo", "algo=dppo"}),
+        (["algo=d"], {"algo=dpo", "algo=dapo", "algo=dr_grpo", "algo=dppo", "algo=distill"}),
         (["alg"], {"algo=", "algo."}),
         (["model.policy="], set()),
         (["model.policy=./mo"], set()),

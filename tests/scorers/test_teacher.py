@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.config.algorithms import ServedTeacherConfig
 from rlhf.config.models import Dtype
+from rlhf.config.scorers import ServedTeacherConfig
 from rlhf.core.batch import Budget, Rollouts
 from rlhf.core.errors import RunError
 from rlhf.models.forward import infer

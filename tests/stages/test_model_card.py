@@ -8,6 +8,7 @@ import pytest
 from rlhf.core.state import TrainState
 from rlhf.stages import words as model_card
 from rlhf.stages.words import UNKNOWN, algorithm, data, origin, public, public_value, row
+from rlhf.words.catalogue import options
 from rlhf.words.compose import compose
 
 
@@ -103,6 +104,10 @@ def rendered(*words: str) -> str:
     cfg, state = compose(list(words)), TrainState(num_updates=8, update=8, episode=64)
     recorder = SimpleNamespace(first={}, evaluated={}, evaluated_on=0)
     return model_card.model_card(cfg, cfg, Path("run"), 12, recorder, state)
+
+
+def test_each_algorithm_has_a_description_of_its_own():
+    assert len({algorithm(compose([f"algo={name}"])) for name in options("algo")}) == len(options("algo"))
 
 
 def test_the_command_shows_no_path_of_this_machine():

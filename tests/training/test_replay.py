@@ -194,6 +194,7 @@ class CountingEngine:
 
     def __init__(self):
         self.reference, self.old, self.trained = [], [], []
+        self.moving = None
 
     def annotate(self, batch, needs):
         filled = {}

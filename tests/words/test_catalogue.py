@@ -123,7 +123,7 @@ def test_help_of_all_keys_has_every_key_with_its_meaning(command):
         for group in [stored.split("/")[1]]
         if group != "logger"
         for field in fields(cls)
-        if field.name not in ("name", "lora", "columns", "correction", "covariance", "moving")
+        if field.name not in ("name", "lora", "columns", "correction", "covariance", "moving", "teacher")
     }
     assert declared <= listed and {"seed", "optim.lr", "model.lora.rank", "logger.wandb.project"} <= listed
     assert "optimizer steps of warm-up" in " ".join(text.split())
