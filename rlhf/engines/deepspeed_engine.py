@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from rlhf.config.models import RANKS_FILE, Dtype, ZeroConfig
 from rlhf.core.batch import Batch, Outputs
 from rlhf.core.errors import UserError
-from rlhf.engines.engine import DividedEngine, adam, groups, hollow, rounded_weights, trained
+from rlhf.engines.engine import Engine, adam, groups, hollow, rounded_weights, trained
 from rlhf.models.folder import first_line
 from rlhf.models.forward import is_placeholder, place
 from rlhf.models.modules import RolloutModule, whole_weights
@@ -52,7 +52,7 @@ _FOLDER, _TAG = "deepspeed", "state"  # folder in a checkpoint, and DeepSpeed's 
 _LINEAR = nn.functional.linear
 
 
-class DeepSpeedEngine(DividedEngine):
+class DeepSpeedEngine(Engine):
     """An engine with AdamW and data parallelism; `config.stage` selects what is divided over the ranks."""
 
     @classmethod
@@ -96,7 +96,6 @@ class DeepSpeedEngine(DividedEngine):
         super().__init__(*args, **kwargs)
         self.stage = config.stage
         self.offload = config.offload_optimizer
-        # At stage 3 no rank has the whole model. To generate, `whole` fills a copy of this empty model.
         self.plan = hollow(self.module.model) if self.stage == 3 else None
         native = config.settings(self.settings.dtype, self.settings.optim.max_grad_norm)
         _settle(self.module, native, self.ranks)

@@ -12,7 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
@@ -123,6 +123,7 @@ class Engine(ABC):
         self.ranks, self.settings = ranks, settings
         self.step_index = 0
         self.moving: Moving | None = None  # how the reference moves; None: it is frozen
+        self.plan: PreTrainedModel | None = None  # the trained model without weights, if ranks divide them
         self.phases = Phases()  # what the engine computes now, for the progress display of a run
 
     # -- implemented by each backend ---------------------------------------------------------------
@@ -156,14 +157,6 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def borrow_policy(self) -> AbstractContextManager[PreTrainedModel]:
-        """Return a context with the trained Hugging Face model, whole and on this device, for generation."""
-
-    @abstractmethod
-    def save_model(self, folder: Path) -> None:
-        """Write the trained model in Hugging Face format; called on every rank."""
-
-    @abstractmethod
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state for `load`; called on every rank."""
 
@@ -178,6 +171,37 @@ class Engine(ABC):
             True if the scale was lowered; False if the scale is at its minimum, or the engine scales no loss.
         """
         return False
+
+    @contextmanager
+    def borrow_policy(self) -> Iterator[PreTrainedModel]:
+        """Yield the trained model, for generation; if ranks divide it, a whole copy for this rank alone."""
+        model = self.module.model if self.plan is None else self.whole(self.plan)
+        with autocast(self.ranks.device, self.settings.dtype):
+            yield model
+
+    def whole(self, plan: PreTrainedModel) -> PreTrainedModel:
+        """Return a copy of `plan`, a model without weights, with the current weights of the trained model.
+
+        With bfloat16, weights that autocast would round are stored in bfloat16.
+        """
+        model = copy.deepcopy(plan)
+        narrow = rounded_weights(model) if self.settings.dtype is Dtype.bfloat16 else {}
+        state = {
+            name: tensor.to(torch.bfloat16 if name in narrow else tensor.dtype, copy=True)
+            for name, tensor in self.weights()
+        }
+        model.load_state_dict(state, assign=True)
+        model.tie_weights()
+        torch.nn.Module.to(model, self.ranks.device)  # buffers
+        return model
+
+    def save_model(self, folder: Path) -> None:
+        """Write the trained model in Hugging Face format; called on every rank."""
+        first, state = self.ranks.first, None
+        if self.plan is not None:
+            state = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights() if first}
+        if first:
+            save(self.module.model, self.tokenizer, folder, state)
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapters of the trained model in PEFT's format, if the model has adapters."""
@@ -538,17 +562,6 @@ class TorchEngine(Engine):
         """Yield name and tensor of every weight of the trained Hugging Face model, one tensor at a time."""
         yield from modules.whole_weights(self.module.model)
 
-    @contextmanager
-    def borrow_policy(self) -> Iterator[PreTrainedModel]:
-        """Yield the trained Hugging Face model, to generate in this process."""
-        with autocast(self.ranks.device, self.settings.dtype):
-            yield self.module.model
-
-    def save_model(self, folder: Path) -> None:
-        """Write the trained model in Hugging Face format."""
-        if self.ranks.first:
-            save(self.module.model, self.tokenizer, folder)
-
     def save(self, folder: Path) -> None:
         """Write trained weights and optimizer state for `load`; only rank 0 writes."""
         if not self.ranks.first:
@@ -683,45 +696,7 @@ class GradientSum:
                 parameter.grad = None
 
 
-# What engines share that divide the weights over the ranks: whole copies, and the saved model.
-#
-# To generate, a rank fills a copy of an empty model.
-
-
-class DividedEngine(Engine):
-    """An engine that may divide the weights over the ranks; its `weights` gathers one tensor at a time."""
-
-    plan: PreTrainedModel | None  # the trained model without weights; None: every rank has the whole model
-
-    @contextmanager
-    def borrow_policy(self) -> Iterator[PreTrainedModel]:
-        """Yield the trained model; if it is divided, a whole copy that each rank can run independently."""
-        model = self.module.model if self.plan is None else self.whole(self.plan)
-        with autocast(self.ranks.device, self.settings.dtype):
-            yield model
-
-    def whole(self, plan: PreTrainedModel) -> PreTrainedModel:
-        """Return a copy of `plan`, a model without weights, with the current weights of the trained model.
-
-        With bfloat16, weights that autocast would round are stored in bfloat16.
-        """
-        model = copy.deepcopy(plan)
-        narrow = rounded_weights(model) if self.settings.dtype is Dtype.bfloat16 else {}
-        state = {
-            name: tensor.to(torch.bfloat16 if name in narrow else tensor.dtype, copy=True)
-            for name, tensor in self.weights()
-        }
-        model.load_state_dict(state, assign=True)
-        model.tie_weights()
-        torch.nn.Module.to(model, self.ranks.device)  # buffers
-        return model
-
-    def save_model(self, folder: Path) -> None:
-        """Write the trained model in Hugging Face format."""
-        first = self.ranks.first
-        state = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights() if first}
-        if first:
-            save(self.module.model, self.tokenizer, folder, state)
+# Tensors of one rank or of all ranks, and models without weights.
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from rlhf.assembly.parts import make
-from rlhf.config.algorithms import AlgoConfig, Trains
+from rlhf.config.algorithms import AlgoConfig, ServedTeacherConfig, Trains
 from rlhf.config.models import Dtype, FSDP2Config, LoRAConfig
 from rlhf.config.run import OptimConfig
 from rlhf.config.schema import SCHEMAS
@@ -41,6 +41,7 @@ from rlhf.models.modules import (
 )
 from rlhf.objectives.objective import Objective
 from rlhf.processes.ranks import ALONE, Ranks
+from rlhf.scorers.teacher import ServedTeacher
 from tests.end_to_end.backend_steps import figures, weights
 from tests.tiny_models import KINDS, tiny_classifier, tiny_lm, tiny_rollouts, tiny_tokenizer
 
@@ -93,9 +94,11 @@ def reference(kind: str) -> Policy:
     return Policy(model, 0.7, shared_prefix=True)
 
 
-def engine_of(kind: str, ranks: Ranks | None, lora: bool = False, **model: Any) -> Engine:
+def engine_of(
+    kind: str, ranks: Ranks | None, lora: bool = False, served: ServedTeacher | None = None, **model: Any
+) -> Engine:
     """Return an engine on the ranks with FSDP2, or, without ranks, on plain torch in this process."""
-    compares = not lora and not model.get("reward")
+    compares = not lora and not served and not model.get("reward")
     # The gradient of the keys' bias is 0 except for rounding errors: with a small eps, these are full steps.
     optim = OptimConfig(lr=1e-2, eps=1e-4, max_grad_norm=0.5)
     dtype = Dtype.bfloat16 if "dtype" in model else Dtype.float32
@@ -111,7 +114,7 @@ def engine_of(kind: str, ranks: Ranks | None, lora: bool = False, **model: Any) 
         config = FSDP2Config()
         FSDP2Engine.prepare(config, dtype, ranks)
         frozen = FSDP2Engine.place(config, build_on_first(other, ranks), ranks) if other else None
-        engine = FSDP2Engine(build_on_first(build, ranks), frozen, tokenizer, ranks, settings)
+        engine = FSDP2Engine(build_on_first(build, ranks), frozen or served, tokenizer, ranks, settings)
     if "use_sliding_window" in model:
         for policy in filter(None, (engine.policy, engine.reference)):
             with contextlib.suppress(NoSharedPrefix):
@@ -176,6 +179,7 @@ def model(name: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
     engine = engine_of(ranks=ranks, **MODELS[name])
     batch = given(engine, objective, batch)
     rows = [figures(engine, batch, objective) for _ in range(2)]
+    (folder / name).mkdir(exist_ok=True)
     engine.save(folder / name)
     left = exported(engine, folder / f"{name} exported", ranks)
     engine.infer(engine.policy, batch, "logprobs")  # directly before a step
@@ -220,6 +224,7 @@ def local(tensor: Tensor) -> Tensor:
 def full_disk(folder: Path, ranks: Ranks) -> list[str]:
     """Save while the second rank cannot write a file of 1 KiB; return each rank's error, and save again."""
     engine = engine_of("llama", ranks)
+    (folder / "full").mkdir(exist_ok=True)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if not ranks.first:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
@@ -232,6 +237,17 @@ def full_disk(folder: Path, ranks: Ranks) -> list[str]:
     engine.save(folder / "full")
     engine.load(folder / "full")
     return ranks.gather(said)
+
+
+def served(ranks: Ranks) -> dict[str, float]:
+    """Make a step with a teacher that a server runs, and whose log-probs have arrived."""
+    config = SCHEMAS["schema/algo/distill"](divergence="k1", samples_per_prompt=2)
+    teacher = ServedTeacher(ServedTeacherConfig(url="http://127.0.0.1:1"), "teacher", tiny_tokenizer())
+    engine, batch = engine_of("llama", ranks, served=teacher), batch_of(config)
+    objective = make(config)
+    return figures(
+        engine, given(engine, objective, replace(batch, ref_logprobs=batch.behaviour_logprobs)), objective
+    )
 
 
 def memory(ranks: Ranks) -> dict[str, Any]:
@@ -275,6 +291,7 @@ def main(folder: Path, results: Path) -> None:
             }
             found["models"] = {name: model(name, folder, ranks) for name in MODELS}
             found["full disk"] = full_disk(folder, ranks)
+            found["served teacher"] = served(ranks)
             found["memory"] = memory(ranks)
         chosen = MODELS if ranks.size == 2 else RESHARDED
         found["resumed"] = {name: resumed(name, folder, ranks) for name in chosen}
