@@ -113,8 +113,9 @@ def infer(
     """
     home = rollouts.response_ids.device
     whole: Tensor | None = None
+    divided = getattr(module, "whole", False)  # copies of all weights would stay although ranks divide them
     # Not inference_mode: weights that ZeRO-3 gathers in inference mode cannot be trained later.
-    with torch.no_grad(), autocast(ranks.device, dtype):
+    with torch.no_grad(), autocast(ranks.device, dtype, cached=not divided):
         for rows, micro, counts in microbatches(rollouts, budget, ranks.rank, ranks.size):
             out = getattr(module(micro.to(ranks.device)), field).float()
             if whole is None:

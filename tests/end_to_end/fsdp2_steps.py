@@ -43,6 +43,7 @@ from rlhf.objectives.objective import Objective
 from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.scorers.teacher import ServedTeacher
 from tests.end_to_end.backend_steps import figures, weights
+from tests.engines.test_weight_copies import Casts
 from tests.tiny_models import KINDS, tiny_classifier, tiny_lm, tiny_rollouts, tiny_tokenizer
 
 ALGORITHMS = sorted(name.removeprefix("schema/algo/") for name in SCHEMAS if name.startswith("schema/algo/"))
@@ -250,6 +251,17 @@ def served(ranks: Ranks) -> dict[str, float]:
     )
 
 
+def copies(ranks: Ranks) -> list[int]:
+    """Return how often forwards without gradients round weights to bfloat16: with 3 micro-batches, with 1."""
+    engine, counts = engine_of("llama", ranks), []
+    engine.settings = replace(engine.settings, dtype=Dtype.bfloat16)
+    for prompts in (24, 8):
+        with Casts() as casts:
+            engine.infer(engine.policy, tiny_rollouts(prompts, 2), "logprobs")
+        counts.append(casts.count)
+    return counts
+
+
 def memory(ranks: Ranks) -> dict[str, Any]:
     """Return the most bytes of weights, gradients and optimizer state of a rank, with and without sharing."""
     objective, batch = parts("llama")
@@ -292,6 +304,7 @@ def main(folder: Path, results: Path) -> None:
             found["models"] = {name: model(name, folder, ranks) for name in MODELS}
             found["full disk"] = full_disk(folder, ranks)
             found["served teacher"] = served(ranks)
+            found["copies"] = copies(ranks)
             found["memory"] = memory(ranks)
         chosen = MODELS if ranks.size == 2 else RESHARDED
         found["resumed"] = {name: resumed(name, folder, ranks) for name in chosen}
