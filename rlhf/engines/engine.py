@@ -328,9 +328,9 @@ class Engine(ABC):
         return metrics
 
     def clip_gradients(self) -> Tensor:
-        """Scale unsharded gradients down to norm `optim.max_grad_norm`; return the norm before scaling."""
+        """Scale the gradients down to norm `optim.max_grad_norm`; return the norm before scaling."""
         bound = self.settings.optim.max_grad_norm or torch.inf
-        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), bound).detach()
+        return full(torch.nn.utils.clip_grad_norm_(self.module.parameters(), bound).detach())
 
     def peak_gib(self) -> float:
         """Return the peak memory so far in GiB: on the GPU, or, without a GPU, the RAM of this process."""

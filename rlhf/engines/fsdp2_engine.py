@@ -98,10 +98,6 @@ class FSDP2Engine(TorchEngine):
         loss.backward()
         self.release()
 
-    def clip_gradients(self) -> Tensor:
-        """Scale the gradients down to norm `optim.max_grad_norm`; return the norm before scaling."""
-        return full(super().clip_gradients())
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and whole tensor of every weight, gathered one at a time."""
         self.release()
