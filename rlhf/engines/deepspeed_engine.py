@@ -124,6 +124,12 @@ class DeepSpeedEngine(Engine):
 
     def forward(self, batch: Batch, *extras: str) -> Outputs:
         """Run the trained module on a micro-batch, with gradients; see `Policy.forward` for `extras`."""
+        if self.stage == 3 and "divergence" in extras:
+            teacher, own = self.policy.teacher, self.policy.model.get_output_embeddings()
+            # Ranks gather weights together, but have different numbers of tiles: each needs a whole head.
+            if teacher is not None and teacher.head is not own and hasattr(teacher.head.weight, "ds_id"):
+                with self.gathered(teacher.head.parameters()):
+                    teacher.head = teacher.head.copied()
         return cast(Outputs, self.deep(batch, *extras))
 
     def backward(self, loss: Tensor, last: bool) -> None:

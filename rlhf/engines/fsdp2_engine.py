@@ -115,6 +115,7 @@ class FSDP2Engine(TorchEngine):
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state for `load`; each rank writes its part."""
         part = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in self.state().items()}
+        folder.mkdir(parents=True, exist_ok=True)
         torch.save(part, folder / _PART.format(self.ranks.rank))
         if self.ranks.first:
             (folder / RANKS_FILE).write_text(json.dumps({"ranks": self.ranks.size}))

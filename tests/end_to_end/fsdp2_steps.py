@@ -180,7 +180,6 @@ def model(name: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
     engine = engine_of(ranks=ranks, **MODELS[name])
     batch = given(engine, objective, batch)
     rows = [figures(engine, batch, objective) for _ in range(2)]
-    (folder / name).mkdir(exist_ok=True)
     engine.save(folder / name)
     left = exported(engine, folder / f"{name} exported", ranks)
     engine.infer(engine.policy, batch, "logprobs")  # directly before a step
@@ -225,7 +224,6 @@ def local(tensor: Tensor) -> Tensor:
 def full_disk(folder: Path, ranks: Ranks) -> list[str]:
     """Save while the second rank cannot write a file of 1 KiB; return each rank's error, and save again."""
     engine = engine_of("llama", ranks)
-    (folder / "full").mkdir(exist_ok=True)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if not ranks.first:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
