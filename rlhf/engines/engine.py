@@ -520,7 +520,7 @@ class TorchEngine(Engine):
         scaled = self.settings.dtype is Dtype.float16
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=scaled)
         if self.settings.moving is not None:
-            assert self.reference is not None, "validated: the run has a reference of its own"
+            assert isinstance(self.reference, Policy), "validated: the run has a reference of its own"
             self.moving = Moving(self.settings.moving, self.policy, self.reference)
 
     def forward(self, batch: Batch, *extras: str) -> Outputs:

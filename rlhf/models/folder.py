@@ -87,10 +87,8 @@ def folder_problem(key: str, path: str) -> str | None:
         elif close := str(Path(path).parent) if inside else similar_folder(path):
             remedy = f"did you mean {setting(key, close)}?"
     elif (folder / "model" / "config.json").is_file() and not (folder / "config.json").is_file():
-        missing, remedy = (
-            f"no config.json in {path!r}, a run folder",
-            f"set {setting(key, Path(path) / 'model')}",
-        )
+        missing = f"no config.json in {path!r}, a run folder"
+        remedy = f"set {setting(key, Path(path) / 'model')}"
     elif (folder / ADAPTER).is_file():
         return _adapter_problem(key, path)
     elif defect := opened(folder).defect:
