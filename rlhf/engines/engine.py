@@ -221,11 +221,9 @@ class Engine(ABC):
 
     def infer(self, module: RolloutModule | ServedTeacher, rollouts: Rollouts, field: str) -> Tensor:
         """Return the output `field` of `module` without gradient; see `rlhf.models.forward.infer`."""
-        sequences = rollouts.response_ids.shape[:2].numel() // self.ranks.size
+        own, sequences = self.settings, rollouts.response_ids.shape[:2].numel() // self.ranks.size
         with self.phases(_INFERRED.get(field, field), sequences) as done:
-            return infer(
-                module, rollouts, field, self.settings.inference, self.ranks, self.settings.dtype, done
-            )
+            return infer(module, rollouts, field, own.inference, self.ranks, own.dtype, done)
 
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """Return the batch with the tensors that the objective needs and the batch lacks, and `on_policy`.
@@ -385,9 +383,6 @@ def ess_scale(config: OptimConfig, ess: float | None) -> float:
 # AdamW with moments of 8 bits: Dettmers et al., arXiv 2110.02861.
 
 
-_Group = dict[str, Any]
-
-
 def build_optimizer(module: nn.Module, optim: OptimConfig, value_lr: float | None) -> torch.optim.Optimizer:
     """Return the optimizer that `optim.optimizer` selects, for the parameters of a module that are trained.
 
@@ -409,7 +404,7 @@ def build_optimizer(module: nn.Module, optim: OptimConfig, value_lr: float | Non
     return torch.optim.AdamW(parts, fused=True, **adam(optim))
 
 
-def groups(module: nn.Module, lr: float, value_lr: float | None) -> list[_Group]:
+def groups(module: nn.Module, lr: float, value_lr: float | None) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups: one group, or two groups for policy and value model.
 
     The entry `scale` of a group is the factor of its learning rate.
@@ -457,8 +452,10 @@ class _MuonWithAdamW(torch.optim.Optimizer):
         optim: optimizer settings.
     """
 
-    def __init__(self, parts: Iterable[_Group], matrices: set[nn.Parameter], optim: OptimConfig) -> None:
-        divided: dict[bool, list[_Group]] = {True: [], False: []}  # True: for Muon
+    def __init__(
+        self, parts: Iterable[dict[str, Any]], matrices: set[nn.Parameter], optim: OptimConfig
+    ) -> None:
+        divided: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # True: for Muon
         for part in parts:
             for for_muon, chosen in divided.items():
                 own = [each for each in part["params"] if (each in matrices) is for_muon]

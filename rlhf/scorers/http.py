@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import requests
@@ -226,10 +227,13 @@ _EXPECTED = 'the answer must be {"scores": [...]} with one finite number per res
 
 
 def _retry_after(header: str) -> float | None:
-    """Return the seconds in a header Retry-After, at most six hours; None if it is empty or invalid."""
-    with suppress(urllib3.exceptions.InvalidHeader):
-        return urllib3.Retry().parse_retry_after(header)
-    return None
+    """Return the seconds in a header Retry-After (a number or a date); None if it is empty or invalid."""
+    if header.strip().isdecimal():
+        return float(header)
+    try:
+        return max(parsedate_to_datetime(header).timestamp() - time.time(), 0.0)
+    except ValueError:
+        return None
 
 
 def _cause_of(error: BaseException) -> str:
