@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from rlhf.config.models import RANKS_FILE, Dtype, ZeroConfig
 from rlhf.core.batch import Batch, Outputs
 from rlhf.core.errors import UserError
-from rlhf.engines.engine import DividedEngine, adam, groups, hollow, rounded_weights, trained
+from rlhf.engines.engine import Engine, adam, groups, hollow, rounded_weights, trained
 from rlhf.models.folder import first_line
 from rlhf.models.forward import is_placeholder, place
 from rlhf.models.modules import RolloutModule, whole_weights
@@ -52,7 +52,7 @@ _FOLDER, _TAG = "deepspeed", "state"  # folder in a checkpoint, and DeepSpeed's 
 _LINEAR = nn.functional.linear
 
 
-class DeepSpeedEngine(DividedEngine):
+class DeepSpeedEngine(Engine):
     """An engine with AdamW and data parallelism; `config.stage` selects what is divided over the ranks."""
 
     @classmethod
@@ -96,7 +96,6 @@ class DeepSpeedEngine(DividedEngine):
         super().__init__(*args, **kwargs)
         self.stage = config.stage
         self.offload = config.offload_optimizer
-        # At stage 3 no rank has the whole model. To generate, `whole` fills a copy of this empty model.
         self.plan = hollow(self.module.model) if self.stage == 3 else None
         native = config.settings(self.settings.dtype, self.settings.optim.max_grad_norm)
         _settle(self.module, native, self.ranks)
@@ -125,6 +124,12 @@ class DeepSpeedEngine(DividedEngine):
 
     def forward(self, batch: Batch, *extras: str) -> Outputs:
         """Run the trained module on a micro-batch, with gradients; see `Policy.forward` for `extras`."""
+        if self.stage == 3 and "divergence" in extras:
+            teacher, own = self.policy.teacher, self.policy.model.get_output_embeddings()
+            # Ranks gather weights together, but have different numbers of tiles: each needs a whole head.
+            if teacher is not None and teacher.head is not own and hasattr(teacher.head.weight, "ds_id"):
+                with self.gathered(teacher.head.parameters()):
+                    teacher.head = teacher.head.copied()
         return cast(Outputs, self.deep(batch, *extras))
 
     def backward(self, loss: Tensor, last: bool) -> None:

@@ -12,7 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
@@ -123,6 +123,7 @@ class Engine(ABC):
         self.ranks, self.settings = ranks, settings
         self.step_index = 0
         self.moving: Moving | None = None  # how the reference moves; None: it is frozen
+        self.plan: PreTrainedModel | None = None  # the trained model without weights, if ranks divide them
         self.phases = Phases()  # what the engine computes now, for the progress display of a run
 
     # -- implemented by each backend ---------------------------------------------------------------
@@ -156,14 +157,6 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def borrow_policy(self) -> AbstractContextManager[PreTrainedModel]:
-        """Return a context with the trained Hugging Face model, whole and on this device, for generation."""
-
-    @abstractmethod
-    def save_model(self, folder: Path) -> None:
-        """Write the trained model in Hugging Face format; called on every rank."""
-
-    @abstractmethod
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state for `load`; called on every rank."""
 
@@ -178,6 +171,37 @@ class Engine(ABC):
             True if the scale was lowered; False if the scale is at its minimum, or the engine scales no loss.
         """
         return False
+
+    @contextmanager
+    def borrow_policy(self) -> Iterator[PreTrainedModel]:
+        """Yield the trained model, for generation; if ranks divide it, a whole copy for this rank alone."""
+        model = self.module.model if self.plan is None else self.whole(self.plan)
+        with autocast(self.ranks.device, self.settings.dtype):
+            yield model
+
+    def whole(self, plan: PreTrainedModel) -> PreTrainedModel:
+        """Return a copy of `plan`, a model without weights, with the current weights of the trained model.
+
+        With bfloat16, weights that autocast would round are stored in bfloat16.
+        """
+        model = copy.deepcopy(plan)
+        narrow = rounded_weights(model) if self.settings.dtype is Dtype.bfloat16 else {}
+        state = {
+            name: tensor.to(torch.bfloat16 if name in narrow else tensor.dtype, copy=True)
+            for name, tensor in self.weights()
+        }
+        model.load_state_dict(state, assign=True)
+        model.tie_weights()
+        torch.nn.Module.to(model, self.ranks.device)  # buffers
+        return model
+
+    def save_model(self, folder: Path) -> None:
+        """Write the trained model in Hugging Face format; called on every rank."""
+        first, state = self.ranks.first, None
+        if self.plan is not None:
+            state = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights() if first}
+        if first:
+            save(self.module.model, self.tokenizer, folder, state)
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapters of the trained model in PEFT's format, if the model has adapters."""
@@ -197,11 +221,9 @@ class Engine(ABC):
 
     def infer(self, module: RolloutModule | ServedTeacher, rollouts: Rollouts, field: str) -> Tensor:
         """Return the output `field` of `module` without gradient; see `rlhf.models.forward.infer`."""
-        sequences = rollouts.response_ids.shape[:2].numel() // self.ranks.size
+        own, sequences = self.settings, rollouts.response_ids.shape[:2].numel() // self.ranks.size
         with self.phases(_INFERRED.get(field, field), sequences) as done:
-            return infer(
-                module, rollouts, field, self.settings.inference, self.ranks, self.settings.dtype, done
-            )
+            return infer(module, rollouts, field, own.inference, self.ranks, own.dtype, done)
 
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """Return the batch with the tensors that the objective needs and the batch lacks, and `on_policy`.
@@ -304,9 +326,9 @@ class Engine(ABC):
         return metrics
 
     def clip_gradients(self) -> Tensor:
-        """Scale unsharded gradients down to norm `optim.max_grad_norm`; return the norm before scaling."""
+        """Scale the gradients down to norm `optim.max_grad_norm`; return the norm before scaling."""
         bound = self.settings.optim.max_grad_norm or torch.inf
-        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), bound).detach()
+        return full(torch.nn.utils.clip_grad_norm_(self.module.parameters(), bound).detach())
 
     def peak_gib(self) -> float:
         """Return the peak memory so far in GiB: on the GPU, or, without a GPU, the RAM of this process."""
@@ -361,9 +383,6 @@ def ess_scale(config: OptimConfig, ess: float | None) -> float:
 # AdamW with moments of 8 bits: Dettmers et al., arXiv 2110.02861.
 
 
-_Group = dict[str, Any]
-
-
 def build_optimizer(module: nn.Module, optim: OptimConfig, value_lr: float | None) -> torch.optim.Optimizer:
     """Return the optimizer that `optim.optimizer` selects, for the parameters of a module that are trained.
 
@@ -385,7 +404,7 @@ def build_optimizer(module: nn.Module, optim: OptimConfig, value_lr: float | Non
     return torch.optim.AdamW(parts, fused=True, **adam(optim))
 
 
-def groups(module: nn.Module, lr: float, value_lr: float | None) -> list[_Group]:
+def groups(module: nn.Module, lr: float, value_lr: float | None) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups: one group, or two groups for policy and value model.
 
     The entry `scale` of a group is the factor of its learning rate.
@@ -433,8 +452,10 @@ class _MuonWithAdamW(torch.optim.Optimizer):
         optim: optimizer settings.
     """
 
-    def __init__(self, parts: Iterable[_Group], matrices: set[nn.Parameter], optim: OptimConfig) -> None:
-        divided: dict[bool, list[_Group]] = {True: [], False: []}  # True: for Muon
+    def __init__(
+        self, parts: Iterable[dict[str, Any]], matrices: set[nn.Parameter], optim: OptimConfig
+    ) -> None:
+        divided: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # True: for Muon
         for part in parts:
             for for_muon, chosen in divided.items():
                 own = [each for each in part["params"] if (each in matrices) is for_muon]
@@ -537,17 +558,6 @@ class TorchEngine(Engine):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of every weight of the trained Hugging Face model, one tensor at a time."""
         yield from modules.whole_weights(self.module.model)
-
-    @contextmanager
-    def borrow_policy(self) -> Iterator[PreTrainedModel]:
-        """Yield the trained Hugging Face model, to generate in this process."""
-        with autocast(self.ranks.device, self.settings.dtype):
-            yield self.module.model
-
-    def save_model(self, folder: Path) -> None:
-        """Write the trained model in Hugging Face format."""
-        if self.ranks.first:
-            save(self.module.model, self.tokenizer, folder)
 
     def save(self, folder: Path) -> None:
         """Write trained weights and optimizer state for `load`; only rank 0 writes."""
@@ -683,45 +693,7 @@ class GradientSum:
                 parameter.grad = None
 
 
-# What engines share that divide the weights over the ranks: whole copies, and the saved model.
-#
-# To generate, a rank fills a copy of an empty model.
-
-
-class DividedEngine(Engine):
-    """An engine that may divide the weights over the ranks; its `weights` gathers one tensor at a time."""
-
-    plan: PreTrainedModel | None  # the trained model without weights; None: every rank has the whole model
-
-    @contextmanager
-    def borrow_policy(self) -> Iterator[PreTrainedModel]:
-        """Yield the trained model; if it is divided, a whole copy that each rank can run independently."""
-        model = self.module.model if self.plan is None else self.whole(self.plan)
-        with autocast(self.ranks.device, self.settings.dtype):
-            yield model
-
-    def whole(self, plan: PreTrainedModel) -> PreTrainedModel:
-        """Return a copy of `plan`, a model without weights, with the current weights of the trained model.
-
-        With bfloat16, weights that autocast would round are stored in bfloat16.
-        """
-        model = copy.deepcopy(plan)
-        narrow = rounded_weights(model) if self.settings.dtype is Dtype.bfloat16 else {}
-        state = {
-            name: tensor.to(torch.bfloat16 if name in narrow else tensor.dtype, copy=True)
-            for name, tensor in self.weights()
-        }
-        model.load_state_dict(state, assign=True)
-        model.tie_weights()
-        torch.nn.Module.to(model, self.ranks.device)  # buffers
-        return model
-
-    def save_model(self, folder: Path) -> None:
-        """Write the trained model in Hugging Face format."""
-        first = self.ranks.first
-        state = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights() if first}
-        if first:
-            save(self.module.model, self.tokenizer, folder, state)
+# Tensors of one rank or of all ranks, and models without weights.
 
 
 def full(tensor: Tensor) -> Tensor:

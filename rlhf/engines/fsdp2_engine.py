@@ -14,40 +14,31 @@ Gradients are summed with every micro-batch. Weights are float32, as with `backe
 from __future__ import annotations
 
 import json
-import pickle
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.config.models import RANKS_FILE, BackendConfig
 from rlhf.core.batch import Batch, Outputs
-from rlhf.core.errors import RunError
-from rlhf.engines.engine import DividedEngine, Engine, M, TorchEngine, build_optimizer, full, hollow
+from rlhf.engines.engine import Engine, M, TorchEngine, build_optimizer, full, hollow
 from rlhf.models.forward import autocast, is_placeholder
 from rlhf.models.modules import RolloutModule
 from rlhf.processes.ranks import Ranks, have_group
 
-# What the description of a checkpoint may name. `state` has only tensors, of two dtypes. Torch would unpickle
-# the content of an entry that is described by `BytesStorageMetadata`.
-_DCP = "torch.distributed.checkpoint"
-_KNOWN = {
-    *(f"{_DCP}.metadata.{name}" for name in (*checkpoint.metadata.__all__, "_MEM_FORMAT_ENCODING")),
-    *(f"{_DCP}.filesystem._StorageInfo", "torch.Size", "torch.float32", "torch.int64"),
-    *("torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath"),
-} - {f"{_DCP}.metadata.BytesStorageMetadata"}
+_PART = "fsdp2-{}.pt"  # file of a rank in a checkpoint: its part of every tensor
 
 
-class FSDP2Engine(DividedEngine, TorchEngine):
+class FSDP2Engine(TorchEngine):
     """An engine with data parallelism over ranks, each of which stores a part of every weight."""
 
     @staticmethod
@@ -107,10 +98,6 @@ class FSDP2Engine(DividedEngine, TorchEngine):
         loss.backward()
         self.release()
 
-    def clip_gradients(self) -> Tensor:
-        """Scale the gradients down to norm `optim.max_grad_norm`; return the norm before scaling."""
-        return full(super().clip_gradients())
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and whole tensor of every weight, gathered one at a time."""
         self.release()
@@ -126,19 +113,24 @@ class FSDP2Engine(DividedEngine, TorchEngine):
         return found
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer state for `load`; each rank writes a part, and raises its own error."""
-        try:
-            checkpoint.save(self.state(), checkpoint_id=folder / "fsdp2")
-        except checkpoint.CheckpointException as error:  # torch raises the errors of all ranks on every rank
-            if self.ranks.rank in error.failures:
-                raise error.failures[self.ranks.rank][0] from None
+        """Write weights and optimizer state for `load`; each rank writes its part."""
+        part = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in self.state().items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(part, folder / _PART.format(self.ranks.rank))
         if self.ranks.first:
             (folder / RANKS_FILE).write_text(json.dumps({"ranks": self.ranks.size}))
 
     def load(self, folder: Path) -> None:
-        """Restore the state that `save(folder)` wrote, with any number of ranks."""
-        state = self.state()
-        checkpoint.load(state, storage_reader=_Reader(folder / "fsdp2"))
+        """Restore the state that `save(folder)` wrote, with any number of ranks, one tensor at a time."""
+        wrote = range(json.loads((folder / RANKS_FILE).read_text())["ranks"])
+        read = partial(torch.load, map_location="cpu", mmap=True, weights_only=True)
+        parts = [read(folder / _PART.format(rank)) for rank in wrote]
+        for name, own in (state := self.state()).items():
+            saved = parts[0][name]
+            if isinstance(own, DTensor):
+                whole = torch.cat([part[name] for part in parts])
+                saved = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
+            own.copy_(saved)
         self.step_index = int(state["step_index"])
 
 
@@ -164,32 +156,3 @@ def _divide(module: RolloutModule, ranks: Ranks) -> None:
         unit.set_gradient_divide_factor(1.0)  # sums, because losses are divided by counts of all ranks
     for buffer in module.buffers():
         buffer.data = buffer.data.to(ranks.device)
-
-
-class _Reader(checkpoint.FileSystemReader):
-    """A reader of checkpoints that runs no code: torch would unpickle any class that a file names.
-
-    Raises:
-        RunError: the file `.metadata` names a class that does not describe tensors.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        with (path / ".metadata").open("rb") as file:
-            self.metadata: checkpoint.Metadata = _Unpickler(file).load()
-
-    def read_metadata(self, *_: Any, **__: Any) -> checkpoint.Metadata:
-        """Return the description of the tensors in the folder."""
-        return self.metadata
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # a member of an enum, before Python 3.11.4
-            return lambda _, member: checkpoint.metadata._MEM_FORMAT_ENCODING[member]
-        if f"{module}.{name}" in _KNOWN:
-            return super().find_class(module, name)
-        raise RunError(
-            ".metadata of a checkpoint must name only classes that describe tensors (others could run code), "
-            f"got {module}.{name}; set resume=never to start again"
-        )

@@ -305,9 +305,8 @@ def candidates(words: Sequence[str], own: Collection[str] = ()) -> list[str]:
         each for each in before if re.fullmatch(r"[^-=][^=]*=[^,]*", each) and each.split("=")[0] not in own
     ]
     group, equals, value = word.partition("=")
-    if (
-        found := catalogue.options(group.partition("@")[0]) if equals else {}
-    ):  # scorer@gold= has the options of scorer=
+    # scorer@gold= has the options of scorer=
+    if found := catalogue.options(group.partition("@")[0]) if equals else {}:
         return [f"{group}={option}" for option in found if option.startswith(value)]
     try:
         keys = CompletionPlugin._get_matches(compose_node(overrides), word)  # `<key>=`: with its value

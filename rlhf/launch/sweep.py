@@ -266,8 +266,6 @@ def _pass_on() -> None:
 # has not begun is refused. If the process of the sweep is killed, a process of joblib does the same and ends.
 
 
-_PARENT_POLL_S = 0.5  # seconds between checks whether the process of the sweep has ended
-
 _handlers = ExitStack()  # in a process of joblib: its signal handlers, from its first job until its end
 _busy = threading.Lock()  # locked while a job runs in a process of joblib
 
@@ -339,7 +337,7 @@ def _process_of_joblib() -> Iterator[None]:
     """
     if signals.active is None:
         _handlers.enter_context(signals.interruptible())
-        threading.Thread(target=_end_with_sweep, args=(os.getppid(),), daemon=True).start()
+        signals.at_end_of([os.getppid()], _end_after_sweep)
     assert signals.active is not None, "joblib runs jobs in the main thread"
     signals.active.check()
     with _busy:
@@ -349,10 +347,8 @@ def _process_of_joblib() -> Iterator[None]:
             signals.active.deferred = True
 
 
-def _end_with_sweep(sweep: int) -> None:
-    """Wait until the process `sweep`, the parent, has ended; let a running job stop; end this process."""
-    while os.getppid() == sweep:
-        time.sleep(_PARENT_POLL_S)
+def _end_after_sweep() -> None:
+    """Let a running job stop, and end this process: that of the sweep has ended."""
     os.kill(os.getpid(), signal.SIGTERM)
     with _busy:
         os._exit(os.EX_TEMPFAIL)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf.core import machine
 from rlhf.core.errors import UserError, literal, python_command, setting
-from rlhf.models.headers import TWO_HEADS, DamagedFile, ModelFolder, opened, read_object
+from rlhf.models.headers import DamagedFile, ModelFolder, opened, read_object
 
 # Checks of local model folders and of context lengths.
 
@@ -87,16 +87,12 @@ def folder_problem(key: str, path: str) -> str | None:
         elif close := str(Path(path).parent) if inside else similar_folder(path):
             remedy = f"did you mean {setting(key, close)}?"
     elif (folder / "model" / "config.json").is_file() and not (folder / "config.json").is_file():
-        missing, remedy = (
-            f"no config.json in {path!r}, a run folder",
-            f"set {setting(key, Path(path) / 'model')}",
-        )
+        missing = f"no config.json in {path!r}, a run folder"
+        remedy = f"set {setting(key, Path(path) / 'model')}"
     elif (folder / ADAPTER).is_file():
         return _adapter_problem(key, path)
     elif defect := opened(folder).defect:
-        missing = f"{path!r}: {defect}"
-        untie = 'to use the head of the weights, write "tie_word_embeddings": false'
-        remedy = f"{untie} in {Path(path) / 'config.json'}" if defect == TWO_HEADS else _repair(key, path)
+        missing, remedy = f"{path!r}: {defect}", _repair(key, path)
     else:
         return None
     return (

@@ -113,8 +113,9 @@ def infer(
     """
     home = rollouts.response_ids.device
     whole: Tensor | None = None
+    divided = getattr(module, "whole", False)  # copies of all weights would stay although ranks divide them
     # Not inference_mode: weights that ZeRO-3 gathers in inference mode cannot be trained later.
-    with torch.no_grad(), autocast(ranks.device, dtype):
+    with torch.no_grad(), autocast(ranks.device, dtype, cached=not divided):
         for rows, micro, counts in microbatches(rollouts, budget, ranks.rank, ranks.size):
             out = getattr(module(micro.to(ranks.device)), field).float()
             if whole is None:
@@ -520,10 +521,6 @@ class NoSharedPrefix(UserError):
 # be between a prompt and its response. A row then contains one sample (`rlhf.models.forward`).
 
 
-_PREFIX = "flash_attention"  # of the names of these implementations in transformers
-_SDPA = "sdpa"
-
-
 def installed(device: torch.device, dtype: Dtype) -> str | None:
     """Return the newest installed flash attention for forwards in `dtype` on `device`, or None."""
     if device.type != "cuda" or dtype is Dtype.float32:
@@ -534,17 +531,20 @@ def installed(device: torch.device, dtype: Dtype) -> str | None:
 
 
 @contextmanager
-def with_sdpa(model: PreTrainedModel) -> Iterator[None]:
-    """Return a context in which a model with flash attention uses sdpa instead, which takes any mask."""
-    if not str(model.config._attn_implementation).startswith(_PREFIX):
-        yield
-        return
+def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Return a context in which `model` uses the attention function `name`."""
     before = model.config._attn_implementation
-    model.set_attn_implementation(_SDPA)
+    model.set_attn_implementation(name)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+def with_sdpa(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Return a context in which a model with flash attention uses sdpa instead, which takes any mask."""
+    flash = str(model.config._attn_implementation).startswith("flash_attention")
+    return attention_of(model, "sdpa") if flash else nullcontext()
 
 
 # Compilation of the blocks of a Hugging Face model with torch.compile, for forwards over rollouts.

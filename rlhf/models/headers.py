@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,7 +41,6 @@ _ENCODERS = (  # model types that read a text in both directions, unless config.
     "roberta", "xlm-roberta",
 )  # fmt: skip
 _NO_CAUSAL_HEAD = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")  # ends of class names
-TWO_HEADS = "config.json ties the output head to the embeddings, but it has values of its own"
 
 
 class DamagedFile(ValueError):
@@ -54,7 +53,6 @@ class _TensorHeader:
 
     shape: tuple[int, ...]
     dtype: str  # as in the file, for example "F32" or "BF16"
-    file: Path = field(default=Path(), compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +106,7 @@ def read_header(file: Path) -> dict[str, _TensorHeader]:
                 raise DamagedFile(f"{file.name} is a pointer of Git LFS, not the weights; run: git lfs pull")
         with safe_open(file, "np") as stored:
             slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
-            return {
-                name: _TensorHeader(tuple(found.get_shape()), found.get_dtype(), file)
-                for name, found in slices.items()
-            }
+            return {n: _TensorHeader(tuple(x.get_shape()), x.get_dtype()) for n, x in slices.items()}
     except FileNotFoundError:
         raise DamagedFile(f"no {file.name}") from None
     except OSError as error:
@@ -328,7 +323,7 @@ class ModelFolder(ModelFacts):
             return f"the weights are integers ({dtype}); only float weights can be trained"
         if missing := self._missing_tensors():
             return f"the weights lack {', '.join(missing[:3])}"
-        return TWO_HEADS if self._has_two_heads() else self._contradiction()
+        return self._contradiction()
 
     def _blocks(self) -> Iterator[tuple[str, int, str]]:
         """Yield the tensors of the blocks as (prefix, number of the block, rest of the name)."""
@@ -369,19 +364,6 @@ class ModelFolder(ModelFacts):
             if isinstance(self.config.get(key), int) and self.config[key] != size:
                 return f"config.json states {key}={self.config[key]}, and the weights have {size} {unit}"
         return None
-
-    def _has_two_heads(self) -> bool:
-        """Return whether config.json ties the output head to embeddings with other values than the head.
-
-        transformers then uses the head of the weights, and vLLM the embeddings.
-        """
-        if not self._stated("tie_word_embeddings") or self._head is None or self._embeddings is None:
-            return False
-        names = self._head, self._embeddings
-        if self.tensors[names[0]] != self.tensors[names[1]]:
-            return True
-        one, other = (_bytes(self.tensors[name].file, name) for name in names)
-        return bool((one != other).any())
 
     def not_reward(self) -> str | None:
         """Return why the model is no reward model, or None.
@@ -427,16 +409,6 @@ class ModelFolder(ModelFacts):
     def tokenizer_defect(self) -> str | None:
         """What is missing or damaged in the files of the tokenizer, or None."""
         return self._tokenizer[1]
-
-
-def _bytes(file: Path, name: str) -> Any:
-    """Return the content of a tensor of a safetensors file, an array of bytes that stays on the disk."""
-    import numpy as np
-
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        first, end = json.loads(stream.read(length))[name]["data_offsets"]
-    return np.memmap(file, np.uint8, "r", 8 + length + first, (end - first,))
 
 
 def opened(folder: Path) -> ModelFolder:

@@ -104,12 +104,8 @@ def set_pad_token(
     Raises:
         UserError: the pad token is missing, not in the vocabulary, or equal to the end token.
     """
-    ids, path, pad, end = (
-        tokenizer.get_vocab(),
-        tokenizer.name_or_path,
-        tokenizer.pad_token,
-        tokenizer.eos_token,
-    )
+    ids, path = tokenizer.get_vocab(), tokenizer.name_or_path
+    pad, end = tokenizer.pad_token, tokenizer.eos_token
     found = None
     if chosen is None and pad in (None, end):
         template = json.dumps(tokenizer.chat_template, ensure_ascii=False)

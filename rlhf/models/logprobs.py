@@ -193,10 +193,8 @@ class _TokenFunction(torch.autograd.Function):
                         given = part @ head.T, offset, ctx.temperature, targets[rows, None], norms[rows]
                         slope = _run_compiled(_tile_slopes, *given, scale[rows])
                     else:
-                        slope = (
-                            _tile_logits(part, head, offset, ctx.temperature).sub_(norms[rows]).exp_()
-                        )  # p
-                        if entropies is not None:  # -p (log p + entropy)
+                        slope = _tile_logits(part, head, offset, ctx.temperature).sub_(norms[rows]).exp_()
+                        if entropies is not None:  # -p (log p + entropy); slope is p
                             entropy_slope = _entr(slope).addcmul_(slope, entropies[rows], value=-1)
                             entropy_slope.mul_(entropy_scale[rows])
                         column, inside = _within(targets[rows, None], entries)

@@ -107,6 +107,13 @@ class LogprobHead(nn.Linear):
         bias = self.weight.new_zeros(self.out_features) if self.bias is None else self.bias
         return bias.masked_fill(self.absent, -torch.inf)
 
+    def copied(self) -> LogprobHead:
+        """Return a frozen head with a copy of the parameters."""
+        head = LogprobHead.of(self, self.float32, self.absent)
+        for name, parameter in self.named_parameters():
+            setattr(head, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+        return head
+
     @staticmethod
     def of(linear: nn.Linear, float32: bool = False, absent: Tensor | None = None) -> LogprobHead:
         """Return a head that shares the parameters of `linear`."""
@@ -253,16 +260,16 @@ class Teacher:
 
     def __init__(self, policy: Policy, beta: float, top: int | None) -> None:
         self.policy, self.beta, self.top = policy, beta, top
+        head = policy.model.get_output_embeddings()
+        # Whole until the end of the backward pass; of a head that is trained whole, the original one.
+        self.head: LogprobHead = getattr(head, "original_module", head)
 
     def of(self, batch: Rollouts, real: Tensor) -> Compare:
         """Return the function that compares the rows `real` of the responses of `batch` with the teacher."""
         policy, rate = self.policy, self.policy.logit_scale / self.policy.temperature
 
-        def logits(rows: Tensor) -> Tensor:
-            with policy.chosen_adapters():  # of a head that is trained whole, the original one
-                head = policy.model.get_output_embeddings()
-                # The policy without adapters shares the head, whose weight is gathered while it is called.
-                return (head if policy.adapters else head.logits)(rows) * rate
+        def logits(rows: Tensor) -> Tensor:  # no call of the module: ranks have different numbers of tiles
+            return self.head.logits(rows) * rate
 
         with torch.no_grad(), policy.chosen_adapters():
             states = policy.states(batch.for_teacher(), last=False).flatten(0, 2).index_select(0, real)

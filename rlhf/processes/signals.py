@@ -394,7 +394,8 @@ def _kill(find: Callable[[], Collection[int]]) -> None:
             return
 
 
-# A process that ends with others: a worker with its trainer, a server with the process that started it.
+# A process that ends with others: a worker with its trainer, a server with the process that started it, and
+# a run of a study or a job of a sweep with the process of the command.
 
 
 PARENT = "RLHF_PARENT"  # environment variable: the process with which a process and its group end
@@ -412,17 +413,22 @@ def end_group() -> NoReturn:
     raise AssertionError("this process was killed")
 
 
-def end_with_others() -> None:
-    """End the group, in a thread, as soon as the process that started it or its own main process has ended.
+def at_end_of(others: Collection[int], call: Callable[[], object]) -> None:
+    """Call a function, in a thread of its own, as soon as one of some processes has ended."""
 
-    In a process without the environment variable `PARENT`, nothing happens.
-    """
-
-    def run(*others: int) -> None:
+    def run() -> None:
         with suppress(psutil.NoSuchProcess):
             while all(_runs(psutil.Process(other)) for other in others):
                 time.sleep(_POLL_S)
-        end_group()
+        call()
 
+    threading.Thread(target=run, daemon=True).start()
+
+
+def end_with_others() -> None:
+    """End the group as soon as the process that started it or its own main process has ended.
+
+    In a process without the environment variable `PARENT`, nothing happens.
+    """
     if parent := os.environ.get(PARENT):
-        threading.Thread(target=run, args=(int(parent), os.getpgrp()), daemon=True).start()
+        at_end_of((int(parent), os.getpgrp()), end_group)

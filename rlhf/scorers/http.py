@@ -27,6 +27,7 @@ from rlhf.processes.signals import end_wait
 from rlhf.scorers.scorer import Scorer, ScorerContext, distinct_texts
 
 T = TypeVar("T")
+_Limits = HttpScorerConfig | ServedTeacherConfig
 
 _TRY_AGAIN = (429, *range(500, 600))
 _LARGEST_KIB = 1024  # size limit of an answer in KiB, in addition to one KiB for each score
@@ -48,7 +49,7 @@ class HttpClient:
         UserError: the environment variable with the token is not set.
     """
 
-    def __init__(self, at: str, config: HttpScorerConfig | ServedTeacherConfig, url: str) -> None:
+    def __init__(self, at: str, config: _Limits, url: str) -> None:
         self.key, self.limits, self.url = at, config, url
         self.answered = False  # True after the first answer: from then on, a refused connection is retried
         self.session = requests.Session()
@@ -81,14 +82,7 @@ class HttpClient:
             raise self.error(
                 f"does not accept connections ({reason})", f"start the service, or correct {self.key}.url"
             )
-        answers = in_parallel(
-            ask,
-            count,
-            concurrency=self.limits.concurrency,
-            timeout_s=self.limits.timeout_s,
-            retries=self.limits.retries,
-            late=lambda: self.no_answer("timed out"),
-        )
+        answers = in_parallel(ask, count, self.limits, lambda: self.no_answer("timed out"))
         self.answered = True
         return answers
 
@@ -280,13 +274,7 @@ class Again(Exception):
 
 
 def in_parallel(
-    do: Callable[[int, float], T],
-    count: int,
-    *,
-    concurrency: int,
-    timeout_s: float,
-    retries: int,
-    late: Callable[[], Exception],
+    do: Callable[[int, float], T], count: int, limits: _Limits, late: Callable[[], Exception]
 ) -> list[T]:
     """Return `do(i, deadline)` of each i below `count`, in order; the first error ends all calls.
 
@@ -296,9 +284,8 @@ def in_parallel(
         do: the function that a thread calls; it raises `Again` if the call may be repeated, and should not
             continue after `deadline` (`time.monotonic`).
         count: number of calls.
-        concurrency: maximum number of parallel calls.
-        timeout_s: time limit of each try in seconds.
-        retries: maximum number of repeated tries of each call.
+        limits: maximum number of parallel calls, time limit of each try in seconds, and maximum number of
+            repeated tries of each call.
         late: returns the error of a try that exceeded its time limit.
 
     Raises:
@@ -308,18 +295,18 @@ def in_parallel(
     answers: dict[int, T] = {}
     tries = Counter[int]()
     due: dict[int, float] = {}  # when the next try of a call begins that has none now
-    calls = Calls(concurrency, timeout_s, abandoned=[])
+    calls = Calls(limits.concurrency, limits.timeout_s, abandoned=[])
     try:
         while len(answers) < count:
             end_wait()
-            while len(due) + len(calls.open) < concurrency and len(tries) < count:
+            while len(due) + len(calls.open) < limits.concurrency and len(tries) < count:
                 i = len(tries)
                 tries[i], due[i] = 0, 0.0
             now = time.monotonic()
             for i in [i for i, begin in due.items() if begin <= now]:
                 del due[i]
                 tries[i] += 1
-                calls.ask(i, lambda i=i: do(i, time.monotonic() + timeout_s))
+                calls.ask(i, lambda i=i: do(i, time.monotonic() + limits.timeout_s))
             wait_s = min([_POLL_S, *(begin - now for begin in due.values())])
             if not calls.open:
                 time.sleep(wait_s)
@@ -327,7 +314,7 @@ def in_parallel(
                 error = Again(late()) if call.late else call.error
                 if error is None:
                     answers[call.key] = call.result
-                elif isinstance(error, Again) and tries[call.key] <= retries:
+                elif isinstance(error, Again) and tries[call.key] <= limits.retries:
                     wait_s = backoff(tries[call.key]) if error.wait_s is None else error.wait_s
                     due[call.key] = time.monotonic() + wait_s
                 else:

@@ -300,11 +300,8 @@ class Results:
         fallen = {term.cell: self.collapsed(term.cell) for term in terms}
         doubtful: set[Side] = set()
         for weight, cell, quantity in (term for term in terms if fallen[term.cell]):
-            known = quantity in (
-                Quantity.VALUE,
-                Quantity.AT_KL,
-                Quantity.AT_TIME,
-            )  # in which direction the quantity is better
+            # in which direction the quantity is better
+            known = quantity in (Quantity.VALUE, Quantity.AT_KL, Quantity.AT_TIME)
             up = weight * self.spec.tasks[cell.task].sign > 0
             doubtful |= {"greater" if up else "less"} if known else {"greater", "less"}
         weights = [term.weight for term in terms]

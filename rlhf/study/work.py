@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from rlhf.launch.command_line import multirun_config, requeue
 from rlhf.launch.preflight import Job, completed, failure_message
 from rlhf.launch.sweep import submit_jobs
 from rlhf.loggers.logger import Hook, StopRun
-from rlhf.processes.signals import interruptible
+from rlhf.processes.signals import at_end_of, interruptible
 from rlhf.report import runs
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import LOCK, Lock
@@ -280,7 +279,6 @@ _ATTEMPTS = 2  # errors after which a run has failed
 _KILLS = 5  # attempts without a new update that were killed, after which a run has failed
 OUTPUT = "output.log"  # of a run folder: the terminal output of the run
 USED = "used.jsonl"  # of a run folder: seconds of attempts that a signal stopped
-_ATTEMPT_POLL_S = 0.5  # seconds between checks whether the parent process has ended
 _WAIT_S = 0.1
 _STAGE = re.compile(r"^(?:\[.+?\] )?(SFT model|preference pairs|reward model): (\S+/\S+)$", re.MULTILINE)
 _IDENTITY = "identity.json"  # of a run folder: what its files were made of
@@ -340,17 +338,12 @@ def forked(work: Callable[[], None], output: Path | None = None) -> ForkProcess:
     """
     parent = os.getpid()
 
-    def end_with_parent() -> None:
-        while os.getppid() == parent:
-            time.sleep(_ATTEMPT_POLL_S)
-        os.kill(os.getpid(), signal.SIGTERM)
-
     def call() -> None:
         if output is not None:
             with output.open("ab") as log:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
-        threading.Thread(target=end_with_parent, daemon=True).start()
+        at_end_of([parent], lambda: os.kill(os.getpid(), signal.SIGTERM))
         try:
             work()
         except (Interrupted, KeyboardInterrupt):

@@ -406,10 +406,8 @@ def sampling_fault(model: PreTrainedModel, batch: Rollouts, cached: bool = True)
         ids, _, logprobs, _ = sample(model, prompts, mask, count, length, 1.0, numbers, [], 0, cached=cached)
         for i, j in product(range(len(ids)), range(count)):
             whole = torch.cat([batch.prompt_ids[i][batch.prompt_mask[i]], ids[i, j]])
-            states = backbone(model)(input_ids=whole[None], use_cache=False).last_hidden_state[
-                :, -length - 1 : -1
-            ]
-            logits = model.get_output_embeddings()(states) * logit_scale(model)
+            states = backbone(model)(input_ids=whole[None], use_cache=False).last_hidden_state
+            logits = model.get_output_embeddings()(states[:, -length - 1 : -1]) * logit_scale(model)
             yield logprobs[i, j], logits[0].float().log_softmax(-1).gather(-1, ids[i, j][:, None])[:, 0]
 
     return why_not(pairs(), is_exact(model))

@@ -28,6 +28,7 @@ from rlhf.config.run import ESSScaling, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget
 from rlhf.engines.engine import Engine, EngineSettings, NonFinite, trained
+from rlhf.models import divergence
 from rlhf.models.forward import autocast, build_on_first, checkpoint_blocks, infer
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, Teacher, ValueModel, adapt
 from rlhf.objectives.distill import Distill
@@ -282,8 +283,10 @@ class Steps:
     def distilled(self) -> dict[str, Any]:
         """Distil the reference, which is divided if the backend divides frozen models, in two updates.
 
-        With adapters, the teacher is the policy without its adapters.
+        With adapters, the teacher is the policy without its adapters. The tiles are so small that ranks have
+        different numbers of them.
         """
+        divergence.CPU_TILE_BYTES = 1024
 
         def module() -> Policy:
             policy = Policy(tiny_lm("llama", tie_word_embeddings=False), 0.7, shared_prefix=True)

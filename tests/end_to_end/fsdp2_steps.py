@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from rlhf.assembly.parts import make
-from rlhf.config.algorithms import AlgoConfig, Trains
+from rlhf.config.algorithms import AlgoConfig, ServedTeacherConfig, Trains
 from rlhf.config.models import Dtype, FSDP2Config, LoRAConfig
 from rlhf.config.run import OptimConfig
 from rlhf.config.schema import SCHEMAS
@@ -41,7 +41,9 @@ from rlhf.models.modules import (
 )
 from rlhf.objectives.objective import Objective
 from rlhf.processes.ranks import ALONE, Ranks
+from rlhf.scorers.teacher import ServedTeacher
 from tests.end_to_end.backend_steps import figures, weights
+from tests.engines.test_weight_copies import Casts
 from tests.tiny_models import KINDS, tiny_classifier, tiny_lm, tiny_rollouts, tiny_tokenizer
 
 ALGORITHMS = sorted(name.removeprefix("schema/algo/") for name in SCHEMAS if name.startswith("schema/algo/"))
@@ -93,9 +95,11 @@ def reference(kind: str) -> Policy:
     return Policy(model, 0.7, shared_prefix=True)
 
 
-def engine_of(kind: str, ranks: Ranks | None, lora: bool = False, **model: Any) -> Engine:
+def engine_of(
+    kind: str, ranks: Ranks | None, lora: bool = False, served: ServedTeacher | None = None, **model: Any
+) -> Engine:
     """Return an engine on the ranks with FSDP2, or, without ranks, on plain torch in this process."""
-    compares = not lora and not model.get("reward")
+    compares = not lora and not served and not model.get("reward")
     # The gradient of the keys' bias is 0 except for rounding errors: with a small eps, these are full steps.
     optim = OptimConfig(lr=1e-2, eps=1e-4, max_grad_norm=0.5)
     dtype = Dtype.bfloat16 if "dtype" in model else Dtype.float32
@@ -111,7 +115,7 @@ def engine_of(kind: str, ranks: Ranks | None, lora: bool = False, **model: Any) 
         config = FSDP2Config()
         FSDP2Engine.prepare(config, dtype, ranks)
         frozen = FSDP2Engine.place(config, build_on_first(other, ranks), ranks) if other else None
-        engine = FSDP2Engine(build_on_first(build, ranks), frozen, tokenizer, ranks, settings)
+        engine = FSDP2Engine(build_on_first(build, ranks), frozen or served, tokenizer, ranks, settings)
     if "use_sliding_window" in model:
         for policy in filter(None, (engine.policy, engine.reference)):
             with contextlib.suppress(NoSharedPrefix):
@@ -234,6 +238,28 @@ def full_disk(folder: Path, ranks: Ranks) -> list[str]:
     return ranks.gather(said)
 
 
+def served(ranks: Ranks) -> dict[str, float]:
+    """Make a step with a teacher that a server runs, and whose log-probs have arrived."""
+    config = SCHEMAS["schema/algo/distill"](divergence="k1", samples_per_prompt=2)
+    teacher = ServedTeacher(ServedTeacherConfig(url="http://127.0.0.1:1"), "teacher", tiny_tokenizer())
+    engine, batch = engine_of("llama", ranks, served=teacher), batch_of(config)
+    objective = make(config)
+    return figures(
+        engine, given(engine, objective, replace(batch, ref_logprobs=batch.behaviour_logprobs)), objective
+    )
+
+
+def copies(ranks: Ranks) -> list[int]:
+    """Return how often forwards without gradients round weights to bfloat16: with 3 micro-batches, with 1."""
+    engine, counts = engine_of("llama", ranks), []
+    engine.settings = replace(engine.settings, dtype=Dtype.bfloat16)
+    for prompts in (24, 8):
+        with Casts() as casts:
+            engine.infer(engine.policy, tiny_rollouts(prompts, 2), "logprobs")
+        counts.append(casts.count)
+    return counts
+
+
 def memory(ranks: Ranks) -> dict[str, Any]:
     """Return the most bytes of weights, gradients and optimizer state of a rank, with and without sharing."""
     objective, batch = parts("llama")
@@ -275,6 +301,8 @@ def main(folder: Path, results: Path) -> None:
             }
             found["models"] = {name: model(name, folder, ranks) for name in MODELS}
             found["full disk"] = full_disk(folder, ranks)
+            found["served teacher"] = served(ranks)
+            found["copies"] = copies(ranks)
             found["memory"] = memory(ranks)
         chosen = MODELS if ranks.size == 2 else RESHARDED
         found["resumed"] = {name: resumed(name, folder, ranks) for name in chosen}

@@ -93,6 +93,15 @@ def test_a_full_disk_of_one_rank_is_an_error_of_this_rank_and_the_others_do_not_
     assert found(2)["full disk"] == ["", "RuntimeError"]
 
 
+def test_a_teacher_on_a_server_is_no_module_to_divide(found):
+    assert found(2)["served teacher"]["policy/grad_norm"] > 0
+
+
+def test_inference_in_bfloat16_keeps_no_copies_of_gathered_weights(found):
+    three, one = found(2)["copies"]
+    assert three == 3 * one > 0
+
+
 def test_torch_does_not_warn(found):
     assert [found(size)["warnings"] for size in (1, 2, 4)] == [[], [], []]
 

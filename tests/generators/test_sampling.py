@@ -22,7 +22,7 @@ from rlhf.generators.hf.decoding import GROUPED, grouped_attention
 from rlhf.generators.hf.generator import HFGenerator, HFSettings, build, choose, respond, sample, uniforms
 from rlhf.memory.uses import Tokens
 from rlhf.models import folder
-from rlhf.models.forward import NoBlocks
+from rlhf.models.forward import NoBlocks, attention_of
 from rlhf.models.modules import Policy
 from tests import needs
 from tests.tiny_models import KINDS, VOCABULARY, tiny_lm, tiny_rollouts
@@ -297,7 +297,7 @@ def test_the_attention_of_compiled_steps_calls_the_kernel_with_the_keys_of_the_c
     kernel = ModuleType("kernel")
     kernel.attend, kernel.fits = attend, lambda query, key, value: True
     monkeypatch.setitem(sys.modules, "rlhf.generators.hf.kernel", kernel)
-    monkeypatch.setattr(decoding, "compiled", lambda model: decoding._attention_of(model, decoding.KERNEL))
+    monkeypatch.setattr(decoding, "compiled", lambda model: attention_of(model, decoding.KERNEL))
     close(run(model, samples=3, compiled=True), expected)
     assert len(calls) > 2 * 2 and all(calls), "two layers, several steps"
     assert model.config._attn_implementation == "sdpa"

@@ -4,14 +4,17 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
+from rlhf.config.scorers import HttpScorerConfig
 from rlhf.core.errors import Interrupted
 from rlhf.processes import signals
 from rlhf.scorers.http import Again, backoff, in_parallel
 
-QUICK = {"concurrency": 2, "timeout_s": 0.3, "retries": 2, "late": lambda: TimeoutError("late")}
+LIMITS = HttpScorerConfig(concurrency=2, timeout_s=0.3, retries=2)
+QUICK = {"limits": LIMITS, "late": lambda: TimeoutError("late")}
 
 
 def test_answers_keep_the_order_of_calls():
@@ -62,7 +65,7 @@ def test_a_call_that_never_returns_is_abandoned_at_its_time_limit():
     assert in_parallel(hang, 1, **QUICK) == ["in time"]
     assert time.monotonic() - start < 0.9 and tries == pytest.approx([0.3, 0.3], abs=0.1)
     with pytest.raises(TimeoutError, match="late"):
-        in_parallel(lambda *_: time.sleep(1), 1, **{**QUICK, "retries": 0})
+        in_parallel(lambda *_: time.sleep(1), 1, **{**QUICK, "limits": replace(LIMITS, retries=0)})
 
 
 def test_the_late_answer_of_an_abandoned_try_is_ignored():
@@ -91,5 +94,5 @@ def test_a_deferred_signal_ends_a_wait_within_a_second(monkeypatch, wait):
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         start = time.monotonic()
         with pytest.raises(Interrupted):
-            in_parallel(do, 1, **{**QUICK, "timeout_s": 100})
+            in_parallel(do, 1, **{**QUICK, "limits": replace(LIMITS, timeout_s=100)})
         assert time.monotonic() - start < 1.3

@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlhf.models import forward
+from rlhf.models.forward import attention_of
 from rlhf.models.modules import backbone, logit_scale
 
 log = logging.getLogger(__name__)
@@ -327,7 +328,7 @@ def grouped(model: PreTrainedModel) -> Iterator[None]:
         shared = getattr(model.config, "num_key_value_heads", heads) != heads
     except RuntimeError:  # of a config whose layers have different numbers of heads
         shared = False
-    with _attention_of(model, GROUPED) if shared and forward.takes_any_mask(model) else nullcontext():
+    with attention_of(model, GROUPED) if shared and forward.takes_any_mask(model) else nullcontext():
         yield
 
 
@@ -341,20 +342,9 @@ def compiled(model: PreTrainedModel) -> Iterator[None]:
         NoBlocks: the model has no blocks that can be compiled.
     """
     kernel = model.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    attention = _attention_of(model, KERNEL) if kernel and forward.takes_any_mask(model) else nullcontext()
+    attention = attention_of(model, KERNEL) if kernel and forward.takes_any_mask(model) else nullcontext()
     with attention, forward.compiled_blocks(model).used():
         yield
-
-
-@contextmanager
-def _attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Return a context in which `model` uses the attention function `name`."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def grouped_attention(

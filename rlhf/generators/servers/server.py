@@ -27,7 +27,6 @@ from rlhf.core.machine import loopback
 from rlhf.generators.servers.process import ABORT, GENERATE, LOAD, SCRATCH, STATUS
 from rlhf.generators.vllm.sampler import NCCL, VLLMFactory, config_folder, engine_arguments
 from rlhf.generators.weights import Manifest, TransferError, WeightStore, confirm
-from rlhf.processes.signals import PARENT
 from rlhf.processes.worker import Spawned
 
 _CONNECT_S = 5.0
@@ -76,9 +75,9 @@ class Child:
 
     def start(self) -> str:
         """Start the server, and return its address."""
-        port, own = self.port or free_port(), {PARENT: str(os.getpid()), **self.environment}
+        port = self.port or free_port()
         with self.log.open("ab") if self.log else nullcontext() as log:
-            self.process = Spawned([*self.command, "--port", str(port)], own, log, SCRATCH)
+            self.process = Spawned([*self.command, "--port", str(port)], self.environment, log, SCRATCH)
         return f"http://{self.host}:{port}"
 
     def ended(self) -> str | None:
