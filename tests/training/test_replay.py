@@ -192,6 +192,8 @@ def test_a_checkpoint_without_a_buffer_can_be_loaded(tmp_path):
 class CountingEngine:
     """An engine that counts for which prompts it computes reference log-probs, old log-probs and a step."""
 
+    moving = None
+
     def __init__(self):
         self.reference, self.old, self.trained = [], [], []
         self.moving = None
