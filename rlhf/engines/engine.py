@@ -263,7 +263,7 @@ class Engine(ABC):
         Each summed loss is divided by its count over the whole minibatch.
         """
         counts = objective.count(batch)
-        extras = sorted(objective.needs & EXTRAS)
+        extras = sorted(objective.needs & (EXTRAS | {"divergence"}))
         losses = {name: torch.zeros((), dtype=torch.float64, device=self.ranks.device) for name in counts}
         merged: Metrics = {}
         micros = list(microbatches(batch, self.settings.budget, self.ranks.rank, self.ranks.size))

@@ -47,7 +47,7 @@ CPU_TILE_BYTES = 2**21  # bytes of logits in a tile: a tile fits in the cache of
 GPU_TILE_BYTES = 2**29  # bytes of logits in a tile: about 1,000 rows with a vocabulary of 128k
 _MIN_TILE_VOCABULARY = 512  # fewest vocabulary entries of a tile; narrower matrix products are slow
 
-EXTRAS = frozenset({"entropy", "log_sum_squares", "divergence"})  # outputs that are computed only on request
+EXTRAS = frozenset({"entropy", "log_sum_squares"})  # outputs that are computed only on request
 
 
 class TokenOutputs(NamedTuple):  # a tuple, because DeepSpeed adds hooks to the tensors of a tuple

@@ -69,7 +69,7 @@ class LogprobHead(nn.Linear):
             input: hidden states [..., H]; [R, H] with `targets`.
             targets: token ids [R], or None.
             temperature: divisor of the logits; used only with `targets`.
-            extras: names from `rlhf.models.logprobs.EXTRAS`; used only with `targets`.
+            extras: names from `rlhf.models.logprobs.EXTRAS`, and "divergence"; used only with `targets`.
             compare: returns the output `divergence` [R], given this head and `input`; None: no such output.
 
         Returns:

@@ -163,7 +163,7 @@ def test_extra_outputs_are_finite_if_all_logits_of_the_first_tiles_are_infinite(
     targets = 20 + targets % 17
     found = token_outputs(hidden, weight, offset, targets, 0.7, (4, 10), EXTRAS)
     expected = plain_outputs(hidden, weight[20:], offset[20:], targets - 20, 0.7)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(found[:3], expected, strict=True):
         torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-5)
     (found.logprobs + found.entropy).sum().backward()
     assert hidden.grad.isfinite().all() and not weight.grad[:20].any()
