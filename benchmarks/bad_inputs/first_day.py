@@ -111,7 +111,7 @@ ROWS = (
     row("grpo_beta", "algo=grpo algo.beta=0.1", "set algo.kl_coef=0.1", base=TINY),
     row("max_tokens", "generator.max_tokens=64", "set generator.response_length=64", base=TINY),
     row("batch_size", "batch_size=8", "set schedule.prompts_per_update=<value>", base=TINY),
-    row("temperature", "temperature=1", "did you mean generator.temperature", base=TINY),
+    row("temperature", "temperature=1", "set generator.temperature=1", base=TINY),
     row("stop", "generator.stop=x", "the end tokens that the model declares", base=TINY),
     row("wandb", "wandb=true", "set logger=wandb", base=TINY),
     row("backend_vllm", "generator.backend=vllm", "set generator=vllm", base=TINY),
@@ -172,7 +172,7 @@ ROWS = (
     reads("bracket_path", "'task.path=day/tea[1].jsonl'"),
     reads("equals_path", "task.path=day/tea=1.jsonl"),
     # chat templates
-    template("unclosed_tag", "line 1"),
+    template("unclosed_tag", "line 1", "got day/templates/unclosed_tag.jinja"),
     template("unknown_filter", "unknown_filter.jinja with an error in line 2"),
     template("raises", "raises.jinja with an error"),
     template("constant", "constant.jinja, which writes the same for different answers"),

@@ -220,8 +220,9 @@ class ProgressDisplay:
         self.estimated = False  # whether the time of all stages was printed
         self.live: Live | None = None
         self.closed = threading.Event()
+        self.speaker = threading.Thread(target=self.say_phases, name="progress", daemon=True)
         if self.mode == "plain" and phases is not None:
-            threading.Thread(target=self.say_phases, name="progress", daemon=True).start()
+            self.speaker.start()
         if self.mode == "live":
             from rich.live import Live
 
@@ -326,6 +327,8 @@ class ProgressDisplay:
     def close(self) -> None:
         """Stop the display; a live bar is removed from the terminal."""
         self.closed.set()
+        if self.speaker.is_alive():
+            self.speaker.join()  # so that no line follows
         if self.live is not None:
             self.live.stop()
 

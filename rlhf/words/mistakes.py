@@ -265,7 +265,8 @@ def guess(
     section, _, name = near.rpartition(".")
     having = [f"{chosen_by(section)}={each}" for each in owners(section, name) if near not in names]
     belongs = f", a setting of {', '.join(having)}" if having else ""
-    return _Guess(f"did you mean {near}{belongs}?", near, as_typed(near, value or "<value>"))
+    typed_again = f" set {as_typed(near, value)}" if value and not belongs else ""
+    return _Guess(f"did you mean {near}{belongs}?{typed_again}", near, as_typed(near, value or "<value>"))
 
 
 def keys_of_run(overrides: Iterable[str], algo: str = "dpo") -> list[str]:

@@ -28,7 +28,7 @@ WORDS += ['stages.sft=["debug=tiny","schedule.save_every=1"]', "eval.samples=0"]
 KILLED = """
 import os, signal, sys
 from rlhf import pipeline
-from rlhf.terminal import console as stages
+from rlhf.terminal import console
 from rlhf.stages import evaluation, prerequisites
 from rlhf.training.recorder import Recorder
 place = sys.argv.pop(1)
@@ -44,7 +44,7 @@ else:
     flush = Recorder.flush
     def struck(self, state, rollouts, engine):
         flush(self, state, rollouts, engine)
-        if stage in stages.title("") and state.update == int(update):
+        if stage in console.title("") and state.update == int(update):
             strike()
     Recorder.flush = struck
 pipeline.main()
