@@ -161,7 +161,7 @@ def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Rank
     assert name is not None, "validated: a policy is named or made"
     dtype = getattr(torch, "float32" if model.moving.every else model.dtype.value)
     if isinstance(cfg.algo, DistillConfig) and cfg.algo.teacher.url is not None:
-        return ServedTeacher(cfg.algo.teacher, name, tokenizer)
+        return ServedTeacher(cfg.algo, name, tokenizer)
 
     def build() -> Policy:
         frozen = load_causal_lm(

@@ -39,7 +39,7 @@ from rlhf.generators.generator import Generator, GeneratorContext, PerRankGenera
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.generators.process import Annotator
 from rlhf.models.loading import check_vocabulary, load_causal_lm
-from rlhf.models.modules import Policy, RewardModel, RolloutModule, Teacher, set_head
+from rlhf.models.modules import Policy, RewardModel, RolloutModule, ServedCandidates, Teacher, set_head
 from rlhf.processes.ranks import Ranks
 from rlhf.processes.worker import Channel
 from rlhf.runs.folder import RunFolder
@@ -189,8 +189,10 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
         ),
     )
     engine = _completed(engine, cfg)
-    if isinstance(cfg.algo, DistillConfig) and isinstance(engine.reference, Policy):
-        engine.policy.teacher = Teacher(engine.reference, cfg.algo.beta, cfg.algo.top)
+    if isinstance(cfg.algo, DistillConfig):
+        engine.policy.teacher = ServedCandidates(cfg.algo.beta)
+        if isinstance(engine.reference, Policy):
+            engine.policy.teacher = Teacher(engine.reference, cfg.algo.beta, cfg.algo.top)
     return engine
 
 

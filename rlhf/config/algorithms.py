@@ -775,10 +775,10 @@ class DistillConfig(GRPOConfig):
         return self.teacher.url
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if a served teacher would send distributions."""
-        if self.teacher.url and self.divergence is TeacherDivergence.exact:
-            reason = "a server sends log-probs of the sampled tokens"
-            yield self.refused(at, "divergence", f"be k1, k2 or k3 with {at}.teacher.url", reason, "k1")
+        """Yield an error if a served teacher would send whole distributions."""
+        if self.teacher.url and self.divergence is TeacherDivergence.exact and self.top is None:
+            rule = f"be set with {at}.divergence=exact and {at}.teacher.url"
+            yield self.refused(at, "top", rule, "a server sends its most probable tokens", 20)
 
 
 @option("algo", "oapl", part="rlhf.objectives.oapl:OAPL")

@@ -1,7 +1,7 @@
 """Data classes of the training loop: `Prompts`, its subclass `Rollouts`, and their subclass `Batch`.
 
     N prompts, K samples per prompt, S stored responses per prompt, P prompt tokens, T response tokens,
-    Q tokens of the teacher's prompt
+    Q tokens of the teacher's prompt, C candidates of a served teacher for a token
 
 Batches are split along N only, so the K samples of a prompt stay together. Prompts are padded on the left,
 responses on the right. Masks are bool: True marks a real token. Log-probs are float32: the log-prob of each
@@ -209,6 +209,8 @@ class Batch(Rollouts):
     parts: Annotated[dict[str, Tensor] | None, "N K"] = None  # unweighted scores of a weighted scorer's parts
     part_weights: Annotated[dict[str, Tensor] | None, "N"] = None  # factors of `parts` in the score
     ref_logprobs: Annotated[Tensor | None, "N K T"] = None  # of the reference model
+    # Of a served teacher: "ids" (int64) of its most probable tokens, and their "logprobs" (-inf: no token)
+    candidates: Annotated[dict[str, Tensor] | None, "N K T C"] = None
     # Of the policy just before this update. None: with one optimizer step per batch, the training
     # forward pass (or an on-policy sampler) gives the same values.
     old_logprobs: Annotated[Tensor | None, "N K T"] = None
@@ -261,11 +263,11 @@ def trim(batch: B) -> B:
         unused = length - min(length, max(1, int(batch.real.sum(-1).max())))
 
     def cut(shape: _Shape, x: Any) -> Any:
-        match shape.dims[-1]:
-            case "P" | "Q" as dim:
+        match shape.dims:
+            case (_, "P" | "Q" as dim):
                 return x[:, -longest[dim] :]
-            case "T" | "T+1":
-                return x[..., : x.shape[-1] - unused]
+            case (_, _, "T" | "T+1", *_):
+                return x[:, :, : x.shape[2] - unused]
         return x
 
     return replace(batch, **_mapped(cut, batch))
@@ -282,12 +284,13 @@ def concatenated(parts: Sequence[Prompts], pad_id: int | None = None) -> dict[st
     def joined(shape: _Shape, *values: Any) -> Any:
         if isinstance(values[0], list):
             return [item for value in values for item in value]
-        if pad_id is not None and shape.dims[-1] in ("P", "Q", "T", "T+1"):
-            longest = max(value.shape[-1] for value in values)
-            fill = pad_id if shape.token_ids else 0
-            missing = [longest - value.shape[-1] for value in values]
-            sides = [(count, 0) if shape.dims[-1] in "PQ" else (0, count) for count in missing]
-            values = tuple(pad(x, side, value=fill) for x, side in zip(values, sides, strict=True))
+        tokens = [place for place, dim in enumerate(shape.dims) if dim in ("P", "Q", "T", "T+1")]
+        for place in tokens if pad_id is not None else ():
+            longest = max(value.shape[place] for value in values)
+            fill, after = pad_id if shape.token_ids else 0, (0, 0) * (values[0].ndim - place - 1)
+            missing = [longest - value.shape[place] for value in values]
+            sides = [(count, 0) if shape.dims[place] in "PQ" else (0, count) for count in missing]
+            values = tuple(pad(x, after + side, value=fill) for x, side in zip(values, sides, strict=True))
         return torch.cat(values)
 
     versions = [part.version for part in parts if isinstance(part, Rollouts)]
@@ -388,6 +391,8 @@ class Outputs(NamedTuple):  # a tuple, because DeepSpeed adds hooks to the tenso
     entropy: Tensor | None = None  # [N, K, T] float32, of the next-token distribution in nats; 0 at padding
     log_sum_squares: Tensor | None = None  # [N, K, T] float32, log sum_v p(v)^2, no gradient; 0 at padding
     divergence: Tensor | None = None  # [N, K, T] float32, from the teacher's distribution; 0 at padding
+    # [N, K, T, 1 + 2C] float32, of a served teacher: the log-prob; log-prob and id of each candidate in turn
+    candidates: Tensor | None = None
 
 
 class Begun(NamedTuple):

@@ -43,7 +43,7 @@ from rlhf.core.errors import UserError
 from rlhf.engines.engine import Engine, adam, groups, hollow, rounded_weights, trained
 from rlhf.models.folder import first_line
 from rlhf.models.forward import is_placeholder, place
-from rlhf.models.modules import RolloutModule, whole_weights
+from rlhf.models.modules import RolloutModule, Teacher, whole_weights
 from rlhf.processes.ranks import Ranks, have_group
 from rlhf.terminal.console import say
 
@@ -124,10 +124,10 @@ class DeepSpeedEngine(Engine):
 
     def forward(self, batch: Batch, *extras: str) -> Outputs:
         """Run the trained module on a micro-batch, with gradients; see `Policy.forward` for `extras`."""
-        if self.stage == 3 and "divergence" in extras:
-            teacher, own = self.policy.teacher, self.policy.model.get_output_embeddings()
+        if self.stage == 3 and "divergence" in extras and isinstance(teacher := self.policy.teacher, Teacher):
+            own = self.policy.model.get_output_embeddings()
             # Ranks gather weights together, but have different numbers of tiles: each needs a whole head.
-            if teacher is not None and teacher.head is not own and hasattr(teacher.head.weight, "ds_id"):
+            if teacher.head is not own and hasattr(teacher.head.weight, "ds_id"):
                 with self.gathered(teacher.head.parameters()):
                     teacher.head = teacher.head.copied()
         return cast(Outputs, self.deep(batch, *extras))

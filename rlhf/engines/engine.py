@@ -35,7 +35,7 @@ from rlhf.models.logprobs import EXTRAS
 from rlhf.models.modules import ActorCritic, LogprobHead, Policy, RewardModel, RolloutModule, backbone
 from rlhf.objectives.objective import Objective
 from rlhf.processes.ranks import Ranks, buckets, together
-from rlhf.scorers.teacher import Reference, ServedTeacher
+from rlhf.scorers.teacher import Reference, ServedTeacher, compared_with
 from rlhf.terminal.console import Phases
 
 M = TypeVar("M", bound=RolloutModule)
@@ -235,7 +235,7 @@ class Engine(ABC):
         filled: dict[str, Any] = {}
         if "ref_logprobs" in needs and batch.ref_logprobs is None:
             assert self.reference is not None, "the objective needs a reference, which was not built"
-            filled["ref_logprobs"] = self.infer(self.reference, batch.for_teacher(), "logprobs")
+            filled = compared_with(self.reference, batch, self.infer)
         if self.settings.steps_per_batch > 1:
             needs_old = {"ratio", "old_logprobs", "correction"}
         elif self.settings.stale:

@@ -30,7 +30,7 @@ from rlhf.processes.ranks import Ranks
 from rlhf.processes.signals import call_at_signal, do_not_call_at_signal, left
 from rlhf.processes.worker import Channel, Job, Limits, Service, Worker, environment, received
 from rlhf.scorers.scorer import Scorer
-from rlhf.scorers.teacher import Reference
+from rlhf.scorers.teacher import Reference, compared_with
 
 # Start of a generator's processes: one sampler process or several replicas, and the annotator process.
 
@@ -120,7 +120,7 @@ class Annotator(Service):
     dtype: Dtype
 
     def annotate(self, rollouts: Rollouts) -> Batch:
-        """Return the rollouts as a `Batch` with `scores`, `parts`, `ref_logprobs` and `annotate_ahead_s`.
+        """Return the rollouts as a `Batch` with `scores`, `parts`, `annotate_ahead_s` and those of the reference.
 
         Raises:
             RunError: the scorer failed; the traceback of its cause is in the log of the annotator process.
@@ -133,10 +133,10 @@ class Annotator(Service):
                 raise
             traceback.print_exception(error.__cause__)
             raise RunError(f"{error} (traceback and output: annotator.log)") from error
-        ref = None
         if self.reference is not None:
-            ref = infer(self.reference, batch.for_teacher(), "logprobs", self.budget, self.ranks, self.dtype)
-        return replace(batch, ref_logprobs=ref, annotate_ahead_s=time.perf_counter() - start)
+            ask = partial(infer, budget=self.budget, ranks=self.ranks, dtype=self.dtype)
+            batch = replace(batch, **compared_with(self.reference, batch, ask))
+        return replace(batch, annotate_ahead_s=time.perf_counter() - start)
 
 
 class AnnotatedGenerator(Wrapper):

@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from rlhf.models.logprobs import CPU_TILE_BYTES, GPU_TILE_BYTES
 
 Logits = Callable[[Tensor], Tensor]  # hidden states [R, H] -> logits / temperature [R, V]
+# The same of a teacher; or row numbers [R] -> ids and log-probs [R, C] of candidates
+Target = Callable[[Tensor], Tensor | tuple[Tensor, Tensor]]
 
 
 def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
@@ -46,7 +48,7 @@ def with_rest(logprobs: Tensor) -> Tensor:
 
 
 def tiled_divergence(
-    student: Logits, hidden: Tensor, teacher: Logits, states: Tensor, beta: float, top: int | None = None
+    student: Logits, hidden: Tensor, teacher: Target, states: Tensor, beta: float, top: int | None = None
 ) -> Tensor:
     """Return the divergence [R] of R rows, given their hidden states.
 
@@ -56,8 +58,8 @@ def tiled_divergence(
     Args:
         student: the head of the policy; gradients reach its parameters and `hidden`.
         hidden: hidden states [R, H] of the policy.
-        teacher: the head of the teacher.
-        states: hidden states [R, H] of the teacher.
+        teacher: the head of the teacher, or its candidates, which take the place of `top`.
+        states: what `teacher` is called with: hidden states [R, H] of the teacher, or row numbers [R].
         beta: which divergence.
         top: tokens to which the distributions are cut; None: the whole vocabulary.
     """
@@ -66,7 +68,11 @@ def tiled_divergence(
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = student(hidden).to(dtype).log_softmax(-1)
         with torch.no_grad():
-            theirs = teacher(states).to(dtype).log_softmax(-1)
+            theirs = teacher(states)
+        if isinstance(theirs, tuple):  # -inf: the tokenizer lacks the candidate
+            ours = logprobs.gather(-1, theirs[0]).masked_fill(theirs[1].isneginf(), -torch.inf)
+            return divergence(with_rest(ours), with_rest(theirs[1].to(dtype)), beta)
+        theirs = theirs.to(dtype).log_softmax(-1)
         shared = min(logprobs.shape[-1], theirs.shape[-1])  # ids of the wider model alone have no token
         logprobs, theirs = logprobs[:, :shared], theirs[:, :shared]
         if top is not None and top < shared:

@@ -100,7 +100,7 @@ def infer(
     Args:
         module: a module, or a served teacher, that maps rollouts to `Outputs`.
         rollouts: N prompts with K responses of at most T tokens; all ranks pass the same rollouts.
-        field: name of the output: "logprobs", "values" or "rewards".
+        field: name of the output: "logprobs", "values", "rewards" or "candidates".
         budget: the limits of one forward on one rank.
         ranks: the ranks that divide the rollouts; the forwards run on `ranks.device`.
         dtype: dtype of the forwards; a 16-bit dtype uses autocast.
@@ -108,8 +108,8 @@ def infer(
             sequences, so that all ranks make the same number of forwards.
 
     Returns:
-        float32 on the device of `rollouts`: log-probs [N, K, T], values [N, K, T+1] or rewards [N, K].
-        Positions beyond the longest response of a micro-batch are 0.
+        float32 on the device of `rollouts`: log-probs [N, K, T], values [N, K, T+1], rewards [N, K] or
+        candidates [N, K, T, 1 + 2C]. Positions beyond the longest response of a micro-batch are 0.
     """
     home = rollouts.response_ids.device
     whole: Tensor | None = None
@@ -119,12 +119,12 @@ def infer(
         for rows, micro, counts in microbatches(rollouts, budget, ranks.rank, ranks.size):
             out = getattr(module(micro.to(ranks.device)), field).float()
             if whole is None:
-                shape = list(rollouts.response_ids.shape[: out.dim()])
-                if out.dim() == 3:  # T log-probs, or T+1 values
+                shape = [*rollouts.response_ids.shape[: out.dim()], *out.shape[3:]]
+                if out.dim() >= 3:  # T log-probs, or T+1 values
                     shape[2] += out.shape[2] - micro.response_ids.shape[2]
                 whole = torch.zeros(shape, dtype=torch.float32, device=ranks.device)
             rows = moved_to(ranks.device, rows)
-            if counts and out.dim() == 3:
+            if counts and out.dim() >= 3:
                 whole[rows, :, : out.shape[2]] = out
             elif counts:
                 whole[rows] = out

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy as copy_lora
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.config.models import LoRAConfig
-from rlhf.core.batch import Outputs, Rollouts
+from rlhf.core.batch import Batch, Outputs, Rollouts
 from rlhf.core.errors import RunError, UserError
 from rlhf.models.divergence import Logits, tiled_divergence
 from rlhf.models.folder import first_line
@@ -194,7 +194,7 @@ class Policy(RolloutModule):
         self.temperature = temperature
         self.logit_scale = logit_scale(model)
         self.adapters = True  # False: a forward disables the adapters of the model, if any
-        self.teacher: Teacher | None = None  # what the output `divergence` compares with
+        self.teacher: Teacher | ServedCandidates | None = None  # what the output `divergence` compares with
 
     def before_adapters(self) -> Policy:
         """Return a policy that shares this policy's model and runs the model without its adapters."""
@@ -274,6 +274,20 @@ class Teacher:
         with torch.no_grad(), policy.chosen_adapters():
             states = policy.states(batch.for_teacher(), last=False).flatten(0, 2).index_select(0, real)
         return lambda student, hidden: tiled_divergence(student, hidden, logits, states, self.beta, self.top)
+
+
+class ServedCandidates(NamedTuple):
+    """In place of a `Teacher`, the most probable tokens that a server sent: the batch has them."""
+
+    beta: float
+
+    def of(self, batch: Rollouts, real: Tensor) -> Compare:
+        """Return the function that compares the rows `real` of the responses of `batch` with the teacher."""
+        assert isinstance(batch, Batch) and batch.candidates is not None
+        ids, logprobs = (batch.candidates[name].flatten(0, 2) for name in ("ids", "logprobs"))
+        return lambda student, hidden: tiled_divergence(
+            student, hidden, lambda rows: (ids[rows], logprobs[rows]), real, self.beta
+        )
 
 
 def set_head(model: PreTrainedModel, float32: bool, tokens: Collection[int] | None) -> None:

@@ -51,6 +51,7 @@ class HttpClient:
 
     def __init__(self, at: str, config: _Limits, url: str) -> None:
         self.key, self.limits, self.url = at, config, url
+        self.remedies: dict[int, str] = {}  # status of a refusal -> remedy, if it is another one
         self.answered = False  # True after the first answer: from then on, a refused connection is retried
         self.session = requests.Session()
         for scheme in ("http://", "https://"):
@@ -141,7 +142,7 @@ class HttpClient:
         problem = f"answered with status {status} ({shortened(repr(body.decode(errors='replace')), 200)})"
         if status not in _TRY_AGAIN:
             token = f"set {at}.token_variable=<environment variable with a token that the service accepts>"
-            remedies = {401: token, 403: token, 413: f"lower {at}.batch_size"}
+            remedies = {401: token, 403: token, 413: f"lower {at}.batch_size"} | self.remedies
             return self.error(
                 problem, remedies.get(status, f"correct {at}.url, or see the log of the service")
             )

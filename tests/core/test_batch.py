@@ -97,6 +97,7 @@ class Episodes(Batch):
     state_rewards: Annotated[torch.Tensor, "N K T+1"]
     action_ids: Annotated[torch.Tensor, "N K T"]
     counts: Annotated[dict[str, torch.Tensor], "N K"]
+    choices: Annotated[dict[str, torch.Tensor], "N K T C"]
     notes: Annotated[list[str], "N"]
     judge_s: float = 0.0
 
@@ -115,6 +116,7 @@ def episodes(prompts: int, length: int, version: int) -> Episodes:
         state_rewards=grid.float(),
         action_ids=grid[..., 1:],
         counts={"turns": grid[..., 0]},
+        choices={"ids": grid[..., 1:, None] + torch.tensor([0, 1000])},
         notes=[f"prompt {i}" for i in range(prompts)],
         judge_s=1.5,
     )
@@ -135,6 +137,8 @@ def test_a_field_of_a_subclass_is_selected_trimmed_and_moved_by_its_declared_dim
     assert torch.equal(short.tool_mask, batch.tool_mask[..., :3])
     assert torch.equal(short.state_rewards, batch.state_rewards[..., :4])
     assert short.counts["turns"].shape == (3, 2)
+    assert torch.equal(short.choices["ids"], batch.choices["ids"][:, :, :3])
+    assert torch.equal(chosen.choices["ids"], batch.choices["ids"][rows])
     moved = batch.to(torch.device("meta"))
     assert {moved.action_ids.device.type, moved.counts["turns"].device.type} == {"meta"}
     assert moved.notes == batch.notes
@@ -149,6 +153,9 @@ def test_a_field_of_a_subclass_is_concatenated_and_padded_by_its_declared_dimens
     assert fields["state_rewards"][0, 1].tolist() == [10, 11, 12, 13, 0, 0]
     assert fields["tool_mask"][0, 0].tolist() == [False, True, False, False, False]
     assert fields["counts"]["turns"].tolist() == [[0, 10], [100, 110], [0, 10]]
+    assert fields["choices"]["ids"].shape == (3, 2, 5, 2)
+    assert fields["choices"]["ids"][0, 1].tolist() == [[11, 1011], [12, 1012], [13, 1013], [0, 0], [0, 0]]
+    assert fields["choices"]["ids"][2, 0].tolist() == [[each, 1000 + each] for each in range(1, 6)]
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         concatenated([one, other])
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from rlhf.assembly.parts import make
-from rlhf.config.algorithms import AlgoConfig, ServedTeacherConfig, Trains
+from rlhf.config.algorithms import AlgoConfig, Trains
 from rlhf.config.models import Dtype, FSDP2Config, LoRAConfig
 from rlhf.config.run import OptimConfig
 from rlhf.config.schema import SCHEMAS
@@ -241,7 +241,8 @@ def full_disk(folder: Path, ranks: Ranks) -> list[str]:
 def served(ranks: Ranks) -> dict[str, float]:
     """Make a step with a teacher that a server runs, and whose log-probs have arrived."""
     config = SCHEMAS["schema/algo/distill"](divergence="k1", samples_per_prompt=2)
-    teacher = ServedTeacher(ServedTeacherConfig(url="http://127.0.0.1:1"), "teacher", tiny_tokenizer())
+    config.teacher.url = "http://127.0.0.1:1"
+    teacher = ServedTeacher(config, "teacher", tiny_tokenizer())
     engine, batch = engine_of("llama", ranks, served=teacher), batch_of(config)
     objective = make(config)
     return figures(

@@ -26,7 +26,7 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from rlhf.config.algorithms import ServedTeacherConfig
+from rlhf.config.algorithms import DistillConfig
 from rlhf.config.generators import Transfer
 from rlhf.config.models import Dtype, LoRAConfig
 from rlhf.core.batch import Budget, Prompts, Rollouts, Sampling
@@ -47,7 +47,7 @@ from rlhf.stages.run import run
 from tests import needs
 from tests.end_to_end.conftest import rows, wait_for
 from tests.end_to_end.test_async import workers
-from tests.tiny_models import VOCABULARY, logprobs_in_flight, tiny_lm, tiny_rollouts
+from tests.tiny_models import VOCABULARY, logprobs_in_flight, sequences, tiny_lm, tiny_rollouts
 
 pytest.importorskip("vllm", reason=needs.VLLM)
 
@@ -550,13 +550,31 @@ def test_vllm_serve_answers_with_the_tokens_of_the_final_model(finished, tmp_pat
 def test_a_teacher_on_vllm_serve_gives_its_log_probs_also_after_a_kill_and_an_error_if_it_hangs(
     finished, tmp_path
 ):
+    def teacher(top: int | None = None, **settings: Any) -> ServedTeacher:
+        config = DistillConfig(top=top)
+        config.teacher = replace(config.teacher, url=served.url, **settings)
+        return ServedTeacher(config, "final", tokenizer)
+
     model, rollouts = finished("algo=rloo").model, tiny_rollouts(5, 2)
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = Policy(AutoModelForCausalLM.from_pretrained(model), 1.0, shared_prefix=True)
     expected = infer(policy, rollouts, "logprobs", Budget(8), ALONE, Dtype.float32)
     with Served(model, tmp_path) as served:
-        patient = ServedTeacher(ServedTeacherConfig(url=served.url, retries=9), "final", tokenizer)
+        patient = teacher(retries=9)
         torch.testing.assert_close(patient(rollouts).logprobs, expected, atol=1e-4, rtol=0)
+
+        found = teacher(top=5)(rollouts).candidates
+        ids = found[..., 2::2].long()
+        with torch.no_grad():
+            for row, ((prompt, response), *_) in enumerate(sequences(rollouts)):
+                whole = torch.cat([prompt, response])[None]
+                best = policy.model(whole).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                theirs, own = best.topk(5), ids[row, 0, : len(response)]
+                torch.testing.assert_close(best.gather(-1, own), theirs.values, atol=1e-4, rtol=0)
+                sent = found[row, 0, : len(response), 1::2]
+                torch.testing.assert_close(sent, theirs.values, atol=1e-4, rtol=0)
+        with pytest.raises(RunError, match="max allowed: 20.*vllm serve final --max-logprobs 21"):
+            teacher(top=21)(rollouts)
 
         served.send(signal.SIGKILL)
         served.process.wait()
@@ -564,9 +582,8 @@ def test_a_teacher_on_vllm_serve_gives_its_log_probs_also_after_a_kill_and_an_er
         torch.testing.assert_close(patient(rollouts).logprobs, expected, atol=1e-4, rtol=0)
 
         served.send(signal.SIGSTOP)
-        hasty = ServedTeacher(ServedTeacherConfig(url=served.url, timeout_s=1, retries=1), "final", tokenizer)
         with pytest.raises(RunError, match="did not answer in 2 tries of 1 s"):
-            hasty(rollouts)
+            teacher(timeout_s=1, retries=1)(rollouts)
         served.send(signal.SIGCONT)
         torch.testing.assert_close(patient(rollouts).logprobs, expected, atol=1e-4, rtol=0)
 
