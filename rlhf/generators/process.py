@@ -120,7 +120,7 @@ class Annotator(Service):
     dtype: Dtype
 
     def annotate(self, rollouts: Rollouts) -> Batch:
-        """Return the rollouts as a `Batch` with `scores`, `parts`, `annotate_ahead_s` and those of the reference.
+        """Return the rollouts as a `Batch` with `scores`, `parts`, what is compared, and `annotate_ahead_s`.
 
         Raises:
             RunError: the scorer failed; the traceback of its cause is in the log of the annotator process.

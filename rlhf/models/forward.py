@@ -124,10 +124,8 @@ def infer(
                     shape[2] += out.shape[2] - micro.response_ids.shape[2]
                 whole = torch.zeros(shape, dtype=torch.float32, device=ranks.device)
             rows = moved_to(ranks.device, rows)
-            if counts and out.dim() >= 3:
-                whole[rows, :, : out.shape[2]] = out
-            elif counts:
-                whole[rows] = out
+            if counts:
+                whole[(rows, slice(None), slice(out.shape[2])) if out.dim() >= 3 else rows] = out
             if done is not None:
                 done(len(rows) * rollouts.response_ids.shape[1])
     assert whole is not None, "infer needs at least one prompt"

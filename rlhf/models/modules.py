@@ -89,16 +89,13 @@ class LogprobHead(nn.Linear):
 
     def logits(self, input: Tensor) -> Tensor:
         """Return the logits [..., V]; -inf for the ids without a token."""
-        logits = self.products(input)
+        if self.float32:
+            bias = None if self.bias is None else self.bias.float()
+            with torch.autocast(input.device.type, enabled=False):
+                logits = nn.functional.linear(input.float(), self.weight.float(), bias)
+        else:
+            logits = super().forward(input)
         return logits if self.absent is None else logits.masked_fill_(self.absent, -torch.inf)
-
-    def products(self, input: Tensor) -> Tensor:
-        """Return the logits [..., V] before the ids without a token are masked."""
-        if not self.float32:
-            return super().forward(input)
-        bias = None if self.bias is None else self.bias.float()
-        with torch.autocast(input.device.type, enabled=False):
-            return nn.functional.linear(input.float(), self.weight.float(), bias)
 
     def offset(self) -> Tensor | None:
         """Return the bias [V] of log-probs: -inf for the ids without a token, else the bias of the logits."""
@@ -284,9 +281,9 @@ class ServedCandidates(NamedTuple):
     def of(self, batch: Rollouts, real: Tensor) -> Compare:
         """Return the function that compares the rows `real` of the responses of `batch` with the teacher."""
         assert isinstance(batch, Batch) and batch.candidates is not None
-        ids, logprobs = (batch.candidates[name].flatten(0, 2) for name in ("ids", "logprobs"))
-        return lambda student, hidden: tiled_divergence(
-            student, hidden, lambda rows: (ids[rows], logprobs[rows]), real, self.beta
+        ids, theirs = (batch.candidates[name].flatten(0, 2) for name in ("ids", "logprobs"))
+        return lambda ours, hidden: tiled_divergence(
+            ours, hidden, lambda rows: (ids[rows], theirs[rows]), real, self.beta
         )
 
 
@@ -658,8 +655,8 @@ def save_adapter(model: PreTrainedModel, folder: Path, whole: dict[str, Tensor] 
     settings.inference_mode = True
     settings.target_modules = sorted(settings.target_modules)  # a list, because PEFT keeps a set
     settings.save_pretrained(str(folder))
-    weights = adapter_weights(model) if whole is None else whole
-    tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
+    weights = (whole or adapter_weights(model)).items()
+    tensors = {name: tensor.detach().contiguous() for name, tensor in weights}
     save_file(tensors, folder / _FILE, metadata={"format": "pt"})
 
 

@@ -26,11 +26,6 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     return centred(rewards) * (samples / (samples - 1))
 
 
-def group_centred(rewards: Tensor, scale: Scale) -> Tensor:
-    """Return each reward [N, K] minus the mean reward of its prompt, divided as `scale` selects."""
-    return scaled(centred(rewards), rewards, scale)
-
-
 def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
     """Return each reward [N, K] minus the mean reward of its prompt, weighted by lengths; 0 if all are equal.
 
@@ -82,7 +77,7 @@ def centred(rewards: Tensor) -> Tensor:
     return (rewards - rewards.mean(1, keepdim=True)).masked_fill(tied, 0.0)
 
 
-def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float, states: Tensor | None = None) -> Tensor:
+def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float, states: Tensor) -> Tensor:
     """Return generalised advantage estimates [..., S], given rewards and values [..., S].
 
     Value and advantage after the last state are 0.
@@ -93,21 +88,17 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float, states: Tenso
         gamma: discount of later rewards.
         lam: lambda of the estimate, between 0 (one step) and 1 (whole return).
         states: [..., S] bool, False at positions that are no states: they are passed over, and their
-            advantage is 0. None: all are states.
+            advantage is 0.
     """
     advantages = torch.zeros_like(rewards)
     next_advantage = torch.zeros_like(rewards[..., 0])
     next_value = torch.zeros_like(next_advantage)
     for t in reversed(range(rewards.shape[-1])):
         advantage = rewards[..., t] + gamma * next_value - values[..., t] + gamma * lam * next_advantage
-        if states is None:
-            advantages[..., t] = next_advantage = advantage
-            next_value = values[..., t]
-        else:
-            here = states[..., t]
-            advantages[..., t] = selected(advantage, here)
-            next_advantage = torch.where(here, advantage, next_advantage)
-            next_value = torch.where(here, values[..., t], next_value)
+        here = states[..., t]
+        advantages[..., t] = selected(advantage, here)
+        next_advantage = torch.where(here, advantage, next_advantage)
+        next_value = torch.where(here, values[..., t], next_value)
     return advantages
 
 

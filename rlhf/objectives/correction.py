@@ -127,12 +127,9 @@ def accepted(lag: Tensor, mask: Tensor, config: CorrectionConfig) -> Tensor:
     if config.reject is Reject.m2:
         squares = lag.square()
         return kept & (squares < largest_kept(squares, mask, config.reject_limit, strictly=True))
+    value = 0.5 * lag.square() if config.reject_by is Divergence.k2 else k3
     if config.reject_by is Divergence.k1:
         value = lag.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
-    elif config.reject_by is Divergence.k2:
-        value = 0.5 * lag.square()
-    else:
-        value = k3
     if config.reject in (Reject.sum, Reject.mean):
         value = over_tokens(value, mask, config.reject is Reject.mean)
     if config.reject_by is Divergence.k1:

@@ -45,7 +45,7 @@ from torch import Tensor
 from rlhf.config.algorithms import Advantage, GRPOConfig, Mean, Ties
 from rlhf.core.batch import Batch
 from rlhf.core.metrics import selected
-from rlhf.objectives.advantages import decoupled, group_centred, leave_one_out, length_weighted, scaled
+from rlhf.objectives.advantages import centred, decoupled, leave_one_out, length_weighted, scaled
 from rlhf.objectives.objective import Counts
 from rlhf.objectives.policy_gradient import PolicyGradient, trained
 
@@ -70,22 +70,21 @@ class GRPO(PolicyGradient):
 
     def response_advantages(self, rewards: Tensor, batch: Batch) -> Tensor:
         """Return each reward [N, K] minus its baseline (`algo.advantage`), divided by the `algo.scale`."""
-        kind = self.config.advantage
+        kind, found = self.config.advantage, rewards
         if kind is Advantage.mean:
             return self.advantages(rewards)
-        if kind is Advantage.leave_one_out:
-            return scaled(leave_one_out(rewards), rewards, self.config.scale)
-        if kind is Advantage.opo:
-            lengths = batch.response_mask.sum(-1)
-            return scaled(length_weighted(rewards, lengths), rewards, self.config.scale)
         if kind is Advantage.decoupled:
             assert batch.parts is not None and batch.part_weights is not None, "validated: it is a sum"
             return decoupled(batch.parts, batch.part_weights)
-        return scaled(rewards, rewards, self.config.scale)
+        if kind is Advantage.leave_one_out:
+            found = leave_one_out(rewards)
+        elif kind is Advantage.opo:
+            found = length_weighted(rewards, batch.response_mask.sum(-1))
+        return scaled(found, rewards, self.config.scale)
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Return each reward [N, K] minus the mean reward of its prompt, divided as `algo.scale` selects."""
-        return group_centred(rewards, self.config.scale)
+        return scaled(centred(rewards), rewards, self.config.scale)
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
         """Return the sum of the losses [N, K, T]; `algo.mean` divides each by the tokens of its unit."""

@@ -28,7 +28,6 @@ An algorithm overrides some of the methods `advantages`, `log_ratio`, `surrogate
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import replace
 
 import torch
@@ -158,9 +157,9 @@ class PolicyGradient(Objective):
         """Return `advantages`; an algorithm overrides this if they depend on more than the rewards."""
         return self.advantages(rewards)
 
-    @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Return the advantages [N, K] of responses, given their rewards [N, K]."""
+        """Return the advantages [N, K] of responses, given their rewards [N, K]; `credit` calls it."""
+        raise NotImplementedError
 
     def log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
         """Return the logarithm of the ratio u, [N, K, T] or of responses [N, K, 1], given `logp - old`."""

@@ -67,8 +67,7 @@ class PPO(PolicyGradient):
         if self.config.whiten_rewards:
             rewards = whiten(rewards, states, shift=False)
         values = selected(batch.values, states)
-        messages = None if batch.environment_mask is None else states
-        advantages = gae(rewards, values, self.config.gamma, self.config.lam, messages)
+        advantages = gae(rewards, values, self.config.gamma, self.config.lam, states)
         returns = selected(advantages + values, states)
         advantages = advantages[..., :-1]
         if self.config.whiten_advantages:
@@ -101,10 +100,6 @@ class PPO(PolicyGradient):
         if self.config.kl_target is not None:
             error = min(max(kl / self.config.kl_target - 1, -0.2), 0.2)
             self.kl_coef *= 1 + error * episodes / self.config.kl_horizon
-
-    def advantages(self, rewards: Tensor) -> Tensor:
-        """Raise NotImplementedError: `credit` computes the advantages of PPO, which also depend on values."""
-        raise NotImplementedError
 
     def count(self, batch: Batch) -> Counts:
         """Return the number of response tokens and the number of states with a learned value."""

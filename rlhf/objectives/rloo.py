@@ -42,9 +42,8 @@ class RLOO(PolicyGradient):
         has its own loss and nothing is clipped.
         """
         losses, clipped = super().surrogate(log_ratio, logprobs, batch)
-        if not self.config.has_ratio:
-            return losses, clipped
-        return losses / batch.response_mask.sum(-1, keepdim=True).clamp(min=1), clipped
+        lengths = batch.response_mask.sum(-1, keepdim=True).clamp(min=1)
+        return losses / lengths if self.config.has_ratio else losses, clipped
 
     def count(self, batch: Batch) -> Counts:
         """Return the number of responses that are trained on."""

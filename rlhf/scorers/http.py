@@ -80,9 +80,8 @@ class HttpClient:
             Interrupted: a signal was received.
         """
         if not self.answered and (reason := refusal(self.url)):
-            raise self.error(
-                f"does not accept connections ({reason})", f"start the service, or correct {self.key}.url"
-            )
+            remedy = f"start the service, or correct {self.key}.url"
+            raise self.error(f"does not accept connections ({reason})", remedy)
         answers = in_parallel(ask, count, self.limits, lambda: self.no_answer("timed out"))
         self.answered = True
         return answers
@@ -143,9 +142,8 @@ class HttpClient:
         if status not in _TRY_AGAIN:
             token = f"set {at}.token_variable=<environment variable with a token that the service accepts>"
             remedies = {401: token, 403: token, 413: f"lower {at}.batch_size"} | self.remedies
-            return self.error(
-                problem, remedies.get(status, f"correct {at}.url, or see the log of the service")
-            )
+            remedy = remedies.get(status, f"correct {at}.url, or see the log of the service")
+            return self.error(problem, remedy)
         wait_s = _retry_after(answer.headers.get("Retry-After", ""))
         if wait_s is not None and wait_s > limit_s:
             return self.error(
@@ -154,9 +152,8 @@ class HttpClient:
                 f"run the same command later, or set {at}.timeout_s={wait_s:.0f}",
             )
         made = f"{self.limits.retries + 1} tries were made: see the log of the service"
-        return Again(
-            self.error(problem, f"{made}, lower {at}.concurrency or raise {at}.retries"), wait_s or None
-        )
+        error = self.error(problem, f"{made}, lower {at}.concurrency or raise {at}.retries")
+        return Again(error, wait_s or None)
 
 
 class HttpScorer(HttpClient, Scorer):

@@ -79,8 +79,7 @@ class ServedTeacher(HttpClient):
             entries = content["choices"][0]["prompt_logprobs"]
             problem = f"log-probs of {len(entries)} tokens for {len(ids)}"
             if len(entries) == len(ids):
-                rows = zip(entries[len(prompt) :], response, strict=True)
-                return torch.tensor([self.read(*each) for each in rows])
+                return torch.tensor([*map(self.read, entries[len(prompt) :], response)])
         raise self.error(f"answered with status 200 and {problem}", self.expected)
 
     def read(self, entry: dict[str, dict[str, Any]], token: int) -> list[float]:

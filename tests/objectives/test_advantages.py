@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf.config.algorithms import KLEstimator, Scale
-from rlhf.objectives.advantages import decoupled, gae, group_centred, leave_one_out, whiten
+from rlhf.objectives.advantages import centred, decoupled, gae, leave_one_out, scaled, whiten
 from rlhf.objectives.policy_gradient import kl_estimate
 
 
@@ -17,21 +17,20 @@ def test_leave_one_out_compares_with_the_mean_of_the_others():
 
 def test_rewards_are_scaled_by_the_deviation_of_the_group_or_the_batch_or_not_scaled():
     rewards = torch.tensor([[1.0, 3.0], [0.0, 10.0]])
-    torch.testing.assert_close(group_centred(rewards, Scale.none), torch.tensor([[-1.0, 1.0], [-5.0, 5.0]]))
+    plain, group, batch = (
+        scaled(centred(rewards), rewards, scale) for scale in (Scale.none, Scale.group, Scale.batch)
+    )
+    torch.testing.assert_close(plain, torch.tensor([[-1.0, 1.0], [-5.0, 5.0]]))
     deviation = math.sqrt(2) + 1e-4
-    torch.testing.assert_close(
-        group_centred(rewards, Scale.group)[0], torch.tensor([-1 / deviation, 1 / deviation])
-    )
-    torch.testing.assert_close(
-        group_centred(rewards, Scale.batch)[1] * (rewards.std() + 1e-4), torch.tensor([-5.0, 5.0])
-    )
+    torch.testing.assert_close(group[0], torch.tensor([-1 / deviation, 1 / deviation]))
+    torch.testing.assert_close(batch[1] * (rewards.std() + 1e-4), torch.tensor([-5.0, 5.0]))
 
 
 @pytest.mark.parametrize("samples", [2, 3, 7])
 def test_a_tied_group_has_advantage_exactly_0(samples):
     rewards = torch.full((1, samples), 0.3)  # for some K, the mean in float32 is not 0.3
     assert not leave_one_out(rewards).any()
-    assert not any(group_centred(rewards, scale).any() for scale in Scale)
+    assert not any(scaled(centred(rewards), rewards, scale).any() for scale in Scale)
 
 
 def test_gae_with_lambda_1_is_returns_minus_values():
@@ -41,12 +40,13 @@ def test_gae_with_lambda_1_is_returns_minus_values():
     returns = torch.stack(
         [sum(gamma ** (s - t) * rewards[..., s] for s in range(t, 5)) for t in range(5)], dim=-1
     )
-    torch.testing.assert_close(gae(rewards, values, gamma, lam=1.0), returns - values)
+    found = gae(rewards, values, gamma, lam=1.0, states=torch.ones(2, 3, 5, dtype=torch.bool))
+    torch.testing.assert_close(found, returns - values)
 
 
 def test_gae_with_lambda_0_is_the_one_step_error():
     rewards, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[10.0, 20.0, 30.0]])
-    found = gae(rewards, values, gamma=0.5, lam=0.0)
+    found = gae(rewards, values, gamma=0.5, lam=0.0, states=torch.ones(1, 3, dtype=torch.bool))
     assert found.tolist() == [[1 + 10 - 10, 2 + 15 - 20, 3 - 30]]
 
 
