@@ -7,7 +7,7 @@
 The last row is the generalized Jensen-Shannon divergence (Agarwal et al., arXiv 2306.13649, equation 1).
 It tends to 0, not to a KL, as beta goes to 0 or 1; both ends are the two KLs by convention.
 
-With `top`, both distributions are cut to the `top` most probable tokens of the teacher, the candidates, and one
+With `top`, both distributions are cut to candidates, the `top` most probable tokens of the teacher, and one
 bucket for all others. This is what a served teacher can give, and a lower bound of the divergence.
 """
 

@@ -17,8 +17,8 @@ Thinking Machines Lab, 2025.
 k = logp - teacher, with the current policy. `exact` needs no w, because only the prefixes are those of the
 sampler. A is the advantage of GRPO; with `algo.reward_coef=0` (default) the scores serve metrics only.
 
-Needs: the teacher's log-probs; `exact` its hidden states in the training forward or, of a teacher on a server,
-its candidates. All prompts have signal.
+Needs: the teacher's log-probs; `exact` its hidden states in the training forward, or the candidates that its
+server sent. All prompts have signal.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.config.algorithms import DistillConfig
+from rlhf.config.algorithms import DistillConfig, TeacherDivergence
 from rlhf.core.batch import Batch, Outputs, Rollouts
 from rlhf.core.metrics import selected
 from rlhf.models.modules import Policy
@@ -37,7 +37,8 @@ class ServedTeacher(HttpClient):
     def __init__(self, config: DistillConfig, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__("algo.teacher", config.teacher, f"{config.teacher.url}/v1/completions")
         self.model, self.tokenizer, self.ids = model, tokenizer, {*tokenizer.get_vocab().values()}
-        self.top = min(config.top or 0, len(self.ids))  # number of candidates
+        # The number of candidates.
+        self.top = min(config.top or 0, len(self.ids)) if config.divergence is TeacherDivergence.exact else 0
         more = f"run: vllm serve {model} --max-logprobs {self.top}, or correct what it refuses"
         self.remedies = {400: more} if self.top else {}
         self.expected = f"it must be vLLM with the model {model} and the tokenizer of the policy; correct it"

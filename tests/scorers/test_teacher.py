@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf.assembly.parts import make
-from rlhf.config.algorithms import DistillConfig
+from rlhf.config.algorithms import DistillConfig, TeacherDivergence
 from rlhf.config.models import Dtype
 from rlhf.config.run import OptimConfig
 from rlhf.config.scorers import ServedTeacherConfig
@@ -41,8 +41,11 @@ def stub() -> Iterator[Stub]:
     made.stop()
 
 
-def teacher(stub: Stub, model: str = MODEL, top: int | None = None, **settings: Any) -> ServedTeacher:
-    config = DistillConfig(top=top, teacher=ServedTeacherConfig(url=stub.url, **settings))
+def teacher(
+    stub: Stub, model: str = MODEL, top: int | None = None, divergence: str = "exact", **settings: Any
+) -> ServedTeacher:
+    served = ServedTeacherConfig(url=stub.url, **settings)
+    config = DistillConfig(top=top, divergence=TeacherDivergence(divergence), teacher=served)
     return ServedTeacher(config, model, READER.tokenizer)
 
 
@@ -123,10 +126,9 @@ def test_candidates_do_not_depend_on_micro_batches_or_on_the_process_that_asks(s
         assert one.candidates[name].shape == (*rollouts.response_ids.shape, 5)
         assert not one.candidates[name][~rollouts.response_mask].any()
     torch.testing.assert_close(one.ref_logprobs, in_this_process(rollouts.for_teacher()), atol=1e-5, rtol=0)
-    assert (
-        Annotator(scored, teacher(stub), Budget(16), ALONE, Dtype.float32).annotate(rollouts).candidates
-        is None
-    )
+    plain = Annotator(scored, teacher(stub, top=5, divergence="k1"), Budget(16), ALONE, Dtype.float32)
+    assert plain.annotate(rollouts).candidates is None
+    assert stub.questions[-1]["prompt_logprobs"] == 0
 
 
 def test_a_candidate_that_the_tokenizer_lacks_is_left_out_of_both_distributions(stub):
