@@ -30,13 +30,23 @@ from rlhf.core.batch import Batch, Budget
 from rlhf.engines.engine import Engine, EngineSettings, NonFinite, trained
 from rlhf.models import divergence
 from rlhf.models.forward import autocast, build_on_first, checkpoint_blocks, infer
-from rlhf.models.modules import ActorCritic, Policy, RewardModel, Teacher, ValueModel, adapt
+from rlhf.models.modules import (
+    ActorCritic,
+    Policy,
+    RewardModel,
+    ServedCandidates,
+    Teacher,
+    ValueModel,
+    adapt,
+)
 from rlhf.objectives.distill import Distill
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.objective import Objective
 from rlhf.objectives.ppo import PPO
 from rlhf.processes.ranks import Ranks
+from rlhf.scorers.teacher import ServedTeacher
 from tests.end_to_end.rank_runs import listening
+from tests.served_teacher import MODEL, Reader
 from tests.tiny_models import tiny_classifier, tiny_lm, tiny_rollouts, tiny_tokenizer
 
 OBJECTIVES = {"dpo": OnlineDPO(DPOConfig()), "ppo": PPO(PPOConfig())}
@@ -44,6 +54,16 @@ ENTROPIC = PPO(PPOConfig(entropy_coef=0.1))
 # The gradient of the keys' bias is 0 except for rounding errors, which differ between backends. With a small
 # eps, Adam would turn these errors into full steps.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-4, max_grad_norm=0.5, ess_scaling=ESSScaling.sqrt)
+
+
+READER = Reader(tiny_lm("llama"), tiny_tokenizer())
+
+
+class Answered(ServedTeacher):
+    """A served teacher without a server: the answers are those of a model in this process."""
+
+    def post(self, question: Any, *_: Any) -> tuple[Any, str]:
+        return READER.completion(question), ""
 
 
 class Steps:
@@ -297,15 +317,20 @@ class Steps:
             return policy
 
         found = {}
-        for name in ("another model", "tied", "adapters"):
-            adapted = name == "adapters"
+        for name in ("another model", "tied", "adapters", "served"):
+            adapted, config = name == "adapters", DistillConfig(beta=0.5)
             settings = {"kind": "llama", "tie_word_embeddings": True} if name == "tied" else {}
             engine = self.build(self.received(module), None) if adapted else self.engine(**settings)
             teacher = engine.policy.before_adapters() if adapted else engine.reference
             engine.policy.teacher = Teacher(teacher, beta=0.5, top=None)
-            objective = Distill(DistillConfig(beta=0.5))
+            objective = Distill(config)
             if adapted:
                 engine.reference = teacher
+            if name == "served":
+                config.top = 7
+                engine.reference = Answered(config, MODEL, tiny_tokenizer())
+                engine.reference.answered = True
+                engine.policy.teacher = ServedCandidates(beta=0.5)
             batch = objective.credit(engine.annotate(scored(), objective.needs))
             rows = [figures(engine, batch, objective) for _ in range(2)]
             found[name] = {"rows": rows, "weights": weights(engine)}

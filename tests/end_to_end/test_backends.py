@@ -264,10 +264,13 @@ def test_a_borrowed_model_computes_in_bfloat16_what_its_float32_weights_compute(
     assert dtypes == ["torch.bfloat16", "torch.float32"][not name.startswith(("zero3", "fsdp2")) :]
 
 
-@pytest.mark.parametrize("teacher", ["another model", "tied", "adapters"])
+@pytest.mark.parametrize("teacher", ["another model", "tied", "adapters", "served"])
 @pytest.mark.parametrize(("size", "name"), EVERY)
 def test_distillation_gives_the_steps_of_plain_torch(size, name, teacher, steps):
-    """A divided teacher is gathered; a teacher that is the policy without adapters shares its weights."""
+    """A divided teacher is gathered; a teacher that is the policy without adapters shares its weights.
+
+    Of a served teacher, every rank asks for its part of the candidates.
+    """
     found, expected = steps[size, name]["distilled"][teacher], steps[1, "torch"]["distilled"][teacher]
     same_rows(found["rows"], expected["rows"])
     same_weights(found["weights"], expected["weights"])

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.engines.engine import TorchEngine
@@ -26,6 +27,7 @@ from rlhf.training.recorder import Recorder
 from rlhf.words.compose import compose, run_name
 from tests import needs
 from tests.end_to_end.conftest import TINY, assert_same_end, nightly, wait_for
+from tests.served_teacher import Reader, Stub
 
 RUN = ["schedule.total_episodes=80", "schedule.save_every=1", "schedule.eval_every=2", "algo.ties=keep"]
 LAG = [*RUN, "schedule.max_lag=1"]
@@ -152,13 +154,19 @@ def test_run_killed_after_a_checkpoint_resumes_with_identical_results(tiny, comm
 
 
 @pytest.mark.forks(False)
-@pytest.mark.parametrize("divergence", ["exact", nightly("k1")])
+@pytest.mark.parametrize("divergence", ["exact", nightly("k1"), nightly("served")])
 def test_a_killed_distillation_with_lag_resumes_with_identical_results(
-    divergence, tiny, command, tmp_path, uninterrupted
+    divergence, tiny, command, tmp_path, uninterrupted, request
 ):
     teacher = uninterrupted("algo=grpo", "optim.lr=1e-3").model
-    run = ["algo=distill", *RUN[:3], "schedule.max_lag=4"]
-    run += [f"algo.divergence={divergence}", f"model.reference={teacher}"]
+    run = ["algo=distill", *RUN[:3], "schedule.max_lag=4", f"model.reference={teacher}"]
+    run += [] if divergence == "served" else [f"algo.divergence={divergence}"]
+    if divergence == "served":
+        lm, tokenizer = (kind.from_pretrained(teacher) for kind in (AutoModelForCausalLM, AutoTokenizer))
+        stub = Stub(Reader(lm, tokenizer, str(teacher)))
+        stub.start()
+        request.addfinalizer(stub.stop)
+        run += ["generator.temperature=1", "algo.top=6", f"algo.teacher.url={stub.url}"]
     folder, expected = RunFolder(tmp_path / run_name(tiny(*run))), uninterrupted(*run)
     process = start([*command, *run], "-m", "rlhf.train")
     wait_for(lambda: folder.last_checkpoint() is not None, process)
