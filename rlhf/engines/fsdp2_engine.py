@@ -57,7 +57,7 @@ class FSDP2Engine(TorchEngine):
         self.roots = [part for part in self.module.modules() if isinstance(part, RolloutModule)]
         for root in self.roots:
             _divide(root, self.ranks)
-        models = [each for each in (self.module, self.reference) if isinstance(each, RolloutModule)]
+        models = [each for each in (self.module, self.reference) if isinstance(each, nn.Module)]
         self.units = [part for each in models for part in each.modules() if isinstance(part, FSDPModule)]
         self.optimizer = build_optimizer(self.module, self.settings.optim, self.settings.value_lr)
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=False)
