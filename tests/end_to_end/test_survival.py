@@ -235,7 +235,7 @@ def signal_self(number):
 @pytest.mark.parametrize(
     ("number", "place", "update", "words"),
     [
-        (signal.SIGTERM, (TorchEngine, "step", lambda *_: True), 1, RUN),
+        (signal.SIGTERM, (TorchEngine, "optimizer_step", lambda *_: True), 1, RUN),
         (signal.SIGUSR1, (PolicyEvaluator, "__call__", after_update(0)), 0, RUN),
         nightly(signal.SIGTERM, (PolicyEvaluator, "__call__", after_update(2)), 2, LAG),
         nightly(signal.SIGUSR1, (Recorder, "flush", after_update(2)), 2, PPO),
