@@ -12,15 +12,18 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from rlhf.core.batch import microbatches
-from rlhf.engines.engine import Engine
+from rlhf.core.batch import Batch, microbatches
+from rlhf.core.metrics import Metrics
+from rlhf.engines.engine import Engine, Gradients
 from rlhf.memory.plan import plan
+from rlhf.objectives.objective import Objective
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from rlhf.words.compose import compose
@@ -36,7 +39,7 @@ def main(cache: str, folder: str, overrides: str) -> None:
         for device in ("cpu", "cuda"):
             where = RunFolder(Path(folder) / f"{number}-{device}")
             cfg = compose([*TINY, f"cache_dir={cache}", f"backend.device={device}", *words])
-            with patch.object(Engine, "step", noted(Engine.step, steps)):
+            with patch.multiple(Engine, **noted(steps)):
                 run(cfg, where)
             found[device] = rows(where)
             found["log"] = where.log.read_text()
@@ -47,21 +50,30 @@ def main(cache: str, folder: str, overrides: str) -> None:
         print(json.dumps(found), flush=True)
 
 
-def noted(step: Any, steps: list[dict[str, Any]]) -> Any:
-    """Return `Engine.step` that notes its waits in `steps`."""
+def noted(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the halves of an optimizer step of `Engine`, which note their waits in `steps`."""
+    first, second = Engine.forward_backward, Engine.optimizer_step
+    counts: Counter[str] = Counter()
 
-    def call(self: Engine, batch: Any, objective: Any) -> Any:
+    def forward_backward(self: Engine, batch: Batch, objective: Objective) -> Gradients:
         gc.collect()  # what earlier runs of this process have left
         torch.cuda.reset_peak_memory_stats()
         with Waits() as waits:
-            metrics = step(self, batch, objective)
+            found = first(self, batch, objective)
+        counts.clear()
+        counts.update(waits.counts)
+        return found
+
+    def optimizer_step(self: Engine, found: Gradients) -> Metrics:
+        with Waits() as waits:
+            metrics = second(self, found)
         if self.ranks.device.type == "cuda":
-            parts = sum(1 for _ in microbatches(batch, self.budget))
+            parts = sum(1 for _ in microbatches(found.batch, self.settings.budget))
             memory = {"peak": torch.cuda.max_memory_allocated(), "kept": torch.cuda.memory_allocated()}
-            steps.append({"micro-batches": parts, "waits": waits.counts, **memory})
+            steps.append({"micro-batches": parts, "waits": counts + waits.counts, **memory})
         return metrics
 
-    return call
+    return {"forward_backward": forward_backward, "optimizer_step": optimizer_step}
 
 
 if __name__ == "__main__":
