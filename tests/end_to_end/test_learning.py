@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pyarrow.parquet import read_table
 
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
@@ -64,3 +65,40 @@ def test_the_documented_run_on_problems_with_verifiers_learns_to_solve_held_out_
 
 def mean(rows: list[dict], name: str) -> float:
     return sum(row[name] for row in rows) / len(rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)  # a teacher, and for each of three seeds four runs of a minute
+def test_a_student_reaches_its_teacher_and_ends_nearer_to_it_than_after_sft_on_its_samples(tmp_path):
+    common = ["task=arithmetic", f"cache_dir={tmp_path / 'artefacts'}", "backend.threads=1", "progress=plain"]
+
+    def trained(name: str, *words: str) -> tuple[list[dict], Path]:
+        folder = RunFolder(tmp_path / name)
+        run(compose([*common, "schedule.save_every=0", *words]), folder)
+        return evaluations(folder.path), folder.path
+
+    found, folder = trained("teacher", "algo=grpo")
+    teacher, initial = found[-1], next((tmp_path / "artefacts").glob("sft-*/model"))
+    distil = ["algo=distill", f"model.reference={folder / 'model'}", "schedule.eval_every=1.0"]
+    small = ["schedule.prompts_per_update=16", "schedule.total_episodes=1600", "optim.lr=3e-4"]
+    for number in (1, 2, 3):
+        seed = f"seed={number}"
+        long = ["schedule.prompts_per_update=64", "schedule.total_episodes=6400", "optim.lr=1e-4", seed]
+        after = trained(f"long-{number}", *distil, *long)[0][-1]
+        assert after["eval/accuracy"] >= teacher["eval/accuracy_low"]
+        assert after["eval/kl"] < 0.1
+
+        short = trained(f"short-{number}", *distil, *small, seed)[0][-1]
+        still = ["algo=gpg", "optim.lr=1e-12", "schedule.eval_every=0", "save_generations=true", seed]
+        _, sampled = trained(f"samples-{number}", f"model.policy={folder / 'model'}", *still, *small[:2])
+        rows = [row for file in sorted(sampled.glob("generations/*")) for row in read_table(file).to_pylist()]
+        data = tmp_path / f"{number}.jsonl"
+        data.write_text(
+            "".join(json.dumps({k: row[k] for k in ("prompt", "response")}) + "\n" for row in rows)
+        )
+        start = [f"model.policy={initial}", f"model.base={initial}", "schedule.total_epochs=null"]
+        local = ["task=local", f"task.path={data}", "algo=sft", "task.max_prompt_tokens=32", *start]
+        _, tuned = trained(f"sft-{number}", *local, *small, seed)
+        measure = ["schedule.total_episodes=16", "schedule.prompts_per_update=16", "optim.lr=1e-12", seed]
+        other = trained(f"measured-{number}", *distil, f"model.policy={tuned / 'model'}", *measure)[0][0]
+        assert short["eval/kl"] < other["eval/kl"]
