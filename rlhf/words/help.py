@@ -16,7 +16,7 @@ from rlhf.words.catalogue import conf_dir, declared_keys, groups, options, value
 from rlhf.words.mistakes import suggestion
 
 WIDTH = 80
-LONG = 20  # groups with more options are named, not listed
+LONG = 30  # groups with more options are named, not listed
 _OVERVIEW = (files("rlhf.words") / "help.txt").read_text(encoding="utf-8")
 _GROUP = re.compile(r"^  \{(\w+)\} (.*)\n", re.M)
 GROUPS = dict(_GROUP.findall(_OVERVIEW))  # group -> meaning
