@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MODEL = "a/teacher"
-MOST = 20  # candidates that vLLM sends by default
 
 
 @dataclass
@@ -23,6 +22,7 @@ class Reader:
     lm: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str = MODEL
+    most: int = 1000  # candidates that it sends, as --max-logprobs says
 
     @torch.no_grad()
     def completion(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -45,11 +45,10 @@ class Reader:
 
     def __call__(self, question: dict[str, Any], which: int) -> tuple[int, Any]:
         """Return status and body of the answer; `which` is the number of the question."""
-        most = max(MOST, self.lm.config.vocab_size)  # as with --max-logprobs
         if question["model"] != self.name:
             return 404, {"error": {"message": f"model {question['model']} does not exist"}}
-        if (wanted := question["prompt_logprobs"]) > most:
-            message = f"Requested prompt logprobs of {wanted}, which is greater than max allowed: {most}"
+        if (wanted := question["prompt_logprobs"]) > self.most:
+            message = f"Requested prompt logprobs of {wanted}, which is greater than max allowed: {self.most}"
             return 400, {"error": {"message": message, "type": "BadRequestError", "code": 400}}
         return 200, self.completion(question)
 

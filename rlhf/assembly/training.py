@@ -190,9 +190,9 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
     )
     engine = _completed(engine, cfg)
     if isinstance(cfg.algo, DistillConfig):
-        engine.policy.teacher = ServedCandidates(cfg.algo.beta)
-        if isinstance(engine.reference, Policy):
-            engine.policy.teacher = Teacher(engine.reference, cfg.algo.beta, cfg.algo.top)
+        beta, top, reference = cfg.algo.beta, cfg.algo.top, engine.reference
+        here = isinstance(reference, Policy)
+        engine.policy.teacher = Teacher(reference, beta, top) if here else ServedCandidates(beta)
     return engine
 
 

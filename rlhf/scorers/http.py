@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -49,9 +49,10 @@ class HttpClient:
         UserError: the environment variable with the token is not set.
     """
 
+    remedies: Mapping[int, str] = {}  # by the status of a refusal, with {at}, the key of the section
+
     def __init__(self, at: str, config: _Limits, url: str) -> None:
         self.key, self.limits, self.url = at, config, url
-        self.remedies: dict[int, str] = {}  # status of a refusal -> remedy, if it is another one
         self.answered = False  # True after the first answer: from then on, a refused connection is retried
         self.session = requests.Session()
         for scheme in ("http://", "https://"):
@@ -141,9 +142,9 @@ class HttpClient:
         problem = f"answered with status {status} ({shortened(repr(body.decode(errors='replace')), 200)})"
         if status not in _TRY_AGAIN:
             token = f"set {at}.token_variable=<environment variable with a token that the service accepts>"
-            remedies = {401: token, 403: token, 413: f"lower {at}.batch_size"} | self.remedies
-            remedy = remedies.get(status, f"correct {at}.url, or see the log of the service")
-            return self.error(problem, remedy)
+            remedies = {401: token, 403: token, **self.remedies}
+            remedy = remedies.get(status, "correct {at}.url, or see the log of the service")
+            return self.error(problem, remedy.replace("{at}", at))
         wait_s = _retry_after(answer.headers.get("Retry-After", ""))
         if wait_s is not None and wait_s > limit_s:
             return self.error(
@@ -170,6 +171,7 @@ class HttpScorer(HttpClient, Scorer):
     """
 
     config: HttpScorerConfig
+    remedies: Mapping[int, str] = {413: "lower {at}.batch_size"}
 
     def __init__(self, config: HttpScorerConfig, context: ScorerContext) -> None:
         Scorer.__init__(self, config, context)

@@ -219,8 +219,8 @@ def test_an_answer_that_cannot_be_used_is_an_error_with_the_key(fault, top, stub
     assert str(error.value).startswith("algo.teacher.url=http://127.0.0.1")
 
 
-def test_more_candidates_than_the_server_sends_are_an_error_with_its_flag(stub, monkeypatch):
-    monkeypatch.setattr(READER.lm.config, "vocab_size", 0)
+def test_more_candidates_than_the_server_sends_are_an_error_with_its_flag(stub):
+    stub.answer = replace(READER, most=20)  # the default of vLLM
     with pytest.raises(RunError, match="max allowed: 20.*vllm serve a/teacher --max-logprobs 64"):
         teacher(stub, top=64)(tiny_rollouts(2, 1))
     teacher(stub, top=20)(tiny_rollouts(2, 1))
