@@ -234,8 +234,9 @@ def full_disk(folder: Path, ranks: Ranks) -> list[str]:
         said = type(error).__name__
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     engine.save(folder / "full")
+    found: list[str] = ranks.gather(said)  # each rank has written its part before one reads all of them
     engine.load(folder / "full")
-    return ranks.gather(said)
+    return found
 
 
 def served(ranks: Ranks) -> dict[str, float]:
