@@ -190,8 +190,8 @@ import os, sys, time
 from pathlib import Path
 from rlhf.runs.lock import claimed
 with claimed(Path(sys.argv[1])):
-    if child := os.fork():
-        print(child, flush=True)
+    if os.fork() == 0:  # the child reports, because it has the lock until it has run what follows a fork
+        print(os.getpid(), flush=True)
     time.sleep(60)
 """
 
