@@ -20,9 +20,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.models import build_stop_ids, build_tokenizer, names_of, quieten_libraries
+from rlhf.assembly.models import build_device, build_stop_ids, build_tokenizer, names_of, quieten_libraries
 from rlhf.assembly.parts import make
-from rlhf.assembly.training import TEXT, build_sampler, build_task, check_formats, part_of, reward_functions
+from rlhf.assembly.training import (
+    TEXT,
+    build_sampler,
+    build_scorer,
+    build_task,
+    check_formats,
+    part_of,
+    reward_functions,
+)
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.models import LoRAConfig
 from rlhf.config.root import Config
@@ -33,11 +41,12 @@ from rlhf.core.formatting import printable, shortened
 from rlhf.environments.environment import EnvironmentFactory
 from rlhf.environments.episodes import Episodes
 from rlhf.environments.library import gives_rewards
-from rlhf.processes.ranks import ALONE
+from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.function import FunctionScorer
 from rlhf.scorers.scorer import ScorerContext, distinct_texts, response_texts
 from rlhf.stages import prerequisites
+from rlhf.stages.probes import probed
 from rlhf.tasks.task import Task, altered, summarize
 from rlhf.terminal.console import say, say_row
 from rlhf.text.chat import control_tokens, quoted, render, set_format, unquoted
@@ -104,6 +113,7 @@ class Inspection:
             for i in range(min(_SHOWN, len(batch))):
                 self._title(f"Example {i + 1} of the first update ({batch.place(i)})")
                 self._show_example(batch, rollouts, i)
+            self._show_probes(task)
 
     def _title(self, text: str) -> None:
         self._say("")
@@ -163,6 +173,35 @@ class Inspection:
                 self._say(f"    {text}")
             self._warn([each.warning] if each.warning is not None else [])
         self._warn(check_formats(self.cfg, task))
+
+    def _show_probes(self, task: Task) -> None:
+        """Print how the training scorer scores planted responses (`rlhf.stages.probes`), and its alarms."""
+        cfg, rows = self.cfg, len(task.examples("train"))
+        later = cfg.scorer.reads_reward and cfg.model.reward is None  # the run makes its reward model first
+        if later or not cfg.scores_completions or cfg.environment.answers:
+            return
+        places = np.linspace(0, rows - 1, min(rows, 16 if cfg.scorer.asks_service else 24))
+        batch = task.batch(places.astype(int).tolist())
+        batch = batch.select(
+            torch.tensor([i for i, each in enumerate(batch.references) if each.strip()]).long()
+        )
+        if not len(batch):
+            return self._warn(["the reward has no probes: no example has a reference response"])
+        scorer = build_scorer(cfg, "scorer", self.tokenizer, Ranks(build_device(cfg)))
+        assert scorer is not None, "validated: training needs a scorer"
+        local = any(each.sequences for at, each in scorers(cfg) if at.startswith("scorer"))
+        limit = cfg.generator.response_length if local else None  # the context of a model is limited
+        control = control_tokens(self.tokenizer)
+
+        def score(rows: Sequence[int], texts: Sequence[str]) -> np.ndarray:
+            prompts, made = batch.select(torch.tensor(rows)), [[quoted(each, control)] for each in texts]
+            planted = encode_completions(prompts, made, self.tokenizer, limit)
+            return scorer.score_once(planted)[:, 0].cpu().numpy()
+
+        self._title(f"Probes of the reward: planted responses to {len(batch)} examples, median scores")
+        asked = [str(each[-1]["content"]) for each in batch.dialogues] if batch.dialogues else batch.texts
+        for text, alarm in probed(score, asked, list(map(unquoted, batch.references)), scorer.tie_tolerance):
+            self._warn([text]) if alarm else self._say(f"  {text}")
 
     def _show_example(self, batch: Prompts, rollouts: Rollouts | None, i: int) -> None:
         """Print an example as tokens, with the use of each part; `rollouts`: its stored responses, if any."""
