@@ -9,6 +9,7 @@ What compares two responses calls `Scorer.compare`, which a judge of pairs overr
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class ScorerContext:
         build: returns the scorer of a config section and key, for a scorer that consists of other scorers.
         conversational: the prompts of the task are dialogues.
         turns: the messages of the environment as tokens, if one answers the replies; None: no environment.
+        judgements: the file of the answers of a judge, with * in place of its key; None: it forgets them.
         parts: names of the parts of a mixture of tasks, in the order of `Prompts.part`; empty without parts.
         tie_tolerance: largest relative difference of two scores that count as equal (`algo.tie_tolerance`).
         response_length: largest number of tokens of a response.
@@ -103,6 +105,7 @@ class ScorerContext:
     parts: tuple[str, ...] = ()
     tie_tolerance: float = 0.0
     response_length: int = 0
+    judgements: Path | None = None
 
     def part(self, key: str, section: ScorerConfig) -> Scorer:
         """Return the scorer of the part `key` of a scorer, given its config section."""
@@ -147,9 +150,16 @@ class Scorer(ABC):
             return scores
         return scores.gather(1, first_of_identical(rollouts).to(scores.device))
 
+    def told(self) -> dict[str, tuple[float, float]]:
+        """Return figures of this scorer about its work since the last call: total, and count (0: a sum)."""
+        return {}
+
     def scored(self, rollouts: Rollouts) -> list[Scored]:
-        """Return the K responses to each prompt with their scores, for `compare`."""
-        columns = self.score_once(rollouts).float().T
+        """Return the K responses to each prompt, for `compare`, with their scores (NaN if it `compares`)."""
+        if self.config.compares:
+            columns = torch.full(rollouts.response_ids.shape[:2], math.nan).T
+        else:
+            columns = self.score_once(rollouts).float().T
         return [Scored(rollouts=rollouts, sample=k, scores=column) for k, column in enumerate(columns)]
 
     def compare(self, a: Scored, b: Scored) -> Tensor:
@@ -175,7 +185,10 @@ class Scorer(ABC):
         summed = self.config.parts if parts else {}
         weights = {name: torch.full((len(rollouts),), part.weight) for name, part in summed.items()}
         scores = merge_ties(scores, self.tie_tolerance)
-        return rollouts.extend(Batch, scores=scores, parts=rounded, part_weights=weights or None)
+        rest = [(0.0, 0.0)] * (len(rollouts) - 1)
+        told = {name: torch.tensor([pair, *rest], dtype=torch.double) for name, pair in self.told().items()}
+        own = {"parts": rounded, "part_weights": weights or None, "figures": told or None}
+        return rollouts.extend(Batch, scores=scores, **own)
 
     def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor] | None]:
         """Return the scores [N, K] after `at_end`, and those of the parts, if any; float64."""
