@@ -125,7 +125,8 @@ class ScorerConfig(Section):
     @property
     def described(self) -> str:
         """The name of the scorer in messages: its model, function or address, otherwise its option."""
-        found = getattr(self, "path", None) or getattr(self, "url", None) or self.name
+        named = (getattr(self, key, None) for key in ("path", "model", "url", "name"))
+        found = next(filter(None, named))
         return ", ".join(map(str, found)) if isinstance(found, list) else str(found)
 
     def rules(self, at: str) -> Iterator[str]:
@@ -450,11 +451,6 @@ class JudgeScorerConfig(ServiceScorerConfig):
     def compares(self) -> bool:
         """Whether the judge sees several responses to a prompt."""
         return self.kind in (JudgeKind.pairwise, JudgeKind.rank)
-
-    @property
-    def described(self) -> str:
-        """The name of the model."""
-        return str(self.model)
 
     def own_template(self) -> str | None:
         """Return the text in the file `template`; None: it is that of the kind.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import ipaddress
-import json
 import os
 import platform
 import re
@@ -15,7 +14,6 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -279,32 +277,29 @@ def refused_key(url: str, key: str | None, body: Any = None) -> int | None:
         key: the key; None: no key is sent.
         body: the body of a POST in JSON; None: the request is a GET.
     """
-    status, _ = _answer(url, key, body)
-    return status if status in (401, 403) else None
-
-
-def model_names(url: str, key: str | None) -> list[str]:
-    """Return the names of the models that an OpenAI-compatible server lists at a URL; [] if unknown."""
-    status, text = _answer(url, key)
-    with suppress(ValueError, LookupError, TypeError, RecursionError):
-        return [str(each["id"]) for each in json.loads(text)["data"]] if status == 200 else []
-    return []
-
-
-def _answer(url: str, key: str | None, body: Any = None) -> tuple[int | None, bytes]:
-    """Return the status and the first MiB of an answer; see `refused_key`. None: there is no answer."""
     import requests
 
     if _behind_proxy(url):
-        return None, b""
+        return None
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with requests.Session() as session, suppress(requests.RequestException, ValueError):
         session.trust_env, session.stream = False, True  # ~/.netrc would replace the key
         ask = partial(session.get, url) if body is None else partial(session.post, url, json=body)
-        answer = ask(headers=headers, timeout=_CONNECT_S, allow_redirects=False)
-        wanted = answer.status_code == 200 and body is None
-        return answer.status_code, b"".join(islice(answer.iter_content(1 << 16), 16 if wanted else 0))
-    return None, b""
+        status = ask(headers=headers, timeout=_CONNECT_S, allow_redirects=False).status_code
+        return status if status in (401, 403) else None
+    return None
+
+
+def model_names(url: str, key: str | None) -> list[str]:
+    """Return the names of the models that an OpenAI-compatible server lists at a URL; [] if unknown."""
+    import requests
+
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with suppress(requests.RequestException, ValueError, LookupError, TypeError):
+        # With `auth`, ~/.netrc does not replace the key.
+        found = requests.get(url, headers=headers, auth=lambda ask: ask, timeout=_CONNECT_S).json()["data"]
+        return [str(each["id"]) for each in found]
+    return []
 
 
 def _behind_proxy(url: str) -> bool:

@@ -19,10 +19,12 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.resources import files
 from itertools import combinations, permutations
+from pathlib import Path
 from string import ascii_uppercase
 from threading import Lock
 from typing import Any, NamedTuple
@@ -41,7 +43,6 @@ from rlhf.text.chat import unquoted
 
 _EXPECTED = "it must be an OpenAI-compatible server of chat completions; correct it"
 _GRADE = r"(?<![\w.,/-])(?<!/ )(10|[1-9])\b(?![.,]\d)"  # the 8 of 8/10, and nothing of 8.5
-_REFUSED = "{at}.answer=%s may be unknown to the server: set {at}.answer=%s, or see the log of the server"
 
 
 class Spent(RunError):
@@ -76,6 +77,12 @@ def share_of(forth: float, back: float, soft: bool = False) -> float:
     return share if soft or share in (0, 1) else 0.5
 
 
+def price_of(rows: Iterable[dict[str, Any]], prices: Sequence[float]) -> float:
+    """Return the price of answers, given the prices of a million tokens: read, written; none: 0."""
+    read, written = prices or (0.0, 0.0)
+    return sum(read * row["read"] + written * row["written"] for row in rows) / 1e6
+
+
 class JudgeScorer(HttpClient, Scorer):
     """A scorer that asks a language model. Rank 0 asks for all ranks, and nothing before the first call.
 
@@ -92,25 +99,25 @@ class JudgeScorer(HttpClient, Scorer):
     """
 
     config: JudgeScorerConfig
+    remedies: Mapping[int, str] = {400: "set {at}.answer=text or json, or see the log of the server"}
 
     def __init__(self, config: JudgeScorerConfig, context: ScorerContext) -> None:
         Scorer.__init__(self, config, context)
         HttpClient.__init__(self, context.at, config, f"{(config.url or '').rstrip('/')}/chat/completions")
-        form, texts = config.answer, files("rlhf.scorers") / "templates"
-        self.remedies = {400: _REFUSED % (form.value, "text" if form is Answer.json else "json")}
+        texts = files("rlhf.scorers") / "templates"
         self.template = config.own_template() or (texts / f"{config.kind.value}.txt").read_text("utf-8")
-        self.reason = config.reason and form in (Answer.json, Answer.text)
+        self.reason = config.reason and config.answer in (Answer.json, Answer.text)
         self.template += (texts / "reason.txt").read_text("utf-8") if self.reason else ""
-        self.criteria, self.lock, self.spent = config.criteria(), Lock(), 0.0
+        self.criteria, self.lock, self.file = config.criteria(), Lock(), context.judgements
+        self.totals, self.counts = Counter[str](), Counter[str]()
         self.known: dict[str, dict[str, Any]] = {}
-        self.figures: dict[str, tuple[float, float]] = {}
-        self.file = context.judgements
         if self.file is not None:
             self.file = self.file.with_name(self.file.name.replace("*", self.at))
             if self.file.is_file() and not self.file.read_bytes().endswith(b"\n"):
                 append(self.file, [{}])  # ends a line that a crash cut off
             for row in split_lines(self.file, ["key", "answer", "read", "written", "end"])[0]:
-                self.keep(row)
+                self.known.setdefault(row["key"], row)
+        self.spent = price_of(self.known.values(), config.prices)
 
     # -- the question ----------------------------------------------------------------------------------
 
@@ -119,21 +126,23 @@ class JudgeScorer(HttpClient, Scorer):
 
         The fence around the texts contains a hash of them, so that no text can close it.
         """
-        fence, config = f"#{_digest(question)[:12]}", self.config
-        letters, criteria = ascii_uppercase[: len(question.responses)], enumerate(self.criteria, 1)
-        blocks = zip(letters, question.responses, strict=True)
-        places = {
-            "fence": fence,
-            "prompt": question.prompt,
-            "responses": "\n\n".join(f"{fence} answer {letter}\n{text}\n{fence}" for letter, text in blocks),
-            "response": question.responses[0],
-            "reference": question.reference,
-            "criteria": "\n".join(f"{i}. {text}" for i, text in criteria),
+        config, fence, responses = self.config, f"#{_digest(question)[:12]}", question.responses
+        letters = ascii_uppercase[: len(responses)]
+        blocks = [
+            f"{fence} answer {letter}\n{text}\n{fence}"
+            for letter, text in zip(letters, responses, strict=True)
+        ]
+        criteria = [f"{i}. {text}" for i, text in enumerate(self.criteria, 1)]
+        places = {"fence": fence, "prompt": question.prompt, "reference": question.reference}
+        places |= {
+            "responses": "\n\n".join(blocks),
+            "response": responses[0],
+            "criteria": "\n".join(criteria),
         }
         text = re.sub(r"\{(\w+)\}", lambda found: places.get(found[1], found[0]), self.template)
         request: dict[str, Any] = {"model": config.model, "messages": [{"role": "user", "content": text}]}
         request |= {"temperature": 0, "seed": 0, "max_tokens": config.max_tokens}
-        fields, choices = self.verdicts(letters)
+        fields, choices = self.forms(letters)
         if config.answer is Answer.logprobs:
             request |= {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
         elif config.answer is Answer.choice:
@@ -146,18 +155,19 @@ class JudgeScorer(HttpClient, Scorer):
         about = config.url, config.kind.value, config.answer.value, self.template, self.criteria, request
         return _digest(about), request
 
-    def verdicts(self, letters: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the verdicts on the responses with these letters, for JSON schemas and for vLLM."""
+    def forms(self, letters: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the possible verdicts on the responses with these letters, for JSON schemas and for vLLM."""
         match self.config.kind:
             case JudgeKind.pairwise:
                 return {"better": {"enum": [*letters, "tie"]}}, {"choice": [*letters, "tie"]}
             case JudgeKind.rank:
-                limits = {"minItems": len(letters), "maxItems": len(letters)}
-                order = {"type": "array", "items": {"enum": [*letters]}, **limits}
-                return {"order": order}, {"choice": [*map(" > ".join, permutations(letters))]}
+                size = {"minItems": len(letters), "maxItems": len(letters)}
+                order = {"type": "array", "items": {"enum": [*letters]}, **size}
+                orders = permutations(letters) if self.config.answer is Answer.choice else ()
+                return {"order": order}, {"choice": [*map(" > ".join, orders)]}
             case JudgeKind.grade:
                 grade = {"type": "integer", "minimum": 1, "maximum": 10}
-                return {"grade": grade}, {"choice": [str(grade) for grade in range(1, 11)]}
+                return {"grade": grade}, {"choice": [*map(str, range(1, 11))]}
         fields = {str(i): {"enum": ["yes", "no"]} for i, _ in enumerate(self.criteria, 1)}
         return fields, {"regex": "\n".join(f"{i}: (yes|no)" for i in fields)}
 
@@ -183,7 +193,7 @@ class JudgeScorer(HttpClient, Scorer):
                 return [each / sum(mass) for each in mass] if sum(mass) >= 0.5 else None
             if self.config.answer is Answer.json:
                 verdict = json.loads(text)
-                text = "\n".join(f"{name}: {verdict[name]}" for name in self.verdicts(letters)[0])
+                text = "\n".join(f"{name}: {verdict[name]}" for name in self.forms(letters)[0])
             elif row.get("end") == "length":
                 return None
             match self.config.kind:
@@ -195,20 +205,9 @@ class JudgeScorer(HttpClient, Scorer):
                     return [-float(order.index(each)) for each in letters]
                 case JudgeKind.grade:
                     return [float(re.findall(_GRADE, text)[-1])]
-            said = (re.findall(rf"(?im)^\W*{i}\W+(yes|no)\b", text)[-1] for i in self.verdicts("")[0])
+            said = (re.findall(rf"(?im)^\W*{i}\W+(yes|no)\b", text)[-1] for i in self.forms("")[0])
             return [float(each.lower() == "yes") for each in said]
         return None
-
-    def price(self, *rows: dict[str, Any]) -> float:
-        """Return the price of answers."""
-        read, written = self.config.prices or (0.0, 0.0)
-        return sum(read * row["read"] + written * row["written"] for row in rows) / 1e6
-
-    def keep(self, row: dict[str, Any]) -> bool:
-        """Remember an answer, unless its question has one already; return whether it had none."""
-        if new := self.known.setdefault(row["key"], row) is row:
-            self.spent += self.price(row)
-        return new
 
     def ask(self, key: str, request: dict[str, Any], deadline: float) -> dict[str, Any]:
         """Return the answer to a question, in one try, as a line of the file of judgements.
@@ -235,9 +234,11 @@ class JudgeScorer(HttpClient, Scorer):
             top = choice["logprobs"]["content"][0]["top_logprobs"]
             row["top"] = [[each["token"], each["logprob"]] for each in top]
         with self.lock:  # an earlier try, which was given up, may have had another answer
-            if self.keep(row) and self.file is not None:
-                self.file.parent.mkdir(parents=True, exist_ok=True)
-                append(self.file, [row])
+            if self.known.setdefault(key, row) is row:
+                self.spent += price_of([row], self.config.prices)
+                if self.file is not None:
+                    self.file.parent.mkdir(parents=True, exist_ok=True)
+                    append(self.file, [row])
             return self.known[key]
 
     def readings(self, questions: Iterable[Question]) -> dict[Question, list[float] | None]:
@@ -256,37 +257,29 @@ class JudgeScorer(HttpClient, Scorer):
         rows = {each: self.known[key] for each, (key, _) in asked.items()}
         found = {each: self.reading(row, len(each.responses)) for each, row in rows.items()}
         bad = [row for each, row in rows.items() if found[each] is None]
-        config, at, count = self.config, self.at, len(rows)
-        for name, total, over in (
-            ("calls", len(due), 0),
-            ("cached", count - len(due), count),
-            ("unreadable", len(bad), count),
-            ("tokens_read", sum(row["read"] for row in new), 0),
-            ("tokens_written", sum(row["written"] for row in new), 0),
-            *((("price", self.price(*new), 0),) if config.prices else ()),
-        ):
-            self.count(name, total, over)
+        config, at, count, form = self.config, self.at, len(rows), self.config.answer
+        used = {f"tokens_{name}": sum(row[name] for row in new) for name in ("read", "written")}
+        used |= {"price": price_of(new, config.prices)} if config.prices else {}
+        self.totals.update({"calls": len(due), "cached": count - len(due), "unreadable": len(bad), **used})
+        self.counts.update(cached=count, unreadable=count)
         if len(bad) > config.unreadable * count:
             cut, remedy = sum(row["end"] == "length" for row in bad), f"set {at}.answer=json"
-            if cut and config.answer is not Answer.logprobs:  # a weak model may fill JSON with white space
-                remedy = f"raise {at}.max_tokens={config.max_tokens}, at which {cut} of them ended, or with "
-                remedy += f"vLLM set {at}.answer=choice"
+            if cut and form is not Answer.logprobs:  # a weak model may fill JSON with white space
+                remedy = (
+                    f"with vLLM set {at}.answer=choice, raise {at}.max_tokens ({cut} of them ended there)"
+                )
             raise RunError(
-                f"{at}: {len(bad)} of {count} answers of the judge cannot be read as {config.kind.value} "
-                f"with {at}.answer={config.answer.value}, such as {shortened(repr(bad[0]['answer']), 80)}; "
-                f"{remedy}, correct the template, or raise {at}.unreadable"
+                f"{at}: {len(bad)} of {count} answers of the judge cannot be read as {config.kind.value} with "
+                f"{at}.answer={form.value}, such as {shortened(repr(bad[0]['answer']), 80)}; {remedy}, correct "
+                f"the template, or raise {at}.unreadable"
             )
         return found
 
-    def count(self, name: str, total: float, over: float) -> None:
-        """Add to a figure: its total, and the count of which the figure is the mean, or 0 for a sum."""
-        before = self.figures.get(f"judge/{name}", (0.0, 0.0))
-        self.figures[f"judge/{name}"] = before[0] + total, before[1] + over
-
     def told(self) -> dict[str, tuple[float, float]]:
-        """Return the figures since the last call."""
-        figures, self.figures = self.figures, {}
-        return figures
+        """Return the figures since the last call; see `Scorer.told`."""
+        told = {f"judge/{name}": (total, self.counts[name]) for name, total in self.totals.items()}
+        self.totals.clear(), self.counts.clear()
+        return told
 
     # -- scores ----------------------------------------------------------------------------------------
 
@@ -340,10 +333,10 @@ class JudgeScorer(HttpClient, Scorer):
                 first, second = points(forth, i, j), points(back, -1 - j, -1 - i)
                 share = shares[question.of(one, other)] = share_of(first, second, soft)
                 shares[question.of(other, one)] = 1 - share
-                self.count("first", first + second, 2)
-                self.count("consistent", (first - 0.5) * (0.5 - second) > 0, 1)
-                if share != 0.5 and len(one) != len(other):
-                    self.count("longer", (share > 0.5) == (len(one) > len(other)), 1)
+                self.totals.update(first=first + second, consistent=(first - 0.5) * (0.5 - second) > 0)
+                decided = share != 0.5 and len(one) != len(other)
+                self.totals.update(longer=decided and (share > 0.5) == (len(one) > len(other)))
+                self.counts.update(first=2, consistent=1, longer=decided)
         return shares
 
     def single_scores(self, asked: Sequence[Sequence[Question]]) -> Tensor:
@@ -357,7 +350,8 @@ class JudgeScorer(HttpClient, Scorer):
         lacking = [math.nan] * len(weights)
         for number in range(len(self.criteria)):
             met = [each[number] for each in found.values() if each]
-            self.count(f"met/{number + 1}", sum(met), len(met))
+            self.totals[f"met/{number + 1}"] += sum(met)
+            self.counts[f"met/{number + 1}"] += len(met)
         values = [[found[each] or lacking for each in group] for group in asked]
         scores = torch.tensor(values, dtype=weights.dtype) @ weights / weights.abs().sum()
         means = scores.nanmean(1, keepdim=True)
@@ -376,6 +370,21 @@ class JudgeScorer(HttpClient, Scorer):
         self.readings([question])
         key, request = self.request(question)
         return request["messages"][0]["content"], self.known[key]["answer"]
+
+
+def answers_in(judgements: Path, at: str, prices: Sequence[float]) -> tuple[int, float]:
+    """Return the number of the answers of the judge at a key in all files of a run, and their price.
+
+    Args:
+        judgements: see `ScorerContext`.
+        at: the key.
+        prices: of a million tokens, read and written; empty: 0.
+    """
+    names = (judgements.with_name(judgements.name.replace("*", each)) for each in (at, f"{at}-annotator"))
+    rows = [
+        row for name in names for row in split_lines(name, ["key", "answer", "read", "written", "end"])[0]
+    ]
+    return len(rows), price_of(rows, prices)
 
 
 def shown_prompts(prompts: Prompts) -> list[str]:

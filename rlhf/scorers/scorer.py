@@ -374,6 +374,20 @@ class WeightedScorer(Scorer):
         parts = {name: part.training_scores(rollouts)[0] for name, part in self.parts.items()}
         return self.at_end(self.total(parts, rollouts), rollouts), parts
 
+    def compare(self, a: Scored, b: Scored) -> Tensor:
+        """Return two numbers for each prompt, [N, 2]; if a part compares responses, the sum of its shares."""
+        if not self.config.compares:
+            return super().compare(a, b)
+        compared = {
+            name: part.compare(*(part.scored(each.rollouts)[each.sample] for each in (a, b))).double()
+            for name, part in self.parts.items()
+        }
+        return merge_ties(self.total(compared, a.rollouts), self.tie_tolerance)
+
+    def told(self) -> dict[str, tuple[float, float]]:
+        """Return the figures of all parts, each of which is that of one part."""
+        return {name: pair for part in self.parts.values() for name, pair in part.told().items()}
+
     def total(self, parts: dict[str, Tensor], rollouts: Rollouts) -> Tensor:
         """Return the weighted sum [N, K] of the scores [N, K] in `parts`; NaN: the part does not judge it.
 

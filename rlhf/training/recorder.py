@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf.core.batch import Batch, Rollouts
-from rlhf.core.formatting import rate
+from rlhf.core.formatting import rate, wilson
 from rlhf.core.metrics import Evaluation, How, Metrics, Row, Stat, Timer, mean, merge, plain
 from rlhf.core.state import TrainState
 from rlhf.engines.engine import Engine
@@ -53,6 +53,7 @@ class Recorder:
         tie_tolerance: largest relative difference of a tie, as in `rlhf.scorers.scorer`.
         collapse: the rule that warns of a collapse; None: the default rule.
         repetition: the rule that hints at responses which repeat themselves; None: the default rule.
+        judge: the rule that hints at a judge which cannot be trusted; None: the default rule.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class Recorder:
         tie_tolerance: float = 0.0,
         collapse: CollapseRule | None = None,
         repetition: RepetitionRule | None = None,
+        judge: JudgeRule | None = None,
     ) -> None:
         self.loggers: list[Logger] = []
         self.generator: Generator | None = None
         self.log_every, self.metric, self.minimised = log_every, metric, minimised
         self.tolerance, self.tie_tolerance = tolerance, tie_tolerance
         self.collapse, self.repetition = collapse or CollapseRule(), repetition or RepetitionRule()
+        self.judge = judge or JudgeRule()
         self.timer = Timer()
         self.unchecked = set(expected)  # names of metrics in EXPECTED that are still to check
         self.tokens = 1.0  # mean number of tokens of a response of the first update
@@ -143,6 +146,7 @@ class Recorder:
                     row[name] = value
                 elif value is not None:
                     self.warn(f"{name} is {value} at update {state.update}; the row does not contain it")
+            self.hint_at_judge(self.figures)
             self.figures = {}
             for rule in (self.collapse, self.repetition):
                 if (warning := rule.observe(row)) is not None:
@@ -163,6 +167,7 @@ class Recorder:
             compared = against_initial(evaluation.scores, self.initial_scores, self.tie_tolerance)
             evaluation = replace(evaluation, figures=evaluation.figures | compared)
         self.evaluated, self.evaluated_on = evaluation.figures, evaluation.examples
+        self.hint_at_judge({})
         value = evaluation.figures.get(self.metric)
         if value is not None:
             best = value if state.best is None else state.best
@@ -171,6 +176,12 @@ class Recorder:
             logger.evaluation({**state.position(), **evaluation.figures}, evaluation, state)
         state.unevaluated = False
         self.timer.drain()  # the time of an evaluation does not belong to an update
+
+    def hint_at_judge(self, figures: Metrics) -> None:
+        """Add a row of training metrics to the rule of the judge, and warn of what it finds."""
+        lengths = (row.get("eval/response_tokens", 0.0) for row in (self.first, self.evaluated))
+        for hint in self.judge.observe(figures, *lengths):
+            self.warn(hint)
 
     def warn(self, text: str) -> None:
         """Send a warning to every logger."""
@@ -201,6 +212,7 @@ class Recorder:
             "evaluated_on": self.evaluated_on,
             "collapse": self.collapse.state_dict(),
             "repetition": self.repetition.state_dict(),
+            "judge": self.judge.state_dict(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -211,7 +223,8 @@ class Recorder:
         }
         self.first, self.initial_scores = saved["first"], saved.get("initial_scores")
         self.evaluated, self.evaluated_on = saved["evaluated"], saved.get("evaluated_on", 0)
-        for name, rule in (("collapse", self.collapse), ("repetition", self.repetition)):
+        for name in ("collapse", "repetition", "judge"):
+            rule: _Rule = getattr(self, name)
             if name in saved:  # earlier versions had no rule
                 rule.load_state_dict(saved[name])
         self.unchecked = set()  # the first update was before the checkpoint
@@ -503,6 +516,67 @@ class RepetitionRule(_Rule):
                 "the KL penalty"
             )
         return None
+
+
+# The hints at a judge that a policy can exploit, or that gives no signal; each is given once.
+
+
+_FIRST = (0.3, 0.7)  # share of comparisons that the response shown first wins
+_LONGER = 0.7  # largest share of decided pairs that the longer response wins, if responses grow
+_GROWTH = 1.25  # factor of the tokens of responses before training
+_MET, _MANY = 0.99, 64  # share of the responses of a row that meet a criterion; their smallest number
+
+
+class JudgeRule(_Rule):
+    """The rule that hints at a judge which prefers a position or length, and at criteria that all meet.
+
+    Args:
+        criteria: the criteria of a rubric, in their order.
+    """
+
+    saved = ("sums", "given")
+
+    def __init__(self, criteria: Iterable[str] = ()) -> None:
+        self.criteria = [*criteria]
+        self.sums: dict[str, list[float]] = {}  # total and count of shares, of all rows
+        self.given: list[str] = []
+
+    def observe(self, figures: Metrics, before: float, now: float) -> Iterator[str]:
+        """Add a row of training metrics, and yield the hints that are due.
+
+        Args:
+            figures: the metrics of the row.
+            before, now: tokens of a response before training, and in the last evaluation.
+        """
+        due: dict[str, str] = {}
+        for number, text in enumerate(self.criteria, 1):
+            stat = figures.get(f"judge/met/{number}", Stat(0.0, 0.0))
+            if float(stat.count) >= _MANY and (share := stat.value() or 0.0) >= _MET:
+                due[text] = (
+                    f'criterion {number} of the rubric ("{text}") is met by {share:.0%} of the responses: it '
+                    "gives no signal; make it stricter, or leave it out"
+                )
+        for name in ("first", "longer", "consistent"):
+            total, count = self.sums.get(name, (0.0, 0.0))
+            stat = figures.get(f"judge/{name}", Stat(0.0, 0.0))
+            self.sums[name] = [total + float(stat.total), count + float(stat.count)]
+        (first, answers), (longer, decided), (same, pairs) = self.sums.values()
+        share, (low, high) = first / max(1, answers), wilson(first / max(1, answers), int(answers))
+        if answers and not _FIRST[0] <= share <= _FIRST[1] and not low <= 0.5 <= high:
+            due["first"] = (
+                f"the judge prefers a position: the response shown first won {share:.0%} of {answers:,.0f} "
+                f"comparisons (50% without bias), and {same / max(1, pairs):.0%} of the pairs are decided; use "
+                "another judge, or kind=grade"
+            )
+        if longer > _LONGER * decided and now > _GROWTH * before > 0:
+            due["longer"] = (
+                f"the judge prefers longer responses ({longer / decided:.0%} of {decided:,.0f} decided pairs), and "
+                f"responses grow ({before:.1f} tokens before training, now {now:.1f}); this is a hint: see "
+                "eval/win_rate_lc, or set a length penalty (overlong_buffer)"
+            )
+        for name in due.keys() - {*self.given}:
+            self.given.append(name)
+            yield due[name]
 
 
 def rises(values: Sequence[float]) -> bool:
