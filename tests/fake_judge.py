@@ -71,7 +71,12 @@ class FakeJudge:
         choices = forms.get("choice", [])
         if criteria:
             found: dict[str, Any] = {i: "yes" if each in shown[0] else "no" for i, each in criteria}
-        elif "order" in forms or len(shown) > 2 or any(">" in each for each in choices) or "letters of all" in text:
+        elif (
+            "order" in forms
+            or len(shown) > 2
+            or any(">" in each for each in choices)
+            or "letters of all" in text
+        ):
             found = {"order": order}
         elif "grade" in forms or "10" in choices or len(shown) == 1:
             found = {"grade": max(1, min(10, round(values[0])))}

@@ -55,7 +55,7 @@ from rlhf.text.chat import Dialogues, unquoted
 from rlhf.text.encoding import encode_completions
 from rlhf.training.checkpoint import Checkpoints
 from rlhf.training.evaluators import Evaluator, HeldOutPairs, PolicyEvaluator, RewardEvaluator
-from rlhf.training.recorder import LIMITS, CollapseRule, JudgeRule, Limits, Recorder, RepetitionRule, expected
+from rlhf.training.recorder import LIMITS, CollapseRule, Limits, Recorder, RepetitionRule, expected
 from rlhf.training.session import Parts
 from rlhf.training.stream import Refill, Replay
 from rlhf.trials.trials import choose_head, compared, compile_blocks, samples_with_cache
@@ -114,7 +114,6 @@ def assemble(
         cfg.tie_tolerance(cfg.scorer),
         build_collapse_rule(cfg),
         RepetitionRule(given=not cfg.generator.samples),
-        JudgeRule(getattr(cfg.scorer, "criteria", dict)()),
     )
 
     def note(batch: Batch) -> None:
@@ -400,7 +399,7 @@ def check_formats(cfg: Config, task: Task, split: str = "train", judge: bool = F
         return
     some = rows[np.linspace(0, len(rows) - 1, min(len(rows), _CHECKED)).astype(int)]
     some.setdefault(TOOLS, [None] * len(some["messages"]))
-    for at, section in used_scorers(cfg, judge):
+    for at, section in _used_scorers(cfg, judge):
         if (named := section.reward_model(at, cfg.model.reward)) is None:
             continue
         try:
@@ -530,11 +529,11 @@ def reward_functions(cfg: Config, judge: bool = False) -> Iterator[tuple[str, Fu
         cfg: the config of the run.
         judge: whether the judge scores, although the config trains a reward model.
     """
-    for at, section in used_scorers(cfg, judge):
+    for at, section in _used_scorers(cfg, judge):
         yield from ((at, each) for each in section.functions().values())
 
 
-def used_scorers(cfg: Config, judge: bool) -> Iterator[tuple[str, ScorerConfig]]:
+def _used_scorers(cfg: Config, judge: bool) -> Iterator[tuple[str, ScorerConfig]]:
     """Yield the key and the section of each scorer whose scores the run reads; see `reward_functions`."""
     judge = judge or cfg.algo.trains is not Trains.reward
     for at, section in scorers(cfg):
@@ -557,7 +556,7 @@ def _wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
     parts = list(cfg.task.shares)
     read = {each: ("task.teacher_column", "") for each in [cfg.task.teacher_column] if each is not None}
     found = {each: Wanted(columns=read, rest=cfg.environment.answers) for each in parts or [""]}
-    for at, section in used_scorers(cfg, judge):
+    for at, section in _used_scorers(cfg, judge):
         asked = [Wanted(optional=section.columns)] if section.columns else []
         for function in section.functions().values():
             key, path = f"{at}.path", function.path

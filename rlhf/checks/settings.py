@@ -15,7 +15,7 @@ from rlhf.config.models import Device
 from rlhf.config.root import Config, threads
 from rlhf.config.run import MOST_EPISODES, Optimizer, Order, Stale, Unit
 from rlhf.config.schema import ABSENT, missing_package, plain, sections, value_at
-from rlhf.config.scorers import Answer, JudgeKind, ScorerConfig, scorers
+from rlhf.config.scorers import ScorerConfig, scorers
 from rlhf.core.files import files, shared
 from rlhf.core.launched import cpu_cores, local_world_size, world_size
 from rlhf.core.machine import this_machine
@@ -294,17 +294,20 @@ def _scorers_fit(cfg: Config) -> Iterator[str]:
         if (cfg.gold if judges else cfg.scorer).of_mixture:  # each part scores a part of the task
             task = task.parts.get(at.partition(".parts.")[2].partition(".")[0], task)
         saved = cfg.generator.saved_rollouts is not None and not judges
-        compares, alone = scorer.compares and not judges, cfg.algo.samples_per_prompt == 1
-        stored, samples = "the completions have labels", "algo.samples_per_prompt"
-        others = "it compares the responses to a prompt"
+        stored = scorer.group[0] > 1 and not (judges or cfg.generator.samples)
+        (least, most), count = scorer.group, cfg.algo.samples_per_prompt
+        with_count, wrong_count = (
+            f"with algo.samples_per_prompt={count}",
+            not (judges or least <= count <= most),
+        )
         lacking_columns = f"they lack the columns {', '.join(sorted(scorer.columns))}"
         unable, without = scorer.cannot_score(task), not judges and not cfg.environment.answers
         no_rewards = f"with environment={chosen(cfg, 'environment')}"
         for wrong, where, reason, remedy in (
             (scorer.columns and saved, "with saved rollouts", lacking_columns, "scorer=labels"),
             (unable, f"for task={task.name}", unable, f"{key}=reward_model"),
-            (compares and not cfg.generator.samples, "with generator=dataset", stored, "scorer=labels"),
-            (compares and alone, f"of kind=pairwise or rank with {samples}=1", others, f"{at}.kind=grade"),
+            (stored, "with generator=dataset", "the completions have labels", "scorer=labels"),
+            (wrong_count, with_count, f"it compares {least} to {most} responses", f"{at}.kind=grade"),
             (scorer.reads_rewards and judges, "", "references are no episodes", "scorer@gold=none"),
             (scorer.reads_rewards and without, no_rewards, "it gives no rewards", f"{key}=answer"),
         ):
@@ -329,18 +332,6 @@ def _parts_of_a_mixture_have_scorers(cfg: Config) -> Iterator[str]:
                 f"{at}.parts must be named like the parts of the task ({', '.join(tasks)}), got {name}; "
                 "leave it out"
             )
-
-
-@rule
-def _rankings_fit(cfg: Config) -> Iterator[str]:
-    for at, scorer in scorers(cfg):
-        if getattr(scorer, "kind", None) is JudgeKind.rank and not at.startswith("gold"):
-            most = 5 if getattr(scorer, "answer", None) is Answer.choice else 8
-            if (count := cfg.algo.samples_per_prompt) > most:
-                rule = (
-                    f"{at}.kind must not be rank for algo.samples_per_prompt > {most} with this {at}.answer"
-                )
-                yield f"{rule} (a judge reads them all at once), got {count}; set {at}.kind=pairwise"
 
 
 @rule

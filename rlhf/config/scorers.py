@@ -67,9 +67,14 @@ class ScorerConfig(Section):
         return None
 
     @property
+    def group(self) -> tuple[float, float]:
+        """The least and the most responses to a prompt that the scorer, without its parts, can score."""
+        return 1, math.inf
+
+    @property
     def compares(self) -> bool:
         """Whether the score of a response depends on the other responses to its prompt."""
-        return any(part.compares for part in self.parts.values())
+        return self.group[0] > 1 or any(part.compares for part in self.parts.values())
 
     @property
     def reads_reward(self) -> bool:
@@ -448,9 +453,11 @@ class JudgeScorerConfig(ServiceScorerConfig):
     """largest price of all sessions of the run, which then stops with a checkpoint; null: no limit"""
 
     @property
-    def compares(self) -> bool:
-        """Whether the judge sees several responses to a prompt."""
-        return self.kind in (JudgeKind.pairwise, JudgeKind.rank)
+    def group(self) -> tuple[float, float]:
+        """From 2 on, if the judge compares; it ranks at most 8 responses, and vLLM lists the orders of 5."""
+        if self.kind is JudgeKind.rank:
+            return 2, 5 if self.answer is Answer.choice else 8
+        return 2 if self.kind is JudgeKind.pairwise else 1, math.inf
 
     def own_template(self) -> str | None:
         """Return the text in the file `template`; None: it is that of the kind.
@@ -548,6 +555,11 @@ class ServedTeacherConfig(Section):
         if self.url is not None:
             about = "run: vllm serve", f"{at}.token_variable", self.token_variable, "/v1/models"
             yield from service_problems(f"{at}.url", self.url, *about)
+
+
+def judges(section: Section) -> dict[str, JudgeScorerConfig]:
+    """Return every judge of a config, by its key."""
+    return {at: each for at, each in scorers(section) if isinstance(each, JudgeScorerConfig)}
 
 
 # Sections of `task=reasoning_gym` and `scorer=reasoning_gym`.

@@ -41,8 +41,10 @@ from rlhf.scorers.http import HttpClient
 from rlhf.scorers.scorer import Scored, Scorer, ScorerContext, merge_ties, response_texts
 from rlhf.text.chat import unquoted
 
+_TEXTS = files("rlhf.scorers") / "templates"
 _EXPECTED = "it must be an OpenAI-compatible server of chat completions; correct it"
-_GRADE = r"(?<![\w.,/-])(?<!/ )(10|[1-9])\b(?![.,]\d)"  # the 8 of 8/10, and nothing of 8.5
+_BEFORE = r"(?<![\w.,/-])(?<!/ )"  # a verdict; it finds the 8 of 8/10, and nothing of 8.5
+Row = dict[str, Any]  # an answer, a line of the file of judgements
 
 
 class Spent(RunError):
@@ -77,7 +79,12 @@ def share_of(forth: float, back: float, soft: bool = False) -> float:
     return share if soft or share in (0, 1) else 0.5
 
 
-def price_of(rows: Iterable[dict[str, Any]], prices: Sequence[float]) -> float:
+def answers_in(file: Path) -> list[Row]:
+    """Return the answers in a file of judgements; a line that a crash cut off is skipped."""
+    return split_lines(file, ["key", "answer", "read", "written", "end"])[0]
+
+
+def price_of(rows: Iterable[Row], prices: Sequence[float]) -> float:
     """Return the price of answers, given the prices of a million tokens: read, written; none: 0."""
     read, written = prices or (0.0, 0.0)
     return sum(read * row["read"] + written * row["written"] for row in rows) / 1e6
@@ -104,18 +111,16 @@ class JudgeScorer(HttpClient, Scorer):
     def __init__(self, config: JudgeScorerConfig, context: ScorerContext) -> None:
         Scorer.__init__(self, config, context)
         HttpClient.__init__(self, context.at, config, f"{(config.url or '').rstrip('/')}/chat/completions")
-        texts = files("rlhf.scorers") / "templates"
-        self.template = config.own_template() or (texts / f"{config.kind.value}.txt").read_text("utf-8")
+        self.template = config.own_template() or (_TEXTS / f"{config.kind.value}.txt").read_text("utf-8")
         self.reason = config.reason and config.answer in (Answer.json, Answer.text)
-        self.template += (texts / "reason.txt").read_text("utf-8") if self.reason else ""
+        self.template += (_TEXTS / "reason.txt").read_text("utf-8") if self.reason else ""
         self.criteria, self.lock, self.file = config.criteria(), Lock(), context.judgements
-        self.totals, self.counts = Counter[str](), Counter[str]()
-        self.known: dict[str, dict[str, Any]] = {}
+        self.totals, self.counts, self.known = Counter[str](), Counter[str](), dict[str, Row]()
         if self.file is not None:
             self.file = self.file.with_name(self.file.name.replace("*", self.at))
             if self.file.is_file() and not self.file.read_bytes().endswith(b"\n"):
                 append(self.file, [{}])  # ends a line that a crash cut off
-            for row in split_lines(self.file, ["key", "answer", "read", "written", "end"])[0]:
+            for row in answers_in(self.file):
                 self.known.setdefault(row["key"], row)
         self.spent = price_of(self.known.values(), config.prices)
 
@@ -127,27 +132,29 @@ class JudgeScorer(HttpClient, Scorer):
         The fence around the texts contains a hash of them, so that no text can close it.
         """
         config, fence, responses = self.config, f"#{_digest(question)[:12]}", question.responses
-        letters = ascii_uppercase[: len(responses)]
-        blocks = [
-            f"{fence} answer {letter}\n{text}\n{fence}"
-            for letter, text in zip(letters, responses, strict=True)
-        ]
-        criteria = [f"{i}. {text}" for i, text in enumerate(self.criteria, 1)]
-        places = {"fence": fence, "prompt": question.prompt, "reference": question.reference}
-        places |= {
-            "responses": "\n\n".join(blocks),
-            "response": responses[0],
-            "criteria": "\n".join(criteria),
+        letters, criteria = ascii_uppercase[: len(responses)], enumerate(self.criteria, 1)
+        blocks = zip(letters, responses, strict=True)
+        places = {**question._asdict(), "fence": fence, "response": responses[0]} | {
+            "responses": "\n\n".join(f"{fence} answer {x}\n{text}\n{fence}" for x, text in blocks),
+            "criteria": "\n".join(f"{i}. {text}" for i, text in criteria),
         }
         text = re.sub(r"\{(\w+)\}", lambda found: places.get(found[1], found[0]), self.template)
         request: dict[str, Any] = {"model": config.model, "messages": [{"role": "user", "content": text}]}
         request |= {"temperature": 0, "seed": 0, "max_tokens": config.max_tokens}
-        fields, choices = self.forms(letters)
+        verdicts, ranks = self.verdicts(letters), config.kind is JudgeKind.rank
         if config.answer is Answer.logprobs:
             request |= {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+        elif config.answer is Answer.choice and config.kind is JudgeKind.rubric:
+            lines = (f"{name}: (yes|no)" for name in verdicts)
+            request["structured_outputs"] = {"regex": "\n".join(lines)}
         elif config.answer is Answer.choice:
-            request["structured_outputs"] = choices
+            orders = map(" > ".join, permutations(letters)) if ranks else next(iter(verdicts.values()))
+            request["structured_outputs"] = {"choice": [*map(str, orders)]}
         elif config.answer is Answer.json:
+            fields: dict[str, Any] = {name: {"enum": values} for name, values in verdicts.items()}
+            if ranks:
+                array = {"type": "array", "minItems": len(letters), "maxItems": len(letters)}
+                fields = {"order": {**array, "items": fields["order"]}}
             fields = {"reason": {"type": "string"}, **fields} if self.reason else fields
             schema = {"type": "object", "properties": fields, "required": [*fields]}
             named = {"name": "verdict", "strict": True, "schema": {**schema, "additionalProperties": False}}
@@ -155,25 +162,18 @@ class JudgeScorer(HttpClient, Scorer):
         about = config.url, config.kind.value, config.answer.value, self.template, self.criteria, request
         return _digest(about), request
 
-    def forms(self, letters: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the possible verdicts on the responses with these letters, for JSON schemas and for vLLM."""
-        match self.config.kind:
-            case JudgeKind.pairwise:
-                return {"better": {"enum": [*letters, "tie"]}}, {"choice": [*letters, "tie"]}
-            case JudgeKind.rank:
-                size = {"minItems": len(letters), "maxItems": len(letters)}
-                order = {"type": "array", "items": {"enum": [*letters]}, **size}
-                orders = permutations(letters) if self.config.answer is Answer.choice else ()
-                return {"order": order}, {"choice": [*map(" > ".join, orders)]}
-            case JudgeKind.grade:
-                grade = {"type": "integer", "minimum": 1, "maximum": 10}
-                return {"grade": grade}, {"choice": [*map(str, range(1, 11))]}
-        fields = {str(i): {"enum": ["yes", "no"]} for i, _ in enumerate(self.criteria, 1)}
-        return fields, {"regex": "\n".join(f"{i}: (yes|no)" for i in fields)}
+    def verdicts(self, letters: str) -> dict[str, list[Any]]:
+        """Return the fields of a verdict on the responses with these letters, and their possible values."""
+        return {
+            JudgeKind.pairwise: {"better": [*letters, "tie"]},
+            JudgeKind.rank: {"order": [*letters]},
+            JudgeKind.grade: {"grade": [*range(1, 11)]},
+            JudgeKind.rubric: {str(i): ["yes", "no"] for i, _ in enumerate(self.criteria, 1)},
+        }[self.config.kind]
 
     # -- the answer ------------------------------------------------------------------------------------
 
-    def reading(self, row: dict[str, Any], count: int) -> list[float] | None:
+    def reading(self, row: Row, count: int) -> list[float] | None:
         """Return the verdict of an answer; None: there is none.
 
         In free text, the last match counts, because a model that thinks names all letters before. A text that
@@ -187,26 +187,26 @@ class JudgeScorer(HttpClient, Scorer):
             A number for each response, higher for the better one; or for each criterion, 1 if it is met.
         """
         letters, text = ascii_uppercase[:count], row["answer"]
+        verdicts, kind = self.verdicts(letters), self.config.kind
         with suppress(ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             if self.config.answer is Answer.logprobs:
                 mass = [sum(math.exp(p) for token, p in row["top"] if token.strip() == x) for x in letters]
                 return [each / sum(mass) for each in mass] if sum(mass) >= 0.5 else None
             if self.config.answer is Answer.json:
                 verdict = json.loads(text)
-                text = "\n".join(f"{name}: {verdict[name]}" for name in self.forms(letters)[0])
+                text = "\n".join(f"{name}: {verdict[name]}" for name in verdicts)
             elif row.get("end") == "length":
                 return None
-            match self.config.kind:
-                case JudgeKind.pairwise:
-                    found = re.findall(rf"\b([{letters}]|tie)\b", text)[-1]
-                    return [0.5 if found == "tie" else float(each == found) for each in letters]
-                case JudgeKind.rank:
-                    order = re.findall(rf"\b[{letters}]\b", text)[-count:]
-                    return [-float(order.index(each)) for each in letters]
-                case JudgeKind.grade:
-                    return [float(re.findall(_GRADE, text)[-1])]
-            said = (re.findall(rf"(?im)^\W*{i}\W+(yes|no)\b", text)[-1] for i in self.forms("")[0])
-            return [float(each.lower() == "yes") for each in said]
+            if kind is JudgeKind.rubric:
+                lines = [re.findall(rf"(?im)^\W*{i}\W+(yes|no)\b", text)[-1] for i in verdicts]
+                return [float(each.lower() == "yes") for each in lines]
+            values = "|".join(map(str, *verdicts.values()))
+            found = re.findall(rf"{_BEFORE}({values})\b(?![.,]\d)", text)[-count:]
+            if kind is JudgeKind.rank:
+                return [-float(found.index(each)) for each in letters]
+            if kind is JudgeKind.grade:
+                return [float(found[-1])]
+            return [0.5 if found[-1] == "tie" else float(each == found[-1]) for each in letters]
         return None
 
     def ask(self, key: str, request: dict[str, Any], deadline: float) -> dict[str, Any]:
@@ -265,13 +265,11 @@ class JudgeScorer(HttpClient, Scorer):
         if len(bad) > config.unreadable * count:
             cut, remedy = sum(row["end"] == "length" for row in bad), f"set {at}.answer=json"
             if cut and form is not Answer.logprobs:  # a weak model may fill JSON with white space
-                remedy = (
-                    f"with vLLM set {at}.answer=choice, raise {at}.max_tokens ({cut} of them ended there)"
-                )
+                remedy = f"with vLLM set {at}.answer=choice, raise {at}.max_tokens ({cut} ended there)"
+            example, kind = shortened(repr(bad[0]["answer"]), 80), config.kind.value
             raise RunError(
-                f"{at}: {len(bad)} of {count} answers of the judge cannot be read as {config.kind.value} with "
-                f"{at}.answer={form.value}, such as {shortened(repr(bad[0]['answer']), 80)}; {remedy}, correct "
-                f"the template, or raise {at}.unreadable"
+                f"{at}: {len(bad)} of {count} answers of the judge cannot be read as {kind} with {at}.answer="
+                f"{form.value}, such as {example}; {remedy}, correct the template, or raise {at}.unreadable"
             )
         return found
 
@@ -334,9 +332,10 @@ class JudgeScorer(HttpClient, Scorer):
                 share = shares[question.of(one, other)] = share_of(first, second, soft)
                 shares[question.of(other, one)] = 1 - share
                 self.totals.update(first=first + second, consistent=(first - 0.5) * (0.5 - second) > 0)
-                decided = share != 0.5 and len(one) != len(other)
-                self.totals.update(longer=decided and (share > 0.5) == (len(one) > len(other)))
-                self.counts.update(first=2, consistent=1, longer=decided)
+                self.counts.update(first=2, consistent=1)
+                if share != 0.5 and len(one) != len(other):
+                    self.totals.update(longer=(share > 0.5) == (len(one) > len(other)))
+                    self.counts.update(longer=1)
         return shares
 
     def single_scores(self, asked: Sequence[Sequence[Question]]) -> Tensor:
@@ -348,10 +347,10 @@ class JudgeScorer(HttpClient, Scorer):
         found = self.readings(each for group in asked for each in group)
         weights = torch.tensor([*self.criteria.values()] or [1.0], dtype=torch.float64)
         lacking = [math.nan] * len(weights)
-        for number in range(len(self.criteria)):
-            met = [each[number] for each in found.values() if each]
-            self.totals[f"met/{number + 1}"] += sum(met)
-            self.counts[f"met/{number + 1}"] += len(met)
+        for verdict in filter(None, found.values() if self.criteria else ()):
+            names = [f"met/{number}" for number, _ in enumerate(verdict, 1)]
+            self.totals.update(dict(zip(names, verdict, strict=True)))
+            self.counts.update(names)
         values = [[found[each] or lacking for each in group] for group in asked]
         scores = torch.tensor(values, dtype=weights.dtype) @ weights / weights.abs().sum()
         means = scores.nanmean(1, keepdim=True)
@@ -370,21 +369,6 @@ class JudgeScorer(HttpClient, Scorer):
         self.readings([question])
         key, request = self.request(question)
         return request["messages"][0]["content"], self.known[key]["answer"]
-
-
-def answers_in(judgements: Path, at: str, prices: Sequence[float]) -> tuple[int, float]:
-    """Return the number of the answers of the judge at a key in all files of a run, and their price.
-
-    Args:
-        judgements: see `ScorerContext`.
-        at: the key.
-        prices: of a million tokens, read and written; empty: 0.
-    """
-    names = (judgements.with_name(judgements.name.replace("*", each)) for each in (at, f"{at}-annotator"))
-    rows = [
-        row for name in names for row in split_lines(name, ["key", "answer", "read", "written", "end"])[0]
-    ]
-    return len(rows), price_of(rows, prices)
 
 
 def shown_prompts(prompts: Prompts) -> list[str]:

@@ -22,19 +22,11 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.models import build_stop_ids, build_tokenizer, names_of, quieten_libraries
 from rlhf.assembly.parts import make
-from rlhf.assembly.training import (
-    TEXT,
-    build_sampler,
-    build_task,
-    check_formats,
-    part_of,
-    reward_functions,
-    used_scorers,
-)
+from rlhf.assembly.training import TEXT, build_sampler, build_task, check_formats, part_of, reward_functions
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.models import LoRAConfig
 from rlhf.config.root import Config
-from rlhf.config.scorers import FunctionScorerConfig, JudgeScorerConfig, scorers
+from rlhf.config.scorers import FunctionScorerConfig, judges, scorers
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import printable, shortened
@@ -311,7 +303,7 @@ def rehearse(cfg: Config, task: Task | None = None, judgements: Path | None = No
         UserError: a function, a judge or the environment fails, or a function returns something that is not
             a score.
     """
-    if not (any(reward_functions(cfg)) or cfg.environment.answers or any(judges(cfg))):
+    if not (any(reward_functions(cfg)) or cfg.environment.answers or judges(cfg)):
         return
     task = task or build_task(cfg, build_tokenizer(cfg), Data.prompts, cfg.schedule.prompts_per_update)
     trials = tried(cfg, task)
@@ -330,19 +322,13 @@ def rehearse(cfg: Config, task: Task | None = None, judgements: Path | None = No
         log.warning("%s", warning)
 
 
-def judges(cfg: Config) -> Iterator[tuple[str, JudgeScorerConfig]]:
-    """Yield the key and the section of each judge that the run asks."""
-    used = used_scorers(cfg, judge=False)
-    yield from ((at, each) for at, each in used if isinstance(each, JudgeScorerConfig))
-
-
 def tried_judges(cfg: Config, task: Task, judgements: Path | None = None) -> Iterator[tuple[str, str, str]]:
     """Ask each judge one question about a training example; yield its key, the question and the answer.
 
     Raises:
         UserError: the server refuses the question, or the answer is no verdict.
     """
-    for at, section in judges(cfg):
+    for at, section in judges(cfg).items():
         context = replace(_context(cfg, task, at), judgements=judgements)
         try:
             yield at, *JudgeScorer(section, context).trial(task.batch([0]))

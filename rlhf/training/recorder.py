@@ -53,7 +53,6 @@ class Recorder:
         tie_tolerance: largest relative difference of a tie, as in `rlhf.scorers.scorer`.
         collapse: the rule that warns of a collapse; None: the default rule.
         repetition: the rule that hints at responses which repeat themselves; None: the default rule.
-        judge: the rule that hints at a judge which cannot be trusted; None: the default rule.
     """
 
     def __init__(
@@ -66,14 +65,13 @@ class Recorder:
         tie_tolerance: float = 0.0,
         collapse: CollapseRule | None = None,
         repetition: RepetitionRule | None = None,
-        judge: JudgeRule | None = None,
     ) -> None:
         self.loggers: list[Logger] = []
         self.generator: Generator | None = None
         self.log_every, self.metric, self.minimised = log_every, metric, minimised
         self.tolerance, self.tie_tolerance = tolerance, tie_tolerance
         self.collapse, self.repetition = collapse or CollapseRule(), repetition or RepetitionRule()
-        self.judge = judge or JudgeRule()
+        self.judge = JudgeRule()
         self.timer = Timer()
         self.unchecked = set(expected)  # names of metrics in EXPECTED that are still to check
         self.tokens = 1.0  # mean number of tokens of a response of the first update
@@ -146,10 +144,10 @@ class Recorder:
                     row[name] = value
                 elif value is not None:
                     self.warn(f"{name} is {value} at update {state.update}; the row does not contain it")
-            self.hint_at_judge(self.figures)
+            hints = self.judge.observe(self.figures, self.first, self.evaluated)
             self.figures = {}
-            for rule in (self.collapse, self.repetition):
-                if (warning := rule.observe(row)) is not None:
+            for warning in (self.collapse.observe(row), self.repetition.observe(row), *hints):
+                if warning is not None:
                     self.warn(warning)
             if self.collapse.warned:
                 row["warning/collapse"] = 1.0
@@ -167,7 +165,6 @@ class Recorder:
             compared = against_initial(evaluation.scores, self.initial_scores, self.tie_tolerance)
             evaluation = replace(evaluation, figures=evaluation.figures | compared)
         self.evaluated, self.evaluated_on = evaluation.figures, evaluation.examples
-        self.hint_at_judge({})
         value = evaluation.figures.get(self.metric)
         if value is not None:
             best = value if state.best is None else state.best
@@ -176,12 +173,6 @@ class Recorder:
             logger.evaluation({**state.position(), **evaluation.figures}, evaluation, state)
         state.unevaluated = False
         self.timer.drain()  # the time of an evaluation does not belong to an update
-
-    def hint_at_judge(self, figures: Metrics) -> None:
-        """Add a row of training metrics to the rule of the judge, and warn of what it finds."""
-        lengths = (row.get("eval/response_tokens", 0.0) for row in (self.first, self.evaluated))
-        for hint in self.judge.observe(figures, *lengths):
-            self.warn(hint)
 
     def warn(self, text: str) -> None:
         """Send a warning to every logger."""
@@ -224,8 +215,8 @@ class Recorder:
         self.first, self.initial_scores = saved["first"], saved.get("initial_scores")
         self.evaluated, self.evaluated_on = saved["evaluated"], saved.get("evaluated_on", 0)
         for name in ("collapse", "repetition", "judge"):
-            rule: _Rule = getattr(self, name)
             if name in saved:  # earlier versions had no rule
+                rule: _Rule = getattr(self, name)
                 rule.load_state_dict(saved[name])
         self.unchecked = set()  # the first update was before the checkpoint
 
@@ -524,54 +515,49 @@ class RepetitionRule(_Rule):
 _FIRST = (0.3, 0.7)  # share of comparisons that the response shown first wins
 _LONGER = 0.7  # largest share of decided pairs that the longer response wins, if responses grow
 _GROWTH = 1.25  # factor of the tokens of responses before training
-_MET, _MANY = 0.99, 64  # share of the responses of a row that meet a criterion; their smallest number
+_MET, _MANY = 0.99, 64  # share of the answers of a row that meet a criterion, and their smallest number
 
 
 class JudgeRule(_Rule):
-    """The rule that hints at a judge which prefers a position or length, and at criteria that all meet.
-
-    Args:
-        criteria: the criteria of a rubric, in their order.
-    """
+    """The rule that hints at a judge which prefers a position or length, and at criteria that all meet."""
 
     saved = ("sums", "given")
 
-    def __init__(self, criteria: Iterable[str] = ()) -> None:
-        self.criteria = [*criteria]
+    def __init__(self) -> None:
         self.sums: dict[str, list[float]] = {}  # total and count of shares, of all rows
         self.given: list[str] = []
 
-    def observe(self, figures: Metrics, before: float, now: float) -> Iterator[str]:
+    def observe(self, figures: Metrics, first: Row, last: Row) -> Iterator[str]:
         """Add a row of training metrics, and yield the hints that are due.
 
         Args:
             figures: the metrics of the row.
-            before, now: tokens of a response before training, and in the last evaluation.
+            first, last: metrics of the evaluation before training, and of the last one.
         """
-        due: dict[str, str] = {}
-        for number, text in enumerate(self.criteria, 1):
-            stat = figures.get(f"judge/met/{number}", Stat(0.0, 0.0))
-            if float(stat.count) >= _MANY and (share := stat.value() or 0.0) >= _MET:
-                due[text] = (
-                    f'criterion {number} of the rubric ("{text}") is met by {share:.0%} of the responses: it '
-                    "gives no signal; make it stricter, or leave it out"
-                )
-        for name in ("first", "longer", "consistent"):
-            total, count = self.sums.get(name, (0.0, 0.0))
-            stat = figures.get(f"judge/{name}", Stat(0.0, 0.0))
+        due = dict[str, str]()
+        for name, stat in ((name, stat) for name, stat in figures.items() if name.startswith("judge/")):
+            total, count, met = *self.sums.get(name, (0.0, 0.0)), stat.value() or 0.0
             self.sums[name] = [total + float(stat.total), count + float(stat.count)]
-        (first, answers), (longer, decided), (same, pairs) = self.sums.values()
-        share, (low, high) = first / max(1, answers), wilson(first / max(1, answers), int(answers))
-        if answers and not _FIRST[0] <= share <= _FIRST[1] and not low <= 0.5 <= high:
+            if "/met/" in name and float(stat.count) >= _MANY and met >= _MET:
+                who = (
+                    f"criterion {name.rpartition('/')[2]} of the rubric is met by {met:.0%} of the responses"
+                )
+                due[name] = f"{who}: it gives no signal; make it stricter, or leave it out"
+        (won, answers), (same, pairs), (longer, decided) = (
+            self.sums.get(f"judge/{name}", (0.5, 1.0)) for name in ("first", "consistent", "longer")
+        )
+        share, (low, high) = won / answers, wilson(won / answers, int(answers))
+        if not (_FIRST[0] <= share <= _FIRST[1] or low <= 0.5 <= high):
             due["first"] = (
                 f"the judge prefers a position: the response shown first won {share:.0%} of {answers:,.0f} "
-                f"comparisons (50% without bias), and {same / max(1, pairs):.0%} of the pairs are decided; use "
-                "another judge, or kind=grade"
+                f"comparisons (50% without bias), and {same / pairs:.0%} of the pairs are decided; use another "
+                "judge, or kind=grade"
             )
+        before, now = (row.get("eval/response_tokens", 0.0) for row in (first, last))
         if longer > _LONGER * decided and now > _GROWTH * before > 0:
             due["longer"] = (
-                f"the judge prefers longer responses ({longer / decided:.0%} of {decided:,.0f} decided pairs), and "
-                f"responses grow ({before:.1f} tokens before training, now {now:.1f}); this is a hint: see "
+                f"the judge prefers longer responses ({longer / decided:.0%} of {decided:,.0f} decided pairs), "
+                f"and responses grow ({before:.1f} tokens before training, now {now:.1f}); this is a hint: see "
                 "eval/win_rate_lc, or set a length penalty (overlong_buffer)"
             )
         for name in due.keys() - {*self.given}:
