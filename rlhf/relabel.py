@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
-from rlhf.checks.check import check_push, checked, composed, warn, warnings
+from rlhf.checks.check import check_push, check_services, checked, composed, warn, warnings
 from rlhf.config.algorithms import Data
 from rlhf.config.root import Config
 from rlhf.config.tasks import SPLITS
@@ -263,6 +263,7 @@ def relabel(cfg: Config, output: Path) -> None:
 
 def carry_out(cfg: Config, output: Path) -> None:
     """Score the pairs that have no scores yet, and write the data set."""
+    check_services(cfg)
     say_loading()
     from datasets import DatasetDict
 
@@ -278,7 +279,7 @@ def carry_out(cfg: Config, output: Path) -> None:
     tokenizer = tokenizer_of(cfg)
     task = build_task(cfg, tokenizer, Data.preferences, 1, judge=True)
     warn(ranks.from_first(lambda: list(check_formats(cfg, task, judge=True))))
-    gold = build_scorer(cfg, "gold", tokenizer, ranks)
+    gold = build_scorer(cfg, "gold", tokenizer, ranks, work / "judgements" / "*.jsonl")
     assert gold is not None, "validated: the judge scores texts"
     splits, agreements = {}, {}
     for split in SPLITS:

@@ -19,6 +19,7 @@ from rlhf.config.generators import Transfer
 from rlhf.config.models import Device
 from rlhf.config.root import SELECTED, Config, best_generator, candidates, selecting, to_config
 from rlhf.config.schema import sections
+from rlhf.config.scorers import scorers
 from rlhf.core import machine
 from rlhf.core.errors import UserError, report
 from rlhf.core.launched import is_first_rank, local_world_size, missing_variables, rank, world_size
@@ -161,6 +162,17 @@ def check_job(cfg: Config) -> list[Hook]:
     if found := [*found, *loop_exists(cfg)]:
         raise UserError(*found)
     return load_hooks(cfg.hooks) if is_first_rank() else []
+
+
+def check_services(cfg: Config) -> None:
+    """Check the services that score, for a command that does not train.
+
+    Raises:
+        UserError: a service refuses connections or the token, or has another model.
+    """
+    asked = ((at, each) for at, each in scorers(cfg) if each.asks_service and not each.parts)
+    if found := [problem for at, each in asked for problem in each.job_problems(at)]:
+        raise UserError(*found)
 
 
 # Check of what this machine has: processes, GPUs, memory, downloaded models, a token. No torch.

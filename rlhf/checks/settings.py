@@ -294,12 +294,20 @@ def _scorers_fit(cfg: Config) -> Iterator[str]:
         if (cfg.gold if judges else cfg.scorer).of_mixture:  # each part scores a part of the task
             task = task.parts.get(at.partition(".parts.")[2].partition(".")[0], task)
         saved = cfg.generator.saved_rollouts is not None and not judges
+        stored = scorer.group[0] > 1 and not (judges or cfg.generator.samples)
+        (least, most), count = scorer.group, cfg.algo.samples_per_prompt
+        with_count, wrong_count = (
+            f"with algo.samples_per_prompt={count}",
+            not (judges or least <= count <= most),
+        )
         lacking_columns = f"they lack the columns {', '.join(sorted(scorer.columns))}"
         unable, without = scorer.cannot_score(task), not judges and not cfg.environment.answers
         no_rewards = f"with environment={chosen(cfg, 'environment')}"
         for wrong, where, reason, remedy in (
             (scorer.columns and saved, "with saved rollouts", lacking_columns, "scorer=labels"),
             (unable, f"for task={task.name}", unable, f"{key}=reward_model"),
+            (stored, "with generator=dataset", "the completions have labels", "scorer=labels"),
+            (wrong_count, with_count, f"it compares {least} to {most} responses", f"{at}.kind=grade"),
             (scorer.reads_rewards and judges, "", "references are no episodes", "scorer@gold=none"),
             (scorer.reads_rewards and without, no_rewards, "it gives no rewards", f"{key}=answer"),
         ):

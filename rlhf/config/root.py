@@ -187,8 +187,8 @@ class Config(Section):
         """The metric that a sweeper optimises; its best value is stored in `TrainState.best`.
 
         The default is the accuracy if answers are checked, the win rate if there is another judge, otherwise
-        the score, the accuracy on held-out pairs, or the held-out loss, whichever the run measures first in
-        this order.
+        the score (of a scorer that compares, the win rate against the initial policy), the accuracy on
+        held-out pairs, or the held-out loss, whichever the run measures first in this order.
         """
         if self.objective_metric is not None:
             return self.objective_metric
@@ -197,7 +197,7 @@ class Config(Section):
         if self.gold.name != "none":
             return "eval/win_rate"
         if self.scores_completions:
-            return "eval/score"
+            return "eval/win_rate_vs_initial" if self.scorer.compares else "eval/score"
         return "eval/loss" if self.algo.supervised else "eval/accuracy"
 
     @property

@@ -224,6 +224,9 @@ class Batch(Rollouts):
     signal: Annotated[Tensor | None, "N"] = None  # bool, False: the prompt is not trained on; None: all are
     per_token: Annotated[dict[str, Tensor] | None, "N K T"] = None  # what else `credit` computed for the loss
     annotate_ahead_s: float = 0.0  # seconds of the annotator process for scores and ref_logprobs
+    # Figures of the scorer about its work, float64: total and count in the first row, 0 in the others. They
+    # are those of all N prompts, so they are taken out before a part is selected; see `metrics.of_scorer`.
+    figures: Annotated[dict[str, Tensor] | None, "N 2"] = None
 
     def minibatches(self, count: int, epochs: int, seed: int, update: int) -> Iterator[Batch]:
         """Yield `count` minibatches of equal size per epoch; seed, update and epoch determine the order."""

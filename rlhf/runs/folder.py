@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 #     <output_dir>/<run name>/
 #         config.yaml  environment.json  metrics.jsonl  completions.jsonl  train.log
 #         groups.jsonl            when each prompt was sampled and trained, with lengths and versions
+#         judgements/             the answers of judges: scorer.jsonl, gold.jsonl
 #         evaluations.jsonl       results of rlhf.evaluate, with completions in evaluations/
 #         trainer_state.json      counters; if finished also {"finished": true, "result": {metric: value}};
 #                                 {"stopped": <reason>} if a hook stopped the run
@@ -90,6 +91,7 @@ class RunFolder:
     metrics = _Inside("metrics.jsonl")  # one row per update and one per evaluation
     completions = _Inside("completions.jsonl")  # the completions of evaluations
     groups = _Inside("groups.jsonl")  # times, lengths and versions of each group of samples of a prompt
+    judgements = _Inside("judgements/*.jsonl")  # the answers of judges; * is the key of the scorer
     evaluations = _Inside("evaluations.jsonl")  # one row per evaluated checkpoint or model
     log = _Inside("train.log")  # the messages that were printed in the terminal
     state = _Inside("trainer_state.json")  # the run's progress and result
@@ -124,6 +126,11 @@ class RunFolder:
         started = self.started()
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.environment, {"started": started, **environment(devices or [], instructions)})
+
+    def initial_responses(self) -> list[str]:
+        """Return the responses of the evaluation before training; [] if there are none."""
+        rows = split_lines(self.completions, ["update", "response"])[0]
+        return [row["response"] for row in rows if row["update"] == 0]
 
     def started(self) -> str:
         """Return the time in ISO format at which the run was started first; for a new run, the time now."""

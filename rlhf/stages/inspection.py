@@ -34,7 +34,7 @@ from rlhf.assembly.training import (
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.models import LoRAConfig
 from rlhf.config.root import Config
-from rlhf.config.scorers import FunctionScorerConfig, scorers
+from rlhf.config.scorers import FunctionScorerConfig, judges, scorers
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import printable, shortened
@@ -44,6 +44,7 @@ from rlhf.environments.library import gives_rewards
 from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.function import FunctionScorer
+from rlhf.scorers.judge import JudgeScorer
 from rlhf.scorers.scorer import ScorerContext, distinct_texts, response_texts
 from rlhf.stages import prerequisites
 from rlhf.stages.probes import probed
@@ -172,6 +173,10 @@ class Inspection:
             for text in each.lines():
                 self._say(f"    {text}")
             self._warn([each.warning] if each.warning is not None else [])
+        for at, question, answer in tried_judges(self.cfg, task):
+            self._title(f"Question to the judge ({at})")
+            for text in [*question.splitlines(), f"answer: {answer}"]:
+                self._say(f"  {text}")
         self._warn(check_formats(self.cfg, task))
 
     def _show_probes(self, task: Task) -> None:
@@ -292,7 +297,7 @@ def _wrapped(parts: list[str], width: int) -> Iterator[str]:
 # A reward function scores a few examples of the data. The response of an example is its stored reference
 # response, or else a short text. The short text and an empty response are tried, too, because a policy
 # samples other responses than the references. An environment plays the first turn of a few episodes with an
-# empty reply. Services and reward models are not called.
+# empty reply. A judge gets one question. Other services and reward models are not called.
 
 
 _EXAMPLES = 3
@@ -325,17 +330,19 @@ class _Trial:
             yield f"{len(self.scores)} tried, because this took {self.seconds:.1f} s"
 
 
-def rehearse(cfg: Config, task: Task | None = None) -> None:
-    """Try the reward functions and the environment of a run, print what they did, and log warnings.
+def rehearse(cfg: Config, task: Task | None = None, judgements: Path | None = None) -> None:
+    """Try reward functions, judges and the environment of a run, print what they did, and log warnings.
 
     Args:
         cfg: the config of the run.
         task: the data of the run; None: they are built.
+        judgements: see `ScorerContext`.
 
     Raises:
-        UserError: a function or the environment fails, or a function returns something that is not a score.
+        UserError: a function, a judge or the environment fails, or a function returns something that is not
+            a score.
     """
-    if not (any(reward_functions(cfg)) or cfg.environment.answers):
+    if not (any(reward_functions(cfg)) or cfg.environment.answers or judges(cfg)):
         return
     task = task or build_task(cfg, build_tokenizer(cfg), Data.prompts, cfg.schedule.prompts_per_update)
     trials = tried(cfg, task)
@@ -344,12 +351,40 @@ def rehearse(cfg: Config, task: Task | None = None) -> None:
         name, scores = each.path.rpartition(":")[2], ", ".join(map(_text, each.scores))
         slow = f" ({each.seconds:.1f} s)" if each.seconds > 1 else ""
         say_row("reward tried", f"{name}: {scores} for {len(each.scores)} examples{slow}")
+    for at, _, answer in tried_judges(cfg, task, judgements):
+        say_row("judge tried", f"{at}: {shortened(repr(answer), 60)}")
     if cfg.environment.answers:
         described, more = tried_environment(cfg, task)
         say_row("environment", described)
         warnings += more
     for warning in warnings:
         log.warning("%s", warning)
+
+
+def tried_judges(cfg: Config, task: Task, judgements: Path | None = None) -> Iterator[tuple[str, str, str]]:
+    """Ask each judge one question about a training example; yield its key, the question and the answer.
+
+    Raises:
+        UserError: the server refuses the question, or the answer is no verdict.
+    """
+    for at, section in judges(cfg).items():
+        context = replace(_context(cfg, task, at), judgements=judgements)
+        try:
+            yield at, *JudgeScorer(section, context).trial(task.batch([0]))
+        except RunError as error:
+            raise UserError(str(error)) from None
+
+
+def _context(cfg: Config, task: Task, at: str) -> ScorerContext:
+    """Return the context of a scorer that is tried, at its key."""
+    return ScorerContext(
+        at=at,
+        tokenizer=task.tokenizer,
+        ranks=ALONE,
+        model=cfg.model,
+        place=lambda make: make(),
+        build=lambda section, key: None,
+    )
 
 
 def tried_environment(cfg: Config, task: Task) -> tuple[str, list[str]]:
@@ -403,15 +438,7 @@ def tried(cfg: Config, task: Task) -> list[_Trial]:
     """
     found, problems, known, rows = [], [], dict(scorers(cfg)), task.examples("train")
     for at, section in reward_functions(cfg):
-        context = ScorerContext(
-            at=at,
-            tokenizer=task.tokenizer,
-            ranks=ALONE,
-            model=cfg.model,
-            place=lambda make: make(),
-            build=lambda section, key: None,
-        )
-        scorer = FunctionScorer(section, context)
+        scorer = FunctionScorer(section, _context(cfg, task, at))
         whole, paths = known.get(at.rpartition(".parts.")[0]), getattr(known[at], "path", None)
         # Whether no other function judges the examples, so that the function must judge them all.
         scorer.alone = len(paths) == 1 if isinstance(paths, list) else whole is None or whole.of_mixture

@@ -27,6 +27,7 @@ from rlhf.checks.check import problems
 from rlhf.config.algorithms import Trains
 from rlhf.config.root import Config, threads
 from rlhf.config.schema import plain
+from rlhf.config.scorers import judges
 from rlhf.core import formatting
 from rlhf.core.errors import lines, override, setting
 from rlhf.core.formatting import clock, short_path
@@ -38,6 +39,7 @@ from rlhf.memory import plan
 from rlhf.models.folder import CARD, HUB_NAME, is_local
 from rlhf.processes.ranks import Ranks
 from rlhf.runs.folder import DISTRIBUTION, RunFolder, git_commit, versions
+from rlhf.scorers.judge import answers_in, price_of
 from rlhf.stages.inspection import rehearse
 from rlhf.tasks.task import Task, summarize
 from rlhf.terminal import console as progress
@@ -85,7 +87,7 @@ def print_opening(
     for line in summary.lines:
         say(f"    {line}")
     _log_all(summary.warnings)
-    ranks.from_first(lambda: rehearse(cfg, task))
+    ranks.from_first(lambda: rehearse(cfg, task, folder.judgements))
     ranks.from_first(lambda: _log_all(check_formats(cfg, task)))
 
 
@@ -251,6 +253,11 @@ def print_closing(
     lines = [f"finished: {_trained(state)}, in {clock(session_s)}"]
     if resumed:
         lines.append(f"  in this session; the updates of all sessions took {clock(state.wall_s)}")
+    for at, judge in judges(cfg).items():
+        files = (folder.judgements.with_name(f"{at}{process}.jsonl") for process in ("", "-annotator"))
+        rows = [row for file in files for row in answers_in(file)]
+        price = f", price {price_of(rows, judge.prices):.4g}" if judge.prices else ""
+        lines.append(f"  {at} {judge.model}: {len(rows):,} answers{price}")
     lines += [*_changes(cfg, recorder), "files:"]
     for path in (folder.model, folder.adapter, folder.completions, folder.metrics):
         if path.is_dir() or (path.is_file() and path.stat().st_size):

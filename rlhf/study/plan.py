@@ -220,7 +220,7 @@ def _said(tuned: Tuned) -> str:
 
 
 # Fields of sections that name data, a model or a function; `parts` of a section are sections of their own.
-_DATA = ("path", "preferences_path", "chat_template")
+_DATA = ("path", "preferences_path", "chat_template", "template", "rubric")
 _MODELS = ("base", "policy", "reference", "reward", "tokenizer")
 
 

@@ -17,6 +17,7 @@ from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.formatting import in_float32, mean_bounds, rate, with_bounds
 from rlhf.core.metrics import Evaluation, Row
 from rlhf.core.state import TrainState
+from rlhf.core.statistics import length_controlled
 from rlhf.engines.engine import Engine
 from rlhf.environments.environment import EnvironmentFactory, limits, transcripts
 from rlhf.generators.generator import Generator
@@ -27,6 +28,7 @@ from rlhf.tasks.kinds import means_of_parts
 from rlhf.terminal.console import Phases
 from rlhf.text.chat import unquoted
 from rlhf.text.encoding import encode_completions
+from rlhf.training.recorder import against_initial
 
 _POLL_S = 0.2  # seconds between checks for a signal while a generator in another process samples
 
@@ -37,11 +39,13 @@ Evaluator = Callable[[TrainState], Evaluation]
 class PolicyEvaluator:
     """An evaluator of a policy, which samples near-greedy completions of held-out prompts.
 
-    With a scorer, `eval/score` is the mean score of the completions.
+    With a scorer, `eval/score` is the mean score of the completions. If the scorer only compares responses,
+    `eval/win_rate_vs_initial` compares the completions with those before training.
 
     With a judge (`gold`), `eval/win_rate` is the fraction of prompts whose completion scores strictly higher
     than the reference response. A tie (`algo.tie_tolerance`) is not a win; `eval/tie_rate` is the fraction of
-    ties. If the prompts have no reference responses, only the mean score of the judge is reported.
+    ties; `eval/win_rate_lc` estimates the win rate at equal lengths. If the prompts have no reference
+    responses, only the mean score of the judge is reported, and nothing of a judge that only compares.
 
     If the judge checks answers, or without a judge the scorer, `eval/accuracy` is the share of scores of 1,
     before a penalty on long responses. With `config.attempts`, `eval/pass_at_<k>` is measured, too.
@@ -66,6 +70,7 @@ class PolicyEvaluator:
         phases: the phases of the run, for its progress display.
         environment: the factory of environments, for the dialogues of the completions; None: no environment.
         config: the config section of evaluations.
+        initial: returns the responses before training, in the order of `prompts`; [] if they are not known.
     """
 
     prompts: Prompts
@@ -81,6 +86,7 @@ class PolicyEvaluator:
     phases: Phases = field(default_factory=Phases)
     environment: EnvironmentFactory | None = None
     config: EvalConfig = field(default_factory=EvalConfig)
+    initial: Callable[[], list[str]] = list
     judged_references: Scored | None = field(default=None, init=False)
 
     def __call__(self, state: TrainState) -> Evaluation:
@@ -99,15 +105,19 @@ class PolicyEvaluator:
             figures |= {f"eval/environment/{name}": means[name] for name in means if name != "seconds"}
         if self.scorer is not None:
             with self.phases("scoring"):
-                scores = self.scorer(rollouts).scores[:, 0].double()
-            columns["score"] = scores.tolist()
-            figures |= _average("eval/score", scores)
+                if self.scorer.config.compares:
+                    figures |= self.against_initial(rollouts, self.scorer)
+                else:
+                    scores = self.scorer(rollouts).scores[:, 0].double()
+                    columns["score"] = scores.tolist()
+                    figures |= _average("eval/score", scores)
         if self.gold is not None:
             with self.phases("judging"):
                 (judged,) = self.gold.scored(rollouts)
-            gold = judged.scores
-            columns["gold_score"] = gold.tolist()
-            figures |= _average("eval/gold_score", gold.double())
+            gold, compares = judged.scores, self.gold.config.compares
+            if not compares:
+                columns["gold_score"] = gold.tolist()
+                figures |= _average("eval/gold_score", gold.double())
             if any(self.prompts.references):  # without references, all are ""
                 if self.judged_references is None:  # the references keep their scores
                     (self.judged_references,) = self.gold.scored(self.references())
@@ -115,12 +125,17 @@ class PolicyEvaluator:
                 difference = (gold - references.scores).double().mean().item()
                 gold, reference = self.gold.compare(judged, references).T
                 columns |= {"gold_score": gold.tolist(), "reference_gold_score": reference.tolist()}
-                wins = (gold > reference).double().mean().item()
+                wins, ties = (gold > reference).double(), (gold == reference).double()
+                longer = (rollouts.response_mask.sum(-1) - references.rollouts.response_mask.sum(-1))[:, 0]
+                points = (wins + ties / 2).cpu().numpy()
                 figures |= {
-                    **rate("eval/win_rate", wins, len(rollouts)),
-                    "eval/tie_rate": (gold == reference).double().mean().item(),
-                    "eval/norm_reward": difference,
+                    **rate("eval/win_rate", wins.mean().item(), len(rollouts)),
+                    "eval/tie_rate": ties.mean().item(),
+                    **({} if compares else {"eval/norm_reward": difference}),
+                    **length_controlled("eval/win_rate_lc", points, longer.cpu().numpy()),
                 }
+        told = {} if self.gold is None else self.gold.told()
+        figures |= {f"eval/{name}": total / (count or 1) for name, (total, count) in told.items()}
         checks, checked = (self.scorer, "score") if self.gold is None else (self.gold, "gold_score")
         if checks is not None and checks.config.verifies:
             found = columns[checked]
@@ -138,7 +153,9 @@ class PolicyEvaluator:
             figures = self.pairs.measure() | figures  # the accuracy of answers, if a judge checks answers
         if self.prompts.part is not None:
             known = ("score", "gold_score")
-            values: dict[str, list[float]] = {name: columns[name] for name in known if name in columns}
+            values: dict[str, list[float]] = {
+                name: columns[name] for name in known if f"eval/{name}" in figures
+            }
             if (reference := columns.get("reference_gold_score")) is not None:
                 pairs = zip(columns["gold_score"], reference, strict=True)
                 values["win_rate"] = [float(mine > theirs) for mine, theirs in pairs]
@@ -166,6 +183,17 @@ class PolicyEvaluator:
                     if future.done():  # the error of the generator
                         raise
                     done(0)
+
+    def against_initial(self, rollouts: Rollouts, scorer: Scorer) -> Row:
+        """Return the win rate against the responses before training, if there are any, by the scorer."""
+        before = scorer.ranks.from_first(self.initial)
+        if len(before) != len(rollouts):
+            return {}
+        texts = [[text] for text in before]
+        old = encode_completions(self.prompts, texts, self.tokenizer, response_length=None)
+        compared = scorer.compare(*scorer.scored(rollouts), *scorer.scored(old))
+        figures = {f"eval/{name}": total / (count or 1) for name, (total, count) in scorer.told().items()}
+        return figures | against_initial(*compared.T.tolist(), scorer.tie_tolerance)
 
     def pass_rates(self, checks: Scorer) -> Row:
         """Return the estimates of pass@k, the probability that one of k responses to a prompt is correct.

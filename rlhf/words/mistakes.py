@@ -288,7 +288,7 @@ _OF_EPISODES = [f"environment/{name}" for name in _EPISODES.split()]
 # Figures of environments, scorers and tasks with names of the user.
 _OPEN = re.compile(
     r"(eval/)?environment/\w+|objective/scores/.+|part/[^/]+/(prompts|scores|response_tokens|eos_rate)"
-    r"|eval/part/[^/]+/(score|gold_score|win_rate|response_tokens)|eval/pass_at_\d+"
+    r"|eval/part/[^/]+/(score|gold_score|win_rate|response_tokens)|eval/pass_at_\d+|(eval/)?judge/met/\d+"
 )
 _NEAR = 0.9  # similarity of a misspelled name
 
@@ -326,7 +326,16 @@ def lacking(name: str, cfg: Config, code: bool = False) -> tuple[str, str] | Non
         guess = "" if name in every else suggestion(name, every, "did you mean {}?")
         return "name a metric that rows keep (see docs/reference/metrics.md)", guess or "choose another one"
     rewards, remedy = cfg.algo.trains is Trains.reward, ""
-    if name in ("eval/win_rate", "eval/tie_rate", "eval/gold_score", "eval/norm_reward"):
+    alone = {"eval/score": cfg.scorer, "eval/gold_score": cfg.gold, "eval/norm_reward": cfg.gold}
+    if name in alone and alone[name].compares:
+        remedy = "choose eval/win_rate or eval/win_rate_vs_initial"
+    elif name in (
+        "eval/win_rate",
+        "eval/win_rate_lc",
+        "eval/tie_rate",
+        "eval/gold_score",
+        "eval/norm_reward",
+    ):
         remedy = "choose another one" if rewards else "set scorer@gold or choose another one"
         remedy = remedy if rewards or cfg.gold.name == "none" else ""
     elif name in ("eval/win_rate_vs_initial", "eval/score") and (rewards or not cfg.scores_completions):
