@@ -114,7 +114,7 @@ class Inspection:
             for i in range(min(_SHOWN, len(batch))):
                 self._title(f"Example {i + 1} of the first update ({batch.place(i)})")
                 self._show_example(batch, rollouts, i)
-            self._show_probes(task)
+            self._show_probes(task, scratch)
 
     def _title(self, text: str) -> None:
         self._say("")
@@ -179,9 +179,9 @@ class Inspection:
                 self._say(f"  {text}")
         self._warn(check_formats(self.cfg, task))
 
-    def _show_probes(self, task: Task) -> None:
+    def _show_probes(self, task: Task, scratch: str) -> None:
         """Print how the training scorer scores planted responses (`rlhf.stages.probes`), and its alarms."""
-        cfg, rows = self.cfg, len(task.examples("train"))
+        cfg, rows = self.cfg.with_({"cache_dir": scratch}), len(task.examples("train"))
         later = cfg.scorer.reads_reward and cfg.model.reward is None  # the run makes its reward model first
         if later or not cfg.scores_completions or cfg.environment.answers:
             return
