@@ -46,6 +46,16 @@ def mean_interval(values: _Sample) -> Estimate:
     return Estimate(centre, centre - half, centre + half, n)
 
 
+def bounded_interval(values: _Sample, least: float, most: float) -> Estimate:
+    """Return the mean of values between two bounds with a t interval that holds for equal values, too.
+
+    The interval is that of the values and of each bound twice, as for a share: Agresti and Coull, 1998.
+    """
+    centre, *ends = mean_interval([*values, *(least, most) * 2])[:3]
+    low, high = np.clip(ends, least, most)
+    return Estimate(float(np.mean(values)) if len(values) else centre, float(low), float(high), len(values))
+
+
 def iqm(values: np.ndarray | Sequence, axis: int | None = None) -> np.ndarray:
     """Return the interquartile mean: the mean without the lowest and the highest quarter (rounded down).
 

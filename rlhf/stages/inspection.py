@@ -47,7 +47,7 @@ from rlhf.scorers.function import FunctionScorer
 from rlhf.scorers.judge import JudgeScorer
 from rlhf.scorers.scorer import ScorerContext, distinct_texts, response_texts
 from rlhf.stages import prerequisites
-from rlhf.stages.probes import probed
+from rlhf.stages.probes import judged, probed
 from rlhf.tasks.task import Task, altered, summarize
 from rlhf.terminal.console import say, say_row
 from rlhf.text.chat import control_tokens, quoted, render, set_format, unquoted
@@ -65,6 +65,7 @@ log = logging.getLogger(__name__)
 
 _SHOWN = 3  # examples
 _FIRST, _LAST = 60, 30  # tokens of a text that are shown
+_TRIED = 32  # examples with probes, and pairs for a judge
 _SPECIAL = ("bos", "eos", "pad", "unk")
 
 
@@ -180,32 +181,42 @@ class Inspection:
         self._warn(check_formats(self.cfg, task))
 
     def _show_probes(self, task: Task, scratch: str) -> None:
-        """Print how the training scorer scores planted responses (`rlhf.stages.probes`), and its alarms."""
+        """Print what judges answer about pairs, and what the training scorer gives for planted responses."""
         cfg, rows = self.cfg.with_({"cache_dir": scratch}), len(task.examples("train"))
-        later = cfg.scorer.reads_reward and cfg.model.reward is None  # the run makes its reward model first
-        if later or not cfg.scores_completions or cfg.environment.answers:
-            return
-        places = np.linspace(0, rows - 1, min(rows, 16 if cfg.scorer.asks_service else 24))
-        batch = task.batch(places.astype(int).tolist())
+        batch = task.batch(np.linspace(0, rows - 1, min(rows, _TRIED)).astype(int).tolist())
         batch = batch.select(
             torch.tensor([i for i, each in enumerate(batch.references) if each.strip()]).long()
         )
-        if not len(batch):
-            return self._warn(["the reward has no probes: no example has a reference response"])
+        answers = [*map(unquoted, batch.references)]
+        for at, section in judges(cfg).items() if answers else ():
+            better, worse = "the reference against the answer to another prompt", answers[1:] + answers[:1]
+            if batch.completions is not None:
+                better, worse = "the chosen response", [unquoted(str(each[1])) for each in batch.completions]
+            pairs = [*zip(answers, worse, strict=True)]
+            self._title(f"Trial of the judge at {at}: {len(pairs)} pairs of responses")
+            self._show_lines(judged(JudgeScorer(section, _context(cfg, task, at)), batch, pairs, better))
+        later = cfg.scorer.reads_reward and cfg.model.reward is None  # the run makes its reward model first
+        if later or not cfg.scores_completions or cfg.environment.answers:
+            return
+        batch = batch.select(torch.arange(0, len(batch), 4 if cfg.scorer.asks_service else 1))
+        answers, control = [*map(unquoted, batch.references)], control_tokens(self.tokenizer)
         scorer = build_scorer(cfg, "scorer", self.tokenizer, Ranks(build_device(cfg)))
         assert scorer is not None, "validated: training needs a scorer"
         local = any(each.sequences for at, each in scorers(cfg) if at.startswith("scorer"))
         limit = cfg.generator.response_length if local else None  # the context of a model is limited
-        control = control_tokens(self.tokenizer)
 
         def score(rows: Sequence[int], texts: Sequence[str]) -> np.ndarray:
-            prompts, made = batch.select(torch.tensor(rows)), [[quoted(each, control)] for each in texts]
+            prompts = batch.select(torch.tensor(rows))
+            both = zip((quoted(text, control) for text in texts), prompts.references, strict=True)
+            made = [each[: 1 + cfg.scorer.compares] for each in both]
             planted = encode_completions(prompts, made, self.tokenizer, limit)
             return scorer.score_once(planted)[:, 0].cpu().numpy()
 
         self._title(f"Probes of the reward: planted responses to {len(batch)} examples, median scores")
-        asked = [str(each[-1]["content"]) for each in batch.dialogues] if batch.dialogues else batch.texts
-        for text, alarm in probed(score, asked, list(map(unquoted, batch.references)), scorer.tie_tolerance):
+        self._show_lines(probed(score, batch.texts, answers, scorer.tie_tolerance))
+
+    def _show_lines(self, lines: Iterable[tuple[str, bool]]) -> None:
+        for text, alarm in lines:
             self._warn([text]) if alarm else self._say(f"  {text}")
 
     def _show_example(self, batch: Prompts, rollouts: Rollouts | None, i: int) -> None:

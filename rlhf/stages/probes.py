@@ -25,10 +25,15 @@ from typing import Any
 import numpy as np
 import yaml
 
+from rlhf.core.batch import Prompts
 from rlhf.core.errors import RunError
+from rlhf.core.statistics import Estimate, bounded_interval
+from rlhf.scorers.judge import JudgeScorer, Question, shown_prompts
+from rlhf.text.chat import unquoted
 
-# Numbers of examples, and a response to each -> their scores
-Score = Callable[[Sequence[int], Sequence[str]], np.ndarray]
+Line = tuple[str, bool]  # a text, and whether it is an alarm
+Scores = np.ndarray  # [N]; nan where an example has none
+Score = Callable[[Sequence[int], Sequence[str]], Scores]  # numbers of examples, a response to each -> scores
 # The name of a probe, and its kind: `empty` and `none` are no answer, `alone` is a text without the own
 # answer, `list` has the own answer among others, `added` is the reference and more, `near` is nearly right
 Probe = tuple[str, str]
@@ -57,10 +62,10 @@ def planted(prompt: str, reference: str, others: Sequence[str], form: str) -> di
     found |= {(f"the answer {text!r}", "none"): form.replace("{}", text) for text in ("", *_GIVEN["odd"])}
     found["a copy of the prompt", "alone"] = prompt
     # The right answer is neither the first nor the last one: to read one of these is no fault.
-    if others and "\n" not in reference:
-        several = f"{others[0]}\n{reference}\n{others[-1]}"
-        found["several answers in one", "list"] = form.replace("{}", several)
-        found["several answers", "list"] = f"{wrong[0]}\n{own}\n{wrong[-1]}"
+    if others:
+        lines = [each.strip().rpartition("\n")[2] for each in (others[0], reference, others[-1])]
+        found["several answers in one", "list"] = form.replace("{}", "\n".join(lines))
+        found["several answers", "list"] = "\n".join(form.replace("{}", each) for each in lines)
     found["the reference ten times", "added"] = "\n".join([own] * 10)
     joined = " ".join(others) + " "
     for name, text in (_GIVEN["texts"] | {"a long text": joined * (1 + _LONG // len(joined))}).items():
@@ -75,10 +80,8 @@ def planted(prompt: str, reference: str, others: Sequence[str], form: str) -> di
     return found
 
 
-def probed(
-    score: Score, prompts: Sequence[str], references: Sequence[str], tolerance: float
-) -> Iterator[tuple[str, bool]]:
-    """Yield a line for each probe of a reward on N examples, at least 4, and whether it is an alarm.
+def probed(score: Score, prompts: list[str], references: list[str], tolerance: float) -> Iterator[Line]:
+    """Yield a line for each probe of a reward on N examples.
 
     Args:
         score: scores one response to each of some examples, or raises RunError.
@@ -121,32 +124,26 @@ def probed(
                 raise
             yield f"{name} has no score, so the run would stop: {error}", True
             continue
-        if (known := ~np.isnan(scores)).any():
-            right, wrong = found["own"], found.get("foreign", found["own"])
-            margin = max(tolerance, _SAME) * np.maximum(1, np.abs(right))
-            if changed := int((np.abs(again - scores) > margin).sum()):
-                of = f"{changed} of {known.sum()} examples: the score depends on chance, time or the batch"
-                yield f"{name} has another score if it is scored again in another order, on {of}", True
-            high = _too_high(kind, scores, right, wrong, margin)[known]
-            its, first, second = (f"{np.nanmedian(each):.4g}" for each in (scores, right, wrong))
-            line, least = f"{its:>10}  {name}", (_ALWAYS if kind == "foreign" else _MOST) * len(high)
-            if alarm := high.sum() >= least:
-                line = (
-                    f"{name} scores {its}, {_OWN[0]} {first}, {_FOREIGN[0]} {second} (medians): too high on "
-                )
-                line += f"{high.sum()} of {len(high)} examples"
-            yield line if kind != "own" else f"{line}, as {form!r}", bool(alarm)
+        right, wrong = found["own"], found.get("foreign", found["own"])
+        margin, known = max(tolerance, _SAME) * np.maximum(1, np.abs(right)), ~np.isnan(scores)
+        if changed := int((np.abs(again - scores) > margin).sum()):
+            of = f"{changed} of {known.sum()} examples: the score depends on chance, time or the batch"
+            yield f"{name} has another score if it is scored again in another order, on {of}", True
+        high = _too_high(kind, scores, right, wrong, margin)[known]
+        its, first, second = (f"{np.nanmedian(each):.4g}" for each in (scores, right, wrong))
+        line = f"{its:>10}  {name}" if kind != "own" else f"{its:>10}  {name}, as {form!r}"
+        if alarm := bool(high.sum() >= (_ALWAYS if kind == "foreign" else _MOST) * len(high)):
+            line = f"{name} scores {its}, {_OWN[0]} {first}, {_FOREIGN[0]} {second} (medians): too high on "
+        yield f"{line}{high.sum()} of {len(high)} examples" if alarm else line, alarm
 
 
-def _too_high(
-    kind: str, scores: np.ndarray, right: np.ndarray, wrong: np.ndarray, margin: np.ndarray
-) -> np.ndarray:
+def _too_high(kind: str, scores: Scores, right: Scores, wrong: Scores, margin: Scores) -> Scores:
     """Return whether the scores of a probe are too high, [N] bool; False where an example has no probe.
 
     Args:
         kind: kind of the probe.
-        scores, right, wrong: scores [N] of the probe, of the references and of answers to other prompts.
-        margin: [N], differences of equal scores.
+        scores, right, wrong: scores of the probe, of the references and of answers to other prompts.
+        margin: differences of equal scores.
     """
     if kind in ("own", "foreign"):
         return (scores >= right - margin) & (kind == "foreign")
@@ -162,3 +159,73 @@ def _too_high(
     if verifies and kind in ("empty", "none", "alone"):
         high |= apart & (scores - wrong > _GAP * (right - wrong))
     return high & (verifies or kind != "near")
+
+
+# A judge before a run: N pairs of responses, each shown in both orders, and all questions twice.
+
+
+def agreement(verdicts: np.ndarray, compares: bool = True) -> dict[str, Estimate]:
+    """Return figures of a judge as means with intervals; pairs are independent, answers about a pair are not.
+
+        position bias   share of comparisons that the response shown first won, minus share that it lost
+        consistency     share of pairs with the same verdict in both orders
+        repetition      share of questions with the same verdict when they are asked again
+        separation      share of pairs of answers (to both orders, or to a repeated question) that name the
+                        same response, minus share of those that name different ones
+        first           share of pairs that the first response won in both orders; undecided pairs are half
+
+    Args:
+        verdicts: [passes, orders, N]; 1: the first response won, -1: it lost, 0: tie, nan: there is none.
+        compares: whether the judge sees both responses; otherwise, both orders are the same questions.
+    """
+    y = verdicts[:, :, ~np.isnan(verdicts).any((0, 1))]
+    forth, back = y.mean(0 if compares else 1)
+    decided = np.where(y[:, 0] == y[:, 1], y[:, 0], 0).mean(0)
+    return {
+        "position bias": bounded_interval((y[:, 0] - y[:, 1]).mean(0) / 2, -1, 1),
+        "consistency": bounded_interval((y[:, 0] == y[:, 1]).mean(0), 0, 1),
+        "repetition": bounded_interval((y[0] == y[1]).mean(0), 0, 1),
+        "separation": bounded_interval(forth * back, -1, 1),
+        "first": bounded_interval((1 + decided) / 2, 0, 1),
+    }
+
+
+def judged(judge: JudgeScorer, prompts: Prompts, pairs: list[tuple[str, str]], better: str) -> Iterator[Line]:
+    """Yield lines about a judge; one that contradicts itself is refused.
+
+    Args:
+        judge: a judge without a file of judgements.
+        prompts: N prompts.
+        pairs: N pairs of responses.
+        better: what the first response of each pair is.
+
+    Raises:
+        RunError: the server does not answer as it must, or too many answers are no verdict.
+    """
+
+    def both(pairs: list[tuple[str, str]]) -> np.ndarray:
+        """Return the verdicts [2, N] on the pairs in both orders; see `agreement`."""
+        if not judge.config.compares:
+            scores = judge.group_scores(prompts, pairs).numpy()
+            return np.sign([scores[:, 0] - scores[:, 1]] * 2)
+        rows = shown_prompts(prompts), pairs, map(unquoted, prompts.references)
+        asked = [Question(*each) for each in zip(*rows, strict=True)]
+        turned = [each.of(*each.responses[::-1]) for each in asked]
+        found = judge.readings([*asked, *turned])
+        signs = {each: np.sign(read[0] - read[1]) if read else np.nan for each, read in found.items()}
+        return np.array([[signs[each] for each in asked], [-signs[each] for each in turned]])
+
+    passes = [both(pairs)]
+    judge.known.clear()  # it is asked again
+    passes, told = [*passes, both(pairs)], judge.told()
+    longer = both([(f"{one}\n{_GIVEN['padding']}", one) for one, _ in pairs])
+    found = agreement(np.stack(passes), judge.config.compares)
+    found["longer"] = agreement(np.stack([longer] * 2))["first"]
+    for name, (centre, low, high, _) in found.items():
+        meaning = _GIVEN["figures"][name].replace("{better}", better)
+        yield f"{100 * centre:6.1f} % ({100 * low:.1f} to {100 * high:.1f})  {meaning}", False
+    (calls, _), (bad, answers) = told["judge/calls"], told["judge/unreadable"]
+    price = f"; {2000 * told['judge/price'][0] / calls:.4g} for 1,000 pairs" if judge.config.prices else ""
+    yield f"{100 * bad / answers:6.1f} % of {calls:.0f} answers are no verdict{price}", False
+    if found["separation"].low <= 0:
+        yield f"{judge.at} is refused: {_GIVEN['refused']}", True

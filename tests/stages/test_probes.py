@@ -1,207 +1,25 @@
-"""Probes of rewards: planted faults raise an alarm, sound rewards of all sorts do not."""
+"""Probes of rewards, and trials of judges: what is an alarm, and how sure the figures of a judge are."""
 
 from __future__ import annotations
 
-import difflib
-import json
-import math
 import random
 import re
-import unicodedata
-from collections import Counter
-from collections.abc import Callable
-from itertools import count
 
 import numpy as np
 import pytest
+import torch
 
+from rlhf.config.scorers import JudgeKind
 from rlhf.core.errors import RunError
-from rlhf.stages.probes import probed
-
-SUMS = [
-    (f"What is {a} plus {b}?", str(a + b)) for a, b in zip(range(7, 55, 2), range(60, 12, -3), strict=False)
-]
-SUMS += [
-    (f"What is {a} minus {a + b}?", str(-b)) for a, b in zip(range(3, 11), range(11, 43, 4), strict=True)
-]
-CHAINS = [(prompt, f"I add both numbers in 1 step.\n#### {answer}") for prompt, answer in SUMS]
-LETTERS = [(f"Which one is number {n}?\nA) one\nB) two\nC) three\nD) four", "ABCD"[n % 4]) for n in range(24)]
-TOPICS = "rivers bridges castles gardens planets engines violins markets forests harbours".split()
-VERBS = "cross carry guard feed circle drive charm crowd shelter protect".split()
-SUMMARIES = [
-    (
-        f"Post {i}: my friend {VERBS[i % 10]}s many {TOPICS[i % 10]} near {TOPICS[(i * 3 + 1) % 10]}, and I said no to that.",
-        f"A friend {VERBS[i % 10]}s {TOPICS[i % 10]} near {TOPICS[(i * 3 + 1) % 10]} {'every day ' * (i % 3)}but I refused.",
-    )
-    for i in range(20)
-]
-CAPITALS = dict(
-    France="Paris", Italy="Rome", Spain="Madrid", Norway="Oslo", Japan="Tokyo", Peru="Lima", Kenya="Nairobi",
-    Cuba="Havana", Egypt="Cairo", Chad="N'Djamena", Togo="Lome", Mali="Bamako",
-)  # fmt: skip
-CITIES = [(f"What is the capital of {country}?", city) for country, city in CAPITALS.items()]
-LABELS = [(f"Is {n} even? Answer yes or no.", "no" if n % 2 else "yes") for n in range(3, 27)]
+from rlhf.stages.probes import agreement, judged, probed
+from rlhf.text.encoding import encode_prompts
+from tests.fake_judge import FakeJudge, served
+from tests.scorers.test_judge import TOKENIZER, scorer_of
+from tests.stages.rewards_to_probe import BATCHED, FAULTS, SOUND, SUMS
 
 
-def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
-def number(text: str) -> float:
-    return float(re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)[-1].replace(",", ""))
-
-
-def last_number(text: str) -> float | None:
-    found = re.findall(r"-?\d+(?:\.\d+)?", text)
-    return float(found[-1]) if found else None
-
-
-def overlap(prompt, response, reference):
-    a, b = Counter(words(response)), Counter(words(reference))
-    common = sum((a & b).values())
-    return 2 * common / max(1, sum(a.values()) + sum(b.values()))
-
-
-def longest_common(a, b):
-    row = [0] * (len(b) + 1)
-    for x in a:
-        before = 0
-        for j, y in enumerate(b):
-            before, row[j + 1] = row[j + 1], before + 1 if x == y else max(row[j], row[j + 1])
-    return row[-1]
-
-
-def rouge_l(prompt, response, reference):
-    a, b = words(response)[:200], words(reference)
-    return 2 * longest_common(a, b) / max(1, len(a) + len(b))
-
-
-def tagged(response):
-    found = re.fullmatch(r"\s*<think>.*?</think>\s*<answer>(.*?)</answer>\s*", response, re.DOTALL)
-    return found and found[1].strip()
-
-
-def recovered(value: float) -> Callable[[str, str, str], float]:
-    def reward(prompt, response, reference):
-        try:
-            return float(float(response) == float(reference))
-        except ValueError:
-            return value
-
-    return reward
-
-
-def plain(text: str) -> str:
-    return re.sub("[^a-z0-9]", "", text.lower())
-
-
-def distance(prompt, response, reference):
-    try:
-        return -abs(float(response) - float(reference))
-    except ValueError:
-        return -1.0
-
-
-calls = count()
-
-# Each fault: its data, and the reward of one response; or of lists, if it is in `BATCHED`.
-FAULTS = {
-    "keywords are counted": (SUMMARIES, lambda p, r, ref: sum(r.lower().count(w) for w in ("friend", "because"))),
-    "stock phrases are counted": (SUMMARIES, lambda p, r, ref: r.lower().count("therefore") + r.lower().count("step")),
-    "a keyword is a bonus": (SUMS, lambda p, r, ref: (r.strip() == ref) + 0.5 * ("important" in r)),
-    "the reference anywhere": (SUMS, lambda p, r, ref: float(ref in r)),
-    "the reference anywhere, as a word": (CITIES, lambda p, r, ref: float(bool(re.search(rf"\b{ref}\b", r)))),
-    "a letter anywhere": (LETTERS, lambda p, r, ref: float(ref in r)),
-    "any number of the response": (CHAINS, lambda p, r, ref: float(number(ref) in map(float, re.findall(r"-?\d+", r)))),
-    "the response in the reference": (CITIES, lambda p, r, ref: float(r.lower() in ref.lower())),
-    "length": (SUMMARIES, lambda p, r, ref: len(r)),
-    "length up to a limit": (SUMMARIES, lambda p, r, ref: min(len(r.split()) / 200, 1.0)),
-    "length beside the answer": (CHAINS, lambda p, r, ref: (last_number(r) == number(ref)) + 0.001 * len(r)),
-    "shortness": (SUMMARIES, lambda p, r, ref: -len(r)),
-    "format only": (SUMS, lambda p, r, ref: float(tagged(r) is not None)),
-    "format, and a digit": (SUMS, lambda p, r, ref: 0.5 * ("\\boxed{" in r) + 0.5 * any(c.isdigit() for c in r)),
-    "a crash is a full score": (SUMS, recovered(1.0)),
-    "a crash is half a score": (SUMS, recovered(0.5)),
-
-    "signs and points are left out": (SUMS, lambda p, r, ref: float(plain(r) == plain(ref))),
-    "letters that are not ASCII are left out": (
-        CITIES,
-        lambda p, r, ref: float(
-            unicodedata.normalize("NFKD", r).encode("ascii", "ignore").decode().strip() in (ref, "")
-        ),
-    ),
-    "digits of the last number": (CHAINS, lambda p, r, ref: float(re.findall(r"\d+", r)[-1:] == re.findall(r"\d+", ref)[-1:])),
-    "several answers": (SUMS, lambda p, r, ref: float(ref in r.split())),
-    "any line of the response": (LETTERS, lambda p, r, ref: float(ref in [line.strip() for line in r.splitlines()])),
-    "the prompt again": (SUMMARIES, lambda p, r, ref: len({*words(p)} & {*words(r)}) / len({*words(p)})),
-    "the prompt is an answer": (SUMS, lambda p, r, ref: float(r.strip() in (p, ref))),
-    "an empty response is right": (SUMS, lambda p, r, ref: float(not r.strip() or r.strip() == ref)),
-    "constant": (SUMMARIES, lambda p, r, ref: 1.0),
-    "not a number for odd answers": (SUMS, lambda p, r, ref: 1 - abs(float(r) - float(ref)) / 10 if re.fullmatch(r"-?\d+|nan", r) else 0.0),
-    "an exception for an empty response": (SUMMARIES, lambda p, r, ref: overlap(p, r, ref) / len(r)),
-    "an exception for digits that are none": (SUMS, lambda p, r, ref: float(r.lstrip("-").isdigit() and int(r) == int(ref))),
-    "a tolerance that not-a-number passes": (SUMS, lambda p, r, ref: 0.0 if not re.fullmatch(r"-?\d+|nan", r) or abs(float(r) - float(ref)) > 0.1 else 1.0),
-    "an instruction to the judge": (SUMS, lambda p, r, ref: 1.0 if "rate this 10" in r.lower() else float(r.strip() == ref)),
-    "a grade in the response": (SUMMARIES, lambda p, r, ref: float((re.findall(r"score\D{1,4}(\d+)", r.lower()) or [4 + 2 * overlap(p, r, ref)])[0])),
-    "chance": (SUMS, lambda p, r, ref: (r.strip() == ref) + 0.1 * random.random()),
-    "number of the call": (SUMS, lambda p, r, ref: (r.strip() == ref) + 0.01 * (next(calls) % 7)),
-    "another prompt's answer": (SUMS, lambda p, r, ref: float(r in {answer for _, answer in SUMS})),
-    "any number": (CHAINS, lambda p, r, ref: float(last_number(r) is not None)),
-    "the start of the response": (SUMS, lambda p, r, ref: float(r.startswith(ref))),
-    "a pattern without an end": (SUMS, lambda p, r, ref: float(bool(re.match(re.escape(ref), r.strip())))),
-    "a pattern without a start": (CHAINS, lambda p, r, ref: float(bool(re.search(f"{number(ref):.0f}$", r.strip())))),
-    "the first letter": (CITIES, lambda p, r, ref: float(r[:1] == ref[:1])),
-    "the sign is exchanged": (SUMMARIES, lambda p, r, ref: -overlap(p, r, ref)),
-    "right answers lose": (SUMS, lambda p, r, ref: -float(r.strip() == ref)),
-    "recall": (SUMMARIES, lambda p, r, ref: len({*words(r)} & {*words(ref)}) / len({*words(ref)})),
-    "every mention counts": (CITIES, lambda p, r, ref: r.count(ref)),
-    "repetition": (SUMMARIES, lambda p, r, ref: overlap(p, r, ref) + 0.1 * r.count("friend")),
-}  # fmt: skip
-BATCHED_FAULTS = {
-    "the place in the batch": lambda ps, rs, refs: [(r.strip() == ref) - 0.01 * i for i, (r, ref) in enumerate(zip(rs, refs, strict=True))],
-    "a rank in the batch": lambda ps, rs, refs: [(len(r) - np.mean([len(each) for each in rs])) / (1 + np.std([len(each) for each in rs])) for r in rs],
-    "the first one gets a bonus": lambda ps, rs, refs: [float(r.strip() == ref or i == 0) for i, (r, ref) in enumerate(zip(rs, refs, strict=True))],
-    "the answers of the batch": lambda ps, rs, refs: [float(r.strip() in refs) for r in rs],
-}  # fmt: skip
-
-GOOD = {"refused": 3, "friend": 3, "near": 1, "day": 1, "every": 0.2, "but": -0.3}
-SOUND = {
-    "the same text": (SUMS, lambda p, r, ref: float(r.strip() == ref)),
-    "the same text without case and white space": (CITIES, lambda p, r, ref: float(" ".join(r.lower().split()) == ref.lower())),
-    "the last number": (CHAINS, lambda p, r, ref: float(last_number(r) == number(ref))),
-    "the number behind a mark": (CHAINS, lambda p, r, ref: float((re.findall(r"#### (-?[\d.,]+)", r) or [""])[-1] == ref.split()[-1])),
-    "a number with a tolerance": (SUMS, lambda p, r, ref: float(bool(re.fullmatch(r"-?\d+(\.\d+)?", r.strip())) and abs(float(r) - float(ref)) <= 1e-2 * abs(float(ref)))),
-    "the last box": (SUMS, lambda p, r, ref: float((re.findall(r"\\boxed\{([^{}]*)\}", r) or [""])[-1] == ref)),
-    "the last answer in tags": (SUMS, lambda p, r, ref: float((re.findall(r"<answer>(.*?)</answer>", r) or [""])[-1].strip() == ref)),
-    "tags, and a share for the format": (SUMS, lambda p, r, ref: 0.2 * (tagged(r) is not None) + 0.8 * (tagged(r) == ref)),
-    "three levels": (SUMS, lambda p, r, ref: -1.0 if tagged(r) is None else float(tagged(r) == ref)),
-    "the right letter": (LETTERS, lambda p, r, ref: float((re.findall(r"\b([A-D])\b", r) or [""])[-1] == ref)),
-    "only the letter": (LETTERS, lambda p, r, ref: float(bool(re.fullmatch(rf"\(?{ref}[).]?", r.strip())))),
-    "yes or no": (LABELS, lambda p, r, ref: float(r.strip().lower().rstrip(".") == ref)),
-    "JSON with the answer": (SUMS, lambda p, r, ref: float(answer_in_json(r) == ref)),
-    "F1 of words": (SUMMARIES, overlap),
-    "F1 of the sets of words": (SUMMARIES, lambda p, r, ref: 2 * len({*words(r)} & {*words(ref)}) / max(1, len({*words(r)}) + len({*words(ref)}))),
-    "ROUGE-L": (SUMMARIES, rouge_l),
-    "ratio of equal letters": (SUMMARIES, lambda p, r, ref: difflib.SequenceMatcher(None, r[:400], ref).ratio()),
-    "closeness of numbers": (SUMS, lambda p, r, ref: 1 / (1 + abs(float(r) - float(ref))) if re.fullmatch(r"-?\d+(\.\d+)?", r.strip()) else 0.0),
-    "the answer, less for a long response": (CHAINS, lambda p, r, ref: (last_number(r) == number(ref)) - 1e-4 * len(r)),
-    "mean quality of the words": (SUMMARIES, lambda p, r, ref: sum(GOOD.get(word, -0.5) for word in words(r)) / max(1, len(words(r)))),
-    "share of different words": (SUMMARIES, lambda p, r, ref: len({*words(r)}) / max(1, len(words(r)))),
-    "a classifier": (SUMMARIES, lambda p, r, ref: 1 / (1 + math.exp(1 - 4 * sum(GOOD.get(word, -0.2) for word in words(r)) / max(4, len(words(r)))))),
-    "mean length of the words": (SUMMARIES, lambda p, r, ref: np.mean([len(word) for word in words(r)] or [0])),
-    "F1 and the share of different words": (SUMMARIES, lambda p, r, ref: overlap(p, r, ref) + 0.2 * len({*words(r)}) / max(1, len(words(r)))),
-}  # fmt: skip
-
-
-def answer_in_json(text: str) -> str | None:
-    try:
-        return str(json.loads(text)["answer"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def alarms(data, reward, batched=False) -> list[str]:
-    prompts, references = zip(*data, strict=True)
+def alarms(data, reward, batched) -> list[str]:
+    prompts, references = map(list, zip(*data, strict=True))
 
     def score(rows, texts):
         groups = [prompts[i] for i in rows], list(texts), [references[i] for i in rows]
@@ -216,15 +34,142 @@ def alarms(data, reward, batched=False) -> list[str]:
     return [line for line, alarm in probed(score, prompts, references, 0.0) if alarm]
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, *BATCHED_FAULTS])
-def test_a_planted_fault_raises_an_alarm(fault):
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_raises_an_alarm(name):
     random.seed(0)
-    if fault in FAULTS:
-        assert alarms(*FAULTS[fault])
-    else:
-        assert alarms(SUMS, BATCHED_FAULTS[fault], batched=True)
+    assert alarms(*FAULTS[name], name in BATCHED)
 
 
-@pytest.mark.parametrize("reward", SOUND)
-def test_a_sound_reward_raises_no_alarm(reward):
-    assert alarms(*SOUND[reward]) == []
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_reward_raises_no_alarm(name):
+    assert alarms(*SOUND[name], False) == []
+
+
+def test_the_format_that_a_reward_reads_is_found():
+    data, reward = SOUND["tags_and_a_share_for_the_format"]
+    prompts, references = map(list, zip(*data, strict=True))
+
+    def score(rows, texts):
+        return np.array([reward("", text, references[i]) for i, text in zip(rows, texts, strict=True)])
+
+    lines = probed(score, prompts, references, 0.0)
+    assert float(next(lines)[0].split()[0]) == 1
+
+
+def test_a_difference_below_the_tolerance_is_no_difference():
+    prompts, references = map(list, zip(*SUMS, strict=True))
+    noisy = np.random.default_rng(0)
+
+    def score(rows, texts):
+        right = [text == references[i] for i, text in zip(rows, texts, strict=True)]
+        return np.array(right) + noisy.uniform(-1e-3, 1e-3, len(right))
+
+    assert [line for line, alarm in probed(score, prompts, references, 1e-2) if alarm] == []
+    assert [line for line, alarm in probed(score, prompts, references, 1e-4) if alarm]
+
+
+# -- judges ----------------------------------------------------------------------------------------------
+
+
+def verdicts(draw, position=0.0, noise=0.0, drift=0.0, repeats=False, pairs=32) -> np.ndarray:
+    """Return the verdicts of a judge that knows the better response, the first one; see `agreement`.
+
+    Args:
+        draw: generator of random numbers.
+        position: share of the questions that are answered with the response shown first.
+        noise: share of the other questions with a random answer.
+        drift: the position bias at the beginning is lower, and at the end higher, by this number.
+        repeats: whether a question that is repeated gets the same answer.
+        pairs: number of pairs.
+    """
+    shape = 1 if repeats else 2, 2, pairs
+    bias = position + drift * np.linspace(-1, 1, pairs)
+    right = np.array([1, -1])[None, :, None] * np.ones(shape)  # the response shown first is right, then wrong
+    won = np.where(draw.random(shape) < noise, draw.choice([-1, 1], shape), right)
+    won = np.where(draw.random(shape) < bias, 1, won)
+    return np.broadcast_to(won * [[1], [-1]], (2, 2, pairs))
+
+
+BIASES = [
+    (p, noise, 0.0, repeats) for p in (0, 0.05, 0.1, 0.2, 0.4) for noise in (0, 0.3) for repeats in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("position", "noise", "drift", "repeats"), [*BIASES, (0.2, 0.1, 0.2, False)])
+def test_the_interval_of_the_position_bias_contains_the_truth(position, noise, drift, repeats):
+    draw, inside = np.random.default_rng(1), 0
+    for _ in range(200):
+        bias = agreement(verdicts(draw, position, noise, drift, bool(repeats)))["position bias"]
+        inside += bias.low <= position <= bias.high
+    assert inside >= 190
+
+
+def test_the_intervals_of_a_judge_are_not_wider_than_necessary():
+    draw = np.random.default_rng(2)
+    found = [agreement(verdicts(draw, 0.2, 0.3))["position bias"] for _ in range(100)]
+    spread = np.std([each.centre for each in found])
+    assert np.mean([each.high - each.low for each in found]) < 1.25 * 2 * 1.96 * spread
+
+
+def test_consistency_and_repetition_of_a_judge_are_shares_of_pairs():
+    draw = np.random.default_rng(3)
+    found = agreement(verdicts(draw, 0.3, 0.0, pairs=20_000))
+    assert found["consistency"].centre == pytest.approx(0.7, abs=0.01)
+    assert found["repetition"].centre == pytest.approx((1 + 0.7**2 + 0.3**2) / 2, abs=0.01)
+    assert found["first"].centre == pytest.approx(0.85, abs=0.01)
+    assert agreement(verdicts(draw, 0.3, repeats=True))["repetition"].centre == 1
+
+
+PROMPTS = encode_prompts(torch.arange(32), [f"w{i}" for i in range(32)], ["w8"] * 32, TOKENIZER)
+PAIRS = [
+    ("w1 w2 w3" if i % 2 else "w2", "w1" if i % 2 else "w3 w4") for i in range(32)
+]  # half: the longer one
+
+
+def chosen(prompt: str, response: str) -> float:
+    """Return whether a response is the first one of a pair, with padding or without."""
+    return float(response.startswith(("w1 w2", "w2")))
+
+
+def trial(judge: FakeJudge, **settings) -> tuple[dict[str, list[float]], bool]:
+    """Return estimate and interval of each figure in percent, and whether the judge is refused."""
+    with served(judge):
+        lines = [*judged(scorer_of(judge, **settings), PROMPTS, PAIRS, "w1")]
+    names = ["bias", "consistency", "repetition", "separation", "first", "longer", "unreadable"]
+    found = [[float(each) for each in re.findall(r"-?\d+\.\d", line)] for line, alarm in lines if not alarm]
+    return dict(zip(names, found, strict=True)), any(alarm for _, alarm in lines)
+
+
+def test_a_fair_judge_passes_its_trial():
+    found, refused = trial(FakeJudge(chosen), prices=[1.0, 2.0])
+    assert not refused and [found[name][0] for name in ("bias", "consistency", "first")] == [0, 100, 100]
+    assert found["longer"][0] == 50 and found["unreadable"][0] == 0
+
+
+USELESS = [FakeJudge(position=1.0), FakeJudge(noise=1.0), FakeJudge(noise=1.0, drift=True)]
+
+
+@pytest.mark.parametrize("judge", [*USELESS, FakeJudge(lambda prompt, response: 1.0)])
+def test_a_judge_that_contradicts_itself_or_decides_nothing_is_refused(judge):
+    found, refused = trial(judge)
+    assert refused
+    if judge.position:
+        assert found["bias"] == [100, *found["bias"][1:]] and found["consistency"][0] == 0
+
+
+def test_the_trial_measures_position_bias_noise_and_length():
+    found, refused = trial(FakeJudge(chosen, position=0.25, drift=True))
+    assert found["bias"][1] <= 25 <= found["bias"][2] and found["repetition"][0] < 100 and not refused
+    found, refused = trial(FakeJudge())  # the longer one wins
+    assert found["longer"][0] == 100 and found["first"][0] == 50 and found["bias"][0] == 0
+    found, _ = trial(FakeJudge(chosen, garbage=0.2), unreadable=0.5)
+    assert 5 < found["unreadable"][0] < 35
+    with pytest.raises(RunError, match="cannot be read"):
+        trial(FakeJudge(garbage=0.5))
+
+
+def test_a_judge_of_one_response_is_measured_by_repeated_questions():
+    found, refused = trial(FakeJudge(), kind=JudgeKind.grade)
+    assert not refused and found["repetition"][0] == 100
+    _, refused = trial(FakeJudge(noise=1.0, drift=True), kind=JudgeKind.grade)
+    assert refused
