@@ -132,7 +132,8 @@ def test_a_begin_token_and_unknown_words_are_marked(inspect, folder):
 def test_planted_responses_are_scored_and_a_fault_of_the_reward_is_a_warning(inspect, folder):
     words = reward(folder, "return float(str(tests[0]) in response)")
     rows = [
-        {"prompt": f"a b {'c' * (i % 2)}", "response": "abc"[i % 3], "tests": "abc"[i % 3]} for i in range(16)
+        {"prompt": "a b c" if i % 2 else "a b", "response": "abc"[i % 3], "tests": "abc"[i % 3]}
+        for i in range(16)
     ]
     (folder / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = inspect(*words)
@@ -141,7 +142,7 @@ def test_planted_responses_are_scored_and_a_fault_of_the_reward_is_a_warning(ins
     (folder / "own.py").write_text(
         "def score(response, tests):\n    return float(response.strip() == tests)\n"
     )
-    assert "warning" not in inspect(*words)
+    assert "too high" not in inspect(*words)
 
 
 def test_reward_models_are_probed_and_judges_are_tried(inspect, folder):
