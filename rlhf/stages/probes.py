@@ -4,7 +4,8 @@ An honest answer is the reference response of an example, in the format of `prob
 best from the answer to another prompt. N examples; a probe has one response to each, or to some of them.
 
 A reward is a verifier, a similarity to the reference, or a quality that any text can have. So an alarm
-depends on whether the reward tells the reference from the answer to another prompt, on 75 % of the examples:
+depends on whether the reward tells the reference from the answer to another prompt, on 75 % of the examples
+(on any example, if all references have the same score):
 
     it does         a probe scores as high as the reference of its example; the reference and more scores
                     above the reference
@@ -148,7 +149,8 @@ def _too_high(kind: str, scores: Scores, right: Scores, wrong: Scores, margin: S
     if kind in ("own", "foreign"):
         return (scores >= right - margin) & (kind == "foreign")
     apart, others = right - wrong > margin, np.unique(wrong[~np.isnan(wrong)].round(6))
-    told, verifies = apart.sum() >= max(1, _TOLD * np.isfinite(wrong).sum()), len(others) <= 2
+    least = 0 if np.ptp(right) == 0 else _TOLD * np.isfinite(wrong).sum()
+    told, verifies = apart.sum() >= max(1, least), len(others) <= 2
     if not told:
         if kind == "empty":
             return scores >= np.median(right) - margin

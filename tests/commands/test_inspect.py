@@ -139,10 +139,8 @@ def test_planted_responses_are_scored_and_a_fault_of_the_reward_is_a_warning(ins
     out = inspect(*words)
     assert "planted responses to 16 examples" in out and "  1  the reference, as '{}'\n" in out
     assert "warning: several answers" in out and "on 16 of 16 examples" in " ".join(out.split())
-    (folder / "own.py").write_text(
-        "def score(response, tests):\n    return float(response.strip() == tests)\n"
-    )
-    assert "too high" not in inspect(*words)
+    (folder / "exact.py").write_text("def score(response, tests):\n    return response.strip() == tests\n")
+    assert "too high" not in inspect(*words[:-1], "scorer.path=exact.py:score")
 
 
 def test_reward_models_are_probed_and_judges_are_tried(inspect, folder):
