@@ -1,4 +1,4 @@
-"""A judge in place of a language model, with a known bias, behind the routes of an OpenAI-compatible server."""
+"""A judge with a known bias in place of a language model, at the routes of an OpenAI-compatible server."""
 
 from __future__ import annotations
 
