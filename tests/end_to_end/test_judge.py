@@ -115,7 +115,7 @@ def test_a_spent_budget_leaves_a_checkpoint_and_a_larger_one_continues(tiny, tmp
         assert folder.last_checkpoint() is not None
         run(tiny(*words, "scorer.budget=4000"), folder)
         rows = answers(folder)
-        assert len(rows) == len({row["key"] for row in rows}) == len(judge.asked) - 1  # both ask the trial
+        assert len(rows) == len(judge.asked)
     assert f"{sum(row['read'] for row in rows) / 100:.0f}" in folder.log.read_text()
 
 
@@ -129,7 +129,7 @@ def test_a_spent_budget_leaves_a_checkpoint_and_a_larger_one_continues(tiny, tmp
         ),
         ({"respond": lambda request: (400, {"error": "no response_format"})}, r"scorer\.answer=text"),
         ({"respond": lambda request: (200, b"<html>")}, "OpenAI-compatible"),
-        ({"garbage": 1.0}, r"scorer: 1 of 1 answers .* I would rather"),
+        ({"garbage": 1.0}, r"scorer: 1 of 1 answers .*I would rather"),
     ],
     ids=["key", "model", "400", "html", "garbage"],
 )
