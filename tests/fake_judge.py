@@ -1,4 +1,4 @@
-"""A judge in place of a language model, with a known bias, behind the routes of an OpenAI-compatible server."""
+"""A judge with a known bias in place of a language model, at the routes of an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -120,8 +120,9 @@ def served(judge: FakeJudge) -> Iterator[FakeJudge]:
             body = found if isinstance(found, bytes) else json.dumps(found).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(OSError):  # the run has ended
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, *_: object) -> None: ...
 

@@ -19,7 +19,6 @@ import hashlib
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.resources import files
@@ -38,7 +37,7 @@ from rlhf.core.errors import RunError
 from rlhf.core.files import append, split_lines
 from rlhf.core.formatting import shortened
 from rlhf.scorers.http import HttpClient
-from rlhf.scorers.scorer import Scored, Scorer, ScorerContext, merge_ties, response_texts
+from rlhf.scorers.scorer import Figures, Scored, Scorer, ScorerContext, add, merge_ties, response_texts
 from rlhf.text.chat import unquoted
 
 _TEXTS = files("rlhf.scorers") / "templates"
@@ -115,7 +114,7 @@ class JudgeScorer(HttpClient, Scorer):
         self.reason = config.reason and config.answer in (Answer.json, Answer.text)
         self.template += (_TEXTS / "reason.txt").read_text("utf-8") if self.reason else ""
         self.criteria, self.lock, self.file = config.criteria(), Lock(), context.judgements
-        self.totals, self.counts, self.known = Counter[str](), Counter[str](), dict[str, Row]()
+        self.known, self.figures = dict[str, Row](), Figures()
         if self.file is not None:
             self.file = self.file.with_name(self.file.name.replace("*", self.at))
             if self.file.is_file() and not self.file.read_bytes().endswith(b"\n"):
@@ -132,11 +131,10 @@ class JudgeScorer(HttpClient, Scorer):
         The fence around the texts contains a hash of them, so that no text can close it.
         """
         config, fence, responses = self.config, f"#{_digest(question)[:12]}", question.responses
-        letters, criteria = ascii_uppercase[: len(responses)], enumerate(self.criteria, 1)
-        blocks = zip(letters, responses, strict=True)
+        blocks = zip(letters := ascii_uppercase[: len(responses)], responses, strict=True)
         places = {**question._asdict(), "fence": fence, "response": responses[0]} | {
             "responses": "\n\n".join(f"{fence} answer {x}\n{text}\n{fence}" for x, text in blocks),
-            "criteria": "\n".join(f"{i}. {text}" for i, text in criteria),
+            "criteria": "\n".join(f"{i}. {text}" for i, text in enumerate(self.criteria, 1)),
         }
         text = re.sub(r"\{(\w+)\}", lambda found: places.get(found[1], found[0]), self.template)
         request: dict[str, Any] = {"model": config.model, "messages": [{"role": "user", "content": text}]}
@@ -145,8 +143,7 @@ class JudgeScorer(HttpClient, Scorer):
         if config.answer is Answer.logprobs:
             request |= {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
         elif config.answer is Answer.choice and config.kind is JudgeKind.rubric:
-            lines = (f"{name}: (yes|no)" for name in verdicts)
-            request["structured_outputs"] = {"regex": "\n".join(lines)}
+            request["structured_outputs"] = {"regex": "\n".join(f"{i}: (yes|no)" for i in verdicts)}
         elif config.answer is Answer.choice:
             orders = map(" > ".join, permutations(letters)) if ranks else next(iter(verdicts.values()))
             request["structured_outputs"] = {"choice": [*map(str, orders)]}
@@ -257,27 +254,31 @@ class JudgeScorer(HttpClient, Scorer):
         rows = {each: self.known[key] for each, (key, _) in asked.items()}
         found = {each: self.reading(row, len(each.responses)) for each, row in rows.items()}
         bad = [row for each, row in rows.items() if found[each] is None]
-        config, at, count, form = self.config, self.at, len(rows), self.config.answer
-        used = {f"tokens_{name}": sum(row[name] for row in new) for name in ("read", "written")}
-        used |= {"price": price_of(new, config.prices)} if config.prices else {}
-        self.totals.update({"calls": len(due), "cached": count - len(due), "unreadable": len(bad), **used})
-        self.counts.update(cached=count, unreadable=count)
+        config, at, count = self.config, self.at, len(rows)
+        read, written = (sum(row[name] for row in new) for name in ("read", "written"))
+        self.count(calls=(len(due), 0), tokens_read=(read, 0), tokens_written=(written, 0))
+        self.count(cached=(count - len(due), count), unreadable=(len(bad), count))
+        if config.prices:
+            self.count(price=(price_of(new, config.prices), 0))
         if len(bad) > config.unreadable * count:
-            cut, remedy = sum(row["end"] == "length" for row in bad), f"set {at}.answer=json"
-            if cut and form is not Answer.logprobs:  # a weak model may fill JSON with white space
-                remedy = f"with vLLM set {at}.answer=choice, raise {at}.max_tokens ({cut} ended there)"
-            example, kind = shortened(repr(bad[0]["answer"]), 80), config.kind.value
+            example, cut = shortened(repr(bad[0]["answer"]), 80), sum(row["end"] == "length" for row in bad)
+            # A weak model may fill JSON with white space until it is cut.
+            ended = f"with vLLM set {at}.answer=choice, raise {at}.max_tokens, where {cut} of them ended, "
             raise RunError(
-                f"{at}: {len(bad)} of {count} answers of the judge cannot be read as {kind} with {at}.answer="
-                f"{form.value}, such as {example}; {remedy}, correct the template, or raise {at}.unreadable"
+                f"{at}: {len(bad)} of {count} answers of the judge cannot be read as {config.kind.value} "
+                f"with {at}.answer={config.answer.value}, such as {example}; {ended if cut else ''}choose "
+                f"another {at}.answer, correct the template, or raise {at}.unreadable"
             )
         return found
 
-    def told(self) -> dict[str, tuple[float, float]]:
+    def told(self) -> Figures:
         """Return the figures since the last call; see `Scorer.told`."""
-        told = {f"judge/{name}": (total, self.counts[name]) for name, total in self.totals.items()}
-        self.totals.clear(), self.counts.clear()
+        told, self.figures = self.figures, {}
         return told
+
+    def count(self, **new: tuple[float, float]) -> None:
+        """Add to the figures `judge/<name>`: totals, and counts of which they are means, or 0 for sums."""
+        add(self.figures, {f"judge/{name}": pair for name, pair in new.items()})
 
     # -- scores ----------------------------------------------------------------------------------------
 
@@ -326,16 +327,16 @@ class JudgeScorer(HttpClient, Scorer):
 
         for question in asked:
             forth, back = found[question], found[reverse[question]]
-            for i, j in combinations(range(len(question.responses)), 2) if forth and back else ():
+            if forth is None or back is None:
+                continue
+            for i, j in combinations(range(len(question.responses)), 2):
                 one, other = question.responses[i], question.responses[j]
                 first, second = points(forth, i, j), points(back, -1 - j, -1 - i)
                 share = shares[question.of(one, other)] = share_of(first, second, soft)
                 shares[question.of(other, one)] = 1 - share
-                self.totals.update(first=first + second, consistent=(first - 0.5) * (0.5 - second) > 0)
-                self.counts.update(first=2, consistent=1)
+                self.count(first=(first + second, 2), consistent=((first - 0.5) * (0.5 - second) > 0, 1))
                 if share != 0.5 and len(one) != len(other):
-                    self.totals.update(longer=(share > 0.5) == (len(one) > len(other)))
-                    self.counts.update(longer=1)
+                    self.count(longer=((share > 0.5) == (len(one) > len(other)), 1))
         return shares
 
     def single_scores(self, asked: Sequence[Sequence[Question]]) -> Tensor:
@@ -348,9 +349,7 @@ class JudgeScorer(HttpClient, Scorer):
         weights = torch.tensor([*self.criteria.values()] or [1.0], dtype=torch.float64)
         lacking = [math.nan] * len(weights)
         for verdict in filter(None, found.values() if self.criteria else ()):
-            names = [f"met/{number}" for number, _ in enumerate(verdict, 1)]
-            self.totals.update(dict(zip(names, verdict, strict=True)))
-            self.counts.update(names)
+            self.count(**{f"met/{number}": (met, 1) for number, met in enumerate(verdict, 1)})
         values = [[found[each] or lacking for each in group] for group in asked]
         scores = torch.tensor(values, dtype=weights.dtype) @ weights / weights.abs().sum()
         means = scores.nanmean(1, keepdim=True)

@@ -45,6 +45,16 @@ from rlhf.text.encoding import encode_completions, encode_prompts, pieces
 _ROUNDING = 1e-12  # relative difference of sums in float64 that are equal as decimals, near 0 also in float32
 
 
+Figures = dict[str, tuple[float, float]]  # total, and the count of which it is the mean, or 0 for a sum
+
+
+def add(into: Figures, new: Figures) -> None:
+    """Add figures to the figures `into`, in place."""
+    for figure, (total, count) in new.items():
+        before = into.get(figure, (0.0, 0.0))
+        into[figure] = before[0] + total, before[1] + count
+
+
 def merge_ties(scores: Tensor, tolerance: float) -> Tensor:
     """Return the scores [N, K], float32, in which scores that tie with the best or worst of a row equal it.
 
@@ -145,7 +155,7 @@ class Scorer(ABC):
             return scores
         return scores.gather(1, first_of_identical(rollouts).to(scores.device))
 
-    def told(self) -> dict[str, tuple[float, float]]:
+    def told(self) -> Figures:
         """Return figures of this scorer about its work since the last call: total, and count (0: a sum)."""
         return {}
 
@@ -363,12 +373,11 @@ class PartsScorer(Scorer):
         for part in self.parts.values():
             part.alone = config.of_mixture
 
-    def told(self) -> dict[str, tuple[float, float]]:
+    def told(self) -> Figures:
         """Return the sums of the figures of the parts."""
-        found: dict[str, tuple[float, float]] = {}
-        for figure, (total, count) in (pair for part in self.parts.values() for pair in part.told().items()):
-            before = found.get(figure, (0.0, 0.0))
-            found[figure] = before[0] + total, before[1] + count
+        found = Figures()
+        for part in self.parts.values():
+            add(found, part.told())
         return found
 
 

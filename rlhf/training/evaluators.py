@@ -193,7 +193,9 @@ class PolicyEvaluator:
         old = encode_completions(self.prompts, texts, self.tokenizer, response_length=None)
         compared = scorer.compare(*scorer.scored(rollouts), *scorer.scored(old))
         figures = {f"eval/{name}": total / (count or 1) for name, (total, count) in scorer.told().items()}
-        return figures | against_initial(*compared.T.tolist(), scorer.tie_tolerance)
+        return figures | against_initial(
+            compared[:, 0].tolist(), compared[:, 1].tolist(), scorer.tie_tolerance
+        )
 
     def pass_rates(self, checks: Scorer) -> Row:
         """Return the estimates of pass@k, the probability that one of k responses to a prompt is correct.

@@ -536,29 +536,26 @@ class JudgeRule(_Rule):
         """
         due = dict[str, str]()
         for name, stat in ((name, stat) for name, stat in figures.items() if name.startswith("judge/")):
-            total, count, met = *self.sums.get(name, (0.0, 0.0)), stat.value() or 0.0
-            self.sums[name] = [total + float(stat.total), count + float(stat.count)]
-            if "/met/" in name and float(stat.count) >= _MANY and met >= _MET:
-                who = (
-                    f"criterion {name.rpartition('/')[2]} of the rubric is met by {met:.0%} of the responses"
-                )
+            before, count, share = self.sums.get(name, [0.0, 0.0]), float(stat.count), stat.value() or 0.0
+            self.sums[name] = [before[0] + float(stat.total), before[1] + count]
+            if "/met/" in name and count >= _MANY and share >= _MET:
+                who = f"criterion {name.rpartition('/')[2]} of the rubric is met by {share:.0%} of responses"
                 due[name] = f"{who}: it gives no signal; make it stricter, or leave it out"
-        (won, answers), (same, pairs), (longer, decided) = (
-            self.sums.get(f"judge/{name}", (0.5, 1.0)) for name in ("first", "consistent", "longer")
-        )
-        share, (low, high) = won / answers, wilson(won / answers, int(answers))
-        if not (_FIRST[0] <= share <= _FIRST[1] or low <= 0.5 <= high):
+        names = ("judge/first", "judge/consistent", "judge/longer")
+        (won, answers), (same, pairs), (longer, decided) = (self.sums.get(each, [0.5, 1.0]) for each in names)
+        low, high = wilson(won / answers, int(answers))
+        if not (_FIRST[0] <= won / answers <= _FIRST[1] or low <= 0.5 <= high):
             due["first"] = (
-                f"the judge prefers a position: the response shown first won {share:.0%} of {answers:,.0f} "
-                f"comparisons (50% without bias), and {same / pairs:.0%} of the pairs are decided; use another "
-                "judge, or kind=grade"
+                f"the judge prefers a position: the response shown first won {won / answers:.0%} of "
+                f"{answers:,.0f} comparisons (unbiased: 50%), and {same / pairs:.0%} of pairs are decided; "
+                "use another judge, or kind=grade"
             )
-        before, now = (row.get("eval/response_tokens", 0.0) for row in (first, last))
-        if longer > _LONGER * decided and now > _GROWTH * before > 0:
+        old, now = (row.get("eval/response_tokens", 0.0) for row in (first, last))
+        if longer > _LONGER * decided and now > _GROWTH * old > 0:
             due["longer"] = (
-                f"the judge prefers longer responses ({longer / decided:.0%} of {decided:,.0f} decided pairs), "
-                f"and responses grow ({before:.1f} tokens before training, now {now:.1f}); this is a hint: see "
-                "eval/win_rate_lc, or set a length penalty (overlong_buffer)"
+                f"the judge prefers longer responses ({longer / decided:.0%} of {decided:,.0f} pairs), "
+                f"and responses grow ({old:.1f} tokens before training, now {now:.1f}); this is a hint: see "
+                "eval/win_rate_lc, or set a length penalty"
             )
         for name in due.keys() - {*self.given}:
             self.given.append(name)

@@ -262,10 +262,12 @@ def test_the_loss_of_sft_is_the_mean_over_the_tokens_of_references_of_unequal_le
 
 
 def test_references_are_judged_once_and_the_scorer_of_the_training_gives_the_score():
-    scored = SimpleNamespace(scores=torch.tensor([[1.0], [2.0], [6.0]]))
+    scorer = Judge([1.0, 2.0, 6.0])
+    scorer.at_end = lambda scores, rollouts: scores
     judge = Judge([1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [2.0, 2.0, 2.0])
-    evaluation, _, evaluator = evaluated(judge, scorer=lambda rollouts: scored)
+    evaluation, _, evaluator = evaluated(judge, scorer=scorer)
     assert evaluation.figures["eval/score"] == 3 and evaluation.scores == [1, 2, 6]
+    evaluator.scorer = None
     assert evaluator(STATE).figures["eval/norm_reward"] == 2, "the references keep their scores"
 
 
