@@ -122,7 +122,7 @@ def stopped(found: Sequence[Curve]) -> list[list[str]]:
             limit = f"; {abs(np.median(limits)):.2f}; {100 * early:.0f} %".replace("inf", "never")
             line.append(shown(_estimate(lost), 2) + limit * (rule != "never") if known else "-")
             every += [lost] if known and curve.seeds == trained[0].seeds else []
-        mean = np.mean(every, 0) if len(every) == len(trained) else np.empty(0)
+        mean = np.mean(every, 0) if len(every) == len(trained) > 0 else np.empty(0)
         lines[-1].append(shown(_estimate(mean), 2))
     return [["regret", *_RULES.values()], *lines] if trained else []
 
