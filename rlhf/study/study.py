@@ -216,7 +216,7 @@ def difference(row: Row, new: Row) -> str | None:
 # Anchor runs repeat a few committed rows first, which shows whether old and new rows may be paired.
 
 
-_SHARED = ("set", "repeat", "seeds", "axes", "tune", "tables", "figures", "margin", "resources")
+_SHARED = ("set", "repeat", "seeds", "axes", "tune", "tables", "figures", "curves", "margin", "resources")
 _OWN = ("title", "seeds", "grids", "claims", "budget", "config_dir", "page", "keep")
 
 
