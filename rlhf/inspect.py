@@ -2,8 +2,8 @@
 
 The arguments are the arguments of `rlhf.train`. The command checks the config, the model folders and the
 data. It prints the models, the tokenizer, the data and three tokenized examples with their masks; then it
-probes the reward and tries judges. No run is started and no file is written. Problems of the config and of model folders are reported before torch is
-imported.
+probes the reward and tries judges. No run is started and no file is written. Problems of the config and of
+model folders are reported before torch is imported.
 
 Exit codes:
     0: no problem found.

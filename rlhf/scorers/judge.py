@@ -40,7 +40,7 @@ from rlhf.scorers.http import HttpClient
 from rlhf.scorers.scorer import Figures, Scored, Scorer, ScorerContext, add, merge_ties, response_texts
 from rlhf.text.chat import unquoted
 
-_TEXTS = files("rlhf.scorers") / "templates"
+_TEXTS = files("rlhf.scorers.templates")
 _EXPECTED = "it must be an OpenAI-compatible server of chat completions; correct it"
 _BEFORE = r"(?<![\w.,/-])(?<!/ )"  # a verdict; it finds the 8 of 8/10, and nothing of 8.5
 Row = dict[str, Any]  # an answer, a line of the file of judgements

@@ -41,7 +41,7 @@ Probe = tuple[str, str]
 
 _GIVEN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("probes.yaml").read_text("utf-8"))
 _SAME = 1e-6  # relative difference of equal scores
-# Shares of examples: of a reward that tells answers apart; of an alarm; of one for an answer to another prompt
+# Shares of examples: of a reward that tells answers apart; of an alarm; of that for a foreign answer
 _TOLD, _MOST, _ALWAYS = 0.75, 0.7, 0.9
 _GAP = 0.25  # part of the difference between reference and wrong answer: well above a wrong answer
 _LONG = 2000  # characters of a long text, at least
