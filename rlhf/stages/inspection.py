@@ -41,6 +41,7 @@ from rlhf.core.formatting import printable, shortened
 from rlhf.environments.environment import EnvironmentFactory
 from rlhf.environments.episodes import Episodes
 from rlhf.environments.library import gives_rewards
+from rlhf.models.folder import on_this_machine
 from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.function import FunctionScorer
@@ -184,26 +185,26 @@ class Inspection:
         """Print what judges answer about pairs, and what the training scorer gives for planted responses."""
         cfg, rows = self.cfg.with_({"cache_dir": scratch}), len(task.examples("train"))
         batch = task.batch(np.linspace(0, rows - 1, min(rows, _TRIED)).astype(int).tolist())
-        batch = batch.select(
-            torch.tensor([i for i, each in enumerate(batch.references) if each.strip()]).long()
-        )
+        known = [i for i, each in enumerate(batch.references) if each.strip()]
+        batch = batch.select(torch.tensor(known, dtype=torch.int64))
         answers = [*map(unquoted, batch.references)]
-        for at, section in judges(cfg).items() if answers else ():
+        for at, section in judges(cfg).items() if known else ():
             better, worse = "the reference against the answer to another prompt", answers[1:] + answers[:1]
             if batch.completions is not None:
                 better, worse = "the chosen response", [unquoted(str(each[1])) for each in batch.completions]
             pairs = [*zip(answers, worse, strict=True)]
             self._title(f"Trial of the judge at {at}: {len(pairs)} pairs of responses")
             self._show_lines(judged(JudgeScorer(section, _context(cfg, task, at)), batch, pairs, better))
-        later = cfg.scorer.reads_reward and cfg.model.reward is None  # the run makes its reward model first
-        if later or not cfg.scores_completions or cfg.environment.answers:
+        sections = (each for at, each in scorers(cfg) if at.startswith("scorer") and each.sequences)
+        named = [each.reward_model("scorer", cfg.model.reward) for each in sections]
+        here = all(each and on_this_machine(each[1]) for each in named)  # else the run makes or downloads it
+        if not (here and known and cfg.scores_completions) or cfg.environment.answers:
             return
         batch = batch.select(torch.arange(0, len(batch), 4 if cfg.scorer.asks_service else 1))
         answers, control = [*map(unquoted, batch.references)], control_tokens(self.tokenizer)
         scorer = build_scorer(cfg, "scorer", self.tokenizer, Ranks(build_device(cfg)))
         assert scorer is not None, "validated: training needs a scorer"
-        local = any(each.sequences for at, each in scorers(cfg) if at.startswith("scorer"))
-        limit = cfg.generator.response_length if local else None  # the context of a model is limited
+        limit = cfg.generator.response_length if named else None  # the context of a model is limited
 
         def score(rows: Sequence[int], texts: Sequence[str]) -> np.ndarray:
             prompts = batch.select(torch.tensor(rows))

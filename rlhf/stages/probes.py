@@ -41,8 +41,8 @@ Probe = tuple[str, str]
 
 _GIVEN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("probes.yaml").read_text("utf-8"))
 _SAME = 1e-6  # relative difference of equal scores
-_TOLD = 0.75  # share of examples, of a reward that tells answers apart
-_MOST, _ALWAYS = 0.7, 0.9  # shares of examples of an alarm; the latter for the answer to another prompt
+# Shares of examples: of a reward that tells answers apart; of an alarm; of that for a foreign answer
+_TOLD, _MOST, _ALWAYS = 0.75, 0.7, 0.9
 _GAP = 0.25  # part of the difference between reference and wrong answer: well above a wrong answer
 _LONG = 2000  # characters of a long text, at least
 _OWN, _FOREIGN = ("the reference", "own"), ("the answer to another prompt", "foreign")
@@ -64,7 +64,7 @@ def planted(prompt: str, reference: str, others: Sequence[str], form: str) -> di
     found["a copy of the prompt", "alone"] = prompt
     # The right answer is neither the first nor the last one: to read one of these is no fault.
     if others:
-        lines = [each.strip().rpartition("\n")[2] for each in (others[0], reference, others[-1])]
+        lines = [each.rstrip().rpartition("\n")[2] for each in (others[0], reference, others[-1])]
         found["several answers in one", "list"] = form.replace("{}", "\n".join(lines))
         found["several answers", "list"] = "\n".join(form.replace("{}", each) for each in lines)
     found["the reference ten times", "added"] = "\n".join([own] * 10)
@@ -92,10 +92,8 @@ def probed(score: Score, prompts: list[str], references: list[str], tolerance: f
     Raises:
         RunError: the reference responses cannot be scored.
     """
-    plain = [each.strip().casefold() for each in references]
-    distinct = list(dict(zip(plain, references, strict=True)).items())
-    turned = [distinct[i % len(distinct) :] + distinct[: i % len(distinct)] for i in range(len(plain))]
-    others = [[text for key, text in each if key != own] for each, own in zip(turned, plain, strict=True)]
+    N, plain = len(references), [each.strip().casefold() for each in references]
+    others = [[references[j] for j in (*range(i, N), *range(i)) if plain[j] != plain[i]] for i in range(N)]
 
     def made(form: str) -> list[dict[Probe, str]]:
         return [planted(*each, form) for each in zip(prompts, references, others, strict=True)]
@@ -225,9 +223,9 @@ def judged(judge: JudgeScorer, prompts: Prompts, pairs: list[tuple[str, str]], b
     found["longer"] = agreement(np.stack([longer] * 2))["first"]
     for name, (centre, low, high, _) in found.items():
         meaning = _GIVEN["figures"][name].replace("{better}", better)
-        yield f"{100 * centre:6.1f} % ({100 * low:.1f} to {100 * high:.1f})  {meaning}", False
+        yield f"{100 * centre:6.1f} % {f'({100 * low:.1f} to {100 * high:.1f})':16} {meaning}", False
     (calls, _), (bad, answers) = told["judge/calls"], told["judge/unreadable"]
     price = f"; {2000 * told['judge/price'][0] / calls:.4g} for 1,000 pairs" if judge.config.prices else ""
-    yield f"{100 * bad / answers:6.1f} % of {calls:.0f} answers are no verdict{price}", False
+    yield f"{100 * bad / answers:6.1f} % {'':16} of {calls:.0f} answers are no verdict{price}", False
     if found["separation"].low <= 0:
         yield f"{judge.at} is refused: {_GIVEN['refused']}", True
