@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -98,7 +99,7 @@ def assemble(
     ends.callback(generator.close)
     scorer = build_scorer(cfg, "scorer", tokenizer, ranks)
     assert scorer is not None, "validated: training needs a scorer"
-    evaluator = build_evaluator(cfg, task, engine, generator, scorer, "validation")
+    evaluator = build_evaluator(cfg, task, engine, generator, scorer, "validation", folder.best_of)
     objective = make(cfg.algo)
     taught_by_start = cfg.model.starts_as_reference and task.teacher_column is None
     prompts = task.prompts(solved_at=cfg.schedule.solved_at, pass_rate=cfg.schedule.pass_rate)
@@ -373,9 +374,9 @@ def check_formats(cfg: Config, task: Task, split: str = "train", judge: bool = F
         return
     some = rows[np.linspace(0, len(rows) - 1, min(len(rows), _CHECKED)).astype(int)]
     some.setdefault(TOOLS, [None] * len(some["messages"]))
-    for at, section in _used_scorers(cfg, judge):
-        if (named := section.reward_model(at, cfg.model.reward)) is None:
-            continue
+    reward = cfg.model.reward
+    used = [(at, each) for at, own in _used_scorers(cfg, judge) for each in own.reward_models(at, reward)]
+    for at, named in used:
         try:
             own = read_own(*named, cfg.model, conversational=True)
             if not own.chat_template or reads_tokens_of(own, task.tokenizer, dialogues=True):
@@ -399,7 +400,13 @@ def check_formats(cfg: Config, task: Task, split: str = "train", judge: bool = F
 
 
 def build_evaluator(
-    cfg: Config, task: Task, engine: Engine, generator: Generator, scorer: Scorer | None, split: str
+    cfg: Config,
+    task: Task,
+    engine: Engine,
+    generator: Generator,
+    scorer: Scorer | None,
+    split: str,
+    best_of: Path | None = None,
 ) -> Evaluator:
     """Return the evaluator of a run on held-out examples.
 
@@ -411,6 +418,7 @@ def build_evaluator(
             new generator that samples.
         scorer: the training scorer; None: it is not known.
         split: the split of the held-out examples.
+        best_of: the file that the evaluation before training writes with `eval.best_of`.
     """
     held_out_pairs, tokenizer, ranks = None, engine.tokenizer, engine.ranks
     if cfg.algo.trains is Trains.reward or (cfg.algo.pairwise and cfg.reads_pairs):
@@ -441,6 +449,7 @@ def build_evaluator(
         engine.phases,
         environment,
         cfg.eval,
+        best_of,
     )
 
 

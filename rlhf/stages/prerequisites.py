@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.assembly.parts import make as make_part
 from rlhf.checks.check import TOKEN, problems
 from rlhf.config.algorithms import Data, Trains
-from rlhf.config.models import LoRAConfig, MovingConfig
+from rlhf.config.models import LoRAConfig, MovingConfig, paths_in
 from rlhf.config.root import Config
 from rlhf.config.run import StagesConfig
 from rlhf.config.schema import values
@@ -28,6 +28,7 @@ from rlhf.config.tasks import TaskConfig
 from rlhf.core import formatting
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import component, digest, whole
+from rlhf.core.launched import derive
 from rlhf.loggers.logger import EVALUATION_METRICS, shown
 from rlhf.models.folder import is_local
 from rlhf.runs.folder import COMPLETE, RunFolder
@@ -177,6 +178,7 @@ _Run = Callable[..., object]  # rlhf.stages.run.run, which carries out a run
 
 SFT, PAIRS, REWARD = "SFT model", "preference pairs", "reward model"
 _CHUNK = 256  # prompts per request for pairs
+_APART = 1000  # between the seeds of the members of an ensemble
 
 
 def names(cfg: Config, reward: bool = True) -> list[str]:
@@ -186,6 +188,18 @@ def names(cfg: Config, reward: bool = True) -> list[str]:
         cfg: the config of a run.
         reward: whether the run needs the reward model that the scorer reads.
     """
+    every = {SFT: [SFT], PAIRS: [PAIRS], REWARD: _members(cfg)}
+    return [each for name in _due(cfg, reward) for each in every[name]]
+
+
+def _members(cfg: Config) -> list[str]:
+    """Return the names of the reward models of the run `cfg`, which differ only in their seed."""
+    members = cfg.stages.members
+    return [REWARD if members == 1 else f"{REWARD} {number}/{members}" for number in range(1, members + 1)]
+
+
+def _due(cfg: Config, reward: bool) -> list[str]:
+    """Return which of `SFT`, `PAIRS` and `REWARD` are prerequisites of the run `cfg`; see `names`."""
     if cfg.stand_ins or not cfg.task.embedded or cfg.algo.trains is Trains.base:
         return []
     reads_reward = cfg.algo.trains is Trains.policy and cfg.scorer.reads_reward
@@ -209,7 +223,7 @@ def prerequisites(cfg: Config, run: _Run, reward: bool = True) -> tuple[Config, 
     Raises:
         UserError: the config of a stage has a problem.
     """
-    due = dict.fromkeys(names(cfg, reward), cfg)
+    due = dict.fromkeys(_due(cfg, reward), cfg)
     return chain(cfg, due, partial(_model, run=run), _sampled_pairs)
 
 
@@ -233,17 +247,22 @@ def chain(
     algos = {SFT: "sft", REWARD: "reward"}
     stages = {name: checked(stage(due[name], algo)) for name, algo in algos.items() if name in due}
     found: list[Artefact] = []
-    paths: dict[str, str] = {}
+    paths: dict[str, Any] = {}
     own = cfg.reads_pairs or not cfg.task.embedded  # otherwise the reward stage itself finds its pairs
     for name in due:  # each may need the one before
         if name == PAIRS:
             found.append(pairs((cfg if own else stages[REWARD]).with_(paths)))
             if own:
                 paths["task.preferences_path"] = str(found[-1].folder)
-        else:
+        elif name == SFT:
             found.append(model(name, stages[name].with_(paths)))
-            key = "model.policy" if name == SFT else "model.reward"
-            paths[key] = str(RunFolder(found[-1].folder).model)
+            paths["model.policy"] = str(RunFolder(found[-1].folder).model)
+        else:
+            seeds = (cfg.stages.seed + _APART * number for number in range(cfg.stages.members))
+            own_seed = [stages[name].with_({**paths, "seed": seed}) for seed in seeds]
+            found += (made := [*map(model, _members(cfg), own_seed)])
+            models = [str(RunFolder(each.folder).model) for each in made]
+            paths["model.reward"] = models if len(models) > 1 else models[0]
     if not cfg.reads_pairs:
         paths.pop("task.preferences_path", None)
     return cfg.with_(paths), found
@@ -340,6 +359,7 @@ def _sample_pairs(cfg: Config, folder: Path) -> None:
                 response_texts(rollouts, tokenizer),
             )
             advance(1)
+    exchange(columns["train"], cfg.stages.label_noise, cfg.stages.seed)
     data = {split: Dataset.from_dict(rows) for split, rows in columns.items()}
     DatasetDict(data).save_to_disk(str(folder))
 
@@ -353,6 +373,14 @@ def add_pairs(
             columns["prompt"].append(prompt)
             columns["chosen"].append(first if a > b else second)
             columns["rejected"].append(second if a > b else first)
+
+
+def exchange(columns: dict[str, list[str]], share: float, seed: int) -> None:
+    """Exchange the two responses of a share of the pairs; a pair has the same draw whatever follows it."""
+    draws, chosen, rejected = random.Random(derive(seed, "noise")), columns["chosen"], columns["rejected"]
+    for i in range(len(chosen)):
+        if draws.random() < share:
+            chosen[i], rejected[i] = rejected[i], chosen[i]
 
 
 # Configs and folders of the stages before a run: SFT, preference pairs, reward model.
@@ -403,7 +431,8 @@ def stage(cfg: Config, algo: str) -> Config:
         changes["model.lora"] = LoRAConfig()
     else:
         changes["gold"] = cfg.gold
-    return made.with_({**changes, "seed": cfg.stages.seed, "eval.samples": min(made.eval.samples, 1)})
+    changes |= {"seed": cfg.stages.seed, "stages.members": 1}
+    return made.with_({**changes, "eval.samples": min(made.eval.samples, 1)})
 
 
 def checked(cfg: Config) -> Config:
@@ -455,6 +484,8 @@ def pairs_folder(cfg: Config) -> Path:
         "pairs": [cfg.stages.pairs, cfg.stages.pairs_temperature, cfg.stages.seed],
         "lengths": [cfg.generator.response_length, cfg.eval.prompts],
     }
+    if cfg.stages.label_noise:
+        depends["label_noise"] = cfg.stages.label_noise
     return Path(cfg.cache_dir) / component(f"pairs-{cfg.task.name}-{digest(depends)}")
 
 
@@ -491,8 +522,9 @@ def complete_stand_ins(cfg: Config) -> Config:
     model.base, model.policy = model.base or str(folder / "policy"), model.policy or str(folder / "policy")
     model.reward = model.reward or str(folder / "reward")
     for _, scorer in scorers(cfg):
-        if isinstance(scorer, RewardModelScorerConfig) and scorer.path and not is_local(scorer.path):
-            scorer.path = str(folder / "judge")
+        if isinstance(scorer, RewardModelScorerConfig) and scorer.path:
+            own = [each if is_local(each) else str(folder / "judge") for each in paths_in(scorer.path)]
+            scorer.path = own if isinstance(scorer.path, list) else own[0]
     return cfg
 
 
