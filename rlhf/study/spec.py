@@ -449,8 +449,8 @@ class Formula:
             yield f"compare {BEST} with a number"
         if sides and SAME in sides[0].methods:
             yield f"have {SAME} on the right only"
-        if sides[1:] and sides[0].methods == sides[1].methods and len(sides[0].methods) == 1:
-            yield f"compare different methods, or {SAME} at other values"
+        if sides[1:] and len(sides[0].methods) == len({(side.quantity, side.methods) for side in sides}) == 1:
+            yield f"compare different methods or quantities, or {SAME} at other values"
         for side in sides:
             named = [*side.levels, *side.every, *filter(None, [side.over])]
             said = [("methods", m, known) for m in side.methods] + [("axes", axis, [*axes]) for axis in named]

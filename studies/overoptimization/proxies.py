@@ -4,7 +4,7 @@ from rlhf.tasks.tldr_mini import BY_NAME, gold_score, split_words
 
 # A criterion, such as "States who", is met if any of its values is mentioned, a right or a wrong one.
 CRITERIA = ("who", "deed", "thing", "when", "where", "why", "feeling", "ask")
-PER_WORD = 0.5  # points that a word adds
+PER_WORD = 1.0  # points that a word adds
 
 
 def rubric(prompt: str, response: str, reference: str) -> float:
