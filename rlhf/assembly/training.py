@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -99,7 +98,9 @@ def assemble(
     ends.callback(generator.close)
     scorer = build_scorer(cfg, "scorer", tokenizer, ranks)
     assert scorer is not None, "validated: training needs a scorer"
-    evaluator = build_evaluator(cfg, task, engine, generator, scorer, "validation", folder.best_of)
+    evaluator = build_evaluator(cfg, task, engine, generator, scorer, "validation")
+    if isinstance(evaluator, PolicyEvaluator) and cfg.eval.best_of:
+        evaluator.best_of = folder.best_of
     objective = make(cfg.algo)
     taught_by_start = cfg.model.starts_as_reference and task.teacher_column is None
     prompts = task.prompts(solved_at=cfg.schedule.solved_at, pass_rate=cfg.schedule.pass_rate)
@@ -400,13 +401,7 @@ def check_formats(cfg: Config, task: Task, split: str = "train", judge: bool = F
 
 
 def build_evaluator(
-    cfg: Config,
-    task: Task,
-    engine: Engine,
-    generator: Generator,
-    scorer: Scorer | None,
-    split: str,
-    best_of: Path | None = None,
+    cfg: Config, task: Task, engine: Engine, generator: Generator, scorer: Scorer | None, split: str
 ) -> Evaluator:
     """Return the evaluator of a run on held-out examples.
 
@@ -418,7 +413,6 @@ def build_evaluator(
             new generator that samples.
         scorer: the training scorer; None: it is not known.
         split: the split of the held-out examples.
-        best_of: the file that the evaluation before training writes with `eval.best_of`.
     """
     held_out_pairs, tokenizer, ranks = None, engine.tokenizer, engine.ranks
     if cfg.algo.trains is Trains.reward or (cfg.algo.pairwise and cfg.reads_pairs):
@@ -449,7 +443,6 @@ def build_evaluator(
         engine.phases,
         environment,
         cfg.eval,
-        best_of,
     )
 
 

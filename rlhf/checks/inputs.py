@@ -45,6 +45,10 @@ def _makes_pairs(cfg: Config) -> bool:
     return cfg.reads_pairs or (cfg.task.embedded and cfg.scorer.reads_reward and not cfg.model.reward)
 
 
+def _makes_members(cfg: Config) -> bool:
+    return cfg.task.embedded and cfg.scorer.reads_reward and not isinstance(cfg.model.reward, str)
+
+
 _BACKEND = "with backend={backend}"
 _PORTABLE = When("with backend.portable=true", lambda cfg: cfg.backend.portable)
 _ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
@@ -59,6 +63,7 @@ _SFT = When("for algo={algo}", lambda cfg: cfg.algo.trains is Trains.base)
 _NO_BASE = When("without model.base", lambda cfg: cfg.model.base is None)
 _NO_START = When("for algo.value_from=reward", _value_model_has_no_start)
 _PAIRS = When("with algo={algo} and generator={generator}", _makes_pairs)
+_NO_MEMBERS = When("without reward models to make", lambda cfg: not _makes_members(cfg))
 _OF_HUB = When("with task={task}", lambda cfg: not cfg.task.embedded)
 _ANSWERED = When("with environment={environment}", lambda cfg: cfg.environment.answers)
 _TEXTS = When("with task={task}", lambda cfg: cfg.task.embedded and not cfg.task.dialogues)
@@ -91,7 +96,7 @@ rules.RULES += [
     must("model.dtype", _NO_FLOAT16, _ON_CPU, "CPUs do not train in float16", "model.dtype=bfloat16"),
     must("model.lora.rank", 0, _SFT & _NO_BASE, "adapters need a pretrained model"),
     must("model.reward", _NAMED, _NO_START, "the value model starts from it", fix=_REWARD),
-    must("stages.members", 1, _OF_HUB, "only embedded tasks make reward models"),
+    must("stages.members", 1, _NO_MEMBERS, "it is the number of these models"),
     must("stages.label_noise", 0, _OF_HUB, "only embedded tasks make pairs"),
     must("model.attention", _NO_FLASH, _NO_GPU, "it has no kernels for CPUs", "model.attention=sdpa"),
     must("model.attention", _NO_FLASH, _FLOAT32, "flash attention computes in 16 bits", _SDPA),
@@ -151,15 +156,6 @@ def _ensembles(cfg: Config) -> Iterator[str]:
         if value_at(scorer, "combine") not in (ABSENT, None) and not several:
             remedy = f"set {at}.combine=null, or name several: '{at}.path=[<folder>,<folder>]'"
             yield scorer.refused(at, "combine", "be null for one reward model", remedy=remedy)
-
-
-@doubt
-def _stages_without_effect(cfg: Config) -> Iterator[str]:
-    trains = cfg.algo.trains is Trains.policy and cfg.task.embedded
-    if cfg.stages.members > 1 and not (trains and cfg.scorer.reads_reward and cfg.model.reward is None):
-        yield f"stages.members={cfg.stages.members} has no effect (the run makes no reward model)"
-    if (noise := cfg.stages.label_noise) and (cfg.task.preferences_path is not None or not _makes_pairs(cfg)):
-        yield f"stages.label_noise={noise:g} has no effect (the run makes no preference pairs)"
 
 
 @rule

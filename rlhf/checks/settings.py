@@ -29,7 +29,7 @@ from rlhf.words.mistakes import KNOWN, closest, lacking
 
 def _adds_up(scorer: ScorerConfig) -> bool:
     """Return whether the score is a sum of the scores of several parts."""
-    functions = bool(scorer.functions()) and isinstance(value_at(scorer, "path"), list)
+    functions = isinstance(value_at(scorer, "path"), list) and bool(scorer.functions())
     return functions or (bool(scorer.parts) and not scorer.of_mixture)
 
 

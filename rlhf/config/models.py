@@ -136,6 +136,15 @@ class ModelConfig(Section):
         return {}
 
 
+class Combine(Choice):
+    """How the scores of the reward models of an ensemble become one score."""
+
+    mean = "mean", "their mean"
+    worst = "worst", "the lowest"
+    uncertainty = "uncertainty", "their mean minus doubt times their standard deviation"
+    weights = "weights", "that of one model whose weights are the mean of the models'"
+
+
 def paths_in(value: Any) -> list[str]:
     """Return the hub names and folders in the value of a key that takes one, a list of them, or null."""
     return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]

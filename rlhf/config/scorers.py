@@ -17,18 +17,8 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from rlhf.config.generators import service_problems, token_problems, url_problems
-from rlhf.config.models import Dtype, path_problems, paths_in
-from rlhf.config.schema import (
-    Affects,
-    Choice,
-    Section,
-    entry,
-    missing_package,
-    number,
-    option,
-    plain,
-    sections,
-)
+from rlhf.config.models import Combine, Dtype, path_problems, paths_in
+from rlhf.config.schema import Affects, Section, entry, missing_package, number, option, plain, sections
 from rlhf.config.tasks import EmbeddedTaskConfig, Need, QuestionsConfig, TaskConfig
 from rlhf.core.errors import one_line, setting
 from rlhf.usercode.address import ONLY_HERE, function_problem, takes_lists
@@ -163,23 +153,13 @@ def scorers(section: Section) -> Iterator[tuple[str, ScorerConfig]]:
             yield key, each
 
 
-class Combine(Choice):
-    """How the scores of the reward models of an ensemble become one score."""
-
-    mean = "mean", "their mean"
-    worst = "worst", "the lowest"
-    uncertainty = "uncertainty", "their mean minus doubt times their standard deviation"
-    weights = "weights", "that of one model whose weights are the mean of the models'"
-
-
 @option("scorer", "reward_model", part="rlhf.scorers.scorer:build_reward_model")
 class RewardModelScorerConfig(ScorerConfig):
     """A sequence-classification model with one output, read at the last response token, or several."""
 
     path: Any = entry(None, "hub name or local folder, or a list of these (an ensemble); null: model.reward")
-    combine: Combine | None = entry(
-        None, "how the scores of an ensemble are combined; null: mean", added=True
-    )
+    combine: Combine | None = entry(None, added=True)
+    """how the scores of an ensemble become one score; null: mean"""
     doubt: float = number(0.5, when="combine=uncertainty", least=0, added=True)
     """factor of the standard deviation of the scores of an ensemble"""
     batch_size: int = number(32, "sequences per forward pass", least=1)
@@ -334,10 +314,6 @@ class FunctionScorerConfig(ScorerConfig):
             name: FunctionScorerConfig(path=path, batched=self.batched, weight=weight)
             for name, path, weight in zip(names, self.paths, weights, strict=True)
         }
-
-    def rounding(self, dtype: Dtype) -> float:
-        """Return 0: functions are exact."""
-        return 0.0
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each function that cannot be imported or called."""

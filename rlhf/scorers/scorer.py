@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf.config.models import ModelConfig
+from rlhf.config.models import Combine, ModelConfig
 from rlhf.config.scorers import (
-    Combine,
     MixtureScorerConfig,
     RewardModelScorerConfig,
     ScorerConfig,
@@ -345,10 +344,9 @@ class WeightedScorer(Scorer):
 
     def __init__(self, config: WeightedScorerConfig, context: ScorerContext) -> None:
         super().__init__(config, context)
-        self.parts: dict[str, Scorer] = {}
-        for key, section in config.parts.items():
-            self.parts[key] = context.part(key, section)
-            self.parts[key].alone = False
+        self.parts = {key: context.part(key, section) for key, section in config.parts.items()}
+        for part in self.parts.values():
+            part.alone = False
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the weighted sum [N, K] of the scores, before the missing-EOS settings are applied."""
@@ -392,11 +390,9 @@ class Members(WeightedScorer):
         context: the objects of the run that a scorer needs; `context.build` builds the members.
     """
 
-    def __init__(
-        self, config: RewardModelScorerConfig, members: WeightedScorerConfig, context: ScorerContext
-    ) -> None:
+    def __init__(self, config: Any, members: WeightedScorerConfig, context: ScorerContext) -> None:
         super().__init__(members, context)
-        self.config: Any = config  # without parts: the members have no weights
+        self.config = config  # without parts: the members have no weights
         self.how, self.doubt = (config.combine or Combine.mean).name, config.doubt
 
     def total(self, parts: dict[str, Tensor], rollouts: Rollouts) -> Tensor:
@@ -654,11 +650,8 @@ def build_reward_model(config: RewardModelScorerConfig, context: ScorerContext) 
     key, paths = named[0][0], [path for _, path in named]
     if len(paths) == 1 or config.combine is Combine.weights:
         return _scorer_of(config, context, key, *paths)
-    own = {"batch_size": config.batch_size, "pad_token": config.pad_token}
-    members = {
-        str(number): replace(RewardModelScorerConfig(path=path), **own)
-        for number, path in enumerate(paths, 1)
-    }
+    own: dict[str, Any] = {"batch_size": config.batch_size, "pad_token": config.pad_token}
+    members = {str(n): RewardModelScorerConfig(path=path, **own) for n, path in enumerate(paths, 1)}
     build_one = lambda section, _: _scorer_of(section, context, key, section.path)  # noqa: E731
     return Members(config, config.as_sum(members), replace(context, build=build_one))
 

@@ -188,18 +188,6 @@ def names(cfg: Config, reward: bool = True) -> list[str]:
         cfg: the config of a run.
         reward: whether the run needs the reward model that the scorer reads.
     """
-    every = {SFT: [SFT], PAIRS: [PAIRS], REWARD: _members(cfg)}
-    return [each for name in _due(cfg, reward) for each in every[name]]
-
-
-def _members(cfg: Config) -> list[str]:
-    """Return the names of the reward models of the run `cfg`, which differ only in their seed."""
-    members = cfg.stages.members
-    return [REWARD if members == 1 else f"{REWARD} {number}/{members}" for number in range(1, members + 1)]
-
-
-def _due(cfg: Config, reward: bool) -> list[str]:
-    """Return which of `SFT`, `PAIRS` and `REWARD` are prerequisites of the run `cfg`; see `names`."""
     if cfg.stand_ins or not cfg.task.embedded or cfg.algo.trains is Trains.base:
         return []
     reads_reward = cfg.algo.trains is Trains.policy and cfg.scorer.reads_reward
@@ -209,7 +197,13 @@ def _due(cfg: Config, reward: bool) -> list[str]:
         PAIRS: (cfg.reads_pairs or makes_reward) and cfg.task.preferences_path is None,
         REWARD: makes_reward,
     }
-    return [name for name, needed in due.items() if needed]
+    return [each for name, needed in due.items() if needed for each in _labels(name, cfg)]
+
+
+def _labels(name: str, cfg: Config) -> list[str]:
+    """Return the names of what the stage `name` makes: several for an ensemble of reward models."""
+    members = cfg.stages.members if name == REWARD else 1
+    return [name] if members == 1 else [f"{name} {number}/{members}" for number in range(1, members + 1)]
 
 
 def prerequisites(cfg: Config, run: _Run, reward: bool = True) -> tuple[Config, list[Artefact]]:
@@ -223,7 +217,7 @@ def prerequisites(cfg: Config, run: _Run, reward: bool = True) -> tuple[Config, 
     Raises:
         UserError: the config of a stage has a problem.
     """
-    due = dict.fromkeys(_due(cfg, reward), cfg)
+    due = {name: cfg for name in (SFT, PAIRS, REWARD) if _labels(name, cfg)[0] in names(cfg, reward)}
     return chain(cfg, due, partial(_model, run=run), _sampled_pairs)
 
 
@@ -254,15 +248,13 @@ def chain(
             found.append(pairs((cfg if own else stages[REWARD]).with_(paths)))
             if own:
                 paths["task.preferences_path"] = str(found[-1].folder)
-        elif name == SFT:
-            found.append(model(name, stages[name].with_(paths)))
-            paths["model.policy"] = str(RunFolder(found[-1].folder).model)
         else:
-            seeds = (cfg.stages.seed + _APART * number for number in range(cfg.stages.members))
-            own_seed = [stages[name].with_({**paths, "seed": seed}) for seed in seeds]
-            found += (made := [*map(model, _members(cfg), own_seed)])
-            models = [str(RunFolder(each.folder).model) for each in made]
-            paths["model.reward"] = models if len(models) > 1 else models[0]
+            made: list[str] = []
+            for label in _labels(name, cfg):  # the members of an ensemble differ in their seeds
+                seed = cfg.stages.seed + _APART * len(made)
+                found.append(model(label, stages[name].with_({**paths, "seed": seed})))
+                made.append(str(RunFolder(found[-1].folder).model))
+            paths["model.policy" if name == SFT else "model.reward"] = made if made[1:] else made[0]
     if not cfg.reads_pairs:
         paths.pop("task.preferences_path", None)
     return cfg.with_(paths), found
@@ -425,14 +417,18 @@ def stage(cfg: Config, algo: str) -> Config:
     shared = [name for name in made.backend.for_stages if name in own.for_stages]
     changes |= {f"backend.{name}": getattr(own, name) for name in shared}
     # What no stage needs
-    changes |= {"model.reference": None, "model.reward": None, "task.teacher_column": None}
+    changes |= {
+        "model.reference": None,
+        "model.reward": None,
+        "task.teacher_column": None,
+        "stages.members": 1,
+    }
     changes["model.moving"] = MovingConfig()
     if embedded:
         changes["model.lora"] = LoRAConfig()
     else:
         changes["gold"] = cfg.gold
-    changes |= {"seed": cfg.stages.seed, "stages.members": 1}
-    return made.with_({**changes, "eval.samples": min(made.eval.samples, 1)})
+    return made.with_({**changes, "seed": cfg.stages.seed, "eval.samples": min(made.eval.samples, 1)})
 
 
 def checked(cfg: Config) -> Config:
@@ -477,7 +473,7 @@ def _name_in_cache(path: str, cfg: Config) -> str:
 
 def pairs_folder(cfg: Config) -> Path:
     """Return the folder of the preference pairs that are sampled from the policy of `cfg`."""
-    depends = {
+    depends: dict[str, Any] = {
         "policy": _name_in_cache(cfg.model.policy or "", cfg),
         "task": values(cfg.task),
         "gold": values(cfg.gold),

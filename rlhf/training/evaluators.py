@@ -92,7 +92,7 @@ class PolicyEvaluator:
 
     def __call__(self, state: TrainState) -> Evaluation:
         """Return metrics and completions of the policy with its current weights."""
-        if state.update == 0 and self.config.best_of and self.best_of is not None:
+        if state.update == 0 and self.best_of is not None:
             self.write_best_of(self.best_of)
         rollouts = self.generate_completions(self.sampling)
         columns: dict[str, list[Any]] = {
@@ -205,15 +205,15 @@ class PolicyEvaluator:
         ranks, most = self.engine.ranks, self.config.best_of
         if ranks.from_first(file.exists):
             return
-        own = {"samples": most, "temperature": self.train_temperature, "purpose": "eval-best-of"}
+        asked = replace(self.sampling, temperature=self.train_temperature, purpose="eval-best-of")
         chunks, found = torch.arange(len(self.prompts)).split(max(1, _CHUNK // most)), []
         with self.phases("best of n", len(chunks)) as done:
             for request, rows in enumerate(chunks):
-                sampling = replace(self.sampling, **own, request=request)
+                sampling = replace(asked, samples=most, request=request)
                 rollouts = self.generate_completions(sampling, self.prompts.select(rows))
                 scores = self.scorer(rollouts).scores, self.gold.score_once(rollouts)
-                differs = first_of_identical(rollouts) == torch.arange(most)
-                found.append([each.double().cpu().numpy() for each in (*scores, differs)])
+                new = first_of_identical(rollouts) == torch.arange(most)
+                found.append([each.double().cpu().numpy() for each in (*scores, new)])
                 done()
         proxy, gold, differs = map(np.concatenate, zip(*found, strict=True))
         lines = []
