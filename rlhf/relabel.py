@@ -103,9 +103,9 @@ def pairs_of(overrides: list[str]) -> Config:
             )
     overrides = ["algo=reward", *overrides]
     cfg = composed(overrides)
-    judge = cfg.gold.reward_model("gold", None)
-    if cfg.model.policy is None and judge is not None:
-        overrides.append(errors.override("model.policy", judge[1]))  # for the judge's tokenizer
+    judge = cfg.gold.reward_models("gold", None)
+    if cfg.model.policy is None and judge:
+        overrides.append(errors.override("model.policy", judge[0][1]))  # for the judge's tokenizer
     cfg = checked(composed(overrides))
     if cfg.gold.name in ("none", "labels"):
         raise UserError(
@@ -194,10 +194,10 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
     from rlhf.models.loading import fill_pad_token, read_tokenizer
     from rlhf.text.chat import set_format
 
-    model, judge = cfg.model, cfg.gold.reward_model("gold", None)
+    model, judge = cfg.model, [*cfg.gold.reward_models("gold", None), ("gold.path", None)][0]
     named = (
         ("model.tokenizer", model.tokenizer, model.pad_token),
-        (*(judge or ("gold.path", None)), cfg.gold.pad_token),
+        (*judge, cfg.gold.pad_token),
         ("model.policy", model.policy, model.pad_token),
     )
     for key, path, pad in named:

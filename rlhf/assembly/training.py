@@ -101,6 +101,8 @@ def assemble(
     scorer = build_scorer(cfg, "scorer", tokenizer, ranks, folder.judgements)
     assert scorer is not None, "validated: training needs a scorer"
     evaluator = build_evaluator(cfg, task, engine, generator, scorer, "validation", folder)
+    if isinstance(evaluator, PolicyEvaluator) and cfg.eval.best_of:
+        evaluator.best_of = folder.best_of
     objective = make(cfg.algo)
     taught_by_start = cfg.model.starts_as_reference and task.teacher_column is None
     prompts = task.prompts(solved_at=cfg.schedule.solved_at, pass_rate=cfg.schedule.pass_rate)
@@ -399,9 +401,9 @@ def check_formats(cfg: Config, task: Task, split: str = "train", judge: bool = F
         return
     some = rows[np.linspace(0, len(rows) - 1, min(len(rows), _CHECKED)).astype(int)]
     some.setdefault(TOOLS, [None] * len(some["messages"]))
-    for at, section in _used_scorers(cfg, judge):
-        if (named := section.reward_model(at, cfg.model.reward)) is None:
-            continue
+    reward = cfg.model.reward
+    used = [(at, each) for at, own in _used_scorers(cfg, judge) for each in own.reward_models(at, reward)]
+    for at, named in used:
         try:
             own = read_own(*named, cfg.model, conversational=True)
             if not own.chat_template or reads_tokens_of(own, task.tokenizer, dialogues=True):

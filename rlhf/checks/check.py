@@ -20,7 +20,7 @@ from rlhf.config.models import Device
 from rlhf.config.root import SELECTED, Config, best_generator, candidates, selecting, to_config
 from rlhf.config.schema import sections
 from rlhf.config.scorers import scorers
-from rlhf.core import machine
+from rlhf.core import launched, machine
 from rlhf.core.errors import UserError, report
 from rlhf.core.launched import is_first_rank, local_world_size, missing_variables, rank, world_size
 from rlhf.core.machine import this_machine, torch_has_cuda
@@ -158,6 +158,8 @@ def check_job(cfg: Config) -> list[Hook]:
     Raises:
         UserError: the code cannot be imported or called, or a service refuses connections.
     """
+    if cfg.backend.portable:  # before the user's code, or the protection from it, computes with torch
+        os.environ.update(launched.PORTABLE)
     found = [problem for key, section in sections(cfg) for problem in section.job_problems(key)]
     if found := [*found, *loop_exists(cfg)]:
         raise UserError(*found)

@@ -20,7 +20,7 @@ from rlhf.config import run
 from rlhf.config.algorithms import AlgoConfig, Data, PPOConfig, Trains, ValueFrom
 from rlhf.config.environments import EnvironmentConfig
 from rlhf.config.generators import GeneratorConfig, WorkerConfig
-from rlhf.config.models import BackendConfig, ModelConfig
+from rlhf.config.models import BackendConfig, ModelConfig, paths_in
 from rlhf.config.schema import Affects, Section, entry, number
 from rlhf.config.scorers import LabelsScorerConfig, NoScorerConfig, RewardModelScorerConfig, ScorerConfig
 from rlhf.config.tasks import TaskConfig
@@ -168,9 +168,9 @@ class Config(Section):
 
     @property
     def value_reward(self) -> str | None:
-        """The reward model that a value model may start from; None: the config names no reward model."""
+        """The (first) reward model that a value model may start from; None: the config names none."""
         own = self.scorer.path if isinstance(self.scorer, RewardModelScorerConfig) else None
-        return own or self.model.reward
+        return next(iter(paths_in(own or self.model.reward)), None)
 
     @property
     def value_starts_as(self) -> ValueFrom | None:

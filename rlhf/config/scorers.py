@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,7 +20,7 @@ from omegaconf import MISSING
 
 from rlhf.config import schema
 from rlhf.config.generators import service_problems, token_problems, url_problems
-from rlhf.config.models import Dtype
+from rlhf.config.models import Combine, Dtype, path_problems, paths_in
 from rlhf.config.schema import Affects, Section, entry, missing_package, number, option, plain, sections
 from rlhf.config.tasks import EmbeddedTaskConfig, Need, QuestionsConfig, TaskConfig
 from rlhf.core.errors import one_line, setting
@@ -81,14 +81,14 @@ class ScorerConfig(Section):
         """Whether this scorer, or a part of it, needs the model that `model.reward` names."""
         return any(part.reads_reward for part in self.parts.values())
 
-    def reward_model(self, at: str, reward: str | None) -> tuple[str, str] | None:
-        """Return the key and the value that name the reward model which scores; None: no key names one.
+    def reward_models(self, at: str, reward: Any) -> list[tuple[str, str]]:
+        """Return the key and the value that name each reward model which scores; none: no key names one.
 
         Args:
             at: the key of this section.
             reward: `model.reward` of the run.
         """
-        return None
+        return []
 
     @property
     def sequences(self) -> int:
@@ -99,12 +99,17 @@ class ScorerConfig(Section):
         """Return a section for each function of the user, by the name of its scores in metrics."""
         return {}
 
+    def as_sum(self, parts: Mapping[str, ScorerConfig]) -> WeightedScorerConfig:
+        """Return the section of the weighted sum of the scorers `parts`, with the shared keys of this one."""
+        kept = {each.name: getattr(self, each.name) for each in fields(ScorerConfig) if each.name != "name"}
+        return WeightedScorerConfig(parts=dict(parts), **kept)
+
     @property
     def only_here(self) -> list[str]:
         """The addresses of functions that exist only in the process that started the run."""
         return []
 
-    def source(self, reward: str | None) -> Hashable:
+    def source(self, reward: Any) -> Hashable:
         """Return an identifier of the model, program or service that scores.
 
         Two sections with equal identifiers give the same scores, apart from weights and missing-EOS settings.
@@ -165,9 +170,13 @@ def scorers(section: Section) -> Iterator[tuple[str, ScorerConfig]]:
 
 @option("scorer", "reward_model", part="rlhf.scorers.scorer:build_reward_model")
 class RewardModelScorerConfig(ScorerConfig):
-    """A sequence-classification model with one output, read at the last response token."""
+    """A sequence-classification model with one output, read at the last response token, or several."""
 
-    path: str | None = entry(None, "hub name or local folder; null: model.reward")
+    path: Any = entry(None, "hub name or local folder, or a list of these (an ensemble); null: model.reward")
+    combine: Combine | None = entry(None, added=True)
+    """how the scores of an ensemble become one score; null: mean"""
+    doubt: float = number(0.5, when="combine=uncertainty", least=0, added=True)
+    """factor of the standard deviation of the scores of an ensemble"""
     batch_size: int = number(32, "sequences per forward pass", least=1)
     pad_token: str | None = entry(None, added=True)
     """pad token of the reward model's tokenizer; null: its own, or its end token"""
@@ -177,11 +186,10 @@ class RewardModelScorerConfig(ScorerConfig):
         """The sequences per forward pass of the reward model: `batch_size`."""
         return self.batch_size
 
-    def reward_model(self, at: str, reward: str | None) -> tuple[str, str] | None:
-        """Return `path` or else `model.reward`; None: the run makes the reward model."""
-        if self.path is not None:
-            return f"{at}.path", self.path
-        return None if reward is None else ("model.reward", reward)
+    def reward_models(self, at: str, reward: Any) -> list[tuple[str, str]]:
+        """Return each model in `path` or else in `model.reward`; none: the run makes the reward models."""
+        key = "model.reward" if self.path is None else f"{at}.path"
+        return [(key, each) for each in paths_in(reward if self.path is None else self.path)]
 
     def rounding(self, dtype: Dtype) -> float:
         """Return the relative rounding error of scores: a unit in the last place, of float32 many units."""
@@ -192,12 +200,13 @@ class RewardModelScorerConfig(ScorerConfig):
         """Whether this scorer needs the model that `model.reward` names, because `path` is null."""
         return self.path is None
 
-    def source(self, reward: str | None) -> Hashable:
-        """Return an identifier of the scorer: its model."""
-        return self.name, self.path or reward
+    def source(self, reward: Any) -> Hashable:
+        """Return an identifier of the scorer: its models."""
+        return self.name, *paths_in(self.path or reward)
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if a judge has no `path`."""
+        """Yield an error if `path` names no models, or if a judge has none."""
+        yield from path_problems(self, at, "path")
         if at.startswith("gold") and self.path is None:
             reason = "the judge must not be the model that training sees"
             yield self.refused(at, "path", "name a reward model", reason, "<hub name or folder>")
@@ -244,7 +253,7 @@ class PartsScorerConfig(ScorerConfig):
     parts: dict[str, ScorerConfig] = entry(dict)
     """name -> scorer; the name is chosen by the user, for scorer=mixture it is that of a part of the task"""
 
-    def source(self, reward: str | None) -> Hashable:
+    def source(self, reward: Any) -> Hashable:
         """Return an identifier that no other scorer has. The parts have their own identifiers."""
         return id(self)
 
@@ -326,15 +335,6 @@ class FunctionScorerConfig(ScorerConfig):
             name: FunctionScorerConfig(path=path, batched=self.batched, weight=weight)
             for name, path, weight in zip(names, self.paths, weights, strict=True)
         }
-
-    def as_sum(self) -> WeightedScorerConfig:
-        """Return the section of the weighted sum of the functions of a list."""
-        kept = {each.name: getattr(self, each.name) for each in fields(ScorerConfig) if each.name != "name"}
-        return WeightedScorerConfig(parts=dict(self.functions()), **kept)
-
-    def rounding(self, dtype: Dtype) -> float:
-        """Return 0 for one function; for a list, the value of the weighted sum."""
-        return self.as_sum().rounding(dtype) if isinstance(self.path, list) else 0.0
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each function that cannot be imported or called."""

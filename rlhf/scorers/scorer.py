@@ -12,7 +12,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf.config.models import ModelConfig
-from rlhf.config.scorers import PartsScorerConfig, RewardModelScorerConfig, ScorerConfig
+from rlhf.config.models import Combine, ModelConfig
+from rlhf.config.scorers import (
+    PartsScorerConfig,
+    RewardModelScorerConfig,
+    ScorerConfig,
+    WeightedScorerConfig,
+)
 from rlhf.core.batch import Batch, Budget, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import Shared, name, vocabulary
@@ -33,7 +38,7 @@ from rlhf.models.forward import infer
 from rlhf.models.loading import (
     check_vocabulary,
     fill_pad_token,
-    load_reward_model,
+    load_mean_reward_model,
     read_tokenizer,
     same_tokens,
 )
@@ -425,6 +430,41 @@ class WeightedScorer(PartsScorer):
         return (weights * torch.where(left_out, 0.0, scores)).sum(0)
 
 
+class Members(WeightedScorer):
+    """A scorer that combines the scores of the reward models of an ensemble (Coste et al., arXiv 2310.02743).
+
+    Args:
+        config: config section of the ensemble.
+        members: config section of the sum of the members.
+        context: the objects of the run that a scorer needs; `context.build` builds the members.
+    """
+
+    def __init__(self, config: Any, members: WeightedScorerConfig, context: ScorerContext) -> None:
+        super().__init__(members, context)
+        self.config = config  # without parts: the members have no weights
+        self.how, self.doubt = (config.combine or Combine.mean).name, config.doubt
+
+    def total(self, parts: dict[str, Tensor], rollouts: Rollouts) -> Tensor:
+        """Return the scores [N, K] that the scores [N, K] of the members have together."""
+        return combined(torch.stack([*parts.values()]), self.how, self.doubt)
+
+
+def combined(members: Tensor, how: str, doubt: float) -> Tensor:
+    """Return the scores [...] of an ensemble from those of its members, [M, ...] with M > 1.
+
+    Coste et al. subtract the variance, with 1 / M. Here it is the standard deviation, with 1 / (M - 1), whose
+    unit is that of the scores.
+
+    Args:
+        members: the scores of the members.
+        how: mean, worst, or uncertainty: the mean minus `doubt` times the standard deviation.
+        doubt: the factor.
+    """
+    if how == "worst":
+        return members.amin(0)
+    return members.mean(0) - (doubt * members.std(0) if how == "uncertainty" else 0.0)
+
+
 class MixtureScorer(PartsScorer):
     """A scorer that scores the responses to the prompts of each part of the task with its own scorer."""
 
@@ -637,21 +677,37 @@ def reads_tokens_of(own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFas
     return same_tokens(own, policy) and not other_format
 
 
-def build_reward_model(config: RewardModelScorerConfig, context: ScorerContext) -> RewardModelScorer:
-    """Return a scorer with the reward model and tokenizer at `config.path`, or else at `model.reward`.
+def build_reward_model(config: RewardModelScorerConfig, context: ScorerContext) -> Scorer:
+    """Return a scorer with the reward models and tokenizers at `config.path`, or else at `model.reward`.
 
     Raises:
-        UserError: the model or its tokenizer cannot be loaded, or do not fit each other or the policy.
+        UserError: a model or its tokenizer cannot be loaded, or they do not fit each other or the policy.
     """
+    named = config.reward_models(context.at, context.model.reward)
+    assert named, "validated: a reward model is named or made"
+    key, paths = named[0][0], [path for _, path in named]
+    if len(paths) == 1 or config.combine is Combine.weights:
+        return _scorer_of(config, context, key, *paths)
+    own: dict[str, Any] = {"batch_size": config.batch_size, "pad_token": config.pad_token}
+    members = {str(n): RewardModelScorerConfig(path=path, **own) for n, path in enumerate(paths, 1)}
+    build_one = lambda section, _: _scorer_of(section, context, key, section.path)  # noqa: E731
+    return Members(config, config.as_sum(members), replace(context, build=build_one))
+
+
+def _scorer_of(
+    config: RewardModelScorerConfig, context: ScorerContext, key: str, path: str, *others: str
+) -> RewardModelScorer:
+    """Return a scorer with one reward model: that at `path`, or the mean of its weights and the others'."""
     model = context.model
-    named = config.reward_model(context.at, model.reward)
-    assert named is not None, "validated: a reward model is named or made"
-    key, path = named
     own = read_own(key, path, model, context.conversational)
+    for other in others:
+        if not same_tokens(own, read_own(key, other, model, context.conversational)):
+            rule = f"{key} must name models with one tokenizer for {context.at}.combine=weights"
+            raise UserError(f"{rule}, got that of {other!r} besides {path!r}; set {context.at}.combine=mean")
 
     def load() -> RewardModel:
-        loaded = load_reward_model(
-            path,
+        loaded = load_mean_reward_model(
+            [path, *others],
             getattr(torch, model.dtype.value),
             attention=model.loaded_attention,
             trust_remote_code=model.trust_remote_code,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -14,8 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.config.run import EvalConfig
 from rlhf.config.scorers import scorers
 from rlhf.core.batch import Prompts, Rollouts, Sampling
+from rlhf.core.files import as_line, write_atomically
 from rlhf.core.formatting import in_float32, mean_bounds, rate, with_bounds
 from rlhf.core.metrics import Evaluation, Row
+from rlhf.core.overoptimization import best_of, best_of_kl
 from rlhf.core.state import TrainState
 from rlhf.core.statistics import length_controlled
 from rlhf.engines.engine import Engine
@@ -23,13 +27,14 @@ from rlhf.environments.environment import EnvironmentFactory, limits, transcript
 from rlhf.generators.generator import Generator
 from rlhf.models.modules import RewardModel
 from rlhf.objectives.dpo import OnlineDPO
-from rlhf.scorers.scorer import Scored, Scorer, response_texts
+from rlhf.scorers.scorer import Scored, Scorer, first_of_identical, response_texts
 from rlhf.tasks.kinds import means_of_parts
 from rlhf.terminal.console import Phases
 from rlhf.text.chat import unquoted
 from rlhf.text.encoding import encode_completions
 from rlhf.training.recorder import against_initial
 
+_CHUNK = 1024  # responses that are sampled and scored together for the best of n
 _POLL_S = 0.2  # seconds between checks for a signal while a generator in another process samples
 
 Evaluator = Callable[[TrainState], Evaluation]
@@ -71,6 +76,7 @@ class PolicyEvaluator:
         environment: the factory of environments, for the dialogues of the completions; None: no environment.
         config: the config section of evaluations.
         initial: returns the responses before training, in the order of `prompts`; [] if they are not known.
+        best_of: the file that the evaluation before training writes with `config.best_of`, unless it exists.
     """
 
     prompts: Prompts
@@ -87,10 +93,13 @@ class PolicyEvaluator:
     environment: EnvironmentFactory | None = None
     config: EvalConfig = field(default_factory=EvalConfig)
     initial: Callable[[], list[str]] = list
+    best_of: Path | None = None
     judged_references: Scored | None = field(default=None, init=False)
 
     def __call__(self, state: TrainState) -> Evaluation:
         """Return metrics and completions of the policy with its current weights."""
+        if state.update == 0 and self.best_of is not None:
+            self.write_best_of(self.best_of)
         rollouts = self.generate_completions(self.sampling)
         columns: dict[str, list[Any]] = {
             "prompt": rollouts.texts,
@@ -108,9 +117,12 @@ class PolicyEvaluator:
                 if self.scorer.config.compares:
                     figures |= self.against_initial(rollouts, self.scorer)
                 else:
-                    scores = self.scorer(rollouts).scores[:, 0].double()
+                    scored = self.scorer(rollouts)
+                    scores = scored.scores[:, 0].double()
                     columns["score"] = scores.tolist()
                     figures |= _average("eval/score", scores)
+                    if scored.member_spread is not None:
+                        figures["eval/score_std"] = scored.member_spread.double().mean().item()
         if self.gold is not None:
             with self.phases("judging"):
                 (judged,) = self.gold.scored(rollouts)
@@ -172,9 +184,9 @@ class PolicyEvaluator:
             messages=last_messages(rollouts.dialogues),
         )
 
-    def generate_completions(self, sampling: Sampling) -> Rollouts:
-        """Return responses to the held-out prompts, sampled with the current weights of the generator."""
-        future = self.generator.submit(self.prompts, sampling)
+    def generate_completions(self, sampling: Sampling, prompts: Prompts | None = None) -> Rollouts:
+        """Return responses to held-out prompts (None: to all), sampled with the weights of the generator."""
+        future = self.generator.submit(prompts or self.prompts, sampling)
         with self.phases("waiting for rollouts") as done:
             while True:
                 try:
@@ -210,6 +222,39 @@ class PolicyEvaluator:
             passed = [1 - math.comb(n - c, k) / math.comb(n, k) for c in (scores == 1).sum(1).tolist()]
             figures |= _average(f"eval/{name}", torch.tensor(passed, dtype=torch.float64))
         return figures
+
+    def write_best_of(self, file: Path) -> None:
+        """Write what the best of n responses by the scorer has as score and gold score, n = 1, 2, 4, ...
+
+        A row has the means over prompts, and the standard deviations over prompts (`_std`), of estimates
+        without bias (`best_of`), the KL to the policy of one response if all responses differ, and the share
+        of n responses that differ from earlier ones. A file that exists is kept, so a resumed run does not
+        sample again.
+        """
+        assert self.scorer is not None and self.gold is not None, "validated: both score the responses"
+        ranks, most = self.engine.ranks, self.config.best_of
+        if ranks.from_first(file.exists):
+            return
+        asked = replace(self.sampling, temperature=self.train_temperature, purpose="eval-best-of")
+        chunks, found = torch.arange(len(self.prompts)).split(max(1, _CHUNK // most)), []
+        with self.phases("best of n", len(chunks)) as done:
+            for request, rows in enumerate(chunks):
+                sampling = replace(asked, samples=most, request=request)
+                rollouts = self.generate_completions(sampling, self.prompts.select(rows))
+                scores = self.scorer(rollouts).scores, self.gold.score_once(rollouts)
+                new = first_of_identical(rollouts) == torch.arange(most)
+                found.append([each.double().cpu().numpy() for each in (*scores, new)])
+                done()
+        proxy, gold, differs = map(np.concatenate, zip(*found, strict=True))
+        lines = []
+        for n in (2**power for power in range(most.bit_length())):
+            row: Row = {"n": n, "kl": best_of_kl(n), "distinct": float(differs[:, :n].mean())}
+            for name, values in (("score", proxy), ("gold_score", gold)):
+                best = best_of(n, proxy, values)
+                row |= {name: best.mean(), f"{name}_std": best.std(ddof=min(1, len(best) - 1))}
+            lines.append(as_line({name: float(value) for name, value in row.items()}))
+        if ranks.first:
+            write_atomically(file, "".join(lines))
 
     def references(self) -> Rollouts:
         """Return the reference responses as rollouts, without truncation."""
