@@ -178,7 +178,7 @@ def test_a_finished_run_is_judged_again_and_a_second_time_without_a_question(fin
 
 
 def test_preference_pairs_are_relabelled_by_a_judge_whose_answers_stay(tmp_path):
-    words = "I can not sleep at night Someone just stole".split()
+    words = ["I", "can", "not", "sleep", "at", "night", "Someone", "just", "stole"]
     prompts = [" ".join(words[: i + 1]) for i in range(8)]
     rows = [{"prompt": prompt, "chosen": "sleep", "rejected": "I can sleep"} for prompt in prompts]
     for split in ("train", "validation"):
