@@ -359,6 +359,8 @@ def write_data(data: DatasetDict, report: dict[str, Any], work: Path, output: Pa
     made = work / "data"
     shutil.rmtree(made, ignore_errors=True)
     data.save_to_disk(str(made))
+    if (judgements := work / "judgements").is_dir():
+        judgements.rename(made / judgements.name)
     write_json(made / REPORT, report)
     if output.is_dir():
         output.rmdir()  # empty, as `finished` has checked

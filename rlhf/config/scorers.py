@@ -69,7 +69,7 @@ class ScorerConfig(Section):
     @property
     def group(self) -> tuple[float, float]:
         """The least and the most responses to a prompt that the scorer, without its parts, can score."""
-        return 1, math.inf
+        return 0, math.inf
 
     @property
     def compares(self) -> bool:
@@ -457,7 +457,7 @@ class JudgeScorerConfig(ServiceScorerConfig):
         """From 2 on, if the judge compares; it ranks at most 8 responses, and vLLM lists the orders of 5."""
         if self.kind is JudgeKind.rank:
             return 2, 5 if self.answer is Answer.choice else 8
-        return 2 if self.kind is JudgeKind.pairwise else 1, math.inf
+        return 2 if self.kind is JudgeKind.pairwise else 0, math.inf
 
     def own_template(self) -> str | None:
         """Return the text in the file `template`; None: it is that of the kind.

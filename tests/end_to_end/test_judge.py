@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,13 +17,15 @@ from pathlib import Path
 import pytest
 import requests
 
+from rlhf import relabel
 from rlhf.core.errors import UserError
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.judge import Spent, answers_in
+from rlhf.stages.evaluation import changed, evaluate
 from rlhf.stages.run import run
 from rlhf.words.compose import run_name
 from tests import needs
-from tests.end_to_end.conftest import VARIES, wait_for
+from tests.end_to_end.conftest import TINY, VARIES, wait_for
 from tests.fake_judge import FakeJudge, served
 
 RUN = ["schedule.total_episodes=96", "schedule.save_every=2", "schedule.eval_every=3", "algo.ties=keep"]
@@ -155,6 +158,38 @@ def test_a_judge_of_positions_changes_no_weight_and_a_hint_names_it(tiny, tmp_pa
         (1.0, 0.0, 1.0)
     }
     assert folder.log.read_text().count("prefers a position") == 1
+
+
+def test_a_finished_run_is_judged_again_and_a_second_time_without_a_question(finished, tmp_path):
+    shutil.copytree(finished("schedule.total_episodes=32").path, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    with served(FakeJudge()) as judge:
+        words = ["scorer@gold=judge", f"gold.url={judge.url}", "gold.model=judge"]
+        (row,) = evaluate(changed(folder, words), folder, only=["model"])
+        assert {"eval/win_rate", "eval/judge/first"} <= row.keys() and "eval/gold_score" not in row
+        assert row["eval/judge/calls"] == len(judge.asked) > 0
+        folder.evaluations.unlink()
+        asked = len(judge.asked)
+        (again,) = evaluate(changed(folder, words), folder, only=["model"])
+        assert len(judge.asked) == asked and again["eval/win_rate"] == row["eval/win_rate"]
+        judge.model = "other"
+        with pytest.raises(UserError, match="gold.model must be a model at"):
+            evaluate(changed(folder, [*words, "gold.answer=text"]), folder, only=["model"])
+
+
+def test_preference_pairs_are_relabelled_by_a_judge_whose_answers_stay(tmp_path):
+    words = ["I", "can", "not", "sleep", "at", "night", "Someone", "just", "stole"]
+    prompts = [" ".join(words[: i + 1]) for i in range(8)]
+    rows = [{"prompt": prompt, "chosen": "sleep", "rejected": "I can sleep"} for prompt in prompts]
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with served(FakeJudge()) as judge:
+        gold = ["scorer@gold=judge", f"gold.url={judge.url}", "gold.model=judge"]
+        cfg = relabel.pairs_of([*TINY, f"task.preferences_path={tmp_path}", *gold])
+        relabel.relabel(cfg, tmp_path / "out")
+    report = json.loads((tmp_path / "out" / "relabel.json").read_text())["splits"]
+    assert [report[split]["swapped"] for split in ("train", "validation")] == [8, 8]
+    assert len(answers_in(tmp_path / "out" / "judgements" / "gold.jsonl")) == len(judge.asked) == 16
 
 
 @contextmanager

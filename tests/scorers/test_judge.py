@@ -97,7 +97,12 @@ def test_both_orders_are_asked_and_a_judge_of_positions_decides_nothing():
 
 
 def test_the_figures_are_shares_of_answers_and_pairs(judge):
-    found = figures(scorer_of(judge, prices=[10.0, 100.0])(rollouts()))
+    batch = scorer_of(judge, prices=[10.0, 100.0])(rollouts())
+    found, stats = figures(batch), of_scorer(batch.figures)
+    assert [stats[f"judge/{name}"].merge(stats[f"judge/{name}"]).value() for name in ("calls", "first")] == [
+        36,
+        0.5,
+    ]
     assert found["first"] == 0.5 and found["consistent"] == 8 / 9 and found["longer"] == 1
     assert (found["calls"], found["tokens_read"], found["tokens_written"]) == (18, 1800, 90)
     assert found["price"] == pytest.approx((1800 * 10 + 90 * 100) / 1e6) and found["cached"] == 0
@@ -167,6 +172,7 @@ def test_the_reason_comes_before_the_verdict(judge):
         ("grade", "json", '{"grade": true}', "stop", None),
         ("grade", "json", '{"grade": NaN}', "stop", None),
         ("rank", "text", "B > A", "stop", [-1, 0]),
+        ("rank", "text", "Of A and B, this is the order: B > A", "stop", [-1, 0]),
         ("rank", "text", "B > B", "stop", None),
         ("rank", "json", '{"order": ["A", "B"]}', "stop", [0, -1]),
         ("rank", "json", '{"order": ["A"]}', "stop", None),
@@ -244,13 +250,13 @@ def test_an_answer_is_kept_as_soon_as_it_arrives(judge, tmp_path):
     assert len((tmp_path / "judgements" / "scorer.jsonl").read_text().splitlines()) == 5
 
 
-def test_a_late_answer_of_a_try_that_was_given_up_changes_nothing(tmp_path):
+def test_two_answers_to_a_question_are_the_one_that_was_kept(tmp_path):
     with served(FakeJudge(noise=1.0, drift=True)) as judge:
-        judge.respond = lambda request: time.sleep(1.0 if len(judge.asked) <= 2 else 0)
-        scores = scorer_of(judge, tmp_path, timeout_s=0.4)(rollouts([["w1", "w2 w3"]])).scores
-        time.sleep(1.0)  # the late answers arrive
-        assert torch.equal(scorer_of(judge, tmp_path)(rollouts([["w1", "w2 w3"]])).scores, scores)
-    assert len((tmp_path / "judgements" / "scorer.jsonl").read_text().splitlines()) == 2
+        scorer = scorer_of(judge, tmp_path)
+        key, request = scorer.request(Question("w1", ("w2", "w3")))
+        found = [scorer.ask(key, request, time.monotonic() + 60) for _ in range(20)]
+    assert len(judge.asked) == 20 and all(each == found[0] for each in found)
+    assert len((tmp_path / "judgements" / "scorer.jsonl").read_text().splitlines()) == 1
 
 
 def test_another_template_criterion_or_model_asks_again(judge, rubric, tmp_path):
