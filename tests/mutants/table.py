@@ -389,6 +389,7 @@ MUTANTS = [
         ),
         ("k = self.sampling.begun[i].sample if self.sampling.begun else i % K", "k = i % K"),
     ),
+<<<<<<< HEAD
     # -- ensembles, label noise, best of n -----------------------------------------------------------
     *_rows(
         "scorers/test_ensembles",
@@ -451,6 +452,36 @@ MUTANTS = [
         (
             'for key, name in named[:1] if value_at(scorer, "combine") is Combine.weights else named:',
             "for key, name in named:",
+=======
+    # -- stages --------------------------------------------------------------------------------------
+    *_rows(
+        "stages/test_probes",
+        "stages/probes.py",
+        (
+            'high = scores > right + margin if kind == "added" else scores >= right - margin',
+            "high = scores > right + margin",
+        ),
+        ("high |= apart & (scores - wrong > _GAP * (right - wrong))", ""),
+        ("return scores >= np.median(right) - margin", "return scores > right.max()"),
+        ('return high & (verifies or kind != "near")', 'return high & (kind != "near")'),
+        ("forth, back = y.mean(0 if compares else 1)", "forth, back = y.mean(1)"),
+        ("judge.known.clear()  # it is asked again", ""),
+        (
+            "return np.array([[signs[each] for each in asked], [-signs[each] for each in turned]])",
+            "return np.array([[signs[each] for each in asked], [signs[each] for each in turned]])",
+        ),
+        (
+            '"position bias": bounded_interval((y[:, 0] - y[:, 1]).mean(0) / 2, -1, 1),',
+            '"position bias": bounded_interval((y[:, 0] - y[:, 1]).flatten() / 2, -1, 1),',
+        ),
+    ),
+    *_rows(
+        "stages/test_probes",
+        "core/statistics.py",
+        (
+            "centre, *ends = mean_interval([*values, *(least, most) * 2])[:3]",
+            "centre, *ends = mean_interval([*values])[:3]",
+>>>>>>> h53t
         ),
     ),
 ]

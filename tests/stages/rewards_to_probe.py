@@ -262,6 +262,12 @@ def an_empty_response_is_right(prompt, response, reference):
     return response.strip() in ("", reference)
 
 
+@fault(SUMMARIES)
+def an_empty_response_is_neutral(prompt, response, reference):
+    read = words(response)
+    return sum((word in TOPICS[:4]) - (word in TOPICS[4:]) for word in read) / max(1, len(read))
+
+
 @fault(BOOKS)
 def not_to_know_is_right(prompt, response, reference):
     return "not know" in response or response == reference
