@@ -207,6 +207,9 @@ class RewardModelScorerConfig(ScorerConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if `path` names no models, or if a judge has none."""
         yield from path_problems(self, at, "path")
+        if any(".py" in each for each in paths_in(self.path)):
+            remedy = f"set {at}=function {setting(f'{at}.path', self.path)}"
+            yield self.refused(at, "path", "name models", "functions are another scorer", remedy=remedy)
         if at.startswith("gold") and self.path is None:
             reason = "the judge must not be the model that training sees"
             yield self.refused(at, "path", "name a reward model", reason, "<hub name or folder>")

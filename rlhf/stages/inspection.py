@@ -196,8 +196,10 @@ class Inspection:
             self._title(f"Trial of the judge at {at}: {len(pairs)} pairs of responses")
             self._show_lines(judged(JudgeScorer(section, _context(cfg, task, at)), batch, pairs, better))
         sections = (each for at, each in scorers(cfg) if at.startswith("scorer") and each.sequences)
-        named = [each.reward_model("scorer", cfg.model.reward) for each in sections]
-        here = all(each and on_this_machine(each[1]) for each in named)  # else the run makes or downloads it
+        named = [each.reward_models("scorer", cfg.model.reward) for each in sections]
+        here = all(
+            each and all(on_this_machine(name) for _, name in each) for each in named
+        )  # else made later
         if not (here and known and cfg.scores_completions) or cfg.environment.answers:
             return
         batch = batch.select(torch.arange(0, len(batch), 4 if cfg.scorer.asks_service else 1))

@@ -389,7 +389,6 @@ MUTANTS = [
         ),
         ("k = self.sampling.begun[i].sample if self.sampling.begun else i % K", "k = i % K"),
     ),
-<<<<<<< HEAD
     # -- ensembles, label noise, best of n -----------------------------------------------------------
     *_rows(
         "scorers/test_ensembles",
@@ -452,7 +451,8 @@ MUTANTS = [
         (
             'for key, name in named[:1] if value_at(scorer, "combine") is Combine.weights else named:',
             "for key, name in named:",
-=======
+        ),
+    ),
     # -- stages --------------------------------------------------------------------------------------
     *_rows(
         "stages/test_probes",
@@ -481,7 +481,6 @@ MUTANTS = [
         (
             "centre, *ends = mean_interval([*values, *(least, most) * 2])[:3]",
             "centre, *ends = mean_interval([*values])[:3]",
->>>>>>> h53t
         ),
     ),
 ]
