@@ -167,7 +167,8 @@ async def _until_signal(options: Namespace, key: str | None) -> None:
         UserError: see `_settings`.
         RunError: the server cannot start, or ended too often.
     """
-    from rlhf.generators.servers.server import Child, Gone, Server, command, free_port, variables
+    from rlhf.generators.servers.server import Gone, Server, command, variables
+    from rlhf.processes.servers import Child, free_port
 
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None

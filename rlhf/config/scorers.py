@@ -24,7 +24,7 @@ from rlhf.config.models import Combine, Dtype, path_problems, paths_in
 from rlhf.config.schema import Affects, Section, entry, missing_package, number, option, plain, sections
 from rlhf.config.tasks import EmbeddedTaskConfig, Need, QuestionsConfig, TaskConfig
 from rlhf.core.errors import one_line, setting
-from rlhf.core.machine import model_names
+from rlhf.core.machine import model_names, this_machine
 from rlhf.usercode.address import ONLY_HERE, function_problem, takes_lists
 
 # Relative difference of the scores of a reward model for one response at different places of a batch.
@@ -383,6 +383,7 @@ class ServiceScorerConfig(ScorerConfig):
 
     asks_service: ClassVar[bool] = True
     example: ClassVar[str]  # a valid `url`
+    starts: ClassVar[bool] = False  # without a `url`, the run starts the service
 
     url: str | None = entry(None, "address of the service; texts are posted there")
     concurrency: int = number(4, "requests in parallel", least=1, affects=Affects.speed)
@@ -396,7 +397,8 @@ class ServiceScorerConfig(ScorerConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the address is invalid, or if the variable with the token is not set."""
         token = f"{at}.token_variable"
-        yield from url_problems(f"{at}.url", self.url, token, "texts are posted there", self.example)
+        if self.url is not None or not self.starts:
+            yield from url_problems(f"{at}.url", self.url, token, "texts are posted there", self.example)
         if self.token_variable is not None:
             yield from token_problems(token, self.token_variable)
 
@@ -439,8 +441,14 @@ class JudgeScorerConfig(ServiceScorerConfig):
     """A language model that judges responses, behind an OpenAI-compatible address."""
 
     example: ClassVar[str] = "http://127.0.0.1:8000/v1"
+    starts: ClassVar[bool] = True
 
-    model: str | None = entry(None, "name of the model at that address")
+    model: str | None = entry(None)
+    """name of the model at `url`; without it the hub name or folder for `vllm serve`, which the run starts"""
+    arguments: dict[str, Any] = entry(dict, when="url=null", added=True)
+    """arguments of that server, as +scorer.arguments={max_model_len:8192,gpu_memory_utilization:0.5}"""
+    gpus: str | None = entry(None, when="url=null", affects=Affects.speed)
+    """GPUs of that server, as in CUDA_VISIBLE_DEVICES"""
     kind: JudgeKind = entry(JudgeKind.pairwise)
     answer: Answer = entry(Answer.json)
     reason: bool = entry(False, "the judge writes a reason before its verdict", "answer=json|text")
@@ -523,7 +531,13 @@ class JudgeScorerConfig(ServiceScorerConfig):
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error if the server refuses connections or the token, or does not have the model."""
-        url, token = (self.url or "").rstrip("/"), f"{at}.token_variable"
+        if self.url is None:
+            yield from missing_package(f"{at} without {at}.url", "vllm", "vllm", "vllm")
+            if self.gpus is None and this_machine().gpus:
+                rule, remedy = "name GPUs that trainer and generator leave free", f"set {at}.gpus=<numbers>"
+                yield self.refused(at, "gpus", rule, "the server needs its own", remedy=remedy)
+            return
+        url, token = self.url.rstrip("/"), f"{at}.token_variable"
         about = url, "start the server", token, self.token_variable, "/models"
         yield from (found := [*service_problems(f"{at}.url", *about)])
         names = [] if found else model_names(f"{url}/models", os.environ.get(self.token_variable or ""))

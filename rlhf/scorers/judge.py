@@ -36,6 +36,7 @@ from rlhf.core.batch import Prompts, Rollouts
 from rlhf.core.errors import RunError
 from rlhf.core.files import append, split_lines
 from rlhf.core.formatting import shortened
+from rlhf.processes.servers import served
 from rlhf.scorers.http import HttpClient
 from rlhf.scorers.scorer import Figures, Scored, Scorer, ScorerContext, add, merge_ties, response_texts
 from rlhf.text.chat import unquoted
@@ -214,6 +215,8 @@ class JudgeScorer(HttpClient, Scorer):
             Spent: the budget is spent.
             RunError: the server refuses the request, or does not answer as it must.
         """
+        if self.config.url is None:  # the server may have ended since the last try
+            self.connect()
         budget = self.config.budget
         if budget is not None and self.spent >= budget:
             so_far = f"{self.spent:.4g} in {len(self.known):,} calls"
@@ -238,6 +241,13 @@ class JudgeScorer(HttpClient, Scorer):
                     append(self.file, [row])
             return self.known[key]
 
+    def connect(self) -> None:
+        """Ask the server that the run starts, from now on; raises as `served`."""
+        config, log = self.config, self.file and self.file.with_suffix(".log")
+        url, key = served(str(config.model), config.arguments, config.gpus, log)
+        self.url, self.session.trust_env = f"{url}/chat/completions", False
+        self.authorize(key)
+
     def readings(self, questions: Iterable[Question]) -> dict[Question, list[float] | None]:
         """Return the verdict on each distinct question, as `reading`; those without an answer are asked.
 
@@ -250,6 +260,8 @@ class JudgeScorer(HttpClient, Scorer):
         if not asked:
             return {}
         due = [pair for pair in dict(asked.values()).items() if pair[0] not in self.known]
+        if due and self.config.url is None:
+            self.connect()
         new = self.all(lambda i, deadline: self.ask(*due[i], deadline), len(due)) if due else []
         rows = {each: self.known[key] for each, (key, _) in asked.items()}
         found = {each: self.reading(row, len(each.responses)) for each, row in rows.items()}

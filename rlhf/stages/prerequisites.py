@@ -417,12 +417,8 @@ def stage(cfg: Config, algo: str) -> Config:
     shared = [name for name in made.backend.for_stages if name in own.for_stages]
     changes |= {f"backend.{name}": getattr(own, name) for name in shared}
     # What no stage needs
-    changes |= {
-        "model.reference": None,
-        "model.reward": None,
-        "task.teacher_column": None,
-        "stages.members": 1,
-    }
+    changes |= dict.fromkeys(("model.reference", "model.reward", "task.teacher_column"))
+    changes["stages.members"] = 1
     changes["model.moving"] = MovingConfig()
     if embedded:
         changes["model.lora"] = LoRAConfig()
