@@ -13,8 +13,8 @@ depends on whether the reward tells the reference from the answer to another pro
 
 An empty response is also an alarm if it scores well above a wrong answer. Wrong and empty answers have one or
 two scores by a verifier, and the lower step is not the larger one. A verifier is also tried with answers that
-are nearly right, and raises an alarm, too, if a text without an answer scores well above a wrong answer. For a
-judge of pairs, the score is the points of a response against the reference.
+are nearly right, and raises an alarm, too, if a text without an answer scores well above a wrong answer. For
+a judge of pairs, the score is the points of a response against the reference.
 """
 
 from __future__ import annotations
