@@ -527,8 +527,7 @@ def value_of(row: Mapping[str, object], name: str) -> float | None:
 
 def number(value: float, decimals: int) -> str:
     """Return a number as text with `decimals` decimals, and without the sign of a zero."""
-    text = f"{value:,.{decimals}f}"
-    return text.lstrip("-") if not text.strip("-0.,") else text
+    return f"{value:z,.{decimals}f}"
 
 
 def duration(seconds: float) -> str:
