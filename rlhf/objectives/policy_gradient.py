@@ -29,25 +29,21 @@ An algorithm overrides some of the methods `advantages`, `log_ratio`, `surrogate
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rlhf.config.algorithms import (
-    Anchor,
-    Covariance,
-    CovarianceConfig,
-    KLEstimator,
-    KLIn,
-    Level,
-    PolicyGradientConfig,
-)
+from rlhf.config.algorithms import Anchor, Covariance, KLEstimator, KLIn, Level
 from rlhf.core.batch import Batch, Outputs
 from rlhf.core.launched import derive
 from rlhf.core.metrics import Metrics, Stat, mean, selected
 from rlhf.objectives import objective
 from rlhf.objectives.correction import corrected, importance_weights, over_tokens
 from rlhf.objectives.objective import Counts, Forward, Losses, Objective
+
+if TYPE_CHECKING:
+    from rlhf.config.algorithms import CovarianceConfig, PolicyGradientConfig
 
 
 class PolicyGradient(Objective):

@@ -13,7 +13,7 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import version
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import xxhash
@@ -30,21 +30,13 @@ from rlhf.core.launched import derive
 from rlhf.environments.environment import EnvironmentFactory, Example
 from rlhf.environments.episodes import FIRST_MESSAGE, first_messages
 from rlhf.environments.library import Calculator, GuessNumber
-from rlhf.tasks.columns import (
-    NOTHING,
-    RECORD,
-    TOOLS,
-    BadRow,
-    Message,
-    Row,
-    Wanted,
-    conversion,
-    converted,
-    with_all_replies,
-)
+from rlhf.tasks.columns import NOTHING, RECORD, TOOLS, BadRow, conversion, converted, with_all_replies
 from rlhf.tasks.files import KEY, LocalFiles, Splits, different_forms
 from rlhf.tasks.source import EmbeddedSource, Source, as_messages, from_rows, is_text, mapped, temporary
 from rlhf.text.chat import PLAIN, set_template
+
+if TYPE_CHECKING:
+    from rlhf.tasks.columns import Message, Row, Wanted
 
 # The task `local`: prompts, responses, dialogues or preference pairs in the user's own files.
 
