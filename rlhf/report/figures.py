@@ -36,9 +36,7 @@ log = logging.getLogger(__name__)
 # The colour-blind-safe palette of Okabe and Ito, with a grey and a wine red instead of black and yellow.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5c5f66", "#882255")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-GLYPHS = ("\N{BLACK CIRCLE}", "\N{BLACK SQUARE}", "\N{BLACK UP-POINTING TRIANGLE}", "\N{BLACK DIAMOND}",
-          "\N{BLACK DOWN-POINTING TRIANGLE}", "\N{HEAVY GREEK CROSS}", "\N{HEAVY MULTIPLICATION X}",
-          "\N{BLACK STAR}")  # fmt: skip
+GLYPHS = "●■▲◆▼✚✖★"  # a character for each marker
 
 _INK, _FAINT, _RULE, _PAPER = "#1b1f24", "#636b76", "#dde1e6", "#fefefe"
 
