@@ -170,12 +170,9 @@ def _models(cfg: Config) -> Iterator[str]:
     if tokenizer is not None and is_local(tokenizer) and not Path(tokenizer).expanduser().is_dir():
         file = Path(tokenizer).expanduser().is_file()
         close = str(Path(tokenizer).parent) if file else folder.similar_folder(tokenizer)
-        fix = (
-            f"did you mean model.tokenizer={close}?" if close else "set model.tokenizer=<hub name or folder>"
-        )
         yield (
             "model.tokenizer must name a tokenizer on the hub or a folder that contains one (there is no "
-            f"folder {tokenizer!r}), got {tokenizer!r}; {fix}"
+            f"folder {tokenizer!r}), got {tokenizer!r}; set model.tokenizer={close or '<hub name or folder>'}"
         )
     made = not cfg.stand_ins and cfg.model.policy is None and cfg.model.base is None
     if made and not contexts:

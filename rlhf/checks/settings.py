@@ -302,10 +302,8 @@ def _scorers_fit(cfg: Config) -> Iterator[str]:
         saved = cfg.generator.saved_rollouts is not None and not judges
         stored = scorer.group[0] > 1 and not (judges or cfg.generator.samples)
         (least, most), count = scorer.group, cfg.algo.samples_per_prompt
-        wrong_count, with_count = (
-            not (judges or least <= count <= most),
-            f"with algo.samples_per_prompt={count}",
-        )
+        with_count = f"with algo.samples_per_prompt={count}"
+        wrong_count = not (judges or least <= count <= most)
         lacking_columns = f"they lack the columns {', '.join(sorted(scorer.columns))}"
         unable, without = scorer.cannot_score(task), not judges and not cfg.environment.answers
         no_rewards = f"with environment={chosen(cfg, 'environment')}"

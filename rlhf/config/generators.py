@@ -504,11 +504,8 @@ class VLLMServerConfig(VLLMConfig):
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error for a server that refuses connections or the key, and without a network of NCCL."""
-        if (
-            self.transfer is Transfer.nccl
-            and not all(map(is_loopback, self.urls or []))
-            and not os.environ.get(INTERFACE)
-        ):
+        far = not all(map(is_loopback, self.urls or []))
+        if self.transfer is Transfer.nccl and far and not os.environ.get(INTERFACE):
             yield (
                 f"{INTERFACE} must be a network interface with {at}.transfer=nccl and servers on other hosts "
                 f"(by default NCCL uses the loopback one), got nothing; run: export {INTERFACE}=<interface>"

@@ -7,7 +7,8 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,18 @@ def cpu_cores() -> int:
 def number(*variables: str, default: int) -> int:
     """Return the number in the first environment variable that is set and not empty."""
     return next((int(text) for name in variables if (text := os.environ.get(name))), default)
+
+
+@contextmanager
+def exported(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable of this process, and of those that it starts, during the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        os.environ.update({} if before is None else {name: before})
 
 
 def without_rank(environ: Mapping[str, str]) -> dict[str, str]:

@@ -272,10 +272,8 @@ class Layout:
         Raises:
             BadRow: the row lacks a column, a value has the wrong form, or a dialogue ends without an answer.
         """
-        if (
-            self.messages is not None
-            and (last := _conversation(row, self.messages)[-1]["role"]) != "assistant"
-        ):
+        last = "assistant" if self.messages is None else _conversation(row, self.messages)[-1]["role"]
+        if last != "assistant":
             rule = f"have dialogues that end with a message of the assistant in its column {self.messages}"
             raise BadRow(rule, f"with a last message of {last}")
         return self.example(row)
@@ -482,9 +480,6 @@ def conversion(columns: tuple[str, ...]) -> Callable[[Row], Row]:
         if columns == ("messages",):
             return Layout(messages="messages", tools=beside).example(row)
         if columns == PREFERENCE_COLUMNS:
-            for column in PREFERENCE_COLUMNS[1:]:
-                if column not in row:
-                    _text(row, column)  # raises
             prompt = "prompt" if "prompt" in row else None
             return Layout(prompt=prompt, chosen="chosen", rejected="rejected", tools=beside).pair(row)
         return {column: _text(row, column) for column in columns}

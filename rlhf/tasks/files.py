@@ -20,21 +20,12 @@ from typing import TYPE_CHECKING, Any
 from rlhf.config.algorithms import Data
 from rlhf.config.tasks import ColumnsConfig, TaskConfig
 from rlhf.core.errors import UserError, literal, python_command, setting
-from rlhf.tasks.columns import (
-    TOOLS,
-    Layout,
-    Row,
-    Written,
-    conversion,
-    converted,
-    described,
-    is_dialogue,
-    note,
-    recognise,
-)
+from rlhf.tasks.columns import TOOLS, Written, conversion, converted, described, is_dialogue, note, recognise
 
 if TYPE_CHECKING:
     import pyarrow
+
+    from rlhf.tasks.columns import Layout, Row
 
 # Rows of local data files (JSON Lines, JSON, CSV, Parquet), with errors that name the line.
 

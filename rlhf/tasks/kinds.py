@@ -13,7 +13,7 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import version
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import xxhash
@@ -30,21 +30,13 @@ from rlhf.core.launched import derive
 from rlhf.environments.environment import EnvironmentFactory, Example
 from rlhf.environments.episodes import FIRST_MESSAGE, first_messages
 from rlhf.environments.library import Calculator, GuessNumber
-from rlhf.tasks.columns import (
-    NOTHING,
-    RECORD,
-    TOOLS,
-    BadRow,
-    Message,
-    Row,
-    Wanted,
-    conversion,
-    converted,
-    with_all_replies,
-)
+from rlhf.tasks.columns import NOTHING, RECORD, TOOLS, BadRow, conversion, converted, with_all_replies
 from rlhf.tasks.files import KEY, LocalFiles, Splits, different_forms
 from rlhf.tasks.source import EmbeddedSource, Source, as_messages, from_rows, is_text, mapped, temporary
 from rlhf.text.chat import PLAIN, set_template
+
+if TYPE_CHECKING:
+    from rlhf.tasks.columns import Message, Row, Wanted
 
 # The task `local`: prompts, responses, dialogues or preference pairs in the user's own files.
 
@@ -392,16 +384,7 @@ class ArithmeticSource(EmbeddedSource):
     config: ArithmeticConfig
     pattern = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
     # Operators, `####` and numbers begin with a space
-    words = (
-        "Problem:",
-        "Solution:",
-        "\n",
-        " +",
-        " =",
-        ",",
-        " ####",
-        *_numbers(9 * max(_TERMS.values())),
-    )
+    words = ("Problem:", "Solution:", "\n", " +", " =", ",", " ####", *_numbers(9 * max(_TERMS.values())))
 
     def generate(self, split: str, size: int) -> dict[str, list[str]]:
         """Return `size` examples: `reference_response` is correct, `demonstration` is the work of a pupil."""
