@@ -480,8 +480,7 @@ def _trial(section: FunctionScorerConfig, scorer: FunctionScorer, prompts: Promp
     texts = [text or TEXT for text in prompts.references]
     rollouts = encode_completions(prompts, [[text] for text in texts], scorer.tokenizer, None)
     size = len(prompts) if section.batched else 1
-    scores: list[float] = []
-    warning = None
+    scores, warning = list[float](), None
     slow = f"{scorer.name} has been scoring {_EXAMPLES} examples for {BUDGET_S:g} s; Ctrl-C ends the run"
     timer = Timer(BUDGET_S, say, [slow])
     timer.daemon = True
@@ -503,13 +502,8 @@ def _trial(section: FunctionScorerConfig, scorer: FunctionScorer, prompts: Promp
                 warning = f"a policy may sample an empty response: {error}"
     finally:
         timer.cancel()
-    return _Trial(
-        path=str(section.path),
-        responses=list(map(unquoted, texts[: len(scores)])),
-        scores=scores,
-        seconds=seconds,
-        warning=warning,
-    )
+    shown, path = [*map(unquoted, texts[: len(scores)])], str(section.path)
+    return _Trial(path=path, responses=shown, scores=scores, seconds=seconds, warning=warning)
 
 
 def _text(score: float) -> str:
