@@ -201,7 +201,8 @@ def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrai
         return made
     key = "model.tokenizer" if cfg.model.tokenizer else cfg.start_key
     tokenizer = read_tokenizer(name, cfg.model.trust_remote_code, key)
-    set_format(tokenizer, cfg.model.chat_template, build_source(cfg).conversational, cfg.model.clock)
+    model, conversational = cfg.model, build_source(cfg).conversational
+    set_format(tokenizer, model.chat_template, conversational, model.clock, model.thinking)
     models = (name,) if cfg.start in (None, name) else (name, cfg.start)
     note = set_pad_token(tokenizer, cfg.model.pad_token, models=models)
     if note is not None and notes is not None:

@@ -149,7 +149,7 @@ class Config(Section):
     @property
     def stand_ins(self) -> bool:
         """Whether tiny stand-ins replace the models and data for which the config names no folder."""
-        return self.stages.stand_ins and not self.task.embedded
+        return self.stages.stand_ins and not (self.task.embedded and self.model.context is not None)
 
     @property
     def makes_models(self) -> bool:

@@ -470,7 +470,7 @@ class Sampler:
         self.tokenizer = build_tokenizer(cfg)
         self.chat = self.tokenizer.chat_template is not None if chat is None else chat
         if self.chat:
-            set_format(self.tokenizer, cfg.model.chat_template, True)
+            set_format(self.tokenizer, cfg.model.chat_template, True, thinking=cfg.model.thinking)
         self.generator = build_sampler(cfg, self.tokenizer, seed)
         self.requests = 0
 

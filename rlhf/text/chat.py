@@ -37,6 +37,7 @@ QUESTION = "question-of-a-user"  # a text that no template contains, as these tw
 ANSWERS = ("answer-of-an-assistant", "another-answer-of-the-assistants")
 _MARK = "-mark-{}-"  # behind the content of a message, to see whether a template writes the content
 _CALLS = "tool_calls"
+_THINKING = re.compile(r"\A\{%- set enable_thinking = \w+ %\}")  # the first line of `set_thinking`
 
 
 def render(
@@ -57,7 +58,11 @@ def render(
 
 
 def set_format(
-    tokenizer: PreTrainedTokenizerBase, template: str | None, conversational: bool, clock: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    conversational: bool,
+    clock: str | None = None,
+    thinking: bool | None = None,
 ) -> None:
     """Set the chat template of the tokenizer of a run and its clock, and for dialogues the end token.
 
@@ -67,13 +72,17 @@ def set_format(
         conversational: the prompts of the task are dialogues; see `end_responses_with_turns`.
         clock: the value of `model.clock`: the time that a template reads, in ISO format; None: the time at
             which this process rendered its first dialogue.
+        thinking: the value of `model.thinking`; see `set_thinking`.
 
     Raises:
-        UserError: the template cannot be read, or does not format a dialogue; or there is none.
+        UserError: the template cannot be read, does not format a dialogue, or has no choice of thinking; or
+            there is none.
     """
     set_clock(tokenizer, clock)
     if template is not None:
         set_template(tokenizer, template)
+    if thinking is not None:
+        set_thinking(tokenizer, thinking)
     if conversational:
         end_responses_with_turns(tokenizer)
 
@@ -118,6 +127,22 @@ def set_clock(tokenizer: PreTrainedTokenizerBase, clock: str | None) -> None:
     """Set the time that the chat template of a tokenizer reads; `clock` is in ISO format. None: no change."""
     if clock is not None:
         tokenizer.clock = datetime.fromisoformat(clock)
+
+
+def set_thinking(tokenizer: PreTrainedTokenizerBase, thinking: bool) -> None:
+    """Set whether the replies of a chat template begin with thoughts, also in a saved tokenizer.
+
+    Raises:
+        UserError: the template does not read the variable `enable_thinking`.
+    """
+    text = _THINKING.sub("", str(tokenizer.chat_template or ""))
+    if "enable_thinking" not in text:
+        raise UserError(
+            "model.thinking must be null for a chat template without a choice (the variable "
+            f"enable_thinking), got {str(thinking).lower()} with {template_name(tokenizer)}; "
+            "set model.thinking=null"
+        )
+    tokenizer.chat_template = f"{{%- set enable_thinking = {str(thinking).lower()} %}}{text}"
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
