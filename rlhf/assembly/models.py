@@ -39,7 +39,7 @@ from rlhf.processes.ranks import Ranks
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.teacher import Reference, ServedTeacher
 from rlhf.terminal.console import console, say_row
-from rlhf.text.chat import set_format
+from rlhf.text.chat import set_format, set_thinking
 from rlhf.trials.trials import compared
 from rlhf.words.compose import not_in_name
 
@@ -201,8 +201,8 @@ def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrai
         return made
     key = "model.tokenizer" if cfg.model.tokenizer else cfg.start_key
     tokenizer = read_tokenizer(name, cfg.model.trust_remote_code, key)
-    model, conversational = cfg.model, build_source(cfg).conversational
-    set_format(tokenizer, model.chat_template, conversational, model.clock, model.thinking)
+    set_format(tokenizer, cfg.model.chat_template, build_source(cfg).conversational, cfg.model.clock)
+    set_thinking(tokenizer, cfg.model.thinking)
     models = (name,) if cfg.start in (None, name) else (name, cfg.start)
     note = set_pad_token(tokenizer, cfg.model.pad_token, models=models)
     if note is not None and notes is not None:

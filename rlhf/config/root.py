@@ -80,7 +80,7 @@ def candidates(gpus: int | None = None, ranks: int | None = None) -> tuple[str, 
 
 # Resolvers for conf/ values computed from other keys: ${product:128,${schedule.minibatches}}
 OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
-OmegaConf.register_new_resolver("largest", lambda *sizes: max(sizes), replace=True)
+OmegaConf.register_new_resolver("largest", lambda *sizes: max(each or 0 for each in sizes), replace=True)
 OmegaConf.register_new_resolver("best_generator", best_generator, replace=True)  # conf/generator/auto.yaml
 
 _MINIMISED = ("eval/loss", "eval/ppl", "eval/kl")  # metrics of an evaluation whose lower values are better

@@ -40,7 +40,7 @@ from rlhf.scorers.scorer import ScorerContext, distinct_texts, response_texts
 from rlhf.stages import prerequisites
 from rlhf.tasks.task import Task, altered, summarize
 from rlhf.terminal.console import say, say_row
-from rlhf.text.chat import control_tokens, quoted, render, set_format, unquoted
+from rlhf.text.chat import control_tokens, quoted, render, set_format, set_thinking, unquoted
 from rlhf.text.encoding import encode_completions, encode_prompts
 
 # The training data of a run as token ids: counts, and the first examples with masks. Nothing is trained.
@@ -470,7 +470,8 @@ class Sampler:
         self.tokenizer = build_tokenizer(cfg)
         self.chat = self.tokenizer.chat_template is not None if chat is None else chat
         if self.chat:
-            set_format(self.tokenizer, cfg.model.chat_template, True, thinking=cfg.model.thinking)
+            set_format(self.tokenizer, cfg.model.chat_template, True)
+            set_thinking(self.tokenizer, cfg.model.thinking)
         self.generator = build_sampler(cfg, self.tokenizer, seed)
         self.requests = 0
 

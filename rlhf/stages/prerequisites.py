@@ -505,13 +505,9 @@ def complete_stand_ins(cfg: Config) -> Config:
 
 
 def family(option: str) -> dict[str, Any]:
-    """Return the form of the family of a model option, with the text of its chat template as `template`."""
+    """Return the form of the family of a model option, from families.yaml."""
     known = yaml.safe_load((_FAMILIES / "families.yaml").read_text(encoding="utf-8"))
-    form = next((form for name, form in known.items() if option.startswith(name)), known["pythia"])
-    if file := form.get("template"):
-        text = (_FAMILIES / file).read_text(encoding="utf-8")
-        form = {**form, "template": form.get("set", "") + text}
-    return dict(form)
+    return dict(next((form for name, form in known.items() if option.startswith(name)), known["pythia"]))
 
 
 def _make_stand_ins(cfg: Config, final: Path, folder: Path) -> None:
@@ -659,23 +655,26 @@ def _read(task: TaskConfig, form: dict[str, Any], tools: list[dict[str, Any]]) -
         from rlhf.text.chat import Dialogues
 
         dialogues = Dialogues(_make_tokenizer([], form))  # the chat template needs no vocabulary
-        called = [each["function"] for each in tools]
-        calls = [
-            {"name": each["name"], "arguments": dict.fromkeys(each["parameters"]["properties"], "1")}
-            for each in called
-        ]
+        calls = [_call(each["function"]) for each in tools]
         answers = []
         for i, row in enumerate(rows):
             reply = row["reference_response"]
             if calls and i % 2:
-                call = {"type": "function", "function": calls[i // 2 % len(calls)]}
-                reply = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+                called = [{"type": "function", "function": calls[i // 2 % len(calls)]}]
+                reply = [{"role": "assistant", "content": "", "tool_calls": called}]
             prompt, (answer,) = dialogues.write(row["messages"], [reply], tools=tools or None)
             answers.append((prompt, answer))
     else:
         answers = list(zip(rows["query"], rows["reference_response"], strict=True))
     # Without references, the policy learns to repeat words of the prompt, so that it samples some words.
     return [(prompt, answer or " ".join(["", *prompt.split()[:4]])) for prompt, answer in answers]
+
+
+def _call(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of a tool with small arguments, from its description."""
+    needed = tool["parameters"]["properties"].items()
+    given = {name: each.get("enum", ["1" if each["type"] == "string" else 1])[0] for name, each in needed}
+    return {"name": tool["name"], "arguments": given}
 
 
 def _make_tokenizer(texts: list[str], form: dict[str, Any]) -> PreTrainedTokenizerFast:
@@ -692,5 +691,6 @@ def _make_tokenizer(texts: list[str], form: dict[str, Any]) -> PreTrainedTokeniz
         {"additional_special_tokens": form["tokens"], "eos_token": form["tokens"][-1]}
     )
     tokenizer.add_tokens(form.get("words", []))
-    tokenizer.bos_token, tokenizer.chat_template = form.get("bos"), form["template"]
+    template = (_FAMILIES / form["template"]).read_text(encoding="utf-8")
+    tokenizer.bos_token, tokenizer.chat_template = form.get("bos"), form.get("set", "") + template
     return tokenizer

@@ -58,11 +58,7 @@ def render(
 
 
 def set_format(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
-    conversational: bool,
-    clock: str | None = None,
-    thinking: bool | None = None,
+    tokenizer: PreTrainedTokenizerBase, template: str | None, conversational: bool, clock: str | None = None
 ) -> None:
     """Set the chat template of the tokenizer of a run and its clock, and for dialogues the end token.
 
@@ -72,17 +68,13 @@ def set_format(
         conversational: the prompts of the task are dialogues; see `end_responses_with_turns`.
         clock: the value of `model.clock`: the time that a template reads, in ISO format; None: the time at
             which this process rendered its first dialogue.
-        thinking: the value of `model.thinking`; see `set_thinking`.
 
     Raises:
-        UserError: the template cannot be read, does not format a dialogue, or has no choice of thinking; or
-            there is none.
+        UserError: the template cannot be read, or does not format a dialogue; or there is none.
     """
     set_clock(tokenizer, clock)
     if template is not None:
         set_template(tokenizer, template)
-    if thinking is not None:
-        set_thinking(tokenizer, thinking)
     if conversational:
         end_responses_with_turns(tokenizer)
 
@@ -129,20 +121,24 @@ def set_clock(tokenizer: PreTrainedTokenizerBase, clock: str | None) -> None:
         tokenizer.clock = datetime.fromisoformat(clock)
 
 
-def set_thinking(tokenizer: PreTrainedTokenizerBase, thinking: bool) -> None:
+def set_thinking(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> None:
     """Set whether the replies of a chat template begin with thoughts, also in a saved tokenizer.
+
+    Args:
+        tokenizer: the tokenizer, which is changed.
+        thinking: the value of `model.thinking`; None: no change.
 
     Raises:
         UserError: the template does not read the variable `enable_thinking`.
     """
     text = _THINKING.sub("", str(tokenizer.chat_template or ""))
-    if "enable_thinking" not in text:
+    if thinking is not None and "enable_thinking" not in text:
         raise UserError(
-            "model.thinking must be null for a chat template without a choice (the variable "
-            f"enable_thinking), got {str(thinking).lower()} with {template_name(tokenizer)}; "
-            "set model.thinking=null"
+            "model.thinking must be null for a chat template without the variable enable_thinking, got "
+            f"{str(thinking).lower()} with {template_name(tokenizer)}; set model.thinking=null"
         )
-    tokenizer.chat_template = f"{{%- set enable_thinking = {str(thinking).lower()} %}}{text}"
+    if thinking is not None:
+        tokenizer.chat_template = f"{{%- set enable_thinking = {str(thinking).lower()} %}}{text}"
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:

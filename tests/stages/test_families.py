@@ -85,7 +85,7 @@ def test_templates_of_stand_ins_write_the_marks_of_the_published_templates(optio
     if (found := importlib.util.find_spec("trl")) is None:
         pytest.skip("TRL, whose package contains the published templates, is not installed")
     published = (Path(found.origin).parent / "chat_templates" / PUBLISHED[option]).read_text()
-    own, thinks = family(option)["template"], "qwen3" in option
+    own, thinks = _make_tokenizer([], family(option)).chat_template, "qwen3" in option
     dialogues = [each for each in DIALOGUES if thinks or THOUGHT not in each]
     assert texts(option, own, dialogues) == texts(option, published, dialogues)
     if option in WITH_TOOLS:
@@ -102,11 +102,10 @@ def test_template_of_the_small_chat_model_writes_the_marks_of_the_packaged_token
 
     folder = Path(str(model.locate()))
     published = AutoTokenizer.from_pretrained(folder.parent, gguf_file=folder.name)
-    own, dialogues = family("smollm2_135m"), DIALOGUES[:4]
-    assert texts("smollm2_135m", own["template"], dialogues) == texts(
-        "smollm2_135m", published.chat_template, dialogues
-    )
-    assert {*own["tokens"]} <= published.get_vocab().keys() and published.eos_token == own["tokens"][-1]
+    own, dialogues = _make_tokenizer([], family("smollm2_135m")), DIALOGUES[:4]
+    found, wanted = (texts("smollm2_135m", each.chat_template, dialogues) for each in (own, published))
+    assert found == wanted and own.eos_token == published.eos_token
+    assert {*family("smollm2_135m")["tokens"]} <= published.get_vocab().keys()
 
 
 def test_model_options_of_chat_models_have_a_family():
