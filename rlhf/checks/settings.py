@@ -84,7 +84,7 @@ _NO_TEACHER = When(
 _SAME_PROMPTS = When("without task.teacher_column", lambda cfg: cfg.task.teacher_column is None)
 _NO_READER = When("for algo={algo}", lambda cfg: value_at(cfg, "algo.teacher_coef") is ABSENT)
 _NO_COLUMN = When("with task={task}", lambda cfg: cfg.task.embedded or bool(cfg.task.parts))
-_SERVED = When("with algo.teacher.url", lambda cfg: bool(cfg.algo.teacher_url) and not cfg.stand_ins)
+_SERVED = When("with algo.teacher.url", lambda cfg: cfg.algo.teacher_url is not None)
 _FEW_SLOTS = When(
     "with fewer clock.slots than samples",
     lambda cfg: int(chosen(cfg, "clock.slots") or 0) < cfg.algo.samples_per_prompt,

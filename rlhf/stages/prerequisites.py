@@ -483,7 +483,7 @@ _STEPS, _LEARNING_RATE = 60, 1e-2  # for the training of the policy
 def complete_stand_ins(cfg: Config) -> Config:
     """Return `cfg` with the paths of stand-ins for the models and data that `cfg` does not name as folders.
 
-    Stand-ins that do not exist are made first. A teacher on a server is replaced by a model of this process.
+    Stand-ins that do not exist are made first.
     """
     digits = digest([values(cfg.task), family(cfg.model.name), cfg.environment.tools])
     folder = Path(cfg.cache_dir) / component(f"stand-ins-{cfg.task.name}-{digits}")
@@ -497,7 +497,7 @@ def complete_stand_ins(cfg: Config) -> Config:
     model.base, model.policy = model.base or str(folder / "policy"), model.policy or str(folder / "policy")
     model.reward = model.reward or str(folder / "reward")
     if isinstance(cfg.algo, DistillConfig):
-        model.reference, cfg.algo.teacher.url = model.reference or str(folder / "teacher"), None
+        model.reference = model.reference or str(folder / "teacher")
     for _, scorer in scorers(cfg):
         if isinstance(scorer, RewardModelScorerConfig) and scorer.path and not is_local(scorer.path):
             scorer.path = str(folder / "judge")
@@ -557,7 +557,7 @@ def _make_stand_ins(cfg: Config, final: Path, folder: Path) -> None:
             auto: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
             model = auto.from_config(config)
             if name == "policy":
-                _teach(model, tokenizer, pairs[: _SIZES["train"]])
+                _teach(model, tokenizer, pairs[: _SIZES["train"] // (4 if cfg.environment.tools else 1)])
             model.save_pretrained(folder / name)
             tokenizer.save_pretrained(folder / name)
 
