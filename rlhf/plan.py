@@ -99,7 +99,11 @@ def _time(cfg: Config, own: dict[str, str]) -> Table:
         raise UserError(f"gpu= must be {COMMAND.own['gpu'].partition(': ')[2]}, got {name}; set gpu=H100")
     if not price.replace(".", "", 1).isdigit():
         raise UserError(f"price_per_gpu_hour= must be a number, got {price}; set price_per_gpu_hour=2.5")
-    clock, factor, source = Clock(cfg, DEVICES[name], machine), DEVICES[name]["factor"], f"one {name}"
+    clock, factor, source = (
+        Clock(cfg, DEVICES[name], machine),
+        DEVICES[name]["factor"],
+        f"{name}, full length",
+    )
     phases = clock.phases()
     if "run" in own:
         phases = from_run(RunFolder(Path(own["run"]).expanduser()), clock.rates, machine, phases)
@@ -110,11 +114,10 @@ def _time(cfg: Config, own: dict[str, str]) -> Table:
         hours = run_s(cfg, clock, found[-1][1]) / 3600
         found.append((f"the run: {cfg.num_updates():,} updates", hours, "h"))
         if float(price):
-            gpus = clock.trainer.ranks + len(
-                [] if cfg.generator.shares_gpu else cfg.generator.reserved_gpus(1)
-            )
+            others = () if cfg.generator.shares_gpu else cfg.generator.reserved_gpus(1)
+            gpus = clock.trainer.ranks + len(others)
             found.append((f"its price with {gpus} GPU{'s' * (gpus > 1)}", hours * gpus * float(price), ""))
-    title = f"Time: about, at full length of all sequences ({source})"
+    title = f"Time ({source}):"
     made = Table("time", "about", "range", title=title, title_justify="left", box=box.SIMPLE)
     for what, value, unit in found:
         made.add_row(what, f"{value:.3g} {unit}", f"{value / factor:.3g} to {value * factor:.3g} {unit}")

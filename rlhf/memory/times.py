@@ -11,7 +11,6 @@ from statistics import median
 import yaml
 
 from rlhf.config.algorithms import Trains
-from rlhf.config.models import WITHOUT_GRADIENT
 from rlhf.config.root import Config
 from rlhf.core.errors import UserError
 from rlhf.core.launched import world_size
@@ -40,7 +39,6 @@ PHASES = {  # phase of an update -> its metrics
     "weights": ("time/sync_s", "time/load_s"),
 }
 FROM_RUN = 1.3  # times from a measured run are expected within this factor
-_MOVED = 28  # bytes of weights, gradients and AdamW's moments that a step moves for each trained parameter
 
 
 Rates = Mapping[str, float]  # the rates that a device reaches: a row of devices.yaml, which explains them
@@ -107,8 +105,8 @@ class Clock:
         tokens = trainer.tokens(min(most_sequences(cfg), minibatch), kept)
         for model in (each for each in trainer.models if each.trained):
             passes = share / tokens.prompts * self.pass_s(model.counted, tokens, model)
-            step = _MOVED * model.trainable / rates["bytes"]
-            found["training"] += schedule.epochs * (passes + schedule.minibatches * step)
+            steps = schedule.minibatches * 28 * model.trainable / rates["bytes"]
+            found["training"] += schedule.epochs * (passes + steps)
         for size, batch in [] if cfg.algo.supervised else self._read():
             tokens = trainer.tokens(batch, samples)
             found["log-probs and scores"] += share / tokens.prompts * self.pass_s(size, tokens)
@@ -117,28 +115,24 @@ class Clock:
             prompts = math.ceil(schedule.prompts_per_update / ranks / cfg.generator.replicas)
             found["sampling"] = self.sampling_s(prompts, samples)
         if cfg.has_worker:
-            sent = self.number * trainer.policy.parameters / rates["transfer"]
-            found["weights"] = sent + (rates["wake"] if cfg.generator.shares_gpu else 0)
+            found["weights"] = self.number * trainer.policy.parameters / rates["transfer"]
+            found["weights"] += rates["wake"] * cfg.generator.shares_gpu
         return found
 
     def _read(self) -> Iterator[tuple[ModelSize, int]]:
         """Yield the model and the sequences per pass of the passes without gradients over all samples."""
         policy, *others = self.trainer.models
-        batch = most_sequences(self.cfg, WITHOUT_GRADIENT)
         if self.cfg.schedule.minibatches * self.cfg.schedule.epochs > 1:  # log-probs before the first step
-            yield policy.counted, batch
-        if not any(model.role == "reference" for model in others):  # the policy without adapters
-            yield policy.counted, batch
+            yield policy.counted, policy.batch_size
+        if self.cfg.algo.teacher_url is None and all(each.role != "reference" for each in others):
+            yield policy.counted, policy.batch_size  # the policy without adapters
         yield from ((each.counted, each.batch_size) for each in others if each.role != "judge")
 
     def evaluation_s(self) -> float:
         """Return the seconds of an evaluation: responses to held-out prompts, and two passes over them."""
-        prompts, tokens = (
-            self.cfg.eval.prompts,
-            self.trainer.tokens(most_sequences(self.cfg, WITHOUT_GRADIENT), 1),
-        )
-        sampled = 0.0 if self.cfg.algo.trains is Trains.reward else self.sampling_s(prompts, 1)
-        return sampled + 2 * prompts / tokens.prompts * self.pass_s(self.trainer.policy, tokens)
+        count, tokens = self.cfg.eval.prompts, self.trainer.tokens(self.trainer.models[0].batch_size, 1)
+        sampled = 0.0 if self.cfg.algo.trains is Trains.reward else self.sampling_s(count, 1)
+        return sampled + 2 * count / tokens.prompts * self.pass_s(self.trainer.policy, tokens)
 
 
 def update_s(cfg: Config, phases: Mapping[str, float]) -> float:
