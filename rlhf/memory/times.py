@@ -101,8 +101,8 @@ class Clock:
         cfg, trainer, rates, schedule = self.cfg, self.trainer, self.rates, self.cfg.schedule
         samples, kept = cfg.algo.samples_per_prompt, cfg.algo.keeps or cfg.algo.samples_per_prompt
         share, found = math.ceil(schedule.prompts_per_update / trainer.ranks), dict.fromkeys(PHASES, 0.0)
-        minibatch = max(kept, share * kept // schedule.minibatches)
-        tokens = trainer.tokens(min(most_sequences(cfg), minibatch), kept)
+        most = min(most_sequences(cfg), max(kept, share * kept // schedule.minibatches))
+        tokens = trainer.tokens(most, kept)
         for model in (each for each in trainer.models if each.trained):
             passes = share / tokens.prompts * self.pass_s(model.counted, tokens, model)
             steps = schedule.minibatches * 28 * model.trainable / rates["bytes"]

@@ -658,10 +658,7 @@ def _read(task: TaskConfig, form: dict[str, Any], tools: list[dict[str, Any]]) -
         calls = [_call(each["function"]) for each in tools]
         answers = []
         for i, row in enumerate(rows):
-            reply = row["reference_response"]
-            if calls and i % 2:
-                called = [{"type": "function", "function": calls[i // 2 % len(calls)]}]
-                reply = [{"role": "assistant", "content": "", "tool_calls": called}]
+            reply = calls[i // 2 % len(calls)] if calls and i % 2 else row["reference_response"]
             prompt, (answer,) = dialogues.write(row["messages"], [reply], tools=tools or None)
             answers.append((prompt, answer))
     else:
@@ -670,11 +667,12 @@ def _read(task: TaskConfig, form: dict[str, Any], tools: list[dict[str, Any]]) -
     return [(prompt, answer or " ".join(["", *prompt.split()[:4]])) for prompt, answer in answers]
 
 
-def _call(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a call of a tool with small arguments, from its description."""
+def _call(tool: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a reply that calls a tool with small arguments, from the description of the tool."""
     needed = tool["parameters"]["properties"].items()
     given = {name: each.get("enum", ["1" if each["type"] == "string" else 1])[0] for name, each in needed}
-    return {"name": tool["name"], "arguments": given}
+    called = {"type": "function", "function": {"name": tool["name"], "arguments": given}}
+    return [{"role": "assistant", "content": "", "tool_calls": [called]}]
 
 
 def _make_tokenizer(texts: list[str], form: dict[str, Any]) -> PreTrainedTokenizerFast:

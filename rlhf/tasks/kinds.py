@@ -581,20 +581,17 @@ class LookupSource(Source):
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `messages` and `reference_response`, such as `#### 12`."""
         rng, towns = random.Random(f"lookup/{self.config.data_seed}/{split}"), lines(TOWNS)
-        rows: dict[str, list[Any]] = {"query": [], "reference_response": [], RECORD: []}
+        rows: dict[str, list[Any]] = {"query": [], "reference_response": []}
+        wanted.read([*rows], [*rows], f"task={self.config.name}")
         while len(rows["query"]) < getattr(self.config, f"{split}_size"):
             chosen = rng.sample(range(len(towns)), 2)
             if (sum(chosen) % _HELD_OUT == 0) != (split != "train"):
                 continue
             question, place, signs = rng.choice(_LOOKUPS)
-            names, *_ = zip(*(towns[i].split() for i in chosen), strict=True)
             numbers = [int(re.findall(r"\d+", towns[i])[place]) for i in chosen]
             answer = sum(sign * number for sign, number in zip(signs, numbers, strict=True))
-            rows["query"].append(question.format(*names) + _INSTRUCTION)
+            rows["query"].append(question.format(*(towns[i].split()[0] for i in chosen)) + _INSTRUCTION)
             rows["reference_response"].append(f"#### {answer}")
-            rows[RECORD].append(wanted.record({"towns": list(names), "answer": answer}))
-        if not wanted:
-            del rows[RECORD]
         return as_messages(Dataset.from_dict(rows))
 
 
