@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.core.errors import UserError
 from rlhf.environments.library import schemas
 from rlhf.stages.prerequisites import _make_tokenizer, family
 from rlhf.text.chat import set_thinking, written
@@ -59,7 +60,7 @@ TOOLS = schemas([f"{__name__}:add"])
 
 
 def texts(option: str, template: str, dialogues: list, tools: list | None = None) -> list[str]:
-    """Return what a template writes for dialogues, without the sentences of the model's own system message."""
+    """Return what a template writes for dialogues, without sentences of the system message."""
     tokenizer = _make_tokenizer([], family(option))
     tokenizer.chat_template = template
     found = []
@@ -111,3 +112,24 @@ def test_template_of_the_small_chat_model_writes_the_marks_of_the_packaged_token
 def test_model_options_of_chat_models_have_a_family():
     plain = {option for option in options("model") if "template" not in family(option)}
     assert plain == {"pythia", "pythia_410m", "pythia_1b", "pythia_2_8b", "rho_1b", "llama_8b"}
+
+
+def test_thinking_is_the_first_line_of_the_template_and_another_choice_replaces_it():
+    tokenizer = _make_tokenizer([], family("qwen3_0_6b"))
+    usual = tokenizer.chat_template
+    set_thinking(tokenizer, None)
+    assert tokenizer.chat_template == usual
+    starts = []
+    for thinking in (False, True, False):
+        set_thinking(tokenizer, thinking)
+        starts.append(written(tokenizer, [QUESTION], add_generation_prompt=True).rpartition("assistant")[2])
+    assert starts == ["\n<think>\n\n</think>\n\n", "\n", "\n<think>\n\n</think>\n\n"]
+    assert (
+        tokenizer.chat_template.endswith(usual) and tokenizer.chat_template.count("set enable_thinking") == 1
+    )
+
+
+def test_a_choice_of_thinking_needs_a_template_that_reads_it():
+    tokenizer = _make_tokenizer([], family("smollm2_135m"))
+    with pytest.raises(UserError, match="model.thinking=null"):
+        set_thinking(tokenizer, False)
