@@ -127,21 +127,22 @@ def test_growth_on_a_cpu():
     kept = json.loads((ROOT / "docs/figures/growth.json").read_text())["axes"]
     points = [(replace(BASE, **{axis: row["value"]}), row["cpu_s"]) for axis in AXES for row in kept[axis]]
 
+    usual = compose(["algo=rloo", "generator=hf", "model=pythia", "backend.device=cpu", "model.heads=1"])
+
     def estimated(point: Point) -> float:
-        words = [
-            *("algo=rloo", f"algo.samples_per_prompt={point.samples}", "generator=hf", "model=pythia"),
-            *(f"model.hidden_size={point.hidden_size}", f"model.layers={point.layers}", "model.heads=1"),
-            *(f"task.max_prompt_tokens={point.prompt}", f"generator.response_length={point.response}"),
-            *(f"backend.micro_batch={max(32, point.samples)}", "backend.device=cpu"),
-            f"schedule.prompts_per_update={point.prompts}",
-        ]
-        cfg = compose(words)
-        type(cfg.task).vocabulary_size, usual = point.vocabulary, type(cfg.task).vocabulary_size
-        try:
-            made = Clock(cfg, DEVICES["cpu"], Machine(2**38))
-        finally:
-            type(cfg.task).vocabulary_size = usual
-        return times.update_s(cfg, made.phases())
+        changes = {
+            "algo.samples_per_prompt": point.samples,
+            "model.hidden_size": point.hidden_size,
+            "model.layers": point.layers,
+            "task.max_prompt_tokens": point.prompt,
+            "generator.response_length": point.response,
+            "backend.micro_batch": max(32, point.samples),
+            "schedule.prompts_per_update": point.prompts,
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(usual.task), "vocabulary_size", point.vocabulary)
+            made = Clock(usual.with_(changes), DEVICES["cpu"], Machine(2**38))
+        return times.update_s(made.cfg, made.phases())
 
     factors = [estimated(point) / sum(cpu_s.values()) for point, cpu_s in points]
     assert all(1 / 1.35 < factor < 1.35 for factor in factors), factors
