@@ -466,7 +466,7 @@ def pairs_folder(cfg: Config) -> Path:
 # policy is trained on the data for a second, until the policy ends its responses and is sometimes correct.
 # Reward models are random. Metrics of such a run have no meaning.
 #
-# A model option of a family in families/families.yaml has stand-ins with its architecture, and with a chat
+# A model option of a family in families.yaml has stand-ins with its architecture, and with a chat
 # template and special tokens in its form. Other options have stand-ins of Pythia with the plain template.
 
 
@@ -475,7 +475,7 @@ _Pair = tuple[str, str]  # prompt and reference
 _SIZES = {"train": 64, "validation": 32}  # rows per split
 _KNOWN_ROWS = 512  # rows of a user's data whose words get tokens
 _WORDS = r" ?\w+|\s| ?#+| ?[^\w\s]"  # regular expression of a token
-_FAMILIES = Path(__file__).parent / "families"
+_FAMILIES = Path(__file__).parent  # the folder of families.yaml and of the chat templates
 _POSITIONS = 8192  # maximum sequence length, longer than the sequences of any recipe
 _STEPS, _LEARNING_RATE = 60, 1e-2  # for the training of the policy
 
