@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlhf import relabel
+from rlhf import plan, relabel
 from rlhf.checks import check
 from rlhf.checks.check import as_objects, checked
 from rlhf.config.root import Config
@@ -132,8 +132,8 @@ def test_memory_in_the_recipe_header_is_that_of_the_plan(name, pairs, monkeypatc
         needed = judging(cfg) / GIB
     else:
         gpus = () if cfg.backend.ranks is None else (80 * GIB,) * 8
-        plan = memory.plan(cfg, Machine(2**42, gpus))
-        needed = next(use.bytes for use in plan.uses if use.device.startswith(("GPU", "RAM"))) / GIB
+        made = memory.plan(cfg, Machine(2**42, gpus))
+        needed = next(use.bytes for use in made.uses if use.device.startswith(("GPU", "RAM"))) / GIB
     (said,) = re.findall(r"about (\d+) GiB", header("experiment", name)["Hardware"])
     assert math.isclose(int(said), needed, rel_tol=0.1, abs_tol=1), f"the plan needs {needed:.0f} GiB"
 
@@ -149,6 +149,18 @@ def test_time_in_the_recipe_header_is_that_of_the_plan_and_says_that_it_is_an_es
     found = times.run_s(cfg, clock, times.update_s(cfg, clock.phases())) / 3600
     assert math.isclose(float(hours), found, rel_tol=0.1, abs_tol=0.06), f"the plan needs {found:.2f} h"
     assert "not measured" in said or device == "cpu"
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_recipe_is_printed_and_planned_without_a_gpu_and_a_download(
+    command, called, monkeypatch, everything_installed, pairs, name
+):
+    printed = command(*words(name, pairs), "--cfg", "job")
+    assert printed.code == 0 and f"name: {objects(f'experiment={name}').model.name}" in printed.out
+    monkeypatch.setattr("rlhf.plan.check_memory", lambda cfg: None)  # of this machine
+    code, out, err = called(plan.main, *words(name, pairs), "price_per_gpu_hour=2")
+    assert code == 0, err
+    assert re.search(r"an update +[\d.]+ s", out) and "its price with" in out
 
 
 def test_recipe_with_adapters_fits_into_24_gb(pairs):

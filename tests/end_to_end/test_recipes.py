@@ -8,7 +8,7 @@ import datasets
 import pytest
 from omegaconf import OmegaConf
 
-from rlhf import relabel
+from rlhf import inspect, relabel
 from rlhf.assembly.parts import make
 from rlhf.checks import check as validate
 from rlhf.config.root import Config
@@ -95,6 +95,8 @@ def test_a_recipe_runs_offline_and_tiny(cache_dir, tmp_path, monkeypatch, name):
     # only one of the asynchronous recipes also starts an annotator process
     ahead = [] if name == "tldr_410m_dpo_async" or "async" not in name else ["generator.annotate=false"]
     cfg = tiny_recipe(name, cache_dir, *ahead)
+    if cfg.generator.packages:  # servers of vLLM have no stand-in
+        pytest.importorskip("vllm")
     folder = RunFolder(tmp_path / "run")
     updates = check(cfg, folder, learns=not name.startswith(TOO_HARD))
     assert cfg.backend.name == "torch" and cfg.backend.ranks is None
@@ -102,12 +104,23 @@ def test_a_recipe_runs_offline_and_tiny(cache_dir, tmp_path, monkeypatch, name):
         assert all(row["environment/turns"] > 1 for row in updates), "no reply calls a tool"
     if cfg.generator.samples:
         assert [row["lag"] for row in updates] == [0, 1 if "async" in name else 0]
-        assert (folder.path / "generator.log").exists() == ("async" in name), (
-            "only asynchronous recipes have a generator process"
-        )
-        assert updates[0]["objective/eos_rate"] > 0.4
+        logs = [*folder.path.glob("generator.log"), *folder.path.glob("server-0.log")]
+        assert bool(logs) == ("async" in name), "only asynchronous recipes have a generator process"
+        assert updates[0]["objective/eos_rate"] > 0.3
     stored = json.loads((folder.path / "environment.json").read_text())
     assert "mnoukhov" not in json.dumps(stored)
+
+
+CURRENT = [name for name in DISTINCT if not name.startswith(("tldr", "chat", "gsm8k_1b"))]
+INSPECTED = "gsm8k_qwen3_4b_grpo_lora"  # the others are nightly
+
+
+@pytest.mark.parametrize("name", [name if name == INSPECTED else nightly(name) for name in CURRENT])
+def test_inspect_shows_the_prompts_of_a_recipe_in_the_format_of_its_family(called, monkeypatch, name):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, out, err = called(inspect.main, f"experiment={name}", "debug=tiny")
+    assert code == 0, err
+    assert "chat template     yes" in out and "<|im_start|>user" in out.replace("|<", "<").replace(">| ", ">")
 
 
 @pytest.mark.parametrize("name", RELABELS)
