@@ -120,7 +120,7 @@ def test_inspect_shows_the_prompts_of_a_recipe_in_the_format_of_its_family(calle
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code, out, err = called(inspect.main, f"experiment={name}", "debug=tiny")
     assert code == 0, err
-    assert "chat template     yes" in out and "<|im_start|>user" in out.replace("|<", "<").replace(">| ", ">")
+    assert "chat template     yes" in out and "<|im_start|>|" in out and "no problem found" in out
 
 
 @pytest.mark.parametrize("name", RELABELS)
