@@ -1,12 +1,13 @@
 """Command `python -m rlhf.inspect [group=option ...] [key=value ...]`: show what a run would train on.
 
 The arguments are the arguments of `rlhf.train`. The command checks the config, the model folders and the
-data. It prints the models, the tokenizer, the data and three tokenized examples with their masks. No run is
-started and no file is written. Problems of the config and of model folders are reported before torch is
-imported.
+data. It prints the models, the tokenizer, the data and three tokenized examples with their masks; then it
+probes the reward and tries judges. No run is started and no file is written. Problems of the config and of
+model folders are reported before torch is imported.
 
 Exit codes:
     0: no problem found.
+    1: the reward or a judge fails for a reference response.
     2: the run would fail; every problem is printed.
 """
 
@@ -27,7 +28,7 @@ from rlhf.words import catalogue
 COMMAND = Command(
     name="rlhf.inspect",
     usage="[--config-dir <folder>] [group=option ...] [key=value ...]",
-    does="Prints the models, the tokenizer, the data and tokenized examples of a run,\nand runs nothing.",
+    does="Prints models, tokenizer, data and tokenized examples of a run,\nand probes its reward.",
 )
 _WIDTH = 80  # most columns of the examples
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
-from rlhf.checks.check import check_push, checked, composed, warn, warnings
+from rlhf.checks.check import check_push, check_services, checked, composed, warn, warnings
 from rlhf.config.algorithms import Data
 from rlhf.config.root import Config
 from rlhf.config.tasks import SPLITS
@@ -103,9 +103,9 @@ def pairs_of(overrides: list[str]) -> Config:
             )
     overrides = ["algo=reward", *overrides]
     cfg = composed(overrides)
-    judge = cfg.gold.reward_model("gold", None)
-    if cfg.model.policy is None and judge is not None:
-        overrides.append(errors.override("model.policy", judge[1]))  # for the judge's tokenizer
+    judge = cfg.gold.reward_models("gold", None)
+    if cfg.model.policy is None and judge:
+        overrides.append(errors.override("model.policy", judge[0][1]))  # for the judge's tokenizer
     cfg = checked(composed(overrides))
     if cfg.gold.name in ("none", "labels"):
         raise UserError(
@@ -194,10 +194,10 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
     from rlhf.models.loading import fill_pad_token, read_tokenizer
     from rlhf.text.chat import set_format
 
-    model, judge = cfg.model, cfg.gold.reward_model("gold", None)
+    model, judge = cfg.model, [*cfg.gold.reward_models("gold", None), ("gold.path", None)][0]
     named = (
         ("model.tokenizer", model.tokenizer, model.pad_token),
-        (*(judge or ("gold.path", None)), cfg.gold.pad_token),
+        (*judge, cfg.gold.pad_token),
         ("model.policy", model.policy, model.pad_token),
     )
     for key, path, pad in named:
@@ -263,6 +263,7 @@ def relabel(cfg: Config, output: Path) -> None:
 
 def carry_out(cfg: Config, output: Path) -> None:
     """Score the pairs that have no scores yet, and write the data set."""
+    check_services(cfg)
     say_loading()
     from datasets import DatasetDict
 
@@ -278,7 +279,7 @@ def carry_out(cfg: Config, output: Path) -> None:
     tokenizer = tokenizer_of(cfg)
     task = build_task(cfg, tokenizer, Data.preferences, 1, judge=True)
     warn(ranks.from_first(lambda: list(check_formats(cfg, task, judge=True))))
-    gold = build_scorer(cfg, "gold", tokenizer, ranks)
+    gold = build_scorer(cfg, "gold", tokenizer, ranks, work / "judgements" / "*.jsonl")
     assert gold is not None, "validated: the judge scores texts"
     splits, agreements = {}, {}
     for split in SPLITS:
@@ -358,6 +359,8 @@ def write_data(data: DatasetDict, report: dict[str, Any], work: Path, output: Pa
     made = work / "data"
     shutil.rmtree(made, ignore_errors=True)
     data.save_to_disk(str(made))
+    if (judgements := work / "judgements").is_dir():
+        judgements.rename(made / judgements.name)
     write_json(made / REPORT, report)
     if output.is_dir():
         output.rmdir()  # empty, as `finished` has checked

@@ -95,6 +95,7 @@ def faster_scoring(cfg: Config) -> str | None:
     remedies = {
         "function": "score all responses of a batch in parallel inside the function ({}.batched=true)",
         "http": "raise {0}.concurrency or {0}.batch_size",
+        "judge": "raise {}.concurrency",
     }
     training = (pair for pair in scorers(cfg) if pair[0].startswith("scorer"))
     return next((remedies[each.name].format(at) for at, each in training if each.name in remedies), None)

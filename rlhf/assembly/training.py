@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,8 +30,9 @@ from rlhf.config.algorithms import Data, DistillConfig, Trains
 from rlhf.config.models import Dtype, TorchConfig
 from rlhf.config.root import Config, threads
 from rlhf.config.scorers import FunctionScorerConfig, ScorerConfig, scorers
-from rlhf.core.batch import Sampling
+from rlhf.core.batch import Batch, Sampling
 from rlhf.core.errors import UserError
+from rlhf.core.metrics import of_scorer
 from rlhf.core.state import SupervisedState, TrainState
 from rlhf.engines.engine import Engine, EngineSettings, FrozenEngine, trained
 from rlhf.environments.environment import EnvironmentFactory
@@ -96,16 +98,33 @@ def assemble(
     compile_blocks(engine, cfg, state.num_updates)
     generator = build_generator(cfg, engine, folder, ranks)
     ends.callback(generator.close)
-    scorer = build_scorer(cfg, "scorer", tokenizer, ranks)
+    scorer = build_scorer(cfg, "scorer", tokenizer, ranks, folder.judgements)
     assert scorer is not None, "validated: training needs a scorer"
-    evaluator = build_evaluator(cfg, task, engine, generator, scorer, "validation")
+    evaluator = build_evaluator(cfg, task, engine, generator, scorer, "validation", folder)
+    if isinstance(evaluator, PolicyEvaluator) and cfg.eval.best_of:
+        evaluator.best_of = folder.best_of
     objective = make(cfg.algo)
     taught_by_start = cfg.model.starts_as_reference and task.teacher_column is None
     prompts = task.prompts(solved_at=cfg.schedule.solved_at, pass_rate=cfg.schedule.pass_rate)
     replay = Replay(cfg.schedule.replay, cfg.seed, tokenizer.pad_token_id)
+    recorder = Recorder(
+        cfg.schedule.log_every,
+        cfg.metric,
+        _TOLERANCE[cfg.model.dtype],
+        set() if cfg.generator.noisy else expected(taught_by_start),
+        cfg.minimised,
+        cfg.tie_tolerance(cfg.scorer),
+        build_collapse_rule(cfg),
+        RepetitionRule(given=not cfg.generator.samples),
+    )
+
+    def note(batch: Batch) -> None:
+        prompts.scored(batch)
+        recorder.add(of_scorer(batch.figures))
+
     refill = None
     if most := cfg.schedule.refill * cfg.schedule.prompts_per_update:  # before rollouts are saved
-        refill = Refill(most=most, scorer=scorer, note=prompts.scored)
+        refill = Refill(most=most, scorer=scorer, note=note)
     if cfg.save_generations and ranks.first:
         scorer = SavingScorer(scorer, folder.generations, tokenizer, training_sampling(cfg), state)
     return Parts(
@@ -115,16 +134,7 @@ def assemble(
         replay=replay,
         engine=engine,
         objective=objective,
-        recorder=Recorder(
-            cfg.schedule.log_every,
-            cfg.metric,
-            _TOLERANCE[cfg.model.dtype],
-            set() if cfg.generator.noisy else expected(taught_by_start),
-            cfg.minimised,
-            cfg.tie_tolerance(cfg.scorer),
-            build_collapse_rule(cfg),
-            RepetitionRule(given=not cfg.generator.samples),
-        ),
+        recorder=recorder,
         evaluator=evaluator,
         refill=refill,
         phases=engine.phases,
@@ -242,9 +252,15 @@ def _completed(engine: _E, cfg: Config) -> _E:
 
 @dataclass(frozen=True, slots=True)
 class AnnotatorFactory:
-    """A factory of the annotator of the run `cfg`, which has the scorer and the reference of the trainer."""
+    """A factory of the annotator of the run `cfg`, which has the scorer and the reference of the trainer.
+
+    Attributes:
+        cfg: the config of the run.
+        judgements: see `ScorerContext`.
+    """
 
     cfg: Config
+    judgements: Path | None = None
 
     def build(self, channel: Channel) -> Annotator:
         """Return the annotator, with unsharded models.
@@ -257,7 +273,7 @@ class AnnotatorFactory:
         backend = TorchConfig(micro_batch=self.cfg.backend.micro_batch, tokens=self.cfg.backend.tokens)
         cfg, alone = replace(self.cfg, backend=backend), Ranks(build_device(self.cfg))
         tokenizer = build_tokenizer(cfg)
-        scorer = build_scorer(cfg, "scorer", tokenizer, alone)
+        scorer = build_scorer(cfg, "scorer", tokenizer, alone, self.judgements)
         assert scorer is not None, "validated: training needs a scorer"
         wanted = "ref_logprobs" in make(cfg.algo).needs
         reference = build_reference(cfg, tokenizer, alone) if wanted else None
@@ -289,6 +305,7 @@ def build_generator(cfg: Config, engine: Engine, folder: RunFolder, ranks: Ranks
     cached = not cfg.generator.decodes or samples_with_cache(model, cfg, ranks, engine.borrow_policy)
 
     def build() -> Generator:
+        own = f"-{ranks.rank}" if ranks.rank else ""
         context = GeneratorContext(
             policy=model,
             borrow=engine.borrow_policy,
@@ -301,7 +318,7 @@ def build_generator(cfg: Config, engine: Engine, folder: RunFolder, ranks: Ranks
             max_lag=cfg.worker_lag,
             in_flight=cfg.schedule.in_flight,
             threads=threads(cfg)[1],
-            annotator=AnnotatorFactory(cfg).build,
+            annotator=AnnotatorFactory(cfg, folder.judgements.with_name(f"*-annotator{own}.jsonl")).build,
             asks_service=cfg.scorer.asks_service or cfg.algo.teacher_url is not None,
             cached=cached,
             stop_ids=build_stop_ids(cfg, tokenizer),
@@ -325,8 +342,18 @@ _CHECKED = 200  # largest number of dialogues that are written in the format of 
 TEXT = "This is an example of a response."  # for data without reference responses
 
 
-def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer | None:
-    """Return the scorer of the section `at` ("scorer" or "gold"); None with `scorer@gold=none`."""
+def build_scorer(
+    cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, judgements: Path | None = None
+) -> Scorer | None:
+    """Return the scorer of the section `at` ("scorer" or "gold"); None with `scorer@gold=none`.
+
+    Args:
+        cfg: the config of the run.
+        at: the key of the section.
+        tokenizer: the policy's tokenizer.
+        ranks: the ranks of the run.
+        judgements: see `ScorerContext`.
+    """
     conversational = build_source(cfg).conversational
     environment: EnvironmentFactory | None = make(cfg.environment, tokenizer)
 
@@ -347,6 +374,7 @@ def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks
             parts=tuple(cfg.task.shares),
             tie_tolerance=cfg.tie_tolerance(section),
             response_length=cfg.generator.response_length,
+            judgements=judgements,
         )
         scorer: Scorer | None = make(section, context)
         return scorer
@@ -373,9 +401,9 @@ def check_formats(cfg: Config, task: Task, split: str = "train", judge: bool = F
         return
     some = rows[np.linspace(0, len(rows) - 1, min(len(rows), _CHECKED)).astype(int)]
     some.setdefault(TOOLS, [None] * len(some["messages"]))
-    for at, section in _used_scorers(cfg, judge):
-        if (named := section.reward_model(at, cfg.model.reward)) is None:
-            continue
+    reward = cfg.model.reward
+    used = [(at, each) for at, own in _used_scorers(cfg, judge) for each in own.reward_models(at, reward)]
+    for at, named in used:
         try:
             own = read_own(*named, cfg.model, conversational=True)
             if not own.chat_template or reads_tokens_of(own, task.tokenizer, dialogues=True):
@@ -399,7 +427,13 @@ def check_formats(cfg: Config, task: Task, split: str = "train", judge: bool = F
 
 
 def build_evaluator(
-    cfg: Config, task: Task, engine: Engine, generator: Generator, scorer: Scorer | None, split: str
+    cfg: Config,
+    task: Task,
+    engine: Engine,
+    generator: Generator,
+    scorer: Scorer | None,
+    split: str,
+    folder: RunFolder,
 ) -> Evaluator:
     """Return the evaluator of a run on held-out examples.
 
@@ -411,6 +445,7 @@ def build_evaluator(
             new generator that samples.
         scorer: the training scorer; None: it is not known.
         split: the split of the held-out examples.
+        folder: the run folder.
     """
     held_out_pairs, tokenizer, ranks = None, engine.tokenizer, engine.ranks
     if cfg.algo.trains is Trains.reward or (cfg.algo.pairwise and cfg.reads_pairs):
@@ -430,7 +465,7 @@ def build_evaluator(
     return PolicyEvaluator(
         task.held_out(cfg.eval.prompts, split, Data.prompts, warn=cfg.eval.asked),
         generator,
-        build_scorer(cfg, "gold", tokenizer, ranks),
+        build_scorer(cfg, "gold", tokenizer, ranks, folder.judgements),
         scorer if cfg.scores_completions else None,
         engine,
         tokenizer,
@@ -441,6 +476,7 @@ def build_evaluator(
         engine.phases,
         environment,
         cfg.eval,
+        folder.initial_responses,
     )
 
 

@@ -19,7 +19,8 @@ from rlhf.config.generators import Transfer
 from rlhf.config.models import Device
 from rlhf.config.root import SELECTED, Config, best_generator, candidates, selecting, to_config
 from rlhf.config.schema import sections
-from rlhf.core import machine
+from rlhf.config.scorers import scorers
+from rlhf.core import launched, machine
 from rlhf.core.errors import UserError, report
 from rlhf.core.launched import is_first_rank, local_world_size, missing_variables, rank, world_size
 from rlhf.core.machine import this_machine, torch_has_cuda
@@ -157,10 +158,23 @@ def check_job(cfg: Config) -> list[Hook]:
     Raises:
         UserError: the code cannot be imported or called, or a service refuses connections.
     """
+    if cfg.backend.portable:  # before the user's code, or the protection from it, computes with torch
+        os.environ.update(launched.PORTABLE)
     found = [problem for key, section in sections(cfg) for problem in section.job_problems(key)]
     if found := [*found, *loop_exists(cfg)]:
         raise UserError(*found)
     return load_hooks(cfg.hooks) if is_first_rank() else []
+
+
+def check_services(cfg: Config) -> None:
+    """Check the services that score, for a command that does not train.
+
+    Raises:
+        UserError: a service refuses connections or the token, or has another model.
+    """
+    asked = ((at, each) for at, each in scorers(cfg) if each.asks_service and not each.parts)
+    if found := [problem for at, each in asked for problem in each.job_problems(at)]:
+        raise UserError(*found)
 
 
 # Check of what this machine has: processes, GPUs, memory, downloaded models, a token. No torch.

@@ -17,9 +17,9 @@ from rlhf.checks import rules
 from rlhf.checks.rules import Allowed, When, chosen, doubt, is_set, must, rule, training_rule
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.environments import TurnsConfig
-from rlhf.config.models import Device, Dtype
+from rlhf.config.models import Device, Dtype, paths_in
 from rlhf.config.root import Config
-from rlhf.config.schema import missing_package
+from rlhf.config.schema import ABSENT, missing_package, value_at
 from rlhf.config.scorers import scorers
 from rlhf.config.tasks import PREFERENCE_COLUMNS, ChatConfig, Need, QuestionsConfig
 from rlhf.core import machine
@@ -45,6 +45,10 @@ def _makes_pairs(cfg: Config) -> bool:
     return cfg.reads_pairs or (cfg.task.embedded and cfg.scorer.reads_reward and not cfg.model.reward)
 
 
+def _makes_members(cfg: Config) -> bool:
+    return cfg.task.embedded and cfg.scorer.reads_reward and not isinstance(cfg.model.reward, str)
+
+
 _BACKEND = "with backend={backend}"
 _PORTABLE = When("with backend.portable=true", lambda cfg: cfg.backend.portable)
 _ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
@@ -59,6 +63,8 @@ _SFT = When("for algo={algo}", lambda cfg: cfg.algo.trains is Trains.base)
 _NO_BASE = When("without model.base", lambda cfg: cfg.model.base is None)
 _NO_START = When("for algo.value_from=reward", _value_model_has_no_start)
 _PAIRS = When("with algo={algo} and generator={generator}", _makes_pairs)
+_NO_MEMBERS = When("without reward models to make", lambda cfg: not _makes_members(cfg))
+_OF_HUB = When("with task={task}", lambda cfg: not cfg.task.embedded)
 _ANSWERED = When("with environment={environment}", lambda cfg: cfg.environment.answers)
 _TEXTS = When("with task={task}", lambda cfg: cfg.task.embedded and not cfg.task.dialogues)
 _OF_ENVIRONMENT = When("with task=environment", lambda cfg: cfg.task.name == "environment")
@@ -90,6 +96,8 @@ rules.RULES += [
     must("model.dtype", _NO_FLOAT16, _ON_CPU, "CPUs do not train in float16", "model.dtype=bfloat16"),
     must("model.lora.rank", 0, _SFT & _NO_BASE, "adapters need a pretrained model"),
     must("model.reward", _NAMED, _NO_START, "the value model starts from it", fix=_REWARD),
+    must("stages.members", 1, _NO_MEMBERS, "it is the number of these models"),
+    must("stages.label_noise", 0, _OF_HUB, "only embedded tasks make pairs"),
     must("model.attention", _NO_FLASH, _NO_GPU, "it has no kernels for CPUs", "model.attention=sdpa"),
     must("model.attention", _NO_FLASH, _FLOAT32, "flash attention computes in 16 bits", _SDPA),
     must("model.fused_head", (None, False), _NO_GPU, "Liger has no kernel for CPUs"),
@@ -142,6 +150,15 @@ def _models_are_named(cfg: Config) -> Iterator[str]:
 
 
 @rule
+def _ensembles(cfg: Config) -> Iterator[str]:
+    for at, scorer in scorers(cfg):
+        several = len(scorer.reward_models(at, cfg.model.reward) or range(cfg.stages.members)) > 1
+        if value_at(scorer, "combine") not in (ABSENT, None) and not several:
+            remedy = f"set {at}.combine=null, or name several: '{at}.path=[<folder>,<folder>]'"
+            yield scorer.refused(at, "combine", "be null for one reward model", remedy=remedy)
+
+
+@rule
 def _models(cfg: Config) -> Iterator[str]:
     contexts = []
     for key, path in _named_models(cfg):
@@ -175,17 +192,16 @@ def _models(cfg: Config) -> Iterator[str]:
 
 def _named_models(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the config key and the value (hub name or folder) of every model that the config names."""
-    found = {f"model.{name}": getattr(cfg.model, name) for name in ("base", "policy", "reference", "reward")}
-    served = {"model.reference"} if cfg.algo.teacher_url else {}  # a server has this model
-    yield from ((key, path) for key, path in found.items() if path is not None and key not in served)
+    served = "reference" if cfg.algo.teacher_url else None  # a server has this model
+    for name in ("base", "policy", "reference", "reward"):
+        yield from ((f"model.{name}", path) for path in paths_in(getattr(cfg.model, name)) if name != served)
     yield from _reward_models(cfg, None)
 
 
 def _reward_models(cfg: Config, default: str | None) -> Iterator[tuple[str, str]]:
     """Yield the config key and the value of the model of each scorer; `default` is that of model.reward."""
     for at, scorer in scorers(cfg):
-        if (named := scorer.reward_model(at, default)) is not None:
-            yield named
+        yield from scorer.reward_models(at, default)
 
 
 # Rules for the content of model folders: kind of model, vocabulary, tokenizer, special tokens, adapters.
@@ -315,11 +331,10 @@ def _pad_token_of_texts(cfg: Config) -> Iterator[str]:
 @rule
 def _pad_tokens_of_reward_models(cfg: Config) -> Iterator[str]:
     for at, scorer in scorers(cfg):
-        named, pad = scorer.reward_model(at, cfg.model.reward), scorer.pad_token
-        if named is None or pad is None or (tokenizer := _tokenizer_in(named[1])) is None:
-            continue
-        found = headers.pad_problem(f"{at}.pad_token", pad, named[1], tokenizer.ids, pad, None)
-        yield from filter(None, [found])
+        for _, path in scorer.reward_models(at, cfg.model.reward):
+            if (pad := scorer.pad_token) is not None and (tokenizer := _tokenizer_in(path)) is not None:
+                found = headers.pad_problem(f"{at}.pad_token", pad, path, tokenizer.ids, pad, None)
+                yield from filter(None, [found])
 
 
 @rule

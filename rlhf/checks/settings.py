@@ -29,7 +29,8 @@ from rlhf.words.mistakes import KNOWN, closest, lacking
 
 def _adds_up(scorer: ScorerConfig) -> bool:
     """Return whether the score is a sum of the scores of several parts."""
-    return isinstance(value_at(scorer, "path"), list) or (bool(scorer.parts) and not scorer.of_mixture)
+    functions = isinstance(value_at(scorer, "path"), list) and bool(scorer.functions())
+    return functions or (bool(scorer.parts) and not scorer.of_mixture)
 
 
 def _annotates(cfg: Config) -> bool:
@@ -51,6 +52,10 @@ _STORED_PAIRS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and cfg.re
 _STORED_TEXTS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and not cfg.reads_pairs)
 _UNKNOWN_SAMPLER = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts and not cfg.algo.supervised)
 _UNCHECKED = When("without a judge or scorer of answers", lambda cfg: not cfg.checks_answers)
+_UNJUDGED = When(
+    "without a scorer of new responses, a judge and evaluations",
+    lambda cfg: not cfg.scores_completions or cfg.gold.name == "none" or not cfg.schedule.eval_every,
+)
 _LABELS = When("with scorer=labels", lambda cfg: cfg.scorer.name == "labels")
 _SAVED = When("with generator.path", lambda cfg: cfg.generator.saved_rollouts is not None)
 _VLLM = When(_GENERATOR, lambda cfg: cfg.generator.lowest_temperature > 0)
@@ -123,6 +128,7 @@ _ONE_BY_ONE = "schedule.order=fifo, clock=virtual or generator=vllm_server"
 rules.RULES += [
     must("generator", _SAMPLES, _SAMPLED_FROM, "ratios are taken to the sampler's log-probs", "generator=hf"),
     must("eval.attempts", 0, _UNCHECKED, "only checked answers are right or wrong"),
+    must("eval.best_of", 0, _UNJUDGED, "it is the judge's score of the scorer's best response"),
     must("scorer@gold", _REWARDS, rules.ALWAYS, _NO_LABELS, fix=_JUDGE),
     must("scorer", _ONE_TASK, _SAVED, "rollouts do not name the part of a prompt", fix="scorer=labels"),
     must("generator.annotate", (None, False), _NO_PROCESS, "rollouts are scored while the trainer trains"),
@@ -295,12 +301,20 @@ def _scorers_fit(cfg: Config) -> Iterator[str]:
         if (cfg.gold if judges else cfg.scorer).of_mixture:  # each part scores a part of the task
             task = task.parts.get(at.partition(".parts.")[2].partition(".")[0], task)
         saved = cfg.generator.saved_rollouts is not None and not judges
+        stored = scorer.group[0] > 1 and not (judges or cfg.generator.samples)
+        (least, most), count = scorer.group, cfg.algo.samples_per_prompt
+        with_count, wrong_count = (
+            f"with algo.samples_per_prompt={count}",
+            not (judges or least <= count <= most),
+        )
         lacking_columns = f"they lack the columns {', '.join(sorted(scorer.columns))}"
         unable, without = scorer.cannot_score(task), not judges and not cfg.environment.answers
         no_rewards = f"with environment={chosen(cfg, 'environment')}"
         for wrong, where, reason, remedy in (
             (scorer.columns and saved, "with saved rollouts", lacking_columns, "scorer=labels"),
             (unable, f"for task={task.name}", unable, f"{key}=reward_model"),
+            (stored, "with generator=dataset", "the completions have labels", "scorer=labels"),
+            (wrong_count, with_count, f"it compares {least} to {most} responses", f"{at}.kind=grade"),
             (scorer.reads_rewards and judges, "", "references are no episodes", "scorer@gold=none"),
             (scorer.reads_rewards and without, no_rewards, "it gives no rewards", f"{key}=answer"),
         ):

@@ -73,8 +73,9 @@ class ModelConfig(Section):
     """initial model of RL and reward modelling; null: made by SFT (embedded tasks)"""
     reference: str | None = entry(None)
     """frozen reference of the KL penalty and metrics; null: the initial policy"""
-    reward: str | None = entry(None)
-    """the model of scorer=reward_model; null: made by algo=reward (embedded tasks)"""
+    reward: Any = entry(None)
+    """the model of scorer=reward_model, or a list of these (an ensemble); null: made by algo=reward
+    (embedded tasks)"""
     tokenizer: str | None = entry(None, "null: the tokenizer of the policy (of the base model, for sft)")
     pad_token: str | None = entry(None)
     """null: the tokenizer's own pad token, or a token that no text contains"""
@@ -105,7 +106,8 @@ class ModelConfig(Section):
         return None
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if the chat template is no file with a Jinja template, or the clock is no time."""
+        """Yield an error if the reward model, the file of the chat template or the clock is none."""
+        yield from path_problems(self, at, "reward")
         try:
             datetime.fromisoformat(self.clock or "2026-01-31")
         except ValueError:
@@ -135,6 +137,28 @@ class ModelConfig(Section):
     def architecture(self, vocabulary: int) -> dict[str, Any]:
         """Return the config.json of the model with random weights that a run makes; empty: it makes none."""
         return {}
+
+
+class Combine(Choice):
+    """How the scores of the reward models of an ensemble become one score."""
+
+    mean = "mean", "their mean"
+    worst = "worst", "the lowest"
+    uncertainty = "uncertainty", "their mean minus doubt times their standard deviation"
+    weights = "weights", "that of one model whose weights are the mean of the models'"
+
+
+def paths_in(value: Any) -> list[str]:
+    """Return the hub names and folders in the value of a key that takes one, a list of them, or null."""
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
+
+
+def path_problems(section: Section, at: str, name: str) -> Iterator[str]:
+    """Yield an error if a key that takes a hub name or folder, a list of them, or null has another value."""
+    found, value = paths_in(getattr(section, name)), getattr(section, name)
+    if value is not None and len(found) < (max(1, len(value)) if isinstance(value, list) else 1):
+        rule, example = "be a hub name or folder, or a list of these", "<hub name or folder>"
+        yield section.refused(at, name, rule, "it is a reward model", example)
 
 
 def _syntax_error(file: Path) -> str | None:

@@ -20,7 +20,7 @@ from rlhf.config import run
 from rlhf.config.algorithms import AlgoConfig, Data, PPOConfig, Trains, ValueFrom
 from rlhf.config.environments import EnvironmentConfig
 from rlhf.config.generators import GeneratorConfig, WorkerConfig
-from rlhf.config.models import BackendConfig, ModelConfig
+from rlhf.config.models import BackendConfig, ModelConfig, paths_in
 from rlhf.config.schema import Affects, Section, entry, number
 from rlhf.config.scorers import LabelsScorerConfig, NoScorerConfig, RewardModelScorerConfig, ScorerConfig
 from rlhf.config.tasks import TaskConfig
@@ -168,9 +168,9 @@ class Config(Section):
 
     @property
     def value_reward(self) -> str | None:
-        """The reward model that a value model may start from; None: the config names no reward model."""
+        """The (first) reward model that a value model may start from; None: the config names none."""
         own = self.scorer.path if isinstance(self.scorer, RewardModelScorerConfig) else None
-        return own or self.model.reward
+        return next(iter(paths_in(own or self.model.reward)), None)
 
     @property
     def value_starts_as(self) -> ValueFrom | None:
@@ -187,8 +187,8 @@ class Config(Section):
         """The metric that a sweeper optimises; its best value is stored in `TrainState.best`.
 
         The default is the accuracy if answers are checked, the win rate if there is another judge, otherwise
-        the score, the accuracy on held-out pairs, or the held-out loss, whichever the run measures first in
-        this order.
+        the score (of a scorer that compares, the win rate against the initial policy), the accuracy on
+        held-out pairs, or the held-out loss, whichever the run measures first in this order.
         """
         if self.objective_metric is not None:
             return self.objective_metric
@@ -197,7 +197,7 @@ class Config(Section):
         if self.gold.name != "none":
             return "eval/win_rate"
         if self.scores_completions:
-            return "eval/score"
+            return "eval/win_rate_vs_initial" if self.scorer.compares else "eval/score"
         return "eval/loss" if self.algo.supervised else "eval/accuracy"
 
     @property

@@ -190,6 +190,10 @@ class EvalConfig(Section):
     """further responses of each held-out prompt, at generator.temperature, for eval/pass_at_<k> with k = 1,
     2, 4, ... up to attempts, where answers are checked; 0: none"""
 
+    best_of: int = number(0, least=0, added=True)
+    """responses of each held-out prompt, at generator.temperature, before training: best_of.jsonl has the
+    best of 1, 2, 4, ... of them by the scorer; 0: none"""
+
     @property
     def passes(self) -> dict[str, int]:
         """The number k of each metric `pass_at_<k>`: the powers of 2 up to `attempts`."""
@@ -294,6 +298,9 @@ class StagesConfig(Section):
     reward: list[str] = entry(list, "overrides of the reward-model stage")
     pairs: int = entry(4096, "prompts for which two responses are sampled")
     pairs_temperature: float = entry(0.7, "sampling temperature of the pairs")
+    label_noise: float = number(0.0, least=0, most=1, added=True)
+    """share of the training pairs whose two responses are exchanged"""
+    members: int = number(1, "reward models, with different seeds: an ensemble", least=1, added=True)
     stand_ins: bool = entry(False, added=True)
     """tiny models and generated data, where a hub task names no model or folder"""
 

@@ -6,21 +6,25 @@ The same options configure the training score (`scorer`) and the judge (`gold`).
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
+import yaml
 from omegaconf import MISSING
 
+from rlhf.config import schema
 from rlhf.config.generators import service_problems, token_problems, url_problems
-from rlhf.config.models import Dtype
+from rlhf.config.models import Combine, Dtype, path_problems, paths_in
 from rlhf.config.schema import Affects, Section, entry, missing_package, number, option, plain, sections
 from rlhf.config.tasks import EmbeddedTaskConfig, Need, QuestionsConfig, TaskConfig
 from rlhf.core.errors import one_line, setting
+from rlhf.core.machine import model_names
 from rlhf.usercode.address import ONLY_HERE, function_problem, takes_lists
 
 # Relative difference of the scores of a reward model for one response at different places of a batch.
@@ -63,18 +67,28 @@ class ScorerConfig(Section):
         return None
 
     @property
+    def group(self) -> tuple[float, float]:
+        """The least and the most responses to a prompt that the scorer, without its parts, can score."""
+        return 0, math.inf
+
+    @property
+    def compares(self) -> bool:
+        """Whether the score of a response depends on the other responses to its prompt."""
+        return self.group[0] > 1 or any(part.compares for part in self.parts.values())
+
+    @property
     def reads_reward(self) -> bool:
         """Whether this scorer, or a part of it, needs the model that `model.reward` names."""
         return any(part.reads_reward for part in self.parts.values())
 
-    def reward_model(self, at: str, reward: str | None) -> tuple[str, str] | None:
-        """Return the key and the value that name the reward model which scores; None: no key names one.
+    def reward_models(self, at: str, reward: Any) -> list[tuple[str, str]]:
+        """Return the key and the value that name each reward model which scores; none: no key names one.
 
         Args:
             at: the key of this section.
             reward: `model.reward` of the run.
         """
-        return None
+        return []
 
     @property
     def sequences(self) -> int:
@@ -85,12 +99,17 @@ class ScorerConfig(Section):
         """Return a section for each function of the user, by the name of its scores in metrics."""
         return {}
 
+    def as_sum(self, parts: Mapping[str, ScorerConfig]) -> WeightedScorerConfig:
+        """Return the section of the weighted sum of the scorers `parts`, with the shared keys of this one."""
+        kept = {each.name: getattr(self, each.name) for each in fields(ScorerConfig) if each.name != "name"}
+        return WeightedScorerConfig(parts=dict(parts), **kept)
+
     @property
     def only_here(self) -> list[str]:
         """The addresses of functions that exist only in the process that started the run."""
         return []
 
-    def source(self, reward: str | None) -> Hashable:
+    def source(self, reward: Any) -> Hashable:
         """Return an identifier of the model, program or service that scores.
 
         Two sections with equal identifiers give the same scores, apart from weights and missing-EOS settings.
@@ -116,7 +135,8 @@ class ScorerConfig(Section):
     @property
     def described(self) -> str:
         """The name of the scorer in messages: its model, function or address, otherwise its option."""
-        found = getattr(self, "path", None) or getattr(self, "url", None) or self.name
+        named = (getattr(self, key, None) for key in ("path", "model", "url", "name"))
+        found = next(filter(None, named))
         return ", ".join(map(str, found)) if isinstance(found, list) else str(found)
 
     def rules(self, at: str) -> Iterator[str]:
@@ -150,9 +170,13 @@ def scorers(section: Section) -> Iterator[tuple[str, ScorerConfig]]:
 
 @option("scorer", "reward_model", part="rlhf.scorers.scorer:build_reward_model")
 class RewardModelScorerConfig(ScorerConfig):
-    """A sequence-classification model with one output, read at the last response token."""
+    """A sequence-classification model with one output, read at the last response token, or several."""
 
-    path: str | None = entry(None, "hub name or local folder; null: model.reward")
+    path: Any = entry(None, "hub name or local folder, or a list of these (an ensemble); null: model.reward")
+    combine: Combine | None = entry(None, added=True)
+    """how the scores of an ensemble become one score; null: mean"""
+    doubt: float = number(0.5, when="combine=uncertainty", least=0, added=True)
+    """factor of the standard deviation of the scores of an ensemble"""
     batch_size: int = number(32, "sequences per forward pass", least=1)
     pad_token: str | None = entry(None, added=True)
     """pad token of the reward model's tokenizer; null: its own, or its end token"""
@@ -162,11 +186,10 @@ class RewardModelScorerConfig(ScorerConfig):
         """The sequences per forward pass of the reward model: `batch_size`."""
         return self.batch_size
 
-    def reward_model(self, at: str, reward: str | None) -> tuple[str, str] | None:
-        """Return `path` or else `model.reward`; None: the run makes the reward model."""
-        if self.path is not None:
-            return f"{at}.path", self.path
-        return None if reward is None else ("model.reward", reward)
+    def reward_models(self, at: str, reward: Any) -> list[tuple[str, str]]:
+        """Return each model in `path` or else in `model.reward`; none: the run makes the reward models."""
+        key = "model.reward" if self.path is None else f"{at}.path"
+        return [(key, each) for each in paths_in(reward if self.path is None else self.path)]
 
     def rounding(self, dtype: Dtype) -> float:
         """Return the relative rounding error of scores: a unit in the last place, of float32 many units."""
@@ -177,12 +200,16 @@ class RewardModelScorerConfig(ScorerConfig):
         """Whether this scorer needs the model that `model.reward` names, because `path` is null."""
         return self.path is None
 
-    def source(self, reward: str | None) -> Hashable:
-        """Return an identifier of the scorer: its model."""
-        return self.name, self.path or reward
+    def source(self, reward: Any) -> Hashable:
+        """Return an identifier of the scorer: its models."""
+        return self.name, *paths_in(self.path or reward)
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if a judge has no `path`."""
+        """Yield an error if `path` names no models, or if a judge has none."""
+        yield from path_problems(self, at, "path")
+        if any(".py" in each for each in paths_in(self.path)):
+            remedy = f"set {at}=function {setting(f'{at}.path', self.path)}"
+            yield self.refused(at, "path", "name models", "functions are another scorer", remedy=remedy)
         if at.startswith("gold") and self.path is None:
             reason = "the judge must not be the model that training sees"
             yield self.refused(at, "path", "name a reward model", reason, "<hub name or folder>")
@@ -229,7 +256,7 @@ class PartsScorerConfig(ScorerConfig):
     parts: dict[str, ScorerConfig] = entry(dict)
     """name -> scorer; the name is chosen by the user, for scorer=mixture it is that of a part of the task"""
 
-    def source(self, reward: str | None) -> Hashable:
+    def source(self, reward: Any) -> Hashable:
         """Return an identifier that no other scorer has. The parts have their own identifiers."""
         return id(self)
 
@@ -241,6 +268,12 @@ class PartsScorerConfig(ScorerConfig):
                 yield (
                     f"{key} must be a scorer that judges a text by itself ({self.reason}), got {part.name}; "
                     f"set {key}=function"
+                )
+            elif part.compares and at.startswith("gold"):
+                key, kind = f"{at}.parts.{name}", plain(getattr(part, "kind", part.name))
+                yield (
+                    f"{key} must score a response by itself ({self.reason}), got kind={kind}, which compares "
+                    f"responses; set {key}.kind=grade"
                 )
 
 
@@ -306,15 +339,6 @@ class FunctionScorerConfig(ScorerConfig):
             for name, path, weight in zip(names, self.paths, weights, strict=True)
         }
 
-    def as_sum(self) -> WeightedScorerConfig:
-        """Return the section of the weighted sum of the functions of a list."""
-        kept = {each.name: getattr(self, each.name) for each in fields(ScorerConfig) if each.name != "name"}
-        return WeightedScorerConfig(parts=dict(self.functions()), **kept)
-
-    def rounding(self, dtype: Dtype) -> float:
-        """Return 0 for one function; for a list, the value of the weighted sum."""
-        return self.as_sum().rounding(dtype) if isinstance(self.path, list) else 0.0
-
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each function that cannot be imported or called."""
         for path in self.paths:
@@ -350,20 +374,17 @@ class FunctionScorerConfig(ScorerConfig):
         yield from filter(None, found)
 
 
-# Sections of the scorer that asks a service over HTTP, and of a teacher on a server.
+# Sections of the scorers that ask a service over HTTP, and of a teacher on a server.
 
 
-_URL = "http://127.0.0.1:8000/score"
-
-
-@option("scorer", "http", part="rlhf.scorers.http:HttpScorer")
-class HttpScorerConfig(ScorerConfig):
-    """A service that returns scores over HTTP; docs/rewards.md describes the protocol."""
+@dataclass(kw_only=True, slots=True)
+class ServiceScorerConfig(ScorerConfig):
+    """The keys of a scorer that asks a service over HTTP."""
 
     asks_service: ClassVar[bool] = True
+    example: ClassVar[str]  # a valid `url`
 
     url: str | None = entry(None, "address of the service; texts are posted there")
-    batch_size: int = number(32, "responses per request", least=1)
     concurrency: int = number(4, "requests in parallel", least=1, affects=Affects.speed)
     timeout_s: float = number(60.0, above=0, affects=Affects.speed)
     """seconds until a try without a complete answer fails; longest Retry-After"""
@@ -374,15 +395,141 @@ class HttpScorerConfig(ScorerConfig):
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the address is invalid, or if the variable with the token is not set."""
-        yield from url_problems(f"{at}.url", self.url, f"{at}.token_variable", "texts are posted there", _URL)
+        token = f"{at}.token_variable"
+        yield from url_problems(f"{at}.url", self.url, token, "texts are posted there", self.example)
         if self.token_variable is not None:
-            yield from token_problems(f"{at}.token_variable", self.token_variable)
+            yield from token_problems(token, self.token_variable)
+
+
+@option("scorer", "http", part="rlhf.scorers.http:HttpScorer")
+class HttpScorerConfig(ServiceScorerConfig):
+    """A service that returns scores over HTTP; docs/rewards.md describes the protocol."""
+
+    example: ClassVar[str] = "http://127.0.0.1:8000/score"
+
+    batch_size: int = number(32, "responses per request", least=1)
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error if the service accepts no connections, or the token of an empty request."""
         about = self.url or "", "start the service", f"{at}.token_variable", self.token_variable
         nothing = dict.fromkeys(("prompts", "responses", "references"), ())
         yield from service_problems(f"{at}.url", *about, body=nothing)
+
+
+class JudgeKind(schema.Choice):
+    """What a judge sees in one question, and what it answers."""
+
+    pairwise = "pairwise", "two responses, in both orders: A, B or tie; the score is the share of wins"
+    rank = "rank", "all responses to a prompt, in two orders: their order; the score is the share of wins"
+    grade = "grade", "one response: a whole number from 1 to 10"
+    rubric = "rubric", "one response: yes or no for each criterion; the score is the weighted share of yes"
+
+
+class Answer(schema.Choice):
+    """How a judge gives its verdict."""
+
+    json = "json", "the server constrains the answer to a JSON schema"
+    choice = "choice", "vLLM constrains the answer to the possible verdicts"
+    text = "text", "free text, whose last match counts"
+    logprobs = "logprobs", "the probabilities of A and B as the first token, with kind=pairwise"
+
+
+@option("scorer", "judge", part="rlhf.scorers.judge:JudgeScorer")
+class JudgeScorerConfig(ServiceScorerConfig):
+    """A language model that judges responses, behind an OpenAI-compatible address."""
+
+    example: ClassVar[str] = "http://127.0.0.1:8000/v1"
+
+    model: str | None = entry(None, "name of the model at that address")
+    kind: JudgeKind = entry(JudgeKind.pairwise)
+    answer: Answer = entry(Answer.json)
+    reason: bool = entry(False, "the judge writes a reason before its verdict", "answer=json|text")
+    template: str | None = entry(None, "file with your text for the judge; null: the text of the kind")
+    rubric: str | None = entry(None, when="kind=rubric")
+    """YAML file with the criteria, `<text>: <weight>`; the weight of a fault is negative"""
+    max_tokens: int = number(512, "longest answer, with the thoughts of the model", least=1)
+    unreadable: float = number(0.1, least=0, most=1, affects=Affects.nothing)
+    """largest share of answers of an update or an evaluation that are no verdict; above, the run stops"""
+    prices: list[float] = entry(list, affects=Affects.nothing)
+    """price of a million tokens: [read, written]"""
+    budget: float | None = number(None, above=0, affects=Affects.nothing)
+    """largest price of all sessions of the run, which then stops with a checkpoint; null: no limit"""
+
+    @property
+    def group(self) -> tuple[float, float]:
+        """From 2 on, if the judge compares; it ranks at most 8 responses, and vLLM lists the orders of 5."""
+        if self.kind is JudgeKind.rank:
+            return 2, 5 if self.answer is Answer.choice else 8
+        return 2 if self.kind is JudgeKind.pairwise else 0, math.inf
+
+    def own_template(self) -> str | None:
+        """Return the text in the file `template`; None: it is that of the kind.
+
+        Raises:
+            OSError, ValueError: the file cannot be read, or lacks a place.
+        """
+        if self.template is None:
+            return None
+        text = Path(self.template).expanduser().read_text(encoding="utf-8")
+        criteria = ["{criteria}"] if self.kind is JudgeKind.rubric else []
+        for place in ("{prompt}", "{responses}" if self.compares else "{response}", *criteria):
+            if place not in text:
+                raise ValueError(f"kind={self.kind.value} needs {place}, which it lacks")
+        return text
+
+    def criteria(self) -> dict[str, float]:
+        """Return the criteria in the file `rubric`, with their weights; empty for another kind.
+
+        Raises:
+            OSError, ValueError, YAMLError: the file cannot be read, or has no criteria.
+        """
+        if self.kind is not JudgeKind.rubric:
+            return {}
+        found = yaml.safe_load(Path(self.rubric or "").expanduser().read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or not found:
+            raise ValueError("it has no lines `<criterion>: <weight>`")
+        for text, weight in found.items():
+            if type(weight) not in (int, float) or not 0 < abs(weight) < math.inf:
+                raise ValueError(f"the weight of {text} is no number other than 0")
+        return {str(text): float(weight) for text, weight in found.items()}
+
+    def source(self, reward: str | None) -> Hashable:
+        """Return an identifier of the judge: its model, and the content of its files."""
+        texts = self.own_template(), tuple(self.criteria().items())
+        return self.name, self.url, self.model, self.kind, self.answer, texts
+
+    def rounding(self, dtype: Dtype) -> float:
+        """Return 0.01 for probabilities, which a server computes in 16 bits."""
+        return 0.01 if self.answer is Answer.logprobs else 0.0
+
+    def rules(self, at: str) -> Iterator[str]:
+        """Yield an error for a missing model or rubric, a file that cannot be used, and wrong prices."""
+        if self.model is None:
+            reason, remedy = "a server may have several", f"set {at}.model=<model>"
+            yield self.refused(at, "model", "name the model that judges", reason, remedy=remedy)
+        if self.answer is Answer.logprobs and self.kind is not JudgeKind.pairwise:
+            rule = f"not be logprobs with {at}.kind={self.kind.value}"
+            yield self.refused(at, "answer", rule, "only A and B have probabilities", "json")
+        for key, read in (("template", self.own_template), ("rubric", self.criteria)):
+            try:
+                read()
+            except (OSError, ValueError, yaml.YAMLError) as error:
+                reason = getattr(error, "strerror", None) or one_line(error)
+                remedy = f"set {at}.{key}=<file>, or correct the file"
+                yield self.refused(at, key, f"name a file for kind={self.kind.value}", reason, remedy=remedy)
+        if len(self.prices) != 2 * bool(self.prices or self.budget) or not all(p >= 0 for p in self.prices):
+            rule, remedy = "be two prices of a million tokens", f"set '{at}.prices=[0.15,0.6]'"
+            yield self.refused(at, "prices", rule, "of tokens read and written", remedy=remedy)
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the server refuses connections or the token, or does not have the model."""
+        url, token = (self.url or "").rstrip("/"), f"{at}.token_variable"
+        about = url, "start the server", token, self.token_variable, "/models"
+        yield from (found := [*service_problems(f"{at}.url", *about)])
+        names = [] if found else model_names(f"{url}/models", os.environ.get(self.token_variable or ""))
+        if names and self.model not in names:
+            rule = f"be a model at {url} (it has: {', '.join(names[:10])})"
+            yield self.refused(at, "model", rule, instead=names[0])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -411,6 +558,11 @@ class ServedTeacherConfig(Section):
         if self.url is not None:
             about = "run: vllm serve", f"{at}.token_variable", self.token_variable, "/v1/models"
             yield from service_problems(f"{at}.url", self.url, *about)
+
+
+def judges(section: Section) -> dict[str, JudgeScorerConfig]:
+    """Return every judge of a config, by its key."""
+    return {at: each for at, each in scorers(section) if isinstance(each, JudgeScorerConfig)}
 
 
 # Sections of `task=reasoning_gym` and `scorer=reasoning_gym`.

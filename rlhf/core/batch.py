@@ -206,8 +206,9 @@ class Batch(Rollouts):
     """Rollouts with scores, and with the tensors that the engine and the objective compute for training."""
 
     scores: Annotated[Tensor, "N K"]  # float32
-    parts: Annotated[dict[str, Tensor] | None, "N K"] = None  # unweighted scores of a weighted scorer's parts
-    part_weights: Annotated[dict[str, Tensor] | None, "N"] = None  # factors of `parts` in the score
+    # Unweighted scores of a weighted scorer's parts, or those of the members of an ensemble
+    parts: Annotated[dict[str, Tensor] | None, "N K"] = None
+    part_weights: Annotated[dict[str, Tensor] | None, "N"] = None  # factors of `parts` in the score, if a sum
     ref_logprobs: Annotated[Tensor | None, "N K T"] = None  # of the reference model
     # Of a served teacher: "ids" (int64) of its most probable tokens, and their "logprobs" (-inf: no token)
     candidates: Annotated[dict[str, Tensor] | None, "N K T C"] = None
@@ -224,6 +225,15 @@ class Batch(Rollouts):
     signal: Annotated[Tensor | None, "N"] = None  # bool, False: the prompt is not trained on; None: all are
     per_token: Annotated[dict[str, Tensor] | None, "N K T"] = None  # what else `credit` computed for the loss
     annotate_ahead_s: float = 0.0  # seconds of the annotator process for scores and ref_logprobs
+    # Figures of the scorer about its work, float64: total and count in the first row, 0 in the others. They
+    # are those of all N prompts, so they are taken out before a part is selected; see `metrics.of_scorer`.
+    figures: Annotated[dict[str, Tensor] | None, "N 2"] = None
+
+    @property
+    def member_spread(self) -> Tensor | None:
+        """The standard deviation [N, K] of the scores of the members of an ensemble; None: there is none."""
+        several = self.parts if self.part_weights is None and len(self.parts or ()) > 1 else None
+        return None if several is None else torch.stack([*several.values()]).std(0)
 
     def minibatches(self, count: int, epochs: int, seed: int, update: int) -> Iterator[Batch]:
         """Yield `count` minibatches of equal size per epoch; seed, update and epoch determine the order."""

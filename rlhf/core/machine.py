@@ -290,6 +290,18 @@ def refused_key(url: str, key: str | None, body: Any = None) -> int | None:
     return None
 
 
+def model_names(url: str, key: str | None) -> list[str]:
+    """Return the names of the models that an OpenAI-compatible server lists at a URL; [] if unknown."""
+    import requests
+
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with suppress(requests.RequestException, ValueError, LookupError, TypeError):
+        # With `auth`, ~/.netrc does not replace the key.
+        found = requests.get(url, headers=headers, auth=lambda ask: ask, timeout=_CONNECT_S).json()["data"]
+        return [str(each["id"]) for each in found]
+    return []
+
+
 def _behind_proxy(url: str) -> bool:
     """Return whether the proxy variables of the environment apply to the host of a URL."""
     from urllib.request import getproxies, proxy_bypass

@@ -125,6 +125,12 @@ def plain(metrics: Metrics) -> Metrics:
     return {name: stat.with_numbers(*row) for (name, stat), row in rows}
 
 
+def of_scorer(figures: dict[str, Tensor] | None) -> Metrics:
+    """Return the field `figures` of a batch as metrics; a figure with the count 0 is a sum."""
+    rows = ((name, *x.sum(0).tolist()) for name, x in (figures or {}).items())
+    return {name: Stat(total, count or 1.0, How.mean if count else How.sum) for name, total, count in rows}
+
+
 class Timer:
     """A stopwatch that adds up seconds by name since the last `drain()`."""
 

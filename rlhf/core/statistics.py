@@ -46,6 +46,16 @@ def mean_interval(values: _Sample) -> Estimate:
     return Estimate(centre, centre - half, centre + half, n)
 
 
+def bounded_interval(values: _Sample, least: float, most: float) -> Estimate:
+    """Return the mean of values between two bounds with a t interval that holds for equal values, too.
+
+    The interval is that of the values and of each bound twice, as for a share: Agresti and Coull, 1998.
+    """
+    centre, *ends = mean_interval([*values, *(least, most) * 2])[:3]
+    low, high = np.clip(ends, least, most)
+    return Estimate(float(np.mean(values)) if len(values) else centre, float(low), float(high), len(values))
+
+
 def iqm(values: np.ndarray | Sequence, axis: int | None = None) -> np.ndarray:
     """Return the interquartile mean: the mean without the lowest and the highest quarter (rounded down).
 
@@ -320,3 +330,41 @@ def evaluation_share(outcomes: np.ndarray, prompts: int) -> float:
     seeds, _, residual = components(outcomes)
     noise = residual / prompts
     return noise / (max(0.0, seeds) + noise) if noise else 0.0
+
+
+# -- comparisons of responses ----------------------------------------------------------------------------
+
+
+def length_controlled(name: str, points: np.ndarray, longer: np.ndarray) -> dict[str, float]:
+    """Return the win rate that is expected at equal lengths, its 95 % interval, and the effect of length.
+
+    P(win) = sigmoid(theta + phi tanh(D / sd(D))), fitted with the penalty 0.005 (theta^2 + phi^2). Without
+    the penalty, a judge that always prefers the longer response has no finite fit. The rate is
+    sigmoid(theta), its interval that of the sandwich estimator. The term of length is that of AlpacaEval 2
+    (Dubois et al., arXiv 2404.04475), whose difficulties of single instructions are left out.
+
+    Args:
+        name: name of the metric.
+        points: points of the comparisons: 1, 0.5 or 0.
+        longer: D, the length of each response minus that of the response it is compared with.
+
+    Returns:
+        `<name>`, `<name>_low`, `<name>_high` and eval/length_effect (phi); empty if all D are equal.
+    """
+    if len(points) < 2 or np.ptp(longer) == 0:
+        return {}
+    x = np.stack([np.ones(len(points)), np.tanh(longer / longer.std(ddof=1))], 1)
+    fit, penalty, step = np.zeros(2), 0.01 * np.eye(2), np.ones(2)
+    for _ in range(100):
+        p = special.expit(x @ fit)
+        hessian = x.T * (p * (1 - p)) @ x + penalty
+        step = np.linalg.solve(hessian, x.T @ (points - p) - penalty @ fit)
+        fit = fit + step
+        if abs(step).max() < 1e-12:
+            break
+    inverse = np.linalg.inv(hessian)
+    error = math.sqrt((inverse @ (x.T * (points - p) ** 2 @ x) @ inverse)[0, 0])
+    z = float(special.ndtri(1 - LEVEL / 2))
+    ends = zip((name, f"{name}_low", f"{name}_high"), (0, -z, z), strict=True)
+    found = {key: float(special.expit(fit[0] + each * error)) for key, each in ends}
+    return {**found, "eval/length_effect": float(fit[1])}

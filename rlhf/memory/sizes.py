@@ -13,8 +13,9 @@ from typing import Any
 import yaml
 
 from rlhf.config.algorithms import Trains, ValueFrom
-from rlhf.config.models import WITHOUT_GRADIENT
+from rlhf.config.models import WITHOUT_GRADIENT, Combine
 from rlhf.config.root import Config
+from rlhf.config.schema import value_at
 from rlhf.config.scorers import scorers
 from rlhf.core.machine import cached_folder
 from rlhf.models.folder import is_local
@@ -292,9 +293,11 @@ def _scorers(cfg: Config) -> Iterator[Model]:
     """Yield the models of the training scorer and of the judge."""
     for at, scorer in scorers(cfg):
         if scorer.sequences:
-            key, name = scorer.reward_model(at, cfg.model.reward) or ("model.reward", None)
+            named: list[tuple[str, Any]] = [*scorer.reward_models(at, cfg.model.reward)]
+            named = named or [("model.reward", None)] * cfg.stages.members
             role = "judge" if at.startswith("gold") else "reward model"
-            yield _model(cfg, role, key, name, scorer.sequences, scores=True)
+            for key, name in named[:1] if value_at(scorer, "combine") is Combine.weights else named:
+                yield _model(cfg, role, key, name, scorer.sequences, scores=True)
 
 
 def _model(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -312,6 +312,37 @@ def _load(
 # sequence classifier with one label.
 load_causal_lm = partial(_load, AutoModelForCausalLM)
 load_reward_model = partial(_load, AutoModelForSequenceClassification, key="model.reward")
+
+
+def load_mean_reward_model(paths: Sequence[str], dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Return a reward model whose weights are the means, in float32, of those at `paths` (arXiv 2401.12187).
+
+    Models with equal weights have exactly these as means. At most two models are in memory at a time.
+
+    Args:
+        paths: hub names or local folders.
+        dtype: dtype of the weights of the result.
+        options: further arguments of `load_reward_model`.
+
+    Raises:
+        UserError: a model cannot be loaded, or has other parameters than the first one.
+    """
+    mean: dict[str, Tensor] = {}
+    for number, path in enumerate(paths if len(paths) > 1 else (), 1):
+        state = load_reward_model(path, torch.float32, **options).state_dict()
+        mean = mean or dict(state)
+        for name in {**mean, **state}:
+            one, other = (tuple(each[name].shape) if name in each else "none" for each in (mean, state))
+            if one != other:
+                rule = f"{options['key']} must name models of one architecture (their weights are averaged)"
+                got = f"got {name} {other} in {path!r} and {one} in {paths[0]!r}"
+                raise UserError(f"{rule}, {got}; combine their scores: combine=mean")
+            if mean[name].is_floating_point():
+                mean[name] += (state[name] - mean[name]) / number
+    made = load_reward_model(paths[0], dtype, **options)
+    if mean:
+        made.load_state_dict(mean)
+    return made
 
 
 def check_saved(folder: Path) -> None:

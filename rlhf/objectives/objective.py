@@ -73,6 +73,8 @@ class Objective(ABC):
         }
         for name, part in (batch.parts or {}).items():
             figures[f"objective/scores/{name}"] = mean(part, ~part.isnan())
+        if batch.member_spread is not None:
+            figures["objective/score_std"] = mean(batch.member_spread)
         if batch.environment_mask is not None:
             figures["environment/token_share"] = mean(
                 batch.environment_mask.sum(-1) / batch.real.sum(-1).clamp(min=1)

@@ -53,7 +53,9 @@ if TYPE_CHECKING:
 #
 #     <output_dir>/<run name>/
 #         config.yaml  environment.json  metrics.jsonl  completions.jsonl  train.log
+#         best_of.jsonl           best of n responses before training (with eval.best_of)
 #         groups.jsonl            when each prompt was sampled and trained, with lengths and versions
+#         judgements/             the answers of judges: scorer.jsonl, gold.jsonl
 #         evaluations.jsonl       results of rlhf.evaluate, with completions in evaluations/
 #         trainer_state.json      counters; if finished also {"finished": true, "result": {metric: value}};
 #                                 {"stopped": <reason>} if a hook stopped the run
@@ -89,7 +91,9 @@ class RunFolder:
     environment = _Inside("environment.json")  # the environment record: versions, hardware, command line
     metrics = _Inside("metrics.jsonl")  # one row per update and one per evaluation
     completions = _Inside("completions.jsonl")  # the completions of evaluations
+    best_of = _Inside("best_of.jsonl")  # the best of n responses before training, written with `eval.best_of`
     groups = _Inside("groups.jsonl")  # times, lengths and versions of each group of samples of a prompt
+    judgements = _Inside("judgements/*.jsonl")  # the answers of judges; * is the key of the scorer
     evaluations = _Inside("evaluations.jsonl")  # one row per evaluated checkpoint or model
     log = _Inside("train.log")  # the messages that were printed in the terminal
     state = _Inside("trainer_state.json")  # the run's progress and result
@@ -124,6 +128,11 @@ class RunFolder:
         started = self.started()
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.environment, {"started": started, **environment(devices or [], instructions)})
+
+    def initial_responses(self) -> list[str]:
+        """Return the responses of the evaluation before training; [] if there are none."""
+        rows = split_lines(self.completions, ["update", "response"])[0]
+        return [row["response"] for row in rows if row["update"] == 0]
 
     def started(self) -> str:
         """Return the time in ISO format at which the run was started first; for a new run, the time now."""
@@ -168,7 +177,7 @@ class RunFolder:
         Raises:
             UserError: there is a folder, or a link without a file.
         """
-        files = [self.config, self.environment, self.metrics, self.completions, self.groups]
+        files = [self.config, self.environment, self.metrics, self.completions, self.groups, self.best_of]
         for path in [*files, self.log, self.state]:
             if os.path.lexists(path) and not path.is_file():
                 found = "a folder" if path.is_dir() else "a link without a file"

@@ -53,7 +53,7 @@ def build(config: FunctionScorerConfig, context: ScorerContext) -> Scorer:
         return FunctionScorer(config, context)
     together: list[FunctionScorer] = []
     build_one = lambda section, _: FunctionScorer(section, context, together)  # noqa: E731
-    return WeightedScorer(config.as_sum(), replace(context, build=build_one))
+    return WeightedScorer(config.as_sum(config.functions()), replace(context, build=build_one))
 
 
 class _Made(NamedTuple):

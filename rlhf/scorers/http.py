@@ -17,7 +17,7 @@ import urllib3
 from requests.adapters import HTTPAdapter
 from torch import Tensor
 
-from rlhf.config.scorers import HttpScorerConfig, ServedTeacherConfig
+from rlhf.config.scorers import HttpScorerConfig, ServedTeacherConfig, ServiceScorerConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import as_score, shortened
@@ -27,7 +27,7 @@ from rlhf.processes.signals import end_wait
 from rlhf.scorers.scorer import Scorer, ScorerContext, distinct_texts
 
 T = TypeVar("T")
-_Limits = HttpScorerConfig | ServedTeacherConfig
+_Limits = ServiceScorerConfig | ServedTeacherConfig
 
 _TRY_AGAIN = (429, *range(500, 600))
 _LARGEST_KIB = 1024  # size limit of an answer in KiB, in addition to one KiB for each score

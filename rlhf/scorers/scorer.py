@@ -9,9 +9,10 @@ What compares two responses calls `Scorer.compare`, which a judge of pairs overr
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf.config.models import ModelConfig
+from rlhf.config.models import Combine, ModelConfig
 from rlhf.config.scorers import (
-    MixtureScorerConfig,
+    PartsScorerConfig,
     RewardModelScorerConfig,
     ScorerConfig,
     WeightedScorerConfig,
@@ -37,7 +38,7 @@ from rlhf.models.forward import infer
 from rlhf.models.loading import (
     check_vocabulary,
     fill_pad_token,
-    load_reward_model,
+    load_mean_reward_model,
     read_tokenizer,
     same_tokens,
 )
@@ -47,6 +48,16 @@ from rlhf.text.chat import Dialogues, control_tokens, end_responses_with_turns, 
 from rlhf.text.encoding import encode_completions, encode_prompts, pieces
 
 _ROUNDING = 1e-12  # relative difference of sums in float64 that are equal as decimals, near 0 also in float32
+
+
+Figures = dict[str, tuple[float, float]]  # total, and the count of which it is the mean, or 0 for a sum
+
+
+def add(into: Figures, new: Figures) -> None:
+    """Add figures to the figures `into`, in place."""
+    for figure, (total, count) in new.items():
+        before = into.get(figure, (0.0, 0.0))
+        into[figure] = before[0] + total, before[1] + count
 
 
 def merge_ties(scores: Tensor, tolerance: float) -> Tensor:
@@ -87,6 +98,7 @@ class ScorerContext:
         build: returns the scorer of a config section and key, for a scorer that consists of other scorers.
         conversational: the prompts of the task are dialogues.
         turns: the messages of the environment as tokens, if one answers the replies; None: no environment.
+        judgements: the file of the answers of a judge, with * in place of its key; None: it forgets them.
         parts: names of the parts of a mixture of tasks, in the order of `Prompts.part`; empty without parts.
         tie_tolerance: largest relative difference of two scores that count as equal (`algo.tie_tolerance`).
         response_length: largest number of tokens of a response.
@@ -103,6 +115,7 @@ class ScorerContext:
     parts: tuple[str, ...] = ()
     tie_tolerance: float = 0.0
     response_length: int = 0
+    judgements: Path | None = None
 
     def part(self, key: str, section: ScorerConfig) -> Scorer:
         """Return the scorer of the part `key` of a scorer, given its config section."""
@@ -147,9 +160,16 @@ class Scorer(ABC):
             return scores
         return scores.gather(1, first_of_identical(rollouts).to(scores.device))
 
+    def told(self) -> Figures:
+        """Return figures of this scorer about its work since the last call: total, and count (0: a sum)."""
+        return {}
+
     def scored(self, rollouts: Rollouts) -> list[Scored]:
-        """Return the K responses to each prompt with their scores, for `compare`."""
-        columns = self.score_once(rollouts).float().T
+        """Return the K responses to each prompt, for `compare`, with their scores (NaN if it `compares`)."""
+        if self.config.compares:
+            columns = torch.full(rollouts.response_ids.shape[:2], math.nan).T
+        else:
+            columns = self.score_once(rollouts).float().T
         return [Scored(rollouts=rollouts, sample=k, scores=column) for k, column in enumerate(columns)]
 
     def compare(self, a: Scored, b: Scored) -> Tensor:
@@ -163,6 +183,11 @@ class Scorer(ABC):
         """
         return merge_ties(torch.stack([a.scores, b.scores], 1), self.tie_tolerance)
 
+    def compared(self, a: Scored, b: Scored, rows: Tensor) -> Tensor:
+        """Return `compare` of the responses to the M prompts at `rows`, [M, 2], scored by this scorer."""
+        pair = (self.scored(each.rollouts.select(rows))[each.sample] for each in (a, b))
+        return self.compare(*pair)
+
     def __call__(self, rollouts: Rollouts) -> Batch:
         """Return the rollouts with the scores for training, in which ties are equal (`merge_ties`).
 
@@ -175,7 +200,10 @@ class Scorer(ABC):
         summed = self.config.parts if parts else {}
         weights = {name: torch.full((len(rollouts),), part.weight) for name, part in summed.items()}
         scores = merge_ties(scores, self.tie_tolerance)
-        return rollouts.extend(Batch, scores=scores, parts=rounded, part_weights=weights or None)
+        rest = [(0.0, 0.0)] * (len(rollouts) - 1)
+        told = {name: torch.tensor([pair, *rest], dtype=torch.double) for name, pair in self.told().items()}
+        own = {"parts": rounded, "part_weights": weights or None, "figures": told or None}
+        return rollouts.extend(Batch, scores=scores, **own)
 
     def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor] | None]:
         """Return the scores [N, K] after `at_end`, and those of the parts, if any; float64."""
@@ -329,25 +357,37 @@ def first_of_identical(rollouts: Rollouts) -> Tensor:
     return torch.tensor(columns).view(N, K)
 
 
-# A scorer that is the weighted sum of other scorers.
+# Scorers that consist of other scorers: their weighted sum, and one for each part of a mixture of tasks.
 
 
-class WeightedScorer(Scorer):
-    """A scorer that returns the weighted sum of the scores of other scorers, its parts.
+class PartsScorer(Scorer):
+    """A scorer that consists of other scorers, its parts.
 
     Args:
         config: config section of the scorer, with the sections and weights of the parts.
-        context: the objects of the run that a scorer needs; `context.build` builds the parts.
+        context: the objects of the run that a scorer needs; `context.build` builds the parts, and for a
+            mixture `context.parts` names them in their order.
     """
 
-    config: WeightedScorerConfig
+    config: PartsScorerConfig
 
-    def __init__(self, config: WeightedScorerConfig, context: ScorerContext) -> None:
+    def __init__(self, config: PartsScorerConfig, context: ScorerContext) -> None:
         super().__init__(config, context)
-        self.parts: dict[str, Scorer] = {}
-        for key, section in config.parts.items():
-            self.parts[key] = context.part(key, section)
-            self.parts[key].alone = False
+        keys = context.parts if config.of_mixture else config.parts
+        self.parts = {key: context.part(key, config.parts[key]) for key in keys}
+        for part in self.parts.values():
+            part.alone = config.of_mixture
+
+    def told(self) -> Figures:
+        """Return the sums of the figures of the parts."""
+        found = Figures()
+        for part in self.parts.values():
+            add(found, part.told())
+        return found
+
+
+class WeightedScorer(PartsScorer):
+    """A scorer that returns the weighted sum of the scores of its parts."""
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the weighted sum [N, K] of the scores, before the missing-EOS settings are applied."""
@@ -360,6 +400,14 @@ class WeightedScorer(Scorer):
         """
         parts = {name: part.training_scores(rollouts)[0] for name, part in self.parts.items()}
         return self.at_end(self.total(parts, rollouts), rollouts), parts
+
+    def compare(self, a: Scored, b: Scored) -> Tensor:
+        """Return two numbers for each prompt, [N, 2]; if a part compares responses, the sum of its shares."""
+        if not self.config.compares:
+            return super().compare(a, b)
+        rows = torch.arange(len(a.rollouts))
+        compared = {name: part.compared(a, b, rows).double() for name, part in self.parts.items()}
+        return merge_ties(self.total(compared, a.rollouts), self.tie_tolerance)
 
     def total(self, parts: dict[str, Tensor], rollouts: Rollouts) -> Tensor:
         """Return the weighted sum [N, K] of the scores [N, K] in `parts`; NaN: the part does not judge it.
@@ -382,42 +430,66 @@ class WeightedScorer(Scorer):
         return (weights * torch.where(left_out, 0.0, scores)).sum(0)
 
 
-# A scorer that has a scorer of its own for each part of a mixture of tasks.
-
-
-class MixtureScorer(Scorer):
-    """A scorer that scores the responses to the prompts of each part with the scorer of the part.
+class Members(WeightedScorer):
+    """A scorer that combines the scores of the reward models of an ensemble (Coste et al., arXiv 2310.02743).
 
     Args:
-        config: config section of the scorer, with the sections of the parts.
-        context: the objects of the run that a scorer needs; `context.parts` names the parts in their order.
+        config: config section of the ensemble.
+        members: config section of the sum of the members.
+        context: the objects of the run that a scorer needs; `context.build` builds the members.
     """
 
-    config: MixtureScorerConfig
+    def __init__(self, config: Any, members: WeightedScorerConfig, context: ScorerContext) -> None:
+        super().__init__(members, context)
+        self.config = config  # without parts: the members have no weights
+        self.how, self.doubt = (config.combine or Combine.mean).name, config.doubt
 
-    def __init__(self, config: MixtureScorerConfig, context: ScorerContext) -> None:
-        super().__init__(config, context)
-        self.parts = [context.part(key, config.parts[key]) for key in context.parts]
+    def total(self, parts: dict[str, Tensor], rollouts: Rollouts) -> Tensor:
+        """Return the scores [N, K] that the scores [N, K] of the members have together."""
+        return combined(torch.stack([*parts.values()]), self.how, self.doubt)
+
+
+def combined(members: Tensor, how: str, doubt: float) -> Tensor:
+    """Return the scores [...] of an ensemble from those of its members, [M, ...] with M > 1.
+
+    Coste et al. subtract the variance, with 1 / M. Here it is the standard deviation, with 1 / (M - 1), whose
+    unit is that of the scores.
+
+    Args:
+        members: the scores of the members.
+        how: mean, worst, or uncertainty: the mean minus `doubt` times the standard deviation.
+        doubt: the factor.
+    """
+    if how == "worst":
+        return members.amin(0)
+    return members.mean(0) - (doubt * members.std(0) if how == "uncertainty" else 0.0)
+
+
+class MixtureScorer(PartsScorer):
+    """A scorer that scores the responses to the prompts of each part of the task with its own scorer."""
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the scores [N, K], before the missing-EOS settings are applied."""
-        return self.by_part(rollouts, lambda scorer, own: scorer.score_once(own))
+        return self.by_part(rollouts, lambda scorer, rows: scorer.score_once(rollouts.select(rows)))
 
     def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, None]:
         """Return the scores [N, K]; the missing-EOS settings of a part apply before those of this section."""
-        scores = self.by_part(rollouts, lambda scorer, own: scorer.training_scores(own)[0])
+        scores = self.by_part(rollouts, lambda scorer, rows: scorer.training_scores(rollouts.select(rows))[0])
         return self.at_end(scores, rollouts), None
 
-    def by_part(self, rollouts: Rollouts, scores: Callable[[Scorer, Rollouts], Tensor]) -> Tensor:
-        """Return the weighted scores [N, K]; `scores(scorer, own)` scores the rollouts of one part."""
+    def compare(self, a: Scored, b: Scored) -> Tensor:
+        """Return two numbers for each prompt, [N, 2] float32, of the scorer of its part."""
+        if not self.config.compares:
+            return super().compare(a, b)
+        return self.by_part(a.rollouts, lambda scorer, rows: scorer.compared(a, b, rows)).float()
+
+    def by_part(self, rollouts: Rollouts, scores: Callable[[Scorer, Tensor], Tensor]) -> Tensor:
+        """Return weighted numbers of each prompt [N, ...]; `scores(scorer, rows)` are those of one part."""
         assert rollouts.part is not None, "validated: the task has parts, and the rollouts are not stored"
-        found = torch.zeros(rollouts.response_ids.shape[:2], dtype=torch.float64)
-        for number, scorer in enumerate(self.parts):
-            rows = (rollouts.part == number).nonzero()[:, 0]
-            if len(rows):
-                own = scores(scorer, rollouts.select(rows))
-                found[rows] = scorer.config.weight * own.to(found.device, found.dtype)
-        return found
+        rows = [(rollouts.part == number).nonzero()[:, 0] for number in range(len(self.parts))]
+        pairs = [pair for pair in zip(self.parts.values(), rows, strict=True) if len(pair[1])]
+        found = [part.config.weight * scores(part, own).to("cpu", torch.double) for part, own in pairs]
+        return torch.cat(found)[torch.cat([own for _, own in pairs]).argsort()]
 
 
 # A scorer that saves scored rollouts (`save_generations`); `rlhf.core.files` has the format.
@@ -605,21 +677,37 @@ def reads_tokens_of(own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFas
     return same_tokens(own, policy) and not other_format
 
 
-def build_reward_model(config: RewardModelScorerConfig, context: ScorerContext) -> RewardModelScorer:
-    """Return a scorer with the reward model and tokenizer at `config.path`, or else at `model.reward`.
+def build_reward_model(config: RewardModelScorerConfig, context: ScorerContext) -> Scorer:
+    """Return a scorer with the reward models and tokenizers at `config.path`, or else at `model.reward`.
 
     Raises:
-        UserError: the model or its tokenizer cannot be loaded, or do not fit each other or the policy.
+        UserError: a model or its tokenizer cannot be loaded, or they do not fit each other or the policy.
     """
+    named = config.reward_models(context.at, context.model.reward)
+    assert named, "validated: a reward model is named or made"
+    key, paths = named[0][0], [path for _, path in named]
+    if len(paths) == 1 or config.combine is Combine.weights:
+        return _scorer_of(config, context, key, *paths)
+    own: dict[str, Any] = {"batch_size": config.batch_size, "pad_token": config.pad_token}
+    members = {str(n): RewardModelScorerConfig(path=path, **own) for n, path in enumerate(paths, 1)}
+    build_one = lambda section, _: _scorer_of(section, context, key, section.path)  # noqa: E731
+    return Members(config, config.as_sum(members), replace(context, build=build_one))
+
+
+def _scorer_of(
+    config: RewardModelScorerConfig, context: ScorerContext, key: str, path: str, *others: str
+) -> RewardModelScorer:
+    """Return a scorer with one reward model: that at `path`, or the mean of its weights and the others'."""
     model = context.model
-    named = config.reward_model(context.at, model.reward)
-    assert named is not None, "validated: a reward model is named or made"
-    key, path = named
     own = read_own(key, path, model, context.conversational)
+    for other in others:
+        if not same_tokens(own, read_own(key, other, model, context.conversational)):
+            rule = f"{key} must name models with one tokenizer for {context.at}.combine=weights"
+            raise UserError(f"{rule}, got that of {other!r} besides {path!r}; set {context.at}.combine=mean")
 
     def load() -> RewardModel:
-        loaded = load_reward_model(
-            path,
+        loaded = load_mean_reward_model(
+            [path, *others],
             getattr(torch, model.dtype.value),
             attention=model.loaded_attention,
             trust_remote_code=model.trust_remote_code,

@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from rlhf.checks.check import checked, composed, composed_node, warn
+from rlhf.checks.check import check_services, checked, composed, composed_node, warn
 from rlhf.config.algorithms import Trains
 from rlhf.config.models import RANKS_FILE, LoRAConfig, TorchConfig
 from rlhf.config.root import Config, threads
@@ -141,6 +141,7 @@ def _not_evaluated(wanted: list[_Candidate], rows: dict[str, dict[str, Any]]) ->
 
 def measure(due: list[_Candidate], cfg: Config, folder: RunFolder, split: str) -> Iterator[dict[str, Any]]:
     """Evaluate each model of `due`; write and yield its row. Damaged checkpoints are skipped."""
+    check_services(cfg)
     say_loading()
     from rlhf.assembly.models import joined
     from rlhf.stages.run import at_start, run
@@ -315,9 +316,12 @@ def evaluations(
             cfg = cfg.with_({"model.policy": str(group[0].weights)})
         generator = assembly.build_generator(cfg, engine, folder, ranks)
         ends.callback(generator.close)
-        scorer = assembly.build_scorer(cfg, "scorer", tokenizer, ranks) if cfg.scores_completions else None
-        evaluator = assembly.build_evaluator(cfg, task, engine, generator, scorer, split)
+        scorer = None
+        if cfg.scores_completions:
+            scorer = assembly.build_scorer(cfg, "scorer", tokenizer, ranks, folder.judgements)
+        evaluator = assembly.build_evaluator(cfg, task, engine, generator, scorer, split, folder)
         if isinstance(evaluator, PolicyEvaluator):
+            evaluator.initial = list  # a row of an evaluation compares scores
             evaluator.generator = chunks = ChunkedGenerator(evaluator.generator, CHUNK)
         for version, candidate in enumerate(group):
             if not named:

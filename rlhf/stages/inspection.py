@@ -20,24 +20,35 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.models import build_stop_ids, build_tokenizer, names_of, quieten_libraries
+from rlhf.assembly.models import build_device, build_stop_ids, build_tokenizer, names_of, quieten_libraries
 from rlhf.assembly.parts import make
-from rlhf.assembly.training import TEXT, build_sampler, build_task, check_formats, part_of, reward_functions
+from rlhf.assembly.training import (
+    TEXT,
+    build_sampler,
+    build_scorer,
+    build_task,
+    check_formats,
+    part_of,
+    reward_functions,
+)
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.models import LoRAConfig
 from rlhf.config.root import Config
-from rlhf.config.scorers import FunctionScorerConfig, scorers
+from rlhf.config.scorers import FunctionScorerConfig, judges, scorers
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import printable, shortened
 from rlhf.environments.environment import EnvironmentFactory
 from rlhf.environments.episodes import Episodes
 from rlhf.environments.library import gives_rewards
-from rlhf.processes.ranks import ALONE
+from rlhf.models.folder import on_this_machine
+from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.function import FunctionScorer
+from rlhf.scorers.judge import JudgeScorer
 from rlhf.scorers.scorer import ScorerContext, distinct_texts, response_texts
 from rlhf.stages import prerequisites
+from rlhf.stages.probes import judged, probed
 from rlhf.tasks.task import Task, altered, summarize
 from rlhf.terminal.console import say, say_row
 from rlhf.text.chat import control_tokens, quoted, render, set_format, set_thinking, unquoted
@@ -55,6 +66,7 @@ log = logging.getLogger(__name__)
 
 _SHOWN = 3  # examples
 _FIRST, _LAST = 60, 30  # tokens of a text that are shown
+_TRIED = 32  # examples with probes, and pairs for a judge
 _SPECIAL = ("bos", "eos", "pad", "unk")
 
 
@@ -104,6 +116,7 @@ class Inspection:
             for i in range(min(_SHOWN, len(batch))):
                 self._title(f"Example {i + 1} of the first update ({batch.place(i)})")
                 self._show_example(batch, rollouts, i)
+            self._show_probes(task, scratch)
 
     def _title(self, text: str) -> None:
         self._say("")
@@ -162,7 +175,52 @@ class Inspection:
             for text in each.lines():
                 self._say(f"    {text}")
             self._warn([each.warning] if each.warning is not None else [])
+        for at, question, answer in tried_judges(self.cfg, task):
+            self._title(f"Question to the judge ({at})")
+            for text in [*question.splitlines(), f"answer: {answer}"]:
+                self._say(f"  {text}")
         self._warn(check_formats(self.cfg, task))
+
+    def _show_probes(self, task: Task, scratch: str) -> None:
+        """Print what judges answer about pairs, and what the training scorer gives for planted responses."""
+        cfg, rows = self.cfg.with_({"cache_dir": scratch}), len(task.examples("train"))
+        batch = task.batch(np.linspace(0, rows - 1, min(rows, _TRIED)).astype(int).tolist())
+        known = [i for i, each in enumerate(batch.references) if each.strip()]
+        batch = batch.select(torch.tensor(known, dtype=torch.int64))
+        answers = [*map(unquoted, batch.references)]
+        for at, section in judges(cfg).items() if known else ():
+            better, worse = "the reference against the answer to another prompt", answers[1:] + answers[:1]
+            if batch.completions is not None:
+                better, worse = "the chosen response", [unquoted(str(each[1])) for each in batch.completions]
+            pairs = [*zip(answers, worse, strict=True)]
+            self._title(f"Trial of the judge at {at}: {len(pairs)} pairs of responses")
+            self._show_lines(judged(JudgeScorer(section, _context(cfg, task, at)), batch, pairs, better))
+        sections = (each for at, each in scorers(cfg) if at.startswith("scorer") and each.sequences)
+        named = [each.reward_models("scorer", cfg.model.reward) for each in sections]
+        here = all(
+            each and all(on_this_machine(name) for _, name in each) for each in named
+        )  # else made later
+        if not (here and known and cfg.scores_completions) or cfg.environment.answers:
+            return
+        batch = batch.select(torch.arange(0, len(batch), 4 if cfg.scorer.asks_service else 1))
+        answers, control = [*map(unquoted, batch.references)], control_tokens(self.tokenizer)
+        scorer = build_scorer(cfg, "scorer", self.tokenizer, Ranks(build_device(cfg)))
+        assert scorer is not None, "validated: training needs a scorer"
+        limit = cfg.generator.response_length if named else None  # the context of a model is limited
+
+        def score(rows: Sequence[int], texts: Sequence[str]) -> np.ndarray:
+            prompts = batch.select(torch.tensor(rows))
+            both = zip((quoted(text, control) for text in texts), prompts.references, strict=True)
+            made = [each[: 1 + cfg.scorer.compares] for each in both]
+            planted = encode_completions(prompts, made, self.tokenizer, limit)
+            return scorer.score_once(planted)[:, 0].cpu().numpy()
+
+        self._title(f"Probes of the reward: planted responses to {len(batch)} examples, median scores")
+        self._show_lines(probed(score, batch.texts, answers, scorer.tie_tolerance))
+
+    def _show_lines(self, lines: Iterable[tuple[str, bool]]) -> None:
+        for text, alarm in lines:
+            self._warn([text]) if alarm else self._say(f"  {text}")
 
     def _show_example(self, batch: Prompts, rollouts: Rollouts | None, i: int) -> None:
         """Print an example as tokens, with the use of each part; `rollouts`: its stored responses, if any."""
@@ -253,7 +311,7 @@ def _wrapped(parts: list[str], width: int) -> Iterator[str]:
 # A reward function scores a few examples of the data. The response of an example is its stored reference
 # response, or else a short text. The short text and an empty response are tried, too, because a policy
 # samples other responses than the references. An environment plays the first turn of a few episodes with an
-# empty reply. Services and reward models are not called.
+# empty reply. A judge gets one question. Other services and reward models are not called.
 
 
 _EXAMPLES = 3
@@ -286,17 +344,19 @@ class _Trial:
             yield f"{len(self.scores)} tried, because this took {self.seconds:.1f} s"
 
 
-def rehearse(cfg: Config, task: Task | None = None) -> None:
-    """Try the reward functions and the environment of a run, print what they did, and log warnings.
+def rehearse(cfg: Config, task: Task | None = None, judgements: Path | None = None) -> None:
+    """Try reward functions, judges and the environment of a run, print what they did, and log warnings.
 
     Args:
         cfg: the config of the run.
         task: the data of the run; None: they are built.
+        judgements: see `ScorerContext`.
 
     Raises:
-        UserError: a function or the environment fails, or a function returns something that is not a score.
+        UserError: a function, a judge or the environment fails, or a function returns something that is not
+            a score.
     """
-    if not (any(reward_functions(cfg)) or cfg.environment.answers):
+    if not (any(reward_functions(cfg)) or cfg.environment.answers or judges(cfg)):
         return
     task = task or build_task(cfg, build_tokenizer(cfg), Data.prompts, cfg.schedule.prompts_per_update)
     trials = tried(cfg, task)
@@ -305,12 +365,40 @@ def rehearse(cfg: Config, task: Task | None = None) -> None:
         name, scores = each.path.rpartition(":")[2], ", ".join(map(_text, each.scores))
         slow = f" ({each.seconds:.1f} s)" if each.seconds > 1 else ""
         say_row("reward tried", f"{name}: {scores} for {len(each.scores)} examples{slow}")
+    for at, _, answer in tried_judges(cfg, task, judgements):
+        say_row("judge tried", f"{at}: {shortened(repr(answer), 60)}")
     if cfg.environment.answers:
         described, more = tried_environment(cfg, task)
         say_row("environment", described)
         warnings += more
     for warning in warnings:
         log.warning("%s", warning)
+
+
+def tried_judges(cfg: Config, task: Task, judgements: Path | None = None) -> Iterator[tuple[str, str, str]]:
+    """Ask each judge one question about a training example; yield its key, the question and the answer.
+
+    Raises:
+        UserError: the server refuses the question, or the answer is no verdict.
+    """
+    for at, section in judges(cfg).items():
+        context = replace(_context(cfg, task, at), judgements=judgements)
+        try:
+            yield at, *JudgeScorer(section, context).trial(task.batch([0]))
+        except RunError as error:
+            raise UserError(str(error)) from None
+
+
+def _context(cfg: Config, task: Task, at: str) -> ScorerContext:
+    """Return the context of a scorer that is tried, at its key."""
+    return ScorerContext(
+        at=at,
+        tokenizer=task.tokenizer,
+        ranks=ALONE,
+        model=cfg.model,
+        place=lambda make: make(),
+        build=lambda section, key: None,
+    )
 
 
 def tried_environment(cfg: Config, task: Task) -> tuple[str, list[str]]:
@@ -364,15 +452,7 @@ def tried(cfg: Config, task: Task) -> list[_Trial]:
     """
     found, problems, known, rows = [], [], dict(scorers(cfg)), task.examples("train")
     for at, section in reward_functions(cfg):
-        context = ScorerContext(
-            at=at,
-            tokenizer=task.tokenizer,
-            ranks=ALONE,
-            model=cfg.model,
-            place=lambda make: make(),
-            build=lambda section, key: None,
-        )
-        scorer = FunctionScorer(section, context)
+        scorer = FunctionScorer(section, _context(cfg, task, at))
         whole, paths = known.get(at.rpartition(".parts.")[0]), getattr(known[at], "path", None)
         # Whether no other function judges the examples, so that the function must judge them all.
         scorer.alone = len(paths) == 1 if isinstance(paths, list) else whole is None or whole.of_mixture

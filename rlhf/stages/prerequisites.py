@@ -21,7 +21,7 @@ import yaml
 from rlhf.assembly.parts import make as make_part
 from rlhf.checks.check import TOKEN, problems
 from rlhf.config.algorithms import Data, DistillConfig, Trains
-from rlhf.config.models import LoRAConfig, MovingConfig
+from rlhf.config.models import LoRAConfig, MovingConfig, paths_in
 from rlhf.config.root import Config
 from rlhf.config.run import StagesConfig
 from rlhf.config.schema import values
@@ -30,6 +30,7 @@ from rlhf.config.tasks import TaskConfig
 from rlhf.core import formatting
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import component, digest, whole
+from rlhf.core.launched import derive
 from rlhf.loggers.logger import EVALUATION_METRICS, shown
 from rlhf.models.folder import is_local
 from rlhf.runs.folder import COMPLETE, RunFolder
@@ -179,6 +180,7 @@ _Run = Callable[..., object]  # rlhf.stages.run.run, which carries out a run
 
 SFT, PAIRS, REWARD = "SFT model", "preference pairs", "reward model"
 _CHUNK = 256  # prompts per request for pairs
+_APART = 1000  # between the seeds of the members of an ensemble
 
 
 def names(cfg: Config, reward: bool = True) -> list[str]:
@@ -197,7 +199,13 @@ def names(cfg: Config, reward: bool = True) -> list[str]:
         PAIRS: (cfg.reads_pairs or makes_reward) and cfg.task.preferences_path is None,
         REWARD: makes_reward,
     }
-    return [name for name, needed in due.items() if needed]
+    return [each for name, needed in due.items() if needed for each in _labels(name, cfg)]
+
+
+def _labels(name: str, cfg: Config) -> list[str]:
+    """Return the names of what the stage `name` makes: several for an ensemble of reward models."""
+    members = cfg.stages.members if name == REWARD else 1
+    return [name] if members == 1 else [f"{name} {number}/{members}" for number in range(1, members + 1)]
 
 
 def prerequisites(cfg: Config, run: _Run, reward: bool = True) -> tuple[Config, list[Artefact]]:
@@ -211,7 +219,7 @@ def prerequisites(cfg: Config, run: _Run, reward: bool = True) -> tuple[Config, 
     Raises:
         UserError: the config of a stage has a problem.
     """
-    due = dict.fromkeys(names(cfg, reward), cfg)
+    due = {name: cfg for name in (SFT, PAIRS, REWARD) if _labels(name, cfg)[0] in names(cfg, reward)}
     return chain(cfg, due, partial(_model, run=run), _sampled_pairs)
 
 
@@ -235,7 +243,7 @@ def chain(
     algos = {SFT: "sft", REWARD: "reward"}
     stages = {name: checked(stage(due[name], algo)) for name, algo in algos.items() if name in due}
     found: list[Artefact] = []
-    paths: dict[str, str] = {}
+    paths: dict[str, Any] = {}
     own = cfg.reads_pairs or not cfg.task.embedded  # otherwise the reward stage itself finds its pairs
     for name in due:  # each may need the one before
         if name == PAIRS:
@@ -243,9 +251,12 @@ def chain(
             if own:
                 paths["task.preferences_path"] = str(found[-1].folder)
         else:
-            found.append(model(name, stages[name].with_(paths)))
-            key = "model.policy" if name == SFT else "model.reward"
-            paths[key] = str(RunFolder(found[-1].folder).model)
+            made: list[str] = []
+            for label in _labels(name, cfg):  # the members of an ensemble differ in their seeds
+                seed = cfg.stages.seed + _APART * len(made)
+                found.append(model(label, stages[name].with_({**paths, "seed": seed})))
+                made.append(str(RunFolder(found[-1].folder).model))
+            paths["model.policy" if name == SFT else "model.reward"] = made if made[1:] else made[0]
     if not cfg.reads_pairs:
         paths.pop("task.preferences_path", None)
     return cfg.with_(paths), found
@@ -342,6 +353,7 @@ def _sample_pairs(cfg: Config, folder: Path) -> None:
                 response_texts(rollouts, tokenizer),
             )
             advance(1)
+    exchange(columns["train"], cfg.stages.label_noise, cfg.stages.seed)
     data = {split: Dataset.from_dict(rows) for split, rows in columns.items()}
     DatasetDict(data).save_to_disk(str(folder))
 
@@ -355,6 +367,14 @@ def add_pairs(
             columns["prompt"].append(prompt)
             columns["chosen"].append(first if a > b else second)
             columns["rejected"].append(second if a > b else first)
+
+
+def exchange(columns: dict[str, list[str]], share: float, seed: int) -> None:
+    """Exchange the two responses of a share of the pairs; a pair has the same draw whatever follows it."""
+    draws, chosen, rejected = random.Random(derive(seed, "noise")), columns["chosen"], columns["rejected"]
+    for i in range(len(chosen)):
+        if draws.random() < share:
+            chosen[i], rejected[i] = rejected[i], chosen[i]
 
 
 # Configs and folders of the stages before a run: SFT, preference pairs, reward model.
@@ -399,7 +419,12 @@ def stage(cfg: Config, algo: str) -> Config:
     shared = [name for name in made.backend.for_stages if name in own.for_stages]
     changes |= {f"backend.{name}": getattr(own, name) for name in shared}
     # What no stage needs
-    changes |= {"model.reference": None, "model.reward": None, "task.teacher_column": None}
+    changes |= {
+        "model.reference": None,
+        "model.reward": None,
+        "task.teacher_column": None,
+        "stages.members": 1,
+    }
     changes["model.moving"] = MovingConfig()
     if embedded:
         changes["model.lora"] = LoRAConfig()
@@ -450,13 +475,15 @@ def _name_in_cache(path: str, cfg: Config) -> str:
 
 def pairs_folder(cfg: Config) -> Path:
     """Return the folder of the preference pairs that are sampled from the policy of `cfg`."""
-    depends = {
+    depends: dict[str, Any] = {
         "policy": _name_in_cache(cfg.model.policy or "", cfg),
         "task": values(cfg.task),
         "gold": values(cfg.gold),
         "pairs": [cfg.stages.pairs, cfg.stages.pairs_temperature, cfg.stages.seed],
         "lengths": [cfg.generator.response_length, cfg.eval.prompts],
     }
+    if cfg.stages.label_noise:
+        depends["label_noise"] = cfg.stages.label_noise
     return Path(cfg.cache_dir) / component(f"pairs-{cfg.task.name}-{digest(depends)}")
 
 
@@ -499,8 +526,9 @@ def complete_stand_ins(cfg: Config) -> Config:
     if isinstance(cfg.algo, DistillConfig):
         model.reference = model.reference or str(folder / "teacher")
     for _, scorer in scorers(cfg):
-        if isinstance(scorer, RewardModelScorerConfig) and scorer.path and not is_local(scorer.path):
-            scorer.path = str(folder / "judge")
+        if isinstance(scorer, RewardModelScorerConfig) and scorer.path:
+            own = [each if is_local(each) else str(folder / "judge") for each in paths_in(scorer.path)]
+            scorer.path = own if isinstance(scorer.path, list) else own[0]
     return cfg
 
 

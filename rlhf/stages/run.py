@@ -36,6 +36,7 @@ from rlhf.processes.signals import Interruption, interruptible
 from rlhf.runs.folder import COMPLETE, RunFolder, run_log, setup_logging
 from rlhf.runs.lock import Claim, claimed, deleted_folder, full_disk, no_room, unusable_file
 from rlhf.runs.resuming import refuse_another_run, saved_length
+from rlhf.scorers.judge import Spent
 from rlhf.stages.inspection import rehearse
 from rlhf.stages.prerequisites import complete, names
 from rlhf.stages.words import model_card, print_closing, print_opening
@@ -109,7 +110,7 @@ def carry_out(
     part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks)
     stages = Stages([*names(cfg), f"{cfg.algo.name} {cfg.task.name}"])
     if cfg.task.embedded and not cfg.stand_ins:  # before the stages that make its models
-        ranks.from_first(lambda: rehearse(cfg))
+        ranks.from_first(lambda: rehearse(cfg, judgements=folder.judgements))
     typed, cfg = cfg, ranks.from_first(lambda: complete(cfg, run, stages=stages))
     started = time.monotonic()
     interruption.check()  # a signal may have come while a stage wrote its model
@@ -181,6 +182,7 @@ def _train(
 
     Raises:
         RunError: a loss or a gradient is not finite.
+        Spent: the budget of a judge is spent.
         Interrupted: a signal arrived before training, or while a scorer waited for its service.
     """
     stream: RolloutStream = make(
@@ -215,12 +217,14 @@ def _train(
         )
         failed.everywhere = True
         raise failed from error
-    except Interrupted:  # a scorer waited for its service: the next session begins where scores were awaited
+    except (Interrupted, Spent) as error:  # the next session begins where scores were awaited
         if stream.taken > state.update:
             stream.put_back()
         done = ranks.from_first(lambda: (folder.path / f"checkpoint-{state.update}" / COMPLETE).exists())
         if state.update and stream.resumable and not done:
             parts.checkpoints.save(state, parts.engine, stream, parts.recorder)
+        if isinstance(error, Spent):
+            raise
         raise interrupted(interruption, state, cfg, folder) from None
 
 

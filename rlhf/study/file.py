@@ -23,9 +23,9 @@ from rlhf.words.mistakes import suggestion
 _KEYS = (
     *("study", "title", "set", "repeat", "seeds", "tasks", "methods", "axes", "grids", "tune", "tables"),
     *("figures", "claims", "budget", "looks", "resources", "include", "config_dir", "page", "interval"),
-    *("margin", "analysis", "accept", "keep"),
+    *("margin", "analysis", "accept", "keep", "curves"),
 )
-_BETTER, _BUDGET = ("higher", "lower"), ("cpu_hours", "gpu_hours")
+_BETTER, _BUDGET, _CURVES = ("higher", "lower"), ("cpu_hours", "gpu_hours"), ("gold and proxy over kl",)
 
 
 def read_spec(file: Path | str, made_of: Path | None = None) -> Spec:
@@ -295,6 +295,7 @@ class _Reading(Document):
             tune=self.read_tune(),
             tables=[*self.read_tables("tables")] or values,
             figures=list(self.read_tables("figures")),
+            curves=any([self.one_of(x, _CURVES, "curves", text) for x, text in self.items("curves").items()]),
             claims=self.read_claims(),
             budget={each: self.number(f"budget.{each}", 0.0) for each in self.mapping("budget", _BUDGET)},
             looks=self.number("looks", 1, int, 1),

@@ -25,8 +25,8 @@ from rlhf.core.errors import UserError
 from rlhf.core.files import component, write_atomically
 from rlhf.core.formatting import wilson
 from rlhf.core.statistics import LEVEL, Estimate
-from rlhf.report.figures import Chart, Panel, trace
-from rlhf.report.tables import Group
+from rlhf.report.figures import Chart, Panel
+from rlhf.study.curves import band, curves, drawn, fitted, stopped
 from rlhf.study.plan import read_choices
 from rlhf.study.rows import DIVERGED, FEWEST, UNDECIDED, Contrast, Judged, Results, Row, Term, judged, shown
 from rlhf.study.spec import CLAIMS, Axis, Cell, Formula, Quantity, Spec, Table
@@ -102,7 +102,7 @@ def _as_markdown(results: Results, shown: str, found: Sequence[_Family], images:
     """Return the generated part of the page; `shown`: the tables."""
     from jinja2 import Environment, StrictUndefined
 
-    spec, resolved = results.spec, resolution(results)
+    spec, resolved, gold = results.spec, resolution(results), curves(results)
     chosen = tuned(spec) if spec.tune else []
     values = [text for line in chosen[1:] for text in line[2:] if text]
     names = [each.title or each.quantity for each in spec.tables if re.match("(?!eval/).+/", each.quantity)]
@@ -120,6 +120,7 @@ def _as_markdown(results: Results, shown: str, found: Sequence[_Family], images:
             findings=list(findings(results, found)),
             claims=claims(results, found) if spec.claims else (),
             resolution=as_table(resolved) if resolved else "",
+            curves={x: [as_table(t) for t in (fitted(results, c), stopped(c)) if t] for x, c in gold.items()},
             shares=[as_table(each) for each in over_tasks(results)],
             values=len(values),
             edges=sum(_EDGE in text for text in values),
@@ -215,6 +216,7 @@ def _charts(results: Results) -> Iterator[Chart]:
             panels += [Panel(partial(_draw, table, part)) for part in parts]
         if panels:
             yield Chart(declared.file_name, "", "", panels)
+    yield from (drawn(component(f"gold_and_proxy_over_kl_{x}"), c) for x, c in curves(results).items())
 
 
 def _draw(table: _Shown, methods: Sequence[str], axes: Any) -> None:
@@ -222,19 +224,13 @@ def _draw(table: _Shown, methods: Sequence[str], axes: Any) -> None:
 
     Values of the axis have equal distances. A value is drawn if more than half of the runs have it.
     """
-    import pandas
-
+    nothing = Estimate(math.nan, math.nan, math.nan, 0)
     for place, method in enumerate(methods):
         row = table.rows[method]
-        known = [each.estimate[:3] if 2 * each.having > each.runs else [math.nan] * 3 for each in row]
-        points = pandas.DataFrame(known, columns=["y", "low", "high"])
-        if points.y.notna().any():
-            trace(axes, Group((), method, place, place), points.assign(x=points.index))
-            axes.lines[-1].set_label(method)
+        known = [each.estimate if 2 * each.having > each.runs else nothing for each in row]
+        band(axes, place, method, range(len(row)), known)
     axes.set_xticks(range(len(table.columns)), [column.rpartition(" ")[2] for column in table.columns])
     axes.set(xlabel=table.table.axis, title=f"{table.task}: {table.title}")
-    if axes.lines:
-        axes.legend(fontsize=7, ncols=2)
 
 
 # Tables of a study, the differences that it supports, and what its seeds can show; as text in all forms.

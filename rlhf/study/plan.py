@@ -220,7 +220,7 @@ def _said(tuned: Tuned) -> str:
 
 
 # Fields of sections that name data, a model or a function; `parts` of a section are sections of their own.
-_DATA = ("path", "preferences_path", "chat_template")
+_DATA = ("path", "preferences_path", "chat_template", "template", "rubric")
 _MODELS = ("base", "policy", "reference", "reward", "tokenizer")
 
 
@@ -248,7 +248,8 @@ def inputs(cfg: Config) -> dict[str, str]:
             for place, text in _texts(dotted(key, name), getattr(section, name)):
                 if name in (*_DATA, *_MODELS) and ":" not in text:  # else the address of a function
                     path = Path(text).expanduser()
-                    is_name = place.rpartition(".")[2] in (*_MODELS, "path") and text.count("/") == 1
+                    field_name = place.rstrip(".0123456789").rpartition(".")[2]  # also of a list
+                    is_name = field_name in (*_MODELS, "path") and text.count("/") == 1
                     if os.path.exists(path):  # False also for a long text
                         found[place] = files.digest_of(path)
                     elif is_name and (folder := cached_folder(text)) is not None:

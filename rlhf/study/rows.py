@@ -370,6 +370,7 @@ def named(spec: Spec) -> Iterator[tuple[str, str]]:
     found = [(f"tasks.{name}.metric", task.metric) for name, task in spec.tasks.items()]
     found += [(f"tables.{place}", each.quantity) for place, each in enumerate(spec.tables)]
     found += [(f"figures.{place}", each.quantity) for place, each in enumerate(spec.figures)]
+    found += [("curves", name) for name in ("eval/kl", "eval/gold_score") if spec.curves]
     sides = ((key, side) for key, each in formulas.items() if each for side in (each.left, each.right))
     found += [(key, side.quantity) for key, side in sides if side]
     yield from ((key, name) for key, name in found if name and "/" in name)
@@ -553,8 +554,8 @@ def _differences(
         if right is None:
             found[method + place] = terms(left, method, 1.0)
             continue
-        same = right.methods == (SAME,)
-        for other in [method] if same else [each for each in right.methods if each != method]:
-            name = method if same else f"{method} - {other}"
+        others = [each for each in right.methods if each != method or right.quantity != left.quantity]
+        for other in [method] if right.methods == (SAME,) else others:
+            name = method if other == method else f"{method} - {other}"
             found[name + place] = terms(left, method, 1.0) + terms(right, other, -formula.factor)
     return found

@@ -198,6 +198,7 @@ class Spec:
     tune: Tune | None  # None: no setting is tuned
     tables: Sequence[Table]
     figures: Sequence[Table]
+    curves: bool  # whether gold and proxy scores are shown over the KL to the initial policy
     claims: Mapping[str, str]  # sentence -> formula (see `rlhf.study.spec`)
     budget: Mapping[str, float]  # limits such as {"cpu_hours": 20}
     looks: int  # how often the claims are judged
@@ -449,8 +450,8 @@ class Formula:
             yield f"compare {BEST} with a number"
         if sides and SAME in sides[0].methods:
             yield f"have {SAME} on the right only"
-        if sides[1:] and sides[0].methods == sides[1].methods and len(sides[0].methods) == 1:
-            yield f"compare different methods, or {SAME} at other values"
+        if sides[1:] and len(sides[0].methods) == len({(side.quantity, side.methods) for side in sides}) == 1:
+            yield f"compare different methods or quantities, or {SAME} at other values"
         for side in sides:
             named = [*side.levels, *side.every, *filter(None, [side.over])]
             said = [("methods", m, known) for m in side.methods] + [("axes", axis, [*axes]) for axis in named]

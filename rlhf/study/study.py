@@ -191,11 +191,12 @@ class Study:
 def differing(one: Row, other: Row) -> list[str]:
     """Return the fields that must be equal when a run is repeated, and are not.
 
-    The first row may be of an earlier version, which left out metrics that the last row of a run lacks.
+    The first row may be of an earlier version, which had fewer metrics. Names that only the second row has
+    do not count.
     """
     fields = ("status", "metrics", "evaluations", "bits", "means", "models", "machine")
     new = dict(vars(other))
-    for name in ("evaluations", "means"):
+    for name in ("metrics", "evaluations", "means"):
         new[name] = {key: new[name].get(key) for key in getattr(one, name)}
     return [name for name in fields if getattr(one, name) != new[name]]
 
@@ -216,7 +217,7 @@ def difference(row: Row, new: Row) -> str | None:
 # Anchor runs repeat a few committed rows first, which shows whether old and new rows may be paired.
 
 
-_SHARED = ("set", "repeat", "seeds", "axes", "tune", "tables", "figures", "margin", "resources")
+_SHARED = ("set", "repeat", "seeds", "axes", "tune", "tables", "figures", "curves", "margin", "resources")
 _OWN = ("title", "seeds", "grids", "claims", "budget", "config_dir", "page", "keep")
 
 

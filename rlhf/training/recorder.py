@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf.core.batch import Batch, Rollouts
-from rlhf.core.formatting import rate
+from rlhf.core.formatting import rate, wilson
 from rlhf.core.metrics import Evaluation, How, Metrics, Row, Stat, Timer, mean, merge, plain
 from rlhf.core.state import TrainState
 from rlhf.engines.engine import Engine
@@ -71,6 +71,7 @@ class Recorder:
         self.log_every, self.metric, self.minimised = log_every, metric, minimised
         self.tolerance, self.tie_tolerance = tolerance, tie_tolerance
         self.collapse, self.repetition = collapse or CollapseRule(), repetition or RepetitionRule()
+        self.judge = JudgeRule()
         self.timer = Timer()
         self.unchecked = set(expected)  # names of metrics in EXPECTED that are still to check
         self.tokens = 1.0  # mean number of tokens of a response of the first update
@@ -143,9 +144,10 @@ class Recorder:
                     row[name] = value
                 elif value is not None:
                     self.warn(f"{name} is {value} at update {state.update}; the row does not contain it")
+            hints = self.judge.observe(self.figures, self.first, self.evaluated)
             self.figures = {}
-            for rule in (self.collapse, self.repetition):
-                if (warning := rule.observe(row)) is not None:
+            for warning in (self.collapse.observe(row), self.repetition.observe(row), *hints):
+                if warning is not None:
                     self.warn(warning)
             if self.collapse.warned:
                 row["warning/collapse"] = 1.0
@@ -201,6 +203,7 @@ class Recorder:
             "evaluated_on": self.evaluated_on,
             "collapse": self.collapse.state_dict(),
             "repetition": self.repetition.state_dict(),
+            "judge": self.judge.state_dict(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -211,8 +214,9 @@ class Recorder:
         }
         self.first, self.initial_scores = saved["first"], saved.get("initial_scores")
         self.evaluated, self.evaluated_on = saved["evaluated"], saved.get("evaluated_on", 0)
-        for name, rule in (("collapse", self.collapse), ("repetition", self.repetition)):
+        for name in ("collapse", "repetition", "judge"):
             if name in saved:  # earlier versions had no rule
+                rule: _Rule = getattr(self, name)
                 rule.load_state_dict(saved[name])
         self.unchecked = set()  # the first update was before the checkpoint
 
@@ -503,6 +507,59 @@ class RepetitionRule(_Rule):
                 "the KL penalty"
             )
         return None
+
+
+# The hints at a judge that a policy can exploit, or that gives no signal; each is given once.
+
+
+_FIRST = (0.3, 0.7)  # share of comparisons that the response shown first wins
+_LONGER = 0.7  # largest share of decided pairs that the longer response wins, if responses grow
+_GROWTH = 1.25  # factor of the tokens of responses before training
+_MET, _MANY = 0.99, 64  # share of the answers of a row that meet a criterion, and their smallest number
+
+
+class JudgeRule(_Rule):
+    """The rule that hints at a judge which prefers a position or length, and at criteria that all meet."""
+
+    saved = ("sums", "given")
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[float]] = {}  # total and count of shares, of all rows
+        self.given: list[str] = []
+
+    def observe(self, figures: Metrics, first: Row, last: Row) -> Iterator[str]:
+        """Add a row of training metrics, and yield the hints that are due.
+
+        Args:
+            figures: the metrics of the row.
+            first, last: metrics of the evaluation before training, and of the last one.
+        """
+        due = dict[str, str]()
+        for name, stat in ((name, stat) for name, stat in figures.items() if name.startswith("judge/")):
+            before, count, share = self.sums.get(name, [0.0, 0.0]), float(stat.count), stat.value() or 0.0
+            self.sums[name] = [before[0] + float(stat.total), before[1] + count]
+            if "/met/" in name and count >= _MANY and share >= _MET:
+                who = f"criterion {name.rpartition('/')[2]} of the rubric is met by {share:.0%} of responses"
+                due[name] = f"{who}: it gives no signal; make it stricter, or leave it out"
+        names = ("judge/first", "judge/consistent", "judge/longer")
+        (won, answers), (same, pairs), (longer, decided) = (self.sums.get(each, [0.5, 1.0]) for each in names)
+        low, high = wilson(won / answers, int(answers))
+        if not (_FIRST[0] <= won / answers <= _FIRST[1] or low <= 0.5 <= high):
+            due["first"] = (
+                f"the judge prefers a position: the response shown first won {won / answers:.0%} of "
+                f"{answers:,.0f} comparisons (unbiased: 50%), and {same / pairs:.0%} of pairs are decided; "
+                "use another judge, or kind=grade"
+            )
+        old, now = (row.get("eval/response_tokens", 0.0) for row in (first, last))
+        if longer > _LONGER * decided and now > _GROWTH * old > 0:
+            due["longer"] = (
+                f"the judge prefers longer responses ({longer / decided:.0%} of {decided:,.0f} pairs), "
+                f"and responses grow ({old:.1f} tokens before training, now {now:.1f}); this is a hint: see "
+                "eval/win_rate_lc, or set a length penalty"
+            )
+        for name in due.keys() - {*self.given}:
+            self.given.append(name)
+            yield due[name]
 
 
 def rises(values: Sequence[float]) -> bool:

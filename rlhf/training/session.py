@@ -26,7 +26,7 @@ from torch import Tensor
 from rlhf.config.run import ScheduleConfig
 from rlhf.core.batch import Batch, Rollouts
 from rlhf.core.errors import RunError, place_in_code
-from rlhf.core.metrics import Metrics, selected
+from rlhf.core.metrics import Metrics, of_scorer, selected
 from rlhf.core.state import TrainState
 from rlhf.engines.engine import Engine, Gradients
 from rlhf.generators.generator import Generator
@@ -133,8 +133,8 @@ class Session:
         """
         with self.parts.recorder.timer("score"), self.parts.phases("scoring"):
             scored = self.parts.scorer(rollouts)
-            self.parts.recorder.add(self.parts.prompts.scored(scored))
-        return scored
+            self.parts.recorder.add(self.parts.prompts.scored(scored) | of_scorer(scored.figures))
+        return replace(scored, figures=None)
 
     def annotate(self, batch: Batch) -> Batch:
         """Return the batch with the log-probs and values that the objective needs; some prompts replayed."""

@@ -36,13 +36,14 @@ class Refill:
 
     most: int  # groups that are replaced for a batch, at most
     scorer: Callable[[Rollouts], Batch]  # rollouts that have scores are returned unchanged
-    note: Callable[[Batch], object]  # gets every scored batch: the order of prompts knows the solved prompts
+    # Gets every scored batch: for the order of prompts, which knows the solved ones, and for the metrics.
+    note: Callable[[Batch], object]
 
     def score(self, rollouts: Rollouts) -> tuple[Batch, Tensor]:
         """Return the rollouts with scores, and whether each group has signal, [N] bool."""
         batch = self.scorer(rollouts)
         self.note(batch)
-        return batch, _signal(batch.scores)
+        return replace(batch, figures=None), _signal(batch.scores)
 
     def figures(self, scores: Tensor, replaced: int) -> Metrics:
         """Return the metrics of an update.

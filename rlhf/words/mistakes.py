@@ -288,8 +288,9 @@ _OF_EPISODES = [f"environment/{name}" for name in _EPISODES.split()]
 # Figures of environments, scorers and tasks with names of the user.
 _OPEN = re.compile(
     r"(eval/)?environment/\w+|objective/scores/.+|part/[^/]+/(prompts|scores|response_tokens|eos_rate)"
-    r"|eval/part/[^/]+/(score|gold_score|win_rate|response_tokens)|eval/pass_at_\d+"
+    r"|eval/part/[^/]+/(score|gold_score|win_rate|response_tokens)|eval/pass_at_\d+|(eval/)?judge/met/\d+"
 )
+_OF_JUDGES = [f"eval/{name}" for name in ("win_rate", "win_rate_lc", "tie_rate", "gold_score", "norm_reward")]
 _NEAR = 0.9  # similarity of a misspelled name
 
 
@@ -301,8 +302,7 @@ def is_own(name: str) -> bool:
 def lacking(name: str, cfg: Config, code: bool = False) -> tuple[str, str] | None:
     """Return rule and remedy for a metric that a run does not have; None if the run may have the metric.
 
-    A plug-in may add any metric, other code of the user a family of metrics. A name that is almost one of
-    this project is misspelled nevertheless.
+    A plug-in may add any metric, other code a family of metrics. A name that is almost known is misspelled.
 
     Args:
         name: the metric.
@@ -325,10 +325,11 @@ def lacking(name: str, cfg: Config, code: bool = False) -> tuple[str, str] | Non
     if not may or (name not in every and get_close_matches(name, alike, cutoff=_NEAR)):
         guess = "" if name in every else suggestion(name, every, "did you mean {}?")
         return "name a metric that rows keep (see docs/reference/metrics.md)", guess or "choose another one"
-    rewards, remedy = cfg.algo.trains is Trains.reward, ""
-    if name in ("eval/win_rate", "eval/tie_rate", "eval/gold_score", "eval/norm_reward"):
+    rewards, remedy, judge = cfg.algo.trains is Trains.reward, "", cfg.scorer if "/s" in name else cfg.gold
+    if judge.compares and name in ("eval/score", "eval/gold_score", "eval/norm_reward"):
+        remedy = "choose eval/win_rate or eval/win_rate_vs_initial"
+    elif name in _OF_JUDGES and (rewards or cfg.gold.name == "none"):
         remedy = "choose another one" if rewards else "set scorer@gold or choose another one"
-        remedy = remedy if rewards or cfg.gold.name == "none" else ""
     elif name in ("eval/win_rate_vs_initial", "eval/score") and (rewards or not cfg.scores_completions):
         remedy = "choose another one"
     return ("be a metric that the runs have", remedy) if remedy else None

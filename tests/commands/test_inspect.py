@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf import inspect as inspect_command
+from tests.fake_judge import FakeJudge, served
 from tests.model_folders import REWARD, TOKENS, write_model, write_tokenizer
 
 ROWS = [{"prompt": "a b", "response": "c"}, {"prompt": "a b c a b", "response": "b b b b b"}] * 8
@@ -126,6 +127,28 @@ def test_a_begin_token_and_unknown_words_are_marked(inspect, folder):
     }
     (folder / "policy" / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert "prompt     3 tokens, not in the loss\n    [BOS <unk>]|" in inspect(*SFT)
+
+
+def test_planted_responses_are_scored_and_a_fault_of_the_reward_is_a_warning(inspect, folder):
+    words = reward(folder, "return float(str(tests[0]) in response)")
+    rows = [
+        {"prompt": "a b c" if i % 2 else "a b", "response": "abc"[i % 3], "tests": "abc"[i % 3]}
+        for i in range(16)
+    ]
+    (folder / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = inspect(*words)
+    assert "planted responses to 16 examples" in out and "  1  the reference, as '{}'\n" in out
+    assert "warning: several answers" in out and "on 16 of 16 examples" in " ".join(out.split())
+    (folder / "exact.py").write_text("def score(response, tests):\n    return response.strip() == tests\n")
+    assert "too high" not in inspect(*words[:-1], "scorer.path=exact.py:score")
+
+
+def test_reward_models_are_probed_and_judges_are_tried(inspect, folder):
+    assert "planted responses to 8 examples" in inspect(*RL), "the other prompts are too long"
+    with served(FakeJudge(position=1.0)) as judge:
+        url = [f"scorer.url={judge.url}", f"scorer.model={judge.model}"]
+        out = inspect(*RL[:2], "scorer=judge", *url, "task.path=rows", "schedule.total_episodes=16", *LOCAL)
+    assert "Trial of the judge" in out and "is refused" in out and "planted responses to" in out
 
 
 MORE_TOKENS = (*TOKENS, *"defg")  # more than the embedding has rows

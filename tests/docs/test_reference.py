@@ -16,6 +16,10 @@ FAMILIES = (
     *("time", "throughput", "memory", "generator", "annotator", "warning", "eval"),
 )
 NAME = re.compile(rf"(?:{'|'.join(FAMILIES)})/[a-z0-9_]+")
+JUDGE = (
+    *("first", "consistent", "longer", "unreadable", "met/<n>", "calls", "cached"),
+    *("tokens_read", "tokens_written", "price"),
+)
 COMPOSED = {  # metric names that `in_code` does not find: built from parts, or without a family
     *("loss/policy", "loss/value", "objective/scores/<part>", "generator/restarts", "annotator/restarts"),
     *(f"part/<name>/{name}" for name in ("prompts", "scores", "response_tokens", "eos_rate")),
@@ -23,6 +27,7 @@ COMPOSED = {  # metric names that `in_code` does not find: built from parts, or 
     *(f"time/{phase}_s" for phase in ("wait", "score", "annotate", "train", "sync")),
     *(f"environment/{name}" for name in ("turns", "tool_errors", "step_errors", "timed_out", "<name>")),
     *(f"environment/{name}" for name in ("token_share", "out_of_turns", "cut", "no_room")),
+    *(f"{family}/{name}" for family in ("judge", "eval/judge") for name in JUDGE),
     *("time/environment_s", "eval/environment/<name>", "eval/pass_at_<k>"),
     *("update", "version", "episode", "lag", "epoch", "examples", "lr"),
 }

@@ -58,6 +58,14 @@ def test_each_kind_of_run_names_the_models_that_it_loads(tmp_path):
         "algo=reward": ["reward model"],
         f"scorer@gold=reward_model gold.path={judge}": ["policy", "reference", "reward model", "judge"],
         "scorer=reward_and_answer task=arithmetic": ["policy", "reference", "reward model"],
+        "stages.members=2 scorer.combine=worst": ["policy", "reference", "reward model", "reward model"],
+        "stages.members=3 scorer.combine=weights": ["policy", "reference", "reward model"],
+        f"scorer@gold=reward_model gold.path=[{judge},{judge}] scorer=facts": [
+            "policy",
+            "reference",
+            "judge",
+            "judge",
+        ],
     }.items():
         assert [model.role for model in models(compose(words.split()))] == roles
 

@@ -389,4 +389,98 @@ MUTANTS = [
         ),
         ("k = self.sampling.begun[i].sample if self.sampling.begun else i % K", "k = i % K"),
     ),
+    # -- ensembles, label noise, best of n -----------------------------------------------------------
+    *_rows(
+        "scorers/test_ensembles",
+        "scorers/scorer.py",
+        ("return members.amin(0)", "return members.amax(0)"),
+        (
+            'return members.mean(0) - (doubt * members.std(0) if how == "uncertainty" else 0.0)',
+            'return members.mean(0) - (doubt * members.var(0) if how == "uncertainty" else 0.0)',
+        ),
+        (
+            "if not same_tokens(own, read_own(key, other, model, context.conversational)):",
+            "if False:",
+        ),
+    ),
+    *_rows(
+        "scorers/test_ensembles",
+        "core/batch.py",
+        ("return None if several is None else torch.stack([*several.values()]).std(0)", "return None"),
+    ),
+    *_rows(
+        "scorers/test_ensembles",
+        "models/loading.py",
+        ("mean[name] += (state[name] - mean[name]) / number", "mean[name] += (state[name] - mean[name]) / 2"),
+        ("if one != other:", "if False:"),
+    ),
+    *_rows(
+        "stages/test_prerequisites",
+        "stages/prerequisites.py",
+        ("seed = cfg.stages.seed + _APART * len(made)", "seed = cfg.stages.seed"),
+        ('depends["label_noise"] = cfg.stages.label_noise', "pass"),
+        ("if draws.random() < share:", "if random.random() < share:"),
+    ),
+    *_rows(
+        "core/test_best_of",
+        "core/overoptimization.py",
+        ("shares = np.add.reduceat(weights, ends - counts) / counts", "shares = weights[ends - 1]"),
+        (
+            "weights = n / total * np.cumprod([1.0, *((places - n + 1).clip(0) / places)])[::-1]",
+            "weights = n / total * np.cumprod([1.0, *((places - n).clip(0) / places)])[::-1]",
+        ),
+        ("return math.log(n) - (n - 1) / n", "return math.log(n)"),
+    ),
+    *_rows(
+        "training/test_evaluators",
+        "training/evaluators.py",
+        ("if state.update == 0 and self.best_of is not None:", "if self.best_of is not None:"),
+        ("if ranks.from_first(file.exists):", "if False:"),
+        (
+            "sampling = replace(asked, samples=most, request=request)",
+            "sampling = replace(asked, samples=most)",
+        ),
+        (
+            'asked = replace(self.sampling, temperature=self.train_temperature, purpose="eval-best-of")',
+            'asked = replace(self.sampling, purpose="eval-best-of")',
+        ),
+    ),
+    *_rows(
+        "memory/test_plan",
+        "memory/sizes.py",
+        (
+            'for key, name in named[:1] if value_at(scorer, "combine") is Combine.weights else named:',
+            "for key, name in named:",
+        ),
+    ),
+    # -- stages --------------------------------------------------------------------------------------
+    *_rows(
+        "stages/test_probes",
+        "stages/probes.py",
+        (
+            'high = scores > right + margin if kind == "added" else scores >= right - margin',
+            "high = scores > right + margin",
+        ),
+        ("high |= apart & (scores - wrong > _GAP * (right - wrong))", ""),
+        ("return scores >= np.median(right) - margin", "return scores > right.max()"),
+        ('return high & (verifies or kind != "near")', 'return high & (kind != "near")'),
+        ("forth, back = y.mean(0 if compares else 1)", "forth, back = y.mean(1)"),
+        ("judge.known.clear()  # it is asked again", ""),
+        (
+            "return np.array([[signs[each] for each in asked], [-signs[each] for each in turned]])",
+            "return np.array([[signs[each] for each in asked], [signs[each] for each in turned]])",
+        ),
+        (
+            '"position bias": bounded_interval((y[:, 0] - y[:, 1]).mean(0) / 2, -1, 1),',
+            '"position bias": bounded_interval((y[:, 0] - y[:, 1]).flatten() / 2, -1, 1),',
+        ),
+    ),
+    *_rows(
+        "stages/test_probes",
+        "core/statistics.py",
+        (
+            "centre, *ends = mean_interval([*values, *(least, most) * 2])[:3]",
+            "centre, *ends = mean_interval([*values])[:3]",
+        ),
+    ),
 ]

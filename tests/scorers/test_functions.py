@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf.checks.check import composed, problems
+from rlhf.checks.check import checked, composed, problems
 from rlhf.config.algorithms import DPOConfig
 from rlhf.config.scorers import FunctionScorerConfig
 from rlhf.core.errors import Interrupted, RunError, UserError
@@ -108,7 +108,7 @@ def test_the_remedy_for_relative_imports_works(here):
 def test_a_list_without_scorer_function_is_reported_with_the_choice_of_the_scorer(here):
     words = ["task=tldr", "scorer.path=[one.py:words,two.py:words]"]
     with pytest.raises(UserError, match="set scorer=function 'scorer.path=.one.py"):
-        composed(words)
+        checked(composed(words))
 
 
 # -- parameters ------------------------------------------------------------------------------------

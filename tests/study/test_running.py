@@ -141,6 +141,8 @@ def test_a_row_has_the_seconds_of_attempts_that_a_signal_stopped(study, monkeypa
 def test_a_run_is_repeated_to_the_bit(study):
     row, new = study.repeat({"method": "ipo", "seed": "1"})
     assert differing(row, new) == [] and difference(row, new) is None
+    assert differing(row, replace(new, metrics={**new.metrics, "eval/new": 1.0})) == []
+    assert differing(replace(row, metrics={**row.metrics, "eval/gone": 1.0}), new) == ["metrics"]
     other = replace(new, machine="another", metrics={**new.metrics, new.metric: 0.5})
     assert difference(row, other) == (
         f"the run differs from its row in metrics, machine: {row.metric} {row.metrics[row.metric]} and 0.5; "

@@ -156,7 +156,11 @@ def test_a_row_has_all_metrics_of_the_last_quarter_each_over_the_updates_that_ha
     evaluated = [row for row in rows if "eval/kl" in row]
     del evaluated[-1]["eval/kl"]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    best = [{"n": 1.0, "gold_score": 2.5}, {"n": 2.0, "gold_score": 2.75}]
+    (folder / "best_of.jsonl").write_text("".join(json.dumps(row) + "\n" for row in best))
     found = workers.row_of_files(read_run(folder), "eval/win_rate", [])
+    assert found["evaluations"]["best_of/n"] == [1, 2]
+    assert found["evaluations"]["best_of/gold_score"] == [2.5, 2.75]
     assert found["means"]["mismatch/ess"] == 0.5 and found["means"]["rollouts/lag"] == 2.0
     assert found["means"]["objective/scores"] == pytest.approx(7.5)
     assert found["evaluations"]["eval/kl"] == [0.0, 1.0, 2.0, 3.0, None]

@@ -4,7 +4,9 @@ import math
 import re
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -14,14 +16,17 @@ from rlhf.config.algorithms import DPOConfig
 from rlhf.config.run import EvalConfig
 from rlhf.config.scorers import AnswerScorerConfig, FunctionScorerConfig
 from rlhf.core.batch import Sampling
+from rlhf.core.files import read_lines
 from rlhf.core.formatting import mean_bounds, wilson
 from rlhf.core.state import TrainState
 from rlhf.generators.generator import finished
 from rlhf.models.modules import RewardModel
 from rlhf.objectives.dpo import OnlineDPO
+from rlhf.processes.ranks import ALONE
 from rlhf.scorers.scorer import Scorer
 from rlhf.terminal.console import Phases
 from rlhf.text.encoding import encode_completions, encode_prompts
+from rlhf.training import evaluators
 from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvaluator
 from tests.environments.test_episodes import SAMPLING as EPISODES
 from tests.environments.test_episodes import prompts, sampled, settings
@@ -203,6 +208,81 @@ def test_pass_at_k_is_estimated_without_bias_from_further_samples_at_the_trainin
     assert [(each.samples, each.temperature) for each in asked] == [(5, 0.7)]
 
 
+class Many(Generator):
+    """Answers a request for n samples of a prompt with n texts, of which each second one is the same."""
+
+    def submit(self, prompts, sampling):
+        if sampling.purpose != "eval-best-of":
+            return super().submit(prompts, sampling)
+        self.asked.append((len(prompts), sampling))
+        texts = [[f"w{k + 1}" if k % 2 else "w9" for k in range(sampling.samples)]] * len(prompts)
+        return finished(encode_completions(prompts, texts, TOKENIZER, 8))
+
+
+class Numbers(Judge):
+    """Scores the responses of a request by `factor` times their numbers 0, 1, 2, ..."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def score_once(self, rollouts):
+        N, K, _ = rollouts.response_ids.shape
+        return self.factor * torch.arange(K).double().expand(N, K)
+
+
+def test_the_best_of_n_is_measured_before_training_once_in_bounded_requests(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluators, "_CHUNK", 16)
+    file, generator = tmp_path / "best_of.jsonl", Many()
+    engine = Engine(policy=Model(2.0), reference=Model(3.0), ranks=ALONE)
+    evaluate = partial(evaluated, Numbers(-1.0), Numbers(1.0), engine, generator=generator)
+    evaluate(config=EvalConfig(best_of=8), best_of=file)
+    asked = [each for each in generator.asked if isinstance(each, tuple)]
+    assert [(count, each.samples, each.temperature) for count, each in asked] == [(2, 8, 0.7), (1, 8, 0.7)]
+    assert len({each.request for _, each in asked}) == 2, "each request has random numbers of its own"
+    rows = read_lines(file, ["n"])
+    means = {n: fmean(max(some) for some in combinations(range(8), n)) for n in (1, 2, 4, 8)}
+    assert [row["n"] for row in rows] == [*means]
+    assert [row["score"] for row in rows] == pytest.approx([*means.values()])
+    assert [row["gold_score"] for row in rows] == pytest.approx([-each for each in means.values()])
+    assert [row["distinct"] for row in rows] == [1, 1, 0.75, 0.625]
+    assert [row["kl"] for row in rows] == pytest.approx([math.log(n) - (n - 1) / n for n in means])
+    assert all(row["score_std"] == row["gold_score_std"] == 0 for row in rows), "the prompts are equal"
+    evaluate(config=EvalConfig(best_of=8), best_of=file)
+    assert sum(isinstance(each, tuple) for each in generator.asked) == 2, (
+        "a resumed run does not sample again"
+    )
+    file.unlink()
+    evaluator = evaluated(None)[2]
+    evaluator.best_of, evaluator.config = file, EvalConfig(best_of=8)
+    evaluator(TrainState(num_updates=2, update=1))
+    assert not file.exists(), "only before training"
+
+
+def test_a_signal_ends_the_best_of_n_between_two_requests(tmp_path, monkeypatch):
+    def stop():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluators, "_CHUNK", 8)
+    phases, generator, file = Phases(), Many(), tmp_path / "best_of.jsonl"
+    evaluator = evaluated(Numbers(1.0), Numbers(1.0), generator=generator, phases=phases)[2]
+    evaluator.engine.ranks, evaluator.config, evaluator.best_of = ALONE, EvalConfig(best_of=8), file
+    with pytest.raises(KeyboardInterrupt), phases("evaluating", between=stop):
+        evaluator(STATE)
+    assert sum(isinstance(each, tuple) for each in generator.asked) == 1 and not file.exists()
+
+
+def test_an_evaluation_has_the_spread_of_the_members_of_an_ensemble():
+    class Ensemble(Judge):
+        def training_scores(self, rollouts):
+            members = {"1": torch.tensor([[1.0], [2], [3]]), "2": torch.tensor([[3.0], [2], [1]])}
+            return torch.full((3, 1), 2.0), members
+
+    found = evaluated(None, Ensemble())[0].figures
+    assert found["eval/score"] == 2 and found["eval/score_std"] == pytest.approx(2 * 2**0.5 / 3)
+    assert "eval/score_std" not in evaluated(None, Judge([1.0] * 3))[0].figures
+
+
 def test_a_penalty_on_long_responses_does_not_lower_the_accuracy():
     scorer = Judge([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], verifies=True)
     scorer.config = AnswerScorerConfig(overlong_buffer=8)
@@ -262,10 +342,12 @@ def test_the_loss_of_sft_is_the_mean_over_the_tokens_of_references_of_unequal_le
 
 
 def test_references_are_judged_once_and_the_scorer_of_the_training_gives_the_score():
-    scored = SimpleNamespace(scores=torch.tensor([[1.0], [2.0], [6.0]]))
+    scorer = Judge([1.0, 2.0, 6.0])
+    scorer.at_end = lambda scores, rollouts: scores
     judge = Judge([1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [2.0, 2.0, 2.0])
-    evaluation, _, evaluator = evaluated(judge, scorer=lambda rollouts: scored)
+    evaluation, _, evaluator = evaluated(judge, scorer=scorer)
     assert evaluation.figures["eval/score"] == 3 and evaluation.scores == [1, 2, 6]
+    evaluator.scorer = None
     assert evaluator(STATE).figures["eval/norm_reward"] == 2, "the references keep their scores"
 
 

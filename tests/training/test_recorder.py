@@ -11,7 +11,7 @@ from rlhf.core.formatting import wilson
 from rlhf.core.metrics import Evaluation, How, Metrics, Stat, largest, mean, merge, plain, sample_size
 from rlhf.core.state import TrainState
 from rlhf.loggers.logger import Logger
-from rlhf.training.recorder import Recorder, against_initial
+from rlhf.training.recorder import JudgeRule, Recorder, against_initial
 from tests.tiny_models import tiny_rollouts
 
 
@@ -222,3 +222,27 @@ def test_token_lag_is_a_mean_over_tokens_and_lag_is_the_lag_of_the_oldest_token(
     responses, tokens = rollouts.episodes, int(rollouts.response_mask.sum())
     assert kept.rows[0]["lag"] == 2
     assert kept.rows[0]["mismatch/token_lag"] == pytest.approx(1 + responses / tokens)
+
+
+def test_hints_at_a_judge_that_prefers_length_or_whose_criterion_all_meet_come_once():
+    rule = JudgeRule()
+    figures = {
+        "judge/longer": Stat(95.0, 100.0),
+        "judge/met/2": Stat(64.0, 64.0),
+        "judge/first": Stat(60.0, 100.0),
+    }
+    (hint,) = rule.observe(figures, {"eval/response_tokens": 18.0}, {"eval/response_tokens": 22.0})
+    assert "criterion 2" in hint
+    saved, rule = rule.state_dict(), JudgeRule()
+    rule.load_state_dict(saved)
+    (hint,) = rule.observe(figures, {"eval/response_tokens": 18.0}, {"eval/response_tokens": 26.0})
+    assert "longer responses (95% of 200 pairs)" in hint and "18.0" in hint and "26.0" in hint
+    assert not [*rule.observe(figures, {"eval/response_tokens": 18.0}, {"eval/response_tokens": 26.0})]
+
+
+@pytest.mark.parametrize(
+    ("won", "of", "due"), [(30, 31, True), (1, 31, True), (20, 31, False), (3, 3, False)]
+)
+def test_a_judge_prefers_a_position_if_the_interval_excludes_a_half(won, of, due):
+    hints = [*JudgeRule().observe({"judge/first": Stat(float(won), float(of))}, {}, {})]
+    assert len(hints) == due

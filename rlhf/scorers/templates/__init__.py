@@ -1,0 +1,1 @@
+"""Texts for language models that judge, one for each kind of question."""
