@@ -99,12 +99,8 @@ def _time(cfg: Config, own: dict[str, str]) -> Table:
         raise UserError(f"gpu= must be {COMMAND.own['gpu'].partition(': ')[2]}, got {name}; set gpu=H100")
     if not price.replace(".", "", 1).isdigit():
         raise UserError(f"price_per_gpu_hour= must be a number, got {price}; set price_per_gpu_hour=2.5")
-    clock, factor, source = (
-        Clock(cfg, DEVICES[name], machine),
-        DEVICES[name]["factor"],
-        f"{name}, full length",
-    )
-    phases = clock.phases()
+    clock, source = Clock(cfg, DEVICES[name], machine), f"{name}, full length"
+    phases, factor = clock.phases(), clock.rates["factor"]
     if "run" in own:
         phases = from_run(RunFolder(Path(own["run"]).expanduser()), clock.rates, machine, phases)
         factor, source = FROM_RUN, f"from the run {own['run']}"

@@ -26,14 +26,7 @@ from transformers.utils import cached_file
 from rlhf.config.models import ModelConfig
 from rlhf.core.errors import UserError
 from rlhf.models.folder import fetch, first_line, folder_problem, is_local
-from rlhf.models.headers import (
-    ENDS,
-    TOKENIZER_FILES,
-    choose_pad_token,
-    end_ids,
-    opened,
-    pad_problem,
-)
+from rlhf.models.headers import ENDS, TOKENIZER_FILES, choose_pad_token, end_ids, opened, pad_problem
 from rlhf.models.modules import is_adapted, score_head, whole_weights
 
 # Loading of tokenizers from the hub or local folders, and checks that a tokenizer fits a model.

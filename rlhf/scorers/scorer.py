@@ -22,12 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.config.models import Combine, ModelConfig
-from rlhf.config.scorers import (
-    PartsScorerConfig,
-    RewardModelScorerConfig,
-    ScorerConfig,
-    WeightedScorerConfig,
-)
+from rlhf.config.scorers import PartsScorerConfig, RewardModelScorerConfig, ScorerConfig, WeightedScorerConfig
 from rlhf.core.batch import Batch, Budget, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import Shared, name, vocabulary

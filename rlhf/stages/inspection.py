@@ -197,9 +197,8 @@ class Inspection:
             self._show_lines(judged(JudgeScorer(section, _context(cfg, task, at)), batch, pairs, better))
         sections = (each for at, each in scorers(cfg) if at.startswith("scorer") and each.sequences)
         named = [each.reward_models("scorer", cfg.model.reward) for each in sections]
-        here = all(
-            each and all(on_this_machine(name) for _, name in each) for each in named
-        )  # else made later
+        # Other models are made later.
+        here = all(each and all(on_this_machine(name) for _, name in each) for each in named)
         if not (here and known and cfg.scores_completions) or cfg.environment.answers:
             return
         batch = batch.select(torch.arange(0, len(batch), 4 if cfg.scorer.asks_service else 1))

@@ -713,9 +713,8 @@ def _make_tokenizer(texts: list[str], form: dict[str, Any]) -> PreTrainedTokeniz
     if "template" not in form:
         set_template(tokenizer, PLAIN)
         return tokenizer
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": form["tokens"], "eos_token": form["tokens"][-1]}
-    )
+    marks = form["tokens"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks, "eos_token": marks[-1]})
     tokenizer.add_tokens(form.get("words", []))
     template = (_FAMILIES / form["template"]).read_text(encoding="utf-8")
     tokenizer.bos_token, tokenizer.chat_template = form.get("bos"), form.get("set", "") + template

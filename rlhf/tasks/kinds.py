@@ -394,16 +394,7 @@ class ArithmeticSource(EmbeddedSource):
     config: ArithmeticConfig
     pattern = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
     # Operators, `####` and numbers begin with a space
-    words = (
-        "Problem:",
-        "Solution:",
-        "\n",
-        " +",
-        " =",
-        ",",
-        " ####",
-        *_numbers(9 * max(_TERMS.values())),
-    )
+    words = ("Problem:", "Solution:", "\n", " +", " =", ",", " ####", *_numbers(9 * max(_TERMS.values())))
 
     def generate(self, split: str, size: int) -> dict[str, list[str]]:
         """Return `size` examples: `reference_response` is correct, `demonstration` is the work of a pupil."""

@@ -12,6 +12,7 @@ from rlhf import inspect, relabel
 from rlhf.assembly.parts import make
 from rlhf.checks import check as validate
 from rlhf.config.root import Config
+from rlhf.config.scorers import judges
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.prerequisites import complete
 from rlhf.stages.run import run
@@ -52,8 +53,8 @@ DISTINCT = [
     *("tldr_410m_reward", "tldr_410m_rloo", "tldr_410m_rloo_async", "tldr_410m_sft"),
     *("countdown_qwen3_1_7b_grpo_async", "gsm8k_qwen3_0_6b_distill", "gsm8k_qwen3_0_6b_distill_served"),
     *("gsm8k_qwen3_0_6b_grpo", "gsm8k_qwen3_0_6b_grpo_async", "gsm8k_qwen3_4b_grpo_lora"),
-    *("helpful_qwen2_5_1_5b_dpo", "helpful_qwen2_5_1_5b_reward", "helpful_qwen2_5_1_5b_sft"),
-    *("lookup_qwen3_1_7b_grpo", "sums_smollm2_135m_grpo"),
+    *("helpful_qwen2_5_1_5b_dpo", "helpful_qwen2_5_1_5b_dpo_judge", "helpful_qwen2_5_1_5b_reward"),
+    *("helpful_qwen2_5_1_5b_sft", "lookup_qwen3_1_7b_grpo", "sums_smollm2_135m_grpo"),
 ]
 
 
@@ -100,6 +101,9 @@ def test_a_recipe_runs_offline_and_tiny(cache_dir, tmp_path, monkeypatch, name):
     folder = RunFolder(tmp_path / "run")
     updates = check(cfg, folder, learns=not name.startswith(TOO_HARD))
     assert cfg.backend.name == "torch" and cfg.backend.ranks is None
+    if judges(cfg):
+        assert all(row["judge/calls"] > 0 and row["judge/unreadable"] == 0 for row in updates)
+        assert "random verdicts" in (folder.model / "README.md").read_text()
     if cfg.environment.tools:
         assert all(row["environment/turns"] > 1 for row in updates), "no reply calls a tool"
     if cfg.generator.samples:
