@@ -29,7 +29,7 @@ from rlhf.processes.ranks import Ranks
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.teacher import Reference, ServedTeacher
 from rlhf.terminal.console import console, say_row
-from rlhf.text.chat import set_format
+from rlhf.text.chat import set_format, set_thinking
 from rlhf.trials.trials import compared
 from rlhf.words.compose import not_in_name
 
@@ -192,6 +192,7 @@ def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrai
     key = "model.tokenizer" if cfg.model.tokenizer else cfg.start_key
     tokenizer = loading.read_tokenizer(name, cfg.model.trust_remote_code, key)
     set_format(tokenizer, cfg.model.chat_template, build_source(cfg).conversational, cfg.model.clock)
+    set_thinking(tokenizer, cfg.model.thinking)
     models = (name,) if cfg.start in (None, name) else (name, cfg.start)
     note = loading.set_pad_token(tokenizer, cfg.model.pad_token, models=models)
     if note is not None and notes is not None:

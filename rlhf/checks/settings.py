@@ -84,7 +84,8 @@ _NO_TEACHER = When(
     "for algo={algo} without algo.reward_coef",
     lambda cfg: value_at(cfg, "algo.reward_coef") == 0 and cfg.model.starts_as_reference,
 )
-_SAME_PROMPTS = When("without task.teacher_column", lambda cfg: cfg.task.teacher_column is None)
+_UNTAUGHT = "without task.teacher_column"
+_SAME_PROMPTS = When(_UNTAUGHT, lambda cfg: cfg.task.teacher_column is None and not cfg.stand_ins)
 _NO_READER = When("for algo={algo}", lambda cfg: value_at(cfg, "algo.teacher_coef") is ABSENT)
 _NO_COLUMN = When("with task={task}", lambda cfg: cfg.task.embedded or bool(cfg.task.parts))
 _SERVED = When("with algo.teacher.url", lambda cfg: cfg.algo.teacher_url is not None)

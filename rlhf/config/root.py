@@ -70,7 +70,7 @@ def candidates(gpus: int | None = None, ranks: int | None = None) -> tuple[str, 
 
 # Resolvers for conf/ values computed from other keys: ${product:128,${schedule.minibatches}}
 OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
-OmegaConf.register_new_resolver("largest", lambda *sizes: max(sizes), replace=True)
+OmegaConf.register_new_resolver("largest", lambda *sizes: max(each or 0 for each in sizes), replace=True)
 OmegaConf.register_new_resolver("best_generator", best_generator, replace=True)  # conf/generator/auto.yaml
 
 _MINIMISED = ("eval/loss", "eval/ppl", "eval/kl")  # metrics of an evaluation whose lower values are better
@@ -139,7 +139,7 @@ class Config(Section):
     @property
     def stand_ins(self) -> bool:
         """Whether tiny stand-ins replace the models and data for which the config names no folder."""
-        return self.stages.stand_ins and not self.task.embedded
+        return self.stages.stand_ins and not (self.task.embedded and self.model.context is not None)
 
     @property
     def makes_models(self) -> bool:

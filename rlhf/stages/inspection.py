@@ -51,7 +51,7 @@ from rlhf.stages import prerequisites
 from rlhf.stages.probes import judged, probed
 from rlhf.tasks.task import Task, altered, summarize
 from rlhf.terminal.console import say, say_row
-from rlhf.text.chat import control_tokens, quoted, render, set_format, unquoted
+from rlhf.text.chat import control_tokens, quoted, render, set_format, set_thinking, unquoted
 from rlhf.text.encoding import encode_completions, encode_prompts
 
 # The training data of a run as token ids: counts, and the first examples with masks. Nothing is trained.
@@ -203,7 +203,7 @@ class Inspection:
                 self.refused.append(text) if alarm else self._say(f"  {text}")
         sections = (each for at, each in scorers(cfg) if at.startswith("scorer") and each.sequences)
         named = [each.reward_models("scorer", cfg.model.reward) for each in sections]
-        # Others are made by the run
+        # Other models are made later.
         here = all(each and all(on_this_machine(name) for _, name in each) for each in named)
         if not (here and known and cfg.scores_completions) or cfg.environment.answers:
             return
@@ -547,6 +547,7 @@ class Sampler:
         self.chat = self.tokenizer.chat_template is not None if chat is None else chat
         if self.chat:
             set_format(self.tokenizer, cfg.model.chat_template, True)
+            set_thinking(self.tokenizer, cfg.model.thinking)
         self.generator = build_sampler(cfg, self.tokenizer, seed)
         self.requests = 0
 
