@@ -127,9 +127,8 @@ def config_of(overrides: list[str]) -> tuple[Config, frozenset[str]]:
         start = cfg.model.policy if "policy" in named else cfg.model.base
         if start is None:
             raise UserError(
-                "model.base must name the model that the SFT stage starts from (only embedded tasks start "
-                "from random weights), got null; set model.base=<hub name or folder>, or "
-                "model.policy=<SFT model>"
+                "model.base must name the model that the SFT stage starts from (only embedded tasks need "
+                "none), got null; set model.base=<hub name or folder>, or model.policy=<SFT model>"
             )
         made = [name for name in ("policy", "reward") if name not in named]
         cfg = composed([*overrides, *(f"model.{name}={json.dumps(start)}" for name in made)])

@@ -101,9 +101,8 @@ def _key(options: Namespace) -> str | None:
         )
     if not is_loopback(f"http://{options.host}"):
         raise UserError(
-            f"{KEY} must be set for a server that listens beyond this machine (everybody who reaches its "
-            f"port could use it), got --host {options.host} without a key; run: export {KEY}=<key>, or set "
-            "--host 127.0.0.1"
+            f"{KEY} must be set for a server that listens beyond this machine (everybody could use it), got "
+            f"--host {options.host} without a key; run: export {KEY}=<key>, or set --host 127.0.0.1"
         )
     return None
 

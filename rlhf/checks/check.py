@@ -320,8 +320,7 @@ def push_problems(repository: str | None) -> Iterator[str]:
     if constants.is_offline_mode():
         yield (
             f"push_to= needs access to the hub, got HF_HUB_OFFLINE=1 and push_to={repository}; run: unset "
-            "HF_HUB_OFFLINE TRANSFORMERS_OFFLINE, or leave push_to out and upload later: the same command "
-            "with push_to uploads the model of a finished run"
+            "HF_HUB_OFFLINE TRANSFORMERS_OFFLINE, or leave it out and repeat the finished run with it later"
         )
 
 

@@ -584,6 +584,5 @@ def _disk_has_room(cfg: Config) -> Iterator[str]:
         lost = "neither can be saved" if free < model else "checkpoints may not be saved"
         yield (
             f"output_dir has {mib(free)} of free space, and the model needs about {mib(model)}, a checkpoint "
-            f"{mib(checkpoint)}: {lost}, got {output}; free some space, or set output_dir=<folder of another "
-            "disk>"
+            f"{mib(checkpoint)}: {lost}, got {output}; free some space, or set output_dir=<another disk>"
         )

@@ -216,18 +216,16 @@ def _length(cfg: Config) -> Iterator[str]:
         )
     elif episodes is not None and epochs is not None:
         yield (
-            "schedule.total_episodes and schedule.total_epochs must not both be set (each is the length of "
-            f"the run), got {episodes} and {plain(epochs)}; set schedule.total_epochs=null or "
-            "schedule.total_episodes=null"
+            "schedule.total_episodes and schedule.total_epochs must not both be set, got "
+            f"{episodes} and {plain(epochs)}; set schedule.total_epochs=null or schedule.total_episodes=null"
         )
     per_update = cfg.episodes_per_update
     if episodes is None or not 1 <= episodes <= MOST_EPISODES or per_update < 1:
         return
     if episodes % per_update:
         yield (
-            "schedule.total_episodes must be divisible by the episodes of an update "
-            f"(schedule.prompts_per_update x algo.samples_per_prompt = {cfg.schedule.prompts_per_update} x "
-            f"{cfg.algo.samples_per_prompt} = {per_update}), got {episodes}; "
+            f"schedule.total_episodes must be divisible by the {per_update} episodes of an update "
+            f"(schedule.prompts_per_update x algo.samples_per_prompt), got {episodes}; "
             f"set schedule.total_episodes={_nearest_multiple(episodes, per_update)}"
         )
 

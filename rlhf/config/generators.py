@@ -383,8 +383,7 @@ def url_problems(key: str, url: str | None, token_key: str, use: str, example: s
     elif (secret := secret_in(url or "")) is not None:
         yield (
             f"{key} must not contain {secret} (config.yaml would show it), got one; set "
-            f"{token_key}=<environment variable that contains a token>, which is sent as "
-            "`Authorization: Bearer <token>`"
+            f"{token_key}=<environment variable with the token that is sent as Authorization: Bearer>"
         )
 
 

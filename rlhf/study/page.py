@@ -154,14 +154,9 @@ def state(results: Results) -> Iterator[str]:
         versions = "; ".join(sorted({row.versions for row in rows}))
         yield f"Machine: {'; '.join(classes)}.{apart} Code: {versions}."
     for event in spec.events("anchors")[-1:]:
-        gaps = [*event["differences"]]
-        yield "Included rows and new ones " + (
-            "are paired by seed: repeated rows had equal bits."
-            if event["equal"]
-            else f"are not paired: repeated rows differed by {fmean(gaps):.3g} on average."
-            if gaps
-            else "are not paired: no row could be repeated."
-        )
+        gaps, paired = [*event["differences"]], "are paired by seed: repeated rows had equal bits"
+        so = f"repeated rows differed by {fmean(gaps):.3g} on average" if gaps else "no row could be repeated"
+        yield f"Included rows and new ones {paired if event['equal'] else f'are not paired: {so}'}."
 
 
 def _named(rows: Sequence[Row]) -> str:

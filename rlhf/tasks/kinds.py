@@ -257,9 +257,8 @@ class GSM8KSource(Source):
         rows = stored.load("train", _QUESTIONS, wanted)
         if self.config.validation_size >= len(rows):
             raise UserError(
-                f"task.validation_size must leave some of the {len(rows)} training rows (the last rows are "
-                f"the validation split), got {self.config.validation_size}; "
-                f"set task.validation_size={len(rows) // 10}"
+                f"task.validation_size must leave some of the {len(rows)} training rows, got "
+                f"{self.config.validation_size}; set task.validation_size={len(rows) // 10}"
             )
         first = len(rows) - self.config.validation_size
         return rows.select(range(first) if split == "train" else range(first, len(rows)))

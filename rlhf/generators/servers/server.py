@@ -315,9 +315,8 @@ def check(settings: VLLMFactory, config: Mapping[str, Any], url: str, about: Map
         flags += ["--nccl"] if settings.way == NCCL else []
         flags += ["--absent-ids", ranges(settings.absent_ids)] if settings.absent_ids else []
         raise UserError(
-            "generator.urls must name servers of the model and the settings of the run (log-probs would "
-            f"differ otherwise), got {url} with {'; '.join(wrong)}; start it with: python -m rlhf.serve "
-            f"{shlex.join(flags)}"
+            "generator.urls must name servers of the model and the settings of the run, got "
+            f"{url} with {'; '.join(wrong)}; start it with: python -m rlhf.serve {shlex.join(flags)}"
         )
 
 
