@@ -220,9 +220,8 @@ def process_problems(cfg: Config) -> Iterator[str]:
     wanted, started = cfg.backend.ranks, world_size()
     if missing := missing_variables():
         yield (
-            f"WORLD_SIZE must be 1 or not set without a launcher (the ranks need {', '.join(missing)} to "
-            f"connect), got {started}; start it with torchrun --nproc-per-node {started} -m rlhf.train, or "
-            "run: unset WORLD_SIZE RANK LOCAL_RANK"
+            f"WORLD_SIZE must be 1 or not set without {', '.join(missing)}, got {started}; start it with "
+            f"torchrun --nproc-per-node {started} -m rlhf.train, or run: unset WORLD_SIZE RANK LOCAL_RANK"
         )
     if wanted is not None and wanted != started:
         command = "python" if wanted == 1 else f"torchrun --nproc-per-node {wanted}"

@@ -245,9 +245,8 @@ def _kinds_of_models(cfg: Config) -> Iterator[str]:
             )
         elif "quantization_config" in model.config:
             yield (
-                f"{key} must name a model with float weights (quantized weights are not supported), got "
-                f"{path!r}, whose config.json has a quantization_config; set {key}=<the model before "
-                "quantization>"
+                f"{key} must name a model with float weights, got {path!r}, whose config.json has a "
+                f"quantization_config; set {key}=<the model before quantization>"
             )
         elif key not in _CAUSAL:
             if (found := model.not_reward()) is not None:

@@ -470,9 +470,8 @@ def _more_replicas_than_requests(cfg: Config) -> Iterator[str]:
     n, lag = cfg.generator.replicas, cfg.schedule.max_lag
     if n > lag + 1 and not cfg.generator.shares_gpu:
         yield (
-            "generator.replicas must be <= schedule.max_lag + 1 (the largest number of requests in flight, "
-            f"and a replica samples one at a time), got {n} with schedule.max_lag={lag}; "
-            f"set schedule.max_lag={n - 1} or generator.replicas={lag + 1}"
+            f"generator.replicas must be <= schedule.max_lag + 1, the largest number of requests, got {n} "
+            f"with {lag}; set schedule.max_lag={n - 1} or generator.replicas={lag + 1}"
         )
 
 

@@ -395,9 +395,8 @@ def read(manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
         data = memory[entry.offset : entry.offset + entry.bytes]
         if (computed := _digest(data.numpy().data)) != entry.checksum:
             raise TransferError(
-                f"{entry.name} of version {version} must have the checksum {entry.checksum:016x} in its "
-                f"{entry.bytes} bytes of {manifest.path}, got {computed:016x} in {len(data)} bytes: the "
-                "tensor differs from what the trainer wrote"
+                f"{entry.name} of version {version} must be what the trainer wrote to {manifest.path}: "
+                f"checksum {entry.checksum:016x} in {entry.bytes} bytes, got {computed:016x} in {len(data)}"
             )
         yield entry.name, data.view(getattr(torch, entry.dtype)).view(entry.shape)
 
@@ -498,9 +497,8 @@ class GpuWeights(WeightStore):
             values = checksums(sums)  # also waits until the copies are complete
         except torch.OutOfMemoryError as problem:
             raise RunError(
-                f"the weights of version {version} must fit a second time into the trainer's GPU (the "
-                f"generator process reads them from there), got: {problem}; free memory, or set "
-                "generator.transfer=shared_memory"
+                f"the weights of version {version} must fit a second time into the trainer's GPU, got: "
+                f"{problem}; free memory, or set generator.transfer=shared_memory"
             ) from problem
         self.snapshots[version] = copies
         return Manifest(version, "", tuple(_entry_of(name, x, 0, values[name]) for name, x in copies))

@@ -264,9 +264,8 @@ def _load(
     missing = sorted(set(report["missing_keys"]) - {new_parameter})
     if missing or report["mismatched_keys"]:
         raise UserError(
-            f"{key} must name a checkpoint of {type(model).__name__} (missing parameters would be random), "
-            f"got {path!r} without {', '.join(missing[:3]) or 'matching shapes'}; set "
-            f"{key}=<hub name or folder>"
+            f"{key} must name a checkpoint of {type(model).__name__}, got {path!r} without "
+            f"{', '.join(missing[:3]) or 'matching shapes'}; set {key}=<hub name or folder>"
         )
     head, tied = model.get_output_embeddings(), model.config.get_text_config().tie_word_embeddings
     if head is not None and tied and head.weight is not model.get_input_embeddings().weight:

@@ -572,9 +572,8 @@ def _chosen_modules(model: PreTrainedModel, names: list[str], targets: list[str]
                 )
             if module in tied and model.config.get_text_config().tie_word_embeddings:
                 raise UserError(
-                    "model.lora.modules_to_save must not name the embeddings of a model whose input and "
-                    f"output embeddings are tied (they would differ after training), got {wanted}; "
-                    f"remove {wanted}"
+                    "model.lora.modules_to_save must not name embeddings that are tied to the output "
+                    f"embeddings (they would differ after training), got {wanted}; remove {wanted}"
                 )
         chosen += matching
     return list(dict.fromkeys(chosen))
@@ -669,9 +668,8 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     saved, own = load_file(folder / _FILE), adapter_weights(model)
     if different := saved.keys() ^ own.keys():
         raise RunError(
-            f"{folder / _FILE} must have the tensors of the adapters of this run (file and adapters must "
-            f"have the same layers), got {min(different)} in only one of the two; set resume=never to start "
-            "again"
+            f"{folder / _FILE} must have the tensors of the adapters of this run, got {min(different)} in "
+            "only one of the two; set resume=never to start again"
         )
     for name, tensor in own.items():
         tensor.copy_(saved[name])

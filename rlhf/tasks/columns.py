@@ -580,9 +580,8 @@ def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str,
         raise _lacks(names, data, key, place)
     if data is Data.references and set(names) >= _KTO and config.response is None:
         raise UserError(
-            f"{key} must have only good responses (SFT imitates all of them), got {place} with a label for "
-            "each completion; keep the rows whose label is true, without the column label, or set "
-            "task.columns.response=completion for all rows"
+            f"{key} must have only good responses (SFT imitates all), got {place} with labels; keep the rows "
+            "whose label is true, without that column, or set task.columns.response=completion for all rows"
         )
     context = None  # of Alpaca's format, unless the user names the column of prompts
     if config.prompt is None and str(prompt).lower() == "instruction":

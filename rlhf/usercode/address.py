@@ -503,9 +503,8 @@ class GivenFunctions:
         """Yield a warning for each function that exists only in this process."""
         for name in self.only_here:
             yield (
-                f"the function {name} exists only in this process: only the same call in Python "
-                "resumes the run, and the name of the run does not depend on the content of objects that the "
-                "function reads; write it as a function of a module to have both"
+                f"the function {name} exists only in this process: only the same call resumes the run, whose "
+                "name does not depend on objects that the function reads; a function of a module has both"
             )
 
 
