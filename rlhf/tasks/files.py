@@ -209,7 +209,7 @@ def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
                 yield place, dict(zip(header, cells, strict=True))
             elif "".join(cells).strip():
                 raise UserError(
-                    f"{key} must have as many cells in each row as in the header ({len(header)}), got {place} "
+                    f"{key} must have as many cells in a row as in the header ({len(header)}), got {place} "
                     f"with {len(cells)}; put texts with commas or line breaks in straight double quotes"
                 )
     except csv.Error as error:
