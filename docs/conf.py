@@ -1,7 +1,8 @@
-"""The site of the documentation: `make docs` writes static pages to build/site, strictly, without running anything.
+"""The site of the documentation: `make docs` writes static pages to build/site, without running anything.
 
-The source folder is the root of the repository, so that links between the docs, the studies and other files are the same
-on the site and in the checkout. `NAVIGATION` is the sidebar; a page that it lacks is an error, as is a dead link.
+The source folder is the root of the repository, so that links between the docs, the studies and other files
+are the same on the site and in the checkout. `NAVIGATION` is the sidebar; a page that it lacks is an error, as
+is a dead link.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from docutils import nodes
 ROOT = Path(__file__).parents[1]
 NAVIGATION = {  # caption -> pages, without their suffix
     "Guide": [
-        *("docs/*"),
-        *("docs/runs", "docs/environments", "docs/studies", "docs/python", "docs/notebook", "docs/recipes"),
+        *("docs/start", "docs/data-model-reward", "docs/algorithms", "docs/asynchrony", "docs/hardware"),
+        *("docs/runs", "docs/environments", "docs/studies", "docs/python", "docs/recipes"),
     ],
     "Results": [
         *("docs/results", "docs/results/benchmarks", "docs/results/comparison"),
         *("docs/results/off_policy", "docs/results/distillation", "studies/*/page"),
     ],
-    "Reference": ["docs/reference/*"],
+    "Reference": ["docs/reference/*", "docs/notebook"],
     "Development": [
         *("docs/architecture", "docs/internals", "CONTRIBUTING", "CHANGELOG", "tests/faults/results"),
-        "benchmarks/against_trl/results",
+        *("benchmarks/*/results", "studies/*/tables/tables"),
     ],
 }
 
@@ -33,8 +34,8 @@ author = "The authors of rlhf"
 extensions = ["myst_nb", "sphinx_copybutton"]  # myst_nb reads Markdown and shows the notebook
 root_doc = "docs/index"
 include_patterns = [
-    *("docs/**/*.md", "docs/*.ipynb", "studies/*/page.md", "studies/*/tables/tables.md", "CONTRIBUTING.md"),
-    *("README.md", "CHANGELOG.md", "tests/faults/results.md", "benchmarks/against_trl/results.md"),
+    *("docs/**.md", "docs/*.ipynb", "studies/*/page.md", "studies/*/tables/tables.md", "CONTRIBUTING.md"),
+    *("CHANGELOG.md", "tests/faults/results.md", "benchmarks/*/results.md"),
 ]
 nb_execution_mode = "off"  # the notebook has its outputs (python -m tests.docs.notebook)
 nb_number_source_lines = False

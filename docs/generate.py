@@ -1,4 +1,4 @@
-"""Generate pages of the docs: reference/commands.md and config.md, the list of coming_from.md, a table of results.md.
+"""Generate reference/commands.md, reference/config.md, the list of coming_from.md, and a table of results.md.
 
     python docs/generate.py            write the pages
     python docs/generate.py --check    write nothing; exit with 1 if a page is out of date
@@ -6,7 +6,7 @@
 commands.md is the --help of the commands. config.md has one line per config key. The meaning of a key is its
 `means=` (see `number` in rlhf/config/schema.py), else the comment behind its field, else the comment above
 the field. The range is the bound of the field. The combinations are the rows of `rlhf.checks`. The list of
-reference/coming_from.md is `rlhf.words.mistakes.TABLE`. The table of results.md has the committed values of a study.
+reference/coming_from.md is `rlhf.words.mistakes.TABLE`. The table of results.md has the values of a study.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ def config() -> str:
         "  `conf/tuned/` is selected by task, model and algorithm; `~tuned` omits it.",
         f"- {REQUIRED}: there is no default. An option of `algo`, or the command line, sets the value.",
         "- Options with another default follow behind the default, each with its own.",
-        "- Keys of `hydra.launcher` are in [hardware](../hardware.md#slurm), of `hydra.sweeper` in [runs](../runs.md#search-for-settings).",
+        "- Keys of `hydra.launcher` are in [hardware](../hardware.md#slurm), those of `hydra.sweeper` in",
+        "  [runs](../runs.md#search-for-settings).",
         "",
         "Sections: " + ", ".join(f"[`{name}`](#{name})" for name in ("run", *sections_in_order())) + ".",
         "",
