@@ -94,7 +94,7 @@ format: setup  ## rewrite the code as the formatter has it
 	$(BIN)/ruff format
 
 docs: setup  ## the site of the documentation in build/site; a dead link, or a page without a place, is an error
-	$(BIN)/sphinx-build -q -W --keep-going -n -b html -c docs -d build/doctrees . build/site
+	$(BIN)/sphinx-build -q -E -a -W --keep-going -n -b html -c docs -d build/doctrees . build/site
 
 snapshots: setup  ## write down what recipes and sweeps resolve to, after a change that is meant
 	$(BIN)/python -m tests.docs.snapshots

@@ -1,31 +1,35 @@
 """The site of the documentation: `make docs` writes static pages to build/site, without running anything.
 
-The source folder is the root of the repository, so that links between the docs, the studies and other files
-are the same on the site and in the checkout. `NAVIGATION` is the sidebar; a page that it lacks is an error, as
-is a dead link.
+The source folder is the root of the repository, so that links between docs, studies and other files are the
+same on the site and in the checkout. `NAVIGATION` is the sidebar. A page that it lacks is an error, and a dead
+link is one, too.
 """
 
 from __future__ import annotations
 
 import os
+from html import escape
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 
-ROOT = Path(__file__).parents[1]
-NAVIGATION = {  # caption -> pages, without their suffix
+NAVIGATION = {  # caption -> pages without their suffix, some with a shorter title
     "Guide": [
-        *("docs/start", "docs/data-model-reward", "docs/algorithms", "docs/asynchrony", "docs/hardware"),
-        *("docs/runs", "docs/environments", "docs/studies", "docs/python", "docs/recipes"),
+        *("Start </docs/start>", "Your data, model, reward </docs/data-model-reward>"),
+        *("Algorithms </docs/algorithms>", "Asynchrony </docs/asynchrony>", "More hardware </docs/hardware>"),
+        *("Runs </docs/runs>", "Environments </docs/environments>", "Studies </docs/studies>"),
+        *("Python and extending </docs/python>", "Notebook </docs/notebook>", "/docs/recipes"),
     ],
     "Results": [
-        *("docs/results", "docs/results/benchmarks", "docs/results/comparison"),
-        *("docs/results/off_policy", "docs/results/distillation", "studies/*/page"),
+        *("Results </docs/results>", "Speed </docs/results/benchmarks>"),
+        *("Comparison </docs/results/comparison>", "/docs/results/off_policy"),
+        *("/docs/results/distillation", "/studies/*/page"),
     ],
-    "Reference": ["docs/reference/*", "docs/notebook"],
+    "Reference": ["/docs/reference/*"],
     "Development": [
-        *("docs/architecture", "docs/internals", "CONTRIBUTING", "CHANGELOG", "tests/faults/results"),
-        *("benchmarks/*/results", "studies/*/tables/tables"),
+        *("/docs/architecture", "Internals </docs/internals>", "/CONTRIBUTING", "/CHANGELOG"),
+        *("/tests/faults/results", "/benchmarks/*/results", "/studies/*/tables/tables"),
     ],
 }
 
@@ -55,30 +59,30 @@ html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 
 
-def add_navigation(app, name: str, source: list[str]) -> None:
+def add_navigation(app: Any, name: str, source: list[str]) -> None:
     """Append the sidebar to the first page, where a checkout shows no directive."""
     if name == root_doc:
         for caption, pages in NAVIGATION.items():
-            listed = "\n".join(f"/{page}" for page in pages)
+            listed = "\n".join(pages)
             source[0] += f"\n\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n{listed}\n```\n"
 
 
-def add_description(app, name: str, template: str, context: dict, doctree) -> None:
+def add_description(app: Any, name: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """Give a page its first paragraph as the description that search engines show."""
     first = next(iter(doctree.findall(nodes.paragraph)), None) if doctree is not None else None
     if first is not None:
-        text = " ".join(first.astext().split()).replace('"', "'")
+        text = escape(" ".join(first.astext().split()))
         context["metatags"] = context.get("metatags", "") + f'<meta name="description" content="{text}">\n'
 
 
-def add_entrance(app, error) -> None:
+def add_entrance(app: Any, error: Exception | None) -> None:
     """Let the root of the folder lead to the first page."""
     if error is None:
         refresh = f'<meta http-equiv="refresh" content="0; url={root_doc}.html">'
         (Path(app.outdir) / "index.html").write_text(f"<!doctype html><title>rlhf</title>{refresh}\n")
 
 
-def setup(app) -> None:
+def setup(app: Any) -> None:
     """Connect the functions above."""
     app.connect("source-read", add_navigation)
     app.connect("html-page-context", add_description)

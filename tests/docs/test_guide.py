@@ -1,4 +1,4 @@
-"""Tests of the algorithm in docs/python.md, the options in docs/start.md, and the memory in docs/hardware.md."""
+"""Tests of the algorithm in docs/python.md, the options in docs/start.md and the memory in hardware.md."""
 
 import re
 import sys
