@@ -1,8 +1,8 @@
 """The site of the documentation: `make docs` writes static pages to build/site, without running anything.
 
 The source folder is the root of the repository, so that links between docs, studies and other files are the
-same on the site and in the checkout. `NAVIGATION` is the sidebar. A page that it lacks is an error, and a dead
-link is one, too.
+same on the site and in the checkout. `NAVIGATION` is the sidebar. A page that it lacks is an error, as is a
+dead link.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def test_pairs_for_a_reward_model_for_offline_dpo_and_for_online_dpo_with_the_re
         "data/pairs.jsonl",
         [{"prompt": question(i), "chosen": " Take water.", "rejected": " No."} for i in range(40)],
     )
-    trained, output = train(*documented("data-model-reward.md", "data/pairs.jsonl", "algo=reward"))
+    trained, output = train(*documented("data-model-reward.md", "data/pairs.jsonl algo=reward"))
     assert "columns: prompt, chosen, rejected" in output
     assert "eval/accuracy" in rows(trained)[-1]
     offline, output = train(*documented("data-model-reward.md", "data/pairs.jsonl", "generator=dataset"))
