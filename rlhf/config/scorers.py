@@ -410,7 +410,7 @@ class ServiceScorerConfig(ScorerConfig):
 
 @option("scorer", "http", part="rlhf.scorers.http:HttpScorer")
 class HttpScorerConfig(ServiceScorerConfig):
-    """A service that returns scores over HTTP; docs/rewards.md describes the protocol."""
+    """A service that returns scores over HTTP; docs/data-model-reward.md describes the protocol."""
 
     example: ClassVar[str] = "http://127.0.0.1:8000/score"
 

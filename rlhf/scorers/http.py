@@ -1,4 +1,4 @@
-"""A client of services over HTTP, and a scorer that requests scores; docs/rewards.md has its protocol."""
+"""A client of services over HTTP, and a scorer that requests scores; protocol: docs/data-model-reward.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scorer that asks a language model (LLM judge) behind an OpenAI-compatible address; see docs/rewards.md.
+"""A scorer that asks a language model behind an OpenAI-compatible address; see docs/data-model-reward.md.
 
 | kind | the judge sees | score of a response |
 |---|---|---|
