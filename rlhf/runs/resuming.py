@@ -87,8 +87,8 @@ def refuse_another_run(cfg: Config, folder: RunFolder) -> None:
             return
         if not folder.finished():
             raise UserError(
-                f"the length of the run must be {' '.join(now)}, to which {folder.path} was extended, got "
-                f"{' '.join(_length(cfg)) or 'the default'}; resume the extension with: "
+                f"the length of the run must be that of its extension, got {' '.join(_length(cfg)) or 'the default'} "
+                f"for {folder.path}, which was extended to {' '.join(now)}; resume the extension with: "
                 f"{_extend_command(folder)}, or set resume=never to move that run aside"
             )
         if is_first_rank():
