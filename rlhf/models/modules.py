@@ -561,8 +561,8 @@ def _chosen_modules(model: PreTrainedModel, names: list[str], targets: list[str]
                 )
             if module in tied and model.config.get_text_config().tie_word_embeddings:
                 raise UserError(
-                    "model.lora.modules_to_save must not name the embeddings of a model whose input and output "
-                    f"embeddings are tied, got {wanted}; remove {wanted}"
+                    "model.lora.modules_to_save must not name the embeddings of a model whose input and "
+                    f"output embeddings are tied, got {wanted}; remove {wanted}"
                 )
         chosen += matching
     return list(dict.fromkeys(chosen))
