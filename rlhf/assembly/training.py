@@ -314,8 +314,7 @@ def build_generator(cfg: Config, engine: Engine, folder: RunFolder, ranks: Ranks
             environment=make(cfg.environment, tokenizer),
             phases=engine.phases,
         )
-        made: Generator = make(cfg.generator, context)
-        return made
+        return make(cfg.generator, context)
 
     if ranks.size == 1 or not cfg.generator.samples:
         return build()
@@ -365,8 +364,7 @@ def build_scorer(
             response_length=cfg.generator.response_length,
             judgements=judgements,
         )
-        scorer: Scorer | None = make(section, context)
-        return scorer
+        return make(section, context)
 
     return build(cfg.scorer if at == "scorer" else cfg.gold, at)
 

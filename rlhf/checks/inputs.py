@@ -170,9 +170,12 @@ def _models(cfg: Config) -> Iterator[str]:
     if tokenizer is not None and is_local(tokenizer) and not Path(tokenizer).expanduser().is_dir():
         file = Path(tokenizer).expanduser().is_file()
         close = str(Path(tokenizer).parent) if file else folder.similar_folder(tokenizer)
+        fix = (
+            f"did you mean model.tokenizer={close}?" if close else "set model.tokenizer=<hub name or folder>"
+        )
         yield (
             "model.tokenizer must name a tokenizer on the hub or a folder that contains one (there is no "
-            f"folder {tokenizer!r}), got {tokenizer!r}; set model.tokenizer={close or '<hub name or folder>'}"
+            f"folder {tokenizer!r}), got {tokenizer!r}; {fix}"
         )
     made = not cfg.stand_ins and cfg.model.policy is None and cfg.model.base is None
     if made and not contexts:
@@ -377,14 +380,8 @@ def _layers_with_adapters(cfg: Config) -> Iterator[str]:
     if lora.rank < 1 or not lora.targets:
         return
     for _, _, model in _sound(cfg, cfg.start):
-        layers = model.linear_layers()
-        available = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-        for target in lora.targets if layers else ():
-            if not any(f".{name}".endswith(f".{target}") for name in layers):
-                yield (
-                    f"model.lora.targets must name linear layers below the model's head ({available}), got "
-                    f"{target}; set model.lora.targets=null for all layers"
-                )
+        if layers := model.linear_layers():
+            yield from folder.target_problems(layers, lora.targets)
 
 
 @doubt

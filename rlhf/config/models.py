@@ -454,7 +454,9 @@ class ZeroConfig(BackendConfig):
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if DeepSpeed is missing, and for each native key that is unknown or in `OWNED`."""
-        yield from missing_package(f"backend={self.name}", "deepspeed", "deepspeed", "", "set backend=torch")
+        yield from missing_package(
+            f"backend={self.name}", "deepspeed", "deepspeed", otherwise="set backend=torch"
+        )
         for key in [each for each in self.deepspeed if each not in KNOWN]:
             close = get_close_matches(key, KNOWN, n=1)
             remedy = f"did you mean {close[0]}?" if close else "see DeepSpeed's documentation"

@@ -395,8 +395,9 @@ def read(manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
         data = memory[entry.offset : entry.offset + entry.bytes]
         if (computed := _digest(data.numpy().data)) != entry.checksum:
             raise TransferError(
-                f"{entry.name} of version {version} must be what the trainer wrote to {manifest.path}: "
-                f"checksum {entry.checksum:016x} in {entry.bytes} bytes, got {computed:016x} in {len(data)}"
+                f"{entry.name} of version {version} must have the checksum {entry.checksum:016x} in its "
+                f"{entry.bytes} bytes of {manifest.path}, got {computed:016x} in {len(data)} bytes: the "
+                "tensor differs from what the trainer wrote"
             )
         yield entry.name, data.view(getattr(torch, entry.dtype)).view(entry.shape)
 

@@ -22,7 +22,7 @@ from rlhf.processes.signals import end_wait
 from rlhf.processes.worker import Spawned
 from rlhf.terminal.console import say
 
-_SCRATCH = "rlhf-server-"  # begin of the name of a server's own folder for temporary files
+SCRATCH = "rlhf-server-"  # begin of the name of a server's own folder for temporary files
 _LOG_LINES = 5  # of a server that did not start, in the error
 _POLL_S = 0.5  # between two looks at a server that starts
 _START_S = 1200.0  # until the server of a judge must answer
@@ -53,7 +53,7 @@ class Child:
         if self.log is not None:
             self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") if self.log else nullcontext() as log:
-            self.process = Spawned([*self.command, "--port", str(port)], self.environment, log, _SCRATCH)
+            self.process = Spawned([*self.command, "--port", str(port)], self.environment, log, SCRATCH)
         return f"http://{self.host}:{port}"
 
     def ended(self) -> str | None:

@@ -143,8 +143,7 @@ def held_out_rows(prompts: Iterable[str], fraction: float) -> np.ndarray:
     _, ranks, counts = np.unique(hashes, return_inverse=True, return_counts=True)
     wanted = max(1, round(fraction * len(hashes)))
     chosen = int(np.searchsorted(counts.cumsum(), wanted)) + 1  # prompts that have at least `wanted` rows
-    held_out: np.ndarray = ranks < min(chosen, max(1, len(counts) - 1))
-    return held_out
+    return ranks < min(chosen, max(1, len(counts) - 1))
 
 
 # The task `preferences`: any data set of prompts with a chosen and a rejected response.
