@@ -1,4 +1,4 @@
-# Images with the locked packages, for the CPU and for NVIDIA GPUs; docs/installation.md describes their use:
+# Images with the locked packages, for the CPU and for NVIDIA GPUs; docs/hardware.md describes their use:
 #
 #   docker build --target cpu --build-arg PIP_ARGS="--extra-index-url <index with CPU wheels>" --tag rlhf:cpu .
 #   docker build --target gpu --tag rlhf:gpu .

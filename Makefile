@@ -16,7 +16,7 @@ ARGS ?=
 
 # uv, which makes the locks (pip install uv); it finds CPU wheels of torch by UV_FIND_LINKS or UV_INDEX.
 UV ?= uv
-EXTRAS := deepspeed lora wandb tensorboard mlflow trackio bnb slurm sweep optuna reasoning gymnasium openenv report dev
+EXTRAS := deepspeed lora wandb tensorboard mlflow trackio bnb slurm sweep optuna reasoning gymnasium openenv report docs dev
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,7 +33,7 @@ COMPILE = $(RESOLVE) --custom-compile-command "make lock" $(foreach extra,$(EXTR
 PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadscope --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-nightly test-newest test-slurm test-faults test-gpu system check format snapshots bench reproduce atlas lock lock-check clean
+.PHONY: help setup train test test-all test-nightly test-newest test-slurm test-faults test-gpu system check format docs snapshots bench reproduce atlas lock lock-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -92,6 +92,9 @@ check: setup  ## lint, format, types, import contracts, budgets of code lines
 format: setup  ## rewrite the code as the formatter has it
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: setup  ## the site of the documentation in build/site; a dead link, or a page without a place, is an error
+	$(BIN)/sphinx-build -q -E -a -W --keep-going -n -b html -c docs -d build/doctrees . build/site
 
 snapshots: setup  ## write down what recipes and sweeps resolve to, after a change that is meant
 	$(BIN)/python -m tests.docs.snapshots

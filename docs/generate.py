@@ -1,4 +1,4 @@
-"""Generate pages of the docs: reference/commands.md, reference/config.md, the list of coming_from.md.
+"""Generate reference/commands.md, reference/config.md, the list of coming_from.md, and a table of results.md.
 
     python docs/generate.py            write the pages
     python docs/generate.py --check    write nothing; exit with 1 if a page is out of date
@@ -6,12 +6,13 @@
 commands.md is the --help of the commands. config.md has one line per config key. The meaning of a key is its
 `means=` (see `number` in rlhf/config/schema.py), else the comment behind its field, else the comment above
 the field. The range is the bound of the field. The combinations are the rows of `rlhf.checks`. The list of
-coming_from.md is `rlhf.words.mistakes.TABLE`.
+reference/coming_from.md is `rlhf.words.mistakes.TABLE`. The table of results.md has the values of a study.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import re
 import subprocess
@@ -64,7 +65,7 @@ def main() -> None:
     check = parser.parse_args().check
     old = []
     pages = {"reference/commands.md": commands(), "reference/config.md": config()}
-    for name, text in {**pages, "coming_from.md": coming_from()}.items():
+    for name, text in {**pages, "reference/coming_from.md": coming_from(), "results.md": results()}.items():
         page = ROOT / "docs" / name
         if page.exists() and page.read_text(encoding="utf-8") == text:
             continue
@@ -79,12 +80,37 @@ def main() -> None:
     sys.exit(1 if check and old else 0)
 
 
+# -- results.md ------------------------------------------------------------------------------------
+
+
+def results() -> str:
+    """Return the page results.md with its table of methods by lag, in the order of the values at lag 64."""
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    head, mark, tail = page.partition("studies/off_policy/tables/tables.csv -->\n")
+    cells: dict[tuple[str, ...], tuple[float, str]] = {}
+    with (ROOT / "studies/off_policy/tables/tables.csv").open(encoding="utf-8", newline="") as stream:
+        for row in csv.DictReader(stream):
+            centre, low, high = (float(row[name]) for name in ("centre", "low", "high"))
+            cell = centre, f"{centre:.3f} ({low:.3f}, {high:.3f})"
+            cells[row["quantity"], row["task"], row["column"], row["method"]] = cell
+    lines = []
+    for task, value in (("tldr_mini", "win rate"), ("arithmetic", "accuracy")):
+        columns = (("value", "lag 0"), ("value", "lag 64"), ("loss", "lag 64"))
+        methods = {key[3]: found[0] for key, found in cells.items() if key[:3] == ("value", task, "lag 64")}
+        lines += [f"| `{task}` | {value}, lag 0 | {value}, lag 64 | loss |", "|---|--:|--:|--:|"]
+        for name in sorted(methods, key=methods.__getitem__, reverse=True):
+            shown = " | ".join(cells[quantity, task, column, name][1] for quantity, column in columns)
+            lines.append(f"| `{name}` | {shown} |")
+        lines.append("")
+    return head + mark + "\n" + "\n".join(lines) + "\n" + tail[tail.index("<!-- end -->") :]
+
+
 # -- coming_from.md --------------------------------------------------------------------------------
 
 
 def coming_from() -> str:
     """Return the page coming_from.md with its list of keys."""
-    page = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    page = (REFERENCE / "coming_from.md").read_text(encoding="utf-8")
     head, mark, tail = page.partition("rlhf/words/foreign.txt -->\n")
     lines = []
     for row in TABLE:
@@ -169,11 +195,12 @@ def config() -> str:
         "option with `<section>=<option>`; `--help <section>` describes the options, `--help <key>` a key.",
         "",
         "- The default is the value of the section. Options may set other values, which are in",
-        "  [conf/](../../conf)`<group>/<option>.yaml`. Recipes are in `conf/experiment/`. An option of",
+        "  `conf/<group>/<option>.yaml`. Recipes are in `conf/experiment/`. An option of",
         "  `conf/tuned/` is selected by task, model and algorithm; `~tuned` omits it.",
         f"- {REQUIRED}: there is no default. An option of `algo`, or the command line, sets the value.",
         "- Options with another default follow behind the default, each with its own.",
-        "- Keys of `hydra.launcher` and `hydra.sweeper` are in [slurm.md](../slurm.md).",
+        "- Keys of `hydra.launcher` are in [hardware](../hardware.md#slurm), those of `hydra.sweeper` in",
+        "  [runs](../runs.md#search-for-settings).",
         "",
         "Sections: " + ", ".join(f"[`{name}`](#{name})" for name in ("run", *sections_in_order())) + ".",
         "",

@@ -639,12 +639,11 @@ def _remedy(rows: Any) -> str:
     """Return what to write in place of an object that is no split."""
     if isinstance(rows, str | Path):
         return "for files set task=local task.path=<file or folder>"
-    name = type(rows).__name__
-    if name == "DataFrame":
-        return "write dataset=frame.to_dict('records')"
-    if name == "IterableDataset":
-        return "write datasets.Dataset.from_list(list(dataset))"
-    return "write [{'prompt': '...'}, ...]"
+    lists = {
+        "DataFrame": "dataset=frame.to_dict('records')",
+        "IterableDataset": "datasets.Dataset.from_list(list(dataset))",
+    }
+    return "write " + lists.get(type(rows).__name__, "[{'prompt': '...'}, ...]")
 
 
 def _lines(split: str, rows: Any) -> Iterator[bytes]:

@@ -7,7 +7,7 @@ model folders are reported before torch is imported.
 
 Exit codes:
     0: no problem found.
-    1: the reward or a judge fails for a reference response.
+    1: the reward or a judge fails for a reference response, or a judge contradicts itself.
     2: the run would fail; every problem is printed.
 """
 

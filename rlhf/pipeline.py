@@ -52,18 +52,8 @@ from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import Claim, claimed, waiting_claim
 from rlhf.runs.resuming import folder_of
 from rlhf.stages import evaluation as evaluating
-from rlhf.stages.prerequisites import (
-    MEANS,
-    PAIRS,
-    REWARD,
-    SFT,
-    Artefact,
-    chain,
-    prerequisites,
-    push_run,
-    result_text,
-    trained,
-)
+from rlhf.stages import prerequisites
+from rlhf.stages.prerequisites import MEANS, Artefact, chain, push_run, trained
 from rlhf.terminal.console import Stages, console, say_loading
 
 if TYPE_CHECKING:
@@ -137,9 +127,8 @@ def config_of(overrides: list[str]) -> tuple[Config, frozenset[str]]:
         start = cfg.model.policy if "policy" in named else cfg.model.base
         if start is None:
             raise UserError(
-                "model.base must name the model that the SFT stage starts from (only embedded tasks start "
-                "from random weights), got null; set model.base=<hub name or folder>, or "
-                "model.policy=<SFT model>"
+                "model.base must name the model that the SFT stage starts from (only embedded tasks need "
+                "none), got null; set model.base=<hub name or folder>, or model.policy=<SFT model>"
             )
         made = [name for name in ("policy", "reward") if name not in named]
         cfg = composed([*overrides, *(f"model.{name}={json.dumps(start)}" for name in made)])
@@ -176,15 +165,15 @@ def stages_before(cfg: Config, named: frozenset[str]) -> tuple[Config, list[Arte
         unchanged: rank 0 alone makes the models, and the RLHF run finds them in `cache_dir`.
     """
     if cfg.task.embedded:
-        _, found = prerequisites(cfg, train)
+        _, found = prerequisites.prerequisites(cfg, train)
         return cfg, [replace(each, make=partial(_on_first, cfg, each.make)) for each in found]
     makes_reward = cfg.scorer.reads_reward and "reward" not in named
     if not (makes_reward or "reward" in named):
         cfg = cfg.with_({"model.reward": None})  # `config_of` has set the path only for its checks
     due = {
-        SFT: None if "policy" in named else cfg.with_({"model.policy": None}),
-        PAIRS: cfg if (makes_reward or cfg.reads_pairs) and cfg.gold.name != "none" else None,
-        REWARD: cfg if makes_reward else None,
+        prerequisites.SFT: None if "policy" in named else cfg.with_({"model.policy": None}),
+        prerequisites.PAIRS: cfg if (makes_reward or cfg.reads_pairs) and cfg.gold.name != "none" else None,
+        prerequisites.REWARD: cfg if makes_reward else None,
     }
     return chain(cfg, {name: run for name, run in due.items() if run is not None}, _model, _relabelled_pairs)
 
@@ -199,7 +188,7 @@ def _relabelled_pairs(cfg: Config) -> Artefact:
     """Return the stage that relabels the pairs of the task by the judge."""
     output = Path(cfg.output_dir) / component(f"{cfg.task.name}-pairs-{digest(relabelling.settings(cfg))}")
     return Artefact(
-        name=PAIRS,
+        name=prerequisites.PAIRS,
         folder=output,
         done=lambda: relabelling.finished(cfg, output),
         make=partial(relabelling.relabel, cfg, output),
@@ -221,7 +210,7 @@ def evaluation(folder: RunFolder, split: str) -> Artefact:
 
     def figures() -> str:
         rows = evaluating.known(evaluating.changed(folder), folder, split)
-        return result_text(rows[folder.model.name])
+        return prerequisites.result_text(rows[folder.model.name])
 
     name = f"evaluation ({split})"
     return Artefact(name=name, folder=folder.evaluations, done=done, make=make, figures=figures)

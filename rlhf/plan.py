@@ -1,7 +1,8 @@
-"""Command `python -m rlhf.plan [group=option ...] [key=value ...]`: print the memory plan of a run.
+"""Command `python -m rlhf.plan [group=option ...] [key=value ...]`: print memory, time and price of a run.
 
-The arguments are the arguments of `rlhf.train`. The command composes and checks the config and prints the
-memory that each device needs, part by part, and settings that need less. The command starts no run.
+The arguments are the arguments of `rlhf.train`, and those of `COMMAND.own`. The command composes and checks
+the config and prints the memory that each device needs, part by part, settings that need less, and the
+seconds of an update. The command starts no run.
 
 Exit codes:
     0: the memory suffices, or the memory that the run needs is unknown.
@@ -10,32 +11,45 @@ Exit codes:
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich import box
 from rich.table import Column, Table
 
 from rlhf.checks.check import check_memory, checked, composed
+from rlhf.config.root import Config
+from rlhf.core.errors import UserError
+from rlhf.core.machine import this_machine
 from rlhf.launch.command_line import Command
-from rlhf.memory.plan import plan, savings, unknown_models
+from rlhf.memory.plan import device, plan, savings, unknown_models
+from rlhf.memory.times import DEVICES, FROM_RUN, Clock, from_run, run_s, update_s
 from rlhf.memory.uses import Use, gib
+from rlhf.runs.folder import RunFolder
 from rlhf.terminal.console import console
 
 COMMAND = Command(
     name="rlhf.plan",
-    usage="[--config-dir <folder>] [group=option ...] [key=value ...]",
-    does="Prints the memory that a run needs, part by part, and runs nothing.",
+    usage="[gpu=<name>] [run=<folder>] [price_per_gpu_hour=<price>] [--config-dir <folder>] "
+    "[group=option ...] [key=value ...]",
+    does="Prints the memory, the time and the price of a run, part by part, and runs nothing.",
+    own={
+        "gpu": f"GPU of the time: {', '.join(name for name in DEVICES if name[0].isupper())} (default: H100)",
+        "run": "run folder; its measured phases replace the rates of the device",
+        "price_per_gpu_hour": "price of a GPU for an hour, for the price of the run",
+    },
 )
 
 
 def main() -> None:
     """Run the command line."""
-    COMMAND.run(lambda _, overrides: _show(overrides))
+    COMMAND.run(_show)
 
 
-def _show(overrides: list[str]) -> None:
-    """Print the memory plan of a run.
+def _show(own: dict[str, str], overrides: list[str]) -> None:
+    """Print the plan of a run.
 
     Raises:
-        UserError: the config is invalid, or a device has too little memory.
+        UserError: the config or an argument is invalid, or a device has too little memory.
     """
     cfg = checked(composed(overrides))
     needed = plan(cfg)
@@ -51,6 +65,7 @@ def _show(overrides: list[str]) -> None:
         for override, size in smaller.items():
             less.add_row(override, gib(size))
         console.print(less)
+        console.print(_time(cfg, own))
     check_memory(cfg)
 
 
@@ -69,6 +84,39 @@ def _table(use: Use) -> Table:
         made.add_row(f"while {phase.name}", gib(phase.bytes), note, style=style)
         for part in phase.parts:
             made.add_row(f"  {part.name}", gib(part.bytes), part.made_of)
+    return made
+
+
+def _time(cfg: Config, own: dict[str, str]) -> Table:
+    """Return the table of the seconds of an update, and of the hours and the price of the run.
+
+    Raises:
+        UserError: there is no such GPU, price, or measured run.
+    """
+    machine, price = this_machine(), own.get("price_per_gpu_hour", "0")
+    name = own.get("gpu", "H100") if device(cfg, machine) == "cuda" else "cpu"
+    if name not in DEVICES:
+        raise UserError(f"gpu= must be {COMMAND.own['gpu'].partition(': ')[2]}, got {name}; set gpu=H100")
+    if not price.replace(".", "", 1).isdigit():
+        raise UserError(f"price_per_gpu_hour= must be a number, got {price}; set price_per_gpu_hour=2.5")
+    clock, source = Clock(cfg, DEVICES[name], machine), f"{name}, full length"
+    phases, factor = clock.phases(), clock.rates["factor"]
+    if "run" in own:
+        phases = from_run(RunFolder(Path(own["run"]).expanduser()), clock.rates, machine, phases)
+        factor, source = FROM_RUN, f"from the run {own['run']}"
+    found = [(f"  {phase}", seconds, "s") for phase, seconds in phases.items() if seconds]
+    found.append(("an update", update_s(cfg, phases), "s"))
+    if cfg.epochs is None:
+        hours = run_s(cfg, clock, found[-1][1]) / 3600
+        found.append((f"the run: {cfg.num_updates():,} updates", hours, "h"))
+        if float(price):
+            others = () if cfg.generator.shares_gpu else cfg.generator.reserved_gpus(1)
+            gpus = clock.trainer.ranks + len(others)
+            found.append((f"its price with {gpus} GPU{'s' * (gpus > 1)}", hours * gpus * float(price), ""))
+    title = f"Time ({source}):"
+    made = Table("time", "about", "range", title=title, title_justify="left", box=box.SIMPLE)
+    for what, value, unit in found:
+        made.add_row(what, f"{value:.3g} {unit}", f"{value / factor:.3g} to {value * factor:.3g} {unit}")
     return made
 
 

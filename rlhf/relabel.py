@@ -207,8 +207,7 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
             fill_pad_token(tokenizer, pad, f"{key.partition('.')[0]}.pad_token")
             return tokenizer
     assert cfg.task.embedded, "validated: other tasks have a policy"
-    made: PreTrainedTokenizerFast = make(cfg.task).tokenizer()
-    return made
+    return make(cfg.task).tokenizer()
 
 
 def finished(cfg: Config, output: Path) -> bool:

@@ -26,9 +26,10 @@ from rlhf.config.root import set_environment
 from rlhf.core.errors import RunError, UserError, setting
 from rlhf.core.files import write_atomically
 from rlhf.core.machine import is_loopback
-from rlhf.generators.servers.server import numbers
+from rlhf.generators.servers.server import Gone, Server, command, numbers, variables
 from rlhf.generators.vllm.sampler import VLLMFactory
 from rlhf.launch.command_line import stop
+from rlhf.processes.servers import Child, free_port
 from rlhf.terminal.console import prepare_output, say, say_loading
 
 KEY = "RLHF_KEY"  # environment variable with the key, unless --key-variable names another one
@@ -100,9 +101,8 @@ def _key(options: Namespace) -> str | None:
         )
     if not is_loopback(f"http://{options.host}"):
         raise UserError(
-            f"{KEY} must be set for a server that listens beyond this machine (everybody who reaches its "
-            f"port could use it), got --host {options.host} without a key; run: export {KEY}=<key>, or set "
-            "--host 127.0.0.1"
+            f"{KEY} must be set for a server that listens beyond this machine (everybody could use it), got "
+            f"--host {options.host} without a key; run: export {KEY}=<key>, or set --host 127.0.0.1"
         )
     return None
 
@@ -116,7 +116,6 @@ def _settings(options: Namespace) -> VLLMFactory:
     import torch
     from transformers import AutoConfig
 
-    from rlhf.generators.vllm.sampler import VLLMFactory
     from rlhf.models.folder import fetch
     from rlhf.models.headers import ModelFacts
 
@@ -167,8 +166,6 @@ async def _until_signal(options: Namespace, key: str | None) -> None:
         UserError: see `_settings`.
         RunError: the server cannot start, or ended too often.
     """
-    from rlhf.generators.servers.server import Child, Gone, Server, command, free_port, variables
-
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
 

@@ -8,6 +8,35 @@
   Tests of a file with fixtures of module scope run on one worker of pytest-xdist.
 - In tests marked `forks`, Python processes are forked from a server that has imported the libraries.
 - The final report counts the tests that were skipped or not selected, with the command that enables them.
+
+Nightly tests, and what stands for them in `make test-all`:
+
+- the default run raises the win rate (`test_learning.py`): golden losses, and metrics of short runs
+- SLURM: two nodes, time limit, failed, repeated and cancelled jobs: a job that is preempted, requeued and
+  resumed; ranks of a job; rejected settings
+- steps of ZeRO 0 and 1, offloading, ZeRO on one rank and on three, runs of DPO and reward models on ZeRO 3:
+  steps of torch, ZeRO 2 and ZeRO 3 on two ranks, the settings of offloading, runs of PPO on ZeRO 2 and ZeRO 3
+- every algorithm with Hugging Face at lags 0 and 1, with vLLM: with Hugging Face at lag 2, whose updates have
+  the lags 0, 1 and 2; DPO and PPO with vLLM at lag 2
+- online algorithms with minibatches and epochs, further options of algorithms and corrections: DPO, PPO, GRPO
+  and the algorithms for stale samples; their losses in `tests/golden`
+- recipes that differ in few settings from another one: the other recipes with `debug=tiny`
+- two ranks: vLLM, shared generator, in-flight updates, data without sampling: DPO, PPO, RLOO, replay with
+  corrections
+- vLLM: `vllm serve`, GPU transfer, evaluation of checkpoints, GPT-NeoX beside Llama: sampling and log-probs
+  of Llama after each weight transfer, a run of GPT-NeoX
+- a server of vLLM that judges: wrong key, garbage, hang, kill: the same faults of a server in a thread
+- servers: 20 random kills of a trainer: a lost server samples again; the servers of a killed trainer end
+- joblib sweeps; pipelines, extensions and sweeps started twice: local sweeps; runs, evaluations and
+  relabellings started twice
+- faults: further moments, damaged files and answers of a service; further resumed and extended runs: one
+  moment, file or answer of each kind; two entries of `make test-faults`
+- the trials of `make test-faults` (`tests/faults/test_harness.py`): its catalogue and its clock
+- stages of `make test-gpu` in miniature, and on a pretended GPU: reports of stages that fail, hang or crash
+- studies: 6 random kills of the command, workers and attempts change no row: a killed worker, a killed
+  attempt, failed runs
+- compiled blocks, a compiled run: a compiled head; blocks outside of their context
+- the notebook, the benchmark against TRL, the tables of studies
 """
 
 from __future__ import annotations

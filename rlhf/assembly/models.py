@@ -21,25 +21,15 @@ from rlhf.core.batch import Budget
 from rlhf.core.errors import OutOfMemory, RunError, UserError
 from rlhf.core.launched import PORTABLE, asked_portable, derive
 from rlhf.memory.plan import adjustable, halved, smaller_settings, with_token_limit
+from rlhf.models import loading
 from rlhf.models.folder import first_line
 from rlhf.models.forward import build_on_first, checkpoint_blocks
-from rlhf.models.loading import (
-    check_vocabulary,
-    declared_ends,
-    load_causal_lm,
-    load_reward_model,
-    new_nano,
-    new_reward_model,
-    read_tokenizer,
-    set_pad_token,
-    stop_ids,
-)
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, ValueModel, adapt, score_head
 from rlhf.processes.ranks import Ranks
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.teacher import Reference, ServedTeacher
 from rlhf.terminal.console import console, say_row
-from rlhf.text.chat import set_format
+from rlhf.text.chat import set_format, set_thinking
 from rlhf.trials.trials import compared
 from rlhf.words.compose import not_in_name
 
@@ -93,16 +83,16 @@ def build_model(cfg: Config, tokenizer: PreTrainedTokenizerFast, named: bool = F
     if cfg.algo.trains is Trains.reward:
         assert model.policy is not None
         if named:
-            own = load_reward_model(model.policy, key="models", **options)
+            own = loading.load_reward_model(model.policy, key="models", **options)
             return RewardModel(own, model.shared_prefix)
         rng = torch.Generator().manual_seed(derive(cfg.seed, "reward head"))
-        made = new_reward_model(model.policy, tokenizer.pad_token_id, rng, **options)
+        made = loading.new_reward_model(model.policy, tokenizer.pad_token_id, rng, **options)
         return _for_training(RewardModel(made, model.shared_prefix), cfg, "reward")
     if cfg.algo.trains is Trains.base and model.base is None:
-        return _for_training(_policy_of(new_nano(model, tokenizer), tokenizer, cfg), cfg, "policy")
+        return _for_training(_policy_of(loading.new_nano(model, tokenizer), tokenizer, cfg), cfg, "policy")
     assert cfg.start is not None
     key = f"model.{cfg.algo.trains.value}"
-    made = load_causal_lm(cfg.start, key=key, **options)
+    made = loading.load_causal_lm(cfg.start, key=key, **options)
     return _for_training(_policy_of(made, tokenizer, cfg), cfg, "policy")
 
 
@@ -131,19 +121,19 @@ def _build_value_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Value
     options = _loading(cfg)
     if cfg.value_starts_as is ValueFrom.policy:
         assert model.policy is not None
-        made = new_reward_model(model.policy, tokenizer.pad_token_id, None, **options)
+        made = loading.new_reward_model(model.policy, tokenizer.pad_token_id, None, **options)
         torch.nn.init.zeros_(score_head(made).weight)
         return ValueModel(made, model.shared_prefix)
     path = cfg.value_reward
     assert path is not None, "validated: a reward model is named or made"
-    own = read_tokenizer(path, model.trust_remote_code, "model.reward")
+    own = loading.read_tokenizer(path, model.trust_remote_code, "model.reward")
     if own.get_vocab() != tokenizer.get_vocab():
         raise UserError(
             "algo.value_from must be policy if the reward model has another tokenizer (the value model "
             f"reads the policy's tokens), got reward with {path!r}; set algo.value_from=policy"
         )
-    loaded = load_reward_model(path, **options)
-    check_vocabulary(loaded, tokenizer, "model.reward")
+    loaded = loading.load_reward_model(path, **options)
+    loading.check_vocabulary(loaded, tokenizer, "model.reward")
     return ValueModel(loaded, model.shared_prefix)
 
 
@@ -164,10 +154,10 @@ def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Rank
         return ServedTeacher(cfg.algo, name, tokenizer)
 
     def build() -> Policy:
-        frozen = load_causal_lm(
+        frozen = loading.load_causal_lm(
             name, dtype, model.loaded_attention, model.trust_remote_code, key="model.reference"
         )
-        check_vocabulary(frozen, tokenizer, "model.reference")
+        loading.check_vocabulary(frozen, tokenizer, "model.reference")
         return _policy_of(frozen, tokenizer, cfg)
 
     placed: Policy = part(cfg.backend).place(cfg.backend, loaded(build, cfg, ranks), ranks)
@@ -200,10 +190,11 @@ def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrai
             set_format(made, cfg.model.chat_template, build_source(cfg).conversational)
         return made
     key = "model.tokenizer" if cfg.model.tokenizer else cfg.start_key
-    tokenizer = read_tokenizer(name, cfg.model.trust_remote_code, key)
+    tokenizer = loading.read_tokenizer(name, cfg.model.trust_remote_code, key)
     set_format(tokenizer, cfg.model.chat_template, build_source(cfg).conversational, cfg.model.clock)
+    set_thinking(tokenizer, cfg.model.thinking)
     models = (name,) if cfg.start in (None, name) else (name, cfg.start)
-    note = set_pad_token(tokenizer, cfg.model.pad_token, models=models)
+    note = loading.set_pad_token(tokenizer, cfg.model.pad_token, models=models)
     if note is not None and notes is not None:
         notes["pad token"] = note
     return tokenizer
@@ -211,7 +202,7 @@ def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrai
 
 def build_stop_ids(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Return the ids of the tokens that end a response: of the tokenizer first, then of the model's files."""
-    return stop_ids(tokenizer, [cfg.start] if cfg.start else [])
+    return loading.stop_ids(tokenizer, [cfg.start] if cfg.start else [])
 
 
 def declared_tokens(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[str]:
@@ -232,7 +223,9 @@ def say_ends(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> None:
     ends = build_stop_ids(cfg, tokenizer)
     if len(ends) > 1:
         say_row("responses end with", names_of(ends, tokenizer))
-    if cfg.start and (unknown := sorted(declared_ends([cfg.start]) - set(tokenizer.get_vocab().values()))):
+    if cfg.start and (
+        unknown := sorted(loading.declared_ends([cfg.start]) - set(tokenizer.get_vocab().values()))
+    ):
         log.warning(
             f"end tokens that {cfg.start} declares are not used, because no token of the tokenizer has these "
             f"ids: {', '.join(map(str, unknown))}"

@@ -13,18 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.models import (
-    build_device,
-    build_model,
-    build_module,
-    build_reference,
-    build_stop_ids,
-    build_tokenizer,
-    declared_tokens,
-    inference_budget,
-    loaded,
-    training_budget,
-)
+from rlhf.assembly import models
 from rlhf.assembly.parts import build_source, make, part
 from rlhf.config.algorithms import Data, DistillConfig, Trains
 from rlhf.config.models import Dtype, TorchConfig
@@ -171,7 +160,7 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
     Raises:
         UserError: the vocabulary or the context of the model is too small, or the model cannot be used.
     """
-    module = loaded(lambda: build_module(cfg, tokenizer), cfg, ranks)
+    module = models.loaded(lambda: models.build_module(cfg, tokenizer), cfg, ranks)
     check_vocabulary(module.model, tokenizer)
     every = sum(parameter.numel() for parameter in module.parameters())
     ours = sum(parameter.numel() for parameter in trained(module))
@@ -189,8 +178,8 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
             optim=cfg.optim,
             total_steps=state.num_updates * steps,
             steps_per_batch=steps,
-            budget=training_budget(cfg),
-            inference=inference_budget(cfg),
+            budget=models.training_budget(cfg),
+            inference=models.inference_budget(cfg),
             stale=cfg.schedule.max_lag > 0 or cfg.schedule.replay > 1 or not cfg.generator.samples,
             exact_sampler=exact,
             dtype=cfg.model.dtype,
@@ -217,9 +206,9 @@ def build_frozen(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
         ranks: the ranks of the run.
         named: whether the model that `cfg` starts from is evaluated itself: a reward model keeps its head.
     """
-    module = build_model(cfg, tokenizer, named)
+    module = models.build_model(cfg, tokenizer, named)
     check_vocabulary(module.model, tokenizer, "models" if named else "model.tokenizer")
-    reference, limit = _second_model(cfg, tokenizer, ranks), inference_budget(cfg)
+    reference, limit = _second_model(cfg, tokenizer, ranks), models.inference_budget(cfg)
     engine = FrozenEngine(module, reference, tokenizer, inference=limit, ranks=ranks, dtype=cfg.model.dtype)
     return _completed(engine, cfg)
 
@@ -228,7 +217,7 @@ def _second_model(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks)
     """Return the reference; None: the run has none, or it is the policy without its adapters."""
     in_policy = bool(cfg.model.lora.rank) and cfg.model.starts_as_reference  # the initial policy
     compares = cfg.algo.trains is Trains.policy and not in_policy
-    return build_reference(cfg, tokenizer, ranks) if compares else None
+    return models.build_reference(cfg, tokenizer, ranks) if compares else None
 
 
 def _completed(engine: _E, cfg: Config) -> _E:
@@ -271,19 +260,19 @@ class AnnotatorFactory:
             channel: the connection to the trainer; the annotator does not use it.
         """
         backend = TorchConfig(micro_batch=self.cfg.backend.micro_batch, tokens=self.cfg.backend.tokens)
-        cfg, alone = replace(self.cfg, backend=backend), Ranks(build_device(self.cfg))
-        tokenizer = build_tokenizer(cfg)
+        cfg, alone = replace(self.cfg, backend=backend), Ranks(models.build_device(self.cfg))
+        tokenizer = models.build_tokenizer(cfg)
         scorer = build_scorer(cfg, "scorer", tokenizer, alone, self.judgements)
         assert scorer is not None, "validated: training needs a scorer"
         wanted = "ref_logprobs" in make(cfg.algo).needs
-        reference = build_reference(cfg, tokenizer, alone) if wanted else None
-        return Annotator(scorer, reference, inference_budget(cfg), alone, cfg.model.dtype)
+        reference = models.build_reference(cfg, tokenizer, alone) if wanted else None
+        return Annotator(scorer, reference, models.inference_budget(cfg), alone, cfg.model.dtype)
 
 
 def build_sampler(cfg: Config, tokenizer: PreTrainedTokenizerFast, seed: int) -> HFGenerator:
     """Return a generator that samples from the fixed weights of `model.policy`."""
     assert cfg.model.policy is not None
-    device = build_device(cfg)
+    device = models.build_device(cfg)
     model = load_causal_lm(
         cfg.model.policy, torch.float32, cfg.model.loaded_attention, cfg.model.trust_remote_code
     )
@@ -296,7 +285,7 @@ def build_sampler(cfg: Config, tokenizer: PreTrainedTokenizerFast, seed: int) ->
 
 def _settings(cfg: Config, tokenizer: PreTrainedTokenizerFast, **own: Any) -> HFSettings:
     """Return settings of sampling whose responses end with the tokens of the run, and others as given."""
-    return HFSettings(stop_ids=build_stop_ids(cfg, tokenizer), pad_id=tokenizer.pad_token_id, **own)
+    return HFSettings(stop_ids=models.build_stop_ids(cfg, tokenizer), pad_id=tokenizer.pad_token_id, **own)
 
 
 def build_generator(cfg: Config, engine: Engine, folder: RunFolder, ranks: Ranks) -> Generator:
@@ -321,12 +310,11 @@ def build_generator(cfg: Config, engine: Engine, folder: RunFolder, ranks: Ranks
             annotator=AnnotatorFactory(cfg, folder.judgements.with_name(f"*-annotator{own}.jsonl")).build,
             asks_service=cfg.scorer.asks_service or cfg.algo.teacher_url is not None,
             cached=cached,
-            stop_ids=build_stop_ids(cfg, tokenizer),
+            stop_ids=models.build_stop_ids(cfg, tokenizer),
             environment=make(cfg.environment, tokenizer),
             phases=engine.phases,
         )
-        made: Generator = make(cfg.generator, context)
-        return made
+        return make(cfg.generator, context)
 
     if ranks.size == 1 or not cfg.generator.samples:
         return build()
@@ -358,7 +346,7 @@ def build_scorer(
     environment: EnvironmentFactory | None = make(cfg.environment, tokenizer)
 
     def place(load: Callable[[], RewardModel]) -> RewardModel:
-        placed: RewardModel = part(cfg.backend).place(cfg.backend, loaded(load, cfg, ranks), ranks)
+        placed: RewardModel = part(cfg.backend).place(cfg.backend, models.loaded(load, cfg, ranks), ranks)
         return compared(placed, cfg, ranks)
 
     def build(section: ScorerConfig, key: str) -> Scorer | None:
@@ -376,8 +364,7 @@ def build_scorer(
             response_length=cfg.generator.response_length,
             judgements=judgements,
         )
-        scorer: Scorer | None = make(section, context)
-        return scorer
+        return make(section, context)
 
     return build(cfg.scorer if at == "scorer" else cfg.gold, at)
 
@@ -510,7 +497,7 @@ def build_task(
         seed=cfg.seed,
         shares=cfg.task.shares,
         wanted=_wanted_columns(cfg, judge),
-        ends=declared_tokens(cfg, tokenizer),
+        ends=models.declared_tokens(cfg, tokenizer),
         tools=schemas(cfg.environment.tools) or None,
         teacher_column=cfg.task.teacher_column,
     )

@@ -220,9 +220,8 @@ def process_problems(cfg: Config) -> Iterator[str]:
     wanted, started = cfg.backend.ranks, world_size()
     if missing := missing_variables():
         yield (
-            f"WORLD_SIZE must be 1 or not set without a launcher (the ranks need {', '.join(missing)} to "
-            f"connect), got {started}; start it with torchrun --nproc-per-node {started} -m rlhf.train, or "
-            "run: unset WORLD_SIZE RANK LOCAL_RANK"
+            f"WORLD_SIZE must be 1 or not set without {', '.join(missing)}, got {started}; start it with "
+            f"torchrun --nproc-per-node {started} -m rlhf.train, or run: unset WORLD_SIZE RANK LOCAL_RANK"
         )
     if wanted is not None and wanted != started:
         command = "python" if wanted == 1 else f"torchrun --nproc-per-node {wanted}"
@@ -320,8 +319,7 @@ def push_problems(repository: str | None) -> Iterator[str]:
     if constants.is_offline_mode():
         yield (
             f"push_to= needs access to the hub, got HF_HUB_OFFLINE=1 and push_to={repository}; run: unset "
-            "HF_HUB_OFFLINE TRANSFORMERS_OFFLINE, or leave push_to out and upload later: the same command "
-            "with push_to uploads the model of a finished run"
+            "HF_HUB_OFFLINE TRANSFORMERS_OFFLINE, or leave it out and repeat the finished run with it later"
         )
 
 

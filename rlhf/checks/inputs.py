@@ -248,9 +248,8 @@ def _kinds_of_models(cfg: Config) -> Iterator[str]:
             )
         elif "quantization_config" in model.config:
             yield (
-                f"{key} must name a model with float weights (quantized weights are not supported), got "
-                f"{path!r}, whose config.json has a quantization_config; set {key}=<the model before "
-                "quantization>"
+                f"{key} must name a model with float weights, got {path!r}, whose config.json has a "
+                f"quantization_config; set {key}=<the model before quantization>"
             )
         elif key not in _CAUSAL:
             if (found := model.not_reward()) is not None:
@@ -381,14 +380,8 @@ def _layers_with_adapters(cfg: Config) -> Iterator[str]:
     if lora.rank < 1 or not lora.targets:
         return
     for _, _, model in _sound(cfg, cfg.start):
-        layers = model.linear_layers()
-        available = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-        for target in lora.targets if layers else ():
-            if not any(f".{name}".endswith(f".{target}") for name in layers):
-                yield (
-                    f"model.lora.targets must name linear layers below the model's head ({available}), got "
-                    f"{target}; set model.lora.targets=null for all layers"
-                )
+        if layers := model.linear_layers():
+            yield from folder.target_problems(layers, lora.targets)
 
 
 @doubt
@@ -587,6 +580,5 @@ def _disk_has_room(cfg: Config) -> Iterator[str]:
         lost = "neither can be saved" if free < model else "checkpoints may not be saved"
         yield (
             f"output_dir has {mib(free)} of free space, and the model needs about {mib(model)}, a checkpoint "
-            f"{mib(checkpoint)}: {lost}, got {output}; free some space, or set output_dir=<folder of another "
-            "disk>"
+            f"{mib(checkpoint)}: {lost}, got {output}; free some space, or set output_dir=<another disk>"
         )

@@ -84,7 +84,8 @@ _NO_TEACHER = When(
     "for algo={algo} without algo.reward_coef",
     lambda cfg: value_at(cfg, "algo.reward_coef") == 0 and cfg.model.starts_as_reference,
 )
-_SAME_PROMPTS = When("without task.teacher_column", lambda cfg: cfg.task.teacher_column is None)
+_UNTAUGHT = "without task.teacher_column"
+_SAME_PROMPTS = When(_UNTAUGHT, lambda cfg: cfg.task.teacher_column is None and not cfg.stand_ins)
 _NO_READER = When("for algo={algo}", lambda cfg: value_at(cfg, "algo.teacher_coef") is ABSENT)
 _NO_COLUMN = When("with task={task}", lambda cfg: cfg.task.embedded or bool(cfg.task.parts))
 _SERVED = When("with algo.teacher.url", lambda cfg: cfg.algo.teacher_url is not None)
@@ -215,18 +216,16 @@ def _length(cfg: Config) -> Iterator[str]:
         )
     elif episodes is not None and epochs is not None:
         yield (
-            "schedule.total_episodes and schedule.total_epochs must not both be set (each is the length of "
-            f"the run), got {episodes} and {plain(epochs)}; set schedule.total_epochs=null or "
-            "schedule.total_episodes=null"
+            "schedule.total_episodes and schedule.total_epochs must not both be set, got "
+            f"{episodes} and {plain(epochs)}; set schedule.total_epochs=null or schedule.total_episodes=null"
         )
     per_update = cfg.episodes_per_update
     if episodes is None or not 1 <= episodes <= MOST_EPISODES or per_update < 1:
         return
     if episodes % per_update:
         yield (
-            "schedule.total_episodes must be divisible by the episodes of an update "
-            f"(schedule.prompts_per_update x algo.samples_per_prompt = {cfg.schedule.prompts_per_update} x "
-            f"{cfg.algo.samples_per_prompt} = {per_update}), got {episodes}; "
+            f"schedule.total_episodes must be divisible by the {per_update} episodes of an update "
+            f"(schedule.prompts_per_update x algo.samples_per_prompt), got {episodes}; "
             f"set schedule.total_episodes={_nearest_multiple(episodes, per_update)}"
         )
 
@@ -302,10 +301,8 @@ def _scorers_fit(cfg: Config) -> Iterator[str]:
         saved = cfg.generator.saved_rollouts is not None and not judges
         stored = scorer.group[0] > 1 and not (judges or cfg.generator.samples)
         (least, most), count = scorer.group, cfg.algo.samples_per_prompt
-        with_count, wrong_count = (
-            f"with algo.samples_per_prompt={count}",
-            not (judges or least <= count <= most),
-        )
+        with_count = f"with algo.samples_per_prompt={count}"
+        wrong_count = not (judges or least <= count <= most)
         lacking_columns = f"they lack the columns {', '.join(sorted(scorer.columns))}"
         unable, without = scorer.cannot_score(task), not judges and not cfg.environment.answers
         no_rewards = f"with environment={chosen(cfg, 'environment')}"
@@ -473,9 +470,8 @@ def _more_replicas_than_requests(cfg: Config) -> Iterator[str]:
     n, lag = cfg.generator.replicas, cfg.schedule.max_lag
     if n > lag + 1 and not cfg.generator.shares_gpu:
         yield (
-            "generator.replicas must be <= schedule.max_lag + 1 (the largest number of requests in flight, "
-            f"and a replica samples one at a time), got {n} with schedule.max_lag={lag}; "
-            f"set schedule.max_lag={n - 1} or generator.replicas={lag + 1}"
+            f"generator.replicas must be <= schedule.max_lag + 1, the largest number of requests, got {n} "
+            f"with {lag}; set schedule.max_lag={n - 1} or generator.replicas={lag + 1}"
         )
 
 

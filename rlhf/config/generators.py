@@ -383,8 +383,7 @@ def url_problems(key: str, url: str | None, token_key: str, use: str, example: s
     elif (secret := secret_in(url or "")) is not None:
         yield (
             f"{key} must not contain {secret} (config.yaml would show it), got one; set "
-            f"{token_key}=<environment variable that contains a token>, which is sent as "
-            "`Authorization: Bearer <token>`"
+            f"{token_key}=<environment variable with the token that is sent as Authorization: Bearer>"
         )
 
 
@@ -431,9 +430,8 @@ def service_problems(
     elif status := refused_key(url + route, os.environ.get(variable or ""), body):
         named = variable or "SERVICE_KEY"
         yield (
-            f"{token_key} must name an environment variable with the key of the service (it answers with "
-            f"status {status}), got {variable or 'null'} for {url}; run: export {named}=<key>, and set "
-            f"{token_key}={named}"
+            f"{token_key} must name a variable with the key of the service (it answers with {status}), got "
+            f"{variable or 'null'} for {url}; run: export {named}=<key>, and set {token_key}={named}"
         )
 
 
@@ -504,11 +502,8 @@ class VLLMServerConfig(VLLMConfig):
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error for a server that refuses connections or the key, and without a network of NCCL."""
-        if (
-            self.transfer is Transfer.nccl
-            and not all(map(is_loopback, self.urls or []))
-            and not os.environ.get(INTERFACE)
-        ):
+        far = not all(map(is_loopback, self.urls or []))
+        if self.transfer is Transfer.nccl and far and not os.environ.get(INTERFACE):
             yield (
                 f"{INTERFACE} must be a network interface with {at}.transfer=nccl and servers on other hosts "
                 f"(by default NCCL uses the loopback one), got nothing; run: export {INTERFACE}=<interface>"

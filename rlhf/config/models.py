@@ -81,6 +81,9 @@ class ModelConfig(Section):
     """null: the tokenizer's own pad token, or a token that no text contains"""
     chat_template: str | None = entry(None, added=True)
     """file with a Jinja template, or plain; null: of the tokenizer"""
+    thinking: bool | None = entry(None, added=True)
+    """whether replies begin with thoughts, for chat templates with such a choice, as of Qwen 3; null: as the
+    template does without a choice"""
     clock: str | None = entry(None, added=True)
     """time that the chat template reads, 2026-01-31T09:00; null: start of the run"""
     dtype: Dtype = entry(Dtype.float32, "dtype of forward passes; trained weights are always float32")

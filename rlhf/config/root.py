@@ -8,8 +8,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -24,7 +23,7 @@ from rlhf.config.models import BackendConfig, ModelConfig, paths_in
 from rlhf.config.schema import Affects, Section, entry, number
 from rlhf.config.scorers import LabelsScorerConfig, NoScorerConfig, RewardModelScorerConfig, ScorerConfig
 from rlhf.config.tasks import TaskConfig
-from rlhf.core.launched import cpu_cores, local_world_size
+from rlhf.core.launched import cpu_cores, exported, local_world_size
 from rlhf.core.machine import this_machine
 
 # The generator that `generator=auto` stands for, which is the default.
@@ -43,18 +42,9 @@ def best_generator() -> str:
     return os.environ.get(SELECTED, _EVERYWHERE)
 
 
-@contextmanager
-def selecting(name: str) -> Iterator[None]:
+def selecting(name: str) -> AbstractContextManager[None]:
     """Let `generator=auto` select the option `name` during the block, in this process and in its children."""
-    before = os.environ.get(SELECTED)
-    os.environ[SELECTED] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[SELECTED]
-        else:
-            os.environ[SELECTED] = before
+    return exported(SELECTED, name)
 
 
 def candidates(gpus: int | None = None, ranks: int | None = None) -> tuple[str, ...]:
@@ -80,7 +70,7 @@ def candidates(gpus: int | None = None, ranks: int | None = None) -> tuple[str, 
 
 # Resolvers for conf/ values computed from other keys: ${product:128,${schedule.minibatches}}
 OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
-OmegaConf.register_new_resolver("largest", lambda *sizes: max(sizes), replace=True)
+OmegaConf.register_new_resolver("largest", lambda *sizes: max(each or 0 for each in sizes), replace=True)
 OmegaConf.register_new_resolver("best_generator", best_generator, replace=True)  # conf/generator/auto.yaml
 
 _MINIMISED = ("eval/loss", "eval/ppl", "eval/kl")  # metrics of an evaluation whose lower values are better
@@ -149,7 +139,7 @@ class Config(Section):
     @property
     def stand_ins(self) -> bool:
         """Whether tiny stand-ins replace the models and data for which the config names no folder."""
-        return self.stages.stand_ins and not self.task.embedded
+        return self.stages.stand_ins and not (self.task.embedded and self.model.context is not None)
 
     @property
     def makes_models(self) -> bool:

@@ -323,11 +323,9 @@ class DashboardConfig(Section):
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error for each package that is not installed; the extra has the name of the logger."""
+        option = f"logger={self.modules[0]}"
         for module in self.modules:
-            extra = self.modules[0]
-            yield from missing_package(
-                f"logger={extra}", module, extra, otherwise=f"leave logger={extra} out"
-            )
+            yield from missing_package(option, module, self.modules[0], otherwise=f"leave {option} out")
 
 
 @option("logger", "wandb", part="rlhf.loggers.dashboards:WandbLogger")

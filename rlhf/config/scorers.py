@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from rlhf.config import schema
 from rlhf.config.generators import service_problems, token_problems, url_problems
@@ -24,11 +24,14 @@ from rlhf.config.models import Combine, Dtype, path_problems, paths_in
 from rlhf.config.schema import Affects, Section, entry, missing_package, number, option, plain, sections
 from rlhf.config.tasks import EmbeddedTaskConfig, Need, QuestionsConfig, TaskConfig
 from rlhf.core.errors import one_line, setting
-from rlhf.core.machine import model_names
+from rlhf.core.machine import model_names, this_machine
 from rlhf.usercode.address import ONLY_HERE, function_problem, takes_lists
 
 # Relative difference of the scores of a reward model for one response at different places of a batch.
 _ROUNDING = {Dtype.float32: 1e-5, Dtype.bfloat16: 1e-2, Dtype.float16: 1e-3}
+RANDOM = "random"  # `url` of a judge without a server: its verdicts are random
+# conf/scorer/judge.yaml: the default with debug=tiny
+OmegaConf.register_new_resolver("judge_without_server", lambda tiny: RANDOM if tiny else None, replace=True)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -135,6 +138,8 @@ class ScorerConfig(Section):
     @property
     def described(self) -> str:
         """The name of the scorer in messages: its model, function or address, otherwise its option."""
+        if getattr(self, "url", None) == RANDOM:
+            return "random verdicts"
         named = (getattr(self, key, None) for key in ("path", "model", "url", "name"))
         found = next(filter(None, named))
         return ", ".join(map(str, found)) if isinstance(found, list) else str(found)
@@ -383,6 +388,7 @@ class ServiceScorerConfig(ScorerConfig):
 
     asks_service: ClassVar[bool] = True
     example: ClassVar[str]  # a valid `url`
+    without_server: ClassVar[tuple[str | None, ...]] = ()  # other values of `url`
 
     url: str | None = entry(None, "address of the service; texts are posted there")
     concurrency: int = number(4, "requests in parallel", least=1, affects=Affects.speed)
@@ -396,14 +402,15 @@ class ServiceScorerConfig(ScorerConfig):
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the address is invalid, or if the variable with the token is not set."""
         token = f"{at}.token_variable"
-        yield from url_problems(f"{at}.url", self.url, token, "texts are posted there", self.example)
+        if self.url not in self.without_server:
+            yield from url_problems(f"{at}.url", self.url, token, "texts are posted there", self.example)
         if self.token_variable is not None:
             yield from token_problems(token, self.token_variable)
 
 
 @option("scorer", "http", part="rlhf.scorers.http:HttpScorer")
 class HttpScorerConfig(ServiceScorerConfig):
-    """A service that returns scores over HTTP; docs/rewards.md describes the protocol."""
+    """A service that returns scores over HTTP; docs/data-model-reward.md describes the protocol."""
 
     example: ClassVar[str] = "http://127.0.0.1:8000/score"
 
@@ -439,8 +446,14 @@ class JudgeScorerConfig(ServiceScorerConfig):
     """A language model that judges responses, behind an OpenAI-compatible address."""
 
     example: ClassVar[str] = "http://127.0.0.1:8000/v1"
+    without_server: ClassVar[tuple[str | None, ...]] = (None, RANDOM)
 
-    model: str | None = entry(None, "name of the model at that address")
+    model: str | None = entry(None)
+    """name of the model at `url`; without it the hub name or folder for `vllm serve`, which the run starts"""
+    arguments: dict[str, Any] = entry(dict, when="url=null", added=True)
+    """arguments of that server, as +scorer.arguments={max_model_len:8192,gpu_memory_utilization:0.5}"""
+    gpus: str | None = entry(None, when="url=null", affects=Affects.speed)
+    """GPUs of that server, as in CUDA_VISIBLE_DEVICES"""
     kind: JudgeKind = entry(JudgeKind.pairwise)
     answer: Answer = entry(Answer.json)
     reason: bool = entry(False, "the judge writes a reason before its verdict", "answer=json|text")
@@ -521,9 +534,22 @@ class JudgeScorerConfig(ServiceScorerConfig):
             rule, remedy = "be two prices of a million tokens", f"set '{at}.prices=[0.15,0.6]'"
             yield self.refused(at, "prices", rule, "of tokens read and written", remedy=remedy)
 
+    def doubts(self, at: str) -> Iterator[str]:
+        """Yield a warning for random verdicts."""
+        if self.url == RANDOM:
+            yield f"{at}.url=random: no model judges, and verdicts are random; set {at}.url={self.example}"
+
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error if the server refuses connections or the token, or does not have the model."""
-        url, token = (self.url or "").rstrip("/"), f"{at}.token_variable"
+        if self.url == RANDOM:
+            return
+        if self.url is None:
+            yield from missing_package(f"{at} without {at}.url", "vllm", "vllm", "vllm")
+            if self.gpus is None and this_machine().gpus:
+                rule, remedy = "name GPUs that trainer and generator leave free", f"set {at}.gpus=<numbers>"
+                yield self.refused(at, "gpus", rule, "the server needs its own", remedy=remedy)
+            return
+        url, token = self.url.rstrip("/"), f"{at}.token_variable"
         about = url, "start the server", token, self.token_variable, "/models"
         yield from (found := [*service_problems(f"{at}.url", *about)])
         names = [] if found else model_names(f"{url}/models", os.environ.get(self.token_variable or ""))

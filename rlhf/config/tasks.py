@@ -386,3 +386,10 @@ class EnvironmentTaskConfig(TaskConfig):
     train_size: int = number(1024, "first messages to ask for", least=1)
     validation_size: int = number(256, "first messages to ask for", least=1)
     test_size: int = number(256, "first messages to ask for", least=1)
+
+
+@option("task", "lookup", part="rlhf.tasks.kinds:LookupSource")
+class LookupTaskConfig(EnvironmentTaskConfig):
+    """Questions about two towns, for the tools `search` over a text file and `calculate`."""
+
+    has_answers: ClassVar[bool] = True

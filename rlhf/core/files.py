@@ -213,7 +213,8 @@ def split_lines(file: Path, required: Sequence[str] = ()) -> tuple[list[dict[str
     """
     rows: list[dict[str, Any]] = []
     damaged: dict[int, bytes] = {}
-    for number, line in enumerate(complete_lines(file) if file.exists() else [], 1):
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []  # the last line may be unfinished
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except ValueError:
@@ -223,12 +224,6 @@ def split_lines(file: Path, required: Sequence[str] = ()) -> tuple[list[dict[str
         else:
             damaged[number] = line
     return rows, damaged
-
-
-def complete_lines(file: Path) -> list[bytes]:
-    """Return the lines of a file, without a last line that has no newline: a crash cut it off."""
-    # not splitlines(): texts may contain line separators other than a newline
-    return file.read_bytes().split(b"\n")[:-1]
 
 
 def component(text: str, fill: str = "-") -> str:

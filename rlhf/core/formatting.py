@@ -21,16 +21,8 @@ def figure(value: float) -> str:
     """
     if isinstance(value, int):
         return f"{value:,}"
-    size = abs(value)
-    if not math.isfinite(value):
-        return str(value)
-    if size < 0.0005:
-        return "0.000"
-    if size < 9.9995:
-        return f"{value:.3f}"
-    if size < 99.995:
-        return f"{value:.2f}"
-    return f"{value:.1f}" if size < 999.95 else f"{value:,.0f}"
+    decimals = sum(abs(value) < limit for limit in (9.9995, 99.995, 999.95))
+    return f"{value:z,.{decimals}f}"
 
 
 def clock(seconds: float) -> str:
@@ -83,19 +75,14 @@ def shortened(text: str, width: int, *, end: bool = False) -> str:
         width: the largest number of characters.
         end: keep the end of the text instead of its beginning.
     """
-    words = "".join(c if c.isprintable() or c.isspace() else "?" for c in text).split()
-    line = " ".join(words)
+    if end:
+        return shortened(text[::-1], width)[::-1]
+    line = " ".join("".join(c if c.isprintable() or c.isspace() else "?" for c in text).split())
     if len(line) <= width:
         return line
-    room = width - len("... ")
-    if end:
-        words.reverse()
-    kept = fitting(words, room, " ")
-    if end:
-        kept = " ".join(kept.split(" ")[::-1])
-    if not kept:  # a single long word, such as a sentence in Chinese
-        kept = line[-room:] if end else line[:room]
-    return f"... {kept}" if end else f"{kept} ..."
+    room = width - len(" ...")
+    kept = fitting(line.split(" "), room, " ") or line[:room]  # else a long word, as a sentence in Chinese
+    return f"{kept} ..."
 
 
 def short_path(path: Path) -> str:

@@ -7,7 +7,8 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,10 @@ if TYPE_CHECKING:
 
 
 # Variables that torchrun and DeepSpeed's launcher set for a rank, and `rlhf.launch.command_line` for a task.
-_OF_RANK = frozenset(
-    {
-        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "CROSS_RANK", "CROSS_SIZE"),
-        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "LOCAL_SIZE"),
-        *("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-    }
+_OF_RANK = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "CROSS_RANK", "CROSS_SIZE"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "LOCAL_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
 )
 
 
@@ -80,6 +79,18 @@ def number(*variables: str, default: int) -> int:
     return next((int(text) for name in variables if (text := os.environ.get(name))), default)
 
 
+@contextmanager
+def exported(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable of this process, and of those that it starts, during the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        os.environ.update({} if before is None else {name: before})
+
+
 def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables without those that describe a rank and how it connects to others.
 
@@ -98,12 +109,8 @@ def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
 # `rlhf.processes.signals` replaces these handlers as soon as the command begins.
 
 
-EXIT_CODES = {
-    signal.SIGINT: 128 + signal.SIGINT,
-    signal.SIGTERM: os.EX_TEMPFAIL,
-    signal.SIGUSR1: os.EX_TEMPFAIL,
-    signal.SIGUSR2: os.EX_TEMPFAIL,
-}
+EXIT_CODES = dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2), os.EX_TEMPFAIL)
+EXIT_CODES[signal.SIGINT] = 128 + signal.SIGINT
 DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 _STARTED_BY_PYTHON = "multiprocessing"  # in the command line of a process that multiprocessing starts
 _COMMANDS = ("-m", "rlhf")  # `sys.argv[0]` while `python -m rlhf.<command>` or `rlhf` imports this package

@@ -92,11 +92,8 @@ def sample_size(weights: Tensor, mask: Tensor | None = None) -> Stat:
     The value is `(sum w)^2 / (n sum w^2)` (Kong 1992), between 0 and 1. The sums are over all `n` weights, or
     over the `n` weights where `mask` is True.
     """
-    w = weights.detach().double()
-    if mask is None:
-        return Stat(w.sum(), float(w.numel()), How.sample_size, w.square().sum())
-    w = selected(w, mask)
-    return Stat(w.sum(), mask.sum(), How.sample_size, w.square().sum())
+    own = mean(weights, mask)
+    return Stat(own.total, own.count, How.sample_size, mean(weights.detach().double().square(), mask).total)
 
 
 def merge(into: Metrics, added: Metrics) -> None:

@@ -320,9 +320,8 @@ def _build_cpu_adam(name: str) -> None:
         missing = [program for program in wanted if shutil.which(program) is None]
         reason = f"{' and '.join(missing)} not found" if missing else first_line(error)
         raise UserError(
-            f"backend={name} needs DeepSpeed's CPU optimizer, which is compiled with a C++ compiler and "
-            f"ninja ({reason}), got {name}; install them, or set "
-            f"backend={name.removesuffix('_offload')}"
+            f"backend={name} needs DeepSpeed's CPU optimizer, which a C++ compiler and ninja compile "
+            f"({reason}), got {name}; install them, or set backend={name.removesuffix('_offload')}"
         ) from None
 
 

@@ -399,8 +399,7 @@ def build_optimizer(module: nn.Module, optim: OptimConfig, value_lr: float | Non
 
         for parameter in (each for part in parts for each in part["params"]):
             parameter.data = parameter.data.contiguous()  # bitsandbytes updates tensors in memory order
-        made: torch.optim.Optimizer = AdamW8bit(parts, **adam(optim))
-        return made
+        return AdamW8bit(parts, **adam(optim))
     return torch.optim.AdamW(parts, fused=True, **adam(optim))
 
 

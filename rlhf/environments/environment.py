@@ -245,9 +245,8 @@ class Turns:
             user = "environment.role=user or " if role != "user" and not self._fault("user") else ""
             raise UserError(
                 f"model.chat_template must write a message with the role {role} in the same way after every "
-                f"reply ({fault}), got {chat.template_name(tokenizer)}; set {user}"
-                f"model.chat_template={chat.PLAIN} or "
-                "model.chat_template=<file with a Jinja template that does so>"
+                f"reply ({fault}), got {chat.template_name(tokenizer)}; set {user}model.chat_template="
+                f"{chat.PLAIN} or model.chat_template=<file with a Jinja template that does so>"
             )
         # Some vocabularies have white space and letters as added tokens
         added = tokenizer.added_tokens_decoder.items()

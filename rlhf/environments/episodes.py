@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, product, zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,19 +23,11 @@ from torch import Tensor
 from rlhf.core.batch import Begun, Prompts, Rollouts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.launched import derive
-from rlhf.environments.environment import (
-    COUNTS,
-    Answer,
-    Call,
-    Calls,
-    Environment,
-    EnvironmentFactory,
-    Example,
-    asynchronous,
-    checked,
-    too_many_hang,
-)
+from rlhf.environments.environment import COUNTS, Answer, Calls, Example, asynchronous, checked, too_many_hang
 from rlhf.text.chat import unquoted
+
+if TYPE_CHECKING:
+    from rlhf.environments.environment import Call, Environment, EnvironmentFactory
 
 FIRST_MESSAGE = "first_message"  # in the record of a prompt that `reset` returned for the `seed` beside it
 _END_S = 4.0  # for the calls that run when the episodes end early, and for `close` after them
@@ -347,10 +339,9 @@ class Episodes:
             episode.before = len(each.ids)
             if episode.ids[: episode.before] != each.ids or (episode.most and not episode.running):
                 raise RunError(
-                    f"{self.factory.address} must answer the same replies in the same way (with "
-                    f"clock=virtual, episodes are played again), got another answer in sample {each.sample} "
-                    f"of {self.prompts.place(i // self.sampling.samples)}; use only the example and the "
-                    "replies, or set clock=wall"
+                    f"{self.factory.address} must answer equal replies equally (clock=virtual plays episodes "
+                    f"again), got another answer in sample {each.sample} of "
+                    f"{self.prompts.place(i // self.sampling.samples)}; use only the replies, or clock=wall"
                 )
 
     def _stop(self, i: int, limit: str | None = None) -> None:

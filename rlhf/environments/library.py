@@ -182,8 +182,7 @@ class _AsyncTools:
                 read(reply[:end])
             except Exception:  # as in `step`; the mark is inside of the JSON
                 reply = f"{reply[: found.start() + 1]}{START}{reply[found.start() + 1 :]}"
-        whole: dict[str, Any] = json.loads(json.dumps(read(reply), ensure_ascii=False).replace(START, ""))
-        return whole
+        return json.loads(json.dumps(read(reply), ensure_ascii=False).replace(START, ""))
 
     def timed_out(self, limit_s: float) -> Answer:
         """Return the answer to a reply with a call that takes too long; the calls behind it are not made."""

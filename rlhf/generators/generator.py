@@ -461,9 +461,8 @@ class ReplayGenerator(Generator):
         self.tokens = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
         if shared(self.files[0]).vocabulary != vocabulary(tokenizer.get_vocab()):
             raise UserError(
-                "generator.path must name rollouts in the tokens of the policy's tokenizer (token ids depend "
-                f"on the tokenizer), got {folder}; set model.policy or model.tokenizer as in the run that "
-                "saved them"
+                "generator.path must name rollouts in the tokens of the policy's tokenizer, got "
+                f"{folder}; set model.policy or model.tokenizer as in the run that saved them"
             )
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:

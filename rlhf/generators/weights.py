@@ -498,9 +498,8 @@ class GpuWeights(WeightStore):
             values = checksums(sums)  # also waits until the copies are complete
         except torch.OutOfMemoryError as problem:
             raise RunError(
-                f"the weights of version {version} must fit a second time into the trainer's GPU (the "
-                f"generator process reads them from there), got: {problem}; free memory, or set "
-                "generator.transfer=shared_memory"
+                f"the weights of version {version} must fit a second time into the trainer's GPU, got: "
+                f"{problem}; free memory, or set generator.transfer=shared_memory"
             ) from problem
         self.snapshots[version] = copies
         return Manifest(version, "", tuple(_entry_of(name, x, 0, values[name]) for name, x in copies))

@@ -19,6 +19,7 @@ from rlhf.config.run import MlflowConfig, TensorboardConfig, TrackioConfig, Wand
 from rlhf.core.errors import UserError
 from rlhf.core.files import flat, read_lines, write_atomically
 from rlhf.core.formatting import hide
+from rlhf.core.launched import exported
 from rlhf.core.state import TrainState
 from rlhf.loggers.logger import Logger, LoggerContext
 from rlhf.runs.folder import RunFolder
@@ -437,15 +438,8 @@ def import_trackio(folder: Path) -> Any:
     Raises:
         UserError: trackio was imported with another folder.
     """
-    before = os.environ.get(_FOLDER)
-    os.environ[_FOLDER] = str(folder)
-    try:
+    with exported(_FOLDER, str(folder)):
         import trackio
-    finally:
-        if before is None:
-            del os.environ[_FOLDER]
-        else:
-            os.environ[_FOLDER] = before
     if folder != (used := trackio.utils.TRACKIO_DIR):
         raise UserError(
             f"logger.trackio.dir must be the same for all runs of a process ({used}), got {folder}; "

@@ -17,16 +17,8 @@ from rlhf.core.formatting import GAP, figure, fitting, shortened
 from rlhf.core.state import TrainState
 from rlhf.runs import folder as run_folder
 from rlhf.runs.folder import History, RunFolder
-from rlhf.terminal.console import (
-    WIDTH_OF_LINES,
-    Phases,
-    ProgressDisplay,
-    console,
-    left,
-    say,
-    say_items,
-    transcript,
-)
+from rlhf.terminal import console as terminal
+from rlhf.terminal.console import Phases, ProgressDisplay, console, say, say_items, transcript
 from rlhf.usercode.address import load_class
 
 if TYPE_CHECKING:
@@ -452,7 +444,7 @@ class Display(Logger):
             items.append(f"{figure(row['throughput/episodes_per_s'])} episodes/s")
         self.progress.update(state.update, items)
         if self.progress.mode == "live":  # in other modes, the line is in train.log already
-            head = [self.title, self.progress.count, *left(self.progress.left_s)]
+            head = [self.title, self.progress.count, *terminal.left(self.progress.left_s)]
             transcript.info(GAP.join([*head, *items]))
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
@@ -504,7 +496,7 @@ def metric_texts(figures: Mapping[str, Any]) -> list[str]:
 
 def print_samples(samples: list[dict[str, Any]]) -> None:
     """Print completions in the terminal, each in a few lines: prompt, response or dialogue, scores."""
-    width = min(console.width, WIDTH_OF_LINES)
+    width = min(console.width, terminal.WIDTH_OF_LINES)
     for sample in samples:
         for line in sample_lines(sample, width):
             console.print(line, markup=False, style="dim")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,21 @@ def _adapter_problem(key: str, path: str) -> str:
         f"{key} must name a whole model (an adapter is only the change of a model), got {path!r}, a PEFT "
         f"adapter of {base}; {remedy}"
     )
+
+
+def target_problems(layers: Sequence[str], targets: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each target of adapters that is neither one of the linear layers nor its end."""
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            yield (
+                "model.lora.targets must name linear layers below the model's head "
+                f"({', '.join(last_names(layers))}), got {target}; set model.lora.targets=null for all layers"
+            )
+
+
+def last_names(modules: Sequence[str]) -> list[str]:
+    """Return the different parts of names of modules after the last dot, in alphabetic order."""
+    return sorted({name.rpartition(".")[2] for name in modules})
 
 
 def context_problem(

@@ -10,30 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GPTNeoXForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from rlhf.config.models import ModelConfig
 from rlhf.core.errors import UserError
 from rlhf.models.folder import fetch, first_line, folder_problem, is_local
-from rlhf.models.headers import (
-    ENDS,
-    TOKENIZER_FILES,
-    choose_pad_token,
-    end_ids,
-    opened,
-    pad_problem,
-)
+from rlhf.models.headers import ENDS, TOKENIZER_FILES, choose_pad_token, end_ids, opened, pad_problem
 from rlhf.models.modules import is_adapted, score_head, whole_weights
 
 # Loading of tokenizers from the hub or local folders, and checks that a tokenizer fits a model.
@@ -217,7 +202,7 @@ def new_reward_model(
         UserError: there is no model at `path`, or its checkpoint lacks parameters.
     """
     options |= {"new_parameter": "score.weight", "num_labels": 1, "pad_token_id": pad_token_id}
-    model = _load(AutoModelForSequenceClassification, path, **options)
+    model = _load(transformers.AutoModelForSequenceClassification, path, **options)
     weight = score_head(model).weight
     drawn = torch.randn(weight.shape, generator=generator) / (weight.shape[1] + 1) ** 0.5
     with torch.no_grad():
@@ -279,9 +264,8 @@ def _load(
     missing = sorted(set(report["missing_keys"]) - {new_parameter})
     if missing or report["mismatched_keys"]:
         raise UserError(
-            f"{key} must name a checkpoint of {type(model).__name__} (missing parameters would be random), "
-            f"got {path!r} without {', '.join(missing[:3]) or 'matching shapes'}; set "
-            f"{key}=<hub name or folder>"
+            f"{key} must name a checkpoint of {type(model).__name__}, got {path!r} without "
+            f"{', '.join(missing[:3]) or 'matching shapes'}; set {key}=<hub name or folder>"
         )
     head, tied = model.get_output_embeddings(), model.config.get_text_config().tie_word_embeddings
     if head is not None and tied and head.weight is not model.get_input_embeddings().weight:
@@ -289,7 +273,7 @@ def _load(
             f"{key} must name a model whose config.json describes its weights (vLLM would use another head), "
             f"got {path!r} with tie_word_embeddings=true and another head; write false in its config.json"
         )
-    if auto is AutoModelForSequenceClassification and model.config.num_labels != 1:
+    if auto is transformers.AutoModelForSequenceClassification and model.config.num_labels != 1:
         raise UserError(
             f"{key} must name a reward model with one label (a reward is one number), got {path!r} with "
             f"{model.config.num_labels} labels; set {key}=<hub name or folder>"
@@ -310,8 +294,8 @@ def _load(
 
 # Each returns the model at a path (its arguments are those of `_load` from `path` on): a causal LM, and a
 # sequence classifier with one label.
-load_causal_lm = partial(_load, AutoModelForCausalLM)
-load_reward_model = partial(_load, AutoModelForSequenceClassification, key="model.reward")
+load_causal_lm = partial(_load, transformers.AutoModelForCausalLM)
+load_reward_model = partial(_load, transformers.AutoModelForSequenceClassification, key="model.reward")
 
 
 def load_mean_reward_model(paths: Sequence[str], dtype: torch.dtype, **options: Any) -> PreTrainedModel:
@@ -368,7 +352,7 @@ def _without_dropout(config: PreTrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def new_nano(nano: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> GPTNeoXForCausalLM:
+def new_nano(nano: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> transformers.GPTNeoXForCausalLM:
     """Return a GPT-NeoX with random weights, in float32 and evaluation mode.
 
     Weights are drawn from torch's global generator. The weights of the projections into the residual stream
@@ -387,7 +371,7 @@ def new_nano(nano: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> GPTNeoXFo
         pad_token_id=tokenizer.pad_token_id,
     )
     _without_dropout(config)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=nano.loaded_attention)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=nano.loaded_attention)
     with torch.no_grad():
         for layer in model.gpt_neox.layers:
             for product in (layer.attention.dense, layer.mlp.dense_4h_to_h):

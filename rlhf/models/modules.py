@@ -25,7 +25,7 @@ from rlhf.config.models import LoRAConfig
 from rlhf.core.batch import Batch, Outputs, Rollouts
 from rlhf.core.errors import RunError, UserError
 from rlhf.models.divergence import Logits, tiled_divergence
-from rlhf.models.folder import first_line
+from rlhf.models.folder import first_line, last_names, target_problems
 from rlhf.models.forward import CompiledBlocks, encode
 from rlhf.models.logprobs import TokenOutputs, fused_logprobs, token_outputs
 
@@ -523,15 +523,10 @@ def _chosen_targets(model: PreTrainedModel, names: list[str] | None) -> list[str
         for name, module in model.named_modules()
         if module in below and isinstance(module, nn.Linear | Conv1D)
     ]
-    available = sorted({name.rpartition(".")[2] for name in linear})
     if names is None:
-        return available
-    for target in names:
-        if not any(_matches(name, target) for name in linear):
-            raise UserError(
-                "model.lora.targets must name linear layers below the model's head "
-                f"({', '.join(available)}), got {target}; set model.lora.targets=null for all layers"
-            )
+        return last_names(linear)
+    for problem in target_problems(linear, names):
+        raise UserError(problem)
     return sorted(set(names))
 
 
@@ -551,16 +546,10 @@ def _chosen_modules(model: PreTrainedModel, names: list[str], targets: list[str]
     for wanted in names:
         matching = {name: m for name, m in model.named_modules() if _matches(name, wanted)}
         if not matching:
-            simple = sorted(
-                {
-                    name.rpartition(".")[2]
-                    for name, module in model.named_modules()
-                    if next(module.parameters(recurse=False), None) is not None
-                }
-            )
+            owners = [name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)]
             raise UserError(
-                f"model.lora.modules_to_save must name modules of the model ({', '.join(simple)}), "
-                f"got {wanted}; set model.lora.modules_to_save=[]"
+                "model.lora.modules_to_save must name modules of the model "
+                f"({', '.join(last_names(owners))}), got {wanted}; set model.lora.modules_to_save=[]"
             )
         for name, module in matching.items():
             inside = [name, *(f"{name}.{child}" for child, _ in module.named_modules() if child)]
@@ -573,8 +562,7 @@ def _chosen_modules(model: PreTrainedModel, names: list[str], targets: list[str]
             if module in tied and model.config.get_text_config().tie_word_embeddings:
                 raise UserError(
                     "model.lora.modules_to_save must not name the embeddings of a model whose input and "
-                    f"output embeddings are tied (they would differ after training), got {wanted}; "
-                    f"remove {wanted}"
+                    f"output embeddings are tied, got {wanted}; remove {wanted}"
                 )
         chosen += matching
     return list(dict.fromkeys(chosen))
@@ -669,9 +657,8 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     saved, own = load_file(folder / _FILE), adapter_weights(model)
     if different := saved.keys() ^ own.keys():
         raise RunError(
-            f"{folder / _FILE} must have the tensors of the adapters of this run (file and adapters must "
-            f"have the same layers), got {min(different)} in only one of the two; set resume=never to start "
-            "again"
+            f"{folder / _FILE} must have the tensors of the adapters of this run, got {min(different)} in "
+            "only one of the two; set resume=never to start again"
         )
     for name, tensor in own.items():
         tensor.copy_(saved[name])

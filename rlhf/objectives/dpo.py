@@ -41,17 +41,8 @@ from torch.nn import functional as F
 from rlhf.config.algorithms import DPOConfig, DPOLoss, PairWeighting, Ties
 from rlhf.core.batch import Batch, Outputs
 from rlhf.core.metrics import Metrics, Row, mean, sample_size, selected
-from rlhf.objectives.objective import (
-    MAX_LOG_WEIGHT,
-    Counts,
-    Forward,
-    Losses,
-    Objective,
-    drift,
-    preferred,
-    prompts_with_signal,
-    sampler_logprobs,
-)
+from rlhf.objectives import objective
+from rlhf.objectives.objective import Counts, Forward, Losses, Objective
 
 
 class OnlineDPO(Objective):
@@ -80,7 +71,7 @@ class OnlineDPO(Objective):
 
     def count(self, batch: Batch) -> Counts:
         """Return the number of pairs with signal."""
-        return {"policy": prompts_with_signal(batch)}
+        return {"policy": objective.prompts_with_signal(batch)}
 
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
         """Return the sum of the weighted pair losses over a micro-batch, and metrics."""
@@ -98,12 +89,12 @@ class OnlineDPO(Objective):
         return {"policy": (weights * self.pair_losses(ratios)).sum()}, {
             "rewards/chosen": mean(rewards[:, 0]),
             "rewards/rejected": mean(rewards[:, 1]),
-            "rewards/accuracies": preferred(margins, sizes.sum(1)),
+            "rewards/accuracies": objective.preferred(margins, sizes.sum(1)),
             "rewards/margins": mean(margins),
             "logps/chosen": mean(logps[:, 0]),
             "logps/rejected": mean(logps[:, 1]),
             **weighting,
-            **drift(logprobs, batch),
+            **objective.drift(logprobs, batch),
         }
 
     def held_out(self, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor) -> Row:
@@ -189,9 +180,9 @@ def pair_weights(outputs: Outputs, batch: Batch, config: DPOConfig) -> tuple[Ten
         log_weights = (selected(logprobs - outputs.log_sum_squares, mask).sum(-1) / tokens).sum(-1)
         bound = math.inf if config.weighting_clamp is None else math.log(config.weighting_clamp)
     else:
-        log_weights = selected(logprobs - sampler_logprobs(logprobs, batch), mask).sum((1, 2))
+        log_weights = selected(logprobs - objective.sampler_logprobs(logprobs, batch), mask).sum((1, 2))
         bound = 2 * config.weighting_eps
-    bound = min(bound, MAX_LOG_WEIGHT)
+    bound = min(bound, objective.MAX_LOG_WEIGHT)
     weights = log_weights.clamp(max=bound).exp()
     return weights, {
         "weighting/mean": mean(weights),

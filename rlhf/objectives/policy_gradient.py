@@ -29,34 +29,21 @@ An algorithm overrides some of the methods `advantages`, `log_ratio`, `surrogate
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rlhf.config.algorithms import (
-    Anchor,
-    Covariance,
-    CovarianceConfig,
-    KLEstimator,
-    KLIn,
-    Level,
-    PolicyGradientConfig,
-)
+from rlhf.config.algorithms import Anchor, Covariance, KLEstimator, KLIn, Level
 from rlhf.core.batch import Batch, Outputs
 from rlhf.core.launched import derive
 from rlhf.core.metrics import Metrics, Stat, mean, selected
+from rlhf.objectives import objective
 from rlhf.objectives.correction import corrected, importance_weights, over_tokens
-from rlhf.objectives.objective import (
-    Counts,
-    Forward,
-    Losses,
-    Objective,
-    before_update,
-    bounded,
-    mismatch,
-    old_or_behaviour,
-    sampler_logprobs,
-)
+from rlhf.objectives.objective import Counts, Forward, Losses, Objective
+
+if TYPE_CHECKING:
+    from rlhf.config.algorithms import CovarianceConfig, PolicyGradientConfig
 
 
 class PolicyGradient(Objective):
@@ -136,7 +123,7 @@ class PolicyGradient(Objective):
         sampled.
         """
         assert batch.ref_logprobs is not None
-        kl = kl_estimate(old_or_behaviour(batch), batch.ref_logprobs, self.config.kl_estimator)
+        kl = kl_estimate(objective.old_or_behaviour(batch), batch.ref_logprobs, self.config.kl_estimator)
         return selected(kl, batch.response_mask)
 
     def token_rewards(self, kl: Tensor, scores: Tensor, states: Tensor) -> Tensor:
@@ -216,9 +203,9 @@ class PolicyGradient(Objective):
         logprobs = selected(out.logprobs, real)
         anchor = _anchor_logprobs(logprobs, batch, config.anchor)
         difference = selected(logprobs - anchor, real)
-        log_ratio = bounded(self.log_ratio(difference, real))
+        log_ratio = objective.bounded(self.log_ratio(difference, real))
         losses, clipped = self.surrogate(log_ratio, logprobs, batch)
-        weights, metrics = self.weights(anchor, sampler_logprobs(logprobs, batch), batch)
+        weights, metrics = self.weights(anchor, objective.sampler_logprobs(logprobs, batch), batch)
         losses = losses * weights
         if config.off_policy_mask is not None:
             away = _off_policy(logprobs, batch, config.off_policy_mask)
@@ -232,7 +219,7 @@ class PolicyGradient(Objective):
             if config.kl_unbiased:
                 # With a mean over the tokens of a response, the gradient would be divided by their number.
                 factor = difference if config.level is Level.geometric else self.log_ratio(difference, real)
-                kl = kl * bounded(factor).exp()
+                kl = kl * objective.bounded(factor).exp()
             losses = losses + self.kl_coef * kl
         if config.entropy_coef:
             assert out.entropy is not None
@@ -240,10 +227,10 @@ class PolicyGradient(Objective):
             metrics["policy/entropy"] = mean(out.entropy, mask)
         if batch.per_token is not None and "limited" in batch.per_token:
             metrics["policy/covariance_limited"] = mean(batch.per_token["limited"], mask)
-        before = old_or_behaviour(batch) if config.anchor is Anchor.old else anchor
-        ratio = bounded(self.log_ratio(selected(logprobs.detach() - before, real), real)).exp()
+        before = objective.old_or_behaviour(batch) if config.anchor is Anchor.old else anchor
+        ratio = objective.bounded(self.log_ratio(selected(logprobs.detach() - before, real), real)).exp()
         return self.reduce(losses, mask), {
-            **mismatch(logprobs, batch),
+            **objective.mismatch(logprobs, batch),
             **metrics,
             "policy/ratio": _mean_of(ratio, mask),
             "policy/clipfrac": _mean_of(clipped.float(), mask),
@@ -254,8 +241,8 @@ class PolicyGradient(Objective):
         found = super().observe(batch)
         known = batch.old_logprobs is not None and self.config.anchor is Anchor.old
         if known or "weights" in (batch.per_token or {}):
-            old = old_or_behaviour(batch)
-            found |= self.weights(old, sampler_logprobs(old, batch), batch)[1]
+            old = objective.old_or_behaviour(batch)
+            found |= self.weights(old, objective.sampler_logprobs(old, batch), batch)[1]
         return found
 
     def weights(self, anchor: Tensor, behaviour: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -290,7 +277,7 @@ def _off_policy(logprobs: Tensor, batch: Batch, limit: float) -> Tensor:
         limit: bound on the mean of sampler - policy log-probs of a response.
     """
     assert batch.advantages is not None
-    gap = selected(sampler_logprobs(logprobs, batch) - logprobs.detach(), batch.response_mask)
+    gap = selected(objective.sampler_logprobs(logprobs, batch) - logprobs.detach(), batch.response_mask)
     return (batch.advantages < 0) & (over_tokens(gap, batch.response_mask, averaged=True) > limit)
 
 
@@ -313,7 +300,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     bounded like a log-ratio.
     """
     k1 = logprobs - ref_logprobs
-    return k1 if estimator is KLEstimator.k1 else torch.expm1(bounded(-k1)) + k1
+    return k1 if estimator is KLEstimator.k1 else torch.expm1(objective.bounded(-k1)) + k1
 
 
 # The policy in the denominator of the ratio of a policy-gradient loss (`algo.anchor`).
@@ -339,9 +326,9 @@ def _anchor_logprobs(logprobs: Tensor, batch: Batch, anchor: Anchor) -> Tensor:
         anchor: the policy in the denominator of the ratio.
     """
     if anchor is Anchor.old:
-        return before_update(logprobs, batch)
+        return objective.before_update(logprobs, batch)
     current = logprobs.detach()
-    behaviour = sampler_logprobs(logprobs, batch)
+    behaviour = objective.sampler_logprobs(logprobs, batch)
     if anchor is Anchor.behaviour:
         return behaviour
     versions = behaviour.new_tensor(batch.version) if batch.token_versions is None else batch.token_versions
@@ -370,7 +357,7 @@ def _with_limited(batch: Batch, config: CovarianceConfig) -> Batch:
     """Return the rollout batch with `per_token["limited"]` [N, K, T] bool: the selected tokens."""
     assert batch.advantages is not None
     mask = batch.response_mask
-    covariance = _centred(batch.advantages, mask) * _centred(old_or_behaviour(batch), mask)
+    covariance = _centred(batch.advantages, mask) * _centred(objective.old_or_behaviour(batch), mask)
     count = max(1, int(config.share * int(mask.sum())))
     if config.kind is Covariance.kl:
         order = covariance.masked_fill(~mask, -torch.inf).flatten().argsort(descending=True, stable=True)

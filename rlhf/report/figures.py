@@ -36,9 +36,7 @@ log = logging.getLogger(__name__)
 # The colour-blind-safe palette of Okabe and Ito, with a grey and a wine red instead of black and yellow.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5c5f66", "#882255")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-GLYPHS = ("\N{BLACK CIRCLE}", "\N{BLACK SQUARE}", "\N{BLACK UP-POINTING TRIANGLE}", "\N{BLACK DIAMOND}",
-          "\N{BLACK DOWN-POINTING TRIANGLE}", "\N{HEAVY GREEK CROSS}", "\N{HEAVY MULTIPLICATION X}",
-          "\N{BLACK STAR}")  # fmt: skip
+GLYPHS = "●■▲◆▼✚✖★"  # a character for each marker
 
 _INK, _FAINT, _RULE, _PAPER = "#1b1f24", "#636b76", "#dde1e6", "#fefefe"
 
@@ -335,24 +333,9 @@ def curve(runs: Sequence[Run], x: str, metric: Metric) -> DataFrame:
 
 # The figures of a section.
 
-# Phases of the trainer: phase -> label and colour (Paul Tol's "bright" palette). The phases and their order
-# are those of `rlhf.training.recorder.PHASES`.
-PHASES = {
-    "wait": ("waiting for samples", "#bbbbbb"),
-    "score": ("scoring", "#ccbb44"),
-    "annotate": ("log-probs and values", "#66ccee"),
-    "train": ("training", "#4477aa"),
-    "sync": ("weight transfer", "#ee6677"),
-}
-
-# Work that may run in another process, in parallel with the trainer: phase -> label and colour.
-_ELSEWHERE = {
-    "generate": ("sampling", "#aa3377"),
-    "annotate_ahead": ("scores and log-probs computed ahead", "#228833"),
-}
-
 _CAPTIONS = data("captions.yaml")
 _MEANS, _INTERVALS, _OVER_KL = (_CAPTIONS[name] for name in ("means", "intervals", "metrics"))
+PHASES, _ELSEWHERE = _CAPTIONS["phases"], _CAPTIONS["elsewhere"]  # phase -> label and colour
 _PROGRESS = {"episode": "episodes", "examples": "examples", "update": "updates"}  # name in a row -> label
 _WIDE = 30  # ratio of largest to smallest value from which a logarithmic axis is used
 _SCALES = 4  # largest number of panels of one metric, one for each scale

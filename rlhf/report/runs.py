@@ -484,29 +484,22 @@ def data(name: str) -> dict[str, Any]:
 
 
 _TABLE = data("metrics.yaml")
+LISTS = _TABLE["lists"]
 LEARNING, OPTIMIZATION, OFF_POLICY, _OTHERS = (
     [Metric(name, **fields) for name, fields in _TABLE[figure].items()]
     for figure in ("learning", "optimization", "off_policy", "tables")
 )
 METRICS = {each.name: each for each in (*LEARNING, *OPTIMIZATION, *OFF_POLICY, *_OTHERS)}
 
-# Metrics that state the result of a run, by kind; the first that most runs have is the result. The metrics of
-# training rows follow, for runs without evaluations.
-_HELD_OUT = "eval/win_rate eval/accuracy eval/win_rate_vs_initial eval/score eval/gold_score"
-_RESULTS = {
-    Kind.rl: f"{_HELD_OUT} objective/scores",
-    Kind.offline: f"{_HELD_OUT} eval/loss rewards/accuracies loss/policy",
-    Kind.reward: "eval/accuracy eval/loss rewards/accuracies loss/policy",
-    Kind.sft: "eval/loss eval/win_rate loss/policy",
-}
-
 
 def main_metric(kind: Kind, runs: Sequence[Run]) -> Metric | None:
-    """Return the metric of `_RESULTS` that most runs have; None if no run has any of them.
+    """Return the metric of `results` in metrics.yaml that most runs have; None if no run has any of them.
 
     A metric of training is returned only if no run has a metric of evaluations.
     """
-    counts = {name: sum(run.last(name) is not None for run in runs) for name in _RESULTS[kind].split()}
+    counts = {
+        name: sum(run.last(name) is not None for run in runs) for name in _TABLE["results"][kind].split()
+    }
     name = max(counts, key=lambda name: (counts[name] > 0 and METRICS[name].evaluated, counts[name]))
     return METRICS[name] if counts[name] else None
 
@@ -527,8 +520,7 @@ def value_of(row: Mapping[str, object], name: str) -> float | None:
 
 def number(value: float, decimals: int) -> str:
     """Return a number as text with `decimals` decimals, and without the sign of a zero."""
-    text = f"{value:,.{decimals}f}"
-    return text.lstrip("-") if not text.strip("-0.,") else text
+    return f"{value:z,.{decimals}f}"
 
 
 def duration(seconds: float) -> str:

@@ -18,12 +18,12 @@ from rich.table import Table
 from rlhf.config.schema import Affects
 from rlhf.core.files import component
 from rlhf.core.formatting import bounds
-from rlhf.report.runs import METRICS, Kind, Metric, Status, duration, kind_of, main_metric, number, value_of
+from rlhf.report.runs import LISTS, METRICS, Kind, Status, duration, kind_of, main_metric, number, value_of
 from rlhf.words.compose import added_later, affecting, not_in_name
 
 if TYPE_CHECKING:
     from rlhf.core.statistics import Estimate
-    from rlhf.report.runs import FoundRuns, Run
+    from rlhf.report.runs import FoundRuns, Metric, Run
 
 # Sections: runs of one kind on one data set, in groups that differ only in the seed.
 
@@ -236,19 +236,11 @@ _PAIRS = 3  # largest number of pairs of a label
 _LONGEST_VALUE, LONGEST_LABEL = 28, 60  # characters
 _CANDIDATES = 24  # number of keys whose combinations are tried
 
-# Keys that labels and tables prefer; other keys follow in the order of the config.
-_FIRST = """
-algo.name model.name model.base model.policy algo.loss_type algo.beta algo.kl_coef optim.lr scorer.name
-scorer.path generator.name schedule.max_lag schedule.update schedule.replay schedule.solved_at
-backend.name schedule.total_episodes schedule.total_epochs schedule.prompts_per_update
-algo.samples_per_prompt
-"""
-
 _UNCLEAR = ("path", "url", "kind", "level", "weight", "rank")  # ends of keys that need their section
 
 
 def differing(configs: Sequence[_Config]) -> list[str]:
-    """Return the keys in which configs differ, in the order of `_FIRST`.
+    """Return the keys in which configs differ, in the order of `labels` in metrics.yaml.
 
     Runs that differ only in the seed, or in keys that affect nothing, are one group. Keys that affect the
     speed separate groups, and come last. A missing key is equal to its value in `added_later`, or null.
@@ -257,7 +249,7 @@ def differing(configs: Sequence[_Config]) -> list[str]:
     hidden, last = {"seed", *affecting(Affects.nothing)}, set(not_in_name())
     kept = [key for key in every if key not in hidden and not key.startswith("logger.")]
     found = [key for key in kept if len({_identity(config, [key]) for config in configs}) > 1]
-    first = {key: place for place, key in enumerate(_FIRST.split())}
+    first = {key: place for place, key in enumerate(LISTS["labels"].split())}
     return sorted(found, key=lambda key: (key in last, first.get(key, len(first))))
 
 
@@ -341,23 +333,8 @@ def _short(values: Sequence[str]) -> list[str]:
 # Tables of a section: results and settings, for the terminal, for Markdown and for the HTML page.
 
 
-# Metrics of the columns, by decreasing importance. Columns without values are left out.
-_METRICS = """
-eval/win_rate eval/accuracy eval/loss eval/gold_score eval/score eval/kl eval/win_rate_vs_initial
-eval/response_tokens eval/ppl
-"""
-_COLUMNS = _METRICS.split()
+_COLUMNS, _SETTINGS = LISTS["columns"].split(), LISTS["settings"].split()
 _DETAILS = _COLUMNS[6:]  # metrics whose columns follow the time
-
-# Settings that a reader looks for even if all runs have the same value.
-_KEYS = """
-algo.name model.name model.base model.policy model.lora.rank scorer.name scorer.path gold.name optim.lr
-algo.beta algo.kl_coef schedule.total_episodes schedule.total_epochs schedule.prompts_per_update
-algo.samples_per_prompt schedule.minibatches schedule.max_lag schedule.order schedule.update
-schedule.max_age schedule.replay schedule.solved_at generator.name generator.temperature
-generator.response_length backend.name clock.name clock.slots clock.spread
-"""
-_SETTINGS = _KEYS.split()
 
 # Columns of costs: what they read from a run (None: not measured), and its text.
 _COSTS: Mapping[str, tuple[Callable[[Run], float | None], Callable[[float], str]]] = {

@@ -25,20 +25,8 @@ import xxhash
 from omegaconf import OmegaConf
 
 from rlhf.config.schema import schema_of, sections, values
+from rlhf.core import files
 from rlhf.core.errors import Interrupted, RunError, UserError
-from rlhf.core.files import (
-    BEGIN,
-    END,
-    append,
-    as_line,
-    delete_command,
-    discard,
-    read_document,
-    split_lines,
-    sync,
-    write_atomically,
-    write_json,
-)
 from rlhf.core.formatting import HIDDEN, hide, is_secret_key
 from rlhf.core.launched import cpu_cores, is_first_rank
 from rlhf.models.folder import ADAPTER
@@ -111,7 +99,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         text = OmegaConf.to_yaml(values(cfg))
         head = OmegaConf.to_yaml({"defaults": [*defaults, "_self_"]})
-        write_atomically(self.config, f"{BEGIN}{head}\n{text}{END}")
+        files.write_atomically(self.config, f"{files.BEGIN}{head}\n{text}{files.END}")
 
     def read_config(self) -> dict[str, Any]:
         """Read the resolved config as nested dicts; packages that define its options need not be installed.
@@ -119,7 +107,7 @@ class RunFolder:
         Raises:
             ValueError, OSError, YAMLError, OmegaConfBaseException: see `read_document`.
         """
-        saved = OmegaConf.to_container(read_document(self.config))
+        saved = OmegaConf.to_container(files.read_document(self.config))
         assert isinstance(saved, dict), "a mapping of keys"
         return {str(key): value for key, value in saved.items() if key != "defaults"}
 
@@ -127,11 +115,11 @@ class RunFolder:
         """Write the environment record (see `environment` for the arguments)."""
         started = self.started()
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.environment, {"started": started, **environment(devices or [], instructions)})
+        files.write_json(self.environment, {"started": started, **environment(devices or [], instructions)})
 
     def initial_responses(self) -> list[str]:
         """Return the responses of the evaluation before training; [] if there are none."""
-        rows = split_lines(self.completions, ["update", "response"])[0]
+        rows = files.split_lines(self.completions, ["update", "response"])[0]
         return [row["response"] for row in rows if row["update"] == 0]
 
     def started(self) -> str:
@@ -158,13 +146,13 @@ class RunFolder:
             raise UserError(
                 f"{self.state} must be a JSON object that a run wrote (the progress and the result), got: "
                 f"{getattr(error, 'strerror', None) or error}; to resume from the last checkpoint: "
-                f"{delete_command(self.state)}, then the same command; or set resume=never"
+                f"{files.delete_command(self.state)}, then the same command; or set resume=never"
             ) from None
 
     def write_state(self, state: dict[str, Any]) -> None:
         """Write trainer_state.json completely or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.state, state)
+        files.write_json(self.state, state)
 
     def finished(self) -> dict[str, Any] | None:
         """Return the content of trainer_state.json if the run is finished, else None."""
@@ -177,8 +165,8 @@ class RunFolder:
         Raises:
             UserError: there is a folder, or a link without a file.
         """
-        files = [self.config, self.environment, self.metrics, self.completions, self.groups, self.best_of]
-        for path in [*files, self.log, self.state]:
+        rows = [self.metrics, self.completions, self.groups, self.best_of]
+        for path in [self.config, self.environment, *rows, self.log, self.state]:
             if os.path.lexists(path) and not path.is_file():
                 found = "a folder" if path.is_dir() else "a link without a file"
                 raise UserError(
@@ -222,7 +210,7 @@ class RunFolder:
         """Return how to write the final model of a finished run again."""
         last = self.last_checkpoint()
         start = "train it again" if last is None else f"write it again from {last.name}"
-        return f"to {start}: {delete_command(self.state)}, then the same command"
+        return f"to {start}: {files.delete_command(self.state)}, then the same command"
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -295,7 +283,7 @@ class History:
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Append rows to the file."""
-        self.remember(append(self.file, rows))
+        self.remember(files.append(self.file, rows))
 
     def remember(self, lines: bytes) -> None:
         """Add complete lines to the copy in memory."""
@@ -329,7 +317,7 @@ class History:
         damage = None if os.path.lexists(self.file) else "was missing"
         rows: list[dict[str, Any]] = []
         try:
-            rows, others = split_lines(self.file, ["update"])
+            rows, others = files.split_lines(self.file, ["update"])
         except OSError as error:
             damage = f"could not be read ({error.strerror})"
         else:
@@ -337,8 +325,8 @@ class History:
                 damage = f"had lines that are no rows ({', '.join(map(str, others))})"
         if damage is not None:
             self.set_aside()
-        self.remember("".join(as_line(row) for row in rows if row["update"] <= update).encode())
-        write_atomically(self.file, gzip.decompress(self.copy()))
+        self.remember("".join(files.as_line(row) for row in rows if row["update"] <= update).encode())
+        files.write_atomically(self.file, gzip.decompress(self.copy()))
         return damage and f"{damage}; the checkpoint has no copy, so these rows are lost"
 
     def restore(self) -> str | None:
@@ -351,10 +339,10 @@ class History:
         """
         damage = self.damage()
         if damage is None:
-            sync(self.file)
+            files.sync(self.file)
         else:
             self.set_aside()
-            write_atomically(self.file, gzip.decompress(self.copy()))
+            files.write_atomically(self.file, gzip.decompress(self.copy()))
         return damage
 
     def damage(self) -> str | None:
@@ -373,7 +361,7 @@ class History:
         """Rename the file to `<file>.damaged`."""
         if os.path.lexists(self.file):
             aside = self.file.with_name(f"{self.file.name}.damaged")
-            discard(aside)
+            files.discard(aside)
             self.file.rename(aside)
 
 

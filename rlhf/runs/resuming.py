@@ -87,7 +87,7 @@ def refuse_another_run(cfg: Config, folder: RunFolder) -> None:
             return
         if not folder.finished():
             raise UserError(
-                f"the length of the run must be that of its extension (which is not finished), got "
+                f"the length of the run must be that of its extension, got "
                 f"{' '.join(_length(cfg)) or 'the default'} for {folder.path}, which was extended to "
                 f"{' '.join(now)}; resume the extension with: {_extend_command(folder)}, or set resume=never "
                 "to move that run aside"

@@ -29,14 +29,7 @@ from rlhf.core.formatting import as_score, not_a_score, shortened
 from rlhf.environments import environment
 from rlhf.environments.environment import transcripts
 from rlhf.processes.signals import end_wait
-from rlhf.scorers.scorer import (
-    DistinctTexts,
-    Scorer,
-    ScorerContext,
-    TextScorer,
-    WeightedScorer,
-    distinct_texts,
-)
+from rlhf.scorers import scorer
 from rlhf.tasks.tldr_mini import gold_score
 from rlhf.usercode.address import GIVEN, load_function, parameters_of, signature_of
 from rlhf.usercode.protection import protected
@@ -47,26 +40,26 @@ from rlhf.usercode.protection import protected
 _POLL_S = 0.2  # between two checks for a signal
 
 
-def build(config: FunctionScorerConfig, context: ScorerContext) -> Scorer:
+def build(config: FunctionScorerConfig, context: scorer.ScorerContext) -> scorer.Scorer:
     """Return the scorer of a function; of a list of functions, the weighted sum of their scores."""
     if not isinstance(config.path, list):
         return FunctionScorer(config, context)
     together: list[FunctionScorer] = []
     build_one = lambda section, _: FunctionScorer(section, context, together)  # noqa: E731
-    return WeightedScorer(config.as_sum(config.functions()), replace(context, build=build_one))
+    return scorer.WeightedScorer(config.as_sum(config.functions()), replace(context, build=build_one))
 
 
 class _Made(NamedTuple):
     """The calls of a function for the responses of rollouts."""
 
     rollouts: Rollouts
-    texts: DistinctTexts
+    texts: scorer.DistinctTexts
     examples: list[str]  # for messages, of each response
     of_calls: list[str]  # for messages, of each call
     results: list[Any]
 
 
-class FunctionScorer(Scorer):
+class FunctionScorer(scorer.Scorer):
     """A scorer that calls a function for each distinct response; once with lists if `config.batched`.
 
     The calls of an asynchronous function, and of others of its list, run concurrently in an event loop.
@@ -88,7 +81,7 @@ class FunctionScorer(Scorer):
     def __init__(
         self,
         config: FunctionScorerConfig,
-        context: ScorerContext,
+        context: scorer.ScorerContext,
         together: list[FunctionScorer] | None = None,
     ) -> None:
         super().__init__(config, context)
@@ -178,7 +171,7 @@ class FunctionScorer(Scorer):
             RunError: the function raised an exception, whose traceback is that of `__cause__`, or called
                 `sys.exit`.
         """
-        texts = distinct_texts(rollouts, self.tokenizer)
+        texts = scorer.distinct_texts(rollouts, self.tokenizer)
         received = self.received(rollouts, texts)
         examples = of_calls = [
             f"{rollouts.place(example)}, response {shortened(repr(response), 200)}"
@@ -198,7 +191,7 @@ class FunctionScorer(Scorer):
                 raise self.blamed(error, example) from error
         return _Made(rollouts, texts, examples, of_calls, results)
 
-    def received(self, rollouts: Rollouts, texts: DistinctTexts) -> list[dict[str, Any]]:
+    def received(self, rollouts: Rollouts, texts: scorer.DistinctTexts) -> list[dict[str, Any]]:
         """Return what the function receives for each text, by the name of its parameter.
 
         The values that it receives by position have the keys `prompt`, `response` and `reference`, and come
@@ -272,7 +265,7 @@ def _items(given: Any) -> Any:
 # Scorers that are programs of this project: the judge of `task=tldr_mini`, and a check of answers.
 
 
-class FactsScorer(TextScorer):
+class FactsScorer(scorer.TextScorer):
     """A scorer that returns the gold score of `task=tldr_mini`: facts, minus errors, filler and length."""
 
     config: FactsScorerConfig
@@ -282,7 +275,7 @@ class FactsScorer(TextScorer):
         return gold_score(prompt, response)
 
 
-class AnswerScorer(TextScorer):
+class AnswerScorer(scorer.TextScorer):
     """A scorer that returns 1 if the answer in the response equals the answer in the reference, else 0."""
 
     config: AnswerScorerConfig
@@ -326,7 +319,7 @@ def answer_matches(response: str, reference: str, pattern: str) -> bool:
 # A scorer that calls the verifiers of the package reasoning-gym.
 
 
-class ReasoningGymScorer(Scorer):
+class ReasoningGymScorer(scorer.Scorer):
     """A scorer that returns the score of the verifier; with `exact`, 1 for a full score and otherwise 0.
 
     A response has the score 0 if it has no answer, or if the verifier raises an exception.
@@ -345,7 +338,7 @@ class ReasoningGymScorer(Scorer):
 
     def _verified(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
         assert rollouts.records is not None, "validated: the task is reasoning_gym"
-        texts = distinct_texts(rollouts, self.tokenizer)
+        texts = scorer.distinct_texts(rollouts, self.tokenizer)
         scores, errors = [], []
         for example, response in zip(texts.examples, texts.responses, strict=True):
             record, score, error = rollouts.records[example], 0.0, 0.0

@@ -1,4 +1,4 @@
-"""A client of services over HTTP, and a scorer that requests scores; docs/rewards.md has its protocol."""
+"""A client of services over HTTP, and a scorer that requests scores; protocol: docs/data-model-reward.md."""
 
 from __future__ import annotations
 
@@ -66,12 +66,16 @@ class HttpClient:
                     f"{config.token_variable!r}, which is not set; run: export "
                     f"{config.token_variable}=<token>"
                 )
+            self.authorize(token)
 
-            def bearer(request: requests.PreparedRequest) -> requests.PreparedRequest:
-                request.headers["Authorization"] = f"Bearer {token}"
-                return request
+    def authorize(self, token: str) -> None:
+        """Send a token with every request."""
 
-            self.session.auth = bearer  # ~/.netrc overrides an Authorization header, but not session.auth
+        def bearer(request: requests.PreparedRequest) -> requests.PreparedRequest:
+            request.headers["Authorization"] = f"Bearer {token}"
+            return request
+
+        self.session.auth = bearer  # ~/.netrc overrides an Authorization header, but not session.auth
 
     def all(self, ask: Callable[[int, float], T], count: int) -> list[T]:
         """Return `ask(i, deadline)` of each i below `count`, in order.

@@ -1,4 +1,4 @@
-"""A scorer that asks a language model (LLM judge) behind an OpenAI-compatible address; see docs/rewards.md.
+"""A scorer that asks a language model behind an OpenAI-compatible address; see docs/data-model-reward.md.
 
 | kind | the judge sees | score of a response |
 |---|---|---|
@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -31,11 +32,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf.config.scorers import Answer, JudgeKind, JudgeScorerConfig
+from rlhf.config.scorers import RANDOM, Answer, JudgeKind, JudgeScorerConfig
 from rlhf.core.batch import Prompts, Rollouts
 from rlhf.core.errors import RunError
 from rlhf.core.files import append, split_lines
 from rlhf.core.formatting import shortened
+from rlhf.processes.servers import served
 from rlhf.scorers.http import HttpClient
 from rlhf.scorers.scorer import Figures, Scored, Scorer, ScorerContext, add, merge_ties, response_texts
 from rlhf.text.chat import unquoted
@@ -122,6 +124,7 @@ class JudgeScorer(HttpClient, Scorer):
             for row in answers_in(self.file):
                 self.known.setdefault(row["key"], row)
         self.spent = price_of(self.known.values(), config.prices)
+        self.answered = config.url == RANDOM  # there is no server to try
 
     # -- the question ----------------------------------------------------------------------------------
 
@@ -214,6 +217,8 @@ class JudgeScorer(HttpClient, Scorer):
             Spent: the budget is spent.
             RunError: the server refuses the request, or does not answer as it must.
         """
+        if self.config.url is None:  # the server may have ended since the last try
+            self.connect()
         budget = self.config.budget
         if budget is not None and self.spent >= budget:
             so_far = f"{self.spent:.4g} in {len(self.known):,} calls"
@@ -238,6 +243,30 @@ class JudgeScorer(HttpClient, Scorer):
                     append(self.file, [row])
             return self.known[key]
 
+    def connect(self) -> None:
+        """Ask the server that the run starts, from now on; raises as `served`."""
+        config, log = self.config, self.file and self.file.with_suffix(".log")
+        url, key = served(str(config.model), config.arguments, config.gpus, log)
+        self.url, self.session.trust_env = f"{url}/chat/completions", False
+        self.authorize(key)
+
+    def post(self, question: Any, expected: str, kib: int, deadline: float) -> tuple[Any, str]:
+        """Return an answer in one try, as `HttpClient.post`; with url=random, one that says nothing.
+
+        A random order of all texts decides which response is better, in both orders of a pair; grades and
+        criteria are random.
+        """
+        if self.config.url != RANDOM:
+            return super().post(question, expected, kib, deadline)
+        draw = random.Random(text := question["messages"][0]["content"])
+        shown = re.findall(r"(?ms)^(#\w{12}) answer (\w)\n(.*?)\n\1$", text)
+        order = [letter for _, letter, response in sorted(shown, key=lambda each: _digest(each[2]))]
+        fields = {"better": order[0], "order": order} if order else {}
+        verdict = {name: fields.get(name) or draw.choice(some) for name, some in self.verdicts("").items()}
+        top = [{"token": letter, "logprob": 0.0} for letter in order[:1]]
+        choice = {"message": {"content": json.dumps(verdict, indent=0)}}
+        return {"choices": [{**choice, "logprobs": {"content": [{"top_logprobs": top}]}}]}, ""
+
     def readings(self, questions: Iterable[Question]) -> dict[Question, list[float] | None]:
         """Return the verdict on each distinct question, as `reading`; those without an answer are asked.
 
@@ -250,6 +279,8 @@ class JudgeScorer(HttpClient, Scorer):
         if not asked:
             return {}
         due = [pair for pair in dict(asked.values()).items() if pair[0] not in self.known]
+        if due and self.config.url is None:
+            self.connect()
         new = self.all(lambda i, deadline: self.ask(*due[i], deadline), len(due)) if due else []
         rows = {each: self.known[key] for each, (key, _) in asked.items()}
         found = {each: self.reading(row, len(each.responses)) for each, row in rows.items()}

@@ -22,26 +22,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.config.models import Combine, ModelConfig
-from rlhf.config.scorers import (
-    PartsScorerConfig,
-    RewardModelScorerConfig,
-    ScorerConfig,
-    WeightedScorerConfig,
-)
+from rlhf.config.scorers import PartsScorerConfig, RewardModelScorerConfig, ScorerConfig, WeightedScorerConfig
 from rlhf.core.batch import Batch, Budget, Rollouts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import Shared, name, vocabulary
 from rlhf.core.formatting import in_float32
 from rlhf.core.state import TrainState
 from rlhf.environments.environment import Turns
+from rlhf.models import loading
 from rlhf.models.forward import infer
-from rlhf.models.loading import (
-    check_vocabulary,
-    fill_pad_token,
-    load_mean_reward_model,
-    read_tokenizer,
-    same_tokens,
-)
 from rlhf.models.modules import RewardModel
 from rlhf.processes.ranks import Ranks
 from rlhf.text.chat import Dialogues, control_tokens, end_responses_with_turns, quoted, set_clock, unquoted
@@ -664,7 +653,7 @@ def read_own(key: str, path: str, model: ModelConfig, conversational: bool) -> P
     Raises:
         UserError: the tokenizer cannot be read, or its chat template formats no dialogue.
     """
-    own = read_tokenizer(path, model.trust_remote_code, key)
+    own = loading.read_tokenizer(path, model.trust_remote_code, key)
     set_clock(own, model.clock)
     if conversational and own.chat_template:
         end_responses_with_turns(own)
@@ -674,7 +663,7 @@ def read_own(key: str, path: str, model: ModelConfig, conversational: bool) -> P
 def reads_tokens_of(own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast, dialogues: bool) -> bool:
     """Return whether a reward model with the tokenizer `own` reads the tokens of the policy as they are."""
     other_format = dialogues and own.chat_template and own.chat_template != policy.chat_template
-    return same_tokens(own, policy) and not other_format
+    return loading.same_tokens(own, policy) and not other_format
 
 
 def build_reward_model(config: RewardModelScorerConfig, context: ScorerContext) -> Scorer:
@@ -701,23 +690,23 @@ def _scorer_of(
     model = context.model
     own = read_own(key, path, model, context.conversational)
     for other in others:
-        if not same_tokens(own, read_own(key, other, model, context.conversational)):
+        if not loading.same_tokens(own, read_own(key, other, model, context.conversational)):
             rule = f"{key} must name models with one tokenizer for {context.at}.combine=weights"
             raise UserError(f"{rule}, got that of {other!r} besides {path!r}; set {context.at}.combine=mean")
 
     def load() -> RewardModel:
-        loaded = load_mean_reward_model(
+        loaded = loading.load_mean_reward_model(
             [path, *others],
             getattr(torch, model.dtype.value),
             attention=model.loaded_attention,
             trust_remote_code=model.trust_remote_code,
             key=key,
         )
-        check_vocabulary(loaded, own, key)
+        loading.check_vocabulary(loaded, own, key)
         return RewardModel(loaded, model.shared_prefix)
 
     placed = context.place(load)
-    fill_pad_token(own, config.pad_token, f"{context.at}.pad_token")
+    loading.fill_pad_token(own, config.pad_token, f"{context.at}.pad_token")
     if context.conversational and context.tokenizer.chat_template and not own.chat_template:
         log.warning("%s=%s has no chat template: it reads the prompts in the format of the policy", key, path)
     as_it_is = reads_tokens_of(own, context.tokenizer, context.conversational)

@@ -51,7 +51,7 @@ from rlhf.stages import prerequisites
 from rlhf.stages.probes import judged, probed
 from rlhf.tasks.task import Task, altered, summarize
 from rlhf.terminal.console import say, say_row
-from rlhf.text.chat import control_tokens, quoted, render, set_format, unquoted
+from rlhf.text.chat import control_tokens, quoted, render, set_format, set_thinking, unquoted
 from rlhf.text.encoding import encode_completions, encode_prompts
 
 # The training data of a run as token ids: counts, and the first examples with masks. Nothing is trained.
@@ -81,12 +81,14 @@ class Inspection:
 
     def __init__(self, cfg: Config, width: int, line: Callable[..., None]) -> None:
         self.cfg, self.width, self._say = cfg, width, line
+        self.refused: list[str] = []  # judges that contradict themselves
 
     def report(self) -> None:
         """Print all lines.
 
         Raises:
             UserError: the tokenizer or the data cannot be used.
+            RunError: a judge contradicts itself.
         """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         quieten_libraries()
@@ -117,6 +119,8 @@ class Inspection:
                 self._title(f"Example {i + 1} of the first update ({batch.place(i)})")
                 self._show_example(batch, rollouts, i)
             self._show_probes(task, scratch)
+        if self.refused:
+            raise RunError("; ".join(self.refused))
 
     def _title(self, text: str) -> None:
         self._say("")
@@ -194,12 +198,13 @@ class Inspection:
                 better, worse = "the chosen response", [unquoted(str(each[1])) for each in batch.completions]
             pairs = [*zip(answers, worse, strict=True)]
             self._title(f"Trial of the judge at {at}: {len(pairs)} pairs of responses")
-            self._show_lines(judged(JudgeScorer(section, _context(cfg, task, at)), batch, pairs, better))
+            judge = JudgeScorer(section, _context(cfg, task, at))
+            for text, alarm in judged(judge, batch, pairs, better):
+                self.refused.append(text) if alarm else self._say(f"  {text}")
         sections = (each for at, each in scorers(cfg) if at.startswith("scorer") and each.sequences)
         named = [each.reward_models("scorer", cfg.model.reward) for each in sections]
-        here = all(
-            each and all(on_this_machine(name) for _, name in each) for each in named
-        )  # else made later
+        # Other models are made later.
+        here = all(each and all(on_this_machine(name) for _, name in each) for each in named)
         if not (here and known and cfg.scores_completions) or cfg.environment.answers:
             return
         batch = batch.select(torch.arange(0, len(batch), 4 if cfg.scorer.asks_service else 1))
@@ -216,10 +221,7 @@ class Inspection:
             return scorer.score_once(planted)[:, 0].cpu().numpy()
 
         self._title(f"Probes of the reward: planted responses to {len(batch)} examples, median scores")
-        self._show_lines(probed(score, batch.texts, answers, scorer.tie_tolerance))
-
-    def _show_lines(self, lines: Iterable[tuple[str, bool]]) -> None:
-        for text, alarm in lines:
+        for text, alarm in probed(score, batch.texts, answers, scorer.tie_tolerance):
             self._warn([text]) if alarm else self._say(f"  {text}")
 
     def _show_example(self, batch: Prompts, rollouts: Rollouts | None, i: int) -> None:
@@ -478,8 +480,7 @@ def _trial(section: FunctionScorerConfig, scorer: FunctionScorer, prompts: Promp
     texts = [text or TEXT for text in prompts.references]
     rollouts = encode_completions(prompts, [[text] for text in texts], scorer.tokenizer, None)
     size = len(prompts) if section.batched else 1
-    scores: list[float] = []
-    warning = None
+    scores, warning = list[float](), None
     slow = f"{scorer.name} has been scoring {_EXAMPLES} examples for {BUDGET_S:g} s; Ctrl-C ends the run"
     timer = Timer(BUDGET_S, say, [slow])
     timer.daemon = True
@@ -501,13 +502,8 @@ def _trial(section: FunctionScorerConfig, scorer: FunctionScorer, prompts: Promp
                 warning = f"a policy may sample an empty response: {error}"
     finally:
         timer.cancel()
-    return _Trial(
-        path=str(section.path),
-        responses=list(map(unquoted, texts[: len(scores)])),
-        scores=scores,
-        seconds=seconds,
-        warning=warning,
-    )
+    shown, path = [*map(unquoted, texts[: len(scores)])], str(section.path)
+    return _Trial(path=path, responses=shown, scores=scores, seconds=seconds, warning=warning)
 
 
 def _text(score: float) -> str:
@@ -551,6 +547,7 @@ class Sampler:
         self.chat = self.tokenizer.chat_template is not None if chat is None else chat
         if self.chat:
             set_format(self.tokenizer, cfg.model.chat_template, True)
+            set_thinking(self.tokenizer, cfg.model.thinking)
         self.generator = build_sampler(cfg, self.tokenizer, seed)
         self.requests = 0
 

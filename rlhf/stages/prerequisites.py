@@ -16,9 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from rlhf.assembly.parts import make as make_part
 from rlhf.checks.check import TOKEN, problems
-from rlhf.config.algorithms import Data, Trains
+from rlhf.config.algorithms import Data, DistillConfig, Trains
 from rlhf.config.models import LoRAConfig, MovingConfig, paths_in
 from rlhf.config.root import Config
 from rlhf.config.run import StagesConfig
@@ -417,12 +419,8 @@ def stage(cfg: Config, algo: str) -> Config:
     shared = [name for name in made.backend.for_stages if name in own.for_stages]
     changes |= {f"backend.{name}": getattr(own, name) for name in shared}
     # What no stage needs
-    changes |= {
-        "model.reference": None,
-        "model.reward": None,
-        "task.teacher_column": None,
-        "stages.members": 1,
-    }
+    changes |= dict.fromkeys(("model.reference", "model.reward", "task.teacher_column"))
+    changes["stages.members"] = 1
     changes["model.moving"] = MovingConfig()
     if embedded:
         changes["model.lora"] = LoRAConfig()
@@ -490,6 +488,9 @@ def pairs_folder(cfg: Config) -> Path:
 # The data have the columns and splits of the data sets that they replace, so a run uses the same code. The
 # policy is trained on the data for a second, until the policy ends its responses and is sometimes correct.
 # Reward models are random. Metrics of such a run have no meaning.
+#
+# A model option of a family in families.yaml has stand-ins with its architecture, and with a chat
+# template and special tokens in its form. Other options have stand-ins of Pythia with the plain template.
 
 
 _Row = dict[str, Any]
@@ -497,7 +498,7 @@ _Pair = tuple[str, str]  # prompt and reference
 _SIZES = {"train": 64, "validation": 32}  # rows per split
 _KNOWN_ROWS = 512  # rows of a user's data whose words get tokens
 _WORDS = r" ?\w+|\s| ?#+| ?[^\w\s]"  # regular expression of a token
-_LLAMAS = ("rho_1b", "llama_8b")  # model options with the Llama architecture; others are GPT-NeoX
+_FAMILIES = Path(__file__).parent  # the folder of families.yaml and of the chat templates
 _POSITIONS = 8192  # maximum sequence length, longer than the sequences of any recipe
 _STEPS, _LEARNING_RATE = 60, 1e-2  # for the training of the policy
 
@@ -507,16 +508,19 @@ def complete_stand_ins(cfg: Config) -> Config:
 
     Stand-ins that do not exist are made first.
     """
-    digits = digest([values(cfg.task), cfg.model.name in _LLAMAS])
+    digits = digest([values(cfg.task), family(cfg.model.name), cfg.environment.tools])
     folder = Path(cfg.cache_dir) / component(f"stand-ins-{cfg.task.name}-{digits}")
     made_once(folder, partial(_make_stand_ins, cfg, folder))
     cfg = copy.deepcopy(cfg)
     if (folder / "data").is_dir():  # the config names no folder of data
         cfg.task.path = str(folder / "data")
+    if (folder / "pairs").is_dir():
         cfg.task.preferences_path = cfg.task.preferences_path or str(folder / "pairs")
     model = cfg.model
     model.base, model.policy = model.base or str(folder / "policy"), model.policy or str(folder / "policy")
     model.reward = model.reward or str(folder / "reward")
+    if isinstance(cfg.algo, DistillConfig):
+        model.reference = model.reference or str(folder / "teacher")
     for _, scorer in scorers(cfg):
         if isinstance(scorer, RewardModelScorerConfig) and scorer.path:
             own = [each if is_local(each) else str(folder / "judge") for each in paths_in(scorer.path)]
@@ -524,8 +528,14 @@ def complete_stand_ins(cfg: Config) -> Config:
     return cfg
 
 
+def family(option: str) -> dict[str, Any]:
+    """Return the form of the family of a model option, from families.yaml."""
+    known = yaml.safe_load((_FAMILIES / "families.yaml").read_text(encoding="utf-8"))
+    return dict(next((form for name, form in known.items() if option.startswith(name)), known["pythia"]))
+
+
 def _make_stand_ins(cfg: Config, final: Path, folder: Path) -> None:
-    """Write `data`, `pairs`, and the models `policy`, `reward` and `judge`, which share a tokenizer.
+    """Write `data`, `pairs`, and the models, which share a tokenizer.
 
     The models have about 100,000 parameters, and a head size that vLLM supports.
 
@@ -536,22 +546,19 @@ def _make_stand_ins(cfg: Config, final: Path, folder: Path) -> None:
     """
     say(f"making tiny stand-ins for models and data of the hub (once; kept in {final})", style="bold")
     import torch
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        GPTNeoXConfig,
-        LlamaConfig,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    task = copy.copy(cfg.task)
+    from rlhf.environments.library import schemas
+
+    task, form = copy.copy(cfg.task), family(cfg.model.name)
     made = task.path is None and task.name in _ROWS
     if made:
         task.path = str(folder / "data")
         _write_splits(folder / "data", _ROWS[task.name], task.validation_split)
-    pairs = _read(task)
-    if made:
+    pairs = _read(task, form, schemas(cfg.environment.tools))
+    if made and task.name != "preferences":
         _write_splits(folder / "pairs", lambda rng: _preference(rng, pairs))
-    tokenizer = _make_tokenizer([text for pair in pairs for text in pair])
+    tokenizer = _make_tokenizer([text for pair in pairs for text in pair], form)
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
@@ -563,17 +570,18 @@ def _make_stand_ins(cfg: Config, final: Path, folder: Path) -> None:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    if form["type"] != "gpt_neox":
+        sizes |= {"num_key_value_heads": 1, "head_dim": 32}
     with torch.random.fork_rng(devices=[]):
-        for name, seed in (("policy", 0), ("reward", 0), ("judge", 1)):
-            scores = {} if name == "policy" else {"num_labels": 1}
-            llama = cfg.model.name in _LLAMAS
-            config = LlamaConfig(**sizes, num_key_value_heads=1) if llama else GPTNeoXConfig(**sizes)
-            config.update(scores)
+        for name, seed in (("policy", 0), ("reward", 0), ("judge", 1), ("teacher", 2)):
+            config = AutoConfig.for_model(form["type"], **sizes)
+            scores = name in ("reward", "judge")
+            config.update({"num_labels": 1} if scores else {})
             torch.manual_seed(seed)
             auto: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
             model = auto.from_config(config)
             if name == "policy":
-                _teach(model, tokenizer, pairs[: _SIZES["train"]])
+                _teach(model, tokenizer, pairs[: _SIZES["train"] // (4 if cfg.environment.tools else 1)])
             model.save_pretrained(folder / name)
             tokenizer.save_pretrained(folder / name)
 
@@ -628,11 +636,19 @@ def _chat_row(rng: random.Random) -> _Row:
     }
 
 
+def _pair_row(rng: random.Random) -> _Row:
+    """Return a prompt, which is a dialogue, with a chosen and a rejected response."""
+    *prompt, chosen = _chat_row(rng)["messages"]
+    other = {"role": "assistant", "content": "Do I know?"}
+    return {"prompt": prompt, "chosen": [chosen], "rejected": [other]}
+
+
 _MOODS = ("sad", "happy", "tired")
 _ROWS: dict[str, Callable[[random.Random], _Row]] = {
     "tldr": _tldr_row,
     "gsm8k": _gsm8k_row,
     "chat": _chat_row,
+    "preferences": _pair_row,
 }
 
 
@@ -652,28 +668,50 @@ def _write_splits(folder: Path, row: Callable[[random.Random], _Row], validation
         (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def _read(task: TaskConfig) -> list[_Pair]:
-    """Return the first training examples of the task as pairs of prompt and reference."""
+def _read(task: TaskConfig, form: dict[str, Any], tools: list[dict[str, Any]]) -> list[_Pair]:
+    """Return the first training examples of the task as pairs of prompt and reference.
+
+    With tools, every other reference is a call, in the format of the chat template of the family `form`.
+    """
     rows = make_part(task).prompts("train")
     rows = rows.select(range(min(_KNOWN_ROWS, len(rows))))
     if "messages" in rows.column_names:
         from rlhf.text.chat import Dialogues
 
-        dialogues = Dialogues(_make_tokenizer([]))  # the chat template needs no vocabulary
-        written = [dialogues.write(row["messages"], [row["reference_response"]]) for row in rows]
-        answers = [(prompt, answer) for prompt, (answer,) in written]
+        dialogues = Dialogues(_make_tokenizer([], form))  # the chat template needs no vocabulary
+        calls = [_call(each["function"]) for each in tools]
+        answers = []
+        for i, row in enumerate(rows):
+            reply = calls[i // 2 % len(calls)] if calls and i % 2 else row["reference_response"]
+            prompt, (answer,) = dialogues.write(row["messages"], [reply], tools=tools or None)
+            answers.append((prompt, answer))
     else:
         answers = list(zip(rows["query"], rows["reference_response"], strict=True))
     # Without references, the policy learns to repeat words of the prompt, so that it samples some words.
     return [(prompt, answer or " ".join(["", *prompt.split()[:4]])) for prompt, answer in answers]
 
 
-def _make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per word of `texts`, and with the plain chat template."""
+def _call(tool: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a reply that calls a tool with small arguments, from the description of the tool."""
+    needed = tool["parameters"]["properties"].items()
+    given = {name: each.get("enum", ["1" if each["type"] == "string" else 1])[0] for name, each in needed}
+    called = {"type": "function", "function": {"name": tool["name"], "arguments": given}}
+    return [{"role": "assistant", "content": "", "tool_calls": [called]}]
+
+
+def _make_tokenizer(texts: list[str], form: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per word of `texts`, and with the chat template of a family."""
     from rlhf.tasks.source import SPECIAL, word_tokenizer
     from rlhf.text.chat import PLAIN, set_template
 
     words = {word for text in texts for word in re.findall(_WORDS, text)}
     tokenizer = word_tokenizer(sorted(words - set(SPECIAL)), _WORDS)
-    set_template(tokenizer, PLAIN)
+    if "template" not in form:
+        set_template(tokenizer, PLAIN)
+        return tokenizer
+    marks = form["tokens"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks, "eos_token": marks[-1]})
+    tokenizer.add_tokens(form.get("words", []))
+    template = (_FAMILIES / form["template"]).read_text(encoding="utf-8")
+    tokenizer.bos_token, tokenizer.chat_template = form.get("bos"), form.get("set", "") + template
     return tokenizer

@@ -11,9 +11,10 @@ depends on whether the reward tells the reference from the answer to another pro
                     above the reference
     it does not     an empty response is as good as the references, or a probe is well above all of them
 
-A verifier, whose wrong answers have one or two scores, is also tried with answers that are nearly right. It
-raises an alarm, too, if a response without an answer scores well above a wrong answer. For a judge of pairs,
-the score is the points of a response against the reference.
+An empty response is also an alarm if it scores well above a wrong answer. Wrong and empty answers have one or
+two scores by a verifier, and the lower step is not the larger one. A verifier is also tried with answers that
+are nearly right, and raises an alarm, too, if a text without an answer scores well above a wrong answer. For
+a judge of pairs, the score is the points of a response against the reference.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def probed(score: Score, prompts: list[str], references: list[str], tolerance: f
         if changed := int((np.abs(again - scores) > margin).sum()):
             of = f"{changed} of {known.sum()} examples: the score depends on chance, time or the batch"
             yield f"{name} has another score if it is scored again in another order, on {of}", True
-        high = _too_high(kind, scores, right, wrong, margin)[known]
+        high = _too_high(kind, scores, right, wrong, found.get("empty", wrong), margin)[known]
         its, first, second = (f"{np.nanmedian(each):.4g}" for each in (scores, right, wrong))
         line = f"{its:>10}  {name}" if kind != "own" else f"{its:>10}  {name}, as {form!r}"
         if alarm := bool(high.sum() >= (_ALWAYS if kind == "foreign" else _MOST) * len(high)):
@@ -136,19 +137,23 @@ def probed(score: Score, prompts: list[str], references: list[str], tolerance: f
         yield f"{line}{high.sum()} of {len(high)} examples" if alarm else line, alarm
 
 
-def _too_high(kind: str, scores: Scores, right: Scores, wrong: Scores, margin: Scores) -> Scores:
+def _too_high(
+    kind: str, scores: Scores, right: Scores, wrong: Scores, empty: Scores, margin: Scores
+) -> Scores:
     """Return whether the scores of a probe are too high, [N] bool; False where an example has no probe.
 
     Args:
         kind: kind of the probe.
-        scores, right, wrong: scores of the probe, of the references and of answers to other prompts.
+        scores, right, wrong, empty: scores of the probe, of the references, of answers to other prompts, and
+            of empty responses.
         margin: differences of equal scores.
     """
     if kind in ("own", "foreign"):
         return (scores >= right - margin) & (kind == "foreign")
-    apart, others = right - wrong > margin, np.unique(wrong[~np.isnan(wrong)].round(6))
+    apart, others = right - wrong > margin, np.r_[wrong, empty]
     least = 0 if np.ptp(right) == 0 else _TOLD * np.isfinite(wrong).sum()
-    told, verifies = apart.sum() >= max(1, least), len(others) <= 2
+    told, verifies = apart.sum() >= max(1, least), len(np.unique(others[~np.isnan(others)].round(6))) <= 2
+    verifies &= np.nanmedian(wrong - empty) <= np.nanmedian(right - wrong)
     if not told:
         if kind == "empty":
             return scores >= np.median(right) - margin
@@ -156,7 +161,7 @@ def _too_high(kind: str, scores: Scores, right: Scores, wrong: Scores, margin: S
         top = right if kind == "added" else right.max()
         return (scores > top + spread + margin) & (kind in ("alone", "added"))
     high = scores > right + margin if kind == "added" else scores >= right - margin
-    if verifies and kind in ("empty", "none", "alone"):
+    if kind == "empty" or (verifies and kind in ("none", "alone")):
         high |= apart & (scores - wrong > _GAP * (right - wrong))
     return high & (verifies or kind != "near")
 

@@ -109,7 +109,7 @@ def carry_out(
     last = ranks.from_first(lambda: _open_folder(cfg, folder))
     part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks)
     stages = Stages([*names(cfg), f"{cfg.algo.name} {cfg.task.name}"])
-    if cfg.task.embedded:  # before the stages that make its models
+    if cfg.task.embedded and not cfg.stand_ins:  # before the stages that make its models
         ranks.from_first(lambda: rehearse(cfg, judgements=folder.judgements))
     typed, cfg = cfg, ranks.from_first(lambda: complete(cfg, run, stages=stages))
     started = time.monotonic()

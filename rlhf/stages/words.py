@@ -258,7 +258,7 @@ def print_closing(
         files = (folder.judgements.with_name(f"{at}{process}.jsonl") for process in ("", "-annotator"))
         rows = [row for file in files for row in answers_in(file)]
         price = f", price {price_of(rows, judge.prices):.4g}" if judge.prices else ""
-        lines.append(f"  {at} {judge.model}: {len(rows):,} answers{price}")
+        lines.append(f"  {at} {judge.described}: {len(rows):,} answers{price}")
     lines += [*_changes(cfg, recorder), "files:"]
     for path in (folder.model, folder.adapter, folder.completions, folder.metrics):
         if path.is_dir() or (path.is_file() and path.stat().st_size):

@@ -6,12 +6,14 @@ Exit codes: those of `rlhf.train`. The first line of the function of a command i
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.errors import RunError, UserError
+from rlhf.core.launched import PORTABLE
 from rlhf.launch.command_line import exit_codes
 from rlhf.terminal import console
 
@@ -156,7 +158,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError("rlhf study needs scipy, got no such package; run: pip install -e '.[report]'")
         from rlhf.study.study import Study
 
-        options.command(Study(options.file), options)
+        study = Study(options.file)
+        if "backend.portable=true" in study.spec.overrides:  # before the user's code computes with torch
+            os.environ.update(PORTABLE)
+        options.command(study, options)
 
 
 if __name__ == "__main__":

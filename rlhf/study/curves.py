@@ -52,9 +52,8 @@ def curves(results: Results) -> dict[str, list[Curve]]:
     for cell, (kind, names) in product(cells, _NAMES.items()):
         tables = {}
         for seed, row in sorted(results.cells[cell].items()):
-            table = np.array([*zip_longest(*(row.evaluations.get(x, ()) for x in names))], float).reshape(
-                -1, 5
-            )
+            columns = (row.evaluations.get(x, ()) for x in names)
+            table = np.array([*zip_longest(*columns)], float).reshape(-1, len(names))
             tables[seed] = table[~np.isnan(table[:, :3]).any(1)]
         steps = max((table[:, 0].tolist() for table in tables.values()), key=len)
         seeds = [seed for seed, table in tables.items() if table[:, 0].tolist() == steps]

@@ -108,25 +108,22 @@ def _as_markdown(results: Results, shown: str, found: Sequence[_Family], images:
     names = [each.title or each.quantity for each in spec.tables if re.match("(?!eval/).+/", each.quantity)]
     analysis = [str(spec.call("analysis", spec.analysis, results.rows))] if spec.analysis else []
     template = files("rlhf.study").joinpath("page.md.jinja").read_text(encoding="utf-8")
-    return (
-        Environment(undefined=StrictUndefined, trim_blocks=True)
-        .from_string(template)
-        .render(
-            spec=spec,
-            state=state(results),
-            images=images,
-            level=f"{results.level:g}",
-            training=list(dict.fromkeys(names)),
-            findings=list(findings(results, found)),
-            claims=claims(results, found) if spec.claims else (),
-            resolution=as_table(resolved) if resolved else "",
-            curves={x: [as_table(t) for t in (fitted(results, c), stopped(c)) if t] for x, c in gold.items()},
-            shares=[as_table(each) for each in over_tasks(results)],
-            values=len(values),
-            edges=sum(_EDGE in text for text in values),
-            chosen=as_table(chosen, left=2) if chosen else "",
-            end=[*filter(None, [shown]), *analysis],
-        )
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True)
+    return environment.from_string(template).render(
+        spec=spec,
+        state=state(results),
+        images=images,
+        level=f"{results.level:g}",
+        training=list(dict.fromkeys(names)),
+        findings=list(findings(results, found)),
+        claims=claims(results, found) if spec.claims else (),
+        resolution=as_table(resolved) if resolved else "",
+        curves={x: [as_table(t) for t in (fitted(results, c), stopped(c)) if t] for x, c in gold.items()},
+        shares=[as_table(each) for each in over_tasks(results)],
+        values=len(values),
+        edges=sum(_EDGE in text for text in values),
+        chosen=as_table(chosen, left=2) if chosen else "",
+        end=[*filter(None, [shown]), *analysis],
     )
 
 
@@ -157,14 +154,9 @@ def state(results: Results) -> Iterator[str]:
         versions = "; ".join(sorted({row.versions for row in rows}))
         yield f"Machine: {'; '.join(classes)}.{apart} Code: {versions}."
     for event in spec.events("anchors")[-1:]:
-        gaps = [*event["differences"]]
-        yield "Included rows and new ones " + (
-            "are paired by seed: repeated rows had equal bits."
-            if event["equal"]
-            else f"are not paired: repeated rows differed by {fmean(gaps):.3g} on average."
-            if gaps
-            else "are not paired: no row could be repeated."
-        )
+        gaps, paired = [*event["differences"]], "are paired by seed: repeated rows had equal bits"
+        so = f"repeated rows differed by {fmean(gaps):.3g} on average" if gaps else "no row could be repeated"
+        yield f"Included rows and new ones {paired if event['equal'] else f'are not paired: {so}'}."
 
 
 def _named(rows: Sequence[Row]) -> str:

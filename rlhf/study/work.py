@@ -30,6 +30,7 @@ from rlhf.config.root import Config, set_environment
 from rlhf.core import files
 from rlhf.core.errors import Interrupted, RunError, UserError, override
 from rlhf.core.formatting import clock, figure
+from rlhf.core.launched import PORTABLE
 from rlhf.launch.command_line import multirun_config, requeue
 from rlhf.launch.preflight import Job, completed, failure_message
 from rlhf.launch.sweep import submit_jobs
@@ -230,10 +231,11 @@ class Watch:
             self.known, self.plan = rows, self.plan.after(rows)
         of = len(self.plan.runs) + len(self.plan.undecided)
         for each in self.plan.runs:
-            if not each.row and (each.folder / LOCK).exists():
-                if each.digest not in self.seen:
-                    self.seen.add(each.digest)
-                    show(f"starts: {each.run}")
+            begun = not each.row and (each.folder / LOCK).exists()
+            if begun and each.digest not in self.seen:
+                self.seen.add(each.digest)
+                show(f"starts: {each.run}")
+            if not each.row and each.digest in self.seen:
                 _announce(each.folder, each.run, self.seen)
             if each.row and each.digest not in self.done:
                 self.done.add(each.digest)
@@ -377,8 +379,12 @@ def wait_for(process: ForkProcess, meanwhile: Callable[[], None] = lambda: None)
 
 
 def _announce(folder: Path, run: object, seen: set[str]) -> None:
-    """Print the stages that a run has begun to make, by its output, unless they are in `seen`."""
+    """Print the stages that a run has begun to make, by its output, and its failures, if not in `seen`."""
     file = folder / OUTPUT
+    for number, error in enumerate(_failures(folder)):
+        if (failure := f"{folder} {number}") not in seen:
+            seen.add(failure)
+            show(f"{run} failed, and is tried again at the end: {error}")
     for name, stage in _STAGE.findall(file.read_text("utf-8", "replace") if file.exists() else ""):
         if stage not in seen:
             seen.add(stage)
@@ -393,6 +399,8 @@ def _carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
         Interrupted: a signal asked to stop; the next attempt resumes the run.
     """
     set_environment()
+    if cfg.backend.portable:  # before the user's code is tried, or the protection from it computes with torch
+        os.environ.update(PORTABLE)
     from rlhf.stages.prerequisites import complete, prerequisites
     from rlhf.stages.run import run as train
 

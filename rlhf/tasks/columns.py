@@ -272,10 +272,8 @@ class Layout:
         Raises:
             BadRow: the row lacks a column, a value has the wrong form, or a dialogue ends without an answer.
         """
-        if (
-            self.messages is not None
-            and (last := _conversation(row, self.messages)[-1]["role"]) != "assistant"
-        ):
+        last = "assistant" if self.messages is None else _conversation(row, self.messages)[-1]["role"]
+        if last != "assistant":
             rule = f"have dialogues that end with a message of the assistant in its column {self.messages}"
             raise BadRow(rule, f"with a last message of {last}")
         return self.example(row)
@@ -482,9 +480,6 @@ def conversion(columns: tuple[str, ...]) -> Callable[[Row], Row]:
         if columns == ("messages",):
             return Layout(messages="messages", tools=beside).example(row)
         if columns == PREFERENCE_COLUMNS:
-            for column in PREFERENCE_COLUMNS[1:]:
-                if column not in row:
-                    _text(row, column)  # raises
             prompt = "prompt" if "prompt" in row else None
             return Layout(prompt=prompt, chosen="chosen", rejected="rejected", tools=beside).pair(row)
         return {column: _text(row, column) for column in columns}
@@ -585,9 +580,8 @@ def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str,
         raise _lacks(names, data, key, place)
     if data is Data.references and set(names) >= _KTO and config.response is None:
         raise UserError(
-            f"{key} must have only good responses (SFT imitates all of them), got {place} with a label for "
-            "each completion; keep the rows whose label is true, without the column label, or set "
-            "task.columns.response=completion for all rows"
+            f"{key} must have only good responses (SFT imitates all), got {place} with labels; keep the rows "
+            "whose label is true, without that column, or set task.columns.response=completion for all rows"
         )
     context = None  # of Alpaca's format, unless the user names the column of prompts
     if config.prompt is None and str(prompt).lower() == "instruction":

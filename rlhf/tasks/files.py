@@ -20,21 +20,12 @@ from typing import TYPE_CHECKING, Any
 from rlhf.config.algorithms import Data
 from rlhf.config.tasks import ColumnsConfig, TaskConfig
 from rlhf.core.errors import UserError, literal, python_command, setting
-from rlhf.tasks.columns import (
-    TOOLS,
-    Layout,
-    Row,
-    Written,
-    conversion,
-    converted,
-    described,
-    is_dialogue,
-    note,
-    recognise,
-)
+from rlhf.tasks.columns import TOOLS, Written, conversion, converted, described, is_dialogue, note, recognise
 
 if TYPE_CHECKING:
     import pyarrow
+
+    from rlhf.tasks.columns import Layout, Row
 
 # Rows of local data files (JSON Lines, JSON, CSV, Parquet), with errors that name the line.
 
@@ -204,9 +195,8 @@ def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
             record.clear()
             if quoted := [each for each in cells if re.match(r'\s+"', each) and f",{each}" in written]:
                 raise UserError(
-                    f"{key} must have no blank before a cell in double quotes (the quotes become part of the "
-                    f"text), got {place} with {quoted[0][:20]!r}; remove the blank, or write a blank after "
-                    "the commas of line 1, too, so that all are left out"
+                    f"{key} must have no blank before a cell in double quotes, got {place} with "
+                    f"{quoted[0][:20]!r}; remove the blank, or write one after the commas of line 1, too"
                 )
             if not header:
                 header = [name.strip() for name in cells]
@@ -219,9 +209,8 @@ def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
                 yield place, dict(zip(header, cells, strict=True))
             elif "".join(cells).strip():
                 raise UserError(
-                    f"{key} must have as many cells in each row as in the header ({len(header)}), got "
-                    f"{place} with {len(cells)}; put texts that contain commas or line breaks in straight "
-                    "double quotes"
+                    f"{key} must have as many cells in a row as in the header ({len(header)}), got {place} "
+                    f"with {len(cells)}; put texts with commas or line breaks in straight double quotes"
                 )
     except csv.Error as error:
         raise UserError(

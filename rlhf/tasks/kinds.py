@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 import string
 from abc import abstractmethod
 from ast import literal_eval
@@ -13,7 +14,7 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import version
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import xxhash
@@ -30,21 +31,14 @@ from rlhf.core.launched import derive
 from rlhf.environments.environment import EnvironmentFactory, Example
 from rlhf.environments.episodes import FIRST_MESSAGE, first_messages
 from rlhf.environments.library import Calculator, GuessNumber
-from rlhf.tasks.columns import (
-    NOTHING,
-    RECORD,
-    TOOLS,
-    BadRow,
-    Message,
-    Row,
-    Wanted,
-    conversion,
-    converted,
-    with_all_replies,
-)
+from rlhf.environments.tools import TOWNS, lines
+from rlhf.tasks.columns import NOTHING, RECORD, TOOLS, BadRow, conversion, converted, with_all_replies
 from rlhf.tasks.files import KEY, LocalFiles, Splits, different_forms
 from rlhf.tasks.source import EmbeddedSource, Source, as_messages, from_rows, is_text, mapped, temporary
 from rlhf.text.chat import PLAIN, set_template
+
+if TYPE_CHECKING:
+    from rlhf.tasks.columns import Message, Row, Wanted
 
 # The task `local`: prompts, responses, dialogues or preference pairs in the user's own files.
 
@@ -149,8 +143,7 @@ def held_out_rows(prompts: Iterable[str], fraction: float) -> np.ndarray:
     _, ranks, counts = np.unique(hashes, return_inverse=True, return_counts=True)
     wanted = max(1, round(fraction * len(hashes)))
     chosen = int(np.searchsorted(counts.cumsum(), wanted)) + 1  # prompts that have at least `wanted` rows
-    held_out: np.ndarray = ranks < min(chosen, max(1, len(counts) - 1))
-    return held_out
+    return ranks < min(chosen, max(1, len(counts) - 1))
 
 
 # The task `preferences`: any data set of prompts with a chosen and a rejected response.
@@ -263,9 +256,8 @@ class GSM8KSource(Source):
         rows = stored.load("train", _QUESTIONS, wanted)
         if self.config.validation_size >= len(rows):
             raise UserError(
-                f"task.validation_size must leave some of the {len(rows)} training rows (the last rows are "
-                f"the validation split), got {self.config.validation_size}; "
-                f"set task.validation_size={len(rows) // 10}"
+                f"task.validation_size must leave some of the {len(rows)} training rows, got "
+                f"{self.config.validation_size}; set task.validation_size={len(rows) // 10}"
             )
         first = len(rows) - self.config.validation_size
         return rows.select(range(first) if split == "train" else range(first, len(rows)))
@@ -392,16 +384,7 @@ class ArithmeticSource(EmbeddedSource):
     config: ArithmeticConfig
     pattern = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
     # Operators, `####` and numbers begin with a space
-    words = (
-        "Problem:",
-        "Solution:",
-        "\n",
-        " +",
-        " =",
-        ",",
-        " ####",
-        *_numbers(9 * max(_TERMS.values())),
-    )
+    words = ("Problem:", "Solution:", "\n", " +", " =", ",", " ####", *_numbers(9 * max(_TERMS.values())))
 
     def generate(self, split: str, size: int) -> dict[str, list[str]]:
         """Return `size` examples: `reference_response` is correct, `demonstration` is the work of a pupil."""
@@ -557,6 +540,39 @@ class FirstMessages(Source):
             )
         made = [{"seed": seed, FIRST_MESSAGE: text} for seed, text in zip(seeds, texts, strict=True)]
         rows = {"query": texts, "reference_response": [""] * size, RECORD: [*map(wanted.record, made)]}
+        return as_messages(Dataset.from_dict(rows))
+
+
+# The task `lookup`: questions that need two searches in a text file and a calculation.
+
+
+_LOOKUPS = (  # question about two towns, then the place of the number among those of a line, and its signs
+    ("How many more inhabitants than {1} has {0}?", 0, (1, -1)),
+    ("How many inhabitants do {0} and {1} have together?", 0, (1, 1)),
+    ("How many metres higher than {1} lies {0}?", 1, (1, -1)),
+    ("How many years after {1} was {0} founded?", 2, (1, -1)),
+)
+_INSTRUCTION = "\n\nLook the numbers up and calculate. End with a line that has only #### and the number."
+_HELD_OUT = 5  # pairs of towns whose places in the file add up to a multiple are held out
+
+
+class LookupSource(Source):
+    """A source of questions about two lines of the file of `rlhf.environments.tools`, with answers."""
+
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return the split with the columns `messages` and `reference_response`, such as `#### 12`."""
+        rng, towns = random.Random(f"lookup/{self.config.data_seed}/{split}"), lines(TOWNS)
+        rows: dict[str, list[Any]] = {"query": [], "reference_response": []}
+        wanted.read([*rows], [*rows], f"task={self.config.name}")
+        while len(rows["query"]) < getattr(self.config, f"{split}_size"):
+            chosen = rng.sample(range(len(towns)), 2)
+            if (sum(chosen) % _HELD_OUT == 0) != (split != "train"):
+                continue
+            question, place, signs = rng.choice(_LOOKUPS)
+            numbers = [int(re.findall(r"\d+", towns[i])[place]) for i in chosen]
+            answer = sum(sign * number for sign, number in zip(signs, numbers, strict=True))
+            rows["query"].append(question.format(*(towns[i].split()[0] for i in chosen)) + _INSTRUCTION)
+            rows["reference_response"].append(f"#### {answer}")
         return as_messages(Dataset.from_dict(rows))
 
 

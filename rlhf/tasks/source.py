@@ -391,8 +391,6 @@ def word_tokenizer(vocabulary: Sequence[str], pattern: str) -> PreTrainedTokeniz
             the space before it, so that decoding returns exactly the encoded text.
         pattern: regular expression that matches one word of a text.
     """
-    from transformers import PreTrainedTokenizerFast
-
     tokens = [*SPECIAL, *vocabulary]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")

@@ -302,9 +302,8 @@ class Task:
         self._counts[split, data] = counts
         if pairs and split == "train" and all(equal):
             raise UserError(
-                "task.path must contain pairs with different responses (equal ones teach nothing), got "
-                f"{counts.rows:,} pairs of the split {split}, all with chosen equal to rejected; correct the "
-                "columns"
+                f"task.path must contain pairs with different responses, got {counts.rows:,} pairs of the "
+                f"split {split}, all with chosen equal to rejected; correct the columns"
             )
         for warning in [] if dialogues is None else dialogues.warnings(data is Data.prompts):
             log.warning("%s", warning)

@@ -224,8 +224,6 @@ class ProgressDisplay:
         if self.mode == "plain" and phases is not None:
             self.speaker.start()
         if self.mode == "live":
-            from rich.live import Live
-
             self.live = Live(self, console=console, refresh_per_second=_REFRESHES, transient=True)
             self.live.start()
 
@@ -281,12 +279,10 @@ class ProgressDisplay:
         if early or self.estimated:
             return
         self.estimated = True
-        left_s = self.left_s
-        total_s = None if current is None or left_s is None else current.total_s(left_s)
-        if current is not None and left_s is not None and total_s is not None:
-            say(
-                f"{self.title}: {clock(left_s)} left; all {len(current.names)} stages: about {clock(total_s)}"
-            )
+        if current is None or (left_s := self.left_s) is None or (total_s := current.total_s(left_s)) is None:
+            return
+        of = f"all {len(current.names)} stages"
+        say(f"{self.title}: {clock(left_s)} left; {of}: about {clock(total_s)}")
 
     def reach(self, done: int) -> None:
         """Count finished units without a new line or new items."""

@@ -37,6 +37,7 @@ QUESTION = "question-of-a-user"  # a text that no template contains, as these tw
 ANSWERS = ("answer-of-an-assistant", "another-answer-of-the-assistants")
 _MARK = "-mark-{}-"  # behind the content of a message, to see whether a template writes the content
 _CALLS = "tool_calls"
+_THINKING = re.compile(r"\A\{%- set enable_thinking = \w+ %\}")  # the first line of `set_thinking`
 
 
 def render(
@@ -118,6 +119,26 @@ def set_clock(tokenizer: PreTrainedTokenizerBase, clock: str | None) -> None:
     """Set the time that the chat template of a tokenizer reads; `clock` is in ISO format. None: no change."""
     if clock is not None:
         tokenizer.clock = datetime.fromisoformat(clock)
+
+
+def set_thinking(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> None:
+    """Set whether the replies of a chat template begin with thoughts, also in a saved tokenizer.
+
+    Args:
+        tokenizer: the tokenizer, which is changed.
+        thinking: the value of `model.thinking`; None: no change.
+
+    Raises:
+        UserError: the template does not read the variable `enable_thinking`.
+    """
+    text = _THINKING.sub("", str(tokenizer.chat_template or ""))
+    if thinking is not None and "enable_thinking" not in text:
+        raise UserError(
+            "model.thinking must be null for a chat template without the variable enable_thinking, got "
+            f"{str(thinking).lower()} with {template_name(tokenizer)}; set model.thinking=null"
+        )
+    if thinking is not None:
+        tokenizer.chat_template = f"{{%- set enable_thinking = {str(thinking).lower()} %}}{text}"
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -277,8 +277,7 @@ class Pieces:
         return [str(token) for token in self.tokenizer.added_tokens_decoder.values() if str(token)]
 
     def _plain(self, texts: list[str]) -> list[_Ids]:
-        ids: list[_Ids] = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        return ids
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
     def _bare(self, texts: list[str]) -> list[_Ids]:
         assert self.bare is not None

@@ -25,17 +25,8 @@ from rlhf.core.launched import derive
 from rlhf.core.metrics import How, Metrics, Stat
 from rlhf.environments.environment import LIMITS
 from rlhf.generators.hf.generator import uniforms
-from rlhf.training import clock
+from rlhf.training import clock, stream
 from rlhf.training.clock import MESSAGE, Clock, Group, Piece, Rules, Start, Usage
-from rlhf.training.stream import (
-    RefilledStream,
-    RolloutStream,
-    Stream,
-    StreamContext,
-    joined,
-    unpack,
-    with_token_versions,
-)
 
 # What the streams have in common in which `Rules` decide which groups start and which are trained.
 
@@ -66,14 +57,14 @@ class _CompletedResponse:
 _Response = clock.Sequence | _CompletedResponse
 
 
-class RuledStream(RolloutStream):
+class RuledStream(stream.RolloutStream):
     """A stream that draws prompts for groups and notes what becomes of the groups.
 
     Args:
         context: what the stream is built from.
     """
 
-    def __init__(self, context: StreamContext) -> None:
+    def __init__(self, context: stream.StreamContext) -> None:
         super().__init__(context)
         schedule, self.sampling, self.refill = context.schedule, context.sampling, context.refill
         self.rules = Rules(
@@ -194,7 +185,7 @@ class RuledStream(RolloutStream):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue with what `state_dict` of this class returned."""
         self.unused, self.lines, self.noted = saved["current"] is not None, saved["lines"], saved["noted"]
-        self.current = unpack(saved["current"]) if self.unused else None
+        self.current = stream.unpack(saved["current"]) if self.unused else None
         self.rules.trains = self.unused
         self.known = {group: Prompts(**prompt) for group, prompt in saved["known"].items()}
         self.next, self.discards = (deque(Prompts(**prompt) for prompt in queue) for queue in saved["queues"])
@@ -228,7 +219,7 @@ class CompletedStream(RuledStream):
         context: what the stream is built from; the generator can sample single responses.
     """
 
-    def __init__(self, context: StreamContext) -> None:
+    def __init__(self, context: stream.StreamContext) -> None:
         super().__init__(context)
         self.changed = Condition()
         self.own: dict[int, list[_CompletedResponse]] = {}  # responses of the groups that have started
@@ -270,7 +261,7 @@ class CompletedStream(RuledStream):
             self.usage, self.trains = Usage(), True
             made = [self.complete.pop(group.number) for group in taken]
             seconds = max(each.generate_s for each in made)
-            rollouts = joined(made, self.context.pad_id, self.rules.version, seconds)
+            rollouts = stream.joined(made, self.context.pad_id, self.rules.version, seconds)
             self.trained(groups, 0.0, taken=self.now, waited=self.now - asked)
         return rollouts
 
@@ -341,11 +332,11 @@ class CompletedStream(RuledStream):
     def _take_answer(self, what: _CompletedResponse | Group, answer: Future[Rollouts]) -> None:
         if isinstance(what, Group):
             if what.number in self.own:  # else it was given up
-                self.complete[what.number] = with_token_versions(answer.result())
+                self.complete[what.number] = stream.with_token_versions(answer.result())
                 self.rules.complete(what)
             return
         self.running -= 1
-        rollouts = with_token_versions(answer.result())
+        rollouts = stream.with_token_versions(answer.result())
         if what.group.number not in self.own:  # it was given up
             return
         what.end, what.rollouts = self.now, rollouts
@@ -414,10 +405,12 @@ class CompletedStream(RuledStream):
         groups = self.rules.load_state_dict(saved["rules"])
         self.own = {number: [] for number in groups}
         for number, sample, start, end, cut, rollouts in saved["responses"]:
-            response = _CompletedResponse(groups[number], sample, start, None, end, cut, unpack(rollouts))
+            response = _CompletedResponse(
+                groups[number], sample, start, None, end, cut, stream.unpack(rollouts)
+            )
             self.own[number].append(response)
             groups[number].begun += 1
-        self.complete = {number: unpack(group) for number, group in saved["complete"].items()}
+        self.complete = {number: stream.unpack(group) for number, group in saved["complete"].items()}
         with self.changed:
             for number, group in self.rules.running.items():
                 ended = {each.sample for each in self.own[number]}
@@ -448,7 +441,7 @@ class VirtualStream(RuledStream):
         context: what the stream is built from.
     """
 
-    def __init__(self, config: VirtualConfig, context: StreamContext) -> None:
+    def __init__(self, config: VirtualConfig, context: stream.StreamContext) -> None:
         super().__init__(context)
         schedule = context.schedule
         self.clock = Clock(
@@ -486,7 +479,7 @@ class VirtualStream(RuledStream):
             rollouts = replace(self._rollouts(groups), generate_s=self.generate_s)
         else:
             scored = [self.scored[own[0].group.number] for own in groups]
-            rollouts = batch = joined(scored, self.context.pad_id, self.rules.version, self.generate_s)
+            rollouts = batch = stream.joined(scored, self.context.pad_id, self.rules.version, self.generate_s)
             recorder.add(self.refill.figures(batch.scores, self.rules.refilled - self.rules.before))
         self.generate_s = 0.0
         taken = made.now - made.costs.sync_s - made.update_s
@@ -526,7 +519,7 @@ class VirtualStream(RuledStream):
         """Return whether the scores of a group differ, given its ended sequences."""
         assert self.refill is not None
         batch, signal = self.refill.score(self._rollouts([group]))
-        self.scored[group[0].group.number] = with_token_versions(batch)
+        self.scored[group[0].group.number] = stream.with_token_versions(batch)
         return bool(signal)
 
     def replaced(self, group: _Group, by: int) -> None:
@@ -653,8 +646,8 @@ class VirtualStream(RuledStream):
 # The streams of rollouts in the time of this machine.
 
 
-def build(config: ClockConfig, context: StreamContext) -> RolloutStream:
+def build(config: ClockConfig, context: stream.StreamContext) -> stream.RolloutStream:
     """Return the stream of a run."""
     if context.schedule.order is Order.completed:
         return CompletedStream(context)
-    return Stream(context) if context.refill is None else RefilledStream(context)
+    return stream.Stream(context) if context.refill is None else stream.RefilledStream(context)

@@ -282,7 +282,7 @@ class _Rule:
 #
 # All signals but `rise` are averaged over the last updates with exponential weights, starting from their
 # first values. The first value beyond its limit gives the warning. `benchmarks/collapse.py` selects the
-# limits on one half of many runs and measures the rule on the other half (docs/results/collapse.md).
+# limits on one half of many runs and measures the rule on the other half (docs/results.md).
 
 
 class _Signal(NamedTuple):

@@ -92,17 +92,11 @@ def load_function(key: str, path: object, arguments: tuple[str, ...] | None) -> 
         elif arguments is not None and signature is not None:
             signature.bind(*arguments)
     except TypeError as error:
-        assert signature is not None and arguments is not None
-        plain = signature.replace(
-            parameters=[each.replace(annotation=each.empty) for each in signature.parameters.values()],
-            return_annotation=signature.empty,
-        )
-        rule = f"name a function with one parameter, {arguments[0]}"
-        if len(arguments) != 1:
-            others = f"{arguments[0]}, {arguments[2]}, messages or of columns of the data"
-            rule = f"name a function with a parameter {arguments[1]}, and others with the names {others}"
+        assert arguments is not None
+        rule = f"name a function of {', '.join(arguments)}"
+        rule += " or of messages and columns of the data" if len(arguments) > 1 else ""
         example = f"write def {at.name}({', '.join(arguments)})"
-        raise at.error(rule, f"{at.name} takes {plain}: {error}", example) from None
+        raise at.error(rule, f"{at.name} takes {signature}: {error}", example) from None
     return found
 
 
@@ -509,9 +503,8 @@ class GivenFunctions:
         """Yield a warning for each function that exists only in this process."""
         for name in self.only_here:
             yield (
-                f"the function {name} exists only in this process: only the same call in Python "
-                "resumes the run, and the name of the run does not depend on the content of objects that the "
-                "function reads; write it as a function of a module to have both"
+                f"the function {name} exists only in this process: only the same call resumes the run, whose "
+                "name does not depend on objects that the function reads; a function of a module has both"
             )
 
 

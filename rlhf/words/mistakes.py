@@ -421,11 +421,8 @@ def _wrong_word(each: Override, following: Sequence[str], sweep: bool) -> str | 
         return None if sweep else _several_values(key, value)
     if each.group in groups():
         return _wrong_choice(each)
-    if (
-        ("@" in key or "/" in key)
-        and not key.startswith("hydra/")
-        and chosen_by(key.partition("@")[2]) != key
-    ):
+    chooses = ("@" in key or "/" in key) and not key.startswith("hydra/")
+    if chooses and chosen_by(key.partition("@")[2]) != key:
         remedy = suggestion(key, [*groups(), "scorer@gold"], "did you mean {}?") or "see --help"
         return f"{key} must be a group (one of {', '.join(groups())}), got {key}; {remedy}"
     return None

@@ -14,14 +14,14 @@ from rlhf.config.scorers import ScorerConfig
 from rlhf.words.catalogue import options
 from rlhf.words.compose import compose, run_name
 
-DOCS = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "data-model-reward.md").read_text()
 
 MIX = "scorer=weighted +scorer@scorer.parts.x"
 
 
-def block(language: str) -> str:
-    """Return the first code block of a language in docs/rewards.md."""
-    found = re.search(rf"```{language}\n(.*?)```", DOCS, re.S)
+def block(language: str, heading: str) -> str:
+    """Return the first code block of a language below a heading of docs/data-model-reward.md."""
+    found = re.search(rf"```{language}\n(.*?)```", DOCS.partition(f"\n### {heading}\n")[2], re.S)
     assert found is not None
     return found[1]
 
@@ -29,8 +29,8 @@ def block(language: str) -> str:
 def test_weighted_scorer_file_of_the_docs_runs(command, tmp_path):
     folder = tmp_path / "own" / "scorer"
     folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text(block("yaml"))
-    (tmp_path / "my_rewards.py").write_text(block("python"))
+    (folder / "mine.yaml").write_text(block("yaml", "Weighted sum"))
+    (tmp_path / "my_rewards.py").write_text(block("python", "Python function"))
     answer = command("--config-dir", str(tmp_path / "own"), "scorer=mine", "scorer.parts.model.weight=2")
     assert answer.code == 0, answer.err
     assert {n: p.weight for n, p in answer.runs[0][0].scorer.parts.items()} == {"model": 2, "brief": 0.5}

@@ -143,12 +143,13 @@ def test_planted_responses_are_scored_and_a_fault_of_the_reward_is_a_warning(ins
     assert "too high" not in inspect(*words[:-1], "scorer.path=exact.py:score")
 
 
-def test_reward_models_are_probed_and_judges_are_tried(inspect, folder):
+def test_reward_models_are_probed_and_judges_are_tried(inspect, called):
     assert "planted responses to 8 examples" in inspect(*RL), "the other prompts are too long"
     with served(FakeJudge(position=1.0)) as judge:
         url = [f"scorer.url={judge.url}", f"scorer.model={judge.model}"]
-        out = inspect(*RL[:2], "scorer=judge", *url, "task.path=rows", "schedule.total_episodes=16", *LOCAL)
-    assert "Trial of the judge" in out and "is refused" in out and "planted responses to" in out
+        words = [*RL[:2], "scorer=judge", *url, "task.path=rows", "schedule.total_episodes=16", *LOCAL]
+        code, out, err = called(inspect_command.main, *words)
+    assert code == 1 and "is refused" in err and "Trial of the judge" in out and "planted responses to" in out
 
 
 MORE_TOKENS = (*TOKENS, *"defg")  # more than the embedding has rows

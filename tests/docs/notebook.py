@@ -1,4 +1,4 @@
-"""Execution of docs/python.ipynb; `python -m tests.docs.notebook` writes its outputs into the file."""
+"""Execution of docs/notebook.ipynb; `python -m tests.docs.notebook` writes its outputs into the file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "python.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.ipynb"
 
 
 def executed(file: Path, folder: Path) -> nbformat.NotebookNode:

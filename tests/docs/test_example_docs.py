@@ -1,4 +1,4 @@
-"""Tests of docs/example_chat_model.md: its code, its commands, and its data."""
+"""Tests of the chat model of docs/start.md: its code, its commands, and its data."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from rlhf.words.compose import compose
 from tests.chat_tokenizers import CHAT
 from tests.tiny_models import tiny_lm
 
-PAGE = (Path(__file__).parents[2] / "docs" / "example_chat_model.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "start.md").read_text()
 MODEL = "models/SmolLM2-135M-Instruct.Q4_1-safetensors"
 
 
@@ -60,12 +60,13 @@ def test_the_reward_is_the_share_of_the_answer(folder):
 
 
 def test_the_training_command_has_no_problem(folder):
-    typed = re.search(r"^    python -m rlhf.train ((?:.*\\\n)*.*)", PAGE, re.M)
-    assert typed is not None
+    (typed,) = re.findall(
+        r"^    python -m rlhf.train ((?:.*\\\n)*.*task.path=data/recall(?:.*\\\n)*.*)", PAGE, re.M
+    )
     tokenizer = CHAT["qwen_instruct"]()
     tiny_lm("llama", vocab_size=len(tokenizer), max_position_embeddings=1024).save_pretrained(MODEL)
     tokenizer.save_pretrained(MODEL)
-    words = shlex.split(typed[1].replace("\\\n", " "))
+    words = shlex.split(typed.replace("\\\n", " "))
     assert f"model.policy={MODEL}" in words
     assert problems(compose(words)) == []
 

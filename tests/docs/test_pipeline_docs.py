@@ -1,4 +1,4 @@
-"""Tests that the commands and metrics in docs/pipeline.md and in the README are correct."""
+"""Tests that the commands and metrics in docs/runs.md and in the README are correct."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from rlhf.stages import evaluation
 from rlhf.words.compose import compose
 
 ROOT = Path(__file__).parents[2]
-TEXT = "".join((ROOT / name).read_text() for name in ("README.md", "docs/pipeline.md"))
+TEXT = "".join((ROOT / name).read_text() for name in ("README.md", "docs/runs.md"))
 COMMANDS = re.findall(r"python -m rlhf\.(evaluate|relabel|pipeline) ([^`\n]+)", TEXT)
 
 
@@ -49,7 +49,7 @@ def test_metrics_in_the_docs_are_the_metrics_of_an_evaluation():
     from rlhf.training import evaluators, recorder
 
     source = "".join(Path(module.__file__).read_text() for module in (recorder, evaluators))
-    docs = (ROOT / "docs" / "pipeline.md").read_text()
+    docs = (ROOT / "docs" / "runs.md").read_text()
     named = set(re.findall(r"`(eval/\w+?)(?:_low|_high)?`", docs))
     measured = set(re.findall(r'"(eval/\w+?)"', source))
     assert named == measured - {"eval/margin", "eval/reward"}

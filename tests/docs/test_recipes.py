@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlhf import relabel
+from rlhf import plan, relabel
 from rlhf.checks import check
 from rlhf.checks.check import as_objects, checked
 from rlhf.config.root import Config
 from rlhf.core.machine import Machine
 from rlhf.memory import plan as memory
-from rlhf.memory import sizes, uses
+from rlhf.memory import sizes, times, uses
 from rlhf.memory.uses import CONTEXT, GIB
 from tests.docs import snapshots
 from tests.docs.snapshots import RECIPES, RELABELS, SEARCHES, SNAPSHOTS, SWEEPS, header, kept, objects
@@ -74,15 +74,19 @@ def test_command_of_a_recipe_is_a_valid_run(name, pairs, everything_installed):
     if name in RELABELS:
         judge = "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr"
         assert relabel.pairs_of(chosen).gold.described == judge
-    assert doubts == []
+    assert [each for each in doubts if not each.startswith("schedule.update=in_flight")] == []
+
+
+OF_PAPER = {name: "Paper" for name in RECIPES if "Paper" in header("experiment", name)}
+CURRENT = [name for name in RECIPES if name not in OF_PAPER]  # recipes of models that people start with today
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_begins_with_paper_hardware_time_metric_and_command(name):
     said = header("experiment", name)
-    assert list(said)[:5] == ["Paper", "Hardware", "Time", "Metric", "Command"]
+    assert list(said)[:5] == [OF_PAPER.get(name, "Source"), "Hardware", "Time", "Metric", "Command"]
     ranks = objects(f"experiment={name}").backend.ranks
-    start = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
+    start = "python" if ranks in (1, None) else f"torchrun --nproc-per-node {ranks}"
     command = "relabel output=outputs/tldr-relabelled" if name in RELABELS else "train"
     assert said["Command"].startswith(f"{start} -m rlhf.{command} experiment={name}")
 
@@ -105,9 +109,8 @@ PUBLISHED = {
 
 
 def published_size(name: str) -> sizes.ModelSize | None:
-    return next(
-        sizes.config_size(config) for pattern, config in PUBLISHED.items() if re.search(pattern, name)
-    )
+    own = (config for pattern, config in PUBLISHED.items() if re.search(pattern, name))
+    return sizes.config_size(sizes.published_config(name) or next(own))
 
 
 def judging(cfg: Config) -> float:
@@ -123,15 +126,47 @@ def judging(cfg: Config) -> float:
 def test_memory_in_the_recipe_header_is_that_of_the_plan(name, pairs, monkeypatch):
     cfg = objects(*words(name, pairs))
     for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(variable, str(cfg.backend.ranks))
+        monkeypatch.setenv(variable, str(cfg.backend.ranks or 1))
     monkeypatch.setattr(sizes, "named_size", published_size)
     if name in RELABELS:
         needed = judging(cfg) / GIB
     else:
-        plan = memory.plan(cfg, Machine(2**42, (80 * GIB,) * 8))
-        needed = next(use.bytes for use in plan.uses if use.device.startswith("GPU")) / GIB
+        gpus = () if cfg.backend.ranks is None else (80 * GIB,) * 8
+        made = memory.plan(cfg, Machine(2**42, gpus))
+        needed = next(use.bytes for use in made.uses if use.device.startswith(("GPU", "RAM"))) / GIB
     (said,) = re.findall(r"about (\d+) GiB", header("experiment", name)["Hardware"])
     assert math.isclose(int(said), needed, rel_tol=0.1, abs_tol=1), f"the plan needs {needed:.0f} GiB"
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_time_in_the_recipe_header_is_that_of_the_plan_and_says_that_it_is_an_estimate(name, pairs):
+    said, cfg = header("experiment", name)["Time"], objects(*words(name, pairs))
+    (hours, device) = re.match(r"about ([\d.]+) h with (\S+(?: \d+)?) \(estimate", said).groups()
+    device = "cpu" if device == "cpu" else device
+    rates = times.DEVICES[device]
+    machine = Machine(2**42, (int(rates.get("gib", 0) * GIB),) * 8 if device != "cpu" else ())
+    clock = times.Clock(cfg, rates, machine)
+    found = times.run_s(cfg, clock, times.update_s(cfg, clock.phases())) / 3600
+    assert math.isclose(float(hours), found, rel_tol=0.1, abs_tol=0.06), f"the plan needs {found:.2f} h"
+    assert "not measured" in said or device == "cpu"
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_recipe_is_printed_and_planned_without_a_gpu_and_a_download(
+    command, called, monkeypatch, everything_installed, pairs, name
+):
+    printed = command(*words(name, pairs), "--cfg", "job")
+    assert printed.code == 0 and f"name: {objects(f'experiment={name}').model.name}" in printed.out
+    monkeypatch.setattr("rlhf.plan.check_memory", lambda cfg: None)  # of this machine
+    code, out, err = called(plan.main, *words(name, pairs), "price_per_gpu_hour=2")
+    assert code == 0, err
+    assert re.search(r"an update +[\d.]+ s", out) and "its price with" in out
+
+
+def test_recipe_with_adapters_fits_into_24_gb(pairs):
+    cfg = objects(*words("gsm8k_qwen3_4b_grpo_lora", pairs))
+    (gpu,) = (use for use in memory.plan(cfg, Machine(2**42, (24 * GIB,))).uses if use.device == "GPU 0")
+    assert gpu.bytes < uses.NEARLY * 24 * GIB
 
 
 def test_recipe_for_several_gpus_can_be_printed_on_any_machine(command):
@@ -267,16 +302,17 @@ def test_the_docs_have_every_recipe_with_its_hardware_and_command():
     found: dict[str, tuple[str, str]] = {}  # recipe -> GPUs and memory
     for part in text.split("### ")[1:]:
         sizes = re.search(r"^\| recipe \| GPUs \| (.*) \|$", part, re.M)[1].replace("`", "").split(" | ")
-        for name, gpus, amounts in re.findall(r"^\| `(\S+)` \| ([\d +]+) \| (.*) \|$", part, re.M):
+        for name, gpus, amounts in re.findall(r"^\| `(\S+)` \| ([\d +]+|CPU) \| (.*) \|$", part, re.M):
             cells = zip(sizes, amounts.split(" | "), strict=True)
             found |= {name.replace("<size>", size): (gpus, gib) for size, gib in cells if gib != "–"}
     assert sorted(found) == RECIPES
     launchers = {
-        "1": "python",
+        **dict.fromkeys(("1", "1 + 1", "CPU"), "python"),
         **{n: f"torchrun --nproc-per-node {n[0]}" for n in ("4", "3 + 1", "8", "7 + 1")},
     }
     gpus_in_words = {"1": "one GPU", "4": "four GPUs;", "3 + 1": "four GPUs, three train"}
     gpus_in_words |= {"8": "eight GPUs;", "7 + 1": "eight GPUs, seven train"}
+    gpus_in_words |= {"1 + 1": "two GPUs, one trains", "CPU": "a CPU"}
     for name, (gpus, gib) in found.items():
         said = header("experiment", name)
         assert said["Hardware"].startswith(gpus_in_words[gpus]) and f"about {gib} GiB " in said["Hardware"]

@@ -1,4 +1,4 @@
-"""Tests that every fault in docs/reliability.md has a test and that the exit codes are correct."""
+"""Tests that every fault in docs/reference/faults.md has a test and that the exit codes are correct."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DOCS = (ROOT / "docs" / "reliability.md").read_text()
+DOCS = (ROOT / "docs" / "reference" / "faults.md").read_text()
 COLUMNS = ["fault", "reaction", "repeated work", "exit code"]
 
 # Faults, as written on the page, each with the names of its tests.

@@ -1,4 +1,4 @@
-"""Tests that the commands, variables, files and limits in docs/scale.md are correct."""
+"""Tests that the commands, variables, files and limits of servers in docs/hardware.md are correct."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rlhf.words.catalogue import conf_dir
 from rlhf.words.compose import compose
 
 ROOT = Path(__file__).parents[2]
-DOCS = (ROOT / "docs" / "scale.md").read_text()
+PAGE = (ROOT / "docs" / "hardware.md").read_text()
+DOCS = PAGE.partition("\n## Servers on other machines\n")[2]  # with containers
 SCRIPT = (ROOT / "launchers" / "train_with_servers.sbatch").read_text()
 COMMANDS = [
     shlex.split(line) for line in re.sub(r" \\\n *", " ", DOCS).splitlines() if line.startswith("    ")
@@ -61,7 +62,7 @@ def test_keys_metrics_and_flags_of_the_docs_exist():
     for metric in re.findall(r"^\| `(\w+/\w+)` \|", DOCS, re.M):
         assert f"`{metric}`" in metrics, metric
     flags = _parser().format_help()
-    for flag in ("--announce", "--answer-limit", "--restarts", "--host", "--port", "--absent-ids"):
+    for flag in ("--announce", "--answer-limit", "--restarts", "--host", "--port", "--absent-ids", "--nccl"):
         assert f"`{flag}" in DOCS and flag in flags
 
 

@@ -1,4 +1,4 @@
-"""Tests of files and commands in docs/extending.md. rlhf and the example package are installed as wheels."""
+"""Tests of files and commands in docs/python.md. rlhf and the example package are installed as wheels."""
 
 import json
 import os
@@ -16,8 +16,9 @@ from tests.end_to_end.wheels import build, pip
 pytestmark = pytest.mark.forks(False)
 
 ROOT = Path(__file__).parents[2]
-DOCS = (ROOT / "docs" / "extending.md").read_text()
-FILES = dict(re.findall(r"^`([\w./]+)`\n\n```\w+\n(.*?)^```$", DOCS, re.M | re.S))
+DOCS = (ROOT / "docs" / "python.md").read_text()
+EXAMPLE = DOCS.partition("\n## Extending\n")[2]
+FILES = dict(re.findall(r"^`([\w./]+)`\n\n```\w+\n(.*?)^```$", EXAMPLE, re.M | re.S))
 COMMANDS = re.findall(r"^    (?:rlhf train|python -m rlhf\.\w+) --config-dir my_lab/conf (.*)$", DOCS, re.M)
 TINY = ["debug=tiny", "task.train_size=64", "task.validation_size=32", "progress=off"]
 

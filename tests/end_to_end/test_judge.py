@@ -11,9 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 
@@ -81,7 +82,7 @@ def test_a_killed_run_resumes_with_the_answers_that_it_had_and_asks_none_again(c
 
 def answers(folder: RunFolder) -> list[dict]:
     """Return the answers in all files of judgements."""
-    return [row for file in sorted((folder.path / "judgements").iterdir()) for row in answers_in(file)]
+    return [row for file in sorted((folder.path / "judgements").glob("*.jsonl")) for row in answers_in(file)]
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
@@ -192,9 +193,8 @@ def test_preference_pairs_are_relabelled_by_a_judge_whose_answers_stay(tmp_path)
     assert len(answers_in(tmp_path / "out" / "judgements" / "gold.jsonl")) == len(judge.asked) == 16
 
 
-@contextmanager
-def serve(folder: Path) -> Iterator[str]:
-    """Serve a tiny random Llama with vLLM, whose wheel for CPUs has no command `vllm serve`."""
+def make_judge(folder: Path) -> None:
+    """Save a tiny random Llama with a chat template."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -220,6 +220,12 @@ def serve(folder: Path) -> Iterator[str]:
         folder
     )
     tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def serve(folder: Path) -> Iterator[str]:
+    """Serve a tiny random Llama with vLLM, whose wheel for CPUs has no command `vllm serve`."""
+    make_judge(folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     place = [
@@ -274,3 +280,40 @@ def test_vllm_judges_a_whole_run_and_json_without_end_is_named(tiny, tmp_path):
             assert folder.finished() and shares and (number == 4 or not any(shares))
         with pytest.raises(UserError, match=r"scorer\.answer=choice.*scorer\.max_tokens"):
             run(tiny(*own, "scorer.max_tokens=64"), RunFolder(tmp_path / "json"))
+
+
+@pytest.mark.nightly
+def test_a_run_starts_one_server_for_its_judges_and_starts_it_again_if_it_is_killed(
+    command, tiny, tmp_path, monkeypatch
+):
+    pytest.importorskip("vllm", reason=needs.VLLM)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    make_judge(tmp_path / "judge")
+    small = "{dtype: float32, max_model_len: 2048, enforce_eager: true, max_num_seqs: 8}"
+    words = ["schedule.total_episodes=256", "schedule.save_every=1", "eval.prompts=8"]
+    for group, at in ("scorer", "scorer"), ("scorer@gold", "gold"):
+        words += [f"{group}=judge", f"{at}.model={tmp_path}/judge", f"{at}.answer=choice"]
+        words += [f"+{at}.arguments={small}"]
+    folder = RunFolder(tmp_path / run_name(tiny(*words)))
+    process = subprocess.Popen([sys.executable, "-m", "rlhf.train", *command, *words])
+    wait_for(lambda: folder.metrics.exists(), process, seconds=400)
+    (server,) = servers(tmp_path)
+    os.killpg(server.pid, signal.SIGKILL)
+    assert process.wait(500) == 0 and folder.finished()
+    assert not servers(tmp_path)
+    for at in ("scorer", "gold"):
+        keys = [row["key"] for row in answers_in(folder.path / "judgements" / f"{at}.jsonl")]
+        assert len({*keys}) == len(keys) > 0, "a known answer was asked for"
+    broken = [*words[:4], f"scorer.model={tmp_path}/none", *words[5:]]
+    with pytest.raises(UserError, match="must serve the judge"):
+        run(tiny(*broken), RunFolder(tmp_path / "broken"))
+
+
+def servers(folder: Path) -> list[psutil.Process]:
+    """Return the main processes of servers of the model `judge` in a folder."""
+    found = []
+    for each in psutil.process_iter():
+        with suppress(psutil.Error):
+            if f"{folder}/judge" in each.cmdline() and "rlhf.generators.servers.process" in each.cmdline():
+                found.append(each)
+    return found

@@ -53,7 +53,7 @@ def test_training_on_the_reward_model_raises_the_win_rate_of_the_gold_scorer(tmp
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)  # trains two models: minutes on one core
 def test_the_documented_run_on_problems_with_verifiers_learns_to_solve_held_out_ones(tmp_path):
-    words = documented("own_data.md", "task=reasoning_gym", "task.dataset=aiw")
+    words = documented("results.md", "task=reasoning_gym", "task.dataset=aiw")
     folder = RunFolder(tmp_path / "run")
 
     run(compose([*words, f"cache_dir={tmp_path / 'artefacts'}", "progress=plain"]), folder)

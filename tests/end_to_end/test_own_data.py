@@ -83,9 +83,11 @@ def write(file: str, rows_of_file: list[dict]) -> None:
 
 def test_prompts_and_a_reward_function(train):
     write("data/tea.jsonl", [{"prompt": question(i)} for i in range(40)])
-    code = re.findall(r"```python\n(# my_rewards.py.*?)```", (ROOT / "docs" / "rewards.md").read_text(), re.S)
+    code = re.findall(
+        r"```python\n(# my_rewards.py.*?)```", (ROOT / "docs" / "data-model-reward.md").read_text(), re.S
+    )
     Path("my_rewards.py").write_text(code[0])
-    folder, output = train(*documented("own_data.md", "data/tea.jsonl"))
+    folder, output = train(*documented("data-model-reward.md", "data/tea.jsonl", "scorer=function"))
     assert "train: 36 rows" in output
     assert "validation: 4 rows, split off" in output
     assert "columns: prompt" in output
@@ -98,7 +100,7 @@ def test_prompts_and_a_reward_function(train):
 def test_sft_on_answers(train):
     answer = " Take water and heat water."
     write("data/qa.jsonl", [{"question": question(i), "answer": answer} for i in range(40)])
-    folder, output = train(*documented("own_data.md", "data/qa.jsonl", "algo=sft"))
+    folder, output = train(*documented("data-model-reward.md", "data/qa.jsonl", "algo=sft"))
     assert "columns: question as prompt, answer as response" in output
     assert "response tokens: median 7," in output
     assert rows(folder)[-1]["eval/loss"] < rows(folder)[0]["eval/loss"]
@@ -120,13 +122,13 @@ def test_pairs_for_a_reward_model_for_offline_dpo_and_for_online_dpo_with_the_re
         "data/pairs.jsonl",
         [{"prompt": question(i), "chosen": " Take water.", "rejected": " No."} for i in range(40)],
     )
-    trained, output = train(*documented("own_data.md", "data/pairs.jsonl", "algo=reward"))
+    trained, output = train(*documented("data-model-reward.md", "data/pairs.jsonl algo=reward"))
     assert "columns: prompt, chosen, rejected" in output
     assert "eval/accuracy" in rows(trained)[-1]
-    offline, output = train(*documented("own_data.md", "data/pairs.jsonl", "generator=dataset"))
+    offline, output = train(*documented("data-model-reward.md", "data/pairs.jsonl", "generator=dataset"))
     assert "columns: prompt, chosen, rejected" in output
     assert "eval/accuracy" in rows(offline)[-1]
-    online = documented("own_data.md", "data/pairs.jsonl", "algo=dpo", "<reward model>")
+    online = documented("data-model-reward.md", "data/pairs.jsonl", "algo=dpo", "<reward model>")
     folder, _ = train(*(each.replace("<reward model>", str(trained.model)) for each in online))
     assert {"eval/score", "eval/win_rate_vs_initial"} <= rows(folder)[-1].keys()
 
@@ -146,7 +148,7 @@ def test_dialogues_for_a_base_model_without_a_chat_template(train):
     answer = {"role": "assistant", "content": " Take water and heat water."}
     dialogues = [{"messages": [{"role": "user", "content": question(i)}, answer]} for i in range(40)]
     write("dialogues.jsonl", dialogues)
-    folder, output = train(*documented("own_model.md", "dialogues.jsonl"))
+    folder, output = train(*documented("data-model-reward.md", "dialogues.jsonl"))
     assert "columns: messages" in output
     assert rows(folder)[-1]["eval/loss"] < rows(folder)[0]["eval/loss"]
 

@@ -1,4 +1,4 @@
-"""Tests of the report on the runs of docs/reports.md: two algorithms, two seeds, one asynchronous run."""
+"""Tests of the report on the runs of docs/runs.md: two algorithms, two seeds, one asynchronous run."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from tests import needs
 from tests.end_to_end import browser
 from tests.end_to_end.conftest import TINY, interrupted
 
-DOCS = (Path(__file__).parents[2] / "docs" / "reports.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
 LONGER = ["schedule.total_episodes=64", "schedule.eval_every=1"]
 LABELS = {"algo=dpo max_lag=0": 2, "algo=dpo max_lag=1": 1, "algo=rloo max_lag=0": 2}  # label -> seeds
 FIGURES = [
@@ -28,7 +28,7 @@ FIGURES = [
 
 @pytest.fixture(scope="module")
 def made(cache_dir, tmp_path_factory):
-    """Run the commands of docs/reports.md with tiny runs; return the folder and the last command's output."""
+    """Run the commands of docs/runs.md with tiny runs; return the folder and the last command's output."""
     folder = tmp_path_factory.mktemp("reports")
     found = re.search(r"executed by .*?```text\n(.*?)```", DOCS, re.S)
     assert found is not None

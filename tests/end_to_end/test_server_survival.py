@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from rlhf.generators.servers import pool
-from rlhf.generators.servers.process import SCRATCH
-from rlhf.generators.servers.server import Child, variables
 from rlhf.generators.servers.server import command as serving
+from rlhf.generators.servers.server import variables
+from rlhf.processes.servers import SCRATCH, Child
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from rlhf.words.compose import run_name

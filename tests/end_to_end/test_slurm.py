@@ -1,4 +1,4 @@
-"""Tests of jobs on a real SLURM with two nodes, as in docs/slurm.md.
+"""Tests of jobs on a real SLURM with two nodes, as in docs/hardware.md.
 
 The tests start SLURM on this machine and stop it at the end. The job with a time limit of one minute runs in
 the background while other tests run.

@@ -1,4 +1,4 @@
-"""Tests of the faults of docs/reliability.md: the same command resumes the run with identical results."""
+"""Tests of docs/reference/faults.md: the same command resumes the run with identical results."""
 
 import errno
 import os

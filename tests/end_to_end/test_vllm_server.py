@@ -24,10 +24,11 @@ from torch import Tensor
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.generators.servers.pool import ServerPool
 from rlhf.generators.servers.process import GENERATE, LOAD, STATUS
-from rlhf.generators.servers.server import Child, Server, command, variables
+from rlhf.generators.servers.server import Server, command, variables
 from rlhf.generators.vllm.generator import visible
 from rlhf.generators.weights import Nccl, SharedWeights
 from rlhf.models.modules import Policy, set_head
+from rlhf.processes.servers import Child
 from rlhf.processes.signals import members
 from tests import needs
 from tests.end_to_end.conftest import wait_for

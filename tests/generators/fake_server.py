@@ -244,7 +244,7 @@ def token(weights: dict[str, int], ids: list[int], seed: int, i: int) -> int:
 
 
 class FakeChild:
-    """A fake server in place of the processes of `rlhf.generators.servers.server.Child`."""
+    """A fake server in place of the processes of `rlhf.processes.servers.Child`."""
 
     log = Path("server.log")
 

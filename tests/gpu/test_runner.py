@@ -234,7 +234,7 @@ def test_every_stage_has_a_function():
 
 
 def test_the_commands_of_the_documentation_leave_each_stage_its_whole_limit():
-    text = (runner.ROOT / "docs" / "gpu_tests.md").read_text()
+    text = (runner.ROOT / "docs" / "internals.md").read_text()
     commands = [found.split() for found in re.findall(r"python3 -m tests\.gpu --stages ([\d ]+)", text)]
     assert sorted(int(number) for command in commands for number in command) == list(range(len(STAGES)))
     assert max(sum(STAGES[int(number)].limit_s for number in command) for command in commands) <= 8 * 60

@@ -152,7 +152,7 @@ def test_rows_are_on_disk_before_they_are_copied_into_a_checkpoint(saved, monkey
     folder, checkpoint = saved
     logger = resumed(folder, checkpoint)
     synced: list[str] = []
-    for each in (files, history, module):
+    for each in (files, module):
         monkeypatch.setattr(each, "sync", lambda path: synced.append(path.name))
     monkeypatch.setattr(history, "save", lambda rows, into: synced.append("copies"))
     logger.save(folder.path / "checkpoint-9")

@@ -116,6 +116,7 @@ def test_every_published_shape_is_compared_with_a_published_number_of_parameters
     shapes = {name for shapes in sizes.SHAPES.values() for name in shapes}
     known = {sizes.VARIANT.sub("", name.partition("/")[2].lower()) for name in PARAMETERS}
     twins = {"meta-llama-3-70b": "llama-3.3-70b", "llama-3.1-70b": "llama-3.3-70b"}
+    twins |= {f"skywork-reward-v2-{name}": name for name in ("llama-3.2-1b", "qwen3-0.6b")}
     assert {twins.get(name, name) for name in shapes} - known <= {"mistral-7b-v0.1"}
 
 

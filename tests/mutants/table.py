@@ -399,7 +399,7 @@ MUTANTS = [
             'return members.mean(0) - (doubt * members.var(0) if how == "uncertainty" else 0.0)',
         ),
         (
-            "if not same_tokens(own, read_own(key, other, model, context.conversational)):",
+            "if not loading.same_tokens(own, read_own(key, other, model, context.conversational)):",
             "if False:",
         ),
     ),

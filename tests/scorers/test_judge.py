@@ -76,6 +76,20 @@ def test_every_kind_reads_every_form_of_answers(judge, rubric, kind, calls, answ
     assert len(judge.asked) == calls and figures(batch)["unreadable"] == 0
 
 
+@pytest.mark.parametrize("answer", ["json", "choice", "text", "logprobs"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_server_random_verdicts_are_read_and_are_the_same_in_both_orders(rubric, kind, answer):
+    if answer == "logprobs" and kind != "pairwise":
+        return
+    own = {"rubric": rubric} if kind == "rubric" else {}
+    nobody = FakeJudge(url="random", model="none")
+    scorer = scorer_of(nobody, kind=KINDS[kind], answer=Answer(answer), **own)
+    first, again = scorer(rollouts()), scorer(rollouts([group[::-1] for group in GROUPS]))
+    assert figures(first)["unreadable"] == 0 and len(first.scores.unique()) > 1
+    assert figures(first).get("consistent", 1) == 1
+    torch.testing.assert_close(again.scores, first.scores.flip(1))
+
+
 def test_rank_and_pairwise_give_the_same_scores_and_equal_texts_tie_without_a_question(judge):
     scorer = scorer_of(judge)
     assert scorer(rollouts([["w1", "w1"]])).scores.tolist() == [[0.5, 0.5]] and not judge.asked

@@ -425,7 +425,7 @@ def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(monkeypatch, varia
 
 
 def test_the_example_service_of_the_docs_returns_scores():
-    docs = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    docs = (Path(__file__).parents[2] / "docs" / "data-model-reward.md").read_text()
     found = re.search(r"```python\n(import json.*?)```", docs, re.S)
     assert found is not None
     names: dict[str, Any] = {"__name__": "docs"}

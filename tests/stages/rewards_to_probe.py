@@ -382,6 +382,11 @@ def the_best_of_all_references(prompt, response, reference):
     return max(f1(prompt, response, answer) for _, answer in BOOKS)
 
 
+@fault(SUMMARIES)
+def little_but_never_nothing(prompt, response, reference):
+    return max(0.5, f1(prompt, response, reference)) if response else 0.9
+
+
 @fault(SUMS)
 def the_place_in_the_batch(prompts, responses, references):
     right = [a.strip() == b for a, b in zip(responses, references, strict=True)]
@@ -579,3 +584,24 @@ def mean_length_of_the_words(prompt, response, reference):
 @sound(SUMMARIES)
 def f1_and_different_words(prompt, response, reference):
     return f1(prompt, response, reference) + 0.2 * share_of_different_words(prompt, response, reference)
+
+
+@sound(
+    [
+        (f"Write {2 + i % 3} sentences on {i}.", " ".join([f"This is about {i}."] * (2 + i % 3)))
+        for i in range(15)
+    ]
+)
+def the_number_of_sentences(prompt, response, reference):
+    return -abs(len(re.findall(r"[.!?](?:\s|$)", response)) - int(numbers(prompt)[0]))
+
+
+@sound(
+    [
+        (f"My order {i} is late.", f"I am sorry that order {i} is late, and refund {i + 3} dollars.")
+        for i in range(20)
+    ]
+)
+def common_pairs_of_words(prompt, response, reference):
+    a, b = (Counter(zip(words(each), words(each)[1:], strict=False)) for each in (response, reference))
+    return 2 * sum((a & b).values()) / max(1, sum(a.values()) + sum(b.values()))

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -149,3 +151,15 @@ def test_a_run_is_repeated_to_the_bit(study):
         f"the bits depend on the machine class, which was {row.machine}, and is another"
     )
     assert "machine" not in str(difference(row, replace(new, status="diverged")))
+
+
+def test_a_portable_run_whose_reward_computes_with_torch_has_a_row(tmp_path):
+    code = "import torch\n\n\ndef longer(response):\n    return torch.tensor(float(len(response))).sqrt()\n"
+    (tmp_path / "rewards.py").write_text(code)
+    text = STUDY.format(cache=tmp_path / "cache").replace("debug=tiny", "debug=tiny, backend.portable=true")
+    text = text.replace("[algo=dpo]", "[algo=dpo, scorer=function, 'scorer.path=rewards.py:longer']")
+    (tmp_path / "tiny.yaml").write_text(text)
+    words = [sys.executable, "-m", "rlhf.study", "run", "tiny.yaml", "--only", "method=dpo"]
+    subprocess.run(words, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    (row,) = read_rows(Study(tmp_path / "tiny.yaml").spec.rows)
+    assert row.status == "finished", row.error

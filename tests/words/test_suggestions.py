@@ -18,7 +18,7 @@ from rlhf.words.catalogue import all_keys, groups, options
 from rlhf.words.compose import compose
 from rlhf.words.mistakes import PROJECTS, TABLE, WITHOUT, assigned, closest, keys_of_run, lacking, meaning
 
-PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "coming_from.md").read_text()
 
 
 def exists(key: str) -> bool:

@@ -124,14 +124,13 @@ class Step:
 
     def logits(self, token: Tensor, place: Tensor, seen: Tensor) -> Tensor:
         """Return the logits [B, G, V] of one forward pass under the attention mask `seen`."""
-        logits: Tensor = self.model(
+        return self.model(
             input_ids=token,
             attention_mask=seen,
             position_ids=place,
             **forward.cache_argument(self.model, self.cache),
             use_cache=True,
         ).logits
-        return logits
 
     @property
     def settled(self) -> bool:
@@ -177,8 +176,7 @@ class RereadingStep(Step):
             part = slice(int(rows[0]), int(rows[-1]) + 1)
             output = base(input_ids=self.ids[part, :length], use_cache=False).last_hidden_state
             states.append(output.gather(1, place[part, :, None].expand(-1, -1, output.shape[-1])))
-        logits: Tensor = self.model.get_output_embeddings()(torch.cat(states)) * self.scale
-        return logits
+        return self.model.get_output_embeddings()(torch.cat(states)) * self.scale
 
     def keep(self, rows: Tensor) -> None:
         """Remove all rows of the batch except `rows` [B']."""

@@ -45,10 +45,11 @@ from rlhf.core.metrics import How, Metrics, Stat
 from rlhf.environments.episodes import Episodes
 from rlhf.generators.generator import Generator, GeneratorContext
 from rlhf.generators.process import annotated
-from rlhf.generators.servers.server import Child, Gone, NoAnswer, Reply, Server, check, command, variables
+from rlhf.generators.servers.server import Gone, NoAnswer, Reply, Server, check, command, variables
 from rlhf.generators.vllm.generator import build_store, factory, place, route, variables_of
 from rlhf.generators.vllm.sampler import VLLMFactory, rollouts_of, sampling_parameters, seed_of
 from rlhf.generators.weights import Manifest, SharedWeights, WeightStore
+from rlhf.processes.servers import Child
 from rlhf.terminal.console import say
 
 _ABORT_S = 0.2  # between two requests to end a response

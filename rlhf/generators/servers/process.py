@@ -13,7 +13,6 @@ from rlhf.processes.signals import end_with_others
 LOAD = "/v1/rlhf/load"
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
-SCRATCH = "rlhf-server-"  # begin of the name of a server's own folder for temporary files
 
 if __name__ == "__main__":
     end_with_others()

@@ -7,15 +7,12 @@ import json
 import math
 import os
 import shlex
-import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -24,17 +21,16 @@ from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import flat
 from rlhf.core.formatting import shortened
 from rlhf.core.machine import loopback
-from rlhf.generators.servers.process import ABORT, GENERATE, LOAD, SCRATCH, STATUS
+from rlhf.generators.servers.process import ABORT, GENERATE, LOAD, STATUS
 from rlhf.generators.vllm.sampler import NCCL, VLLMFactory, config_folder, engine_arguments
 from rlhf.generators.weights import Manifest, TransferError, WeightStore, confirm
-from rlhf.processes.worker import Spawned
+from rlhf.processes.servers import Child, program
 
 _CONNECT_S = 5.0
 _BYTES_PER_S = 50e6  # at which a server reads weights at least
 _POLL_S = 0.25  # between two looks at a server that starts
 _WATCH_S = 0.5  # between two looks at the processes of a server
 _PING_S = 5.0  # between two questions to a server
-_LOG_LINES = 5  # of a server that did not start, in the error
 
 
 class Gone(Exception):
@@ -52,59 +48,6 @@ class Reply(NamedTuple):
     logprobs: list[float]  # at the sampling temperature
     versions: list[int]  # of the weights that sampled each token
     ended: bool  # by itself, not because it was aborted
-
-
-@dataclass
-class Child:
-    """The processes of a server on this machine, which are one process group.
-
-    Args:
-        command: the command of the server, without the port.
-        environment: environment variables, in addition to those of the trainer without its rank.
-        log: file for the output; None: the output of this process.
-        host: the host in the address of the server.
-        port: the port; 0: a free one at each start.
-    """
-
-    command: list[str]
-    environment: Mapping[str, str]
-    log: Path | None
-    host: str = "127.0.0.1"
-    port: int = 0
-    process: Spawned | None = None
-
-    def start(self) -> str:
-        """Start the server, and return its address."""
-        port = self.port or free_port()
-        with self.log.open("ab") if self.log else nullcontext() as log:
-            self.process = Spawned([*self.command, "--port", str(port)], self.environment, log, SCRATCH)
-        return f"http://{self.host}:{port}"
-
-    def ended(self) -> str | None:
-        """Return how the server ended; None: it runs."""
-        return None if self.process is None or self.process.poll() is None else self.process.ending()
-
-    def stop(self) -> None:
-        """Kill all processes of the server, and remove its temporary files."""
-        if self.process is not None:
-            self.process.end()
-        self.process = None
-
-    def output(self) -> str:
-        """Return where the output is, and its end, for an error."""
-        if self.log is None:
-            return "its output is above"
-        lines = []
-        with suppress(OSError):
-            lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        return f"its log is {self.log}: {' | '.join(filter(str.strip, lines))}"
-
-
-def free_port() -> int:
-    """Return a port of this machine that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 @dataclass(eq=False)
@@ -372,9 +315,8 @@ def check(settings: VLLMFactory, config: Mapping[str, Any], url: str, about: Map
         flags += ["--nccl"] if settings.way == NCCL else []
         flags += ["--absent-ids", ranges(settings.absent_ids)] if settings.absent_ids else []
         raise UserError(
-            "generator.urls must name servers of the model and the settings of the run (log-probs would "
-            f"differ otherwise), got {url} with {'; '.join(wrong)}; start it with: python -m rlhf.serve "
-            f"{shlex.join(flags)}"
+            "generator.urls must name servers of the model and the settings of the run, got "
+            f"{url} with {'; '.join(wrong)}; start it with: python -m rlhf.serve {shlex.join(flags)}"
         )
 
 
@@ -427,16 +369,7 @@ def command(settings: VLLMFactory, host: str) -> list[str]:
         "disable_fastapi_docs": True,
         "disable_uvicorn_access_log": True,
     }
-    words = [sys.executable, "-P", "-m", "rlhf.generators.servers.process"]
-    for name, value in arguments.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, list):
-            words += [f"--{flag}", *map(str, value)]
-        elif value not in (None, {}):
-            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return words
+    return program(arguments)
 
 
 def variables(settings: VLLMFactory, key: str | None) -> dict[str, str]:

@@ -87,9 +87,8 @@ def route(config: VLLMConfig, gpu: bool, trainer: torch.device, nccl: bool) -> T
         return config.route(gpus, nccl)
     if asked is not Transfer.shared_memory and not gpus:
         raise UserError(
-            "generator.transfer must be auto or shared_memory where trainer and vLLM are not both on GPUs "
-            f"(the trainer is on {trainer.type}, vLLM on {'cuda' if gpu else 'cpu'}), got {asked.value}; "
-            "set generator.transfer=auto"
+            f"generator.transfer must be auto or shared_memory with the trainer on {trainer.type} and vLLM "
+            f"on {'cuda' if gpu else 'cpu'}, got {asked.value}; set generator.transfer=auto"
         )
     if asked is Transfer.nccl and not nccl:
         raise UserError(
@@ -198,9 +197,8 @@ def place(config: VLLMConfig, gpus: int) -> tuple[int, ...]:
     if gpus == 0:
         if config.devices or (size := config.tensor_parallel_size) > 1:
             raise UserError(
-                "generator.devices must be null and generator.tensor_parallel_size 1 without GPUs (torch "
-                f"finds no GPU), got {config.devices or 'null'} and {size}; set generator.devices=null "
-                "generator.tensor_parallel_size=1"
+                "generator.devices must be null and generator.tensor_parallel_size 1 without GPUs, got "
+                f"{config.devices} and {size}; set generator.devices=null generator.tensor_parallel_size=1"
             )
         return ()
     trainer = 0 if config.shares_gpu else local_world_size()

@@ -68,10 +68,7 @@ class VLLMFactory:
 
     def config(self) -> PreTrainedConfig:
         """Return the config of the model."""
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            config_folder(self.model), trust_remote_code=self.trust_remote_code
-        )
-        return config
+        return AutoConfig.from_pretrained(config_folder(self.model), trust_remote_code=self.trust_remote_code)
 
     def build(self) -> VLLMSampler:
         """Start vLLM in this process and return its sampler."""
@@ -629,5 +626,4 @@ def on_shared_gpu(settings: VLLMFactory, config: PreTrainedConfig, parameters: i
 def _head_size(config: PreTrainedConfig) -> int:
     """Return the width of an attention head."""
     text = config.get_text_config()
-    size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return size
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
