@@ -39,7 +39,7 @@ def call(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("rlhf.generators.servers.server._WATCH_S", 0.02)
     monkeypatch.setattr("rlhf.generators.servers.server._PING_S", 0.04)
     monkeypatch.setattr("rlhf.generators.servers.server._POLL_S", 0.02)
-    monkeypatch.setattr(server, "command", lambda settings, host: [sys.executable, STAND_IN, tmp_path])
+    monkeypatch.setattr(serve, "command", lambda settings, host: [sys.executable, STAND_IN, tmp_path])
     monkeypatch.delenv(serve.KEY, raising=False)
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
