@@ -53,6 +53,7 @@ def _show(own: dict[str, str], overrides: list[str]) -> None:
     """
     cfg = checked(composed(overrides))
     needed = plan(cfg)
+    time = _time(cfg, own) if needed.uses else None
     if needed.unknown:
         console.print(f"memory: {unknown_models(needed.unknown)}")
     for use in needed.uses:
@@ -65,7 +66,7 @@ def _show(own: dict[str, str], overrides: list[str]) -> None:
         for override, size in smaller.items():
             less.add_row(override, gib(size))
         console.print(less)
-        console.print(_time(cfg, own))
+        console.print(time)
     check_memory(cfg)
 
 
@@ -94,7 +95,9 @@ def _time(cfg: Config, own: dict[str, str]) -> Table:
         UserError: there is no such GPU, price, or measured run.
     """
     machine, price = this_machine(), own.get("price_per_gpu_hour", "0")
-    name = own.get("gpu", "H100") if device(cfg, machine) == "cuda" else "cpu"
+    name = own.get("gpu", "H100") if (cuda := device(cfg, machine) == "cuda") else "cpu"
+    if not cuda and (word := next((each for each in ("gpu", "price_per_gpu_hour") if each in own), None)):
+        raise UserError(f"{word}= needs a run on a GPU, got {own[word]}; set backend.device=cuda")
     if name not in DEVICES:
         raise UserError(f"gpu= must be {COMMAND.own['gpu'].partition(': ')[2]}, got {name}; set gpu=H100")
     if not price.replace(".", "", 1).isdigit():

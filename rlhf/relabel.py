@@ -203,7 +203,8 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
     for key, path, pad in named:
         if path is not None:
             tokenizer = read_tokenizer(path, model.trust_remote_code, key)
-            set_format(tokenizer, model.chat_template, make(cfg.task).conversational, model.clock)
+            reads = model.clock, model.thinking
+            set_format(tokenizer, model.chat_template, make(cfg.task).conversational, *reads)
             fill_pad_token(tokenizer, pad, f"{key.partition('.')[0]}.pad_token")
             return tokenizer
     assert cfg.task.embedded, "validated: other tasks have a policy"

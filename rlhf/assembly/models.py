@@ -29,7 +29,7 @@ from rlhf.processes.ranks import Ranks
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.teacher import Reference, ServedTeacher
 from rlhf.terminal.console import console, say_row
-from rlhf.text.chat import set_format, set_thinking
+from rlhf.text.chat import set_format
 from rlhf.trials.trials import compared
 from rlhf.words.compose import not_in_name
 
@@ -186,13 +186,13 @@ def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrai
     if name is None:
         assert cfg.task.embedded, "validated: only embedded tasks start from nothing"
         made: PreTrainedTokenizerFast = make(cfg.task).tokenizer()
-        if cfg.model.chat_template is not None:
-            set_format(made, cfg.model.chat_template, build_source(cfg).conversational)
+        if (model := cfg.model).chat_template is not None or model.thinking is not None:
+            set_format(made, model.chat_template, build_source(cfg).conversational, thinking=model.thinking)
         return made
     key = "model.tokenizer" if cfg.model.tokenizer else cfg.start_key
     tokenizer = loading.read_tokenizer(name, cfg.model.trust_remote_code, key)
-    set_format(tokenizer, cfg.model.chat_template, build_source(cfg).conversational, cfg.model.clock)
-    set_thinking(tokenizer, cfg.model.thinking)
+    reads = cfg.model.clock, cfg.model.thinking
+    set_format(tokenizer, cfg.model.chat_template, build_source(cfg).conversational, *reads)
     models = (name,) if cfg.start in (None, name) else (name, cfg.start)
     note = loading.set_pad_token(tokenizer, cfg.model.pad_token, models=models)
     if note is not None and notes is not None:

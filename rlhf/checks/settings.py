@@ -14,7 +14,7 @@ from rlhf.config.algorithms import Trains
 from rlhf.config.models import Device
 from rlhf.config.root import Config, threads
 from rlhf.config.run import MOST_EPISODES, Optimizer, Order, Stale, Unit
-from rlhf.config.schema import ABSENT, missing_package, plain, sections, value_at
+from rlhf.config.schema import missing_package, plain, sections, value_at
 from rlhf.config.scorers import ScorerConfig, scorers
 from rlhf.core.files import files, shared
 from rlhf.core.launched import cpu_cores, local_world_size, world_size
@@ -86,7 +86,7 @@ _NO_TEACHER = When(
 )
 _UNTAUGHT = "without task.teacher_column"
 _SAME_PROMPTS = When(_UNTAUGHT, lambda cfg: cfg.task.teacher_column is None and not cfg.stand_ins)
-_NO_READER = When("for algo={algo}", lambda cfg: value_at(cfg, "algo.teacher_coef") is ABSENT)
+_NO_READER = When("for algo={algo}", lambda cfg: not cfg.algo.distils)
 _NO_COLUMN = When("with task={task}", lambda cfg: cfg.task.embedded or bool(cfg.task.parts))
 _SERVED = When("with algo.teacher.url", lambda cfg: cfg.algo.teacher_url is not None)
 _FEW_SLOTS = When(
@@ -470,8 +470,8 @@ def _more_replicas_than_requests(cfg: Config) -> Iterator[str]:
     n, lag = cfg.generator.replicas, cfg.schedule.max_lag
     if n > lag + 1 and not cfg.generator.shares_gpu:
         yield (
-            f"generator.replicas must be <= schedule.max_lag + 1, the largest number of requests, got {n} "
-            f"with {lag}; set schedule.max_lag={n - 1} or generator.replicas={lag + 1}"
+            "generator.replicas must be <= schedule.max_lag + 1 (the largest number of requests in flight), "
+            f"got {n} with max_lag={lag}; set schedule.max_lag={n - 1} or generator.replicas={lag + 1}"
         )
 
 

@@ -12,8 +12,6 @@ from omegaconf import MISSING
 from rlhf.config.schema import Choice, Section, entry, number, option, value_at
 from rlhf.config.scorers import ServedTeacherConfig
 
-# What all algorithms have, pairs, best-of-K and supervised training.
-
 
 class Trains(Choice):
     """The model that a run trains; the choice determines the initial weights and the evaluation."""
@@ -64,6 +62,7 @@ class AlgoConfig(Section):
 
     pairwise: ClassVar[bool] = False  # True: the loss compares two responses of a prompt
     learns_from_ties: ClassVar[bool] = False  # True: prompts whose scores are all equal are trained on, too
+    distils: ClassVar[bool] = False  # True: model.reference is a teacher, another model than the policy
     teacher_url: ClassVar[str | None] = None  # of the server that runs the reference; None: the run loads it
 
     name: str = MISSING
@@ -744,6 +743,7 @@ class DistillConfig(GRPOConfig):
     """On-policy distillation: the policy learns from a teacher, model.reference, on its own samples."""
 
     default_mean: ClassVar[Mean] = Mean.tokens
+    distils: ClassVar[bool] = True
     min_samples: ClassVar[int] = 1
     learns_from_ties: ClassVar[bool] = True
 

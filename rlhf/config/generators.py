@@ -430,8 +430,8 @@ def service_problems(
     elif status := refused_key(url + route, os.environ.get(variable or ""), body):
         named = variable or "SERVICE_KEY"
         yield (
-            f"{token_key} must name a variable with the key of the service (it answers with {status}), got "
-            f"{variable or 'null'} for {url}; run: export {named}=<key>, and set {token_key}={named}"
+            f"{token_key} must name an environment variable with the key ({url} answers with {status}), got "
+            f"{variable or 'null'}; run: export {named}=<key>, and set {token_key}={named}"
         )
 
 

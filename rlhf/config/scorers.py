@@ -138,8 +138,6 @@ class ScorerConfig(Section):
     @property
     def described(self) -> str:
         """The name of the scorer in messages: its model, function or address, otherwise its option."""
-        if getattr(self, "url", None) == RANDOM:
-            return "random verdicts"
         named = (getattr(self, key, None) for key in ("path", "model", "url", "name"))
         found = next(filter(None, named))
         return ", ".join(map(str, found)) if isinstance(found, list) else str(found)
@@ -533,6 +531,11 @@ class JudgeScorerConfig(ServiceScorerConfig):
         if len(self.prices) != 2 * bool(self.prices or self.budget) or not all(p >= 0 for p in self.prices):
             rule, remedy = "be two prices of a million tokens", f"set '{at}.prices=[0.15,0.6]'"
             yield self.refused(at, "prices", rule, "of tokens read and written", remedy=remedy)
+
+    @property
+    def described(self) -> str:
+        """The name of the model, or that there is none."""
+        return "random verdicts" if self.url == RANDOM else str(self.model)
 
     def doubts(self, at: str) -> Iterator[str]:
         """Yield a warning for random verdicts."""

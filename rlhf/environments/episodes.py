@@ -339,9 +339,10 @@ class Episodes:
             episode.before = len(each.ids)
             if episode.ids[: episode.before] != each.ids or (episode.most and not episode.running):
                 raise RunError(
-                    f"{self.factory.address} must answer equal replies equally (clock=virtual plays episodes "
-                    f"again), got another answer in sample {each.sample} of "
-                    f"{self.prompts.place(i // self.sampling.samples)}; use only the replies, or clock=wall"
+                    f"{self.factory.address} must answer the same replies in the same way (clock=virtual "
+                    f"plays episodes again), got another answer in sample {each.sample} of "
+                    f"{self.prompts.place(i // self.sampling.samples)}; use only the example and the "
+                    "replies, or set clock=wall"
                 )
 
     def _stop(self, i: int, limit: str | None = None) -> None:

@@ -101,13 +101,15 @@ def program(arguments: Mapping[str, Any]) -> list[str]:
 # tells the processes that this one starts, such as an annotator, the address and the key.
 
 
-_ASKED = "RLHF_JUDGES"  # environment variable: model -> [address, key], as JSON
-_children: dict[str, Child] = {}  # the servers that this process has started, by their models
+_ASKED = "RLHF_JUDGES"  # environment variable: server -> [address, key], as JSON
+_children: dict[str, Child] = {}  # the servers that this process has started
 _lock = Lock()
 
 
 def served(model: str, arguments: Mapping[str, Any], gpus: str | None, log: Path | None) -> tuple[str, str]:
     """Return address and key of the server of a model; start it unless it runs, and wait until it answers.
+
+    Judges with the same model, arguments and GPUs share a server.
 
     Args:
         model: hub name or folder.
@@ -120,24 +122,22 @@ def served(model: str, arguments: Mapping[str, Any], gpus: str | None, log: Path
         Interrupted: a signal was received.
     """
     with _lock:
-        known, child = json.loads(os.environ.get(_ASKED, "{}")), _children.get(model)
-        if model in known and (child is None or not child.ended()):
-            return known[model][0], known[model][1]
+        name = json.dumps([model, arguments, gpus], sort_keys=True)
+        known, child = json.loads(os.environ.get(_ASKED, "{}")), _children.get(name)
+        if name in known and (child is None or (child.process is not None and not child.ended())):
+            return known[name][0], known[name][1]
         if child is None:
             key = secrets.token_urlsafe()
             own = {"VLLM_API_KEY": key, "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
             own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
             words = program({"model": model, "host": "127.0.0.1", **arguments})
-            child = _children[model] = Child(words, own, log, port=free_port())
+            child = _children[name] = Child(words, own, log, port=free_port())
             atexit.register(child.stop)
         else:
             child.stop()
         say(f"starting vLLM with {model}, which judges; it is usually ready after 1 to 5 minutes")
-        url, key, until = (
-            f"{child.start()}/v1",
-            child.environment["VLLM_API_KEY"],
-            time.monotonic() + _START_S,
-        )
+        url, key = f"{child.start()}/v1", child.environment["VLLM_API_KEY"]
+        until = time.monotonic() + _START_S
         while not model_names(f"{url}/models", key):
             end_wait()
             if (how := child.ended()) or time.monotonic() > until:
@@ -145,5 +145,5 @@ def served(model: str, arguments: Mapping[str, Any], gpus: str | None, log: Path
                 child.stop()
                 raise UserError(f"vLLM must serve the judge {model}, but {problem}; {output}")
             time.sleep(_POLL_S)
-        os.environ[_ASKED] = json.dumps({**known, model: [url, key]})
+        os.environ[_ASKED] = json.dumps({**known, name: [url, key]})
         return url, key

@@ -51,7 +51,7 @@ from rlhf.stages import prerequisites
 from rlhf.stages.probes import judged, probed
 from rlhf.tasks.task import Task, altered, summarize
 from rlhf.terminal.console import say, say_row
-from rlhf.text.chat import control_tokens, quoted, render, set_format, set_thinking, unquoted
+from rlhf.text.chat import control_tokens, quoted, render, set_format, unquoted
 from rlhf.text.encoding import encode_completions, encode_prompts
 
 # The training data of a run as token ids: counts, and the first examples with masks. Nothing is trained.
@@ -546,8 +546,7 @@ class Sampler:
         self.tokenizer = build_tokenizer(cfg)
         self.chat = self.tokenizer.chat_template is not None if chat is None else chat
         if self.chat:
-            set_format(self.tokenizer, cfg.model.chat_template, True)
-            set_thinking(self.tokenizer, cfg.model.thinking)
+            set_format(self.tokenizer, cfg.model.chat_template, True, thinking=cfg.model.thinking)
         self.generator = build_sampler(cfg, self.tokenizer, seed)
         self.requests = 0
 

@@ -20,7 +20,7 @@ import yaml
 
 from rlhf.assembly.parts import make as make_part
 from rlhf.checks.check import TOKEN, problems
-from rlhf.config.algorithms import Data, DistillConfig, Trains
+from rlhf.config.algorithms import Data, Trains
 from rlhf.config.models import LoRAConfig, MovingConfig, paths_in
 from rlhf.config.root import Config
 from rlhf.config.run import StagesConfig
@@ -519,7 +519,7 @@ def complete_stand_ins(cfg: Config) -> Config:
     model = cfg.model
     model.base, model.policy = model.base or str(folder / "policy"), model.policy or str(folder / "policy")
     model.reward = model.reward or str(folder / "reward")
-    if isinstance(cfg.algo, DistillConfig):
+    if cfg.algo.distils:
         model.reference = model.reference or str(folder / "teacher")
     for _, scorer in scorers(cfg):
         if isinstance(scorer, RewardModelScorerConfig) and scorer.path:

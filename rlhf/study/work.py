@@ -30,7 +30,6 @@ from rlhf.config.root import Config, set_environment
 from rlhf.core import files
 from rlhf.core.errors import Interrupted, RunError, UserError, override
 from rlhf.core.formatting import clock, figure
-from rlhf.core.launched import PORTABLE
 from rlhf.launch.command_line import multirun_config, requeue
 from rlhf.launch.preflight import Job, completed, failure_message
 from rlhf.launch.sweep import submit_jobs
@@ -399,19 +398,18 @@ def _carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
         Interrupted: a signal asked to stop; the next attempt resumes the run.
     """
     set_environment()
-    if cfg.backend.portable:  # before the user's code is tried, or the protection from it computes with torch
-        os.environ.update(PORTABLE)
     from rlhf.stages.prerequisites import complete, prerequisites
     from rlhf.stages.run import run as train
 
     folder, task, error = RunFolder(planned.folder), spec.tasks[planned.run.cell.task], None
     with interruptible():
+        hooks = check_job(cfg)  # first: a portable run sets its variables before the user's code is tried
         complete(checked(cfg), train)
         _, stages = prerequisites(cfg, train)
         began, used_s = time.monotonic(), _cpu_s()
         before = (folder.read_state() or {}).get("update", 0) if folder.last_checkpoint() else 0
         try:
-            train(cfg, folder, check=False, claim=nullcontext, hooks=check_job(cfg))
+            train(cfg, folder, check=False, claim=nullcontext, hooks=hooks)
         except Interrupted:
             used = {"cpu_s": _cpu_s() - used_s, "taken_s": time.monotonic() - began}
             files.append(planned.folder / USED, [used])

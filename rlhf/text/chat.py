@@ -58,9 +58,13 @@ def render(
 
 
 def set_format(
-    tokenizer: PreTrainedTokenizerBase, template: str | None, conversational: bool, clock: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    conversational: bool,
+    clock: str | None = None,
+    thinking: bool | None = None,
 ) -> None:
-    """Set the chat template of the tokenizer of a run and its clock, and for dialogues the end token.
+    """Set the chat template of the tokenizer of a run, what it reads, and for dialogues the end token.
 
     Args:
         tokenizer: the tokenizer, which is changed.
@@ -68,15 +72,18 @@ def set_format(
         conversational: the prompts of the task are dialogues; see `end_responses_with_turns`.
         clock: the value of `model.clock`: the time that a template reads, in ISO format; None: the time at
             which this process rendered its first dialogue.
+        thinking: the value of `model.thinking`; see `set_thinking`.
 
     Raises:
-        UserError: the template cannot be read, or does not format a dialogue; or there is none.
+        UserError: the template cannot be read, does not format a dialogue, or has no choice of thinking; or
+            there is none.
     """
     set_clock(tokenizer, clock)
     if template is not None:
         set_template(tokenizer, template)
     if conversational:
         end_responses_with_turns(tokenizer)
+    set_thinking(tokenizer, thinking)
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:

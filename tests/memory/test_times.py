@@ -202,10 +202,14 @@ def test_the_price_is_that_of_the_hours_and_the_gpus(monkeypatch, capsys):
     assert wider[0] > hours[0] and wider[2] / wider[0] > hours[2] / hours[0]
 
 
-@pytest.mark.parametrize("word", ["gpu=H100x", "price_per_gpu_hour=cheap", "run=nowhere"])
-def test_wrong_arguments_of_the_time_end_with_exit_code_2(monkeypatch, capsys, word):
-    words = ["generator=hf", "gpu=H100", word] if "gpu=" not in word else [word, "backend.device=cuda"]
+ON_GPU, ON_CPU = ("generator=hf", "backend.device=cuda"), ("backend.device=cpu",)
+WRONG = [(ON_GPU, "gpu=H100x"), (ON_GPU, "price_per_gpu_hour=cheap"), (ON_GPU, "run=nowhere")]
+WRONG += [(ON_CPU, "gpu=H100"), (ON_CPU, "price_per_gpu_hour=3"), (ON_CPU, "run=nowhere")]
+
+
+@pytest.mark.parametrize(("words", "wrong"), WRONG)
+def test_wrong_arguments_of_the_time_end_with_exit_code_2_before_a_table(monkeypatch, capsys, words, wrong):
     monkeypatch.setattr(command, "checked", lambda cfg: cfg)
     with pytest.raises(SystemExit) as ended:
-        plan_of(monkeypatch, capsys, *words)
-    assert ended.value.code == 2
+        plan_of(monkeypatch, capsys, *words, wrong)
+    assert ended.value.code == 2 and not capsys.readouterr().out

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.assembly.models import build_tokenizer
 from rlhf.core.errors import UserError
 from rlhf.environments.library import schemas
 from rlhf.stages.prerequisites import _make_tokenizer, family
 from rlhf.text.chat import set_thinking, written
 from rlhf.words.catalogue import options
+from rlhf.words.compose import compose
 
 PUBLISHED = {  # model option -> file in the folder chat_templates of TRL
     "qwen3_0_6b": "qwen3.jinja",
@@ -113,6 +115,12 @@ def test_template_of_the_small_chat_model_writes_the_marks_of_the_packaged_token
 def test_model_options_of_chat_models_have_a_family():
     plain = {option for option in options("model") if "template" not in family(option)}
     assert plain == {"pythia", "pythia_410m", "pythia_1b", "pythia_2_8b", "rho_1b", "llama_8b"}
+
+
+def test_a_model_without_a_choice_of_thinking_refuses_one():
+    cfg = compose(["task=arithmetic", "algo=grpo", "model.thinking=false"])
+    with pytest.raises(UserError, match=r"model\.thinking must be null"):
+        build_tokenizer(cfg)
 
 
 def test_thinking_is_the_first_line_of_the_template_and_another_choice_replaces_it():
