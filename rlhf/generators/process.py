@@ -28,7 +28,7 @@ from rlhf.generators.weights import Manifest, SharedWeights, TransferError, Weig
 from rlhf.models.forward import infer
 from rlhf.processes.ranks import Ranks
 from rlhf.processes.signals import call_at_signal, do_not_call_at_signal, left
-from rlhf.processes.worker import Channel, Job, Limits, Service, Worker, environment, received
+from rlhf.processes.worker import Channel, Job, Limits, Service, Spawned, Worker, environment, received
 from rlhf.scorers.scorer import Scorer
 from rlhf.scorers.teacher import Reference, compared_with
 
@@ -277,6 +277,7 @@ class WorkerGenerator(Worker, Generator):
         self.confirmed: Manifest | None = None  # the weights that the process confirmed last
         self.loads: deque[Manifest] = deque()  # loads that have overtaken requests and are not confirmed yet
         self.load_s = 0.0  # seconds of loading that `figures` has not reported yet
+        self.unsent = False  # whether weights could not be sent, though the process ran
         super().__init__("generator", partial(_SamplingService, factory), log, environment, limits)
 
     # -- the trainer's side ------------------------------------------------------------------------
@@ -357,9 +358,8 @@ class WorkerGenerator(Worker, Generator):
             TransferError: version or checksums of the process differ from the weights that were sent.
         """
         start = time.perf_counter()
-        assert self.channel is not None
-        # if the weights cannot be sent, the connection is shut down, and `check` raises the cause
-        offered = self.store.offer(manifest, self.channel.shut)
+        assert self.channel is not None and self.process is not None
+        offered = self.store.offer(manifest, partial(self.give_up, self.process, self.channel))
         self.check_loaded(manifest, *self.ask("load", offered))
         with self.lock:
             self.load_s += time.perf_counter() - start
@@ -395,7 +395,7 @@ class WorkerGenerator(Worker, Generator):
             TransferError: a load was not confirmed, or a token was sampled by a version that was neither
                 confirmed before the request nor loaded during the request.
         """
-        assert self.confirmed is not None
+        assert self.confirmed is not None and self.process is not None
         rollouts: Rollouts
         known = [self.confirmed.version]
         with self.lost("sample", self.limits.request_s) as channel:
@@ -405,7 +405,8 @@ class WorkerGenerator(Worker, Generator):
                 if time.monotonic() > end:
                     raise TimeoutError
                 for manifest in self.overtake():
-                    channel.send(("load", (self.store.offer(manifest, channel.shut),)))
+                    give_up = partial(self.give_up, self.process, channel)
+                    channel.send(("load", (self.store.offer(manifest, give_up),)))
             rollouts, in_time = received(channel)
             late = [received(channel) for _ in range(len(self.loads) - len(in_time))]
         for answer in (*in_time, *late):
@@ -419,9 +420,19 @@ class WorkerGenerator(Worker, Generator):
             )
         return rollouts
 
+    def give_up(self, process: Spawned, channel: Channel) -> None:
+        """Shut the connection to a process to which a thread could not send weights.
+
+        A process that ends within a second is the cause. Otherwise the cause is here, and `check` raises it.
+        """
+        process.ending()
+        self.unsent = process.poll() is None
+        channel.shut()
+
     def check(self) -> None:
-        """Raise RunError if weights could not be sent to the process."""
-        self.store.check()
+        """Raise RunError if weights could not be sent to a process that ran."""
+        if self.unsent:
+            self.store.check()
 
     def stop(self) -> None:
         """End the process and abandon all transfers of weights to the process."""

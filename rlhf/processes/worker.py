@@ -453,8 +453,7 @@ class Worker:
             raise _Lost(f"did not {'start' if start else method} within {limit:g} seconds", key) from None
         except (OSError, EOFError, pickle.UnpicklingError):
             how = self.process.ending()
-            if self.process.poll() is None:  # the process runs, so the connection failed on this side
-                self.check()
+            self.check()
             raise _Lost(f"died ({how})") from None
 
     def check(self) -> None:  # noqa: B027

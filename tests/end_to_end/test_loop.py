@@ -116,8 +116,8 @@ def test_a_loop_as_an_object_is_one_of_this_process(command, documented):
     ("code", "address", "says"),
     [
         ("def loop(session): pass", "mine.py:lop", r"did you mean loop=mine\.py:loop"),
-        ("def loop(): pass", "mine.py:loop", r"one parameter, session"),
-        ("def loop(session, more): pass", "mine.py:loop", r"one parameter, session"),
+        ("def loop(): pass", "mine.py:loop", r"write def loop\(session\)"),
+        ("def loop(session, more): pass", "mine.py:loop", r"write def loop\(session\)"),
         ("class Loop: pass", "mine.py:Loop", "is a class"),
         ("raise OSError", "mine.py:loop", r"OSError, in .*mine\.py, line 1"),
         (None, "mine.py:loop", r"no file 'mine\.py'"),

@@ -8,7 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf.assembly import models, training
+from rlhf.assembly import training
 from rlhf.assembly.models import build_device, build_module, build_tokenizer
 from rlhf.core.errors import UserError
 from rlhf.models import loading
@@ -29,7 +29,7 @@ def loaded(monkeypatch):
         keys.append(settings.get("key"))
         return load(*args, **settings)
 
-    for module in (training, models):
+    for module in (training, loading):
         monkeypatch.setattr(module, "load_causal_lm", note)
     return keys
 
