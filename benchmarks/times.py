@@ -4,9 +4,10 @@
     python -m benchmarks.times --only 1 4   the calibration and some of the runs
 
 Use a machine without other load. The calibration is a run whose measured phases scale the estimates of the
-other runs, as `python -m rlhf.plan run=<folder>` does. The runs differ from it in algorithm, lengths, batch
-and model. Models have random weights, prompts have the stated length, and no response ends before the limit,
-so the work is that of the estimate. The measured time is the median of the updates after the first.
+other runs, as `python -m rlhf.plan run=<folder>` does; the median of three counts. The runs differ from it in
+algorithm, lengths, batch and model. Models have random weights, prompts have the stated length, and no
+response ends before the limit, so the work is that of the estimate. The measured time is the median of the
+updates after the first.
 
 Exit code: 1 if an estimate is off by more than a factor of `LIMIT`.
 """
@@ -29,7 +30,7 @@ from rlhf.runs.folder import RunFolder
 from rlhf.words.compose import load_config
 
 LIMIT = 1.3
-UPDATES, CALIBRATIONS = 12, 3  # updates of a run; runs for the calibration, of which the fastest counts
+UPDATES = 12  # updates of a run
 _LARGER = replace(BASE, hidden_size=256)
 RUNS: list[tuple[str, Point, tuple[str, ...]]] = [  # name, sizes, further words
     ("online DPO", replace(BASE, samples=2, prompts=16), ("algo=dpo",)),
@@ -86,17 +87,19 @@ def main() -> None:
     )
     chosen, worst = parser.parse_args().only, 1.0
     with tempfile.TemporaryDirectory() as scratch:
-        tried = (carried_out(BASE, (), Path(scratch) / f"calibration-{i}") for i in range(CALIBRATIONS))
-        calibration = min(tried, key=measured_s)
-        print(f"calibration: {measured_s(calibration):.3g} s per update", flush=True)
+        made: dict[int, RunFolder] = {}
+        half = len(chosen) // 2  # a machine changes its pace: calibrations before, amid and after the runs
+        for number in (0, *chosen[:half], -1, *chosen[half:], -2):
+            name, point, words = RUNS[number - 1] if number > 0 else ("calibration", BASE, ())
+            made[number] = carried_out(point, words, Path(scratch) / str(number))
+            print(f"{name}: {measured_s(made[number]):.3g} s per update", flush=True)
+        calibration = sorted((made[0], made[-1], made[-2]), key=measured_s)[1]
         print("| run | measured, s | estimated, s | ratio |\n| --- | --: | --: | --: |")
         for number in chosen:
-            name, point, words = RUNS[number - 1]
-            folder = carried_out(point, words, Path(scratch) / str(number))
-            measured, estimated = measured_s(folder), estimated_s(folder, calibration)
+            measured, estimated = measured_s(made[number]), estimated_s(made[number], calibration)
             ratio = estimated / measured
             worst = max(worst, ratio, 1 / ratio)
-            print(f"| {name} | {measured:.3g} | {estimated:.3g} | {ratio:.2f} |", flush=True)
+            print(f"| {RUNS[number - 1][0]} | {measured:.3g} | {estimated:.3g} | {ratio:.2f} |")
     print(f"largest factor: {worst:.2f}")
     sys.exit(worst > LIMIT)
 
