@@ -453,6 +453,8 @@ class JudgeScorerConfig(ServiceScorerConfig):
     gpus: str | None = entry(None, when="url=null", affects=Affects.speed)
     """GPUs of that server, as in CUDA_VISIBLE_DEVICES"""
     kind: JudgeKind = entry(JudgeKind.pairwise)
+    opponents: int | None = number(None, least=2, when="kind=pairwise", added=True)
+    """other responses of its group that each response meets, an even number; null: all"""
     answer: Answer = entry(Answer.json)
     reason: bool = entry(False, "the judge writes a reason before its verdict", "answer=json|text")
     template: str | None = entry(None, "file with your text for the judge; null: the text of the kind")
@@ -521,6 +523,8 @@ class JudgeScorerConfig(ServiceScorerConfig):
         if self.answer is Answer.logprobs and self.kind is not JudgeKind.pairwise:
             rule = f"not be logprobs with {at}.kind={self.kind.value}"
             yield self.refused(at, "answer", rule, "only A and B have probabilities", "json")
+        if (self.opponents or 0) % 2:
+            yield self.refused(at, "opponents", "be even", "half of them stand on either side in a ring", 2)
         for key, read in (("template", self.own_template), ("rubric", self.criteria)):
             try:
                 read()

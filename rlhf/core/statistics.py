@@ -335,6 +335,29 @@ def evaluation_share(outcomes: np.ndarray, prompts: int) -> float:
 # -- comparisons of responses ----------------------------------------------------------------------------
 
 
+def bradley_terry(wins: np.ndarray, precision: float = 0.1) -> np.ndarray:
+    """Return the strengths [K] that explain comparisons best; their mean is 0.
+
+    P(i wins against j) = sigmoid(s_i - s_j) (Bradley and Terry 1952), fitted with the penalty
+    `precision` / 2 |s|^2. Without the penalty, one that always wins has no finite strength.
+
+    Args:
+        wins: [K, K], how often i won against j; a tie is half a win of both.
+        precision: weight of the penalty, 0 for none.
+    """
+    strengths, count = np.zeros(len(wins)), wins + wins.T
+    for _ in range(100):
+        p = special.expit(strengths[:, None] - strengths)
+        curvature = count * p * (1 - p)
+        hessian = np.diag(curvature.sum(1) + precision) - curvature
+        gradient = (wins - count * p).sum(1) - precision * strengths
+        step = np.linalg.lstsq(hessian, gradient, rcond=None)[0].clip(-1, 1)
+        strengths = strengths + step
+        if abs(step).max() < 1e-12:
+            break
+    return strengths - strengths.mean()
+
+
 def length_controlled(name: str, points: np.ndarray, longer: np.ndarray) -> dict[str, float]:
     """Return the win rate that is expected at equal lengths, its 95 % interval, and the effect of length.
 

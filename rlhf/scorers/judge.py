@@ -7,7 +7,8 @@
 | rubric | one response | sum of weight x yes, over the sum of abs(weight) |
 
 If the two orders name different responses, the pair ties; equal texts tie without a question. Win rates give
-the order of Bradley-Terry strengths, because every pair of a group is judged equally often.
+the order of Bradley-Terry strengths if every pair of a group is judged equally often. With `opponents`, each
+response meets only its neighbours in a ring, so the shares are those that Bradley-Terry expects.
 
 Every answer is appended to a file as soon as it arrives, and is never asked for again: a server that batches
 gives different answers to a question, also at temperature 0, so that a resumed run needs those that it had.
@@ -29,7 +30,9 @@ from string import ascii_uppercase
 from threading import Lock
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from scipy import special
 from torch import Tensor
 
 from rlhf.config.scorers import RANDOM, Answer, JudgeKind, JudgeScorerConfig
@@ -37,6 +40,7 @@ from rlhf.core.batch import Prompts, Rollouts
 from rlhf.core.errors import RunError
 from rlhf.core.files import append, split_lines
 from rlhf.core.formatting import shortened
+from rlhf.core.statistics import bradley_terry
 from rlhf.processes.servers import served
 from rlhf.scorers.http import HttpClient
 from rlhf.scorers.scorer import Figures, Scored, Scorer, ScorerContext, add, merge_ties, response_texts
@@ -333,15 +337,22 @@ class JudgeScorer(HttpClient, Scorer):
         shown = [Question(*each) for each in zip(*texts, strict=True)]
         if not self.config.compares:
             return self.single_scores([[each.of(text) for text in each.responses] for each in shown])
-        asked = []
+        asked, rings = [], list[list[Question]]()  # rings: groups in which not all responses meet
         for each in shown:
-            distinct = dict.fromkeys(each.responses)
-            size = 2 if self.config.kind is JudgeKind.pairwise else len(distinct)
-            asked += [each.of(*some) for some in combinations(distinct, size) if size <= len(distinct) > 1]
+            distinct = [*dict.fromkeys(each.responses)]
+            count, reach = len(distinct), (self.config.opponents or len(distinct)) / 2
+            if self.config.kind is JudgeKind.rank:
+                asked += [each.of(*distinct)] * (count > 1)
+                continue
+            pairs = [(i, j) for i, j in combinations(range(count), 2) if min(j - i, count - j + i) <= reach]
+            asked += (met := [each.of(distinct[i], distinct[j]) for i, j in pairs])
+            rings += [met] * (count - 1 > 2 * reach)
         shares, scores = self.shares(asked), []
+        for met in rings:
+            shares |= expected_shares(met, shares)
         for each in shown:
-            pairs = ([each.of(mine, other) for other in each.responses] for mine in each.responses)
-            scores.append([sum(shares.get(pair, 0.5) for pair in some) - 0.5 for some in pairs])  # not itself
+            every = ([each.of(mine, other) for other in each.responses] for mine in each.responses)
+            scores.append([sum(shares.get(pair, 0.5) for pair in some) - 0.5 for some in every])  # not itself
         return torch.tensor(scores, dtype=torch.float64) / max(1, len(groups[0]) - 1)
 
     def shares(self, asked: Sequence[Question]) -> dict[Question, float]:
@@ -399,6 +410,21 @@ class JudgeScorer(HttpClient, Scorer):
         self.readings([question])
         key, request = self.request(question)
         return request["messages"][0]["content"], self.known[key]["answer"]
+
+
+def expected_shares(met: Sequence[Question], shares: Mapping[Question, float]) -> dict[Question, float]:
+    """Return the probability that the first response of each pair of a group wins, by Bradley-Terry.
+
+    Args:
+        met: the pairs that were judged. Each response met few others, of different strength.
+        shares: see `JudgeScorer.shares`.
+    """
+    texts = [*dict.fromkeys(text for pair in met for text in pair.responses)]
+    pairs = [[met[0].of(one, other) for other in texts] for one in texts]
+    wins = np.array([[shares.get(pair, 0.0) for pair in row] for row in pairs])
+    strengths = bradley_terry(wins)
+    won = special.expit(strengths[:, None] - strengths)
+    return {pair: float(won[i, j]) for i, row in enumerate(pairs) for j, pair in enumerate(row) if i != j}
 
 
 def shown_prompts(prompts: Prompts) -> list[str]:

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from rlhf.core.statistics import length_controlled
+from rlhf.core.statistics import bradley_terry, length_controlled
 from rlhf.scorers.judge import share_of
 from tests import needs
 from tests.golden.test_golden import GOLDEN
@@ -39,3 +39,9 @@ def test_two_verdicts_score_a_pair(case):
 def test_two_probabilities_score_a_pair(case):
     found = [share_of(*pair, soft=True) for pair in case["inputs"]["p_A"]]
     assert found == pytest.approx(case["expected"]["first"], abs=1e-9)
+
+
+@pytest.mark.parametrize("case", cases("bradley_terry"), ids=lambda case: case["name"])
+def test_strengths_are_those_of_bradley_terry(case):
+    found = bradley_terry(np.array(case["inputs"]["wins"]), case["inputs"]["precision"])
+    assert found == pytest.approx(np.array(case["expected"]["strengths"]), abs=case["tolerance"])

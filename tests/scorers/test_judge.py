@@ -97,6 +97,17 @@ def test_rank_and_pairwise_give_the_same_scores_and_equal_texts_tie_without_a_qu
     assert torch.equal(*both)
 
 
+def test_with_opponents_each_response_meets_its_neighbours_and_shares_are_those_of_a_fit(judge):
+    texts = ["w3", "w4 w4", "w5 w5 w5 w5", "w3 w3 w4", "w3", "w1 w1 w1 w1 w1"]
+    scores = scorer_of(judge, opponents=2)(rollouts([texts])).scores[0]
+    assert len(judge.asked) == 10, "five distinct texts in a ring, in two orders"
+    assert scores[0] == scores[4] and scores.argsort().tolist()[2:] == [3, 1, 5, 2]
+    assert scores.min() > 0 and scores.max() < 1, "also of a text that lost, or won, all its comparisons"
+    every, most = scorer_of(judge)(rollouts()), scorer_of(judge, opponents=4)(rollouts())
+    assert torch.equal(every.scores, most.scores), "four texts: all meet"
+    assert "even" in " ".join(JudgeScorerConfig(name="judge", model="m", opponents=3).problems("scorer"))
+
+
 def test_probabilities_score_a_pair_by_their_mean(judge):
     scores = scorer_of(judge, answer=Answer.logprobs)(rollouts([["w1", "w1 w2"]])).scores
     torch.testing.assert_close(scores, torch.tensor([[1 / 9, 8 / 9]]))
