@@ -17,7 +17,7 @@ Read, not run: GPUs, vLLM, tools, adapters, float16, DeepSpeed.
 import json
 import warnings
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -53,6 +53,14 @@ NAMES = {  # in TRL's dictionary of a micro-batch -> in the file
     "audit_generation": "generation",
     "audit_row": "row",
 }
+
+
+def release():
+    """Return the version of TRL."""
+    try:
+        return version("trl")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def is_a(x, *names):
@@ -120,7 +128,7 @@ def dump(trainer, folder, steps, model=False):
         raise TypeError(f"the hook knows {', '.join(TRAINERS)}, not {type(trainer).__name__}")
     missing = [name for name in METHODS[kind] if not hasattr(trainer, name)]
     if missing:
-        found = f"trl {version('trl')}: {type(trainer).__name__} has no {', '.join(missing)}"
+        found = f"trl {release()}: {type(trainer).__name__} has no {', '.join(missing)}"
         raise AttributeError(f"{found}; the hook was run with 1.16.0, and its METHODS need the new names")
     steps_of = Steps(trainer, Path(folder), set(steps), model, {"kind": kind, "claims": claims(trainer.args)})
     (wrap_pairs if kind == "pairs" else wrap_policy_gradient)(trainer, steps_of)
@@ -161,7 +169,7 @@ class Steps(TrainerCallback):
             lacking = [x for x in ("logprobs", "logprob_grads") if not all(x in part for part in self.parts)]
             if not self.parts or lacking:
                 names = ", ".join(METHODS[self.header["kind"]])
-                raise RuntimeError(f"step {n}: trl {version('trl')} did not call {names} as 1.16.0 does")
+                raise RuntimeError(f"step {n}: trl {release()} did not call {names} as 1.16.0 does")
             rank = f"-rank-{args.process_index}" if args.world_size > 1 else ""
             self.folder.mkdir(parents=True, exist_ok=True)
             self.write(self.folder / f"step-{n}{rank}.safetensors", n, None if rank else norm)
@@ -184,7 +192,7 @@ class Steps(TrainerCallback):
         ends = getattr(self.trainer, "eos_token_ids", None) or [tokenizer.eos_token_id]
         dtype = str(self.parts[0]["logprobs"].dtype).removeprefix("torch.")
         dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else dtype
-        header = {"schema": 1, "framework": "trl", "version": version("trl"), "step": step, "dtype": dtype}
+        header = {"schema": 1, "framework": "trl", "version": release(), "step": step, "dtype": dtype}
         header |= {"pad_id": tokenizer.pad_token_id, "eos_ids": list(ends), **self.header}
         header |= {} if norm is None else {"grad_norm": norm}
         tensors = joined(self.parts, tokenizer.pad_token_id)

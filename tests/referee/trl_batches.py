@@ -2,8 +2,8 @@
 
     .venv-bench/bin/python tests/referee/trl_batches.py <folder> [case ...]
 
-writes `<folder>/<case>/step-<n>.safetensors`, and `<folder>/expected.json` with the settings of each case, and
-the term and word of the verdict. Cases of MISTAKES make a historical mistake in the trainer.
+writes `<folder>/<case>/step-<n>.safetensors`, and `expected.json` with the settings of each case and the
+term and word of the verdict. Cases of MISTAKES make a historical mistake in the trainer.
 """
 
 import json
