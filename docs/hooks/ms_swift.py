@@ -15,7 +15,7 @@ what TRL does with other methods (`_compute_loss_and_metrics` in place of `_comp
 """
 
 import json
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -32,6 +32,14 @@ NAMES = {  # attribute of GRPOBatch -> tensor of the file
     "rollout_per_token_logps": "behaviour_logprobs",
     "audit_row": "all_index",
 }
+
+
+def release():
+    """Return the version of ms-swift."""
+    try:
+        return version("ms-swift")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def claims(config):
@@ -87,7 +95,7 @@ class Steps(TrainerCallback):
         if state.global_step in self.steps:
             if not self.parts or not all("logprob_grads" in part for part in self.parts):
                 names = ", ".join(METHODS)
-                raise RuntimeError(f"ms-swift {version('ms-swift')} did not call {names} as 4.6.0 does")
+                raise RuntimeError(f"ms-swift {release()} did not call {names} as 4.6.0 does")
             self.write(args, state.global_step)
             self.steps.discard(state.global_step)
         self.parts = []
@@ -112,7 +120,7 @@ class Steps(TrainerCallback):
             "schema": 1,
             "kind": "policy_gradient",
             "framework": "ms-swift",
-            "version": version("ms-swift"),
+            "version": release(),
         }
         header |= {"step": step, "claims": self.said, "tokens": self.tokens}
         header |= {"dtype": "bfloat16"} if args.bf16 else {"dtype": "float16"} if args.fp16 else {}
@@ -130,7 +138,7 @@ def dump(trainer, folder, steps):
     """
     missing = [name for name in METHODS if not hasattr(trainer, name)]
     if missing:
-        found = f"ms-swift {version('ms-swift')}: {type(trainer).__name__} has no {', '.join(missing)}"
+        found = f"ms-swift {release()}: {type(trainer).__name__} has no {', '.join(missing)}"
         raise AttributeError(f"{found}; the hook was written for 4.6.0, and its METHODS need the new names")
     note = Steps(trainer, folder, steps)
     finish, loss_of = trainer._postprocess_batch, trainer._compute_loss_and_metrics

@@ -1,12 +1,14 @@
 """Tests of the hooks in docs/hooks/ without the frameworks: what they dump, translate and refuse."""
 
+import json
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rlhf.referee.file import read
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from tests.referee.verdicts import verdict
 
@@ -63,9 +65,12 @@ def test_the_generic_hook_dumps_the_gradient_as_autograd_has_it_and_the_audit_ju
     grads = step(dump, dump.wrap(policy_loss), x, x["action_mask"].sum() if counts == "step" else None)
     path = tmp_path / "step-3.safetensors"
     dump.finish(path, CLAIMS, header={"step": 3}, rewards=x["rewards"], group=x["group"])
-    file = read(path)
-    assert torch.equal(file["logprob_grads"], grads.double()) and file.header["step"] == 3
-    assert file.micro_batch.tolist() == [0] * 4 + [1] * 4 and len(file["losses"]) == PARTS
+    tensors = load_file(path)
+    assert torch.equal(tensors["logprob_grads"], grads)
+    assert tensors["micro_batch"].tolist() == [0] * 4 + [1] * 4 and len(tensors["losses"]) == PARTS
+    with safe_open(path, "pt") as file:
+        header = json.loads(file.metadata()["rlhf"])
+    assert (header["schema"], header["step"], header["claims"]) == (1, 3, CLAIMS)
     if counts == "step":
         assert verdict([str(path)]) == "agrees"
     else:
@@ -97,7 +102,7 @@ def test_the_generic_hook_pads_lists_of_sequences(tmp_path):
         noted(now, *others, None, int(lengths.sum()))[0].backward()
     path = tmp_path / "step.safetensors"
     dump.finish(path, CLAIMS, rewards=x["rewards"], group=x["group"])
-    assert read(path)["logprobs"].shape == (ROWS, TOKENS)
+    assert load_file(path)["logprobs"].shape == (ROWS, TOKENS)
     assert verdict([str(path)]) == "agrees"
 
 

@@ -102,7 +102,7 @@ def test_losses_of_openrlhf_agree_with_its_settings(kind, unbiased, tmp_path):
     rows, tokens, parts = 16, 12, 4
     mask = torch.arange(tokens) < torch.randint(2, tokens + 1, (rows, 1))
     log_probs = (-torch.rand(rows, tokens) - 0.1).requires_grad_()
-    old, ref = (log_probs.detach() + 0.3 * torch.randn(rows, tokens) for _ in range(2))
+    old, ref = (log_probs.detach() + (0.3 * torch.randn(rows, tokens)).clamp(max=0.1) for _ in range(2))
     rewards = torch.randn(rows // 4, 4)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-9)
     advantages = advantages.flatten()[:, None] * mask
