@@ -62,14 +62,16 @@ def claims(loss, estimator=None, kl_coef=0.0, kl="k1", unbiased=False, temperatu
         estimator: `algo.advantage.estimator`; None: the advantages are not checked.
         kl_coef: `algo.kl.init_coef` if `algo.kl.use_loss` is set, else 0.
         kl: `algo.kl.estimator`.
-        unbiased: `algo.kl.unbiased_gradient`; the gradient is then that of k2 times the ratio, detached.
+        unbiased: `algo.kl.unbiased_gradient`.
         temperature: that of the sampler.
 
     Raises:
         ValueError: `rlhf audit` has no words for a setting.
     """
-    if loss.is_correction_level != "off":
-        raise ValueError("rlhf audit has no words for is_correction_level; pass its factors as `weights`")
+    unknown = ["is_correction_level"] if loss.is_correction_level != "off" else []
+    unknown += ["unbiased_gradient"] if unbiased and kl_coef else []
+    if unknown:
+        raise ValueError(f"rlhf audit has no words for {', '.join(unknown)}")
     return {
         **ESTIMATORS.get(estimator, {"advantage": "given"}),
         "ratio": {"ppo": "token", "gspo": "sequence_mean"}[loss.policy_loss_type],
@@ -78,9 +80,7 @@ def claims(loss, estimator=None, kl_coef=0.0, kl="k1", unbiased=False, temperatu
         "clip_high": loss.clip_eps_high,
         "dual_clip": loss.dual_clip,
         "kl_coef": kl_coef,
-        "kl": "k2" if unbiased else kl,
-        "kl_times_ratio": "token" if unbiased else False,
-        "detached": "kl_ratio" if unbiased else "",
+        "kl": kl,
         "reduction": "token" if loss.token_level_loss else "sequence",
         "over": "step",
         "temperature": temperature,
@@ -127,8 +127,9 @@ class Dump:
         return noted
 
     def note(self, **tensors):
-        """Add tensors to the last micro-batch, such as `ref_logprobs` that the loss function does not get."""
+        """Add tensors to the last micro-batch, such as `ref_logprobs`, if the trainer adds the KL to the loss."""
         self.parts[-1] |= {name: x.detach() for name, x in tensors.items()}
+        self.parts[-1].pop("losses", None)  # the trainer's loss has further terms
 
     def _note(self, part, name, x):
         """Note an argument, and the gradient of log-probs."""
