@@ -127,7 +127,7 @@ class Dump:
         return noted
 
     def note(self, **tensors):
-        """Add tensors to the last micro-batch, such as `ref_logprobs`, if the trainer adds the KL to the loss."""
+        """Add tensors to the last micro-batch: `ref_logprobs`, if the trainer adds the KL to the loss."""
         self.parts[-1] |= {name: x.detach() for name, x in tensors.items()}
         self.parts[-1].pop("losses", None)  # the trainer's loss has further terms
 
