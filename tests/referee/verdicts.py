@@ -97,7 +97,8 @@ def main() -> int:
     folder = ROOT / "build" / "audit" / framework
     other = 0
     print(versions(framework))
-    for name, case in dump(framework, folder, *cases).items():
+    expected = dump(framework, folder, *cases)
+    for name, case in expected.items():
         seen: dict[str, list[str]] = {}
         for words in files(folder / name, case["model"]):
             seen.setdefault(verdict(words), []).append(Path(words[0]).stem.partition("-")[2])
@@ -105,7 +106,7 @@ def main() -> int:
             fits = expects(case, found)
             other += not fits
             print(f"  {name:20}steps {', '.join(steps)}  {found}{'' if fits else '  (not expected)'}")
-    if (folder / SHOWN).is_dir():
+    if SHOWN in expected:
         words = files(folder / SHOWN, False)[0]
         print(f"\n$ rlhf audit {Path(words[0]).relative_to(ROOT)}\n{audited(*words)[1]}", end="")
     return int(other > 0)
