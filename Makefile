@@ -33,7 +33,7 @@ COMPILE = $(RESOLVE) --custom-compile-command "make lock" $(foreach extra,$(EXTR
 PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadscope --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-nightly test-newest test-slurm test-faults test-gpu system check format docs snapshots bench reproduce atlas lock lock-check clean
+.PHONY: help setup train test test-all test-nightly test-newest test-slurm test-faults test-gpu system check format docs snapshots bench audit-trl audit-verl reproduce atlas lock lock-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -101,6 +101,12 @@ snapshots: setup  ## write down what recipes and sweeps resolve to, after a chan
 
 bench: setup $(RIVALS:%=.venv-%/.installed)  ## this project and TRL on the same work; ARGS=--help for what to choose
 	$(BIN)/python -m benchmarks.against_trl.bench $(ARGS)
+
+audit-trl: setup .venv-bench/.installed  ## optimizer steps of TRL's trainers and what rlhf audit says; ARGS="online_ipo_2"
+	$(BIN)/python -m tests.referee.verdicts trl $(ARGS)
+
+audit-verl: setup .venv-audit/.installed  ## the same with verl's own functions
+	$(BIN)/python -m tests.referee.verdicts verl $(ARGS)
 
 reproduce: setup  ## missing runs of the paper's off-policy study in miniature: studies/paper.yaml
 	$(BIN)/python -m rlhf.study run studies/paper.yaml $(ARGS)

@@ -19,6 +19,7 @@ NAVIGATION = {  # caption -> pages without their suffix, some with a shorter tit
         *("Start </docs/start>", "Your data, model, reward </docs/data-model-reward>"),
         *("Algorithms </docs/algorithms>", "Asynchrony </docs/asynchrony>", "More hardware </docs/hardware>"),
         *("Runs </docs/runs>", "Environments </docs/environments>", "Studies </docs/studies>"),
+        "Is my trainer right? </docs/audit>",
         *("Python and extending </docs/python>", "Notebook </docs/notebook>", "/docs/recipes"),
     ],
     "Results": [

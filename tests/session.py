@@ -36,6 +36,7 @@ Nightly tests, and what stands for them in `make test-all`:
 - studies: 6 random kills of the command, workers and attempts change no row: a killed worker, a killed
   attempt, failed runs
 - compiled blocks, a compiled run: a compiled head; blocks outside of their context
+- hooks of `rlhf audit` in trainers of TRL, in functions of verl and OpenRLHF: hooks around functions of tests
 - the notebook, the benchmark against TRL, the tables of studies
 """
 

@@ -23,14 +23,16 @@ BUDGETS = {  # words of prose, see `prose`
     "docs/reference/faults.md": 1460,
     "docs/environments.md": 1190,
     "docs/studies.md": 1570,
+    "docs/audit.md": 770,
     "docs/python.md": 1760,
     "docs/recipes.md": 1500,
     "docs/results.md docs/results/benchmarks.md docs/results/comparison.md": 4180,
-    "docs/architecture.md docs/internals.md CONTRIBUTING.md AGENTS.md": 3270,
+    "docs/architecture.md docs/internals.md CONTRIBUTING.md AGENTS.md": 3300,
 }
 STUDIES = {"docs/results/off_policy.md", "docs/results/distillation.md"}  # with pages that a program writes
 LOOKED_UP = {
-    f"docs/reference/{name}.md" for name in ("coming_from", "files", "glossary", "hardware", "metrics")
+    f"docs/reference/{name}.md"
+    for name in ("batch_file", "coming_from", "files", "glossary", "hardware", "metrics")
 }
 GENERATED = {"docs/reference/commands.md", "docs/reference/config.md"}
 OWN = ("README.md", "CONTRIBUTING.md", "AGENTS.md")
@@ -73,9 +75,9 @@ def test_every_page_has_a_budget_and_all_have_at_most_36_000_words():
     assert sum(BUDGETS.values()) <= 36_000
 
 
-def test_the_readme_has_at_most_900_words_with_its_code_and_the_tables_that_are_looked_up_7_000():
+def test_the_readme_has_at_most_900_words_with_its_code_and_the_tables_that_are_looked_up_7_400():
     assert len((ROOT / "README.md").read_text().split()) <= 900
-    assert sum(prose((ROOT / name).read_text()) for name in LOOKED_UP) <= 7_000
+    assert sum(prose((ROOT / name).read_text()) for name in LOOKED_UP) <= 7_400
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of)
