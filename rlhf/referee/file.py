@@ -1,8 +1,8 @@
 """The batch file: one optimizer step in one safetensors file, with a JSON header (schema 1).
 
-The metadata key `rlhf` holds the header. B: responses of the step, over all ranks and micro-batches; T: response
-tokens, padded on the right; P: prompt tokens; A: responses whose rewards were compared; M: micro-batches; S:
-states with a value, T or T + 1. A tensor or a key of the header that is not listed here is kept and ignored.
+The metadata key `rlhf` holds the header. B: responses of the step, over all ranks and micro-batches; T:
+response tokens, padded on the right; P: prompt tokens; A: responses whose rewards were compared; M:
+micro-batches; S: states with a value, T or T + 1. Other tensors and keys are kept and ignored.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rlhf.core.errors import UserError
 
 SCHEMA = 1
 _SHAPES = {  # names of tensors by their dimensions
-    "B T": "response_mask logprobs logprob_grads old_logprobs ref_logprobs behaviour_logprobs teacher_logprobs"
-    " weights response_ids environment_mask prompt_positions count_mask",
+    "B T": "response_mask logprobs logprob_grads old_logprobs ref_logprobs behaviour_logprobs"
+    " teacher_logprobs weights response_ids environment_mask prompt_positions count_mask",
     "B S": "value_mask values old_values returns value_grads",
     "B P": "prompt_ids prompt_mask",
     "B": "rewards group micro_batch all_index",
