@@ -47,16 +47,15 @@ def audit(file: BatchFile, own: dict[str, list[Row]] | None = None) -> list[Find
     """
     recipe = Recipe.of(file)
     findings = [*_mask(file), *_logprobs(file)]
-    for name in ("pairs",) if file.pairs else ("advantages", "returns", "loss", "values"):
-        if ("values" if name == "values" else "returns") not in file and name in ("values", "returns"):
+    for name, row in TABLE["stages"].items():
+        if file.pairs != (name == "pairs") or row.get("if", "logprobs") not in file:
             continue
-        term = {"pairs": "loss", "returns": "values"}.get(name, name)
         try:
             if name in ("advantages", "returns") and recipe.advantage == "given":
                 raise Missing("settings that say how they are computed")
-            findings += _Stage(file, recipe, name).findings(term, (own or {}).get(name, []))
+            findings += _Stage(file, recipe, name).findings((own or {}).get(name, []))
         except Missing as lacking:
-            findings.append(Finding(term, "unchecked", f"the file has no {lacking}"))
+            findings.append(Finding(row["term"], "unchecked", f"the file has no {lacking}"))
     return findings + list(_norms(file))
 
 
@@ -82,8 +81,8 @@ class _Stage:
 
     def __init__(self, file: BatchFile, recipe: Recipe, name: str) -> None:
         self.file, self.recipe, self.name, self.within = file, recipe, name, file.header["within"]
-        self.term = {"advantages": "advantages", "returns": "values", "values": "values"}.get(name, "")
-        targets, inputs = (TABLE["stages"][name].get(key) for key in ("targets", "inputs"))
+        self.row = TABLE["stages"][name]
+        targets, inputs, mask = (self.row.get(key) for key in ("targets", "inputs", "mask"))
         target = next((each for each in targets if each in file), targets[0])
         self.found = file[target]
         self.base = self.compute(file, recipe)
@@ -94,9 +93,9 @@ class _Stage:
         if inputs:  # to which a difference of losses is relative: their values say little
             self.size = max(float((gradient * selected(file[inputs], gradient != 0)).abs().sum()), 1e-30)
         if self.by_token:
-            self.found = self.found.view(len(file.mask), -1).expand(gradient.shape).nan_to_num()
-            if not inputs:  # a gradient counts everywhere
-                self.found = selected(self.found, file[{"returns": "value_mask"}.get(name, "response_mask")])
+            self.found = self.found.view(len(file.mask), -1).expand(gradient.shape)
+            if mask:  # a gradient counts everywhere
+                self.found = selected(self.found, file[mask])
             elif self.found.numel() > _ENOUGH:
                 some = max(4, _ENOUGH // self.found.shape[1])
                 self.rows = torch.linspace(0, len(self.found) - 1, some).long().unique()
@@ -130,10 +129,17 @@ class _Stage:
                 continue
             pairs = zip(Parts._fields, parts, base, strict=True)
             if changed := {name for name, x, y in pairs if not torch.equal(x, y)}:
-                yield _Case(self.term or term, text.format(**vars(recipe)), given[1], parts, changed)
+                yield _Case(
+                    term if self.row["term"] == "loss" else self.row["term"],
+                    text.format(**vars(recipe)),
+                    given[1],
+                    parts,
+                    changed,
+                )
 
-    def findings(self, term: str, own: list[Row]) -> list[Finding]:
+    def findings(self, own: list[Row]) -> list[Finding]:
         """Return whether the numbers are those of the recipe, or else which mistakes explain them."""
+        term = self.row["term"]
         if not self.found.any() and not self.numbers(self.base).any():
             zero = self.name == "loss" and not self.file["advantages"].any()
             return [Finding(term, "unchecked", f"all {'advantages' if zero else 'numbers'} are 0")]
@@ -166,10 +172,11 @@ class _Stage:
         factor, general = self.factor(self.base)
         if factor and not general:
             return [("reduction", factor)]
-        cases = list(self.cases(self.recipe, [*own, *rows(self.name, self.recipe)]))
-        for case in cases:
+        cases = []
+        for case in self.cases(self.recipe, [*own, *rows(self.name, self.recipe)]):
             if self.off(case.parts, some=True) < self.within:
                 return [(case.term, case.text)]
+            cases.append(case)
         if factor:
             return [("reduction" if self.size else self.name, factor)]
         for case in cases:
@@ -211,7 +218,7 @@ class _Stage:
 
     def reported(self, parts: Parts) -> str:
         """Return in words how the reported losses differ; each may be the mean of its micro-batch."""
-        losses = self.file.get(TABLE["stages"][self.name]["targets"][-1])
+        losses = self.file.get(self.row["targets"][-1])
         expected = by_micro_batch(self.file["micro_batch"], parts.whole[0])
         if not self.size or not self.by_token or losses is None or losses.shape != expected.shape:
             return ""
@@ -230,7 +237,7 @@ class _Stage:
         unused |= {"std", "std_eps"} if first.scale == "none" and first.whiten != "batch" else set()
         unused |= {"teacher", "teacher_coef"} if not first.teacher_coef else set()
         others = [key for each in found for key in SETTINGS if getattr(each, key) != getattr(first, key)]
-        for key in dict.fromkeys([*TABLE["stages"][self.name]["shown"], *others]):
+        for key in dict.fromkeys([*self.row["shown"], *others]):
             values = list(dict.fromkeys(str(getattr(each, key)) for each in found))
             if key in unused:
                 continue

@@ -36,19 +36,18 @@ def own_rows(path: Path) -> dict[str, list[Row]]:
         stages = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"--mistakes must be a YAML file, got {' '.join(str(error).split())}") from None
-    known, problems = TABLE["stages"], []
-    for stage, rows in stages.items() if isinstance(stages, dict) else [(stages, None)]:
-        if stage not in [*known] or not isinstance(rows, list):
-            problems.append(f"{path} must have lists of rows for {', '.join(known)}, got {stage!r:.80}")
-            continue
-        for row in rows:
+    problems = []
+    for stage, given in stages.items() if isinstance(stages, dict) else [("the file", stages)]:
+        for row in (
+            given if stage in [*TABLE["stages"]] and isinstance(given, list) else [f"{stage}: {given}"]
+        ):
             match row:
-                case [str(), str(), dict() as change] if change and {
-                    key.partition(".")[0] for key in change
-                } <= {*_TERMS}:
+                case [str(), str(), dict() as change] if {str(key).split(".")[0] for key in change} <= {
+                    *_TERMS
+                }:
                     continue
-            rule = "be [term, words, {setting or tensor: value}]"
-            problems.append(f"a row of {path} must {rule}, got {row!r:.80}")
+            rule = f"{{{', '.join(TABLE['stages'])}: [[term, words, {{setting or tensor: value}}], ...]}}"
+            problems.append(f"{path} must have rows as {rule}, got {row!r:.80}")
     if problems:
         raise UserError(*problems)
     return dict(stages)

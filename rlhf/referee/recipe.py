@@ -68,6 +68,8 @@ class Recipe(SimpleNamespace):
             right = number or (value is None and key in ("dual_clip", "clip_value"))
             if kind in (str, bool):
                 right = value in [*values[0]]
+            if key == "temperature":
+                right = number and value > 0
             if not (isinstance(value, dict) if kind is dict else right):
                 words = ", ".join(map(str, values[0])) if values else f"of the kind of {default}"
                 problems.append(f"claims.{key} must be {words}, got {value!r}")

@@ -16,7 +16,14 @@ PROMPTS, SAMPLES, TOKENS, WORDS, MICRO = 6, 4, 20, 30, 4
 PAD, END = 0, 1
 ROWS = PROMPTS * SAMPLES
 
-BASE = {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "std_eps": 1e-4, "over": "step", "surrogate": "clip"}
+BASE = {
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "kl_coef": 0.0,
+    "std_eps": 1e-4,
+    "over": "step",
+    "surrogate": "clip",
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": "gae", "gamma": 0.98, "lam": 0.9, "whiten": "tokens", "kl_coef": 0.05, "kl_in": "reward"}
     | {"kl": "k1", "reduction": "token", "vf_coef": 0.1, "clip_value": 0.2},
@@ -59,7 +66,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "weights_of_responses": (["truncate"], ["correction"]),
     "rejected_still_count": (["reject"], ["correction", "reduction"]),
     "teacher_sign": (["distill", "forward", "teacher_reward"], ["teacher", "advantages"]),
-    "teacher_shifted": (["distill", "forward", "teacher_reward"], ["teacher", "teacher_logprobs", "advantages"]),
+    "teacher_shifted": (
+        ["distill", "forward", "teacher_reward"],
+        ["teacher", "teacher_logprobs", "advantages"],
+    ),
     "teacher_other_direction": (["distill", "forward"], ["teacher"]),
     "teacher_minus_current": (["teacher_reward"], ["advantages", "teacher"]),
     "messages_in_loss": (["turns"], ["mask"]),
@@ -179,7 +189,9 @@ def _gae(c: dict[str, Any], s: SimpleNamespace, kl: Tensor, bug: str | None) -> 
         length = int(mask[row].sum())
         later, following = 0.0, 0.0
         for t in reversed(range(length)):
-            reward = -kl[row, t] + s.rewards[row] * (t == (0 if bug == "score_at_first_token" else length - 1))
+            reward = -kl[row, t] + s.rewards[row] * (
+                t == (0 if bug == "score_at_first_token" else length - 1)
+            )
             delta = reward + gamma * following - used[row, t]
             later = delta + gamma * lam * later
             a[row, t], following = later, used[row, t]
@@ -195,7 +207,13 @@ def step(setting: str, seed: int, bug: str | None = None) -> tuple[dict[str, Ten
     """Return tensors and header of a step of the trainer."""
     claims = BASE | {"advantage": "mean", "scale": "group", "ratio": "token", "kl": "k3"} | SETTINGS[setting]
     s = sampled(setting, seed)
-    header = {"schema": 1, "kind": "policy_gradient", "framework": "trainer.py", "version": setting, "step": 1}
+    header = {
+        "schema": 1,
+        "kind": "policy_gradient",
+        "framework": "trainer.py",
+        "version": setting,
+        "step": 1,
+    }
     header |= {"pad_id": PAD, "eos_ids": [END], "claims": claims, "updates_since_old": 1}
     if bug == "old_at_other_temperature":
         s.logp["old"] = picked(s.logits["old"], s.ids, 0.6)
@@ -227,7 +245,9 @@ def step(setting: str, seed: int, bug: str | None = None) -> tuple[dict[str, Ten
     return tensors, header
 
 
-def _loss(c: dict[str, Any], s: SimpleNamespace, a: Tensor, micro: Tensor, bug: str | None) -> dict[str, Tensor]:
+def _loss(
+    c: dict[str, Any], s: SimpleNamespace, a: Tensor, micro: Tensor, bug: str | None
+) -> dict[str, Tensor]:
     logp = {k: v.double() for k, v in s.logp.items()}
     now = s.logp["now"].clone().requires_grad_()
     mask = s.mask.double()
@@ -292,7 +312,9 @@ def _reduced(kind: str, loss: Tensor, w: Tensor, counted: Tensor, i: Tensor, bug
     return ((loss * w).sum(1) / counted[i].sum(1).clamp(min=1)).sum() / ROWS
 
 
-def _weights(c: dict[str, Any], logp: dict[str, Tensor], now: Tensor, mask: Tensor, bug: str | None) -> tuple[Tensor, Tensor]:
+def _weights(
+    c: dict[str, Any], logp: dict[str, Tensor], now: Tensor, mask: Tensor, bug: str | None
+) -> tuple[Tensor, Tensor]:
     """Return weights and kept tokens of the off-policy correction."""
     ones = torch.ones_like(mask)
     gap = (now if bug == "weights_of_current_policy" else logp["old"]) - logp["behaviour"]
@@ -303,14 +325,18 @@ def _weights(c: dict[str, Any], logp: dict[str, Tensor], now: Tensor, mask: Tens
     if bug == "weights_missing" or "kind" not in c:
         return ones, kept
     if c.get("level") == "geometric" or bug == "weights_of_responses":
-        gap = (gap * mask).sum(1, keepdim=True) / (mask.sum(1, keepdim=True) if c.get("level") == "geometric" else 1)
+        gap = (gap * mask).sum(1, keepdim=True) / (
+            mask.sum(1, keepdim=True) if c.get("level") == "geometric" else 1
+        )
     w = gap.exp().expand_as(mask)
     if c["kind"] == "truncate":
         return (w if bug == "weights_not_capped" else w.clamp(max=c["cap"])), kept
     return w * ((w >= c["low"]) & (w <= c["high"])), kept
 
 
-def _values(c: dict[str, Any], s: SimpleNamespace, returns: Tensor, micro: Tensor, bug: str | None) -> dict[str, Tensor]:
+def _values(
+    c: dict[str, Any], s: SimpleNamespace, returns: Tensor, micro: Tensor, bug: str | None
+) -> dict[str, Tensor]:
     now = s.values.clone().requires_grad_()
     used = torch.ones_like(s.mask).double() if bug == "value_loss_with_padding" else s.mask.double()
     losses = []
