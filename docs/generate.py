@@ -138,8 +138,8 @@ def commands() -> str:
         "",
         "`python -m rlhf --help` lists the commands, and `python -m rlhf.train --help` groups, options and",
         "the most used keys; [config.md](config.md) has them all. This page shows `--help` of the other",
-        "commands. Except for `rlhf.serve`, `rlhf.study`, `rlhf.report` and `rlhf.audit`, these accept options",
-        "and keys, too. Exit codes: [files.md](files.md#exit-codes).",
+        "commands. Except for `rlhf.serve`, `rlhf.study`, `rlhf.report` and `rlhf.audit`, these accept",
+        "options and keys, too. Exit codes: [files.md](files.md#exit-codes).",
     ]
     for name in COMMANDS:
         parts += [

@@ -35,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rlhf.audit",
-        description="Recompute an optimizer step that a training framework dumped, term by term, and name the "
-        "first term that differs from the settings of the framework. Without settings in the file, name the "
-        "known variant that the numbers are. Exit code 1: a term is wrong.",
+        description="Recompute an optimizer step that a training framework dumped, term by term, and name "
+        "the first term that differs from the settings of the framework. Without settings in the file, name "
+        "the known variant that the numbers are. Exit code 1: a term is wrong.",
         allow_abbrev=False,
     )
     parser.add_argument("file", type=Path, help="batch file (schema 1), or bundle")

@@ -90,7 +90,14 @@ def test_recorded_steps_of_online_dpo_are_not_divided_by_the_micro_batches(name,
 
 
 @recorded
-@pytest.mark.parametrize(("name", "term"), [("bug_clip_inverted", "clipping"), ("bug_divided_twice", "reduction"), ("bug_ref_shifted", "ref_logprobs")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "term"),
+    [
+        ("bug_clip_inverted", "clipping"),
+        ("bug_divided_twice", "reduction"),
+        ("bug_ref_shifted", "ref_logprobs"),
+    ],
+)
 def test_recorded_mistakes_are_named(name, term):
     assert wrong(read(RECORDED / f"{name}-1.safetensors"))[:1] == [term]
 
@@ -232,38 +239,27 @@ def test_a_norm_that_depends_on_the_number_of_micro_batches_is_wrong(norms, stat
 
 def test_two_bytes_have_a_larger_tolerance_and_determine_less():
     half = {name: step("grpo", 1)[0][name].bfloat16() for name in ("logprobs", "logprob_grads")}
-    found = finding(of("grpo", **half), "loss")
-    assert found.state == "ok"
     assert not wrong(of("grpo", **half))
-    assert not wrong(of("grpo", header={"dtype": "bfloat16"}))
-    tensors, header = step("grpo", 1)
-    header["claims"] |= {"kl_coef": 1e-3}  # no KL in the gradient: less than the tolerance
-    assert "kl (" not in finding(checked(BatchFile(tensors, header)), "KL").text
-    small, _ = step("grpo", 1, "kl_missing")
-    assert finding(checked(BatchFile(small, header | {"dtype": "bfloat16"})), "loss").state == "ok"
-    assert "kl (k3, " in finding(checked(BatchFile(small, header | {"dtype": "bfloat16"})), "loss").text
+    claims = step("grpo", 1)[1]["claims"] | {"kl_coef": 1e-3}
+    without = {"mistake": "kl_missing", "losses": None}  # a penalty that is smaller than the tolerance
+    found = finding(of("grpo", header={"claims": claims, "dtype": "bfloat16"}, **without), "loss")
+    assert found.state == "ok" and "kl (k3, " in found.text.partition("does not determine")[2]
+    assert wrong(of("grpo", header={"claims": claims}, **without)) == ["KL"]
 
 
 def test_bounds_that_no_ratio_reaches_are_not_determined():
-    near = step("dapo", 1)[0]["logprobs"]
-    file = of(
-        "dapo",
-        seed=1,
-        mistake="kl_missing",
-        header={"claims": step("dapo", 1)[1]["claims"] | {"kl_coef": 0.0}},
-    )
-    assert not wrong(file)
-    on_policy = file.changed(old_logprobs=None)
-    shown = step("dapo", 1)[1]["claims"] | {"kl_coef": 0.0, "ratio": "one"}
-    assert near.shape == on_policy["logprobs"].shape and shown["ratio"] == "one"
-    text = finding(of("dapo", old_logprobs=near, logprob_grads=reinforced(file), losses=None, header={"claims": shown | {"ratio": "token"}}), "loss").text  # fmt: skip
+    given, header = step("opo", 1)
+    mask = given["response_mask"]
+    on_policy = {
+        "old_logprobs": given["logprobs"],
+        "logprob_grads": -(given["advantages"][:, None] * mask / mask.sum()),
+        "losses": None,
+    }
+    text = finding(
+        of("opo", header={"claims": header["claims"], "updates_since_old": 0}, **on_policy), "loss"
+    ).text
     unknown = text.partition("does not determine ")[2]
     assert "clip_low (" in unknown and "clip_high (" in unknown and "ratio (" in unknown
-
-
-def reinforced(file: BatchFile) -> torch.Tensor:
-    """Return the gradient of an on-policy step with a token mean."""
-    return -(file["advantages"][:, None] * file.mask / file.mask.sum()).float()
 
 
 @pytest.mark.parametrize("since", [0, 1])
@@ -283,9 +279,15 @@ def test_noise_of_the_sampler_is_no_other_temperature():
     assert "behaviour_logprobs" not in wrong(file)
 
 
-@pytest.mark.parametrize("claims", [{"ratio": "tokens"}, {"kl_coef": "0.1"}, {"kl_coef": float("nan")}, {"kl_times_ratio": 3},
-    {"correction": {"unknown": 1}}, {"correction": {"kind": "other"}}, {"correction": 1}, {"temperature": 0}, {"surrogate": "sigmoid"},
-    {"surrogate": ["clip"]}, {"options": {"unknown": 1}}, {"over": "3 parts"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "claims",
+    [
+        *({"ratio": "tokens"}, {"kl_coef": "0.1"}, {"kl_coef": float("nan")}, {"kl_times_ratio": 3}),
+        *({"correction": {"unknown": 1}}, {"correction": {"kind": "other"}}, {"correction": 1}),
+        *({"temperature": 0}, {"surrogate": "sigmoid"}, {"surrogate": ["clip"]}),
+        *({"options": {"unknown": 1}}, {"over": "3 parts"}),
+    ],
+)
 def test_a_claim_that_is_no_value_of_its_setting_is_refused(claims):
     with pytest.raises(UserError):
         audit(of("dapo", header={"claims": claims}))

@@ -78,7 +78,9 @@ def test_a_folder_and_a_missing_file_are_one_message(tmp_path):
     assert len(problems(tmp_path)) == len(problems(tmp_path / "none")) == 1
 
 
-@pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "ref_logprobs", "logprob_grads", "rewards", "advantages", "losses"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["logprobs", "old_logprobs", "ref_logprobs", "logprob_grads", "rewards", "advantages", "losses"]
+)
 def test_a_number_that_is_not_finite_where_tokens_are_trained_is_refused(path, name):
     given = step("grpo", 1)[0][name].clone()
     given.view(-1)[0] = torch.nan

@@ -1,4 +1,4 @@
-"""Tests of the table of mistakes: mistakes of a small trainer are named at the right term, correct steps agree."""
+"""Tests of the table of mistakes: mistakes of a small trainer are named at the right term."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from rlhf.referee.audit import audit
 from rlhf.referee.file import BatchFile, checked
 from rlhf.referee.mistakes import own_rows, rows, twisted
 from rlhf.referee.recipe import SETTINGS, TABLE, Recipe
-from tests.referee.trainer import MISTAKES, SETTINGS as CASES, step  # fmt: skip
+from tests.referee.trainer import MISTAKES, step
+from tests.referee.trainer import SETTINGS as CASES
 
 
 def wrong(tensors, header, **more):
@@ -50,7 +51,7 @@ def test_correct_losses_of_micro_batches_are_no_alarm():
 
 @pytest.mark.parametrize("stage", TABLE["stages"])
 def test_the_families_have_every_setting_tensor_and_mask(stage):
-    """Each value of each setting, and each tensor missing, negated, moved, exchanged, is a row of its stage."""
+    """Each value of a setting, and each tensor missing, negated, moved, is a row of its stage."""
     changes = [
         change for _, _, change in rows(stage, Recipe(**{key: row[0] for key, row in SETTINGS.items()}))
     ]

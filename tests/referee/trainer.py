@@ -1,7 +1,7 @@
-"""A small trainer that shares no code with the package, and mistakes of it: batch files for tests of the audit.
+"""A small trainer that shares no code with the package, and mistakes of it: batch files for the audit.
 
-`step(setting, seed, mistake)` makes one optimizer step and returns what a hook would dump. The losses follow the code
-of other frameworks: ratio, clipping, penalties and denominators are written out with micro-batches and autograd.
+`step(setting, seed, mistake)` makes one optimizer step and returns what a hook would dump. The losses follow
+the code of other frameworks: all terms are written out, with micro-batches and autograd.
 """
 
 from __future__ import annotations
@@ -25,26 +25,68 @@ BASE = {
     "surrogate": "clip",
 }
 SETTINGS: dict[str, dict[str, Any]] = {
-    "ppo": {"advantage": "gae", "gamma": 0.98, "lam": 0.9, "whiten": "tokens", "kl_coef": 0.05, "kl_in": "reward"}
+    "ppo": {
+        "advantage": "gae",
+        "gamma": 0.98,
+        "lam": 0.9,
+        "whiten": "tokens",
+        "kl_coef": 0.05,
+        "kl_in": "reward",
+    }
     | {"kl": "k1", "reduction": "token", "vf_coef": 0.1, "clip_value": 0.2},
     "grpo": {"kl_coef": 0.05, "reduction": "sequence"},
     "dapo": {"clip_high": 0.28, "reduction": "token", "kl_coef": 0.02, "kl": "k2"},
     "opo": {"advantage": "opo", "scale": "none", "reduction": "token"},
     "truncate": {"reduction": "token", "correction": {"kind": "truncate", "cap": 1.1}},
-    "reject": {"reduction": "token", "correction": {"reject": "token", "reject_low": 0.9, "reject_high": 1.15}},
-    "sequence_is": {"reduction": "sequence", "correction": {"kind": "mask", "level": "geometric", "low": 0.9, "high": 1.2}},
-    "distill": {"advantage": "none", "scale": "none", "policy_coef": 0.0, "teacher_coef": 1.0, "reduction": "token"},
-    "forward": {"advantage": "mean", "surrogate": "reinforce", "policy_coef": 0.5, "teacher_coef": 0.3, "teacher": "k3"}
+    "reject": {
+        "reduction": "token",
+        "correction": {"reject": "token", "reject_low": 0.9, "reject_high": 1.15},
+    },
+    "sequence_is": {
+        "reduction": "sequence",
+        "correction": {"kind": "mask", "level": "geometric", "low": 0.9, "high": 1.2},
+    },
+    "distill": {
+        "advantage": "none",
+        "scale": "none",
+        "policy_coef": 0.0,
+        "teacher_coef": 1.0,
+        "reduction": "token",
+    },
+    "forward": {
+        "advantage": "mean",
+        "surrogate": "reinforce",
+        "policy_coef": 0.5,
+        "teacher_coef": 0.3,
+        "teacher": "k3",
+    }
     | {"reduction": "token"},
-    "teacher_reward": {"advantage": "none", "scale": "none", "teacher_in_advantage": 0.7, "reduction": "token"},
+    "teacher_reward": {
+        "advantage": "none",
+        "scale": "none",
+        "teacher_in_advantage": 0.7,
+        "reduction": "token",
+    },
     "turns": {"reduction": "token", "clip_high": 0.28},
-    "scalerl": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.4, "scale": "batch", "reduction": "prompt"},
+    "scalerl": {
+        "surrogate": "cispo",
+        "clip_low": 1.0,
+        "clip_high": 0.4,
+        "scale": "batch",
+        "reduction": "prompt",
+    },
     "gspo_token": {"ratio": "sequence_token", "clip_low": 0.03, "clip_high": 0.05, "reduction": "sequence"},
-    "reinforce": {"advantage": "none", "scale": "none", "whiten": "batch", "surrogate": "reinforce", "ratio": "one"}
+    "reinforce": {
+        "advantage": "none",
+        "scale": "none",
+        "whiten": "batch",
+        "surrogate": "reinforce",
+        "ratio": "one",
+    }
     | {"reduction": "sequence_sum", "kl_coef": 0.1, "kl_in": "reward", "kl": "k1"},
     "dpo": {"surrogate": "sigmoid", "beta": 0.1, "reduction": "sequence_sum"},
     "ipo": {"surrogate": "ipo", "beta": 0.2, "reduction": "sequence_sum"},
-}  # fmt: skip
+}
 
 # mistake -> settings where it exists, terms that name it
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
