@@ -117,8 +117,8 @@ class _Stage:
         size = max(float(expected.norm()), float(found.norm()), 1e-30) if self.by_token else self.size
         return float((found - expected).norm()) / size
 
-    def cases(self, recipe: Recipe, table: Iterable[Row]) -> Iterator[_Case]:
-        """Yield the mistakes that change the numbers of a recipe."""
+    def cases(self, recipe: Recipe, table: Iterable[Row], unchanged: bool = False) -> Iterator[_Case]:
+        """Yield the mistakes that change the numbers of a recipe; with `unchanged`, also the others."""
         base = self.compute(self.file, recipe, some=True)
         for term, text, change in table:
             if (given := twisted(self.file, recipe, change)) is None:
@@ -128,7 +128,8 @@ class _Stage:
             except (Missing, RuntimeError):  # a tensor that the mistake needs is missing, or of another kind
                 continue
             pairs = zip(Parts._fields, parts, base, strict=True)
-            if changed := {name for name, x, y in pairs if not torch.equal(x, y)}:
+            changed = {name for name, x, y in pairs if not torch.equal(x, y)}
+            if changed or unchanged:
                 yield _Case(
                     term if self.row["term"] == "loss" else self.row["term"],
                     text.format(**vars(recipe)),
@@ -164,7 +165,7 @@ class _Stage:
 
     def alike(self, found: list[Recipe]) -> list[Recipe]:
         """Return recipes, and changes of a setting of the first one that give the same numbers."""
-        cases = self.cases(found[0], varied(self.name, found[0]))
+        cases = self.cases(found[0], varied(self.name, found[0]), unchanged=True)
         return found + [case.recipe for case in cases if self.off(case.parts, some=True) < self.within]
 
     def explained(self, own: list[Row]) -> list[tuple[str, str]]:
@@ -236,8 +237,9 @@ class _Stage:
             unused |= {"kl", "kl_times_ratio", "kl_coef"}
         unused |= {"std", "std_eps"} if first.scale == "none" and first.whiten != "batch" else set()
         unused |= {"teacher", "teacher_coef"} if not first.teacher_coef else set()
-        others = [key for each in found for key in SETTINGS if getattr(each, key) != getattr(first, key)]
-        for key in dict.fromkeys([*self.row["shown"], *others]):
+        unused |= {"dual_clip"} if first.surrogate != "clip" else set()
+        unused |= {"scale", "std", "std_eps"} if first.advantage == "gae" else set()
+        for key in self.row["shown"]:
             values = list(dict.fromkeys(str(getattr(each, key)) for each in found))
             if key in unused:
                 continue
@@ -352,8 +354,9 @@ def _mask(file: BatchFile) -> Iterator[Finding]:
     if known:
         ids = file["response_ids"]
         is_end = torch.isin(ids, torch.tensor(file.header["eos_ids"]))
+        padding: Tensor = ids == torch.tensor(file.header.get("pad_id", -1))
         before = is_end.long().cumsum(-1) - is_end.long()  # end tokens before this one
-        trailing = (ids == file.header.get("pad_id")).flip(-1).long().cumprod(-1).flip(-1).bool()
+        trailing = padding.flip(-1).long().cumprod(-1).flip(-1).bool()
         last = is_end & (before == 0)
         unclear = trailing & (before == 0) & ~is_end  # padding, or sampled before the length limit
         real = real & (~trailing | last if messages.any() else before == 0)
@@ -375,8 +378,8 @@ def _mask(file: BatchFile) -> Iterator[Finding]:
 
 def _logprobs(file: BatchFile) -> Iterator[Finding]:
     """Compare log-probs with one another: positions and rows, temperature, another policy."""
-    names = ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "teacher_logprobs")
-    names = tuple(name for name in names if name in file)
+    known = ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "teacher_logprobs")
+    names = [name for name in known if name in file]
     now = file["logprobs"][file.mask]
     if not names or len(now) < 30 or float(now.std()) < 1e-6:
         why = (

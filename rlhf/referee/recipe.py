@@ -91,10 +91,11 @@ def _objective(recipe: Recipe) -> GRPO:
 
 def _correction(recipe: Recipe) -> config.CorrectionConfig:
     """Return the correction."""
-    words = {"kind": config.CorrectionKind, "level": config.Level, "reject": config.Reject}
+    words: dict[str, Any] = {"kind": config.CorrectionKind, "level": config.Level, "reject": config.Reject}
     words["reject_by"] = config.Divergence
-    given = recipe.correction.items()
-    return config.CorrectionConfig(**{key: words[key](x) if x and key in words else x for key, x in given})
+    given: dict[str, Any] = dict(recipe.correction)
+    given |= {key: kind(given[key]) for key, kind in words.items() if given.get(key) is not None}
+    return config.CorrectionConfig(**given)
 
 
 class Parts(NamedTuple):
@@ -303,8 +304,8 @@ def parts(stage: str, file: BatchFile, recipe: Recipe, rows: Tensor | None = Non
     names = ("values", "value_mask") if stage == "values" else ("logprobs", "response_mask")
     inputs, mask = (file[name] for name in names)
     terms = {"pairs": (pair_losses,), "values": (value_losses,)}.get(stage, (policy_losses, penalties))
-    found = [_derived(partial(term, file, recipe), inputs, mask) for term in terms]
-    return Parts(*found, *[none][len(found) - 1 :], weight)
+    first, *rest = (_derived(partial(term, file, recipe), inputs, mask) for term in terms)
+    return Parts(first, rest[0] if rest else none, weight)
 
 
 def _derived(losses: Callable[[Tensor], Tensor], inputs: Tensor, mask: Tensor) -> Tensor:
