@@ -30,6 +30,7 @@ COMMANDS = {  # command, a module of this package -> description
     "relabel": "Label the preference pairs of a task by a judge.",
     "study": "Evaluate a study of methods, axes and seeds: tables and claims.",
     "report": "Write a page of figures and print a table of run folders.",
+    "audit": "Recompute a training step that any framework dumped.",
 }
 _OPTIONS = {
     "--help": "Print this text; for a command: rlhf <command> --help.",
@@ -98,7 +99,7 @@ def _completions(words: list[str]) -> list[str]:
     if not arguments:
         options = [option.partition(" ")[0] for option in _OPTIONS]
         return [name for name in (*COMMANDS, *options) if name.startswith(command or tuple(COMMANDS))]
-    if command not in COMMANDS or command in ("report", "serve", "study"):  # their arguments are files
+    if command not in COMMANDS or command in ("audit", "report", "serve", "study"):  # with files
         return []
     from rlhf.launch.command_line import candidates
 

@@ -1,0 +1,445 @@
+"""Check a batch file term by term, and name the first term that is wrong: by known mistakes or variants.
+
+Every term is recomputed from the dumped inputs of this term, so a mistake in one term does not spread. A
+stage of mistakes.yaml (advantages, returns, loss, pairs, values) is compared with its recipe. If the numbers
+differ, the mistakes are tried: one, one and a factor, then two that change different parts of the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf.core.metrics import selected
+from rlhf.referee import recipe as recipes
+from rlhf.referee.file import BatchFile, Missing
+from rlhf.referee.mistakes import Row, moved, rows, twisted, varied
+from rlhf.referee.recipe import SETTINGS, TABLE, Parts, Recipe, by_micro_batch
+
+_ENOUGH = 2**16  # tokens that are enough to try mistakes
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result for one term."""
+
+    term: str
+    state: str  # ok, wrong, unchecked
+    text: str
+
+
+def audit(file: BatchFile, own: dict[str, list[Row]] | None = None) -> list[Finding]:
+    """Return a finding per term, in the order of the computation; without claims, the variant is identified.
+
+    Args:
+        file: the batch.
+        own: rows of mistakes of the user, by stage.
+
+    Raises:
+        UserError: a claim has a wrong value.
+    """
+    recipe = Recipe.of(file)
+    findings = [*_mask(file), *_logprobs(file)]
+    for name, row in TABLE["stages"].items():
+        if file.pairs != (name == "pairs") or row.get("if", "logprobs") not in file:
+            continue
+        try:
+            if name in ("advantages", "returns") and recipe.advantage == "given":
+                raise Missing("settings that say how they are computed")
+            findings += _Stage(file, recipe, name).findings((own or {}).get(name, []))
+        except Missing as lacking:
+            findings.append(Finding(row["term"], "unchecked", f"the file has no {lacking}"))
+    return findings + list(_norms(file))
+
+
+# -- stages ----------------------------------------------------------------------------------------------
+
+
+class _Case(NamedTuple):
+    """A mistake on a file: what it gives, and the fields of `parts` that it changes."""
+
+    term: str
+    text: str
+    recipe: Recipe
+    parts: Parts
+    changed: set[str]
+
+
+class _Stage:
+    """Numbers of a file, and those that recipes give: a gradient or, without it, losses of micro-batches.
+
+    Raises:
+        Missing: the file has not what the recipe needs.
+    """
+
+    def __init__(self, file: BatchFile, recipe: Recipe, name: str) -> None:
+        self.file, self.recipe, self.name, self.within = file, recipe, name, file.header["within"]
+        self.row = TABLE["stages"][name]
+        targets, inputs, mask = (self.row.get(key) for key in ("targets", "inputs", "mask"))
+        target = next((each for each in targets if each in file), targets[0])
+        self.found = file[target]
+        self.base = self.compute(file, recipe)
+        gradient = self.base.whole[1]
+        self.by_token = gradient.shape[:1] == self.found.shape[:1] and target == targets[0]
+        self.rows: Tensor | None = None
+        self.size = 0.0
+        if inputs:  # to which a difference of losses is relative: their values say little
+            self.size = max(float((gradient * selected(file[inputs], gradient != 0)).abs().sum()), 1e-30)
+        if self.by_token:
+            self.found = self.found.view(len(file.mask), -1).expand(gradient.shape)
+            if mask:  # a gradient counts everywhere
+                self.found = selected(self.found, file[mask])
+            elif self.found.numel() > _ENOUGH:
+                some = max(4, _ENOUGH // self.found.shape[1])
+                self.rows = torch.linspace(0, len(self.found) - 1, some).long().unique()
+
+    def compute(self, file: BatchFile, recipe: Recipe, some: bool = False) -> Parts:
+        """Return what a recipe gives; with `some`, only of the rows on which mistakes are tried."""
+        return recipes.parts(self.name, file, recipe, self.rows if some else None)
+
+    def numbers(self, parts: Parts) -> Tensor:
+        """Return what is compared with the numbers of the file."""
+        return parts.whole[1] if self.by_token else by_micro_batch(self.file["micro_batch"], parts.whole[0])
+
+    def off(self, parts: Parts, some: bool = False) -> float:
+        """Return how far numbers are from those of the file, relative to the larger of the two."""
+        expected, found = self.numbers(parts), self.found
+        found = found[self.rows] if some and self.rows is not None else found
+        if found.shape != expected.shape or not expected.isfinite().all():
+            return math.inf
+        size = max(float(expected.norm()), float(found.norm()), 1e-30) if self.by_token else self.size
+        return float((found - expected).norm()) / size
+
+    def cases(self, recipe: Recipe, table: Iterable[Row], unchanged: bool = False) -> Iterator[_Case]:
+        """Yield the mistakes that change the numbers of a recipe; with `unchanged`, also the others."""
+        base = self.compute(self.file, recipe, some=True)
+        for term, text, change in table:
+            if (given := twisted(self.file, recipe, change)) is None:
+                continue
+            try:
+                parts = self.compute(*given, some=True)
+            except (Missing, RuntimeError):  # a tensor that the mistake needs is missing, or of another kind
+                continue
+            pairs = zip(Parts._fields, parts, base, strict=True)
+            changed = {name for name, x, y in pairs if not torch.equal(x, y)}
+            if changed or unchanged:
+                yield _Case(
+                    term if self.row["term"] == "loss" else self.row["term"],
+                    text.format(**vars(recipe)),
+                    given[1],
+                    parts,
+                    changed,
+                )
+
+    def findings(self, own: list[Row]) -> list[Finding]:
+        """Return whether the numbers are those of the recipe, or else which mistakes explain them."""
+        term = self.row["term"]
+        if not self.found.any() and not self.numbers(self.base).any():
+            zero = self.name == "loss" and not self.file["advantages"].any()
+            return [Finding(term, "unchecked", f"all {'advantages' if zero else 'numbers'} are 0")]
+        if not self.file.header.get("claims"):
+            if same := self.identified():
+                return [Finding(term, "ok", self.words(self.alike(same)))]
+            state = "unchecked" if self.name == "advantages" else "wrong"  # rewards may be shaped before
+            return [Finding(term, state, f"no known variant gives these numbers: {self.where()}")]
+        off = self.off(self.base)
+        if off < self.within:
+            if text := self.reported(self.base):
+                return [Finding(term, "wrong", text)]
+            return [Finding(term, "ok", f"{self.words(self.alike([self.recipe]))} (off by {off:.0e})")]
+        size = f" (off by {off:.1%})" if off < 10 else ""
+        if found := self.explained(own):
+            return [Finding(its, "wrong", f"{text}{size}") for its, text in found]
+        said = self.words([self.recipe])
+        text = f"no known mistake gives these numbers{size}: {self.where()}; the settings say {said}"
+        if same := self.identified():
+            text = f"the numbers are those of {self.words(same)}{size}; the settings say {said}"
+        return [Finding(term, "wrong", text)]
+
+    def alike(self, found: list[Recipe]) -> list[Recipe]:
+        """Return recipes, and changes of a setting of the first one that give the same numbers."""
+        cases = self.cases(found[0], varied(self.name, found[0]), unchanged=True)
+        return found + [case.recipe for case in cases if self.off(case.parts, some=True) < self.within]
+
+    def explained(self, own: list[Row]) -> list[tuple[str, str]]:
+        """Return terms and words of the mistakes that give the numbers of the file; [] if none does."""
+        factor, general = self.factor(self.base)
+        if factor and not general:
+            return [("reduction", factor)]
+        cases = []
+        for case in self.cases(self.recipe, [*own, *rows(self.name, self.recipe)]):
+            if self.off(case.parts, some=True) < self.within:
+                return [(case.term, case.text)]
+            cases.append(case)
+        if factor:
+            return [("reduction" if self.size else self.name, factor)]
+        for case in cases:
+            if self.rows is None and (factor := self.factor(case.parts)[0]):
+                return [(case.term, case.text), ("reduction", factor)]
+        for a, b in combinations(cases, 2):
+            if not a.changed & b.changed:
+                mixed = a.parts._replace(**{name: getattr(b.parts, name) for name in b.changed})
+                if self.off(mixed, some=True) < self.within:
+                    first = a if "policy" in a.changed or "weight" in b.changed else b
+                    return [(case.term, case.text) for case in (first, b if first is a else a)]
+        return []
+
+    def factor(self, parts: Parts) -> tuple[str, bool]:
+        """Return in words the factor between the file and a recipe, and whether it is any number.
+
+        It is the same for all micro-batches, or 0 for those that are lost. "" if there is none.
+        """
+        expected, micro = self.numbers(parts), self.file["micro_batch"] * bool(self.size)
+        if not self.by_token or expected.shape != self.found.shape:
+            return "", False
+        squares = by_micro_batch(micro, expected.square())
+        factors = by_micro_batch(micro, self.found * expected) / squares
+        rest = self.found - factors.nan_to_num()[micro, None] * expected
+        kept = factors[(squares > 0) & (factors.abs() > self.within)]
+        if not len(kept) or not float(rest.norm()) < self.within * float(self.found.norm()):
+            return "", False
+        if float(kept.max() - kept.min()) > 10 * self.within * float(kept.abs().max()):
+            return "", False
+        lost = [str(part) for part, each in enumerate(factors.tolist()) if abs(each) <= self.within]
+        value, count = float(kept[0]), len(factors)
+        if lost and abs(value - 1) < self.within:
+            return f"the micro-batches {', '.join(lost)} of {count} are lost", False
+        for usual, words in ((1 / count, "divided once more by"), (float(count), "not divided by")):
+            if count > 1 and not lost and abs(value / usual - 1) < self.within:
+                return f"the loss is {words} the {count} micro-batches (factor {value:.4g})", False
+        also = f", and the micro-batches {', '.join(lost)} are lost" if lost else ""
+        return f"the {'loss is' if self.size else f'{self.name} are'} {value:.6g} times as large{also}", True
+
+    def reported(self, parts: Parts) -> str:
+        """Return in words how the reported losses differ; each may be the mean of its micro-batch."""
+        losses = self.file.get(self.row["targets"][-1])
+        expected = by_micro_batch(self.file["micro_batch"], parts.whole[0])
+        if not self.size or not self.by_token or losses is None or losses.shape != expected.shape:
+            return ""
+        limit = max(1e-3, self.within) * self.size
+        if any(float((losses / each - expected).norm()) < limit for each in (1, len(losses))):
+            return ""
+        shown = f"{losses.sum():.6g}, not {expected.sum():.6g}"
+        return f"the gradient is right, but the reported loss is not: {shown}"
+
+    def words(self, found: list[Recipe]) -> str:
+        """Return settings in words, and those that differ between the recipes as not determined."""
+        first, shown, unknown = found[0], [], []
+        unused = {"kl", "kl_times_ratio"} if not first.kl_coef else set()
+        if (self.name == "advantages") != (first.kl_in == "reward"):
+            unused |= {"kl", "kl_times_ratio", "kl_coef"}
+        unused |= {"std", "std_eps"} if first.scale == "none" and first.whiten != "batch" else set()
+        unused |= {"teacher", "teacher_coef"} if not first.teacher_coef else set()
+        unused |= {"dual_clip"} if first.surrogate != "clip" else set()
+        unused |= {"scale", "std", "std_eps"} if first.advantage == "gae" else set()
+        for key in self.row["shown"]:
+            values = list(dict.fromkeys(str(getattr(each, key)) for each in found))
+            if key in unused:
+                continue
+            if len(values) > 1:
+                unknown.append(f"{key} ({', '.join(values)})")
+            elif getattr(first, key) not in (None, {}):
+                shown.append(f"{key} {values[0]}")
+        return ", ".join(shown) + (f"; this batch does not determine {', '.join(unknown)}" if unknown else "")
+
+    def where(self) -> str:
+        """Return where the numbers first differ from the recipe's."""
+        if not self.by_token:
+            return "add logprob_grads to the file to see where"
+        gap = (self.found - self.numbers(self.base)).abs()
+        places = (gap > self.within * gap.max()).nonzero()
+        row, column = places[0].tolist() if len(places) else (0, 0)
+        count = len(places[:, 0].unique())
+        return f"{len(places)} tokens of {count} responses differ, the first at row {row}, position {column}"
+
+    # -- without claims
+
+    def identified(self) -> list[Recipe]:
+        """Return the recipes that give the numbers of the file."""
+        keys = TABLE["identified"].get(self.name, [])
+        bases = self.shaped() if self.name == "advantages" else [self.recipe]
+        tried: Iterable[Recipe] = self.losses()
+        if self.name != "loss":
+            values = product(bases, *(SETTINGS[key][2] for key in keys))
+            tried = (
+                b.changed(**dict(zip(keys, each, strict=True))) for b, *each in values if "given" not in each
+            )
+        near: list[tuple[Recipe, str]] = []
+        for each in tried:
+            with suppress(Missing):
+                if self.off(parts := self.compute(self.file, each)) < self.within:
+                    near.append((each, self.reported(parts)))
+        return [each for each, wrong in near if not wrong] or [each for each, _ in near]
+
+    def shaped(self) -> list[Recipe]:
+        """Return recipes without and with a KL penalty in the rewards, whose coefficient is fitted."""
+        plain = self.recipe.changed(scale="none", kl_coef=0.0, kl_in="reward")
+        found = [plain]
+        for kl in ("k1", "k2", "k3") if "ref_logprobs" in self.file and "all_rewards" in self.file else ():
+            given = plain.changed(kl_coef=1.0, kl=kl)
+            a, b = (self.numbers(self.compute(self.file, each)).flatten() for each in (plain, given))
+            parts = torch.stack([a, b - a], 1)
+            scale, coef = torch.linalg.lstsq(parts, self.found.flatten()).solution.tolist()
+            if abs(coef) > self.within * abs(scale):
+                found.append(given.changed(kl_coef=float(f"{coef / scale:.4g}")))
+        return found
+
+    def losses(self) -> Iterator[Recipe]:
+        """Yield recipes with nearly the gradient of the file: weight x (policy term + coefficient x KL)."""
+        none = self.recipe.changed(kl_coef=0.0, kl_in="loss")
+        tried = [none.changed(surrogate="reinforce", ratio="one")]
+        for level in SETTINGS["ratio"][2]:
+            for low, high in [*TABLE["identified"]["clips"], *self.bounds(level)]:
+                clipped = none.changed(ratio=level, clip_low=low, clip_high=high)
+                tried += [clipped, clipped.changed(surrogate="cispo"), clipped.changed(dual_clip=3.0)]
+        kls = [{"kl": k, "kl_times_ratio": by} for k, by in product(("k3", "k1", "k2"), (False, True))]
+        terms: list[tuple[Recipe, Parts]] = []
+        for each in tried:
+            terms.append((each, self.compute(self.file, each, some=True)))
+            for kl in kls if "ref_logprobs" in self.file else ():
+                given = each.changed(**kl, kl_coef=1.0)
+                terms.append((given, self.compute(self.file, given, some=True)))
+        found = self.found if self.rows is None else self.found[self.rows]
+        for reduction, over in product(SETTINGS["reduction"][2], SETTINGS["over"][2]):
+            shape = {"reduction": reduction, "over": over}
+            try:
+                weight = recipes.weights(self.file, self.recipe.changed(**shape))
+            except Missing:
+                continue
+            weight = weight if self.rows is None else weight[self.rows]
+            for given, parts in terms:
+                rest, coef = found - self.numbers(Parts(parts.policy, torch.zeros(()), weight)), 0.0
+                if given.kl_coef:  # the coefficient that fits best
+                    part = self.numbers(Parts(torch.zeros(()), parts.penalty, weight))
+                    coef = float((rest * part).sum() / part.square().sum().clamp(min=1e-30))
+                    rest = rest - coef * part
+                    if abs(coef) * float(part.norm()) < self.within * float(found.norm()):
+                        continue
+                if float(rest.norm()) < self.within * (float(found.norm()) if self.by_token else self.size):
+                    yield given.changed(**shape, kl_coef=float(f"{coef:.4g}"))
+
+    def bounds(self, level: str) -> list[tuple[float, float]]:
+        """Return clip_low and clip_high between ratios with and without a gradient, if the loss has no KL."""
+        mask, file = self.file.mask, self.file
+        u = recipes.log_ratio(file, self.recipe, file["logprobs"], level).exp().expand(mask.shape)[mask]
+        a = file["advantages"].view(len(mask), -1).expand(mask.shape)[mask]
+        gradient = self.found[mask] if self.by_token else a
+        clipped, above, below = (gradient == 0) & (a != 0), (a > 0) & (u > 1), (a < 0) & (u < 1)
+        if not clipped.any() or (clipped & ~above & ~below).any():
+            return []
+        low, high = 1.0, 1e9
+        if (cut := u[above & clipped]).numel():
+            high = float(cut.min() + max(u[above & ~clipped].tolist(), default=1.0)) / 2 - 1
+        if (cut := u[below & clipped]).numel():
+            low = 1 - float(cut.max() + min(u[below & ~clipped].tolist(), default=1.0)) / 2
+        return [(float(f"{low:.2g}"), float(f"{high:.2g}"))]
+
+
+# -- mask, log-probs and norms ---------------------------------------------------------------------------
+
+
+def _mask(file: BatchFile) -> Iterator[Finding]:
+    """Compare the mask with the token ids: prompt, padding, end token, first token, gaps."""
+    mask, none = file.mask, torch.zeros_like(file.mask)
+    messages, prompt = file.get("environment_mask", none), file.get("prompt_positions", none)
+    real, unclear, last = ~messages & ~prompt, none, none
+    known = "response_ids" in file and bool(file.header.get("eos_ids"))
+    if known:
+        ids = file["response_ids"]
+        is_end = torch.isin(ids, torch.tensor(file.header["eos_ids"]))
+        padding: Tensor = ids == torch.tensor(file.header.get("pad_id", -1))
+        before = is_end.long().cumsum(-1) - is_end.long()  # end tokens before this one
+        trailing = padding.flip(-1).long().cumprod(-1).flip(-1).bool()
+        last = is_end & (before == 0)
+        unclear = trailing & (before == 0) & ~is_end  # padding, or sampled before the length limit
+        real = real & (~trailing | last if messages.any() else before == 0)
+    wrong, missing = mask & ~real, real & ~mask & ~unclear & mask.any(-1, keepdim=True)
+    text = f"{int(mask.sum())} tokens of {len(mask)} responses"
+    if wrong.any():
+        kinds = {"the prompt": prompt, "tokens of the environment": messages}
+        what = next((name for name, at in kinds.items() if (wrong & at).any()), "padding after the end token")
+        text = f"it includes {what}: {int(wrong.sum())} tokens of {int(wrong.any(-1).sum())} responses"
+    elif known and missing.any():
+        kinds = {"the end token": last, "the first token": (real.cumsum(-1) == 1) & real}
+        what = next((name for name, at in kinds.items() if not (missing & ~at).any()), "tokens")
+        text = f"it excludes {what} of {int(missing.any(-1).sum())} responses"
+    elif not known:
+        text = "the file has no response_ids, or no eos_ids in the header"
+    state = "wrong" if wrong.any() or (known and missing.any()) else "ok" if known else "unchecked"
+    yield Finding("mask", state, text)
+
+
+def _logprobs(file: BatchFile) -> Iterator[Finding]:
+    """Compare log-probs with one another: positions and rows, temperature, another policy."""
+    known = ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "teacher_logprobs")
+    names = [name for name in known if name in file]
+    now = file["logprobs"][file.mask]
+    if not names or len(now) < 30 or float(now.std()) < 1e-6:
+        why = (
+            "fewer than 30 tokens, or all have the same log-prob"
+            if names
+            else "the file has no other log-probs"
+        )
+        yield Finding("log-probs", "unchecked", why)
+        return
+    found = {name: text for name in names if (text := _unlike(file, name))}
+    yield from (Finding(name, "wrong", text) for name, text in found.items())
+    if not found:
+        yield Finding("log-probs", "ok", "positions and temperature of all log-probs fit one another")
+
+
+def _unlike(file: BatchFile, name: str) -> str:
+    """Return in words how log-probs do not fit those of the policy; "" if they do."""
+    mask, now, other, fits = file.mask, file["logprobs"], file[name], {}
+    for move in ("", ">>0", "<<0", "vv", "^^"):
+        both = mask & moved(file, mask, move)
+        fits[move] = _correlation(now[both], moved(file, other, move)[both])
+    best = max(fits, key=lambda move: fits[move])
+    since = file.header.get("updates_since_old") if name == "old_logprobs" else None
+    gap = (now - other)[mask].abs()
+    if above := int((other[mask] > 1e-6).sum()):
+        return f"{above} values are above 0"
+    if best and fits[best] > max(0.5, fits[""] + 0.2):
+        side = {">": "shifted by one position to the left", "<": "shifted by one position to the right"}
+        what = side.get(best[0], "those of a neighbouring row")
+        return f"{what}: correlation with logprobs {fits[best]:.2f}, as they are {fits['']:.2f}"
+    if since == 0 and float(gap.mean()) > 50 * file.header["within"]:
+        return (
+            f"stale: no update was made since, but they differ from logprobs by {gap.mean():.3g} on average"
+        )
+    if since and float(gap.max()) < 1e-6:
+        return f"those of the current policy: {since} updates were made since, but every ratio is 1"
+    if name in ("behaviour_logprobs", "old_logprobs"):
+        trainer = file.get("old_logprobs", now)[mask] if name[0] == "b" else now[mask]
+        gap = trainer - other[mask]
+        tilt = _correlation(gap, trainer), _correlation(gap, other[mask])
+        if min(map(abs, tilt)) > 0.7 and tilt[0] * tilt[1] > 0 and float(gap.std()) > 0.02:
+            spread = f"deviations {trainer.std():.3g} and {other[mask].std():.3g}"
+            words = "another temperature than the trainer's: the difference follows the log-prob itself"
+            return f"{words} (correlation {tilt[0]:.2f}; {spread})"
+    return ""
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    """Return Pearson's correlation of two vectors; 0 if one is constant."""
+    x, y = x - x.mean(), y - y.mean()
+    size = float(x.norm() * y.norm())
+    return float((x * y).sum()) / size if size > 1e-12 else 0.0
+
+
+def _norms(file: BatchFile) -> Iterator[Finding]:
+    """Compare gradient norms of the same step with other numbers of micro-batches."""
+    norms = file.header.get("grad_norms", {})
+    if len(norms) > 1:
+        same = max(norms.values()) < min(norms.values()) * (1 + max(1e-3, file.header["within"]))
+        how = "does not depend" if same else "depends (gradients are lost or divided wrongly)"
+        shown = ", ".join(f"{count}: {norms[count]:.6g}" for count in sorted(norms))
+        text = f"the norm {how} on the number of micro-batches: {shown}"
+        yield Finding("gradient", "ok" if same else "wrong", text)
