@@ -23,8 +23,8 @@ move, trim and concatenate follow the declarations, so a new field needs only it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from itertools import chain
 from typing import Annotated, Any, NamedTuple, Self, TypeVar, get_type_hints
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlhf.core.errors import UserError
 from rlhf.core.launched import derive
 
 Completion = str | list[str]  # a text; or an episode: a reply, messages, a reply, ..., a reply
@@ -255,6 +256,69 @@ class Batch(Rollouts):
             return x[rows, columns] if "K" in shape.dims else x
 
         return replace(self, **_mapped(taken, self))
+
+
+# A batch as tensors by name, for a file; those of a dict are `<field>/<key>`.
+
+
+def tensors_of(batch: Prompts) -> dict[str, Tensor]:
+    """Return all tensors of a batch by name, not copied."""
+    found: dict[str, Tensor] = {}
+    for name, value in batch.as_dict().items():
+        if isinstance(value, dict):
+            found |= {f"{name}/{key}": x for key, x in value.items()}
+        elif isinstance(value, Tensor):
+            found[name] = value
+    return found
+
+
+def batch_of(tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> Batch:
+    """Return the batch with these tensors (see `tensors_of`) and these texts and numbers.
+
+    Names that no field has are ignored.
+
+    Raises:
+        UserError: a required field is missing, or a field does not have the declared dimensions or dtype. The
+            message names all problems.
+    """
+    values: dict[str, Any] = {each.name: others[each.name] for each in fields(Batch) if each.name in others}
+    shapes, sizes, problems = _shapes(Batch), dict[str, int](), list[str]()
+    for name, x in {**values, **tensors}.items():
+        field, _, key = name.partition("/")
+        if (shape := shapes.get(field)) is None:
+            if name in values and not isinstance(x, int | float):
+                problems.append(f"{name} must be a number, got {x!r}")
+            continue
+        wanted = _dtype(key or field)
+        got = [len(x)] if isinstance(x, list) else [*x.shape] if isinstance(x, Tensor) else None
+        lengths = dict(zip(shape.dims, got or [], strict=False))
+        if got is None or len(got) != (1 if isinstance(x, list) else len(shape.dims)):
+            problems.append(f"{name} must be [{' '.join(shape.dims)}], got {got}")
+        elif isinstance(x, Tensor) and (x.dtype != wanted if wanted else not x.is_floating_point()):
+            problems.append(f"{name} must be of {wanted or 'floating-point numbers'}, got {x.dtype}")
+        elif wrong := {dim: n for dim, n in lengths.items() if sizes.setdefault(dim, n) != n}:
+            problems.append(f"{name} must have the sizes of the other fields, got {wrong} and {sizes}")
+        elif key:
+            values.setdefault(field, {})[key] = x
+        else:
+            values[field] = x
+    states, tokens = sizes.get("T+1"), sizes.get("T")
+    if states is not None and tokens is not None and states != tokens + 1:
+        problems.append(f"values must have a state more than the {tokens} tokens, got {states}")
+    for each in fields(Batch):
+        if each.default is MISSING and each.name not in values:
+            problems.append(f"{each.name} must be in the file, got no such field")
+    if problems:
+        raise UserError(*problems)
+    return Batch(**values)
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    """Return the dtype of a field, or of a tensor in a dict; None: any floating-point numbers."""
+    if name.endswith("_mask") or name in ("ended", "signal"):
+        return torch.bool
+    whole = name.endswith("ids") or name in ("index", "part", "token_versions")
+    return torch.int64 if whole else None
 
 
 def trim(batch: B) -> B:

@@ -1,0 +1,158 @@
+"""The differences of two bundles, or of a bundle and its replay, in the order of the computation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import zip_longest
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.core.batch import Batch
+from rlhf.core.errors import UserError
+from rlhf.referee.bundle import bundle, updates_of
+from rlhf.referee.file import BatchFile
+from rlhf.runs.folder import RunFolder
+from rlhf.terminal.console import console, show
+
+NAMES = {
+    "index": "prompts",
+    "prompt_ids": "prompt tokens",
+    "response_ids": "tokens",
+    "response_mask": "mask",
+    "behaviour_logprobs": "log-probs of the sampler",
+    "scores": "rewards",
+    "ref_logprobs": "log-probs of the reference",
+    "old_logprobs": "log-probs before the update",
+}
+WITHIN = {
+    "logprobs": 1e-5,
+    "grads": 1e-4,
+}  # bounds of rounding in float32: absolute; relative to the largest value
+HALF = 1e3  # factor of these bounds with 16 bits
+SHOWN = 8  # names of quantities after the first one
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A quantity that differs."""
+
+    name: str
+    text: str  # how many values, where, and by how much
+    rounding: bool  # whether the rounding of another machine explains it
+
+
+def quantities(file: BatchFile) -> Iterator[tuple[str, Any]]:
+    """Yield the quantities of a bundle by name, in the order of the computation."""
+    yield "weights before the update", file.header.get("before")
+    names = [each.name for each in fields(Batch)]
+    for stage in ("batch", "credited"):
+        found = [name.split("/", 1)[1] for name in file.tensors if name.startswith(f"{stage}/")]
+        for name in sorted(found, key=lambda name: (names.index(name.partition("/")[0]), name)):
+            shown = NAMES.get(name, name)
+            again = stage == "credited" and f"batch/{name}" in file.tensors
+            yield f"{shown} of the trained responses" if again else shown, file.tensors[f"{stage}/{name}"]
+    for at, metrics in enumerate(file.header["steps"], 1):
+        own = [name for name in file.tensors if name.startswith(f"step{at}/")]
+        for name in sorted(own, key=lambda name: (name.endswith("_grads"), not name.endswith("rows"), name)):
+            yield f"step {at}: {name.partition('/')[2]}", file.tensors[name]
+        for name in sorted(
+            metrics, key=lambda name: (not name.startswith("loss/"), "grad_norm" not in name, name)
+        ):
+            yield f"step {at}: {name}", metrics[name]
+    yield "weights after the update", file.header.get("after")
+
+
+def differences(
+    a: BatchFile, b: BatchFile, prompt: int | None = None, whole: bool = True
+) -> list[Difference]:
+    """Return the quantities that differ, the first one first.
+
+    Args:
+        a, b: the bundles.
+        prompt: the row of the only prompt that is compared; None: all.
+        whole: whether a quantity that only one of them has is a difference; a replay computes only a part.
+    """
+    steps = [{**x, **y} for x, y in zip_longest(a.header["steps"], b.header["steps"], fillvalue={})]
+    order = quantities(BatchFile({**a.tensors, **b.tensors}, {**a.header, "steps": steps}))
+    mine, others, found = dict(quantities(a)), dict(quantities(b)), list[Difference]()
+    wide = HALF if any(f"dtype: {kind}" in a.header["config"] for kind in ("bfloat16", "float16")) else 1.0
+    for name, _ in order:
+        x, y = mine.get(name), others.get(name)
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            if prompt is not None and not name.endswith("rows"):
+                x, y = (each if len(each) == 1 else each[prompt : prompt + 1] for each in (x, y))
+            found += compared(name, x, y, wide)
+        elif x is None or y is None:
+            found += [Difference(name, f"only in the {'first' if y is None else 'second'}", False)] * whole
+        elif x != y and not (x != x and y != y):
+            near = isinstance(x, str) or math.isclose(x, y, rel_tol=1e-4 * wide, abs_tol=1e-6 * wide)
+            found.append(Difference(name, f"{x} and {y}", near))
+    return found
+
+
+def compared(name: str, x: Tensor, y: Tensor, wide: float) -> Iterator[Difference]:
+    """Yield the difference of two tensors, if there is one; two NaN are equal."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        yield Difference(name, f"{x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}", False)
+        return
+    x, y = x.double(), y.double()
+    differ = (x != y) & ~(x.isnan() & y.isnan())
+    if differ.any():
+        place = differ.nonzero()[0].tolist()
+        names = ("prompt", "sample", "position", "candidate")
+        where = ", ".join(f"{dim} {i + 1}" for dim, i in zip(names, place, strict=False))
+        size = float((x - y).abs().nan_to_num(torch.inf).max())
+        bound = WITHIN["logprobs"] if "grads" not in name else WITHIN["grads"] * float(x.abs().max())
+        text = f"{int(differ.sum())} of {x.numel()} values, the first at {where}, by at most {size:.3g}"
+        yield Difference(name, text, x.is_floating_point() and size <= wide * bound)
+
+
+def elsewhere(a: BatchFile, b: BatchFile) -> bool:
+    """Return whether two bundles come from different machines, libraries or numbers of threads."""
+    return any(a.header.get(name) != b.header.get(name) for name in ("machine", "threads"))
+
+
+def report(found: Sequence[Difference], other_machine: bool, as_json: bool) -> int:
+    """Print whether two bundles are the same, and the first difference; return the exit code, 0 or 1."""
+    within = other_machine and all(each.rounding for each in found)
+    if as_json:
+        state = "rounding" if within else "differs"
+        console.print_json(data=[{"term": each.name, "state": state, "text": each.text} for each in found])
+        return int(bool(found) and not within)
+    if not found:
+        show("same bits")
+        return 0
+    show(f"first difference: {found[0].name}: {found[0].text}")
+    if others := [each.name for each in found[1:]]:
+        more = f", and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        show(f"then: {', '.join(others[:SHOWN])}{more}")
+    if within:
+        show("same within rounding (the machines, libraries or numbers of threads differ)")
+    return int(not within)
+
+
+def bundles_of(runs: Sequence[RunFolder], folder: Path) -> tuple[int, list[Path]] | None:
+    """Bundle the first update at which two runs differ, without weights; None: no row of metrics differs.
+
+    Returns:
+        The number of the update, and the bundles of both runs in `folder`.
+
+    Raises:
+        UserError: the runs have no update in common.
+    """
+    a, b = map(updates_of, runs)
+    if not (both := sorted(a.keys() & b.keys())):
+        raise UserError(f"{runs[0].path} and {runs[1].path} must have rows of the same updates, got none")
+    first = next((update for update in both if a[update] != b[update]), None)
+    if first is None:
+        return None
+    files = [folder / f"{name}.safetensors" for name in "ab"]
+    for run, file in zip(runs, files, strict=True):
+        bundle(run, first, file, weights=False)
+    return first, files
