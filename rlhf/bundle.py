@@ -1,11 +1,11 @@
 """The command `python -m rlhf.bundle <run> --update <n> [--out <file>] [--no-weights] [--no-texts]`.
 
 The command repeats one update of a run, and writes all that the update computes to one file, which
-`rlhf.replay` computes again anywhere. Nothing must have been recorded before: the run is repeated in a copy of
-its folder, from the last checkpoint before the update.
+`rlhf.replay` computes again anywhere. Nothing must have been recorded before: the run is repeated in a copy
+of its folder, from the last checkpoint before the update.
 
-Exit codes: 0 success; 2 invalid input (such as an update that the run has not made), as `error: ...`; otherwise
-as `rlhf.train`.
+Exit codes: 0 success; 2 invalid input (such as an update that the run has not made), as `error: ...`;
+otherwise as `rlhf.train`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rlhf.terminal.console import prepare_output, say_loading, show
 from rlhf.words.catalogue import load_plugins
 
 OUTCOMES = {
-    True: "with the metrics of the run",
-    False: "with OTHER metrics than metrics.jsonl has: this machine does not compute the bits of the run",
-    None: "metrics.jsonl has no row to compare with",
+    True: "repeated with the metrics of the run",
+    False: "repeated with OTHER metrics than those in metrics.jsonl",
+    None: "repeated; metrics.jsonl has no row of it",
 }
 
 
@@ -53,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from rlhf.referee.bundle import bundle
 
         same = bundle(folder, options.update, out, not options.no_weights, not options.no_texts)
-        show(
-            f"{out}: update {options.update}, repeated: {OUTCOMES[same]}; {out.stat().st_size / 2**20:.1f} MiB"
-        )
+        show(f"{out}: update {options.update}, {OUTCOMES[same]}; {out.stat().st_size / 2**20:.1f} MiB")
         show("the file contains prompts, responses" + (", weights" if not options.no_weights else ""))
 
 

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         load_plugins()
         if not options.json:
             say_loading()
-        from rlhf.referee.diff import bundles_of, differences, elsewhere, report
+        from rlhf.referee.diff import bundles_of, differences, report
         from rlhf.referee.replay import load
 
         files = [options.a, options.b]
@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not options.json:
                 show(f"the first update with other metrics: {first}")
         a, b = map(load, files)
-        raise SystemExit(report(differences(a, b), elsewhere(a, b), options.json))
+        raise SystemExit(
+            report(differences(a, b), a.header.get("machine") != b.header.get("machine"), options.json)
+        )
 
 
 if __name__ == "__main__":

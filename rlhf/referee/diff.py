@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -80,13 +79,15 @@ def differences(
     """
     steps = [{**x, **y} for x, y in zip_longest(a.header["steps"], b.header["steps"], fillvalue={})]
     order = quantities(BatchFile({**a.tensors, **b.tensors}, {**a.header, "steps": steps}))
-    mine, others, found = dict(quantities(a)), dict(quantities(b)), list[Difference]()
+    mine, others = dict(quantities(a)), dict(quantities(b))
+    found: list[Difference] = []
     wide = HALF if any(f"dtype: {kind}" in a.header["config"] for kind in ("bfloat16", "float16")) else 1.0
     for name, _ in order:
         x, y = mine.get(name), others.get(name)
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             if prompt is not None and not name.endswith("rows"):
-                x, y = (each if len(each) == 1 else each[prompt : prompt + 1] for each in (x, y))
+                rows = slice(prompt, prompt + 1)
+                x, y = (x[rows] if len(x) > 1 else x), (y[rows] if len(y) > 1 else y)
             found += compared(name, x, y, wide)
         elif x is None or y is None:
             found += [Difference(name, f"only in the {'first' if y is None else 'second'}", False)] * whole
@@ -113,14 +114,15 @@ def compared(name: str, x: Tensor, y: Tensor, wide: float) -> Iterator[Differenc
         yield Difference(name, text, x.is_floating_point() and size <= wide * bound)
 
 
-def elsewhere(a: BatchFile, b: BatchFile) -> bool:
-    """Return whether two bundles come from different machines, libraries or numbers of threads."""
-    return any(a.header.get(name) != b.header.get(name) for name in ("machine", "threads"))
+def report(found: Sequence[Difference], elsewhere: bool, as_json: bool) -> int:
+    """Print whether two bundles are the same, and the first difference; return the exit code, 0 or 1.
 
-
-def report(found: Sequence[Difference], other_machine: bool, as_json: bool) -> int:
-    """Print whether two bundles are the same, and the first difference; return the exit code, 0 or 1."""
-    within = other_machine and all(each.rounding for each in found)
+    Args:
+        found: the differences.
+        elsewhere: whether machine, libraries or numbers of threads differ, so that rounding may differ.
+        as_json: print a list of all differences.
+    """
+    within = elsewhere and all(each.rounding for each in found)
     if as_json:
         state = "rounding" if within else "differs"
         console.print_json(data=[{"term": each.name, "state": state, "text": each.text} for each in found])

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from rlhf.core.errors import UserError
 
@@ -40,6 +41,10 @@ _HEADER: dict[str, Callable[[Any], Any]] = {  # how a value is read; an error of
 }
 
 
+class Missing(LookupError):
+    """A tensor that the file does not have, by name."""
+
+
 @dataclass(frozen=True)
 class BatchFile:
     """A batch file in memory: tensors by name (masks as bool, numbers as float64), header, and path."""
@@ -49,10 +54,16 @@ class BatchFile:
     path: Path = Path("batch.safetensors")
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise Missing(name)
         return self.tensors[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.tensors
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a tensor, or the default if the file does not have it."""
+        return self.tensors.get(name, default)
 
     @property
     def mask(self) -> Tensor:
@@ -63,17 +74,6 @@ class BatchFile:
     def pairs(self) -> bool:
         """Whether the rows alternate: chosen, rejected."""
         return bool(self.header.get("kind") == "pairs")
-
-    @property
-    def within(self) -> float:
-        """The relative difference that rounding explains."""
-        return 1e-4 if self.header.get("dtype", "float32") == "float32" else 2e-2
-
-    @property
-    def micro_batch(self) -> Tensor:
-        """The number of the micro-batch of each row [B], from 0."""
-        rows = self.tensors.get("micro_batch", torch.zeros(len(self.mask), dtype=torch.int64))
-        return rows.unique(return_inverse=True)[1]
 
     def changed(self, **tensors: Tensor | None) -> BatchFile:
         """Return the file with other tensors; None removes a tensor."""
@@ -155,7 +155,27 @@ def checked(file: BatchFile) -> BatchFile:
     problems = problems or list(_wrong(read))
     if problems:
         raise UserError(*problems)
-    return read
+    return _complete(read)
+
+
+def _complete(file: BatchFile) -> BatchFile:
+    """Return the file with the tensors that follow from others, and with the tolerance `within`."""
+    mask, found = file.mask, file.tensors
+    micro = file.get("micro_batch", torch.zeros(len(mask), dtype=torch.int64))
+    new = {"micro_batch": micro.unique(return_inverse=True)[1]}
+    if "tokens" in file.header:
+        new["tokens"] = torch.tensor(file.header["tokens"])
+    if "rewards" in file and "group" in file and "all_rewards" not in file:
+        new |= {
+            "all_rewards": found["rewards"],
+            "all_group": found["group"],
+            "all_index": torch.arange(len(mask)),
+        }
+    if (values := file.get("old_values", file.get("values"))) is not None:
+        states = F.pad(mask, (0, values.shape[1] - mask.shape[1]))
+        new |= {"old_values": values, "value_mask": file.get("value_mask", states)}
+    within = 1e-4 if file.header.get("dtype", "float32") == "float32" else 2e-2
+    return replace(file, header={**file.header, "within": within}).changed(**new)
 
 
 def _wrong(file: BatchFile) -> Iterator[str]:
@@ -175,6 +195,6 @@ def _wrong(file: BatchFile) -> Iterator[str]:
         file["all_rewards"]
     ):
         yield f"all_index must have rows of all_rewards, from 0 to {len(file['all_rewards']) - 1}"
-    parts = int(file.micro_batch.max()) + 1
-    if "micro_batch" in file and len(file.tensors.get("losses", file.micro_batch[:parts])) != parts:
+    parts = len(file["micro_batch"].unique()) if "micro_batch" in file else 0
+    if parts and len(file.get("losses", range(parts))) != parts:
         yield f"losses must have a number for each of the {parts} micro-batches, got {len(file['losses'])}"

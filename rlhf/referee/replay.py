@@ -1,15 +1,15 @@
 """Replay of a bundle: the update is computed again, without data set, generator, reference and judge.
 
-A bundle comes from others, so nothing in it is executed or fetched. Only the config sections that an update
-reads are kept, models come from the file as safetensors, and the answers of judges, too. A setting that names
-code, a file or an address that the replay would use is refused, unless the caller trusts the file.
+A bundle comes from others, so nothing in it is executed or fetched. Only settings that an update reads
+are kept, models are read from safetensors, and the answers of judges come from the file. A setting that names
+code or an address which the replay would use is refused, unless the caller trusts the file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from pathlib import Path, PurePosixPath
+from dataclasses import replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.models import build_device, quieten_libraries
 from rlhf.assembly.parts import make
-from rlhf.assembly.training import build_engine, build_scorer
+from rlhf.assembly.training import build_engine
 from rlhf.config.algorithms import DistillConfig, PPOConfig, ValueFrom
 from rlhf.config.environments import EnvironmentConfig
 from rlhf.config.generators import HFConfig
@@ -29,30 +29,22 @@ from rlhf.config.run import LoggersConfig
 from rlhf.config.schema import sections
 from rlhf.config.scorers import NoScorerConfig, judges, scorers
 from rlhf.config.tasks import TaskConfig, TLDRMiniConfig
-from rlhf.core.batch import Batch, Rollouts, batch_of, tensors_of
-from rlhf.core.errors import UserError
+from rlhf.core.batch import Batch, batch_of, tensors_of
+from rlhf.core.errors import RunError, UserError, explained, one_line
 from rlhf.core.state import TrainState
 from rlhf.engines.engine import OPTIMIZER_FILE
 from rlhf.models.loading import read_tokenizer
 from rlhf.models.modules import ActorCritic
-from rlhf.processes.ranks import ALONE, Ranks
-from rlhf.referee.bundle import Tape, digest, machine
+from rlhf.processes.ranks import Ranks
+from rlhf.referee.bundle import Tape, digest, permitted, rescored
 from rlhf.referee.file import BatchFile, read
-from rlhf.scorers.scorer import Scorer
 from rlhf.words.compose import load_config
 
-SUFFIXES = (
-    ".json",
-    ".safetensors",
-    ".txt",
-    ".model",
-    ".jinja",
-    ".jsonl",
-    ".template",
-    ".rubric",
-)  # none that is executed
-SCORERS = ("answer", "facts", "labels", "environment", "judge", "weighted", "mixture")  # no code of the file
+# Scorers that execute nothing of a file; reasoning_gym, for example, evaluates expressions.
+SCORERS = ("answer", "facts", "labels", "environment", "judge", "weighted", "mixture")
 ATTENTION = ("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+# Any number or text of a bundle of others may be malformed, and no check knows all of them.
+MALFORMED = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def load(path: Path) -> BatchFile:
@@ -68,135 +60,78 @@ def load(path: Path) -> BatchFile:
         return replace(file, tensors={name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
 
 
-@dataclass
-class Opened:
-    """A bundle in a folder: its config for a replay, and its batch."""
-
-    file: BatchFile
-    folder: Path
-    config: Config
-    batch: Batch
-    scores: bool  # whether the rewards can be computed again
+def malformed(error: Exception) -> UserError | None:
+    """Explain an error of the content of a bundle."""
+    if isinstance(error, UserError | RunError) or not isinstance(error, MALFORMED):
+        return None
+    return UserError(f"the bundle must be one that rlhf.bundle of this version wrote, got {one_line(error)}")
 
 
-def opened(file: BatchFile, folder: Path, trust: bool = False, scores: bool = True) -> Opened:
-    """Unpack the files of a bundle into an empty folder, and read its config and its batch.
+def config_of(file: BatchFile, folder: Path) -> Config:
+    """Return the config of a bundle, written to a folder; no interpolation is resolved."""
+    if "${" in (text := file.header["config"]):
+        raise UserError("the config of a bundle must have values only, got an interpolation ${...}")
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
+    return load_config(folder / "config.yaml")
 
-    Args:
-        file: the bundle.
-        folder: the folder.
-        trust: whether settings may name code, files and addresses.
-        scores: whether rewards are to be computed again.
 
-    Raises:
-        UserError: the bundle is malformed, or names what must be trusted.
-    """
-    head, problems = file.header, list[str]()
-    for name, kind in {"config": str, "threads": int, "state": dict, "batch": dict, "limits": dict}.items():
-        if not isinstance(head.get(name), kind):
-            problems.append(f"{name} of the header must be of type {kind.__name__}, got {head.get(name)!r}")
-    for name, x in file.tensors.items():
-        if not name.startswith("file/"):
-            continue
-        place = PurePosixPath(name.removeprefix("file/"))
-        known = place.suffix in SUFFIXES or str(place) == OPTIMIZER_FILE
-        inside = not place.is_absolute() and ".." not in place.parts and "\\" not in name and "\0" not in name
-        if x.dtype != torch.uint8 or x.dim() != 1 or not known or not inside:
-            problems.append(f"{name!r} must be the bytes of a file that a bundle may contain")
-    if "${" in str(head.get("config")):
-        problems.append("config must have values only, got an interpolation ${...}")
-    if problems:
-        raise UserError(*problems)
-    for name, x in file.tensors.items():
-        if name.startswith("file/"):
-            path = folder / name.removeprefix("file/")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(x.numpy().tobytes())
-    (folder / "config.yaml").write_text(head["config"], encoding="utf-8")
-    cfg = load_config(folder / "config.yaml")
-    tensors = {n.removeprefix("batch/"): x for n, x in file.tensors.items() if n.startswith("batch/")}
+def batch_in(file: BatchFile, *stages: str) -> Batch:
+    """Return the batch whose tensors begin with `stages`, the later ones first."""
+    found = [
+        (name.partition("/"), x) for stage in stages for name, x in file.tensors.items() if stage in name
+    ]
+    tensors = {name: x for (stage, _, name), x in found if stage in stages}
     missing = dict.fromkeys(("texts", "references"), [""] * len(tensors.get("index", ())))
-    batch = batch_of(tensors, {**missing, **head["batch"]})
-    names = {each.name for at, each in scorers(cfg) if at.startswith("scorer")}
-    scores = scores and "texts" in head["batch"] and not names & {"reward_model", "none"}
-    if not trust and (found := [*refused(cfg, scores)]):
-        raise UserError(*(f"{each}; add --trust if you trust the file" for each in found))
-    return Opened(file, folder, kept(cfg, folder, scores, head["limits"]), batch, scores)
+    return batch_of(tensors, {**missing, **file.header["batch"]})
 
 
 def refused(cfg: Config, scores: bool) -> Iterator[str]:
-    """Yield a message for each setting of a bundle that names code or an address which the replay would use."""
-    if cfg.backend.name != "torch":
-        yield f"backend must be torch to repeat an update in one process, got {cfg.backend.name}"
+    """Yield a message for each setting that names code, or an address, which a replay would use."""
     if cfg.loop is not None:
         yield f"loop must be null (it names code), got {cfg.loop}"
     if cfg.model.trust_remote_code:
         yield "model.trust_remote_code must be false (it runs code of the file), got true"
     if cfg.model.attention not in ATTENTION:
-        yield f"model.attention must be one of {', '.join(ATTENTION)} (others name code), got {cfg.model.attention}"
+        yield f"model.attention must be {', '.join(ATTENTION)} (others name code), got {cfg.model.attention}"
     for at, each in scorers(cfg):
         if scores and at.startswith("scorer") and each.name not in SCORERS:
-            yield (
-                f"{at} must be one of {', '.join(SCORERS)} (others name code or an address), got {each.name}: "
-                f"{each.described}; add --only update, which takes the rewards from the file"
-            )
+            rule = f"{at} must be {', '.join(SCORERS)} (others run code or ask a service)"
+            yield f"{rule}, got {each.name}: {each.described}; add --only update"
 
 
-def kept(cfg: Config, folder: Path, scores: bool, limits: dict[str, Any]) -> Config:
+def kept(cfg: Config, folder: Path, limits: list[int | None], scores: bool) -> Config:
     """Return the config of a replay: models in `folder`, and no setting that an update does not read."""
-    model, reference, critic = (str(folder / name) for name in ("model", "reference", "critic"))
-    changes: dict[str, Any] = {f"model.{name}": model for name in ("base", "policy", "reference")}
-    changes |= {
-        "model.tokenizer": str(folder / "tokenizer"),
-        "model.chat_template": None,
-        "model.reward": None,
+    start = str(folder / ("start" if cfg.model.lora.rank else "model"))
+    reference = folder / "reference"
+    changes: dict[str, Any] = {
+        **{"model.base": start, "model.policy": start, "model.tokenizer": str(folder / "tokenizer")},
+        **{"model.reference": str(reference) if reference.is_dir() else start, "model.reward": None},
+        **{"model.chat_template": None, "backend.micro_batch": limits[0], "backend.tokens": limits[1]},
+        **{"backend.device": Device.auto, "gold": NoScorerConfig(), "environment": EnvironmentConfig()},
+        **{"logger": LoggersConfig(), "loop": None, "hooks": [], "push_to": None, "generator": HFConfig()},
+        **{f"generator.{each}": getattr(cfg.generator, each) for each in ("temperature", "response_length")},
+        "task": TLDRMiniConfig(),
     }
-    if Path(reference).is_dir():
-        changes["model.reference"] = reference
+    if names := cfg.task.shares:
+        parts: dict[str, TaskConfig] = {name: TLDRMiniConfig() for name in names}
+        changes["task"] = cfg.task.with_({"parts": parts, "weights": {}})
     if isinstance(cfg.algo, PPOConfig):
-        changes |= {"model.reward": critic, "algo.value_from": ValueFrom.reward}
+        changes |= {"model.reward": str(folder / "critic"), "algo.value_from": ValueFrom.reward}
     if isinstance(cfg.algo, DistillConfig):
         changes["algo.teacher.token_variable"] = None
-    changes |= {"task": without_data(cfg.task), "gold": NoScorerConfig(), "environment": EnvironmentConfig()}
-    changes |= {
-        "generator": HFConfig(),
-        "logger": LoggersConfig(),
-        "loop": None,
-        "hooks": [],
-        "push_to": None,
-    }
-    changes |= {
-        f"generator.{name}": getattr(cfg.generator, name) for name in ("temperature", "response_length")
-    }
-    changes |= {"backend.micro_batch": limits.get("sequences"), "backend.tokens": limits.get("tokens")}
-    changes |= {"backend.device": Device.auto}
     if not scores:
         changes["scorer"] = NoScorerConfig()
     for at, judge in judges(cfg).items() if scores else ():
         own = [name for name in ("template", "rubric") if getattr(judge, name) is not None]
         changes |= {f"{at}.{name}": str(folder / "judgements" / f"{at}.{name}") for name in own}
         changes[f"{at}.token_variable"] = None
-    made = cfg.with_(changes)
-    if problems := [text for at, each in sections(made) for text in each.problems(at)]:
+    made = cfg.with_({key: value for key, value in changes.items() if not key.startswith("gold.")})
+    problems = [text for at, each in sections(made) for text in each.problems(at)]
+    if made.backend.name != "torch":
+        problems.append(f"backend must be torch, whose state one process can load, got {made.backend.name}")
+    if problems:
         raise UserError(*problems)
     return made
-
-
-def without_data(task: TaskConfig) -> TaskConfig:
-    """Return a task that reads nothing, with the parts of `task` if it is a mixture."""
-    parts = {name: TLDRMiniConfig() for name in task.shares}
-    return task.with_({"parts": parts, "weights": {}}) if parts else TLDRMiniConfig()
-
-
-def rescored(
-    given: Opened, tokenizer: PreTrainedTokenizerFast, prompt: int | None = None
-) -> tuple[Batch, Scorer]:
-    """Return the batch, or its row `prompt`, with rewards that are computed again; and what computed them."""
-    judgements = given.folder / "judgements" / "*.jsonl"
-    scorer = build_scorer(given.config, "scorer", tokenizer, ALONE, judgements, asks=False)
-    assert scorer is not None
-    rollouts = Rollouts(**{each.name: getattr(given.batch, each.name) for each in fields(Rollouts)})
-    return scorer(rollouts if prompt is None else rollouts.select(torch.tensor([prompt]))), scorer
 
 
 def replay(file: BatchFile, only: str = "", prompt: int | None = None, trust: bool = False) -> BatchFile:
@@ -206,52 +141,52 @@ def replay(file: BatchFile, only: str = "", prompt: int | None = None, trust: bo
         file: the bundle.
         only: "rewards" or "update"; empty: both.
         prompt: the row of the only prompt whose rewards are computed; None: all.
-        trust: whether settings of the bundle may name code, files and addresses.
+        trust: whether settings of the bundle may name code and addresses.
 
     Raises:
-        UserError: the bundle is malformed, has no weights, or names what must be trusted.
+        UserError: the bundle is malformed, lacks weights or texts, or names what must be trusted.
     """
     quieten_libraries()
-    tape, head = Tape(), file.header
-    with TemporaryDirectory() as scratch:
-        given = opened(file, Path(scratch), trust, scores=only != "update")
-        if only == "rewards" and not given.scores:
-            raise UserError("--only rewards needs texts and a scorer other than reward_model in the bundle")
-        torch.set_num_threads(head["threads"])
-        tokenizer = read_tokenizer(str(given.folder / "tokenizer"), key="tokenizer")
+    head = file.header
+    with TemporaryDirectory() as scratch, explained(malformed):
+        folder = Path(scratch)
+        for name in [name for name in file.tensors if name.startswith("file/")]:
+            path = folder / name.removeprefix("file/")
+            if not permitted(name.removeprefix("file/")):
+                raise UserError(f"a bundle must contain files of models and judgements only, got {name!r}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.tensors[name].numpy().tobytes())
+        cfg, batch, tape = config_of(file, folder), batch_in(file, "batch"), Tape(folder)
+        kinds = {each.name for at, each in scorers(cfg) if at.startswith("scorer")}
+        scores = only != "update" and "texts" in head["batch"] and not kinds & {"reward_model", "none"}
+        if only == "rewards" and not scores:
+            raise UserError("--only rewards needs texts and a scorer other than a reward model in the bundle")
+        if not trust and (found := [*refused(cfg, scores)]):
+            raise UserError(*(f"{each}; or add --trust if you trust the file" for each in found))
+        cfg = kept(cfg, folder, head["limits"], scores)
+        torch.set_num_threads(int(head["machine"][-1]))
+        tokenizer = read_tokenizer(str(folder / "tokenizer"), key="tokenizer")
         if only != "rewards":
-            repeat(given, tokenizer, tape)
-        if given.scores:
-            batch, _ = rescored(given, tokenizer, prompt)
-            tape.tensors |= {
-                f"batch/{name}": x
-                for name, x in tensors_of(batch).items()
-                if name.startswith(("scores", "parts"))
-            }
-    return BatchFile(
-        tape.tensors,
-        {
-            **tape.header,
-            "machine": machine(build_device(given.config).type),
-            "threads": torch.get_num_threads(),
-        },
-    )
+            repeat(cfg, head, batch, tokenizer, tape)
+        if scores:
+            rows = batch if prompt is None else batch.select(torch.tensor([prompt]))
+            again, _ = rescored(cfg, rows, tokenizer, folder / "judgements" / "*.jsonl")
+            new = {name: x for name, x in tensors_of(again).items() if name.startswith(("scores", "parts"))}
+            tape.tensors |= {f"batch/{name}": x for name, x in new.items()}
+        return BatchFile(tape.tensors, tape.header)
 
 
-def repeat(given: Opened, tokenizer: PreTrainedTokenizerFast, tape: Tape) -> None:
-    """Make the optimizer steps of a bundle again, and note on `tape` what they compute."""
-    cfg, head, batch = given.config, given.file.header, given.batch
-    if not (given.folder / OPTIMIZER_FILE).exists():
-        raise UserError(
-            "the bundle must have weights to repeat the update, got none; bundle without --no-weights"
-        )
-    state = TrainState(num_updates=0)
-    for name, value in head["state"].items():
-        setattr(state, name, value)
-    ranks = Ranks(build_device(cfg))
-    engine = build_engine(cfg, tokenizer, ranks, state)
-    engine.load(given.folder)
-    tape.header["before"] = digest(engine)
+def repeat(
+    cfg: Config, head: dict[str, Any], batch: Batch, tokenizer: PreTrainedTokenizerFast, tape: Tape
+) -> None:
+    """Compute the log-probs before the update, credit and optimizer steps again, and note them on `tape`."""
+    if not (tape.folder / OPTIMIZER_FILE).exists():
+        raise UserError("the bundle must have weights to repeat the update, got none; add --only rewards")
+    num_updates, version = head["counters"]
+    state = TrainState(num_updates=num_updates, update=head["step"] - 1)
+    engine = build_engine(cfg, tokenizer, Ranks(build_device(cfg)), state)
+    engine.load(tape.folder)
+    tape.before(engine)
     objective = make(cfg.algo)
     objective.load_state_dict(head["objective"])
     credited = tape.credit(objective, batch)
@@ -259,10 +194,11 @@ def repeat(given: Opened, tokenizer: PreTrainedTokenizerFast, tape: Tape) -> Non
         tape.tensors["batch/old_logprobs"] = engine.infer(engine.policy, batch, "logprobs")
     if isinstance(engine.module, ActorCritic):
         tape.tensors["batch/values"] = engine.infer(engine.module.critic, batch, "values")
-    schedule, engine.watch = cfg.schedule, tape.watch
-    for minibatch in credited.minibatches(schedule.minibatches, schedule.epochs, cfg.seed, state.update):
+    for minibatch in credited.minibatches(
+        cfg.schedule.minibatches, cfg.schedule.epochs, cfg.seed, state.update
+    ):
         tape.step(minibatch)
         tape.stepped(engine.step(minibatch, objective))
     if engine.moving is not None:
-        engine.moving(state.version + 1)
+        engine.moving(version + 1)
     tape.header["after"] = digest(engine)
