@@ -94,7 +94,7 @@ def corrected(batch: Batch, config: CorrectionConfig) -> Batch:
     weights = importance_weights(old, behaviour, mask, config)[0].expand(mask.shape)
     kept = mask & accepted(selected(old - behaviour, mask), mask, config)
     if config.normalise and config.kind is not CorrectionKind.none:
-        weights = weights / _mean_weight(weights, mask, config.level)
+        weights = weights / mean_weight(weights, mask, config.level)
     trained = mask if config.reject_counted else kept
     some = trained.flatten(1).any(1)
     return replace(
@@ -104,7 +104,7 @@ def corrected(batch: Batch, config: CorrectionConfig) -> Batch:
     )
 
 
-def _mean_weight(weights: Tensor, mask: Tensor, level: Level) -> Tensor:
+def mean_weight(weights: Tensor, mask: Tensor, level: Level) -> Tensor:
     """Return the mean of the weights [N, K, T]: over the tokens of `mask`, or over responses with tokens."""
     if level is Level.token:
         return selected(weights, mask).sum() / mask.sum().clamp(min=1)

@@ -1,0 +1,427 @@
+"""Check a batch file term by term, and name the first term that is wrong, by known mistakes or known variants.
+
+Every term is recomputed from the dumped inputs of this term, so a mistake in one term does not spread. A stage of
+mistakes.yaml (advantages, loss, pairs, values) is compared with its recipe. If the numbers differ, the mistakes are
+tried: one, one together with a factor, then two that change different parts of the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf.core.metrics import selected
+from rlhf.referee import recipe as recipes
+from rlhf.referee.file import BatchFile, Missing
+from rlhf.referee.mistakes import Row, moved, rows, twisted, varied
+from rlhf.referee.recipe import SETTINGS, TABLE, Parts, Recipe, by_micro_batch
+
+_ENOUGH = 2**16  # tokens that are enough to try mistakes
+_COMPUTE = {
+    "advantages": recipes.advantages,
+    "loss": recipes.parts,
+    "pairs": recipes.parts,
+    "values": recipes.value_parts,
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result for one term."""
+
+    term: str
+    state: str  # ok, wrong, unchecked
+    text: str
+
+
+def audit(file: BatchFile, own: dict[str, list[Row]] | None = None) -> list[Finding]:
+    """Return a finding per term, in the order of the computation; without claims, the variant is identified.
+
+    Args:
+        file: the batch.
+        own: rows of mistakes of the user, by stage.
+
+    Raises:
+        UserError: a claim has a wrong value.
+    """
+    recipe = Recipe.of(file)
+    findings = [*_mask(file), *_logprobs(file)]
+    for name in ("pairs",) if file.pairs else ("advantages", "loss", "values"):
+        if name == "values" and "values" not in file:
+            continue
+        term = "loss" if name == "pairs" else name
+        try:
+            if name == "advantages" and recipe.advantage == "given":
+                raise Missing("settings that say how they are computed")
+            findings += _Stage(file, recipe, name).findings(term, (own or {}).get(name, []))
+        except Missing as lacking:
+            findings.append(Finding(term, "unchecked", f"the file has no {lacking}"))
+    return findings + list(_norms(file))
+
+
+# -- stages ----------------------------------------------------------------------------------------------
+
+
+class _Case(NamedTuple):
+    """A mistake on a file: what it gives, and which parts it changes."""
+
+    term: str
+    text: str
+    recipe: Recipe
+    parts: Parts
+    changed: set[int]
+
+
+class _Stage:
+    """Numbers of a file, and those that recipes give: a gradient or, without it, losses of micro-batches.
+
+    Raises:
+        Missing: the file has not what the recipe needs.
+    """
+
+    def __init__(self, file: BatchFile, recipe: Recipe, name: str) -> None:
+        self.file, self.recipe, self.name, self.within = file, recipe, name, file.header["within"]
+        targets, inputs = (TABLE["stages"][name].get(key) for key in ("targets", "inputs"))
+        target = next((each for each in targets if each in file), targets[0])
+        self.found = file[target]
+        self.base = self.compute(file, recipe)
+        gradient = self.base.whole[1]
+        self.by_token = gradient.shape[:1] == self.found.shape[:1] and target == targets[0]
+        self.rows: Tensor | None = None
+        self.size = 0.0
+        if inputs:  # to which a difference of losses is relative: their values say little
+            self.size = max(float((gradient * selected(file[inputs], gradient != 0)).abs().sum()), 1e-30)
+        if self.by_token:
+            self.found = self.found.view(len(file.mask), -1).expand(gradient.shape).nan_to_num()
+            if name == "advantages":
+                self.found = selected(self.found, file.mask)
+            if name != "advantages" and self.found.numel() > _ENOUGH:
+                some = max(4, _ENOUGH // self.found.shape[1])
+                self.rows = torch.linspace(0, len(self.found) - 1, some).long().unique()
+
+    def compute(self, file: BatchFile, recipe: Recipe, some: bool = False) -> Parts:
+        """Return what a recipe gives; with `some`, only of the rows on which mistakes are tried."""
+        return _COMPUTE[self.name](file, recipe, self.rows if some else None)
+
+    def numbers(self, parts: Parts) -> Tensor:
+        """Return what is compared with the numbers of the file."""
+        return parts.whole[1] if self.by_token else by_micro_batch(self.file, parts.whole[0])
+
+    def off(self, parts: Parts, some: bool = False) -> float:
+        """Return how far numbers are from those of the file, relative to the larger of the two."""
+        expected, found = self.numbers(parts), self.found
+        found = found[self.rows] if some and self.rows is not None else found
+        if found.shape != expected.shape or not expected.isfinite().all():
+            return math.inf
+        size = max(float(expected.norm()), float(found.norm()), 1e-30) if self.by_token else self.size
+        return float((found - expected).norm()) / size
+
+    def cases(self, table: list[Row]) -> Iterator[_Case]:
+        """Yield the mistakes that change the numbers."""
+        base = self.compute(self.file, self.recipe, some=True)
+        for term, text, change in table:
+            if (given := twisted(self.file, self.recipe, change)) is None:
+                continue
+            try:
+                parts = self.compute(*given, some=True)
+            except (Missing, RuntimeError):  # a tensor that the mistake needs is missing, or of another kind
+                continue
+            changed = {i for i, (x, y) in enumerate(zip(parts, base, strict=True)) if not torch.equal(x, y)}
+            if changed:
+                yield _Case(term, text.format(**vars(self.recipe)), given[1], parts, changed)
+
+    def findings(self, term: str, own: list[Row]) -> list[Finding]:
+        """Return whether the numbers are those of the recipe, or else which mistakes explain them."""
+        if not self.found.any() and not self.numbers(self.base).any():
+            zero = self.name == "loss" and not self.file["advantages"].any()
+            return [Finding(term, "unchecked", f"all {'advantages' if zero else 'numbers'} are 0")]
+        if not self.file.header.get("claims"):
+            same = self.identified()
+            text = self.words(same) if same else f"no known variant gives these numbers: {self.where()}"
+            return [Finding(term, "ok" if same else "wrong", text)]
+        off = self.off(self.base)
+        if off < self.within:
+            if text := self.reported(self.base):
+                return [Finding(term, "wrong", text)]
+            cases = self.cases(varied(self.name, self.recipe))
+            same = [self.recipe, *(x.recipe for x in cases if self.off(x.parts, some=True) < self.within)]
+            return [Finding(term, "ok", f"{self.words(same)} (off by {off:.0e})")]
+        size = f" (off by {off:.1%})" if off < 10 else ""
+        if found := self.explained(own):
+            return [Finding(its, "wrong", f"{text}{size}") for its, text in found]
+        said = self.words([self.recipe])
+        text = f"no known mistake gives these numbers{size}: {self.where()}; the settings say {said}"
+        if same := self.identified():
+            text = f"the numbers are those of {self.words(same)}{size}; the settings say {said}"
+        return [Finding(term, "wrong", text)]
+
+    def explained(self, own: list[Row]) -> list[tuple[str, str]]:
+        """Return terms and words of the mistakes that give the numbers of the file; [] if none does."""
+        factor, general = self.factor(self.base)
+        if factor and not general:
+            return [("reduction", factor)]
+        cases = list(self.cases([*own, *rows(self.name, self.recipe)]))
+        for case in cases:
+            if self.off(case.parts, some=True) < self.within:
+                return [(case.term, case.text)]
+        if factor:
+            return [("advantages" if self.name == "advantages" else "reduction", factor)]
+        for case in cases:
+            if (factor := self.factor(case.parts)[0]) and self.rows is None:
+                return [(case.term, case.text), ("reduction", factor)]
+        for a, b in combinations(cases, 2):
+            if not a.changed & b.changed:
+                mixed = Parts(
+                    *(
+                        y if i in b.changed else x
+                        for i, (x, y) in enumerate(zip(a.parts, b.parts, strict=True))
+                    )
+                )
+                if self.off(mixed, some=True) < self.within:
+                    first, second = sorted((a, b), key=lambda case: min(case.changed))
+                    return [(first.term, first.text), (second.term, second.text)]
+        return []
+
+    def factor(self, parts: Parts) -> tuple[str, bool]:
+        """Return in words the factor between the file and a recipe, and whether it is any number.
+
+        It is the same for all micro-batches, or 0 for those that are lost. "" if there is none.
+        """
+        expected, micro = self.numbers(parts), self.file["micro_batch"]
+        if not self.by_token or expected.shape != self.found.shape or not expected.isfinite().all():
+            return "", False
+        count = 1 if self.name == "advantages" else int(micro.max()) + 1
+        factors, rest = [], torch.zeros_like(expected)
+        for part in range(count):
+            rows = micro * (count > 1) == part
+            factors.append(float((self.found[rows] * expected[rows]).sum() / expected[rows].square().sum()))
+            rest[rows] = (
+                self.found[rows] - (factors[-1] if math.isfinite(factors[-1]) else 0) * expected[rows]
+            )
+        known = [x for x in factors if math.isfinite(x)]  # others: a micro-batch without a gradient
+        kept = [x for x in known if abs(x) > self.within]
+        if not kept or float(rest.norm()) > self.within * float(self.found.norm()):
+            return "", False
+        if max(kept) - min(kept) > 10 * self.within * max(map(abs, kept)):
+            return "", False
+        lost = [str(i) for i, x in enumerate(factors) if abs(x) <= self.within]
+        value, whole = kept[0], "advantages are" if self.name == "advantages" else "loss is"
+        if lost and abs(value - 1) < self.within:
+            return f"the micro-batches {', '.join(lost)} of {count} are lost", False
+        for usual, words in ((1 / count, "divided once more by"), (float(count), "not divided by")):
+            if count > 1 and not lost and abs(value / usual - 1) < self.within:
+                return f"the loss is {words} the {count} micro-batches (factor {value:.4g})", False
+        also = f", and the micro-batches {', '.join(lost)} are lost" if lost else ""
+        return f"the {whole} {value:.6g} times as large{also}", True
+
+    def reported(self, parts: Parts) -> str:
+        """Return in words how reported losses differ from those of the gradient; each may be a mean of its own."""
+        losses = self.file.get(TABLE["stages"][self.name]["targets"][-1])
+        expected = by_micro_batch(self.file, parts.whole[0])
+        if not self.size or not self.by_token or losses is None or losses.shape != expected.shape:
+            return ""
+        limit = max(1e-3, self.within) * self.size
+        if any(float((losses / each - expected).norm()) < limit for each in (1, len(losses))):
+            return ""
+        return f"the gradient is right, but the reported loss is not: {losses.sum():.6g}, not {expected.sum():.6g}"
+
+    def words(self, found: list[Recipe]) -> str:
+        """Return settings in words, and those that differ between the recipes as not determined."""
+        first, shown, unknown = found[0], [], []
+        unused = {"kl", "kl_times_ratio"} if not first.kl_coef else set()
+        unused |= {"std", "std_eps"} if first.scale == "none" and first.whiten != "batch" else set()
+        unused |= {"teacher", "teacher_coef"} if not first.teacher_coef else set()
+        others = [key for each in found for key in SETTINGS if getattr(each, key) != getattr(first, key)]
+        for key in dict.fromkeys([*TABLE["stages"][self.name]["shown"], *others]):
+            values = list(dict.fromkeys(str(getattr(each, key)) for each in found))
+            if len(values) > 1:
+                unknown.append(f"{key} ({', '.join(values)})")
+            elif key not in unused and getattr(first, key) not in (None, {}):
+                shown.append(f"{key} {values[0]}")
+        return ", ".join(shown) + (f"; this batch does not determine {', '.join(unknown)}" if unknown else "")
+
+    def where(self) -> str:
+        """Return where the numbers first differ from the recipe's."""
+        if not self.by_token:
+            return "add logprob_grads to the file to see where"
+        gap = (self.found - self.numbers(self.base)).abs()
+        places = (gap > self.within * gap.max()).nonzero()
+        row, column = places[0].tolist() if len(places) else (0, 0)
+        count = len(places[:, 0].unique())
+        return f"{len(places)} tokens of {count} responses differ, the first at row {row}, position {column}"
+
+    # -- without claims
+
+    def identified(self) -> list[Recipe]:
+        """Return the recipes that give the numbers of the file."""
+        keys = TABLE["identified"].get(self.name, [])
+        values = product(*(SETTINGS[key][2] for key in keys))
+        found = [self.recipe.changed(**dict(zip(keys, each, strict=True))) for each in values]
+        found = list(self.losses()) if self.name == "loss" else found
+        parts = []
+        for each in found:
+            try:
+                parts.append((each, self.compute(self.file, each)))
+            except Missing:
+                continue
+        near = [(each, given) for each, given in parts if self.off(given) < self.within]
+        return [each for each, given in near if not self.reported(given)] or [each for each, _ in near]
+
+    def losses(self) -> Iterator[Recipe]:
+        """Yield recipes with nearly the gradient of the file: weight x (policy term + coefficient x KL)."""
+        none = self.recipe.changed(kl_coef=0.0, kl_in="loss")
+        tried = [none.changed(surrogate="reinforce", ratio="one")]
+        for level in SETTINGS["ratio"][2]:
+            for low, high in [*TABLE["identified"]["clips"], *self.bounds(level)]:
+                clipped = none.changed(ratio=level, clip_low=low, clip_high=high)
+                tried += [clipped, clipped.changed(surrogate="cispo"), clipped.changed(dual_clip=3.0)]
+        kls = [{"kl": k, "kl_times_ratio": by} for k, by in product(("k3", "k1", "k2"), (False, True))]
+        terms: list[tuple[Recipe, Parts]] = []
+        for each in tried:
+            terms.append((each, self.compute(self.file, each, some=True)))
+            for kl in kls if "ref_logprobs" in self.file else ():
+                given = each.changed(**kl, kl_coef=1.0)
+                terms.append((given, self.compute(self.file, given, some=True)))
+        found = self.found if self.rows is None else self.found[self.rows]
+        for reduction, over in product(SETTINGS["reduction"][2], SETTINGS["over"][2]):
+            shape = {"reduction": reduction, "over": over}
+            try:
+                weight = recipes.weights(self.file, self.recipe.changed(**shape))
+            except Missing:
+                continue
+            weight = weight if self.rows is None else weight[self.rows]
+            for given, parts in terms:
+                rest, coef = found - self.numbers(Parts(parts.policy, torch.zeros(()), weight)), 0.0
+                if given.kl_coef:  # the coefficient that fits best
+                    part = self.numbers(Parts(torch.zeros(()), parts.penalty, weight))
+                    coef = float((rest * part).sum() / part.square().sum().clamp(min=1e-30))
+                    rest = rest - coef * part
+                    if abs(coef) * float(part.norm()) < self.within * float(found.norm()):
+                        continue
+                if float(rest.norm()) < self.within * (float(found.norm()) if self.by_token else self.size):
+                    yield given.changed(**shape, kl_coef=float(f"{coef:.4g}"))
+
+    def bounds(self, level: str) -> list[tuple[float, float]]:
+        """Return clip_low and clip_high between ratios with and without a gradient, if the loss has no KL."""
+        mask, file = self.file.mask, self.file
+        u = recipes.log_ratio(file, self.recipe, file["logprobs"], level).exp().expand(mask.shape)[mask]
+        a = file["advantages"].view(len(mask), -1).expand(mask.shape)[mask]
+        gradient = self.found[mask] if self.by_token else a
+        clipped, above, below = (gradient == 0) & (a != 0), (a > 0) & (u > 1), (a < 0) & (u < 1)
+        if not clipped.any() or (clipped & ~above & ~below).any():
+            return []
+        low, high = 1.0, 1e9
+        if (cut := u[above & clipped]).numel():
+            high = float(cut.min() + max(u[above & ~clipped].tolist(), default=1.0)) / 2 - 1
+        if (cut := u[below & clipped]).numel():
+            low = 1 - float(cut.max() + min(u[below & ~clipped].tolist(), default=1.0)) / 2
+        return [(float(f"{low:.2g}"), float(f"{high:.2g}"))]
+
+
+# -- mask, log-probs and norms ---------------------------------------------------------------------------
+
+
+def _mask(file: BatchFile) -> Iterator[Finding]:
+    """Compare the mask with the token ids: prompt, padding, end token, first token, gaps."""
+    mask, none = file.mask, torch.zeros_like(file.mask)
+    messages, prompt = file.get("environment_mask", none), file.get("prompt_positions", none)
+    real, unclear, last = ~messages & ~prompt, none, none
+    known = "response_ids" in file and bool(file.header.get("eos_ids"))
+    if known:
+        ids = file["response_ids"]
+        is_end = torch.isin(ids, torch.tensor(file.header["eos_ids"]))
+        before = is_end.long().cumsum(-1) - is_end.long()  # end tokens before this one
+        trailing = (ids == file.header.get("pad_id")).flip(-1).long().cumprod(-1).flip(-1).bool()
+        last = is_end & (before == 0)
+        unclear = trailing & (before == 0) & ~is_end  # padding, or sampled before the length limit
+        real = real & (~trailing | last if messages.any() else before == 0)
+    wrong, missing = mask & ~real, real & ~mask & ~unclear & mask.any(-1, keepdim=True)
+    text = f"{int(mask.sum())} tokens of {len(mask)} responses"
+    if wrong.any():
+        kinds = {"the prompt": prompt, "tokens of the environment": messages}
+        what = next((name for name, at in kinds.items() if (wrong & at).any()), "padding after the end token")
+        text = f"it includes {what}: {int(wrong.sum())} tokens of {int(wrong.any(-1).sum())} responses"
+    elif known and missing.any():
+        kinds = {"the end token": last, "the first token": (real.cumsum(-1) == 1) & real}
+        what = next((name for name, at in kinds.items() if not (missing & ~at).any()), "tokens")
+        text = f"it excludes {what} of {int(missing.any(-1).sum())} responses"
+    elif not known:
+        text = "the file has no response_ids, or no eos_ids in the header"
+    state = "wrong" if wrong.any() or (known and missing.any()) else "ok" if known else "unchecked"
+    yield Finding("mask", state, text)
+
+
+def _logprobs(file: BatchFile) -> Iterator[Finding]:
+    """Compare log-probs with one another: positions and rows, temperature, another policy."""
+    names = ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "teacher_logprobs")
+    names = tuple(name for name in names if name in file)
+    now = file["logprobs"][file.mask]
+    if not names or len(now) < 30 or float(now.std()) < 1e-6:
+        why = (
+            "fewer than 30 tokens, or all have the same log-prob"
+            if names
+            else "the file has no other log-probs"
+        )
+        yield Finding("log-probs", "unchecked", why)
+        return
+    found = {name: text for name in names if (text := _unlike(file, name))}
+    yield from (Finding(name, "wrong", text) for name, text in found.items())
+    if not found:
+        yield Finding("log-probs", "ok", "positions and temperature of all log-probs fit one another")
+
+
+def _unlike(file: BatchFile, name: str) -> str:
+    """Return in words how log-probs do not fit those of the policy; "" if they do."""
+    mask, now, other, fits = file.mask, file["logprobs"], file[name], {}
+    for move in ("", ">>0", "<<0", "vv", "^^"):
+        both = mask & moved(file, mask, move)
+        fits[move] = _correlation(now[both], moved(file, other, move)[both])
+    best = max(fits, key=lambda move: fits[move])
+    since = file.header.get("updates_since_old") if name == "old_logprobs" else None
+    gap = (now - other)[mask].abs()
+    if above := int((other[mask] > 1e-6).sum()):
+        return f"{above} values are above 0"
+    if best and fits[best] > max(0.5, fits[""] + 0.2):
+        side = {">": "shifted by one position to the left", "<": "shifted by one position to the right"}
+        what = side.get(best[0], "those of a neighbouring row")
+        return f"{what}: correlation with logprobs {fits['']:.2f} as they are, {fits[best]:.2f} otherwise"
+    if since == 0 and float(gap.mean()) > 50 * file.header["within"]:
+        return (
+            f"stale: no update was made since, but they differ from logprobs by {gap.mean():.3g} on average"
+        )
+    if since and float(gap.max()) < 1e-6:
+        return f"those of the current policy: {since} updates were made since, but every ratio is 1"
+    if name in ("behaviour_logprobs", "old_logprobs"):
+        trainer = file.get("old_logprobs", now)[mask] if name[0] == "b" else now[mask]
+        gap = trainer - other[mask]
+        tilt = _correlation(gap, trainer), _correlation(gap, other[mask])
+        if min(map(abs, tilt)) > 0.7 and tilt[0] * tilt[1] > 0 and float(gap.std()) > 0.02:
+            return (
+                "another temperature than the trainer's log-probs: their difference follows the log-prob itself "
+                f"(correlation {tilt[0]:.2f}, deviations differ by a factor {other[mask].std() / trainer.std():.2f})"
+            )
+    return ""
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    """Return Pearson's correlation of two vectors; 0 if one is constant."""
+    x, y = x - x.mean(), y - y.mean()
+    size = float(x.norm() * y.norm())
+    return float((x * y).sum()) / size if size > 1e-12 else 0.0
+
+
+def _norms(file: BatchFile) -> Iterator[Finding]:
+    """Compare gradient norms of the same step with other numbers of micro-batches."""
+    norms = file.header.get("grad_norms", {})
+    if len(norms) > 1:
+        same = max(norms.values()) < min(norms.values()) * (1 + max(1e-3, file.header["within"]))
+        how = "does not depend" if same else "depends (gradients are lost or divided wrongly)"
+        shown = ", ".join(f"{count}: {norms[count]:.6g}" for count in sorted(norms))
+        text = f"the norm {how} on the number of micro-batches: {shown}"
+        yield Finding("gradient", "ok" if same else "wrong", text)

@@ -1,0 +1,200 @@
+"""The batch file: one optimizer step in one safetensors file, with a JSON header (schema 1).
+
+The metadata key `rlhf` holds the header. B: responses of the step, over all ranks and micro-batches; T: response
+tokens, padded on the right; P: prompt tokens; A: responses whose rewards were compared; M: micro-batches; S:
+states with a value, T or T + 1. A tensor or a key of the header that is not listed here is kept and ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from rlhf.core.errors import UserError
+
+SCHEMA = 1
+_SHAPES = {  # names of tensors by their dimensions
+    "B T": "response_mask logprobs logprob_grads old_logprobs ref_logprobs behaviour_logprobs teacher_logprobs"
+    " weights response_ids environment_mask prompt_positions count_mask",
+    "B S": "value_mask values old_values returns value_grads",
+    "B P": "prompt_ids prompt_mask",
+    "B": "rewards group micro_batch all_index",
+    "A": "all_rewards all_group",
+    "M": "losses value_losses",
+}
+_DIMENSIONS = {name: dims.split() for dims, names in _SHAPES.items() for name in names.split()}
+_WHOLE = ("response_ids", "prompt_ids", "group", "micro_batch", "all_index", "all_group")
+_HEADER: dict[str, Callable[[Any], Any]] = {  # how a value is read; an error of it is a problem of the file
+    **dict.fromkeys(("tokens", "grad_norm"), float),
+    **{"claims": dict, "updates_since_old": int, "pad_id": int},
+    "eos_ids": lambda ids: [int(each) for each in (ids if isinstance(ids, list) else [ids])],
+    "grad_norms": lambda norms: {int(count): float(norm) for count, norm in dict(norms).items()},
+}
+
+
+class Missing(LookupError):
+    """A tensor that the file does not have, by name."""
+
+
+@dataclass(frozen=True)
+class BatchFile:
+    """A batch file in memory: tensors by name (masks as bool, numbers as float64), header, and path."""
+
+    tensors: dict[str, Tensor]
+    header: dict[str, Any] = field(default_factory=dict)
+    path: Path = Path("batch.safetensors")
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise Missing(name)
+        return self.tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a tensor, or the default if the file does not have it."""
+        return self.tensors.get(name, default)
+
+    @property
+    def mask(self) -> Tensor:
+        """The trained tokens [B, T]."""
+        return self.tensors["response_mask"]
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the rows alternate: chosen, rejected."""
+        return bool(self.header.get("kind") == "pairs")
+
+    def changed(self, **tensors: Tensor | None) -> BatchFile:
+        """Return the file with other tensors; None removes a tensor."""
+        kept = {name: x for name, x in {**self.tensors, **tensors}.items() if x is not None}
+        return replace(self, tensors=kept)
+
+    def rows(self, rows: Tensor) -> BatchFile:
+        """Return the file with some of its rows; tensors of other dimensions stay."""
+        per_row = {name for name, dims in _DIMENSIONS.items() if dims[0] == "B"} | {"advantages"}
+        return self.changed(**{name: x[rows] for name, x in self.tensors.items() if name in per_row})
+
+
+def write(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    """Write a batch file."""
+    whole = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    save_file(whole, path, {"rlhf": json.dumps({"schema": SCHEMA, **header})})
+
+
+def read(path: Path) -> BatchFile:
+    """Read and check a batch file; of a bundle, only its header.
+
+    Raises:
+        UserError: the file is no batch file, has another schema, or lacks or misshapes a tensor.
+    """
+    try:
+        with safe_open(path, "pt") as opened:
+            header = json.loads((opened.metadata() or {}).get("rlhf", "null"))
+            bundle = isinstance(header, dict) and header.get("kind") == "bundle"
+            tensors = {name: opened.get_tensor(name) for name in (() if bundle else opened.keys())}
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} must be a batch file (safetensors), got an error: {error}") from None
+    if not isinstance(header, dict) or header.get("schema") != SCHEMA:
+        got = header.get("schema") if isinstance(header, dict) else "no header"
+        raise UserError(f"{path} must have schema {SCHEMA} in the metadata key rlhf, got {got}")
+    return BatchFile({}, header, path) if bundle else checked(BatchFile(tensors, header, path))
+
+
+def checked(file: BatchFile) -> BatchFile:
+    """Return a file with masks as bool and numbers as float64.
+
+    Raises:
+        UserError: a tensor or a key of the header is missing or malformed; it names all problems.
+    """
+    header, tensors = {"kind": "policy_gradient", **file.header}, dict(file.tensors)
+    problems = []
+    for key, kind in _HEADER.items():
+        try:
+            header |= {key: kind(header[key])} if header.get(key) is not None else {}
+        except (TypeError, ValueError) as error:
+            problems.append(
+                f"{key} of the header must be as schema {SCHEMA} has it, got {header[key]!r}: {error}"
+            )
+    if header["kind"] not in ("policy_gradient", "pairs"):
+        problems.append(f"kind of the header must be policy_gradient or pairs, got {header['kind']!r}")
+    sizes: dict[str, int] = {}
+    for name in ("response_mask", "logprobs"):
+        if name not in tensors:
+            problems.append(f"the file must contain {name}, got {', '.join(sorted(tensors)) or 'no tensor'}")
+    for name, dims in (_DIMENSIONS | {"advantages": ["B", "T"]}).items():
+        if (x := tensors.get(name)) is None:
+            continue
+        if name == "advantages" and x.dim() == 1:
+            dims = ["B"]
+        if x.dim() != len(dims) or not x.numel() or x.is_complex():
+            problems.append(f"{name} must be of numbers [{' '.join(dims)}], got {x.dtype} {list(x.shape)}")
+            continue
+        for dim, size in zip(dims, x.shape, strict=True):
+            if sizes.setdefault(dim, size) != size:
+                problems.append(f"{name} must have {dim} = {sizes[dim]} as the other tensors, got {size}")
+        if name in ("logprobs", "logprob_grads") and x.dtype.itemsize == 2:
+            header["dtype"] = "bfloat16"
+        masked = name.endswith("_mask") or name == "prompt_positions"
+        tensors[name] = x != 0 if masked else x.long() if name in _WHOLE else x.double()
+    if sizes.get("S", sizes.get("T", 0)) - sizes.get("T", 0) not in (0, 1):
+        problems.append(f"values must have T or T + 1 columns, got {sizes['S']} for T = {sizes['T']}")
+    if header["kind"] == "pairs" and sizes.get("B", 0) % 2:
+        problems.append(f"rows of kind pairs must alternate: chosen, rejected; got {sizes['B']} rows")
+    read = BatchFile(tensors, header, file.path)
+    problems = problems or list(_wrong(read))
+    if problems:
+        raise UserError(*problems)
+    return _complete(read)
+
+
+def _complete(file: BatchFile) -> BatchFile:
+    """Return the file with the tensors that follow from others, and with the tolerance `within`."""
+    mask, found = file.mask, file.tensors
+    micro = file.get("micro_batch", torch.zeros(len(mask), dtype=torch.int64))
+    new = {"micro_batch": micro.unique(return_inverse=True)[1]}
+    if "tokens" in file.header:
+        new["tokens"] = torch.tensor(file.header["tokens"])
+    if "rewards" in file and "group" in file and "all_rewards" not in file:
+        new |= {
+            "all_rewards": found["rewards"],
+            "all_group": found["group"],
+            "all_index": torch.arange(len(mask)),
+        }
+    if (values := file.get("old_values", file.get("values"))) is not None:
+        states = F.pad(mask, (0, values.shape[1] - mask.shape[1]))
+        new |= {"old_values": values, "value_mask": file.get("value_mask", states)}
+    within = 1e-4 if file.header.get("dtype", "float32") == "float32" else 2e-2
+    return replace(file, header={**file.header, "within": within}).changed(**new)
+
+
+def _wrong(file: BatchFile) -> Iterator[str]:
+    """Yield the problems of the numbers of tensors whose shapes are right."""
+    for name, x in file.tensors.items():
+        if not x.is_floating_point() or name not in {*_DIMENSIONS, "advantages"}:
+            continue
+        used = file.tensors.get("value_mask") if "S" in _DIMENSIONS.get(name, ()) else file.mask
+        wrong = ~x.isfinite() & (used if used is not None and used.shape == x.shape else x == x)
+        if wrong.any():
+            place = tuple(wrong.nonzero()[0].tolist())
+            yield f"{name} must be finite where tokens are trained, got {float(x[place])} at {list(place)}"
+    together = {"all_rewards", "all_group", "all_index"} & file.tensors.keys()
+    if len(together) in (1, 2):
+        yield f"all_rewards, all_group and all_index must be in the file together, got {sorted(together)}"
+    elif together and not 0 <= int(file["all_index"].min()) <= int(file["all_index"].max()) < len(
+        file["all_rewards"]
+    ):
+        yield f"all_index must have rows of all_rewards, from 0 to {len(file['all_rewards']) - 1}"
+    parts = len(file["micro_batch"].unique()) if "micro_batch" in file else 0
+    if parts and len(file.get("losses", range(parts))) != parts:
+        yield f"losses must have a number for each of the {parts} micro-batches, got {len(file['losses'])}"

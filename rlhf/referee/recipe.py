@@ -1,0 +1,354 @@
+"""What a step computes, as a recipe, and the numbers that a recipe gives on a batch file.
+
+GAE, ratio, clipping, KL, surrogates and corrections are those of `rlhf.objectives`, in float64. Group statistics
+and reductions are this module's own, because other frameworks have groups of unequal size and reductions that
+depend on the micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor
+from torch.nn import functional as F
+
+from rlhf.config import algorithms as config
+from rlhf.core.errors import UserError
+from rlhf.core.metrics import selected
+from rlhf.objectives.advantages import gae, whiten
+from rlhf.objectives.cispo import CISPO
+from rlhf.objectives.correction import accepted, importance_weights, mean_weight, over_tokens
+from rlhf.objectives.dppo import DPPO
+from rlhf.objectives.grpo import GRPO
+from rlhf.objectives.objective import bounded
+from rlhf.objectives.policy_gradient import kl_estimate
+from rlhf.objectives.sapo import SAPO
+from rlhf.objectives.vespo import VESPO
+from rlhf.referee.file import BatchFile
+
+TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text("utf-8"))
+SETTINGS: dict[str, list[Any]] = TABLE["settings"]  # key -> default, term, meaning of each value
+_SURROGATES = {
+    "clip": (GRPO, config.GRPOConfig),
+    "cispo": (CISPO, config.CISPOConfig),
+    "sapo": (SAPO, config.SAPOConfig),
+    "vespo": (VESPO, config.VESPOConfig),
+    "dppo": (DPPO, config.DPPOConfig),
+}
+
+
+class Recipe(SimpleNamespace):
+    """The settings of a step, with the keys of `claims`, which mistakes.yaml lists (`settings`)."""
+
+    def changed(self, **settings: Any) -> Recipe:
+        """Return the recipe with other settings."""
+        return Recipe(**{**vars(self), **settings})
+
+    @classmethod
+    def of(cls, file: BatchFile) -> Recipe:
+        """Return the recipe of the claims of a file; a missing key has its default, another key is ignored.
+
+        Raises:
+            UserError: a value has the wrong type or is no value of its setting; it names all problems.
+        """
+        claims, problems = dict(file.header.get("claims", {})), []
+        if file.pairs and "surrogate" in claims:
+            claims["pair_loss"] = claims.pop("surrogate")
+        recipe = cls(detached="", **{key: claims.get(key, row[0]) for key, row in SETTINGS.items()})
+        for key, (default, _, *values) in SETTINGS.items():
+            value, kind = getattr(recipe, key), type(default)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            right = number or (value is None and key in ("dual_clip", "clip_value"))
+            if kind in (str, bool):
+                right = value in [*values[0]]
+            if not (isinstance(value, dict) if kind is dict else right):
+                words = ", ".join(map(str, values[0])) if values else f"of the kind of {default}"
+                problems.append(f"claims.{key} must be {words}, got {value!r}")
+        try:
+            _ = problems or (_objective(recipe), _correction(recipe))
+        except (TypeError, ValueError) as error:
+            problems.append(f"claims.options and claims.correction must have keys of rlhf, got {error}")
+        if problems:
+            raise UserError(*problems)
+        return recipe
+
+
+def _objective(recipe: Recipe) -> GRPO:
+    """Return the objective that has the surrogate."""
+    objective, section = _SURROGATES.get(recipe.surrogate, _SURROGATES["clip"])
+    options = {"clip_low": recipe.clip_low, "clip_high": recipe.clip_high, **recipe.options}
+    return objective(section(**options, **({"dual_clip": recipe.dual_clip} if objective is GRPO else {})))
+
+
+def _correction(recipe: Recipe) -> config.CorrectionConfig:
+    """Return the correction."""
+    words = {"kind": config.CorrectionKind, "level": config.Level, "reject": config.Reject}
+    words["reject_by"] = config.Divergence
+    given = recipe.correction.items()
+    return config.CorrectionConfig(**{key: words[key](x) if x and key in words else x for key, x in given})
+
+
+class Parts(NamedTuple):
+    """The parts of a step's loss: losses and gradients of tokens [2, B, T] of two terms, and their weights."""
+
+    policy: Tensor
+    penalty: Tensor
+    weight: Tensor  # [B, 1]; the same for all tokens of a response, so it divides coupled gradients as well
+
+    @property
+    def whole(self) -> Tensor:
+        """Losses and gradients of the tokens in the loss of the step [2, B, T]."""
+        return (self.policy + self.penalty) * self.weight
+
+
+# -- advantages ------------------------------------------------------------------------------------------
+
+
+def _tokens(x: Tensor, mask: Tensor) -> Tensor:
+    """Return numbers of responses [B] or tokens [B, T] as those of tokens, 0 outside the mask."""
+    return selected(x if x.dim() == 2 else x[:, None], mask)
+
+
+def advantages(file: BatchFile, recipe: Recipe, rows: Tensor | None = None) -> Parts:
+    """Return the advantages of the tokens [B, T] in place of losses and gradients."""
+    mask, penalty = file.mask, torch.zeros(())
+    if recipe.kl_in == "reward" and recipe.kl_coef:
+        before = file.get("old_logprobs", file.get("behaviour_logprobs", file["logprobs"]))
+        kl_mask = file.get("kl_mask", mask)
+        penalty = recipe.kl_coef * selected(_kl(before, file["ref_logprobs"], recipe.kl), kl_mask)
+    a = (
+        _estimated(file, recipe, penalty)
+        if recipe.advantage.startswith("gae")
+        else _compared(file, recipe, penalty)
+    )
+    a = _tokens(a, mask)
+    if recipe.teacher_in_advantage:
+        gap = file["teacher_logprobs"] - file.get("behaviour_logprobs", file["logprobs"])
+        a = a + recipe.teacher_in_advantage * selected(gap, mask)
+    if recipe.whiten in ("tokens", "scale"):
+        a = whiten(a, file.get("whiten_mask", mask), shift=recipe.whiten == "tokens")
+    return Parts(torch.stack([selected(a, mask)] * 2), torch.zeros(()), torch.ones(()))
+
+
+def _estimated(file: BatchFile, recipe: Recipe, penalty: Tensor) -> Tensor:
+    """Return the advantages [B, T] of values by GAE; the score is the reward of the last state."""
+    where = file["value_mask"]
+    values = selected(file["old_values"], where)
+    last = where & (where.cumsum(1) == where.sum(1, keepdim=True))
+    scored = {"gae_every": where, "gae_first": where & (where.cumsum(1) == 1)}.get(recipe.advantage, last)
+    rewards = scored * file["rewards"][:, None]
+    if penalty.dim():
+        rewards[:, : penalty.shape[1]] -= penalty
+    a = gae(rewards, values, recipe.gamma, recipe.lam, where)
+    return (a + values if recipe.advantage == "gae_returns" else a)[:, : file.mask.shape[1]]
+
+
+def _compared(file: BatchFile, recipe: Recipe, penalty: Tensor) -> Tensor:
+    """Return the advantages [B] of rewards that are compared, in groups of any size."""
+    r, g, rows = file["all_rewards"], file["all_group"], file["all_index"]
+    if penalty.dim():
+        r = r.index_add(0, rows, -penalty.sum(-1))
+    _, g, size = g.unique(return_inverse=True, return_counts=True)
+
+    def total(x: Tensor) -> Tensor:
+        return x.new_zeros(len(size)).index_add(0, g, x)[g]
+
+    mean, count, free = total(r) / size[g], size[g], 1 if recipe.std == "unbiased" else 0
+    baseline = {"batch": r.mean(), "none": torch.zeros(())}.get(recipe.advantage, mean)
+    if recipe.advantage == "opo":
+        lengths = torch.ones_like(r).index_copy(0, rows, file.mask.sum(-1).double())
+        baseline = total(r * lengths) / total(lengths)
+    a = r - baseline
+    if recipe.advantage == "leave_one_out":
+        a = a * count / (count - 1).clamp(min=1)
+    if recipe.scale == "group":
+        a = a / ((total((r - mean).square()) / (count - free).clamp(min=1)).sqrt() + recipe.std_eps)
+    elif recipe.scale == "batch":
+        a = a / (r.std(correction=min(free, len(r) - 1)) + recipe.std_eps)
+    if recipe.whiten == "batch":
+        a = (a - a.mean()) / (a.std(correction=min(free, len(a) - 1)) + recipe.std_eps)
+    return a[rows]
+
+
+# -- the loss of a token ---------------------------------------------------------------------------------
+
+
+def _kl(logprobs: Tensor, ref: Tensor, estimator: str) -> Tensor:
+    """Return the estimates of the KL of tokens."""
+    k1 = logprobs - ref
+    if estimator in ("k3", "reverse k3"):
+        pair = (logprobs, ref) if estimator == "k3" else (ref, logprobs)
+        return kl_estimate(*pair, config.KLEstimator.k3)
+    others = {"k1": k1, "-k1": -k1, "clamped k1": k1.clamp(min=0), "abs": k1.abs(), "square": k1.square()}
+    return k1.square() / 2 if estimator == "k2" else others[estimator]
+
+
+def log_ratio(file: BatchFile, recipe: Recipe, logprobs: Tensor, level: str) -> Tensor:
+    """Return log u, [B, T] or of responses [B, 1]; without the anchor's log-probs, u is 1."""
+    fresh = recipe.anchor == "old" and "old_logprobs" not in file
+    anchor = logprobs.detach() if fresh else file[f"{recipe.anchor}_logprobs"]
+    gap = selected(logprobs - anchor, file.mask)
+    if recipe.detached == "ratio":
+        gap = gap.detach()
+    if level in ("token", "one", "reversed"):
+        return {"token": gap, "one": gap - gap.detach(), "reversed": -gap}[level]
+    unit = file.get("ratio_mask", file.mask)
+    whole = over_tokens(selected(gap, unit), unit, averaged=level != "sequence_sum")
+    return whole.detach() + gap - gap.detach() if level == "sequence_token" else whole
+
+
+def corrected(file: BatchFile, recipe: Recipe) -> BatchFile:
+    """Return the file with the `weights` and the `count_mask` of the correction, unless it has its own."""
+    given = _correction(recipe)
+    if not recipe.correction or "weights" in file:
+        return file
+    mask, old = file.mask, file.get("old_logprobs", file["logprobs"])
+    lag = selected(old - file["behaviour_logprobs"], mask)
+    weights = importance_weights(lag, torch.zeros_like(lag), mask, given)[0].expand(mask.shape)
+    if given.normalise and given.kind is not config.CorrectionKind.none:
+        weights = weights / mean_weight(weights, mask, given.level)
+    kept = mask & accepted(lag, mask, given)
+    return file.changed(weights=weights * kept, count_mask=mask if given.reject_counted else kept)
+
+
+def policy_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
+    """Return the losses [B, T] of tokens before the reduction, without KL."""
+    a = _tokens(file["advantages"], file.mask)
+    log_u = bounded(log_ratio(file, recipe, logprobs, recipe.ratio))
+    batch: Any = SimpleNamespace(advantages=a, response_mask=file.mask)
+    losses, _ = _objective(recipe).surrogate(log_u, logprobs, batch)
+    if recipe.surrogate == "reinforce":
+        losses = -a * logprobs
+    elif recipe.surrogate in ("inverted", "bound"):  # the smaller loss in place of the larger one
+        bound = -a * log_u.exp().clamp(1 - recipe.clip_low, 1 + recipe.clip_high)
+        losses = torch.minimum(-a * log_u.exp(), bound) if recipe.surrogate == "inverted" else bound
+    weights = file.get("weights", torch.ones(()))
+    if recipe.detached == "weights":  # the weight has a gradient, too
+        weights = weights * (logprobs - logprobs.detach()).exp()
+    return recipe.policy_coef * losses * weights
+
+
+def penalties(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
+    """Return the penalties [B, T] of tokens: KL to the reference, and distance to the teacher."""
+    losses = torch.zeros_like(logprobs)
+    if recipe.kl_in == "loss" and recipe.kl_coef:
+        kl = _kl(logprobs, file["ref_logprobs"], recipe.kl)
+        if recipe.kl_times_ratio:
+            level = recipe.ratio if recipe.kl_times_ratio is True else str(recipe.kl_times_ratio)
+            factor = bounded(log_ratio(file, recipe, logprobs, level)).exp()
+            kl = kl * (factor.detach() if recipe.detached == "kl_ratio" else factor)
+        losses = losses + recipe.kl_coef * (kl.detach() if recipe.detached == "kl" else kl)
+    if recipe.teacher_coef:  # as in rlhf.objectives.distill
+        k = selected(logprobs - file["teacher_logprobs"], file.mask)
+        sampler = file.get("behaviour_logprobs", logprobs).detach()
+        ratio = bounded(selected(logprobs.detach() - sampler, file.mask)).exp()
+        weight = ratio.clamp(max=recipe.teacher_cap) if recipe.teacher_cap else torch.ones_like(ratio)
+        if recipe.teacher == "k1":
+            to_go = gae(k.detach(), torch.zeros_like(k), recipe.teacher_gamma, 1.0, file.mask)
+            distance = to_go * logprobs
+        else:
+            distance = 0.5 * k.square() if recipe.teacher == "k2" else torch.expm1(bounded(-k)) + k
+        losses = losses + recipe.teacher_coef * weight * distance
+    return losses
+
+
+def pair_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
+    """Return the losses [B, T] of pairs, in the first column of the chosen row; rows: chosen, rejected, ..."""
+    z = selected(logprobs - file["ref_logprobs"], file.mask).sum(-1)
+    if recipe.reduction == "sequence":
+        z = z / file.mask.sum(-1).clamp(min=1)
+    z = z[0::2] - z[1::2]
+    known = {"ipo": (z - 1 / (2 * recipe.beta)).square(), "hinge": F.relu(1 - recipe.beta * z)}
+    losses = known.get(recipe.pair_loss, -F.logsigmoid(recipe.beta * z))
+    return F.pad(torch.stack([losses, torch.zeros_like(losses)], 1).view(-1, 1), (0, logprobs.shape[1] - 1))
+
+
+def value_losses(file: BatchFile, recipe: Recipe, values: Tensor) -> Tensor:
+    """Return the losses [B, S] of values; without values of the rollout, nothing is clipped."""
+    gap = (values - file["returns"]).square()
+    if recipe.clip_value is not None:
+        old = file["old_values"]
+        bound = (values.clamp(old - recipe.clip_value, old + recipe.clip_value) - file["returns"]).square()
+        larger = bound > gap
+        gap = torch.where(larger if recipe.value_loss == "clipped" else ~larger, bound, gap)
+    return recipe.vf_coef * gap
+
+
+# -- the loss of the step --------------------------------------------------------------------------------
+
+
+def parts(file: BatchFile, recipe: Recipe, rows: Tensor | None = None) -> Parts:
+    """Return the parts of the policy's loss; with `rows`, only of these."""
+    if not file.pairs:
+        file = corrected(file, recipe)
+    weight, some = weights(file, recipe), file
+    if rows is not None:
+        weight, some = weight[rows], file.rows(rows)
+    terms = (pair_losses,) if file.pairs else (policy_losses, penalties)
+    found = [_derived(partial(term, some, recipe), some["logprobs"], some.mask) for term in terms]
+    return Parts(found[0], found[1] if len(found) > 1 else torch.zeros(()), weight)
+
+
+def value_parts(file: BatchFile, recipe: Recipe, rows: Tensor | None = None) -> Parts:
+    """Return the parts of the loss of the values; with `rows`, only of these."""
+    where = file["value_mask"]
+    weight = weights(file.changed(count_mask=where), recipe)
+    if rows is not None:
+        weight, file, where = weight[rows], file.rows(rows), where[rows]
+    found = _derived(partial(value_losses, file, recipe), file["values"], where)
+    return Parts(found, torch.zeros(()), weight)
+
+
+def _derived(losses: Callable[[Tensor], Tensor], inputs: Tensor, mask: Tensor) -> Tensor:
+    """Return losses and their gradients by `inputs`, stacked; both are 0 outside the mask."""
+    x = selected(inputs, mask).requires_grad_()
+    values = selected(losses(x), mask)
+    gradient = torch.autograd.grad(values.sum(), x)[0] if values.requires_grad else torch.zeros_like(x)
+    return torch.stack([values.detach(), gradient])
+
+
+def weights(file: BatchFile, recipe: Recipe) -> Tensor:
+    """Return the weight [B, 1] of the tokens of a response in the loss of the step.
+
+    `over` is the step, `micro_batch`, `generation` (`tokens` of the header), or "n parts": means of n
+    equal parts of the micro-batches, such as ranks, then their mean.
+    """
+    counted, micro = file.get("count_mask", file.mask), file["micro_batch"]
+    lengths = counted.sum(-1, keepdim=True).double()
+    ones = torch.ones_like(lengths) if recipe.empty == "counted" else (lengths > 0).double()
+    count = int(micro.max()) + 1
+    number = {"step": 1, "generation": 1, "micro_batch": count}.get(recipe.over) or int(
+        recipe.over.split()[0]
+    )
+    place = micro * number // count
+
+    def total(x: Tensor, at: Tensor) -> Tensor:
+        return x.new_zeros(int(at.max()) + 1, 1).index_add(0, at, x)[at]
+
+    if recipe.reduction == "token":
+        size = total(lengths, place)
+        if recipe.over == "generation":
+            size = torch.full_like(size, float(file["tokens"]))
+    elif recipe.reduction == "prompt":
+        group = file["group"].unique(return_inverse=True)[1]
+        size = total(lengths, group) * (group.max() + 1)
+    else:
+        size = total(ones, place) / (2 if file.pairs else 1)
+        if recipe.reduction == "sequence" and not file.pairs:
+            size = size * lengths.clamp(min=1)
+        elif recipe.reduction == "constant":
+            size = size * (recipe.max_tokens or counted.shape[1])
+    return 1 / size.clamp(min=1) / number
+
+
+def by_micro_batch(file: BatchFile, losses: Tensor) -> Tensor:
+    """Return the sums [M] of the losses [B, T] of tokens."""
+    micro = file["micro_batch"]
+    return losses.new_zeros(int(micro.max()) + 1).index_add(0, micro, losses.sum(-1))
