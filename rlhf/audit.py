@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from rlhf.core.errors import UserError, report
-from rlhf.terminal.console import prepare_output, print_error, show
+from rlhf.terminal.console import console, prepare_output, print_error, show
 
 _MARKS = {"ok": "agrees", "wrong": "WRONG", "unchecked": "not checked"}
 
@@ -41,8 +41,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("file", type=Path, help="batch file (schema 1), or bundle")
     parser.add_argument(
-        "--step", type=int, default=0, metavar="N", help="of a bundle: optimizer step, from 0 (default: 0)"
+        "--step", type=int, default=1, metavar="N", help="of a bundle: optimizer step, from 1 (default: 1)"
     )
+    parser.add_argument(
+        "--sample",
+        type=int,
+        metavar="N",
+        help="of a bundle: print the tokens of a response of the step, from 1",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the table of --sample to a page")
     parser.add_argument("--ignore-claims", action="store_true", help="identify the variant from the numbers")
     parser.add_argument(
         "--mistakes", type=Path, metavar="YAML", help="further mistakes: <stage>: [[term, words, change]]"
@@ -63,8 +70,14 @@ def _audit(options: argparse.Namespace) -> int:
     own = own_rows(options.mistakes) if options.mistakes else {}
     file = read(options.file)
     if file.header.get("kind") == "bundle":
-        from rlhf.referee.bundle import batch_file
+        from rlhf.referee.step import as_page, batch_file, token_table
 
+        if options.sample is not None:
+            table = token_table(options.file, options.step, options.sample)
+            console.print(table)
+            if options.html is not None:
+                options.html.write_text(as_page(table), encoding="utf-8")
+            return 0
         file = batch_file(options.file, options.step)
     if options.ignore_claims:
         file = replace(file, header={**file.header, "claims": {}})

@@ -10,51 +10,45 @@ otherwise as `rlhf.train`.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf.config.root import set_environment
-from rlhf.launch.command_line import exit_codes
+from rlhf.launch.command_line import with_flags
 from rlhf.stages.evaluation import run_folder
-from rlhf.terminal.console import prepare_output, say_loading, show
-from rlhf.words.catalogue import load_plugins
+from rlhf.terminal.console import say_loading, show
 
-OUTCOMES = {
-    True: "repeated with the metrics of the run",
-    False: "repeated with OTHER metrics than those in metrics.jsonl",
-    None: "repeated; metrics.jsonl has no row of it",
+_ARGUMENTS = {
+    "run": {"help": "run folder"},
+    "--update": {"type": int, "required": True, "metavar": "N", "help": "number of the update, from 1"},
+    "--out": {"type": Path, "metavar": "FILE", "help": "default: <run>-<update>.safetensors"},
+    "--no-weights": {
+        "action": "store_true",
+        "help": "leave out weights and optimizer: no replay of the update",
+    },
+    "--no-texts": {"action": "store_true", "help": "leave out texts: no replay of the rewards"},
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with `arguments`, by default those of the command line."""
-    prepare_output()
-    parser = argparse.ArgumentParser(
-        prog="python -m rlhf.bundle",
-        description="Repeat one update of a run, and write all that it computes to one file.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", help="run folder")
-    parser.add_argument("--update", type=int, required=True, help="number of the update, from 1")
-    parser.add_argument("--out", type=Path, help="the file (default: <run>-<update>.safetensors)")
-    parser.add_argument(
-        "--no-weights", action="store_true", help="leave out weights and optimizer: no replay"
-    )
-    parser.add_argument("--no-texts", action="store_true", help="leave out texts: rewards are not replayed")
-    options = parser.parse_args(arguments)
-    set_environment()
-    with exit_codes():
-        load_plugins()
-        folder = run_folder(options.run)
-        name = folder.path.absolute().name
-        out = options.out or Path(f"{name}-{options.update}.safetensors")
+    does = "Repeat one update of a run, and write all that it computes to one file."
+    with with_flags("bundle", does, _ARGUMENTS, arguments) as options:
+        folder, update = run_folder(options.run), options.update
+        out = options.out or Path(f"{folder.path.absolute().name}-{update}.safetensors")
         say_loading()
         from rlhf.referee.bundle import bundle
 
-        same = bundle(folder, options.update, out, not options.no_weights, not options.no_texts)
-        show(f"{out}: update {options.update}, {OUTCOMES[same]}; {out.stat().st_size / 2**20:.1f} MiB")
-        show("the file contains prompts, responses" + (", weights" if not options.no_weights else ""))
+        same = bundle(folder, update, out, not options.no_weights, not options.no_texts)
+        said = {
+            True: "repeated with the metrics of the run",
+            None: "repeated; metrics.jsonl has no row of it",
+        }
+        outcome = said.get(same, "repeated with OTHER metrics than those in metrics.jsonl")
+        show(f"{out}: update {update}, {outcome}; {out.stat().st_size / 2**20:.1f} MiB")
+        show(
+            "the file contains the prompts and responses of the update"
+            + " and weights" * (not options.no_weights)
+        )
 
 
 if __name__ == "__main__":

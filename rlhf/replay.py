@@ -10,45 +10,37 @@ Exit codes: 0 same bits, or on another machine same within rounding; 1 a quantit
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf.config.root import set_environment
-from rlhf.launch.command_line import exit_codes
-from rlhf.terminal.console import prepare_output, say_loading
-from rlhf.words.catalogue import load_plugins
+from rlhf.launch.command_line import with_flags
+from rlhf.terminal.console import say_loading
+
+_ARGUMENTS = {
+    "bundle": {"type": Path, "help": "a file of rlhf.bundle"},
+    "--only": {"choices": ("rewards", "update"), "default": "", "help": "compute one of them"},
+    "--prompt": {"type": int, "metavar": "N", "help": "compare one prompt of the batch, from 1"},
+    "--trust": {"action": "store_true", "help": "let the file name code and addresses"},
+    "--json": {"action": "store_true", "help": "print the differences as JSON"},
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with `arguments`, by default those of the command line."""
-    prepare_output()
-    parser = argparse.ArgumentParser(
-        prog="python -m rlhf.replay",
-        description="Compute the update of a bundle again, and name the first number that differs.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("bundle", type=Path, help="a file of rlhf.bundle")
-    parser.add_argument("--only", choices=("rewards", "update"), default="", help="compute one of them")
-    parser.add_argument("--prompt", type=int, help="compare one prompt of the batch, from 1")
-    parser.add_argument("--trust", action="store_true", help="let the file name code, files and addresses")
-    parser.add_argument("--json", action="store_true", help="print the differences as JSON")
-    options = parser.parse_args(arguments)
-    set_environment()
+    does = "Compute the update of a bundle again, and name the first number that differs."
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing that a bundle names is fetched
-    with exit_codes():
-        load_plugins()
+    with with_flags("replay", does, _ARGUMENTS, arguments) as options:
         if not options.json:
             say_loading()
         from rlhf.referee.diff import differences, report
-        from rlhf.referee.replay import load, replay
+        from rlhf.referee.replay import load, replay, row_of
 
         given = load(options.bundle)
-        prompt = None if options.prompt is None else options.prompt - 1
-        again = replay(given, options.only, prompt, options.trust)
-        found = differences(given, again, prompt, whole=False)
-        raise SystemExit(report(found, given.header["machine"] != again.header.get("machine"), options.json))
+        row = row_of(given, options.prompt)
+        again = replay(given, options.only, row, options.trust)
+        elsewhere = given.header["machine"] != again.header["machine"]
+        raise SystemExit(report(differences(given, again, row, whole=False), elsewhere, options.json))
 
 
 if __name__ == "__main__":

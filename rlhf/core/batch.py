@@ -278,47 +278,28 @@ def batch_of(tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> Batch:
     Names that no field has are ignored.
 
     Raises:
-        UserError: a required field is missing, or a field does not have the declared dimensions or dtype. The
-            message names all problems.
+        UserError: a field is missing, or has other dimensions than it declares; it names all problems.
     """
-    values: dict[str, Any] = {each.name: others[each.name] for each in fields(Batch) if each.name in others}
-    shapes, sizes, problems = _shapes(Batch), dict[str, int](), list[str]()
-    for name, x in {**values, **tensors}.items():
+    required = {each.name: each.default is MISSING for each in fields(Batch)}
+    values, sizes, problems = dict[str, Any](), dict[str, int](), list[str]()
+    for name, x in {**others, **tensors}.items():
         field, _, key = name.partition("/")
-        if (shape := shapes.get(field)) is None:
-            if name in values and not isinstance(x, int | float):
-                problems.append(f"{name} must be a number, got {x!r}")
+        if field not in required:
             continue
-        wanted = _dtype(key or field)
-        got = [len(x)] if isinstance(x, list) else [*x.shape] if isinstance(x, Tensor) else None
-        lengths = dict(zip(shape.dims, got or [], strict=False))
-        if got is None or len(got) != (1 if isinstance(x, list) else len(shape.dims)):
-            problems.append(f"{name} must be [{' '.join(shape.dims)}], got {got}")
-        elif isinstance(x, Tensor) and (x.dtype != wanted if wanted else not x.is_floating_point()):
-            problems.append(f"{name} must be of {wanted or 'floating-point numbers'}, got {x.dtype}")
-        elif wrong := {dim: n for dim, n in lengths.items() if sizes.setdefault(dim, n) != n}:
-            problems.append(f"{name} must have the sizes of the other fields, got {wrong} and {sizes}")
+        dims, token_ids = _shapes(Batch).get(field, _Shape((), False))
+        size = list(x.shape) if isinstance(x, Tensor) else [len(x)] if isinstance(x, list) else []
+        known = [sizes.setdefault(dim, n) for dim, n in zip(dims, size, strict=False)]
+        wrong = len(size) != (len(dims) if isinstance(x, Tensor) else min(1, len(dims)))
+        if known != size or wrong or (token_ids and x.dtype != torch.int64):
+            problems.append(f"{name} must be [{' '.join(dims)}] with {sizes}, got {size}")
         elif key:
             values.setdefault(field, {})[key] = x
         else:
             values[field] = x
-    states, tokens = sizes.get("T+1"), sizes.get("T")
-    if states is not None and tokens is not None and states != tokens + 1:
-        problems.append(f"values must have a state more than the {tokens} tokens, got {states}")
-    for each in fields(Batch):
-        if each.default is MISSING and each.name not in values:
-            problems.append(f"{each.name} must be in the file, got no such field")
-    if problems:
-        raise UserError(*problems)
+    lacking = [name for name, needed in required.items() if needed and name not in values]
+    if lacking or problems:
+        raise UserError(*problems, *(f"{name} must be in the file, got no such field" for name in lacking))
     return Batch(**values)
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    """Return the dtype of a field, or of a tensor in a dict; None: any floating-point numbers."""
-    if name.endswith("_mask") or name in ("ended", "signal"):
-        return torch.bool
-    whole = name.endswith("ids") or name in ("index", "part", "token_versions")
-    return torch.int64 if whole else None
 
 
 def trim(batch: B) -> B:

@@ -55,7 +55,8 @@ from rlhf.words.compose import load_config
 
 TEXTS = {"texts", "references", "dialogues", "tools", "records", "completions", "places"}
 SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja", ".jsonl", ".template", ".rubric"}
-VARYING = ("time/", "throughput/", "memory/")  # metrics that differ between two equal runs
+# Metrics that differ between two equal runs; those of a judge say how often it was asked.
+VARYING = ("time/", "throughput/", "memory/", "judge/")
 
 
 class Recorded(BaseException):

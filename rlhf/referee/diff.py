@@ -83,7 +83,8 @@ def differences(
     found: list[Difference] = []
     wide = HALF if any(f"dtype: {kind}" in a.header["config"] for kind in ("bfloat16", "float16")) else 1.0
     for name, _ in order:
-        x, y = mine.get(name), others.get(name)
+        x: Any = mine.get(name)
+        y: Any = others.get(name)
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             if prompt is not None and not name.endswith("rows"):
                 rows = slice(prompt, prompt + 1)
@@ -139,11 +140,11 @@ def report(found: Sequence[Difference], elsewhere: bool, as_json: bool) -> int:
     return int(not within)
 
 
-def bundles_of(runs: Sequence[RunFolder], folder: Path) -> tuple[int, list[Path]] | None:
-    """Bundle the first update at which two runs differ, without weights; None: no row of metrics differs.
+def bundles_of(runs: Sequence[RunFolder], folder: Path) -> tuple[int | None, list[Path]]:
+    """Bundle the first update at which two runs differ, without weights.
 
     Returns:
-        The number of the update, and the bundles of both runs in `folder`.
+        The number of the update (None: no row of metrics differs), and the bundles of both runs in `folder`.
 
     Raises:
         UserError: the runs have no update in common.
@@ -153,7 +154,7 @@ def bundles_of(runs: Sequence[RunFolder], folder: Path) -> tuple[int, list[Path]
         raise UserError(f"{runs[0].path} and {runs[1].path} must have rows of the same updates, got none")
     first = next((update for update in both if a[update] != b[update]), None)
     if first is None:
-        return None
+        return None, []
     files = [folder / f"{name}.safetensors" for name in "ab"]
     for run, file in zip(runs, files, strict=True):
         bundle(run, first, file, weights=False)

@@ -60,11 +60,37 @@ def load(path: Path) -> BatchFile:
         return replace(file, tensors={name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
 
 
+def row_of(file: BatchFile, prompt: int | None) -> int | None:
+    """Return the row of a prompt, from 1, of the batch of a bundle.
+
+    Raises:
+        UserError: the batch has no such prompt.
+    """
+    count = len(file.tensors.get("batch/index", ()))
+    if prompt is not None and not 1 <= prompt <= count:
+        raise UserError(f"--prompt must be from 1 to {count}, got {prompt}")
+    return None if prompt is None else prompt - 1
+
+
 def malformed(error: Exception) -> UserError | None:
     """Explain an error of the content of a bundle."""
     if isinstance(error, UserError | RunError) or not isinstance(error, MALFORMED):
         return None
     return UserError(f"the bundle must be one that rlhf.bundle of this version wrote, got {one_line(error)}")
+
+
+def unpack(file: BatchFile, folder: Path) -> None:
+    """Write the files in a bundle below a folder.
+
+    Raises:
+        UserError: one would be outside of the folder, or is of a kind that could be executed.
+    """
+    for name in [name for name in file.tensors if name.startswith("file/")]:
+        path = folder / name.removeprefix("file/")
+        if not permitted(name.removeprefix("file/")):
+            raise UserError(f"a bundle must contain files of models and judgements only, got {name!r}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(file.tensors[name].numpy().tobytes())
 
 
 def config_of(file: BatchFile, folder: Path) -> Config:
@@ -76,11 +102,9 @@ def config_of(file: BatchFile, folder: Path) -> Config:
 
 
 def batch_in(file: BatchFile, *stages: str) -> Batch:
-    """Return the batch whose tensors begin with `stages`, the later ones first."""
-    found = [
-        (name.partition("/"), x) for stage in stages for name, x in file.tensors.items() if stage in name
-    ]
-    tensors = {name: x for (stage, _, name), x in found if stage in stages}
+    """Return the batch whose tensors begin with a stage and `/`; those of later stages replace others."""
+    found = ((f"{stage}/", name, x) for stage in stages for name, x in file.tensors.items())
+    tensors = {name.removeprefix(stage): x for stage, name, x in found if name.startswith(stage)}
     missing = dict.fromkeys(("texts", "references"), [""] * len(tensors.get("index", ())))
     return batch_of(tensors, {**missing, **file.header["batch"]})
 
@@ -150,12 +174,7 @@ def replay(file: BatchFile, only: str = "", prompt: int | None = None, trust: bo
     head = file.header
     with TemporaryDirectory() as scratch, explained(malformed):
         folder = Path(scratch)
-        for name in [name for name in file.tensors if name.startswith("file/")]:
-            path = folder / name.removeprefix("file/")
-            if not permitted(name.removeprefix("file/")):
-                raise UserError(f"a bundle must contain files of models and judgements only, got {name!r}")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(file.tensors[name].numpy().tobytes())
+        unpack(file, folder)
         cfg, batch, tape = config_of(file, folder), batch_in(file, "batch"), Tape(folder)
         kinds = {each.name for at, each in scorers(cfg) if at.startswith("scorer")}
         scores = only != "update" and "texts" in head["batch"] and not kinds & {"reward_model", "none"}
@@ -173,7 +192,7 @@ def replay(file: BatchFile, only: str = "", prompt: int | None = None, trust: bo
             again, _ = rescored(cfg, rows, tokenizer, folder / "judgements" / "*.jsonl")
             new = {name: x for name, x in tensors_of(again).items() if name.startswith(("scores", "parts"))}
             tape.tensors |= {f"batch/{name}": x for name, x in new.items()}
-        return BatchFile(tape.tensors, tape.header)
+        return BatchFile(tape.tensors, {"machine": head["machine"], **tape.header})
 
 
 def repeat(
