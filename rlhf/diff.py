@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not options.json:
                 show(f"the first update with other metrics: {first}")
         a, b = map(load, files)
-        elsewhere = a.header["machine"] != b.header["machine"]
+        elsewhere = a.header.get("machine") != b.header.get("machine")
         raise SystemExit(report(differences(a, b), elsewhere, options.json))
 
 

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given = load(options.bundle)
         row = row_of(given, options.prompt)
         again = replay(given, options.only, row, options.trust)
-        elsewhere = given.header["machine"] != again.header["machine"]
+        elsewhere = given.header.get("machine") != again.header["machine"]
         raise SystemExit(report(differences(given, again, row, whole=False), elsewhere, options.json))
 
 

@@ -36,6 +36,7 @@ Nightly tests, and what stands for them in `make test-all`:
 - studies: 6 random kills of the command, workers and attempts change no row: a killed worker, a killed
   attempt, failed runs
 - compiled blocks, a compiled run: a compiled head; blocks outside of their context
+- bundles of every algorithm and schedule, 16 changes of the code: a bundle of GRPO, one with a judge, 4 changes
 - the notebook, the benchmark against TRL, the tables of studies
 """
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from rlhf.core.batch import Batch
-from rlhf.core.errors import UserError
+from rlhf.core.errors import UserError, explained
 from rlhf.referee.bundle import bundle, updates_of
 from rlhf.referee.file import BatchFile
+from rlhf.referee.replay import malformed
 from rlhf.runs.folder import RunFolder
 from rlhf.terminal.console import console, show
 
@@ -29,10 +30,7 @@ NAMES = {
     "ref_logprobs": "log-probs of the reference",
     "old_logprobs": "log-probs before the update",
 }
-WITHIN = {
-    "logprobs": 1e-5,
-    "grads": 1e-4,
-}  # bounds of rounding in float32: absolute; relative to the largest value
+LOGPROBS, GRADIENTS = 1e-5, 1e-4  # bounds of rounding in float32: absolute; relative to the largest value
 HALF = 1e3  # factor of these bounds with 16 bits
 SHOWN = 8  # names of quantities after the first one
 
@@ -51,8 +49,9 @@ def quantities(file: BatchFile) -> Iterator[tuple[str, Any]]:
     yield "weights before the update", file.header.get("before")
     names = [each.name for each in fields(Batch)]
     for stage in ("batch", "credited"):
-        found = [name.split("/", 1)[1] for name in file.tensors if name.startswith(f"{stage}/")]
-        for name in sorted(found, key=lambda name: (names.index(name.partition("/")[0]), name)):
+        found = [name.partition("/")[2] for name in file.tensors if name.startswith(f"{stage}/")]
+        known = [name for name in found if name.partition("/")[0] in names]
+        for name in sorted(known, key=lambda name: (names.index(name.partition("/")[0]), name)):
             shown = NAMES.get(name, name)
             again = stage == "credited" and f"batch/{name}" in file.tensors
             yield f"{shown} of the trained responses" if again else shown, file.tensors[f"{stage}/{name}"]
@@ -77,29 +76,32 @@ def differences(
         prompt: the row of the only prompt that is compared; None: all.
         whole: whether a quantity that only one of them has is a difference; a replay computes only a part.
     """
-    steps = [{**x, **y} for x, y in zip_longest(a.header["steps"], b.header["steps"], fillvalue={})]
-    order = quantities(BatchFile({**a.tensors, **b.tensors}, {**a.header, "steps": steps}))
-    mine, others = dict(quantities(a)), dict(quantities(b))
     found: list[Difference] = []
-    wide = HALF if any(f"dtype: {kind}" in a.header["config"] for kind in ("bfloat16", "float16")) else 1.0
-    for name, _ in order:
-        x: Any = mine.get(name)
-        y: Any = others.get(name)
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            if prompt is not None and not name.endswith("rows"):
-                rows = slice(prompt, prompt + 1)
-                x, y = (x[rows] if len(x) > 1 else x), (y[rows] if len(y) > 1 else y)
-            found += compared(name, x, y, wide)
-        elif x is None or y is None:
-            found += [Difference(name, f"only in the {'first' if y is None else 'second'}", False)] * whole
-        elif x != y and not (x != x and y != y):
-            near = isinstance(x, str) or math.isclose(x, y, rel_tol=1e-4 * wide, abs_tol=1e-6 * wide)
-            found.append(Difference(name, f"{x} and {y}", near))
+    with explained(malformed):
+        steps = [{**x, **y} for x, y in zip_longest(a.header["steps"], b.header["steps"], fillvalue={})]
+        order = quantities(BatchFile({**a.tensors, **b.tensors}, {**a.header, "steps": steps}))
+        mine, others = dict(quantities(a)), dict(quantities(b))
+        half = any(f"dtype: {kind}" in a.header["config"] for kind in ("bfloat16", "float16"))
+        for name, _ in order:
+            x, y = mine.get(name), others.get(name)
+            if x is None or y is None:
+                found += [
+                    Difference(name, f"only in the {'first' if y is None else 'second'}", False)
+                ] * whole
+                continue
+            if prompt is not None and isinstance(x, Tensor) and not name.endswith("rows"):
+                x, y = (each[prompt : prompt + 1] if len(each) > 1 else each for each in (x, y))
+            found += compared(name, x, y, HALF if half else 1.0)
     return found
 
 
-def compared(name: str, x: Tensor, y: Tensor, wide: float) -> Iterator[Difference]:
-    """Yield the difference of two tensors, if there is one; two NaN are equal."""
+def compared(name: str, x: Any, y: Any, wide: float) -> Iterator[Difference]:
+    """Yield the difference of two tensors, numbers or digests, if there is one; two NaN are equal."""
+    if not isinstance(x, Tensor):
+        if x != y and not (x != x and y != y):
+            near = isinstance(x, str) or math.isclose(x, y, rel_tol=GRADIENTS * wide, abs_tol=1e-6 * wide)
+            yield Difference(name, f"{x} and {y}", near)
+        return
     if x.shape != y.shape or x.dtype != y.dtype:
         yield Difference(name, f"{x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}", False)
         return
@@ -110,9 +112,9 @@ def compared(name: str, x: Tensor, y: Tensor, wide: float) -> Iterator[Differenc
         names = ("prompt", "sample", "position", "candidate")
         where = ", ".join(f"{dim} {i + 1}" for dim, i in zip(names, place, strict=False))
         size = float((x - y).abs().nan_to_num(torch.inf).max())
-        bound = WITHIN["logprobs"] if "grads" not in name else WITHIN["grads"] * float(x.abs().max())
+        bound = GRADIENTS * float(x.abs().max()) if name.endswith("_grads") else LOGPROBS
         text = f"{int(differ.sum())} of {x.numel()} values, the first at {where}, by at most {size:.3g}"
-        yield Difference(name, text, x.is_floating_point() and size <= wide * bound)
+        yield Difference(name, text, size <= wide * bound)
 
 
 def report(found: Sequence[Difference], elsewhere: bool, as_json: bool) -> int:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.models import build_device, quieten_libraries
@@ -31,6 +32,7 @@ from rlhf.config.scorers import NoScorerConfig, judges, scorers
 from rlhf.config.tasks import TaskConfig, TLDRMiniConfig
 from rlhf.core.batch import Batch, batch_of, tensors_of
 from rlhf.core.errors import RunError, UserError, explained, one_line
+from rlhf.core.formatting import shortened
 from rlhf.core.state import TrainState
 from rlhf.engines.engine import OPTIMIZER_FILE
 from rlhf.models.loading import read_tokenizer
@@ -42,9 +44,13 @@ from rlhf.words.compose import load_config
 
 # Scorers that execute nothing of a file; reasoning_gym, for example, evaluates expressions.
 SCORERS = ("answer", "facts", "labels", "environment", "judge", "weighted", "mixture")
+_THREADS = 512  # most threads of a replay, whatever the file says
 ATTENTION = ("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Any number or text of a bundle of others may be malformed, and no check knows all of them.
-MALFORMED = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+MALFORMED = (
+    *(ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError),
+    *(UnpicklingError, SafetensorError),
+)
 
 
 def load(path: Path) -> BatchFile:
@@ -76,7 +82,8 @@ def malformed(error: Exception) -> UserError | None:
     """Explain an error of the content of a bundle."""
     if isinstance(error, UserError | RunError) or not isinstance(error, MALFORMED):
         return None
-    return UserError(f"the bundle must be one that rlhf.bundle of this version wrote, got {one_line(error)}")
+    got = shortened(one_line(error), 200)
+    return UserError(f"the bundle must be one that rlhf.bundle of this version wrote, got {got}")
 
 
 def unpack(file: BatchFile, folder: Path) -> None:
@@ -125,6 +132,8 @@ def refused(cfg: Config, scores: bool) -> Iterator[str]:
 
 def kept(cfg: Config, folder: Path, limits: list[int | None], scores: bool) -> Config:
     """Return the config of a replay: models in `folder`, and no setting that an update does not read."""
+    if cfg.backend.name != "torch":
+        raise UserError(f"backend must be torch, whose state one process can load, got {cfg.backend.name}")
     start = str(folder / ("start" if cfg.model.lora.rank else "model"))
     reference = folder / "reference"
     changes: dict[str, Any] = {
@@ -150,10 +159,7 @@ def kept(cfg: Config, folder: Path, limits: list[int | None], scores: bool) -> C
         changes |= {f"{at}.{name}": str(folder / "judgements" / f"{at}.{name}") for name in own}
         changes[f"{at}.token_variable"] = None
     made = cfg.with_({key: value for key, value in changes.items() if not key.startswith("gold.")})
-    problems = [text for at, each in sections(made) for text in each.problems(at)]
-    if made.backend.name != "torch":
-        problems.append(f"backend must be torch, whose state one process can load, got {made.backend.name}")
-    if problems:
+    if problems := [text for at, each in sections(made) for text in each.problems(at)]:
         raise UserError(*problems)
     return made
 
@@ -183,7 +189,7 @@ def replay(file: BatchFile, only: str = "", prompt: int | None = None, trust: bo
         if not trust and (found := [*refused(cfg, scores)]):
             raise UserError(*(f"{each}; or add --trust if you trust the file" for each in found))
         cfg = kept(cfg, folder, head["limits"], scores)
-        torch.set_num_threads(int(head["machine"][-1]))
+        torch.set_num_threads(min(int(head["machine"][-1]), _THREADS))
         tokenizer = read_tokenizer(str(folder / "tokenizer"), key="tokenizer")
         if only != "rewards":
             repeat(cfg, head, batch, tokenizer, tape)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
 from rlhf.assembly.parts import make
 from rlhf.config import algorithms as algos
-from rlhf.config.schema import values
+from rlhf.config.schema import value_at, values
 from rlhf.core.batch import Batch
 from rlhf.core.errors import UserError, explained
 from rlhf.core.formatting import printable
@@ -26,11 +27,9 @@ from rlhf.objectives.policy_gradient import PolicyGradient
 from rlhf.referee.file import BatchFile, checked
 from rlhf.referee.replay import batch_in, config_of, load, malformed, unpack
 
-# Algorithms whose advantages the audit does not compute.
-_GIVEN = algos.ScaleRLConfig | algos.ReinforcePPConfig | algos.DistillConfig
-_RATIO = {"token": "token", "geometric": "sequence_mean", "sequence": "sequence_sum"}
-_MEAN = {"tokens": "token", "responses": "sequence", "prompts": "prompt", "constant": "constant"}
+_TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text("utf-8"))
 _FIELDS = ("response_mask", "response_ids", "environment_mask", "advantages", "old_logprobs", "ref_logprobs")
+_VALUES = {"old_values": "values", "returns": "returns", "value_mask": "value_mask"}
 
 
 def batch_file(path: Path, step: int = 1) -> BatchFile:
@@ -46,70 +45,53 @@ def batch_file(path: Path, step: int = 1) -> BatchFile:
             raise UserError(f"--step must be from 1 to {len(head['steps'])}, got {step}")
         algo, objective = cfg.algo, make(cfg.algo)
         objective.load_state_dict(head["objective"])
-        whole, batch, rows = (
-            batch_in(file, "batch"),
-            batch_in(file, "batch", "credited"),
-            file.tensors[f"step{step}/rows"],
-        )
+        at, metrics = f"step{step}/", head["steps"][step - 1]
+        whole, batch = batch_in(file, "batch"), batch_in(file, "batch", "credited")
+        rows, count = file.tensors[f"{at}rows"], batch.response_ids.shape[1]
         if batch.signal is not None and getattr(algo, "ties", None) is not algos.Ties.keep:
             rows = rows[batch.signal[rows]]  # the others are in no sum and no count
-        part, metrics = batch.select(rows), head["steps"][step - 1]
-        outputs = {
-            name.partition("/")[2]: x[rows]
-            for name, x in file.tensors.items()
-            if name.startswith(f"step{step}/") and not name.endswith("rows")
-        }
-        found = {name: x for name in _FIELDS if (x := getattr(part, name)) is not None} | outputs
-        if part.signal is not None:  # without a forward
-            found["logprobs"] = torch.where(
-                part.signal[:, None, None], outputs["logprobs"], old_or_behaviour(part)
-            )
-        found["behaviour_logprobs"] = (
-            found.get("old_logprobs", found["logprobs"]) if part.on_policy else part.behaviour_logprobs
-        )
+        part = batch.select(rows)
+        found = {name: getattr(part, name) for name in _FIELDS}
+        outputs = {name.partition("/")[2]: x for name, x in file.tensors.items() if name.startswith(at)}
+        found |= {name: x[rows] for name, x in outputs.items() if name != "rows"}
+        if part.signal is not None:  # the model did not read the others
+            trained = part.signal[:, None, None]
+            found["logprobs"] = torch.where(trained, found["logprobs"], old_or_behaviour(part))
+        old = found["logprobs"] if part.old_logprobs is None else part.old_logprobs
+        found["behaviour_logprobs"] = old if part.on_policy else part.behaviour_logprobs
         if part.values is not None:
-            found |= {"old_values": part.values, "returns": part.returns, "value_mask": part.value_mask}
+            found |= {name: getattr(part, field) for name, field in _VALUES.items()}
         found |= own_tensors(algo, part, found)
-        claims, count = claimed(algo, objective, cfg.schedule.minibatches), part.response_ids.shape[1]
         tensors = {name: x.flatten(0, 1) for name, x in found.items() if x is not None}
         tensors["losses"] = torch.tensor([metrics["loss/policy"]])
-        header = {
-            "framework": "rlhf",
-            "version": head["version"],
-            "step": f"{head['step']}.{step}",
-            "claims": claims,
-        }
-        header |= {"kind": "pairs"} if isinstance(algo, algos.DPOConfig) else {}
+        header = {"framework": "rlhf", "version": head["version"], "step": f"{head['step']}.{step}"}
+        header["claims"] = claimed(algo, objective, cfg.schedule.minibatches)
+        if isinstance(algo, algos.DPOConfig):
+            header["kind"] = "pairs"
         if isinstance(objective, PolicyGradient):
-            samples = torch.arange(count)
+            places = torch.arange(len(whole) * count).view(-1, count)
             tensors |= {
                 "group": rows.repeat_interleave(count),
                 "all_rewards": objective.scores(whole).flatten(),
             }
-            tensors |= {
-                "all_group": torch.arange(len(whole)).repeat_interleave(count),
-                "all_index": (rows[:, None] * count + samples).flatten(),
-            }
+            tensors |= {"all_group": places.flatten() // count, "all_index": places[rows].flatten()}
             header["updates_since_old"] = step - 1
         return checked(BatchFile(tensors, header, path))
 
 
-def own_tensors(algo: Any, batch: Batch, found: dict[str, Tensor]) -> dict[str, Tensor]:
+def own_tensors(algo: Any, batch: Batch, found: dict[str, Any]) -> dict[str, Any]:
     """Return tensors of some algorithms: weights of the policy term, counted tokens, a teacher."""
-    extra, mask = batch.per_token or {}, batch.response_mask
+    extra, mask, found = batch.per_token or {}, batch.response_mask, dict(found)
     if "weights" in extra:
         counted = extra.get("trained", mask)
         return {"weights": torch.where(counted, extra["weights"], 0.0), "count_mask": counted}
     if "reach" in extra:
         return {"weights": (extra["reach"] != 0).float()}
     if isinstance(algo, algos.TOPRConfig):
-        gap = torch.where(mask, found["logprobs"] - found["behaviour_logprobs"], 0.0)
-        log_u = (
-            gap
-            if algo.level is algos.Level.token
-            else over_tokens(gap, mask, algo.level is algos.Level.geometric)
-        )
-        avoid = batch.scores[..., None] <= 0 if algo.sign_of_score else batch.advantages < 0
+        log_u = torch.where(mask, found["logprobs"] - found["behaviour_logprobs"], 0.0)
+        if algo.level is not algos.Level.token:
+            log_u = over_tokens(log_u, mask, averaged=algo.level is algos.Level.geometric)
+        avoid = batch.scores[..., None] <= 0 if algo.sign_of_score else found["advantages"] < 0
         return {"weights": torch.where(avoid, log_u.clamp(max=0).exp(), 1.0)}
     if isinstance(algo, algos.BestOfKConfig):
         return {"advantages": mask.float()}
@@ -117,86 +99,52 @@ def own_tensors(algo: Any, batch: Batch, found: dict[str, Tensor]) -> dict[str, 
 
 
 def claimed(algo: Any, objective: Objective, minibatches: int) -> dict[str, Any]:
-    """Return the settings of an algorithm in the words of `claims`.
+    """Return the settings of an algorithm in the words of `claims`; claims.yaml has most of them.
 
     Raises:
         UserError: the audit has no recipe for them.
     """
-    if (
-        isinstance(algo, algos.DPOConfig)
-        and algo.loss_type.value in ("sigmoid", "ipo", "hinge")
-        and not algo.label_smoothing
-        and algo.weighting.value == "none"
-    ):
-        reduction = "sequence" if algo.length_normalised else "sequence_sum"
-        return {"surrogate": algo.loss_type.value, "beta": algo.beta, "reduction": reduction}
-    if isinstance(algo, algos.BestOfKConfig):
-        return {"advantage": "given", "surrogate": "reinforce", "reduction": "sequence_sum"}
-    others = (
-        not isinstance(algo, algos.PolicyGradientConfig)
-        or algo.covariance.kind.value != "none"
-        or algo.off_policy_mask is not None
+    entries = _TABLE["algorithms"].get(algo.name, [])
+
+    def read(key: str) -> Any:
+        value = value_at(algo, key)
+        return value.value if isinstance(value, Enum) else value
+
+    known = [pair for entry in entries for pair in _TABLE["known"].get(entry, {}).items()]
+    unknown = [key for key, accepted in known if read(key) not in accepted]
+    for key in unknown if entries else ["name"]:
+        raise UserError(f"the audit has no recipe for algo.{key}={read(key)} of algo={algo.name}")
+    found: dict[str, Any] = {}
+    for entry in entries:
+        found |= {name: read(key) for name, key in _TABLE["fields"].get(entry, {}).items()}
+        found |= _TABLE["values"].get(entry, {})
+    if isinstance(algo, algos.DPOConfig):
+        found["reduction"] = "sequence" if algo.length_normalised else "sequence_sum"
+    if not isinstance(algo, algos.PolicyGradientConfig):
+        return found
+    level, weighted = algo.level.value, algo.correction.kind is not algos.CorrectionKind.none
+    found |= {"kl_coef": objective.kl_coef, "ratio": _TABLE["ratio"][level]}
+    found["kl_times_ratio"] = algo.kl_unbiased and ("token" if level == "geometric" else True)
+    found["correction"] = (
+        {key: read(f"correction.{key}") for key in values(algo.correction)} if weighted else {}
     )
-    if (
-        others
-        or algo.square_coef
-        or algo.anchor.value not in ("old", "behaviour")
-        or getattr(algo, "divergence", None) is algos.TeacherDivergence.exact
-    ):
-        raise UserError(f"the audit has no recipe for the loss of algo={algo.name} with these settings")
-    found = {
-        **{"kl_coef": objective.kl_coef, "kl_in": algo.kl_in.value, "kl": algo.kl_estimator.value},
-        **{"clip_low": algo.clip_low, "clip_high": algo.clip_high, "dual_clip": algo.dual_clip},
-        **{
-            "anchor": algo.anchor.value,
-            "ratio": _RATIO[algo.level.value],
-            "advantage": "given",
-            "scale": "none",
-        },
-        "kl_times_ratio": algo.kl_unbiased and ("token" if algo.level is algos.Level.geometric else True),
-        "surrogate": "clip" if algo.has_ratio else "reinforce",
-        "correction": values(algo.correction)
-        if algo.correction.kind is not algos.CorrectionKind.none
-        else {},
-    }
+    if not algo.has_ratio:
+        found["surrogate"] = "reinforce"
     if isinstance(algo, algos.GRPOConfig):
-        found["reduction"] = _MEAN[algo.mean_over.value]
-        if not isinstance(algo, _GIVEN) and algo.advantage is not algos.Advantage.decoupled:
-            found |= {"advantage": algo.advantage.value, "scale": algo.scale.value}
-    if isinstance(algo, algos.RLOOConfig):
-        found |= {"advantage": "leave_one_out", "reduction": "sequence" if algo.has_ratio else "sequence_sum"}
-    elif isinstance(algo, algos.PPOConfig):
-        found |= {"reduction": "token", "vf_coef": algo.vf_coef / 2, "clip_value": algo.clip_value}
-        if minibatches == 1 and not algo.whiten_rewards:
-            found |= {
-                "advantage": "gae",
-                "gamma": algo.gamma,
-                "lam": algo.lam,
-                "whiten": "tokens" if algo.whiten_advantages else "none",
-            }
-    elif isinstance(algo, algos.CISPOConfig):
-        found["surrogate"] = "cispo"
-    elif isinstance(algo, algos.ScaleRLConfig):
-        found |= {"surrogate": "cispo", "clip_low": 1.0, "clip_high": algo.cap - 1}
-    elif isinstance(algo, algos.M2POConfig):
-        found |= {"clip_low": 1e9, "clip_high": 1e9, "anchor": "behaviour"}
-    elif isinstance(algo, algos.TOPRConfig):
-        found |= {"surrogate": "reinforce"} | (
-            {"reduction": "sequence_sum"}
-            if algo.mean_over is algos.Mean.tokens and algo.level is not algos.Level.token
-            else {}
+        summed = (
+            isinstance(algo, algos.TOPRConfig) and level != "token" and algo.mean_over is algos.Mean.tokens
         )
-    elif isinstance(algo, algos.DistillConfig):
-        found |= {
-            "policy_coef": algo.reward_coef,
-            "teacher_coef": algo.teacher_coef,
-            "teacher": algo.divergence.value,
-            "teacher_gamma": algo.gamma,
-            "teacher_cap": algo.cap,
-        }
+        found["reduction"] = "sequence_sum" if summed else _TABLE["reduction"][algo.mean_over.value]
+    if isinstance(algo, algos.RLOOConfig):
+        found["reduction"] = "sequence" if algo.has_ratio else "sequence_sum"
+    elif isinstance(algo, algos.PPOConfig):
+        found |= {"vf_coef": algo.vf_coef / 2, "whiten": "tokens" if algo.whiten_advantages else "none"}
+        found |= {"advantage": "given"} if minibatches > 1 else {}  # whitened over the whole batch
+    elif isinstance(algo, algos.ScaleRLConfig):
+        found["clip_high"] = algo.cap - 1
     elif isinstance(algo, algos.SAPOConfig | algos.VESPOConfig | algos.DPPOConfig):
         own = set(values(algo)) - set(values(algos.UnclippedConfig()))
-        found |= {"surrogate": algo.name, "options": {name: getattr(algo, name) for name in own}}
+        found["options"] = {name: getattr(algo, name) for name in own}
     return found
 
 

@@ -12,8 +12,14 @@ from rlhf.words.compose import compose
 
 TINY = [
     *("debug=tiny", "task.train_size=128", "task.validation_size=32", "task.test_size=8", "progress=off"),
-    *("scorer=facts", "schedule.minibatches=2", "schedule.eval_every=0", "schedule.save_every=1"),
+    *(
+        "scorer.missing_eos_score=null",
+        "schedule.minibatches=2",
+        "schedule.eval_every=0",
+        "schedule.save_every=1",
+    ),
 ]
+OTHERS = {"algo": "grpo", "scorer": "facts"}
 
 
 @pytest.fixture(scope="session")
@@ -26,8 +32,9 @@ def trained(tmp_path_factory) -> Callable[..., RunFolder]:
         key = (overrides, again)
         if key not in made:
             folder = RunFolder(base / f"run{len(made)}")
-            algo = [] if any(word.startswith("algo=") for word in overrides) else ["algo=grpo"]
-            run(compose([*TINY, *algo, f"cache_dir={base / 'cache'}", *overrides]), folder)
+            given = {word.partition("=")[0] for word in overrides}
+            others = [f"{key}={value}" for key, value in OTHERS.items() if key not in given]
+            run(compose([*TINY, *others, f"cache_dir={base / 'cache'}", *overrides]), folder)
             made[key] = folder
         return made[key]
 

@@ -68,6 +68,7 @@ ALGORITHMS = [
     *("scalerl", "vespo", "sapo", "gpg", "reinforce_pp", "oapl"),
 ]
 OTHERS = {
+    "a judge asked ahead": ["scorer=judge", "scorer.model=m", "schedule.max_lag=1"],
     "lag": ["algo=dpo", "schedule.max_lag=1"],
     "replay buffer": ["algo=grpo", "schedule.replay=2"],
     "correction": ["algo=grpo", "schedule.max_lag=1", "correction=truncate"],
@@ -88,7 +89,7 @@ def test_the_bundle_of_every_algorithm_and_schedule_replays_with_the_same_bits(r
 
 
 def test_the_answers_of_a_judge_are_in_the_bundle_and_no_judge_is_asked(recorded, monkeypatch):
-    file = recorded("algo=grpo", "scorer=judge", "scorer.model=m", "schedule.max_lag=1")
+    file = recorded("scorer=judge", "scorer.model=m")
     monkeypatch.setattr(socket, "socket", None)
     monkeypatch.setattr("rlhf.scorers.judge.JudgeScorer.post", None)
     assert found(file, only="rewards") == []
