@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhf.launch.command_line import with_flags
 from rlhf.stages.evaluation import run_folder
 from rlhf.terminal.console import say_loading, show
 
-_ARGUMENTS = {
+_ARGUMENTS: dict[str, dict[str, Any]] = {
     "run": {"help": "run folder"},
     "--update": {"type": int, "required": True, "metavar": "N", "help": "number of the update, from 1"},
     "--out": {"type": Path, "metavar": "FILE", "help": "default: <run>-<update>.safetensors"},

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from rlhf.launch.command_line import with_flags
 from rlhf.stages.evaluation import run_folder
 from rlhf.terminal.console import say_loading, show
 
-_ARGUMENTS = {
+_ARGUMENTS: dict[str, dict[str, Any]] = {
     "a": {"type": Path, "help": "a bundle, or a run folder"},
     "b": {"type": Path, "help": "another one of the same kind"},
     "--json": {"action": "store_true", "help": "print the differences as JSON"},

@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhf.launch.command_line import with_flags
-from rlhf.terminal.console import say_loading
+from rlhf.terminal.console import say_loading, show
 
-_ARGUMENTS = {
+_ARGUMENTS: dict[str, dict[str, Any]] = {
     "bundle": {"type": Path, "help": "a file of rlhf.bundle"},
     "--only": {"choices": ("rewards", "update"), "default": "", "help": "compute one of them"},
     "--prompt": {"type": int, "metavar": "N", "help": "compare one prompt of the batch, from 1"},
@@ -39,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given = load(options.bundle)
         row = row_of(given, options.prompt)
         again = replay(given, options.only, row, options.trust)
+        if not options.json:
+            rewards = "" if again.header["rewards"] else ", rewards"
+            show(f"taken from the file: prompts, responses, log-probs of sampler and reference{rewards}")
         elsewhere = given.header.get("machine") != again.header["machine"]
         raise SystemExit(report(differences(given, again, row, whole=False), elsewhere, options.json))
 

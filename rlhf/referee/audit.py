@@ -130,7 +130,7 @@ class _Stage:
                 continue
             try:
                 parts = self.compute(*given, some=True)
-            except (Missing, RuntimeError):  # a tensor that the mistake needs is missing, or of another kind
+            except (Missing, RuntimeError, TypeError):  # a tensor is missing or of another kind, or an option
                 continue
             changed = {i for i, (x, y) in enumerate(zip(parts, base, strict=True)) if not torch.equal(x, y)}
             if changed:

@@ -223,6 +223,7 @@ def bundle(
         raise UserError(f"--update must be an update that {folder.path} has made ({made}), got {update}")
     quiet = {"logger": LoggersConfig(), "progress": Progress.off, "save_generations": False, "push_to": None}
     cfg = load_config(folder.config).with_({**quiet, "resume": Resume.auto})
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.absolute().parent, prefix=".tmp-") as scratch:
         tape, copy = Tape(Path(scratch) / "files"), RunFolder(Path(scratch) / folder.path.absolute().name)
         before = [c for c in complete_checkpoints(folder.path) if int(c.name.partition("-")[2]) < update]

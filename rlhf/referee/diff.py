@@ -83,7 +83,8 @@ def differences(
         mine, others = dict(quantities(a)), dict(quantities(b))
         half = any(f"dtype: {kind}" in a.header["config"] for kind in ("bfloat16", "float16"))
         for name, _ in order:
-            x, y = mine.get(name), others.get(name)
+            x: Any = mine.get(name)
+            y: Any = others.get(name)
             if x is None or y is None:
                 found += [
                     Difference(name, f"only in the {'first' if y is None else 'second'}", False)

@@ -40,6 +40,7 @@ from rlhf.models.modules import ActorCritic
 from rlhf.processes.ranks import Ranks
 from rlhf.referee.bundle import Tape, digest, permitted, rescored
 from rlhf.referee.file import BatchFile, read
+from rlhf.trials.trials import choose_head, compile_blocks
 from rlhf.words.compose import load_config
 
 # Scorers that execute nothing of a file; reasoning_gym, for example, evaluates expressions.
@@ -198,7 +199,7 @@ def replay(file: BatchFile, only: str = "", prompt: int | None = None, trust: bo
             again, _ = rescored(cfg, rows, tokenizer, folder / "judgements" / "*.jsonl")
             new = {name: x for name, x in tensors_of(again).items() if name.startswith(("scores", "parts"))}
             tape.tensors |= {f"batch/{name}": x for name, x in new.items()}
-        return BatchFile(tape.tensors, {"machine": head["machine"], **tape.header})
+        return BatchFile(tape.tensors, {"machine": head["machine"], **tape.header, "rewards": scores})
 
 
 def repeat(
@@ -210,6 +211,8 @@ def repeat(
     num_updates, version = head["counters"]
     state = TrainState(num_updates=num_updates, update=head["step"] - 1)
     engine = build_engine(cfg, tokenizer, Ranks(build_device(cfg)), state)
+    choose_head(engine, cfg)
+    compile_blocks(engine, cfg, num_updates)
     engine.load(tape.folder)
     tape.before(engine)
     objective = make(cfg.algo)

@@ -45,6 +45,7 @@ def batch_file(path: Path, step: int = 1) -> BatchFile:
             raise UserError(f"--step must be from 1 to {len(head['steps'])}, got {step}")
         algo, objective = cfg.algo, make(cfg.algo)
         objective.load_state_dict(head["objective"])
+        claims = claimed(algo, objective, cfg.schedule.minibatches)
         at, metrics = f"step{step}/", head["steps"][step - 1]
         whole, batch = batch_in(file, "batch"), batch_in(file, "batch", "credited")
         rows, count = file.tensors[f"{at}rows"], batch.response_ids.shape[1]
@@ -65,7 +66,7 @@ def batch_file(path: Path, step: int = 1) -> BatchFile:
         tensors = {name: x.flatten(0, 1) for name, x in found.items() if x is not None}
         tensors["losses"] = torch.tensor([metrics["loss/policy"]])
         header = {"framework": "rlhf", "version": head["version"], "step": f"{head['step']}.{step}"}
-        header["claims"] = claimed(algo, objective, cfg.schedule.minibatches)
+        header["claims"] = claims
         if isinstance(algo, algos.DPOConfig):
             header["kind"] = "pairs"
         if isinstance(objective, PolicyGradient):

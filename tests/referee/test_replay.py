@@ -84,8 +84,9 @@ OTHERS = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("words", [*([f"algo={name}"] for name in ALGORITHMS), *OTHERS.values()], ids=str)
-def test_the_bundle_of_every_algorithm_and_schedule_replays_with_the_same_bits(recorded, words):
-    assert found(recorded(*words)) == []
+def test_the_bundle_of_every_algorithm_and_schedule_replays_with_the_same_bits(trained, recorded, words):
+    teacher = [f"model.reference={trained().model}"] if "algo=distill" in words else []
+    assert found(recorded(*words, *teacher)) == []
 
 
 def test_the_answers_of_a_judge_are_in_the_bundle_and_no_judge_is_asked(recorded, monkeypatch):

@@ -21,8 +21,9 @@ def states(file, step):
     "name",
     [pytest.param(each, marks=() if each == "grpo" else pytest.mark.nightly) for each in ALGORITHMS],
 )
-def test_the_audit_agrees_with_every_step_of_every_algorithm(recorded, name):
+def test_the_audit_agrees_with_every_step_of_every_algorithm(trained, recorded, name):
     words = [f"algo={name}"] if name != "grpo" else []  # one run for all tests
+    words += [f"model.reference={trained().model}"] if name == "distill" else []
     if name in UNKNOWN:
         with pytest.raises(UserError, match="no recipe"):
             batch_file(recorded(*words), 1)
