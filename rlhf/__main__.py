@@ -33,6 +33,7 @@ COMMANDS = {  # command, a module of this package -> description
     "replay": "Compute the update of a bundle again, and name the first number that differs.",
     "diff": "Name the first number in which two updates differ.",
     "report": "Write a page of figures and print a table of run folders.",
+    "audit": "Recompute a training step that any framework dumped.",
 }
 _OPTIONS = {
     "--help": "Print this text; for a command: rlhf <command> --help.",
@@ -101,14 +102,8 @@ def _completions(words: list[str]) -> list[str]:
     if not arguments:
         options = [option.partition(" ")[0] for option in _OPTIONS]
         return [name for name in (*COMMANDS, *options) if name.startswith(command or tuple(COMMANDS))]
-    if command not in COMMANDS or command in (
-        "bundle",
-        "diff",
-        "replay",
-        "report",
-        "serve",
-        "study",
-    ):  # their arguments are files
+    files = ("audit", "bundle", "diff", "replay", "report", "serve", "study")  # their arguments are files
+    if command not in COMMANDS or command in files:
         return []
     from rlhf.launch.command_line import candidates
 

@@ -1,17 +1,18 @@
-"""Check a batch file term by term, and name the first term that is wrong, by known mistakes or known variants.
+"""Check a batch file term by term, and name the first term that is wrong: by known mistakes or variants.
 
-Every term is recomputed from the dumped inputs of this term, so a mistake in one term does not spread. A stage of
-mistakes.yaml (advantages, loss, pairs, values) is compared with its recipe. If the numbers differ, the mistakes are
-tried: one, one together with a factor, then two that change different parts of the loss.
+Every term is recomputed from the dumped inputs of this term, so a mistake in one term does not spread. A
+stage of mistakes.yaml (advantages, returns, loss, pairs, values) is compared with its recipe. If the numbers
+differ, the mistakes are tried: one, one and a factor, then two that change different parts of the loss.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +24,6 @@ from rlhf.referee.mistakes import Row, moved, rows, twisted, varied
 from rlhf.referee.recipe import SETTINGS, TABLE, Parts, Recipe, by_micro_batch
 
 _ENOUGH = 2**16  # tokens that are enough to try mistakes
-_COMPUTE = {
-    "advantages": recipes.advantages,
-    "loss": recipes.parts,
-    "pairs": recipes.parts,
-    "values": recipes.value_parts,
-}
 
 
 @dataclass(frozen=True)
@@ -52,16 +47,15 @@ def audit(file: BatchFile, own: dict[str, list[Row]] | None = None) -> list[Find
     """
     recipe = Recipe.of(file)
     findings = [*_mask(file), *_logprobs(file)]
-    for name in ("pairs",) if file.pairs else ("advantages", "loss", "values"):
-        if name == "values" and "values" not in file:
+    for name, row in TABLE["stages"].items():
+        if file.pairs != (name == "pairs") or row.get("if", "logprobs") not in file:
             continue
-        term = "loss" if name == "pairs" else name
         try:
-            if name == "advantages" and recipe.advantage == "given":
+            if name in ("advantages", "returns") and recipe.advantage == "given":
                 raise Missing("settings that say how they are computed")
-            findings += _Stage(file, recipe, name).findings(term, (own or {}).get(name, []))
+            findings += _Stage(file, recipe, name).findings((own or {}).get(name, []))
         except Missing as lacking:
-            findings.append(Finding(term, "unchecked", f"the file has no {lacking}"))
+            findings.append(Finding(row["term"], "unchecked", f"the file has no {lacking}"))
     return findings + list(_norms(file))
 
 
@@ -69,13 +63,13 @@ def audit(file: BatchFile, own: dict[str, list[Row]] | None = None) -> list[Find
 
 
 class _Case(NamedTuple):
-    """A mistake on a file: what it gives, and which parts it changes."""
+    """A mistake on a file: what it gives, and the fields of `parts` that it changes."""
 
     term: str
     text: str
     recipe: Recipe
     parts: Parts
-    changed: set[int]
+    changed: set[str]
 
 
 class _Stage:
@@ -87,7 +81,8 @@ class _Stage:
 
     def __init__(self, file: BatchFile, recipe: Recipe, name: str) -> None:
         self.file, self.recipe, self.name, self.within = file, recipe, name, file.header["within"]
-        targets, inputs = (TABLE["stages"][name].get(key) for key in ("targets", "inputs"))
+        self.row = TABLE["stages"][name]
+        targets, inputs, mask = (self.row.get(key) for key in ("targets", "inputs", "mask"))
         target = next((each for each in targets if each in file), targets[0])
         self.found = file[target]
         self.base = self.compute(file, recipe)
@@ -98,20 +93,20 @@ class _Stage:
         if inputs:  # to which a difference of losses is relative: their values say little
             self.size = max(float((gradient * selected(file[inputs], gradient != 0)).abs().sum()), 1e-30)
         if self.by_token:
-            self.found = self.found.view(len(file.mask), -1).expand(gradient.shape).nan_to_num()
-            if name == "advantages":
-                self.found = selected(self.found, file.mask)
-            if name != "advantages" and self.found.numel() > _ENOUGH:
+            self.found = self.found.view(len(file.mask), -1).expand(gradient.shape)
+            if mask:  # a gradient counts everywhere
+                self.found = selected(self.found, file[mask])
+            elif self.found.numel() > _ENOUGH:
                 some = max(4, _ENOUGH // self.found.shape[1])
                 self.rows = torch.linspace(0, len(self.found) - 1, some).long().unique()
 
     def compute(self, file: BatchFile, recipe: Recipe, some: bool = False) -> Parts:
         """Return what a recipe gives; with `some`, only of the rows on which mistakes are tried."""
-        return _COMPUTE[self.name](file, recipe, self.rows if some else None)
+        return recipes.parts(self.name, file, recipe, self.rows if some else None)
 
     def numbers(self, parts: Parts) -> Tensor:
         """Return what is compared with the numbers of the file."""
-        return parts.whole[1] if self.by_token else by_micro_batch(self.file, parts.whole[0])
+        return parts.whole[1] if self.by_token else by_micro_batch(self.file["micro_batch"], parts.whole[0])
 
     def off(self, parts: Parts, some: bool = False) -> float:
         """Return how far numbers are from those of the file, relative to the larger of the two."""
@@ -122,36 +117,42 @@ class _Stage:
         size = max(float(expected.norm()), float(found.norm()), 1e-30) if self.by_token else self.size
         return float((found - expected).norm()) / size
 
-    def cases(self, table: list[Row]) -> Iterator[_Case]:
-        """Yield the mistakes that change the numbers."""
-        base = self.compute(self.file, self.recipe, some=True)
+    def cases(self, recipe: Recipe, table: Iterable[Row]) -> Iterator[_Case]:
+        """Yield the mistakes that change the numbers of a recipe."""
+        base = self.compute(self.file, recipe, some=True)
         for term, text, change in table:
-            if (given := twisted(self.file, self.recipe, change)) is None:
+            if (given := twisted(self.file, recipe, change)) is None:
                 continue
             try:
                 parts = self.compute(*given, some=True)
             except (Missing, RuntimeError, TypeError):  # a tensor is missing or of another kind, or an option
                 continue
-            changed = {i for i, (x, y) in enumerate(zip(parts, base, strict=True)) if not torch.equal(x, y)}
-            if changed:
-                yield _Case(term, text.format(**vars(self.recipe)), given[1], parts, changed)
+            pairs = zip(Parts._fields, parts, base, strict=True)
+            if changed := {name for name, x, y in pairs if not torch.equal(x, y)}:
+                yield _Case(
+                    term if self.row["term"] == "loss" else self.row["term"],
+                    text.format(**vars(recipe)),
+                    given[1],
+                    parts,
+                    changed,
+                )
 
-    def findings(self, term: str, own: list[Row]) -> list[Finding]:
+    def findings(self, own: list[Row]) -> list[Finding]:
         """Return whether the numbers are those of the recipe, or else which mistakes explain them."""
+        term = self.row["term"]
         if not self.found.any() and not self.numbers(self.base).any():
             zero = self.name == "loss" and not self.file["advantages"].any()
             return [Finding(term, "unchecked", f"all {'advantages' if zero else 'numbers'} are 0")]
         if not self.file.header.get("claims"):
-            same = self.identified()
-            text = self.words(same) if same else f"no known variant gives these numbers: {self.where()}"
-            return [Finding(term, "ok" if same else "wrong", text)]
+            if same := self.identified():
+                return [Finding(term, "ok", self.words(self.alike(same)))]
+            state = "unchecked" if self.name == "advantages" else "wrong"  # rewards may be shaped before
+            return [Finding(term, state, f"no known variant gives these numbers: {self.where()}")]
         off = self.off(self.base)
         if off < self.within:
             if text := self.reported(self.base):
                 return [Finding(term, "wrong", text)]
-            cases = self.cases(varied(self.name, self.recipe))
-            same = [self.recipe, *(x.recipe for x in cases if self.off(x.parts, some=True) < self.within)]
-            return [Finding(term, "ok", f"{self.words(same)} (off by {off:.0e})")]
+            return [Finding(term, "ok", f"{self.words(self.alike([self.recipe]))} (off by {off:.0e})")]
         size = f" (off by {off:.1%})" if off < 10 else ""
         if found := self.explained(own):
             return [Finding(its, "wrong", f"{text}{size}") for its, text in found]
@@ -161,31 +162,32 @@ class _Stage:
             text = f"the numbers are those of {self.words(same)}{size}; the settings say {said}"
         return [Finding(term, "wrong", text)]
 
+    def alike(self, found: list[Recipe]) -> list[Recipe]:
+        """Return recipes, and changes of a setting of the first one that give the same numbers."""
+        cases = self.cases(found[0], varied(self.name, found[0]))
+        return found + [case.recipe for case in cases if self.off(case.parts, some=True) < self.within]
+
     def explained(self, own: list[Row]) -> list[tuple[str, str]]:
         """Return terms and words of the mistakes that give the numbers of the file; [] if none does."""
         factor, general = self.factor(self.base)
         if factor and not general:
             return [("reduction", factor)]
-        cases = list(self.cases([*own, *rows(self.name, self.recipe)]))
-        for case in cases:
+        cases = []
+        for case in self.cases(self.recipe, [*own, *rows(self.name, self.recipe)]):
             if self.off(case.parts, some=True) < self.within:
                 return [(case.term, case.text)]
+            cases.append(case)
         if factor:
-            return [("advantages" if self.name == "advantages" else "reduction", factor)]
+            return [("reduction" if self.size else self.name, factor)]
         for case in cases:
-            if (factor := self.factor(case.parts)[0]) and self.rows is None:
+            if self.rows is None and (factor := self.factor(case.parts)[0]):
                 return [(case.term, case.text), ("reduction", factor)]
         for a, b in combinations(cases, 2):
             if not a.changed & b.changed:
-                mixed = Parts(
-                    *(
-                        y if i in b.changed else x
-                        for i, (x, y) in enumerate(zip(a.parts, b.parts, strict=True))
-                    )
-                )
+                mixed = a.parts._replace(**{name: getattr(b.parts, name) for name in b.changed})
                 if self.off(mixed, some=True) < self.within:
-                    first, second = sorted((a, b), key=lambda case: min(case.changed))
-                    return [(first.term, first.text), (second.term, second.text)]
+                    first = a if "policy" in a.changed or "weight" in b.changed else b
+                    return [(case.term, case.text) for case in (first, b if first is a else a)]
         return []
 
     def factor(self, parts: Parts) -> tuple[str, bool]:
@@ -193,56 +195,55 @@ class _Stage:
 
         It is the same for all micro-batches, or 0 for those that are lost. "" if there is none.
         """
-        expected, micro = self.numbers(parts), self.file["micro_batch"]
-        if not self.by_token or expected.shape != self.found.shape or not expected.isfinite().all():
+        expected, micro = self.numbers(parts), self.file["micro_batch"] * bool(self.size)
+        if not self.by_token or expected.shape != self.found.shape:
             return "", False
-        count = 1 if self.name == "advantages" else int(micro.max()) + 1
-        factors, rest = [], torch.zeros_like(expected)
-        for part in range(count):
-            rows = micro * (count > 1) == part
-            factors.append(float((self.found[rows] * expected[rows]).sum() / expected[rows].square().sum()))
-            rest[rows] = (
-                self.found[rows] - (factors[-1] if math.isfinite(factors[-1]) else 0) * expected[rows]
-            )
-        known = [x for x in factors if math.isfinite(x)]  # others: a micro-batch without a gradient
-        kept = [x for x in known if abs(x) > self.within]
-        if not kept or float(rest.norm()) > self.within * float(self.found.norm()):
+        squares = by_micro_batch(micro, expected.square())
+        factors = by_micro_batch(micro, self.found * expected) / squares
+        rest = self.found - factors.nan_to_num()[micro, None] * expected
+        kept = factors[(squares > 0) & (factors.abs() > self.within)]
+        if not len(kept) or not float(rest.norm()) < self.within * float(self.found.norm()):
             return "", False
-        if max(kept) - min(kept) > 10 * self.within * max(map(abs, kept)):
+        if float(kept.max() - kept.min()) > 10 * self.within * float(kept.abs().max()):
             return "", False
-        lost = [str(i) for i, x in enumerate(factors) if abs(x) <= self.within]
-        value, whole = kept[0], "advantages are" if self.name == "advantages" else "loss is"
+        lost = [str(part) for part, each in enumerate(factors.tolist()) if abs(each) <= self.within]
+        value, count = float(kept[0]), len(factors)
         if lost and abs(value - 1) < self.within:
             return f"the micro-batches {', '.join(lost)} of {count} are lost", False
         for usual, words in ((1 / count, "divided once more by"), (float(count), "not divided by")):
             if count > 1 and not lost and abs(value / usual - 1) < self.within:
                 return f"the loss is {words} the {count} micro-batches (factor {value:.4g})", False
         also = f", and the micro-batches {', '.join(lost)} are lost" if lost else ""
-        return f"the {whole} {value:.6g} times as large{also}", True
+        return f"the {'loss is' if self.size else f'{self.name} are'} {value:.6g} times as large{also}", True
 
     def reported(self, parts: Parts) -> str:
-        """Return in words how reported losses differ from those of the gradient; each may be a mean of its own."""
-        losses = self.file.get(TABLE["stages"][self.name]["targets"][-1])
-        expected = by_micro_batch(self.file, parts.whole[0])
+        """Return in words how the reported losses differ; each may be the mean of its micro-batch."""
+        losses = self.file.get(self.row["targets"][-1])
+        expected = by_micro_batch(self.file["micro_batch"], parts.whole[0])
         if not self.size or not self.by_token or losses is None or losses.shape != expected.shape:
             return ""
         limit = max(1e-3, self.within) * self.size
         if any(float((losses / each - expected).norm()) < limit for each in (1, len(losses))):
             return ""
-        return f"the gradient is right, but the reported loss is not: {losses.sum():.6g}, not {expected.sum():.6g}"
+        shown = f"{losses.sum():.6g}, not {expected.sum():.6g}"
+        return f"the gradient is right, but the reported loss is not: {shown}"
 
     def words(self, found: list[Recipe]) -> str:
         """Return settings in words, and those that differ between the recipes as not determined."""
         first, shown, unknown = found[0], [], []
         unused = {"kl", "kl_times_ratio"} if not first.kl_coef else set()
+        if (self.name == "advantages") != (first.kl_in == "reward"):
+            unused |= {"kl", "kl_times_ratio", "kl_coef"}
         unused |= {"std", "std_eps"} if first.scale == "none" and first.whiten != "batch" else set()
         unused |= {"teacher", "teacher_coef"} if not first.teacher_coef else set()
         others = [key for each in found for key in SETTINGS if getattr(each, key) != getattr(first, key)]
-        for key in dict.fromkeys([*TABLE["stages"][self.name]["shown"], *others]):
+        for key in dict.fromkeys([*self.row["shown"], *others]):
             values = list(dict.fromkeys(str(getattr(each, key)) for each in found))
+            if key in unused:
+                continue
             if len(values) > 1:
                 unknown.append(f"{key} ({', '.join(values)})")
-            elif key not in unused and getattr(first, key) not in (None, {}):
+            elif getattr(first, key) not in (None, {}):
                 shown.append(f"{key} {values[0]}")
         return ", ".join(shown) + (f"; this batch does not determine {', '.join(unknown)}" if unknown else "")
 
@@ -261,17 +262,32 @@ class _Stage:
     def identified(self) -> list[Recipe]:
         """Return the recipes that give the numbers of the file."""
         keys = TABLE["identified"].get(self.name, [])
-        values = product(*(SETTINGS[key][2] for key in keys))
-        found = [self.recipe.changed(**dict(zip(keys, each, strict=True))) for each in values]
-        found = list(self.losses()) if self.name == "loss" else found
-        parts = []
-        for each in found:
-            try:
-                parts.append((each, self.compute(self.file, each)))
-            except Missing:
-                continue
-        near = [(each, given) for each, given in parts if self.off(given) < self.within]
-        return [each for each, given in near if not self.reported(given)] or [each for each, _ in near]
+        bases = self.shaped() if self.name == "advantages" else [self.recipe]
+        tried: Iterable[Recipe] = self.losses()
+        if self.name != "loss":
+            values = product(bases, *(SETTINGS[key][2] for key in keys))
+            tried = (
+                b.changed(**dict(zip(keys, each, strict=True))) for b, *each in values if "given" not in each
+            )
+        near: list[tuple[Recipe, str]] = []
+        for each in tried:
+            with suppress(Missing):
+                if self.off(parts := self.compute(self.file, each)) < self.within:
+                    near.append((each, self.reported(parts)))
+        return [each for each, wrong in near if not wrong] or [each for each, _ in near]
+
+    def shaped(self) -> list[Recipe]:
+        """Return recipes without and with a KL penalty in the rewards, whose coefficient is fitted."""
+        plain = self.recipe.changed(scale="none", kl_coef=0.0, kl_in="reward")
+        found = [plain]
+        for kl in ("k1", "k2", "k3") if "ref_logprobs" in self.file and "all_rewards" in self.file else ():
+            given = plain.changed(kl_coef=1.0, kl=kl)
+            a, b = (self.numbers(self.compute(self.file, each)).flatten() for each in (plain, given))
+            parts = torch.stack([a, b - a], 1)
+            scale, coef = torch.linalg.lstsq(parts, self.found.flatten()).solution.tolist()
+            if abs(coef) > self.within * abs(scale):
+                found.append(given.changed(kl_coef=float(f"{coef / scale:.4g}")))
+        return found
 
     def losses(self) -> Iterator[Recipe]:
         """Yield recipes with nearly the gradient of the file: weight x (policy term + coefficient x KL)."""
@@ -390,7 +406,7 @@ def _unlike(file: BatchFile, name: str) -> str:
     if best and fits[best] > max(0.5, fits[""] + 0.2):
         side = {">": "shifted by one position to the left", "<": "shifted by one position to the right"}
         what = side.get(best[0], "those of a neighbouring row")
-        return f"{what}: correlation with logprobs {fits['']:.2f} as they are, {fits[best]:.2f} otherwise"
+        return f"{what}: correlation with logprobs {fits[best]:.2f}, as they are {fits['']:.2f}"
     if since == 0 and float(gap.mean()) > 50 * file.header["within"]:
         return (
             f"stale: no update was made since, but they differ from logprobs by {gap.mean():.3g} on average"
@@ -402,10 +418,9 @@ def _unlike(file: BatchFile, name: str) -> str:
         gap = trainer - other[mask]
         tilt = _correlation(gap, trainer), _correlation(gap, other[mask])
         if min(map(abs, tilt)) > 0.7 and tilt[0] * tilt[1] > 0 and float(gap.std()) > 0.02:
-            return (
-                "another temperature than the trainer's log-probs: their difference follows the log-prob itself "
-                f"(correlation {tilt[0]:.2f}, deviations differ by a factor {other[mask].std() / trainer.std():.2f})"
-            )
+            spread = f"deviations {trainer.std():.3g} and {other[mask].std():.3g}"
+            words = "another temperature than the trainer's: the difference follows the log-prob itself"
+            return f"{words} (correlation {tilt[0]:.2f}; {spread})"
     return ""
 
 

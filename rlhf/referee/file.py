@@ -1,8 +1,8 @@
 """The batch file: one optimizer step in one safetensors file, with a JSON header (schema 1).
 
-The metadata key `rlhf` holds the header. B: responses of the step, over all ranks and micro-batches; T: response
-tokens, padded on the right; P: prompt tokens; A: responses whose rewards were compared; M: micro-batches; S:
-states with a value, T or T + 1. A tensor or a key of the header that is not listed here is kept and ignored.
+The metadata key `rlhf` holds the header. B: responses of the step, over all ranks and micro-batches; T:
+response tokens, padded on the right; P: prompt tokens; A: responses whose rewards were compared; M:
+micro-batches; S: states with a value, T or T + 1. Other tensors and keys are kept and ignored.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rlhf.core.errors import UserError
 
 SCHEMA = 1
 _SHAPES = {  # names of tensors by their dimensions
-    "B T": "response_mask logprobs logprob_grads old_logprobs ref_logprobs behaviour_logprobs teacher_logprobs"
-    " weights response_ids environment_mask prompt_positions count_mask",
+    "B T": "advantages response_mask logprobs logprob_grads old_logprobs ref_logprobs"
+    " behaviour_logprobs teacher_logprobs weights response_ids environment_mask prompt_positions count_mask",
     "B S": "value_mask values old_values returns value_grads",
     "B P": "prompt_ids prompt_mask",
     "B": "rewards group micro_batch all_index",
@@ -82,13 +82,13 @@ class BatchFile:
 
     def rows(self, rows: Tensor) -> BatchFile:
         """Return the file with some of its rows; tensors of other dimensions stay."""
-        per_row = {name for name, dims in _DIMENSIONS.items() if dims[0] == "B"} | {"advantages"}
-        return self.changed(**{name: x[rows] for name, x in self.tensors.items() if name in per_row})
+        kept = {name: x[rows] for name, x in self.tensors.items() if _DIMENSIONS.get(name, "")[:1] == ["B"]}
+        return self.changed(**kept)
 
 
 def write(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     """Write a batch file."""
-    whole = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    whole = {name: x.detach().cpu().clone().contiguous() for name, x in tensors.items()}
     save_file(whole, path, {"rlhf": json.dumps({"schema": SCHEMA, **header})})
 
 
@@ -112,89 +112,79 @@ def read(path: Path) -> BatchFile:
 
 
 def checked(file: BatchFile) -> BatchFile:
-    """Return a file with masks as bool and numbers as float64.
+    """Return a file with masks as bool, numbers as float64, and the tensors that follow from others.
 
     Raises:
         UserError: a tensor or a key of the header is missing or malformed; it names all problems.
     """
     header, tensors = {"kind": "policy_gradient", **file.header}, dict(file.tensors)
-    problems = []
+    sizes, problems = dict.fromkeys("BTS", 0), []
     for key, kind in _HEADER.items():
         try:
             header |= {key: kind(header[key])} if header.get(key) is not None else {}
         except (TypeError, ValueError) as error:
             problems.append(
-                f"{key} of the header must be as schema {SCHEMA} has it, got {header[key]!r}: {error}"
+                f"{key} of the header must be as in schema {SCHEMA}, got {header[key]!r}: {error}"
             )
     if header["kind"] not in ("policy_gradient", "pairs"):
         problems.append(f"kind of the header must be policy_gradient or pairs, got {header['kind']!r}")
-    sizes: dict[str, int] = {}
     for name in ("response_mask", "logprobs"):
         if name not in tensors:
-            problems.append(f"the file must contain {name}, got {', '.join(sorted(tensors)) or 'no tensor'}")
-    for name, dims in (_DIMENSIONS | {"advantages": ["B", "T"]}).items():
-        if (x := tensors.get(name)) is None:
-            continue
-        if name == "advantages" and x.dim() == 1:
-            dims = ["B"]
+            problems.append(
+                f"{file.path} must contain {name}, got {', '.join(sorted(tensors)) or 'no tensor'}"
+            )
+    for name in tensors.keys() & {*_DIMENSIONS}:
+        x = tensors[name]
+        dims = _DIMENSIONS[name][: 1 if name == "advantages" and x.dim() == 1 else None]
         if x.dim() != len(dims) or not x.numel() or x.is_complex():
             problems.append(f"{name} must be of numbers [{' '.join(dims)}], got {x.dtype} {list(x.shape)}")
             continue
         for dim, size in zip(dims, x.shape, strict=True):
-            if sizes.setdefault(dim, size) != size:
-                problems.append(f"{name} must have {dim} = {sizes[dim]} as the other tensors, got {size}")
+            sizes[dim] = sizes.get(dim) or size
+            if sizes[dim] != size:
+                problems.append(f"{name} must have {dim} = {sizes[dim]} as other tensors, got {size}")
         if name in ("logprobs", "logprob_grads") and x.dtype.itemsize == 2:
             header["dtype"] = "bfloat16"
         masked = name.endswith("_mask") or name == "prompt_positions"
         tensors[name] = x != 0 if masked else x.long() if name in _WHOLE else x.double()
-    if sizes.get("S", sizes.get("T", 0)) - sizes.get("T", 0) not in (0, 1):
-        problems.append(f"values must have T or T + 1 columns, got {sizes['S']} for T = {sizes['T']}")
-    if header["kind"] == "pairs" and sizes.get("B", 0) % 2:
+    if sizes["S"] and sizes["S"] - sizes["T"] not in (0, 1):
+        problems.append(f"values must have T or T + 1 = {sizes['T'] + 1} columns, got {sizes['S']}")
+    if header["kind"] == "pairs" and sizes["B"] % 2:
         problems.append(f"rows of kind pairs must alternate: chosen, rejected; got {sizes['B']} rows")
-    read = BatchFile(tensors, header, file.path)
-    problems = problems or list(_wrong(read))
+    problems = problems or list(_wrong(tensors))
     if problems:
-        raise UserError(*problems)
-    return _complete(read)
-
-
-def _complete(file: BatchFile) -> BatchFile:
-    """Return the file with the tensors that follow from others, and with the tolerance `within`."""
-    mask, found = file.mask, file.tensors
-    micro = file.get("micro_batch", torch.zeros(len(mask), dtype=torch.int64))
-    new = {"micro_batch": micro.unique(return_inverse=True)[1]}
-    if "tokens" in file.header:
-        new["tokens"] = torch.tensor(file.header["tokens"])
-    if "rewards" in file and "group" in file and "all_rewards" not in file:
-        new |= {
-            "all_rewards": found["rewards"],
-            "all_group": found["group"],
-            "all_index": torch.arange(len(mask)),
-        }
-    if (values := file.get("old_values", file.get("values"))) is not None:
+        raise UserError(*sorted(problems))
+    for name in tensors.keys() & {*_DIMENSIONS}:  # NaN at padding would reach gradients
+        tensors[name] = tensors[name].nan_to_num(0.0, 0.0, 0.0)
+    mask = tensors["response_mask"]
+    micro = tensors.get("micro_batch", torch.zeros(len(mask), dtype=torch.int64))
+    tensors["micro_batch"] = micro.unique(return_inverse=True)[1]
+    if "tokens" in header:
+        tensors["tokens"] = torch.tensor(header["tokens"])
+    if {"rewards", "group"} <= tensors.keys() and "all_rewards" not in tensors:
+        own = {"all_rewards": tensors["rewards"], "all_group": tensors["group"]}
+        tensors |= {**own, "all_index": torch.arange(len(mask))}
+    if (values := tensors.get("old_values", tensors.get("values"))) is not None:
         states = F.pad(mask, (0, values.shape[1] - mask.shape[1]))
-        new |= {"old_values": values, "value_mask": file.get("value_mask", states)}
-    within = 1e-4 if file.header.get("dtype", "float32") == "float32" else 2e-2
-    return replace(file, header={**file.header, "within": within}).changed(**new)
+        tensors = {"old_values": values, "value_mask": states, **tensors}
+    header["within"] = 1e-4 if header.get("dtype", "float32") == "float32" else 2e-2
+    return BatchFile(tensors, header, file.path)
 
 
-def _wrong(file: BatchFile) -> Iterator[str]:
+def _wrong(tensors: dict[str, Tensor]) -> Iterator[str]:
     """Yield the problems of the numbers of tensors whose shapes are right."""
-    for name, x in file.tensors.items():
-        if not x.is_floating_point() or name not in {*_DIMENSIONS, "advantages"}:
-            continue
-        used = file.tensors.get("value_mask") if "S" in _DIMENSIONS.get(name, ()) else file.mask
-        wrong = ~x.isfinite() & (used if used is not None and used.shape == x.shape else x == x)
+    mask = tensors["response_mask"]
+    for name in tensors.keys() & {*_DIMENSIONS}:
+        x = tensors[name]
+        used = tensors.get("value_mask", mask) if "S" in _DIMENSIONS[name] else mask
+        wrong = ~x.isfinite() & (used if used.shape == x.shape else True)
         if wrong.any():
-            place = tuple(wrong.nonzero()[0].tolist())
-            yield f"{name} must be finite where tokens are trained, got {float(x[place])} at {list(place)}"
-    together = {"all_rewards", "all_group", "all_index"} & file.tensors.keys()
-    if len(together) in (1, 2):
-        yield f"all_rewards, all_group and all_index must be in the file together, got {sorted(together)}"
-    elif together and not 0 <= int(file["all_index"].min()) <= int(file["all_index"].max()) < len(
-        file["all_rewards"]
-    ):
-        yield f"all_index must have rows of all_rewards, from 0 to {len(file['all_rewards']) - 1}"
-    parts = len(file["micro_batch"].unique()) if "micro_batch" in file else 0
-    if parts and len(file.get("losses", range(parts))) != parts:
-        yield f"losses must have a number for each of the {parts} micro-batches, got {len(file['losses'])}"
+            place = wrong.nonzero()[0].tolist()
+            yield f"{name} must be finite where tokens are trained, got {x[tuple(place)].item()} at {place}"
+    index, rewards = tensors.get("all_index"), tensors.get("all_rewards", mask[:0])
+    if index is not None and not 0 <= int(index.min()) <= int(index.max()) < len(rewards):
+        yield f"all_index must be rows of all_rewards [{len(rewards)}], got {index.min()} to {index.max()}"
+    parts = len(tensors.get("micro_batch", mask[:1, 0]).unique())
+    for name in ("losses", "value_losses"):
+        if "micro_batch" in tensors and len(tensors.get(name, range(parts))) != parts:
+            yield f"{name} must have a number for each of {parts} micro-batches, got {len(tensors[name])}"

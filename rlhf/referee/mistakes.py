@@ -1,7 +1,7 @@
 """The table of mistakes: its rows as changes of a file and a recipe.
 
-mistakes.yaml has special mistakes as rows, and families that this module writes out: each setting with each other
-value, coefficients, tensors and masks that are moved or exchanged.
+mistakes.yaml has special mistakes as rows, and families that this module writes out: each setting with each
+other value, coefficients, tensors and masks that are moved or exchanged.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rlhf.referee.file import BatchFile
 from rlhf.referee.recipe import SETTINGS, TABLE, Recipe
 
 Row = tuple[str, str, dict[str, Any]]  # term, words, what changes
+_VIRTUAL = ("kl_mask", "whiten_mask", "count_mask", "ratio_mask", "trainer_logprobs", "sampler_logprobs")
 _TERMS = {**{key: row[1] for key, row in SETTINGS.items()}, **TABLE["tensors"]}
 
 
@@ -35,17 +36,18 @@ def own_rows(path: Path) -> dict[str, list[Row]]:
         stages = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"--mistakes must be a YAML file, got {' '.join(str(error).split())}") from None
-    known, problems = TABLE["stages"], []
-    for stage, rows in stages.items() if isinstance(stages, dict) else [(stages, None)]:
-        if stage not in [*known] or not isinstance(rows, list):
-            problems.append(f"{path} must have lists of rows for {', '.join(known)}, got {stage!r:.80}")
-            continue
-        for row in rows:
+    problems = []
+    for stage, given in stages.items() if isinstance(stages, dict) else [("the file", stages)]:
+        for row in (
+            given if stage in [*TABLE["stages"]] and isinstance(given, list) else [f"{stage}: {given}"]
+        ):
             match row:
-                case [str(), str(), dict() as change] if change and {*change} <= {*_TERMS}:
+                case [str(), str(), dict() as change] if {str(key).split(".")[0] for key in change} <= {
+                    *_TERMS
+                }:
                     continue
-            rule = "be [term, words, {setting or tensor: value}]"
-            problems.append(f"a row of {path} must {rule}, got {row!r:.80}")
+            rule = f"{{{', '.join(TABLE['stages'])}: [[term, words, {{setting or tensor: value}}], ...]}}"
+            problems.append(f"{path} must have rows as {rule}, got {row!r:.80}")
     if problems:
         raise UserError(*problems)
     return dict(stages)
@@ -73,7 +75,7 @@ def varied(stage: str, recipe: Recipe) -> list[Row]:
         for values in product(*(SETTINGS[key][2] for key in keys)):
             change = {k: v for k, v in zip(keys, values, strict=True) if v != getattr(recipe, k)}
             texts = [f"{k} is {v}, not {getattr(recipe, k)}: {SETTINGS[k][2][v]}" for k, v in change.items()]
-            if change and "given" not in values:
+            if change and values[0] not in ("given", "gae"):
                 found.append((_TERMS[next(iter(change))], "; ".join(texts).rstrip(": "), change))
     return sorted(found, key=lambda row: len(row[2]))
 
@@ -84,17 +86,21 @@ def twisted(file: BatchFile, recipe: Recipe, change: dict[str, Any]) -> tuple[Ba
     settings: dict[str, Any] = {}
     for name, given in change.items():
         value = given
-        if isinstance(given, str) and (match := re.fullmatch(r"(?:([-\d.]+)\*)?\$(\w+) ?(\S*)", given)):
+        if isinstance(given, str) and (match := re.fullmatch(r"(?:([-\d.]+)\*)?\$([\w.]+) ?(\S*)", given)):
             factor, source, move = match.groups()
-            value = getattr(recipe, source, file.get(source, file.mask if source.endswith("_mask") else None))
+            own = file.get(source, file.mask if source.endswith("_mask") else None)
+            value = getattr(recipe, source, recipe.correction.get(source.removeprefix("correction."), own))
             if isinstance(value, Tensor):
                 value = moved(file, value, move)
             if value is None:
                 return None
             value = value if factor is None else float(factor) * value
-        if hasattr(recipe, name):
+        if name.startswith("correction.") and recipe.correction:
+            options = settings.get("correction", recipe.correction)
+            settings["correction"] = {**options, name.removeprefix("correction."): value}
+        elif hasattr(recipe, name):
             settings[name] = value
-        elif name in file or name.endswith("_mask"):
+        elif name in file or name in _VIRTUAL:
             tensors[name] = value
         else:
             return None

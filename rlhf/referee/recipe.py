@@ -1,8 +1,8 @@
 """What a step computes, as a recipe, and the numbers that a recipe gives on a batch file.
 
-GAE, ratio, clipping, KL, surrogates and corrections are those of `rlhf.objectives`, in float64. Group statistics
-and reductions are this module's own, because other frameworks have groups of unequal size and reductions that
-depend on the micro-batches.
+GAE, ratio, clipping, KL, surrogates and corrections are those of `rlhf.objectives`, in float64. Statistics of
+groups and reductions are this module's own, because other frameworks have groups of unequal size and
+reductions that depend on the micro-batches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlhf.objectives.objective import bounded
 from rlhf.objectives.policy_gradient import kl_estimate
 from rlhf.objectives.sapo import SAPO
 from rlhf.objectives.vespo import VESPO
-from rlhf.referee.file import BatchFile
+from rlhf.referee.file import BatchFile, Missing
 
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text("utf-8"))
 SETTINGS: dict[str, list[Any]] = TABLE["settings"]  # key -> default, term, meaning of each value
@@ -59,8 +59,8 @@ class Recipe(SimpleNamespace):
             UserError: a value has the wrong type or is no value of its setting; it names all problems.
         """
         claims, problems = dict(file.header.get("claims", {})), []
-        if file.pairs and "surrogate" in claims:
-            claims["pair_loss"] = claims.pop("surrogate")
+        if file.pairs:
+            claims = {"pair_loss": claims.pop("surrogate", "sigmoid"), "reduction": "sequence_sum", **claims}
         recipe = cls(detached="", **{key: claims.get(key, row[0]) for key, row in SETTINGS.items()})
         for key, (default, _, *values) in SETTINGS.items():
             value, kind = getattr(recipe, key), type(default)
@@ -68,6 +68,8 @@ class Recipe(SimpleNamespace):
             right = number or (value is None and key in ("dual_clip", "clip_value"))
             if kind in (str, bool):
                 right = value in [*values[0]]
+            if key == "temperature":
+                right = number and value > 0
             if not (isinstance(value, dict) if kind is dict else right):
                 words = ", ".join(map(str, values[0])) if values else f"of the kind of {default}"
                 problems.append(f"claims.{key} must be {words}, got {value!r}")
@@ -83,8 +85,8 @@ class Recipe(SimpleNamespace):
 def _objective(recipe: Recipe) -> GRPO:
     """Return the objective that has the surrogate."""
     objective, section = _SURROGATES.get(recipe.surrogate, _SURROGATES["clip"])
-    options = {"clip_low": recipe.clip_low, "clip_high": recipe.clip_high, **recipe.options}
-    return objective(section(**options, **({"dual_clip": recipe.dual_clip} if objective is GRPO else {})))
+    clips = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "dual_clip")}
+    return objective(section(**{**clips, **recipe.options}))
 
 
 def _correction(recipe: Recipe) -> config.CorrectionConfig:
@@ -96,7 +98,7 @@ def _correction(recipe: Recipe) -> config.CorrectionConfig:
 
 
 class Parts(NamedTuple):
-    """The parts of a step's loss: losses and gradients of tokens [2, B, T] of two terms, and their weights."""
+    """The parts of a step's loss: losses and gradients of tokens [2, B, T] of two terms, and their weight."""
 
     policy: Tensor
     penalty: Tensor
@@ -116,45 +118,45 @@ def _tokens(x: Tensor, mask: Tensor) -> Tensor:
     return selected(x if x.dim() == 2 else x[:, None], mask)
 
 
-def advantages(file: BatchFile, recipe: Recipe, rows: Tensor | None = None) -> Parts:
-    """Return the advantages of the tokens [B, T] in place of losses and gradients."""
-    mask, penalty = file.mask, torch.zeros(())
-    if recipe.kl_in == "reward" and recipe.kl_coef:
-        before = file.get("old_logprobs", file.get("behaviour_logprobs", file["logprobs"]))
-        kl_mask = file.get("kl_mask", mask)
-        penalty = recipe.kl_coef * selected(_kl(before, file["ref_logprobs"], recipe.kl), kl_mask)
-    a = (
-        _estimated(file, recipe, penalty)
-        if recipe.advantage.startswith("gae")
-        else _compared(file, recipe, penalty)
-    )
-    a = _tokens(a, mask)
+def _advantages(file: BatchFile, recipe: Recipe) -> Tensor:
+    """Return the advantages of the tokens [B, T]."""
+    if recipe.advantage.startswith("gae"):
+        a = _tokens(_estimated(file, recipe)[:, : file.mask.shape[1]], file.mask)
+    else:
+        a = _tokens(_compared(file, recipe), file.mask)
     if recipe.teacher_in_advantage:
         gap = file["teacher_logprobs"] - file.get("behaviour_logprobs", file["logprobs"])
-        a = a + recipe.teacher_in_advantage * selected(gap, mask)
+        a = a + recipe.teacher_in_advantage * selected(gap, file.mask)
     if recipe.whiten in ("tokens", "scale"):
-        a = whiten(a, file.get("whiten_mask", mask), shift=recipe.whiten == "tokens")
-    return Parts(torch.stack([selected(a, mask)] * 2), torch.zeros(()), torch.ones(()))
+        a = whiten(a, file.get("whiten_mask", file.mask), shift=recipe.whiten == "tokens")
+    return selected(a, file.mask)
 
 
-def _estimated(file: BatchFile, recipe: Recipe, penalty: Tensor) -> Tensor:
-    """Return the advantages [B, T] of values by GAE; the score is the reward of the last state."""
-    where = file["value_mask"]
-    values = selected(file["old_values"], where)
-    last = where & (where.cumsum(1) == where.sum(1, keepdim=True))
-    scored = {"gae_every": where, "gae_first": where & (where.cumsum(1) == 1)}.get(recipe.advantage, last)
-    rewards = scored * file["rewards"][:, None]
-    if penalty.dim():
-        rewards[:, : penalty.shape[1]] -= penalty
+def _penalty(file: BatchFile, recipe: Recipe) -> Tensor:
+    """Return what is subtracted from the rewards of tokens [B, T]."""
+    if recipe.kl_in != "reward" or not recipe.kl_coef:
+        return torch.zeros_like(file["logprobs"])
+    before = file.get("old_logprobs", file.get("behaviour_logprobs", file["logprobs"]))
+    kl = _kl(before, file["ref_logprobs"], recipe.kl)
+    return selected(recipe.kl_coef * kl, file.get("kl_mask", file.mask))
+
+
+def _estimated(file: BatchFile, recipe: Recipe) -> Tensor:
+    """Return the advantages of states [B, S] by GAE; the score is the reward of the last state."""
+    where, penalty = file["value_mask"], _penalty(file, recipe)
+    values, place = selected(file["old_values"], where), where.cumsum(1)
+    scored = {"gae_every": where, "gae_first": where & (place == 1)}
+    last = where & (place == where.sum(1, keepdim=True))
+    rewards = scored.get(recipe.advantage, last) * file["rewards"][:, None]
+    rewards = rewards - F.pad(penalty, (0, where.shape[1] - penalty.shape[1]))
     a = gae(rewards, values, recipe.gamma, recipe.lam, where)
-    return (a + values if recipe.advantage == "gae_returns" else a)[:, : file.mask.shape[1]]
+    return a + values if recipe.advantage == "gae_returns" else a
 
 
-def _compared(file: BatchFile, recipe: Recipe, penalty: Tensor) -> Tensor:
+def _compared(file: BatchFile, recipe: Recipe) -> Tensor:
     """Return the advantages [B] of rewards that are compared, in groups of any size."""
     r, g, rows = file["all_rewards"], file["all_group"], file["all_index"]
-    if penalty.dim():
-        r = r.index_add(0, rows, -penalty.sum(-1))
+    r = r.index_add(0, rows, -_penalty(file, recipe).sum(-1))
     _, g, size = g.unique(return_inverse=True, return_counts=True)
 
     def total(x: Tensor) -> Tensor:
@@ -183,11 +185,10 @@ def _compared(file: BatchFile, recipe: Recipe, penalty: Tensor) -> Tensor:
 def _kl(logprobs: Tensor, ref: Tensor, estimator: str) -> Tensor:
     """Return the estimates of the KL of tokens."""
     k1 = logprobs - ref
-    if estimator in ("k3", "reverse k3"):
-        pair = (logprobs, ref) if estimator == "k3" else (ref, logprobs)
-        return kl_estimate(*pair, config.KLEstimator.k3)
-    others = {"k1": k1, "-k1": -k1, "clamped k1": k1.clamp(min=0), "abs": k1.abs(), "square": k1.square()}
-    return k1.square() / 2 if estimator == "k2" else others[estimator]
+    known = {"k1": k1, "-k1": -k1, "k2": k1.square() / 2, "square": k1.square(), "abs": k1.abs()}
+    known |= {"clamped k1": k1.clamp(min=0), "k3": kl_estimate(logprobs, ref, config.KLEstimator.k3)}
+    known |= {"reverse k3": kl_estimate(ref, logprobs, config.KLEstimator.k3)}
+    return known[estimator]
 
 
 def log_ratio(file: BatchFile, recipe: Recipe, logprobs: Tensor, level: str) -> Tensor:
@@ -209,8 +210,8 @@ def corrected(file: BatchFile, recipe: Recipe) -> BatchFile:
     given = _correction(recipe)
     if not recipe.correction or "weights" in file:
         return file
-    mask, old = file.mask, file.get("old_logprobs", file["logprobs"])
-    lag = selected(old - file["behaviour_logprobs"], mask)
+    mask, old = file.mask, file.get("trainer_logprobs", file.get("old_logprobs", file["logprobs"]))
+    lag = selected(old - file.get("sampler_logprobs", file["behaviour_logprobs"]), mask)
     weights = importance_weights(lag, torch.zeros_like(lag), mask, given)[0].expand(mask.shape)
     if given.normalise and given.kind is not config.CorrectionKind.none:
         weights = weights / mean_weight(weights, mask, given.level)
@@ -250,22 +251,20 @@ def penalties(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
         sampler = file.get("behaviour_logprobs", logprobs).detach()
         ratio = bounded(selected(logprobs.detach() - sampler, file.mask)).exp()
         weight = ratio.clamp(max=recipe.teacher_cap) if recipe.teacher_cap else torch.ones_like(ratio)
+        distance = _kl(k, torch.zeros_like(k), recipe.teacher)
         if recipe.teacher == "k1":
-            to_go = gae(k.detach(), torch.zeros_like(k), recipe.teacher_gamma, 1.0, file.mask)
-            distance = to_go * logprobs
-        else:
-            distance = 0.5 * k.square() if recipe.teacher == "k2" else torch.expm1(bounded(-k)) + k
+            distance = gae(k.detach(), 0 * k.detach(), recipe.teacher_gamma, 1.0, file.mask) * logprobs
         losses = losses + recipe.teacher_coef * weight * distance
     return losses
 
 
 def pair_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
-    """Return the losses [B, T] of pairs, in the first column of the chosen row; rows: chosen, rejected, ..."""
+    """Return the losses [B, T] of pairs, in the first column of the chosen row."""
     z = selected(logprobs - file["ref_logprobs"], file.mask).sum(-1)
     if recipe.reduction == "sequence":
         z = z / file.mask.sum(-1).clamp(min=1)
     z = z[0::2] - z[1::2]
-    known = {"ipo": (z - 1 / (2 * recipe.beta)).square(), "hinge": F.relu(1 - recipe.beta * z)}
+    known = {"ipo": (z - 0.5 / z.new_tensor(recipe.beta)).square(), "hinge": F.relu(1 - recipe.beta * z)}
     losses = known.get(recipe.pair_loss, -F.logsigmoid(recipe.beta * z))
     return F.pad(torch.stack([losses, torch.zeros_like(losses)], 1).view(-1, 1), (0, logprobs.shape[1] - 1))
 
@@ -284,26 +283,28 @@ def value_losses(file: BatchFile, recipe: Recipe, values: Tensor) -> Tensor:
 # -- the loss of the step --------------------------------------------------------------------------------
 
 
-def parts(file: BatchFile, recipe: Recipe, rows: Tensor | None = None) -> Parts:
-    """Return the parts of the policy's loss; with `rows`, only of these."""
-    if not file.pairs:
-        file = corrected(file, recipe)
-    weight, some = weights(file, recipe), file
-    if rows is not None:
-        weight, some = weight[rows], file.rows(rows)
-    terms = (pair_losses,) if file.pairs else (policy_losses, penalties)
-    found = [_derived(partial(term, some, recipe), some["logprobs"], some.mask) for term in terms]
-    return Parts(found[0], found[1] if len(found) > 1 else torch.zeros(()), weight)
+def parts(stage: str, file: BatchFile, recipe: Recipe, rows: Tensor | None = None) -> Parts:
+    """Return what a recipe gives for a stage; with `rows`, the losses and gradients of these only.
 
-
-def value_parts(file: BatchFile, recipe: Recipe, rows: Tensor | None = None) -> Parts:
-    """Return the parts of the loss of the values; with `rows`, only of these."""
-    where = file["value_mask"]
-    weight = weights(file.changed(count_mask=where), recipe)
+    Advantages and returns stand in place of losses and gradients.
+    """
+    none = torch.zeros(())
+    if stage in ("advantages", "returns"):
+        found = _advantages(file, recipe) if stage == "advantages" else _estimated(file, recipe)
+        if stage == "returns":
+            found = selected(found + file["old_values"], file["value_mask"])
+        return Parts(torch.stack([found, found]), none, none + 1)
+    file = corrected(file, recipe) if stage == "loss" else file
+    if stage == "values":
+        file = file.changed(count_mask=file["value_mask"])
+    weight = weights(file, recipe)
     if rows is not None:
-        weight, file, where = weight[rows], file.rows(rows), where[rows]
-    found = _derived(partial(value_losses, file, recipe), file["values"], where)
-    return Parts(found, torch.zeros(()), weight)
+        weight, file = weight[rows], file.rows(rows)
+    names = ("values", "value_mask") if stage == "values" else ("logprobs", "response_mask")
+    inputs, mask = (file[name] for name in names)
+    terms = {"pairs": (pair_losses,), "values": (value_losses,)}.get(stage, (policy_losses, penalties))
+    found = [_derived(partial(term, file, recipe), inputs, mask) for term in terms]
+    return Parts(*found, *[none][len(found) - 1 :], weight)
 
 
 def _derived(losses: Callable[[Tensor], Tensor], inputs: Tensor, mask: Tensor) -> Tensor:
@@ -324,9 +325,12 @@ def weights(file: BatchFile, recipe: Recipe) -> Tensor:
     lengths = counted.sum(-1, keepdim=True).double()
     ones = torch.ones_like(lengths) if recipe.empty == "counted" else (lengths > 0).double()
     count = int(micro.max()) + 1
-    number = {"step": 1, "generation": 1, "micro_batch": count}.get(recipe.over) or int(
-        recipe.over.split()[0]
-    )
+    known = {"step": 1, "generation": 1, "micro_batch": count}
+    number = known.get(recipe.over) or int(recipe.over.split()[0])
+    if recipe.over not in known and (count % number or count == number):
+        raise Missing(f"micro-batches of {number} ranks")
+    if recipe.over == "generation" and recipe.reduction != "token":
+        raise Missing("reduction for over=generation but token")
     place = micro * number // count
 
     def total(x: Tensor, at: Tensor) -> Tensor:
@@ -348,7 +352,6 @@ def weights(file: BatchFile, recipe: Recipe) -> Tensor:
     return 1 / size.clamp(min=1) / number
 
 
-def by_micro_batch(file: BatchFile, losses: Tensor) -> Tensor:
-    """Return the sums [M] of the losses [B, T] of tokens."""
-    micro = file["micro_batch"]
-    return losses.new_zeros(int(micro.max()) + 1).index_add(0, micro, losses.sum(-1))
+def by_micro_batch(micro: Tensor, x: Tensor) -> Tensor:
+    """Return the sums [M] of numbers [B, T] over micro-batches, given that of each row [B]."""
+    return x.new_zeros(int(micro.max()) + 1).index_add(0, micro, x.sum(-1))

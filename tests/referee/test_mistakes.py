@@ -1,0 +1,144 @@
+"""Tests of the table of mistakes: mistakes of a small trainer are named at the right term, correct steps agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf.core.errors import UserError
+from rlhf.referee.audit import audit
+from rlhf.referee.file import BatchFile, checked
+from rlhf.referee.mistakes import own_rows, rows, twisted
+from rlhf.referee.recipe import SETTINGS, TABLE, Recipe
+from tests.referee.trainer import MISTAKES, SETTINGS as CASES, step  # fmt: skip
+
+
+def wrong(tensors, header, **more):
+    return [each for each in audit(checked(BatchFile(tensors, header)), **more) if each.state == "wrong"]
+
+
+@pytest.mark.parametrize("setting", CASES)
+def test_a_correct_step_has_no_wrong_term(setting):
+    tensors, header = step(setting, 1)
+    findings = audit(checked(BatchFile(tensors, header)))
+    assert not [each for each in findings if each.state == "wrong"]
+    assert [each.state for each in findings if each.term == "loss"] == ["ok"]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_at_its_term(mistake):
+    settings, terms = MISTAKES[mistake]
+    for setting in settings:
+        found = wrong(*step(setting, 1, mistake))
+        assert found and found[0].term in terms, (setting, found)
+
+
+def test_most_mistakes_are_found_by_the_losses_of_micro_batches():
+    named, some = 0, list(MISTAKES.items())[::4]
+    for mistake, (settings, terms) in some:
+        tensors, header = step(settings[0], 1, mistake)
+        found = wrong({k: x for k, x in tensors.items() if not k.endswith("_grads")}, header)
+        named += bool(found) and found[0].term in terms
+    assert named >= 0.8 * len(some)
+
+
+def test_correct_losses_of_micro_batches_are_no_alarm():
+    for setting in ("ppo", "grpo", "dapo", "reject", "dpo"):
+        tensors, header = step(setting, 1)
+        assert not wrong({k: x for k, x in tensors.items() if not k.endswith("_grads")}, header)
+
+
+@pytest.mark.parametrize("stage", TABLE["stages"])
+def test_the_families_have_every_setting_tensor_and_mask(stage):
+    """Each value of each setting, and each tensor missing, negated, moved, exchanged, is a row of its stage."""
+    changes = [
+        change for _, _, change in rows(stage, Recipe(**{key: row[0] for key, row in SETTINGS.items()}))
+    ]
+    table = TABLE["stages"][stage]
+    for key in (key for keys in table["settings"] for key in keys):
+        others = [value for value in SETTINGS[key][2] if value not in (SETTINGS[key][0], "given", "gae")]
+        assert all({key: value} in changes for value in others) or any(key in c for c in changes)
+    for name in table["moves"]:
+        forms = [change[name] for change in changes if list(change) == [name]]
+        assert (
+            None in forms
+            and f"-1*${name}" in forms
+            and {f"${name} {by}" for by in (">>", "<<", "vv", "^^")} <= {*forms}
+        )
+    for name in table["factors"]:
+        assert {f"{factor}*${name}" for factor in ("0", "-1", "0.5", "2")} <= {c.get(name) for c in changes}
+    for name in table["masks"]:
+        ends = {f"${name} {edge}" for edge in ("after", "before", "without_last", "without_first")}
+        assert ends <= {change.get(name) for change in changes}
+
+
+def test_every_name_of_the_table_is_a_setting_or_a_tensor_and_has_a_term():
+    for stage in TABLE["stages"]:
+        for term, words, change in rows(stage, Recipe(**{key: row[0] for key, row in SETTINGS.items()})):
+            assert term and words
+            names = {key.partition(".")[0] for key in change}
+            assert names <= {*SETTINGS, *TABLE["tensors"], "detached"}, change
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"old_logprobs": "$old_logprobs >>"}, lambda x: x.roll(1, 1)),
+        ({"old_logprobs": "$old_logprobs <<0"}, lambda x: torch.cat([x[:, 1:], 0 * x[:, :1]], 1)),
+        ({"old_logprobs": "-1*$old_logprobs vv"}, lambda x: -x.roll(1, 0)),
+        ({"old_logprobs": "2*$old_logprobs flipped"}, lambda x: 2 * x.flip(0)),
+    ],
+)
+def test_a_change_moves_a_tensor(change, expected):
+    file = checked(BatchFile(*step("grpo", 1)))
+    changed, _ = twisted(file, Recipe.of(file), change)
+    assert torch.equal(changed["old_logprobs"], expected(file["old_logprobs"]))
+
+
+def test_a_tensor_that_is_padded_on_the_left_has_its_tokens_at_the_end_of_the_row():
+    file = checked(BatchFile(*step("grpo", 1)))
+    changed, _ = twisted(file, Recipe.of(file), {"old_logprobs": "$old_logprobs left"})
+    for row, (mask, x) in enumerate(zip(file.mask, file["old_logprobs"], strict=True)):
+        count = int(mask.sum())
+        assert torch.equal(changed["old_logprobs"][row, len(mask) - count :], x[:count])
+
+
+def test_a_row_that_needs_a_tensor_of_the_file_that_is_missing_is_not_tried():
+    file = checked(BatchFile(*step("dapo", 1))).changed(behaviour_logprobs=None)
+    recipe = Recipe.of(file)
+    assert twisted(file, recipe, {"old_logprobs": "$behaviour_logprobs"}) is None
+    assert twisted(file, recipe, {"weights": "$weights squared"}) is None
+
+
+def test_a_row_of_the_user_names_a_mistake_that_the_table_does_not_have(tmp_path):
+    """The loss is three times as large where the advantage is that of another sampler: no row knows that."""
+    tensors, header = step("dapo", 1)
+    seventh = tensors | {"old_logprobs": 1.07 * tensors["old_logprobs"]}
+    assert "a seventh" not in wrong(seventh, header)[-1].text
+    file = tmp_path / "own.yaml"
+    file.write_text("loss:\n  - [ratio, a seventh more, {old_logprobs: 0.934579439252336*$old_logprobs}]\n")
+    found = wrong(seventh, header, own=own_rows(file))
+    assert [each.term for each in found] == ["ratio"] and "a seventh more" in found[0].text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[",
+        "- 1",
+        "a text",
+        "other: []",
+        "loss: 3",
+        "loss: [[KL, words]]",
+        "loss: [[KL, words, {unknown: 1}]]",
+        "loss: [1]",
+    ],
+)
+def test_rows_of_the_user_that_are_no_rows_are_refused(tmp_path, text):
+    file = tmp_path / "own.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as error:
+        own_rows(file)
+    assert len(error.value.problems) == 1
+    with pytest.raises(UserError):
+        own_rows(tmp_path / "none.yaml")
