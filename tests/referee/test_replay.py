@@ -37,9 +37,9 @@ def found(file, **options):
 
 
 def test_a_replay_in_another_folder_has_the_same_bits(recorded, tmp_path, monkeypatch):
+    file = recorded()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
-    file = recorded()
     again = replay(load(file))
     assert again.header["after"] == load(file).header["after"]
     assert differences(load(file), again, whole=False) == []
@@ -207,8 +207,9 @@ FAST = ("rewards", "advantages", "optimizer", "count")
 )
 def test_a_replay_names_the_quantity_that_a_change_of_the_code_changes_first(recorded, name):
     owner, function, change, first = CHANGES[name]
+    file = recorded()
     with changed(owner, function, change):
-        assert found(recorded())[0] == first
+        assert found(file)[0] == first
 
 
 # -- files of others
@@ -261,9 +262,9 @@ def harm(*given, **named):
 
 @pytest.mark.parametrize("name", HARM)
 def test_a_bundle_of_others_is_refused_before_anything_is_executed(recorded, tmp_path, monkeypatch, name):
+    file = altered(recorded(), tmp_path / "bundle.safetensors", **HARM[name])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket, "socket", None)
-    file = altered(recorded(), tmp_path / "bundle.safetensors", **HARM[name])
     with pytest.raises(UserError):
         replay(load(file))
     assert [path.name for path in tmp_path.iterdir()] == ["bundle.safetensors"]
