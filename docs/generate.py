@@ -45,6 +45,7 @@ REFERENCE = ROOT / "docs" / "reference"
 COMMANDS = (
     *("rlhf.extend", "rlhf.inspect", "rlhf.evaluate", "rlhf.relabel", "rlhf.pipeline", "rlhf.plan"),
     *("rlhf.sample", "rlhf.serve", "rlhf.study", "rlhf.report", "rlhf.audit"),
+    *("rlhf.bundle", "rlhf.replay", "rlhf.diff"),
 )
 SAME = "Groups, options and keys: python -m rlhf.train --help"  # the last line of most help texts
 COLUMNS = "110"  # width of the help texts
@@ -138,8 +139,14 @@ def commands() -> str:
         "",
         "`python -m rlhf --help` lists the commands, and `python -m rlhf.train --help` groups, options and",
         "the most used keys; [config.md](config.md) has them all. This page shows `--help` of the other",
+<<<<<<< HEAD
         "commands. Except for `rlhf.serve`, `rlhf.study`, `rlhf.report` and `rlhf.audit`, these accept",
         "options and keys, too. Exit codes: [files.md](files.md#exit-codes).",
+=======
+        "commands. Except for `rlhf.serve`, `rlhf.study`, `rlhf.report`, `rlhf.audit`, `rlhf.bundle`,",
+        "`rlhf.replay` and `rlhf.diff`, these accept options and keys, too. Exit codes:",
+        "[files.md](files.md#exit-codes).",
+>>>>>>> h54b
     ]
     for name in COMMANDS:
         parts += [

@@ -29,6 +29,9 @@ COMMANDS = {  # command, a module of this package -> description
     "serve": "Start a server of vLLM that samples for runs on other machines.",
     "relabel": "Label the preference pairs of a task by a judge.",
     "study": "Evaluate a study of methods, axes and seeds: tables and claims.",
+    "bundle": "Repeat one update of a run, and write all that it computes to one file.",
+    "replay": "Compute the update of a bundle again, and name the first number that differs.",
+    "diff": "Name the first number in which two updates differ.",
     "report": "Write a page of figures and print a table of run folders.",
     "audit": "Recompute a training step that any framework dumped.",
 }
@@ -99,7 +102,12 @@ def _completions(words: list[str]) -> list[str]:
     if not arguments:
         options = [option.partition(" ")[0] for option in _OPTIONS]
         return [name for name in (*COMMANDS, *options) if name.startswith(command or tuple(COMMANDS))]
+<<<<<<< HEAD
     if command not in COMMANDS or command in ("audit", "report", "serve", "study"):  # with files
+=======
+    files = ("audit", "bundle", "diff", "replay", "report", "serve", "study")  # their arguments are files
+    if command not in COMMANDS or command in files:
+>>>>>>> h54b
         return []
     from rlhf.launch.command_line import candidates
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from rlhf.core.errors import UserError, report
-from rlhf.terminal.console import prepare_output, print_error, show
+from rlhf.terminal.console import console, prepare_output, print_error, show
 
 _MARKS = {"ok": "agrees", "wrong": "WRONG", "unchecked": "not checked"}
 
@@ -42,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("file", type=Path, help="batch file (schema 1), or bundle")
     add = partial(parser.add_argument, default=argparse.SUPPRESS)
-    parser.add_argument("--step", type=int, metavar="N", default=0, help="optimizer step of a bundle, from 0")
+    parser.add_argument("--step", type=int, metavar="N", default=1, help="optimizer step of a bundle, from 1")
+    add("--sample", type=int, metavar="N", help="print the tokens of a response of the step, from 1")
+    add("--html", type=Path, metavar="FILE", help="write the table of --sample to a page")
     parser.add_argument("--ignore-claims", action="store_true", help="identify the variant by the numbers")
     add("--mistakes", type=Path, metavar="YAML", help="further rows, as in rlhf/referee/mistakes.yaml")
     add("--model", type=Path, metavar="FOLDER", help="weights before the step, to check log-probs and norm")
@@ -53,15 +55,21 @@ def _parser() -> argparse.ArgumentParser:
 def _audit(options: argparse.Namespace) -> int:
     """Print a line per term and the first wrong term; return the exit code."""
     from rlhf.referee.audit import audit
-    from rlhf.referee.file import checked, read
+    from rlhf.referee.file import read
     from rlhf.referee.mistakes import own_rows
 
     own = own_rows(options.mistakes) if "mistakes" in options else {}
     file = read(options.file)
     if file.header.get("kind") == "bundle":
-        from rlhf.referee.bundle import batch_file
+        from rlhf.referee.step import as_page, batch_file, token_table
 
-        file = checked(batch_file(options.file, options.step))
+        if "sample" in options:
+            table = token_table(options.file, options.step, options.sample)
+            console.print(table)
+            if "html" in options:
+                options.html.write_text(as_page(table), encoding="utf-8")
+            return 0
+        file = batch_file(options.file, options.step)
     if options.ignore_claims:
         file = replace(file, header={**file.header, "claims": {}})
     findings = audit(file, own)

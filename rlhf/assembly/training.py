@@ -331,7 +331,12 @@ TEXT = "This is an example of a response."  # for data without reference respons
 
 
 def build_scorer(
-    cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, judgements: Path | None = None
+    cfg: Config,
+    at: str,
+    tokenizer: PreTrainedTokenizerFast,
+    ranks: Ranks,
+    judgements: Path | None = None,
+    asks: bool = True,
 ) -> Scorer | None:
     """Return the scorer of the section `at` ("scorer" or "gold"); None with `scorer@gold=none`.
 
@@ -340,7 +345,7 @@ def build_scorer(
         at: the key of the section.
         tokenizer: the policy's tokenizer.
         ranks: the ranks of the run.
-        judgements: see `ScorerContext`.
+        judgements, asks: see `ScorerContext`.
     """
     conversational = build_source(cfg).conversational
     environment: EnvironmentFactory | None = make(cfg.environment, tokenizer)
@@ -363,6 +368,7 @@ def build_scorer(
             tie_tolerance=cfg.tie_tolerance(section),
             response_length=cfg.generator.response_length,
             judgements=judgements,
+            asks=asks,
         )
         return make(section, context)
 

@@ -11,7 +11,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,6 +125,8 @@ class Engine(ABC):
         self.moving: Moving | None = None  # how the reference moves; None: it is frozen
         self.plan: PreTrainedModel | None = None  # the trained model without weights, if ranks divide them
         self.phases = Phases()  # what the engine computes now, for the progress display of a run
+        # Called with each micro-batch that is trained on, and the outputs of the model for it.
+        self.watch: Callable[[Batch, Outputs], None] = lambda micro, outputs: None
 
     # -- implemented by each backend ---------------------------------------------------------------
 
@@ -266,15 +268,19 @@ class Engine(ABC):
         extras = sorted(objective.needs & (EXTRAS | {"divergence"}))
         losses = {name: torch.zeros((), dtype=torch.float64, device=self.ranks.device) for name in counts}
         merged: Metrics = {}
+
+        def forward(part: Batch) -> Outputs:
+            outputs = self.forward(part, *extras)
+            self.watch(part, outputs)
+            return outputs
+
         micros = list(microbatches(batch, self.settings.budget, self.ranks.rank, self.ranks.size))
         with (
             shared_copies(self.ranks.device, self.settings.dtype),
             self.phases("micro-batch", len(micros)) as done,
         ):
             for place, (_, micro, counted) in enumerate(micros):
-                sums, stats = objective.loss(
-                    lambda part: self.forward(part, *extras), micro.to(self.ranks.device)
-                )
+                sums, stats = objective.loss(forward, micro.to(self.ranks.device))
                 means = {name: total / max(counts[name], 1) for name, total in sums.items()}
                 weighted = [objective.loss_weights.get(name, 1.0) * x for name, x in means.items()]
                 loss = torch.stack(weighted).sum()

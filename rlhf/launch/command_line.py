@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -264,6 +265,29 @@ def exit_codes() -> Iterator[None]:
             ctrl_c = "interrupted by Ctrl-C; the same command resumes from the last checkpoint, if any"
             print_error(str(reason) or ctrl_c)
         raise SystemExit(128 + signal.SIGINT if received is signal.SIGINT else os.EX_TEMPFAIL) from None
+
+
+@contextmanager
+def with_flags(
+    module: str, does: str, arguments: Mapping[str, dict[str, Any]], given: Sequence[str] | None
+) -> Iterator[Namespace]:
+    """Parse the flags of a command that has no overrides, and turn errors of the block into exit codes.
+
+    Args:
+        module: the module of the command in this package.
+        does: description for `--help`.
+        arguments: name of each argument -> keyword arguments of `ArgumentParser.add_argument`.
+        given: the arguments; None: those of the command line.
+    """
+    prepare_output()
+    parser = ArgumentParser(prog=f"python -m rlhf.{module}", description=does, allow_abbrev=False)
+    for name, options in arguments.items():
+        parser.add_argument(name, **options)
+    parsed = parser.parse_args(given)
+    set_environment()
+    with exit_codes():
+        catalogue.load_plugins()
+        yield parsed
 
 
 def stop(error: RunError | UserError) -> NoReturn:

@@ -125,7 +125,7 @@ class _Stage:
                 continue
             try:
                 parts = self.compute(*given, some=True)
-            except (Missing, RuntimeError):  # a tensor that the mistake needs is missing, or of another kind
+            except (Missing, RuntimeError, TypeError):  # a tensor is missing or of another kind, or an option
                 continue
             pairs = zip(Parts._fields, parts, base, strict=True)
             changed = {name for name, x, y in pairs if not torch.equal(x, y)}

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from rlhf.config.scorers import RANDOM, Answer, JudgeKind, JudgeScorerConfig
 from rlhf.core.batch import Prompts, Rollouts
-from rlhf.core.errors import RunError
+from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import append, split_lines
 from rlhf.core.formatting import shortened
 from rlhf.core.statistics import bradley_terry
@@ -105,6 +105,7 @@ class JudgeScorer(HttpClient, Scorer):
     Attributes:
         known: the answers, by the keys of their questions; of a key that the file has twice, the first.
         spent: price of all these answers.
+        used: those of the questions since the scorer was made.
 
     Raises:
         UserError: the environment variable with the token is not set.
@@ -121,6 +122,7 @@ class JudgeScorer(HttpClient, Scorer):
         self.template += (_TEXTS / "reason.txt").read_text("utf-8") if self.reason else ""
         self.criteria, self.lock, self.file = config.criteria(), Lock(), context.judgements
         self.known, self.figures = dict[str, Row](), Figures()
+        self.used, self.asks = dict[str, Row](), context.asks
         if self.file is not None:
             self.file = self.file.with_name(self.file.name.replace("*", self.at))
             if self.file.is_file() and not self.file.read_bytes().endswith(b"\n"):
@@ -275,6 +277,7 @@ class JudgeScorer(HttpClient, Scorer):
         """Return the verdict on each distinct question, as `reading`; those without an answer are asked.
 
         Raises:
+            UserError: an answer is missing in the file, and no judge may be asked.
             Spent: the budget is spent.
             RunError: see `HttpClient.all`, or more answers than `unreadable` are no verdict.
             Interrupted: a signal was received.
@@ -283,10 +286,16 @@ class JudgeScorer(HttpClient, Scorer):
         if not asked:
             return {}
         due = [pair for pair in dict(asked.values()).items() if pair[0] not in self.known]
+        if due and not self.asks:
+            raise UserError(
+                f"{self.at}: the file of judgements must have the answers to all {len(asked)} questions (no "
+                f"judge is asked again), got none to {len(due)} of them; compare without rewards"
+            )
         if due and self.config.url is None:
             self.connect()
         new = self.all(lambda i, deadline: self.ask(*due[i], deadline), len(due)) if due else []
         rows = {each: self.known[key] for each, (key, _) in asked.items()}
+        self.used |= {row["key"]: row for row in rows.values()}
         found = {each: self.reading(row, len(each.responses)) for each, row in rows.items()}
         bad = [row for each, row in rows.items() if found[each] is None]
         config, at, count = self.config, self.at, len(rows)

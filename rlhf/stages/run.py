@@ -62,6 +62,7 @@ def run(
     check: bool = True,
     claim: Claim = claimed,
     hooks: Sequence[Hook] = (),
+    session: Callable[..., Session] = Session,
 ) -> float | None:
     """Carry out the run `cfg` in `folder`, and return the final value of its objective metric.
 
@@ -74,6 +75,7 @@ def run(
         check: check the config first; False: the caller has checked the config.
         claim: locks the folder on the first rank; `nullcontext`: the caller has locked the folder.
         hooks: the user's code that the first rank calls during training.
+        session: makes the verbs that the loop calls, from the arguments of `Session`.
 
     Raises:
         UserError: the config is invalid, a model, a data set or another item that the config names cannot be
@@ -96,11 +98,16 @@ def run(
                 partial(unusable_file, folder.path),
             ),
         ):
-            return carry_out(cfg, folder, ranks, interruption, Hooks(hooks, interruption.request))
+            return carry_out(cfg, folder, ranks, interruption, Hooks(hooks, interruption.request), session)
 
 
 def carry_out(
-    cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interruption, hooks: Hooks
+    cfg: Config,
+    folder: RunFolder,
+    ranks: Ranks,
+    interruption: Interruption,
+    hooks: Hooks,
+    session: Callable[..., Session],
 ) -> float | None:
     """Carry out the run `cfg` with installed signal handlers; see `run`."""
     if (finished := ranks.from_first(folder.finished)) is not None:
@@ -139,7 +146,7 @@ def carry_out(
         parts.recorder.open(loggers, parts.generator)
         ends.callback(parts.recorder.close)
         parts.generator.load(parts.engine.weights(), state.version)
-        _train(cfg, parts, saved, state, folder, interruption)
+        _train(cfg, parts, saved, state, folder, interruption, session)
     failure, stopped = ranks.from_first(lambda: (hooks.failure, hooks.stopped))
 
     if state.done:
@@ -173,12 +180,19 @@ def carry_out(
 
 
 def _train(
-    cfg: Config, parts: Parts, saved: Any, state: TrainState, folder: RunFolder, interruption: Interruption
+    cfg: Config,
+    parts: Parts,
+    saved: Any,
+    state: TrainState,
+    folder: RunFolder,
+    interruption: Interruption,
+    session: Callable[..., Session],
 ) -> None:
     """Train until the run is done or asked to stop.
 
     Args:
         saved: the state of the stream in a checkpoint; None: the run begins.
+        session: see `run`.
 
     Raises:
         RunError: a loss or a gradient is not finite.
@@ -205,7 +219,7 @@ def _train(
     interruption.defer(ranks.any if ranks.size > 1 else bool)
     try:
         loop = train if cfg.loop is None else load_function("loop", cfg.loop, ("session",))
-        Session(parts, stream, state, cfg.schedule, interruption, cfg.seed).run(loop)
+        session(parts, stream, state, cfg.schedule, interruption, cfg.seed).run(loop)
     except NonFinite as error:
         file = folder.path / "failed_batch.json"
         batch = {"what": error.what, "index": error.index, "places": error.places}

@@ -1,0 +1,51 @@
+"""The command `python -m rlhf.diff <a> <b> [--json]`: the first number in which two updates differ.
+
+`a` and `b` are two bundles (`rlhf.bundle`), or two run folders. Of run folders, the first update with other
+metrics is repeated in both, without times, throughput and memory. Quantities are compared in the order of the
+computation, so the first one is the cause of the others.
+
+Exit codes: 0 same bits, or of two machines same within rounding; 1 a quantity differs; 2 invalid input, as
+`error: ...`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rlhf.launch.command_line import with_flags
+from rlhf.stages.evaluation import run_folder
+from rlhf.terminal.console import say_loading, show
+
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "a": {"type": Path, "help": "a bundle, or a run folder"},
+    "b": {"type": Path, "help": "another one of the same kind"},
+    "--json": {"action": "store_true", "help": "print the differences as JSON"},
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command with `arguments`, by default those of the command line."""
+    does = "Name the first number in which two updates differ, in the order of the computation."
+    with with_flags("diff", does, _ARGUMENTS, arguments) as options, TemporaryDirectory() as scratch:
+        if not options.json:
+            say_loading()
+        from rlhf.referee.diff import bundles_of, differences, report
+        from rlhf.referee.replay import load
+
+        files = [options.a, options.b]
+        if any(path.is_dir() for path in files):
+            first, files = bundles_of([run_folder(str(path)) for path in files], Path(scratch))
+            if first is None:
+                raise SystemExit(report([], False, options.json))
+            if not options.json:
+                show(f"the first update with other metrics: {first}")
+        a, b = map(load, files)
+        elsewhere = a.header.get("machine") != b.header.get("machine")
+        raise SystemExit(report(differences(a, b), elsewhere, options.json))
+
+
+if __name__ == "__main__":
+    main()

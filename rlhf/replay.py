@@ -1,0 +1,51 @@
+"""The command `python -m rlhf.replay <bundle> [--only rewards|update] [--prompt <i>] [--trust] [--json]`.
+
+The command computes the update of a bundle (`rlhf.bundle`) again: rewards, advantages, the optimizer steps
+and the new weights. It needs no data set, no generator, no reference and no judge, and compares every number
+with the file, in the order of the computation.
+
+Exit codes: 0 same bits, or on another machine same within rounding; 1 a quantity differs; 2 invalid input, as
+`error: ...`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf.launch.command_line import with_flags
+from rlhf.terminal.console import say_loading, show
+
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "bundle": {"type": Path, "help": "a file of rlhf.bundle"},
+    "--only": {"choices": ("rewards", "update"), "default": "", "help": "compute one of them"},
+    "--prompt": {"type": int, "metavar": "N", "help": "compare one prompt of the batch, from 1"},
+    "--trust": {"action": "store_true", "help": "let the file name code and addresses"},
+    "--json": {"action": "store_true", "help": "print the differences as JSON"},
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command with `arguments`, by default those of the command line."""
+    does = "Compute the update of a bundle again, and name the first number that differs."
+    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing that a bundle names is fetched
+    with with_flags("replay", does, _ARGUMENTS, arguments) as options:
+        if not options.json:
+            say_loading()
+        from rlhf.referee.diff import differences, report
+        from rlhf.referee.replay import load, replay, row_of
+
+        given = load(options.bundle)
+        row = row_of(given, options.prompt)
+        again = replay(given, options.only, row, options.trust)
+        if not options.json:
+            rewards = "" if again.header["rewards"] else ", rewards"
+            show(f"taken from the file: prompts, responses, log-probs of sampler and reference{rewards}")
+        elsewhere = given.header.get("machine") != again.header["machine"]
+        raise SystemExit(report(differences(given, again, row, whole=False), elsewhere, options.json))
+
+
+if __name__ == "__main__":
+    main()
