@@ -139,14 +139,9 @@ def commands() -> str:
         "",
         "`python -m rlhf --help` lists the commands, and `python -m rlhf.train --help` groups, options and",
         "the most used keys; [config.md](config.md) has them all. This page shows `--help` of the other",
-<<<<<<< HEAD
-        "commands. Except for `rlhf.serve`, `rlhf.study`, `rlhf.report` and `rlhf.audit`, these accept",
-        "options and keys, too. Exit codes: [files.md](files.md#exit-codes).",
-=======
         "commands. Except for `rlhf.serve`, `rlhf.study`, `rlhf.report`, `rlhf.audit`, `rlhf.bundle`,",
         "`rlhf.replay` and `rlhf.diff`, these accept options and keys, too. Exit codes:",
         "[files.md](files.md#exit-codes).",
->>>>>>> h54b
     ]
     for name in COMMANDS:
         parts += [

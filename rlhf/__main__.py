@@ -102,12 +102,8 @@ def _completions(words: list[str]) -> list[str]:
     if not arguments:
         options = [option.partition(" ")[0] for option in _OPTIONS]
         return [name for name in (*COMMANDS, *options) if name.startswith(command or tuple(COMMANDS))]
-<<<<<<< HEAD
-    if command not in COMMANDS or command in ("audit", "report", "serve", "study"):  # with files
-=======
     files = ("audit", "bundle", "diff", "replay", "report", "serve", "study")  # their arguments are files
     if command not in COMMANDS or command in files:
->>>>>>> h54b
         return []
     from rlhf.launch.command_line import candidates
 
