@@ -37,7 +37,7 @@ Nightly tests, and what stands for them in `make test-all`:
   attempt, failed runs
 - compiled blocks, a compiled run: a compiled head; blocks outside of their context
 - hooks of `rlhf audit` in trainers of TRL, in functions of verl and OpenRLHF: hooks around functions of tests
-- bundles of every algorithm and schedule, 16 changes of the code: a bundle of GRPO, one with a judge, 4 changes
+- bundles of all algorithms and schedules, 16 changes of code: a bundle of GRPO, one with a judge, 4 changes
 - the notebook, the benchmark against TRL, the tables of studies
 """
 

@@ -78,7 +78,8 @@ def differences(
     """
     found: list[Difference] = []
     with explained(malformed):
-        steps = [{**x, **y} for x, y in zip_longest(a.header["steps"], b.header["steps"], fillvalue={})]
+        both = zip_longest(a.header["steps"], b.header["steps"], fillvalue=dict[str, Any]())
+        steps = [{**one, **other} for one, other in both]
         order = quantities(BatchFile({**a.tensors, **b.tensors}, {**a.header, "steps": steps}))
         mine, others = dict(quantities(a)), dict(quantities(b))
         half = any(f"dtype: {kind}" in a.header["config"] for kind in ("bfloat16", "float16"))

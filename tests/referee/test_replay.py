@@ -184,7 +184,7 @@ CHANGES = {  # owner, function, change, the first quantity that differs
     "mask": (policy_gradient, "selected", lambda f: lambda x, m: f(x, m) * 1.5, "advantages"),
     "baseline": (GRPO, "advantages", lambda f: lambda self, r: r - r, "advantages"),
     "sign": (GRPO, "response_advantages", times(-1.0), "advantages"),
-    "ratio": (PolicyGradient, "log_ratio", times(1.1), "step 2: logprob_grads"),
+    "ratio": (PolicyGradient, "log_ratio", times(1.1), "step 1: logprob_grads"),
     "reversed ratio": (PolicyGradient, "surrogate", no_bound, "step 1: logprob_grads"),
     "counted tokens": (
         grpo,
