@@ -34,7 +34,7 @@ def test_modules_have_no_import_cycle():
 
 
 def test_package_has_few_top_level_modules_and_no_long_module():
-    assert len(list((ROOT / "rlhf").glob("*.py"))) <= 14
+    assert len(list((ROOT / "rlhf").glob("*.py"))) <= 17
     long = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
     assert not {name: lines for name, lines in long.items() if lines > 800}
 
