@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
+import yaml
 from omegaconf import MISSING, OmegaConf
 
 from rlhf.config.schema import Affects, Choice, Section, entry, missing_package, number, option
@@ -368,37 +370,9 @@ class FSDP2Config(BackendConfig):
 
 # -- DeepSpeed -------------------------------------------------------------------------------------
 
-OWNED = {  # key of DeepSpeed that must not be set -> key of this project to set instead
-    "train_batch_size": "schedule.prompts_per_update",
-    "train_micro_batch_size_per_gpu": "backend.micro_batch",
-    "gradient_accumulation_steps": "backend.micro_batch",
-    "managed_gradient_accumulation": "backend.micro_batch",
-    "gradient_clipping": "optim.max_grad_norm",
-    "gradient_allreduce_op": "nothing",
-    "optimizer": "optim.lr, optim.betas, optim.eps and optim.weight_decay",
-    "scheduler": "optim.schedule and optim.warmup",
-    "fp16": "model.dtype",
-    "bf16": "model.dtype",
-    "bfloat16": "model.dtype",
-    "torch_autocast.enabled": "model.dtype",
-    "torch_autocast.dtype": "model.dtype",
-    "zero_optimization.stage": "backend=zero0, zero1, zero2 or zero3",
-    "zero_optimization.offload_optimizer.device": "backend=zero2_offload or zero3_offload",
-    "zero_optimization.offload_param.device": "backend=zero3_offload",
-    "zero_optimization.compute_grad_norm": "nothing",
-}
-
-# Top-level keys of DeepSpeed 0.19.8, except the keys that DeepSpeed refuses.
-_NATIVE = """activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger
-    communication_data_type compile csv_monitor data_efficiency data_types dataloader_drop_last
-    datastates_ckpt disable_allgather disable_python_gc dump_state expert_parallel flops_profiler fp16
-    gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
-    hybrid_engine log_level managed_gradient_accumulation memory_breakdown optimizer pipeline
-    prescale_gradients scheduler seq_parallel_communication_data_type steps_per_print tensor_parallel
-    tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
-    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"""
-KNOWN = frozenset(_NATIVE.split())
+_KEYS = yaml.safe_load((files("rlhf.config") / "deepspeed.yaml").read_text("utf-8"))
+OWNED: dict[str, str] = _KEYS["owned"]  # key of DeepSpeed -> key of this project to set instead
+KNOWN = frozenset(_KEYS["known"].split())
 RANKS_FILE = "ranks.json"  # file in a checkpoint that contains the number of ranks
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -597,14 +598,7 @@ def judges(section: Section) -> dict[str, JudgeScorerConfig]:
 # Sections of `task=reasoning_gym` and `scorer=reasoning_gym`.
 
 
-_UNREPEATABLE = (  # found with two values of PYTHONHASHSEED, 40 examples of each data set
-    *("codeio", "futoshiki", "intermediate_integration", "isomorphic_strings", "knight_swap"),
-    *("list_functions", "polynomial_multiplication", "ransom_note", "word_ladder"),
-)
-_REFUSED = {
-    "composite": "task=mixture combines data sets",
-    **dict.fromkeys(_UNREPEATABLE, "its examples differ between processes with the same seed"),
-}
+_REFUSED = yaml.safe_load((files("rlhf.config") / "reasoning_gym.yaml").read_text("utf-8"))
 
 
 @option("task", "reasoning_gym", part="rlhf.tasks.kinds:ReasoningGymSource")
