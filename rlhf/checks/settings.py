@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf.checks import rules
-from rlhf.checks.rules import Allowed, When, chosen, doubt, is_set, must, rule, training_rule
+from rlhf.checks.rules import Allowed, When, chosen, doubt, is_set, rule, training_rule
 from rlhf.config.algorithms import Trains
 from rlhf.config.models import Device
 from rlhf.config.root import Config, threads
@@ -41,157 +41,68 @@ def _annotates(cfg: Config) -> bool:
 _GENERATOR = "with generator={generator}"
 _OF_DATA = "for algo={algo} generator={generator}"
 
-_SUPERVISED = When("for algo={algo}", lambda cfg: cfg.algo.supervised)
-_SAMPLED_FROM = When("for algo={algo}", lambda cfg: cfg.algo.needs_sampler)
-_USES_TIES = When("with algo={algo}", lambda cfg: cfg.algo.learns_from_ties)
-_ONE_SAMPLE = When("with algo.samples_per_prompt=1", lambda cfg: cfg.algo.samples_per_prompt == 1)
-_NEW_SAMPLES = When(_GENERATOR, lambda cfg: cfg.generator.samples and not cfg.algo.supervised)
-_NO_SAMPLES = When(_GENERATOR, lambda cfg: not cfg.generator.samples)
-_STORED = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts)
-_STORED_PAIRS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and cfg.reads_pairs)
-_STORED_TEXTS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and not cfg.reads_pairs)
-_UNKNOWN_SAMPLER = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts and not cfg.algo.supervised)
-_UNCHECKED = When("without a judge or scorer of answers", lambda cfg: not cfg.checks_answers)
-_UNJUDGED = When(
+SUPERVISED = When("for algo={algo}", lambda cfg: cfg.algo.supervised)
+SAMPLED_FROM = When("for algo={algo}", lambda cfg: cfg.algo.needs_sampler)
+USES_TIES = When("with algo={algo}", lambda cfg: cfg.algo.learns_from_ties)
+ONE_SAMPLE = When("with algo.samples_per_prompt=1", lambda cfg: cfg.algo.samples_per_prompt == 1)
+NEW_SAMPLES = When(_GENERATOR, lambda cfg: cfg.generator.samples and not cfg.algo.supervised)
+NO_SAMPLES = When(_GENERATOR, lambda cfg: not cfg.generator.samples)
+STORED = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts)
+STORED_PAIRS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and cfg.reads_pairs)
+STORED_TEXTS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and not cfg.reads_pairs)
+UNKNOWN_SAMPLER = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts and not cfg.algo.supervised)
+UNCHECKED = When("without a judge or scorer of answers", lambda cfg: not cfg.checks_answers)
+UNJUDGED = When(
     "without a scorer of new responses, a judge and evaluations",
     lambda cfg: not cfg.scores_completions or cfg.gold.name == "none" or not cfg.schedule.eval_every,
 )
-_LABELS = When("with scorer=labels", lambda cfg: cfg.scorer.name == "labels")
-_SAVED = When("with generator.path", lambda cfg: cfg.generator.saved_rollouts is not None)
-_VLLM = When(_GENERATOR, lambda cfg: cfg.generator.lowest_temperature > 0)
-_COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
-_NO_PROCESS = When("without a generator in a process of its own", lambda cfg: not cfg.has_worker)
-_IN_BATCHES = When(_GENERATOR, lambda cfg: not cfg.generator.samples_singly)
-_EACH_SAMPLES = When("a sampler each", lambda cfg: cfg.generator.on_each_rank(cfg.schedule.max_lag))
-_RANKS = When("with several ranks", lambda cfg: world_size() > 1)
-_RANKS_HERE = When("with several ranks on one host", lambda cfg: local_world_size() > 1)
-_OWN_OPTIMIZER = When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer)
-_ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
-_ON_GPU = When("with GPUs", lambda cfg: cfg.backend.device is not Device.cpu)
+LABELS = When("with scorer=labels", lambda cfg: cfg.scorer.name == "labels")
+SAVED = When("with generator.path", lambda cfg: cfg.generator.saved_rollouts is not None)
+VLLM = When(_GENERATOR, lambda cfg: cfg.generator.lowest_temperature > 0)
+COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
+NO_PROCESS = When("without a generator in a process of its own", lambda cfg: not cfg.has_worker)
+IN_BATCHES = When(_GENERATOR, lambda cfg: not cfg.generator.samples_singly)
+EACH_SAMPLES = When("a sampler each", lambda cfg: cfg.generator.on_each_rank(cfg.schedule.max_lag))
+RANKS = When("with several ranks", lambda cfg: world_size() > 1)
+RANKS_HERE = When("with several ranks on one host", lambda cfg: local_world_size() > 1)
+OWN_OPTIMIZER = When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer)
+ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
+ON_GPU = When("with GPUs", lambda cfg: cfg.backend.device is not Device.cpu)
 _METRIC = "with objective_metric={objective_metric}"
-_EVALUATED = When(_METRIC, lambda cfg: (cfg.objective_metric or "").startswith("eval/"))
-_LAG = When("with schedule.max_lag above 0", lambda cfg: cfg.schedule.max_lag > 0)
-_VIRTUAL = When("with clock=virtual", lambda cfg: cfg.clock.virtual)
-_WALL = When("with clock=wall", lambda cfg: not cfg.clock.virtual)
-_FIFO = When("with schedule.order=fifo", lambda cfg: cfg.schedule.order is Order.fifo)
-_COMPLETED = When("with schedule.order=completed", lambda cfg: cfg.schedule.order is Order.completed)
-_GROUPS = When("with schedule.unit=group", lambda cfg: cfg.schedule.unit is Unit.group)
-_MOVING = When("with model.moving.every", lambda cfg: cfg.model.moving.every is not None)
-_OTHER_START = When("with model.reference", lambda cfg: not cfg.model.starts_as_reference)
-_ANNOTATES = When("with schedule.max_lag={schedule.max_lag}", _annotates)
-_DECOUPLED = When("with algo.advantage=decoupled", lambda cfg: chosen(cfg, "algo.advantage") == "decoupled")
-_NO_TEACHER = When(
+EVALUATED = When(_METRIC, lambda cfg: (cfg.objective_metric or "").startswith("eval/"))
+LAG = When("with schedule.max_lag above 0", lambda cfg: cfg.schedule.max_lag > 0)
+VIRTUAL = When("with clock=virtual", lambda cfg: cfg.clock.virtual)
+WALL = When("with clock=wall", lambda cfg: not cfg.clock.virtual)
+FIFO = When("with schedule.order=fifo", lambda cfg: cfg.schedule.order is Order.fifo)
+COMPLETED = When("with schedule.order=completed", lambda cfg: cfg.schedule.order is Order.completed)
+GROUPS = When("with schedule.unit=group", lambda cfg: cfg.schedule.unit is Unit.group)
+MOVING = When("with model.moving.every", lambda cfg: cfg.model.moving.every is not None)
+OTHER_START = When("with model.reference", lambda cfg: not cfg.model.starts_as_reference)
+ANNOTATES = When("with schedule.max_lag={schedule.max_lag}", _annotates)
+DECOUPLED = When("with algo.advantage=decoupled", lambda cfg: chosen(cfg, "algo.advantage") == "decoupled")
+NO_TEACHER = When(
     "for algo={algo} without algo.reward_coef",
     lambda cfg: value_at(cfg, "algo.reward_coef") == 0 and cfg.model.starts_as_reference,
 )
 _UNTAUGHT = "without task.teacher_column"
-_SAME_PROMPTS = When(_UNTAUGHT, lambda cfg: cfg.task.teacher_column is None and not cfg.stand_ins)
-_NO_READER = When("for algo={algo}", lambda cfg: not cfg.algo.distils)
-_NO_COLUMN = When("with task={task}", lambda cfg: cfg.task.embedded or bool(cfg.task.parts))
-_SERVED = When("with algo.teacher.url", lambda cfg: cfg.algo.teacher_url is not None)
-_FEW_SLOTS = When(
+SAME_PROMPTS = When(_UNTAUGHT, lambda cfg: cfg.task.teacher_column is None and not cfg.stand_ins)
+NO_READER = When("for algo={algo}", lambda cfg: not cfg.algo.distils)
+NO_COLUMN = When("with task={task}", lambda cfg: cfg.task.embedded or bool(cfg.task.parts))
+SERVED = When("with algo.teacher.url", lambda cfg: cfg.algo.teacher_url is not None)
+FEW_SLOTS = When(
     "with fewer clock.slots than samples",
     lambda cfg: int(chosen(cfg, "clock.slots") or 0) < cfg.algo.samples_per_prompt,
 )
 
-_SAMPLES = Allowed("be one that samples", lambda generator: generator.rollouts)
-_IN_PARTS = Allowed("be hf", lambda generator: generator.samples_parts or not generator.samples)
-_REWARDS, _ONE_TASK, _SCORES = map(rules.other_than, ("labels", "mixture", "none"))
-_POSITIVE = Allowed("be > 0", lambda value: value != 0)
-_WARM = Allowed("be >= 0.01", lambda value: not 0 < value < 0.01)
-_SUM = Allowed("be weighted or a list of functions", _adds_up)
-_TEACHER = Allowed("name a teacher", lambda name: False)
-_ENOUGH = Allowed("be >= algo.samples_per_prompt", lambda slots: slots is None)
+SAMPLES = Allowed("be one that samples", lambda generator: generator.rollouts)
+IN_PARTS = Allowed("be hf", lambda generator: generator.samples_parts or not generator.samples)
+POSITIVE = Allowed("be > 0", lambda value: value != 0)
+WARM = Allowed("be >= 0.01", lambda value: not 0 < value < 0.01)
+SUM = Allowed("be weighted or a list of functions", _adds_up)
+TEACHER = Allowed("name a teacher", lambda name: False)
+ENOUGH = Allowed("be >= algo.samples_per_prompt", lambda slots: slots is None)
 
-_ESS = "the effective sample size is computed from the sampler's log-probs"
-_MEASURED = "only an evaluation measures that metric"
-_NO_LABELS = "evaluation samples responses, which have no labels"
-_SHARED = "vLLM would use the GPU of another rank, whose trainer does not free its memory"
-_LOADS = "no other generator can load weights while it samples"
-_SHARE = "the vLLM processes of the ranks would share these GPUs"
-_IN_TURN = "it sleeps while the trainer uses the device"
-_PARTS = "responses are sampled in parts, with the trained model itself"
-_WHOLE = "its processes take whole batches, in the order of the requests"
-_SIMULATED = "the generators are simulated in the trainer's process"
-_EQUAL = "all responses of a server have the same weights"
-
-_OF_PARTS = "advantages are those of the parts of the score"
-_OF_SUM = [f"scorer.{key}" for key in ("missing_eos_score", "missing_eos_penalty", "overlong_buffer")]
-
-_EPISODES = "schedule.total_epochs=null schedule.total_episodes=12800"
-_ANY = "optim.optimizer=adamw or backend=torch"
-_ANY_TEACHER = "model.reference=<teacher>"
-_JUDGE = "scorer@gold=reward_model gold.path=<hub name or folder>"
-_MORE_SLOTS = "clock.slots={algo.samples_per_prompt} or schedule.unit=sequence"
-_ONE_BY_ONE = "schedule.order=fifo, clock=virtual or generator=vllm_server"
-
-rules.RULES += [
-    must("generator", _SAMPLES, _SAMPLED_FROM, "ratios are taken to the sampler's log-probs", "generator=hf"),
-    must("eval.attempts", 0, _UNCHECKED, "only checked answers are right or wrong"),
-    must("eval.best_of", 0, _UNJUDGED, "it is the judge's score of the scorer's best response"),
-    must("scorer@gold", _REWARDS, rules.ALWAYS, _NO_LABELS, fix=_JUDGE),
-    must("scorer", _ONE_TASK, _SAVED, "rollouts do not name the part of a prompt", fix="scorer=labels"),
-    must("generator.annotate", (None, False), _NO_PROCESS, "rollouts are scored while the trainer trains"),
-    must("generator.replicas", 1, _LAG & _NO_PROCESS, "replicas are processes", "generator.worker=null"),
-    must("schedule.update", "between", _LAG & _WALL & _NO_PROCESS, _LOADS),
-    must("eval.temperature", _WARM, _VLLM, "vLLM raises lower values to 0.01", "eval.temperature=0.01"),
-    must("generator.devices", None, _RANKS & _EACH_SAMPLES, _SHARE),
-    must("generator.transfer", ("auto", "shared_memory"), _ON_CPU, "ipc and nccl need weights on a GPU"),
-    must("schedule.max_lag", 0, _COLOCATED, _IN_TURN, fix="generator=vllm"),
-    must("generator.per_rank", True, _COLOCATED & _RANKS & _ON_GPU, "each rank has a generator on its GPU"),
-    must("generator.tensor_parallel_size", 1, _COLOCATED & _RANKS_HERE & _ON_GPU, _SHARED),
-    must("generator.path", None, _SUPERVISED, "it trains on completions of the task"),
-    must("generator.temperature", 1, _SERVED, "vLLM has no other log-probs of prompts"),
-]
-rules.TRAINING_RULES += [
-    must("generator", "dataset", _SUPERVISED, "it trains on stored responses"),
-    must("scorer", "labels", _SUPERVISED, "it maximises no score"),
-    must("scorer", _REWARDS, _NEW_SAMPLES, "new samples have no labels", fix="scorer=reward_model"),
-    must("scorer", _SCORES, rules.ALWAYS, "training needs scores", fix="scorer=reward_model"),
-    must("algo.samples_per_prompt", 2, _STORED_PAIRS, "an example has a chosen and a rejected response"),
-    must("algo.samples_per_prompt", 1, _STORED_TEXTS, "an example has one reference response"),
-    must("schedule.max_lag", 0, _STORED, "nothing is sampled, so there is no lag"),
-    must("algo.weighting", ("none", "wpo"), _STORED, "stored pairs have no log-probs of their sampler"),
-    must("schedule.total_epochs", None, _SAVED, "saved rollouts count as episodes", _EPISODES),
-    must("schedule.eval_every", _POSITIVE, _EVALUATED, _MEASURED, fix="schedule.eval_every=0.2"),
-    must("schedule.replay", 1, _NO_SAMPLES, "nothing is sampled, and epochs repeat stored responses"),
-    must("schedule.solved_at", None, _NO_SAMPLES, "its scores are those of stored responses"),
-    must("schedule.pass_rate", None, _NO_SAMPLES, "its scores are those of stored responses"),
-    must("optim.optimizer", "adamw", _OWN_OPTIMIZER, "its engine has no other optimizer", fix=_ANY),
-    must("optim.ess_scaling", "none", _SUPERVISED, _ESS),
-    must("optim.ess_scaling", "none", _UNKNOWN_SAMPLER, _ESS),
-    must("clock", "wall", _NO_SAMPLES, "nothing is sampled"),
-    must("clock", "wall", _RANKS, "one process simulates all generators"),
-    must("generator", _IN_PARTS, _VIRTUAL, _PARTS, "generator=hf"),
-    must("generator.worker", (None, False), _VIRTUAL, _SIMULATED),
-    must("schedule.order", "fifo", _WALL & _IN_BATCHES, _WHOLE, fix=_ONE_BY_ONE),
-    must("schedule.order", "fifo", _COMPLETED & _RANKS, "one process chooses the groups"),
-    must("schedule.update", "in_flight", _COMPLETED & _WALL, _EQUAL),
-    must("schedule.refill", 0, _COMPLETED & _WALL, "groups are scored after they were chosen"),
-    must("schedule.max_age", None, _FIFO, "ages are at most schedule.max_lag"),
-    must("clock.slots", _ENOUGH, _GROUPS & _FEW_SLOTS, "a prompt's samples start together", _MORE_SLOTS),
-    must("schedule.refill", 0, _NO_SAMPLES, "nothing is sampled"),
-    must("model.reference", _TEACHER, _NO_TEACHER & _SAME_PROMPTS, "it would teach itself", _ANY_TEACHER),
-    must("task.teacher_column", None, _NO_READER, "no teacher reads it"),
-    must("task.teacher_column", None, _NO_COLUMN, "it is a column of one data set"),
-    must("task.teacher_column", None, _SAVED, "saved rollouts lack it"),
-    must("model.reference", rules.other_than(None), _SERVED, "its server has that name", _ANY_TEACHER),
-    must("schedule.refill", 0, _ONE_SAMPLE, "the score of one response has nothing to tie with"),
-    must("schedule.refill", 0, _USES_TIES, "prompts whose scores tie have signal, too"),
-    must("schedule.refill", 0, _DECOUPLED, "prompts whose scores tie may have signal"),
-    must("scorer", _SUM, _DECOUPLED, _OF_PARTS, "scorer=weighted +scorer@scorer.parts.<name>=<scorer>"),
-    must("algo.normalize_scores", False, _DECOUPLED, _OF_PARTS),
-    must("algo.kl_in", "loss", _DECOUPLED, _OF_PARTS),
-    *(must(key, None, _DECOUPLED, _OF_PARTS) for key in ("algo.clip_scores", *_OF_SUM)),
-    must("scorer.overlong_buffer", None, _LABELS, "labels are not changed"),
-    must("model.moving.every", None, _SUPERVISED, "it has no reference"),
-    must("model.moving.every", None, _OTHER_START, "the reference follows the policy from its start"),
-    must("model.lora.rank", 0, _MOVING, "only adapters are trained"),
-    must("model.moving.every", None, _OWN_OPTIMIZER, "its weights are divided", fix="backend=torch"),
-    must("schedule.replay", 1, _MOVING, "earlier log-probs would be of an earlier reference"),
-    must("generator.annotate", False, _ANNOTATES & _MOVING, "the annotator has a reference of its own"),
-    must("schedule.refill", 0, _RANKS & _EACH_SAMPLES, "a few prompts cannot be divided among the ranks"),
-]
+rules.add_rows("settings", globals())
 
 
 # Rules for the length of a run, for equal parts of batches, and for replay.
