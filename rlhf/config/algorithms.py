@@ -474,12 +474,6 @@ class PPOConfig(PolicyGradientConfig):
     value_lr: float | None = number(None, above=0, remedy="null")
     """learning rate of the value model; null: optim.lr"""
 
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if `kl_target` is set and `kl_coef` is 0: a coefficient of 0 cannot adapt."""
-        if self.kl_target is not None and not self.kl_coef:
-            rule = "be > 0 with algo.kl_target"
-            yield self.refused(at, "kl_coef", rule, "the coefficient adapts by factors")
-
 
 @option("algo", "rloo", part="rlhf.objectives.rloo:RLOO")
 class RLOOConfig(PolicyGradientConfig):
@@ -773,12 +767,6 @@ class DistillConfig(GRPOConfig):
     def teacher_url(self) -> str | None:  # type: ignore[override]
         """The address of the server that runs the teacher."""
         return self.teacher.url
-
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if a served teacher would send whole distributions."""
-        if self.teacher.url and self.divergence is TeacherDivergence.exact and self.top is None:
-            rule = f"be set with {at}.divergence=exact and {at}.teacher.url"
-            yield self.refused(at, "top", rule, "a server sends its most probable tokens", 20)
 
 
 @option("algo", "oapl", part="rlhf.objectives.oapl:OAPL")

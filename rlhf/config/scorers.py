@@ -691,7 +691,7 @@ class MixtureConfig(TaskConfig):
         return re.sub(rf"(?<![\w/.-])task\.(?=(?:{keys})\b)", f"task.parts.{name}.", text)
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error for missing or nested parts, wrong weights, and data outside of the parts."""
+        """Yield an error for missing or nested parts, and for wrong weights."""
         if not self.parts:
             rule, remedy = "contain at least one task", f"set +schema/task@{at}.parts.<name>=<task>"
             yield self.refused(at, "parts", rule, "prompts are drawn from it", remedy=remedy)
@@ -713,11 +713,6 @@ class MixtureConfig(TaskConfig):
             elif not 0 < weight < math.inf:
                 reason = "the share of its prompts is proportional to it"
                 yield self.refused(at, f"weights.{name}", "be > 0", reason, 1)
-        for key in ("path", "preferences_path"):
-            if (value := getattr(self, key)) is not None:
-                remedy = f"set {at}.parts.<name>.{key}={value} {at}.{key}=null"
-                rule = "be null for task=mixture"
-                yield self.refused(at, key, rule, "each part has its own data", remedy=remedy)
 
     def doubts(self, at: str) -> Iterator[str]:
         """Yield a warning for each part with a limit of prompt tokens, which has no effect."""
