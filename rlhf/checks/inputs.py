@@ -41,6 +41,10 @@ def _value_model_has_no_start(cfg: Config) -> bool:
     return chosen(cfg, "algo.value_from") == "reward" and not made and cfg.value_reward is None
 
 
+def _needed(cfg: Config) -> set[str]:
+    return {key for key, *_ in _needs(cfg)}
+
+
 def _makes_pairs(cfg: Config) -> bool:
     return cfg.reads_pairs or (cfg.task.embedded and cfg.scorer.reads_reward and not cfg.model.reward)
 
@@ -70,6 +74,12 @@ TEXTS = When("with task={task}", lambda cfg: cfg.task.embedded and not cfg.task.
 OF_ENVIRONMENT = When("with task=environment", lambda cfg: cfg.task.name == "environment")
 
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+TEMPLATE = When("", lambda cfg: cfg.model.chat_template is not None)
+TURN = When("", lambda cfg: is_set(cfg, "task.turn"))
+UNREAD_PAIRS = When(
+    "", lambda cfg: "task.preferences_path" not in _needed(cfg) and cfg.task.preferences_path is not None
+)
+
 NO_FLASH = Allowed("not be flash attention", lambda name: name not in _FLASH_PACKAGES)
 TRANSFORMERS = Allowed("sample with transformers", lambda generator: not generator.packages)
 NAMED = Allowed("name a reward model", lambda path: path is not None)
@@ -465,21 +475,6 @@ def _questions_as_text(cfg: Config) -> Iterator[str]:
         yield (
             "task.chat=false asks the questions as texts, in a form for base models, but the tokenizer of "
             f"{path} has a chat template; if it is a chat model, set task.chat=true"
-        )
-
-
-@doubt
-def _settings_of_data(cfg: Config) -> Iterator[str]:
-    template, pairs = cfg.model.chat_template, cfg.task.preferences_path
-    if template is not None and is_set(cfg, "task.turn"):
-        yield (
-            f"model.chat_template does not format the prompts (task.turn does), got {template}; set "
-            "task.turn=null task.reply=null"
-        )
-    if pairs is not None and "task.preferences_path" not in {key for key, *_ in _needs(cfg)}:
-        yield (
-            f"task.preferences_path has no effect with algo={cfg.algo.name} and "
-            f"generator={cfg.generator.name} (no preference pairs are read), got {pairs}; leave it out"
         )
 
 

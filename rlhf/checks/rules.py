@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from importlib.resources import files
 from operator import and_
 from typing import Any
@@ -150,14 +150,23 @@ def add_rows(module: str, names: Mapping[str, Any]) -> None:
         module: the name of the module.
         names: the conditions (`When`) and the allowed values (`Allowed`) of the module, by their names.
     """
+
+    def condition(row: dict[str, Any]) -> When:
+        return reduce(and_, [names[name] for name in row["when"].split(" & ")]) if "when" in row else ALWAYS
+
     for part, added in (("rules", RULES), ("training", TRAINING_RULES)):
         for row in _TABLE[module][part]:
             value = row["value"]
             if isinstance(value, dict):
                 value = names[value["is"]] if "is" in value else other_than(value["not"])
             value = tuple(value) if isinstance(value, list) else value
-            conditions = [names[name] for name in row["when"].split(" & ")] if "when" in row else [ALWAYS]
-            added.append(must(row["key"], value, reduce(and_, conditions), row["because"], row.get("fix")))
+            added.append(must(row["key"], value, condition(row), row["because"], row.get("fix")))
+    DOUBTS.extend(partial(_doubtful, condition(row), row["says"]) for row in _TABLE[module]["doubts"])
+
+
+def _doubtful(when: When, text: str, cfg: Config) -> Iterator[str]:
+    if when.holds(cfg):
+        yield _filled(text, cfg)
 
 
 def chosen(cfg: Config, key: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,6 +30,11 @@ def _adds_up(scorer: ScorerConfig) -> bool:
     """Return whether the score is a sum of the scores of several parts."""
     functions = isinstance(value_at(scorer, "path"), list) and bool(scorer.functions())
     return functions or (bool(scorer.parts) and not scorer.of_mixture)
+
+
+def _has(cfg: Config, **values: str) -> bool:
+    """Return whether the algorithm has keys with these values, as they are typed."""
+    return all(chosen(cfg, f"algo.{key}") == value for key, value in values.items())
 
 
 def _annotates(cfg: Config) -> bool:
@@ -62,7 +66,10 @@ VLLM = When(_GENERATOR, lambda cfg: cfg.generator.lowest_temperature > 0)
 COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
 APART = When(_GENERATOR, lambda cfg: not cfg.generator.shares_gpu)
 SERVERS = When(_GENERATOR, lambda cfg: cfg.generator.samples_singly)
-REPLICAS = When("with generator.replicas above 1", lambda cfg: cfg.generator.replicas > 1)
+REPLICAS = When(
+    "with generator.replicas above 1",
+    lambda cfg: cfg.generator.replicas > 1 and not cfg.generator.shares_gpu,
+)
 SEVERAL_GPUS = When(
     "with generator.tensor_parallel_size above 1",
     lambda cfg: int(chosen(cfg, "generator.tensor_parallel_size") or 1) > 1,
@@ -105,6 +112,27 @@ FEW_SLOTS = When(
     "with fewer clock.slots than samples",
     lambda cfg: int(chosen(cfg, "clock.slots") or 0) < cfg.algo.samples_per_prompt,
 )
+
+EPOCHS = When("", lambda cfg: cfg.schedule.epochs > 1)
+WITHOUT_REFERENCE = When("with algo={algo}", lambda cfg: cfg.algo.trains is not Trains.policy)
+REFERENCE = When("", lambda cfg: cfg.model.reference is not None)
+SOLVED_AT = When("", lambda cfg: cfg.schedule.solved_at is not None)
+PASS_RATE = When("", lambda cfg: cfg.schedule.pass_rate is not None)
+REFILLS = When("", lambda cfg: cfg.schedule.refill > 0)
+REWARD_MODEL = When("with scorer=reward_model", lambda cfg: cfg.scorer.name == "reward_model")
+ANNOTATOR = When("", lambda cfg: chosen(cfg, "generator.annotate") == "true")
+NO_LAG = When("without a lag", lambda cfg: cfg.schedule.max_lag == 0)
+THREADS = When("", lambda cfg: is_set(cfg, "generator.threads"))
+SINGLY = When("", lambda cfg: cfg.schedule.unit is not Unit.group)
+CUTS = When("", lambda cfg: cfg.schedule.stale is Stale.cut and cfg.schedule.max_age is not None)
+PUNISHES = When("", lambda cfg: any(is_set(cfg, f"scorer.missing_eos_{key}") for key in ("score", "penalty")))
+KL_LOSS = When("", lambda cfg: _has(cfg, kl_in="loss") and not _has(cfg, kl_coef="0"))
+BIASED_K1 = When("", lambda cfg: _has(cfg, kl_estimator="k1", kl_unbiased="false"))
+SEQUENCES = When("with algo={algo}", lambda cfg: getattr(cfg.algo, "sequence_ratio", False))
+WEIGHTS = When("", lambda cfg: chosen(cfg, "algo.correction.kind") != "none")
+TOKEN_LEVEL = When("", lambda cfg: chosen(cfg, "algo.correction.level") == "token")
+TOKEN_REJECTION = When("", lambda cfg: chosen(cfg, "algo.correction.reject") in ("token", "m2"))
+SCALED_OPO = When("", lambda cfg: _has(cfg, advantage="opo") and not _has(cfg, scale="none"))
 
 SAMPLES = Allowed("be one that samples", lambda generator: generator.rollouts)
 IN_PARTS = Allowed("be hf", lambda generator: generator.samples_parts or not generator.samples)
@@ -452,46 +480,4 @@ def _saved_rollouts_fit(cfg: Config) -> Iterator[str]:
         yield (
             f"schedule.total_episodes must be <= {most} (generator.path has rollouts of {len(found)} "
             f"updates), got {cfg.schedule.total_episodes}; set schedule.total_episodes={most}"
-        )
-
-
-# Rules for the order of rollouts and for the clock.
-
-
-@doubt
-def _settings_that_do_little(cfg: Config) -> Iterator[str]:
-    schedule, virtual, typed = cfg.schedule, cfg.clock.virtual, partial(chosen, cfg)
-    if cfg.algo.supervised and schedule.epochs > 1:
-        yield (
-            f"schedule.epochs={schedule.epochs} repeats each batch before the next batch; set "
-            "schedule.total_epochs for passes over the data"
-        )
-    if cfg.algo.trains is not Trains.policy and cfg.model.reference is not None:
-        yield f"model.reference has no effect with algo={cfg.algo.name} (it has no reference model)"
-    for key in ("schedule.solved_at", "schedule.pass_rate"):
-        if is_set(cfg, key) and typed("scorer") == "reward_model":
-            yield (f"{key}={typed(key)} is compared with scores of a reward model, which are not pass rates")
-    if typed("generator.annotate") == "true" and schedule.max_lag == 0:
-        yield "generator.annotate=true saves no time with schedule.max_lag=0 (the trainer waits for scores)"
-    if is_set(cfg, "generator.threads") and not cfg.has_worker:
-        yield (
-            f"generator.threads={typed('generator.threads')} has no effect without a process of its own "
-            "(generator.worker=true, or schedule.max_lag above 0)"
-        )
-    if schedule.unit is not Unit.group and schedule.order is Order.fifo and not virtual:
-        yield f"schedule.unit={typed('schedule.unit')} has no effect with schedule.order=fifo and clock=wall"
-    punished = is_set(cfg, "scorer.missing_eos_score") or is_set(cfg, "scorer.missing_eos_penalty")
-    if schedule.stale is Stale.cut and schedule.max_age is not None and punished:
-        yield (
-            "schedule.stale=cut ends responses before their end token, and scorer.missing_eos_score or "
-            "scorer.missing_eos_penalty punishes them; set both to null, or schedule.stale=wait"
-        )
-    if schedule.refill > 0 and typed("scorer") == "reward_model":
-        yield (
-            f"schedule.refill={schedule.refill} hardly replaces a group: scores of a reward model rarely tie"
-        )
-    if schedule.in_flight and not virtual:
-        yield (
-            "schedule.update=in_flight makes a run depend on timing (which weights sample a token): two runs "
-            "with the same config will differ, and so will a resumed run"
         )

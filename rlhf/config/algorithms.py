@@ -424,28 +424,6 @@ class PolicyGradientConfig(AlgoConfig):
         """The keys of the clipped loss that the loss of this algorithm does not use."""
         return ()
 
-    def doubts(self, at: str) -> Iterator[str]:
-        """Yield a warning if the KL penalty has no gradient, or if a sequence loss has weights of tokens."""
-        in_loss = self.kl_coef > 0 and self.kl_in is KLIn.loss
-        if in_loss and self.kl_estimator is KLEstimator.k1 and not self.kl_unbiased:
-            yield (
-                "algo.kl_estimator=k1 with algo.kl_unbiased=false has a gradient of 0 on average (the "
-                "gradient of log-probs), so the KL penalty has no effect; set algo.kl_unbiased=true"
-            )
-        if not self.sequence_ratio:
-            return
-        correction = self.correction
-        if correction.kind is not CorrectionKind.none and correction.level is Level.token:
-            yield (
-                f"algo.correction.level=token with algo={self.name} averages weights of tokens in a loss of "
-                "whole responses; set algo.correction.level=sequence"
-            )
-        if correction.reject in (Reject.token, Reject.m2):
-            yield (
-                f"algo.correction.reject={correction.reject.value} with algo={self.name} rejects tokens in a "
-                "loss of whole responses; set algo.correction.reject=mean"
-            )
-
 
 @option("algo", "ppo", part="rlhf.objectives.ppo:PPO")
 class PPOConfig(PolicyGradientConfig):
@@ -526,14 +504,6 @@ class GRPOConfig(PolicyGradientConfig):
         if self.min_samples <= self.samples_per_prompt < 2 and compares and "advantage" not in self.unused:
             rule = f"be >= 2 with {at}.advantage or {at}.scale"
             yield self.refused(at, "samples_per_prompt", rule, "they compare the samples of a prompt", 4)
-
-    def doubts(self, at: str) -> Iterator[str]:
-        """Yield a warning if the advantages of OPO are divided by a standard deviation."""
-        if self.advantage is Advantage.opo and self.scale is not Scale.none:
-            yield (
-                f"algo.advantage=opo with algo.scale={self.scale.value} is not OPO (OPO does not divide "
-                "advantages by a standard deviation); set algo.scale=none"
-            )
 
 
 @option("algo", "dr_grpo", part="rlhf.objectives.grpo:GRPO")
