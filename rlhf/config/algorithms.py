@@ -63,6 +63,7 @@ class AlgoConfig(Section):
     pairwise: ClassVar[bool] = False  # True: the loss compares two responses of a prompt
     learns_from_ties: ClassVar[bool] = False  # True: prompts whose scores are all equal are trained on, too
     distils: ClassVar[bool] = False  # True: model.reference is a teacher, another model than the policy
+    needs_sampler: ClassVar[bool] = False  # True: the loss needs the sampler's log-probs
     teacher_url: ClassVar[str | None] = None  # of the server that runs the reference; None: the run loads it
 
     name: str = MISSING
@@ -70,11 +71,6 @@ class AlgoConfig(Section):
     tie_tolerance: float | None = number(None, least=0, remedy="null", added=True)
     """scores a and b tie if |a - b| <= tie_tolerance * max(1, |a|, |b|); 0: only equal scores tie; null: for
     a reward model 1e-5 in float32, 1e-2 in bfloat16, 1e-3 in float16, else 0"""
-
-    @property
-    def needs_sampler(self) -> bool:
-        """Whether the loss needs the log-probs of the sampler, even if the samples are stored."""
-        return False
 
     @property
     def value_lr(self) -> float | None:
@@ -351,6 +347,8 @@ class PolicyGradientConfig(AlgoConfig):
 
     needs_sampler: ClassVar[bool] = True
     sequence_ratio: ClassVar[bool] = False  # the loss is one of whole responses
+    has_ratio: ClassVar[bool] = True  # whether the policy term of the loss has a ratio
+    unused: ClassVar[tuple[str, ...]] = ()  # the keys of the clipped loss that this loss does not use
 
     clip_low: float = number(0.2, "ratios are clipped at 1 - clip_low", least=0, most=1)
     clip_high: float = number(0.2, "ratios are clipped at 1 + clip_high", above=0)
@@ -408,21 +406,11 @@ class PolicyGradientConfig(AlgoConfig):
         return Level.token
 
     @property
-    def has_ratio(self) -> bool:
-        """Whether the policy term of the loss has a ratio."""
-        return True
-
-    @property
     def reads_anchor(self) -> bool:
         """Whether the policy term, the importance weights or another term of the loss read the anchor."""
         weighted = self.correction.kind is not CorrectionKind.none
         ratio_of_kl = self.kl_coef > 0 and self.kl_in is KLIn.loss and self.kl_unbiased
         return self.has_ratio or weighted or ratio_of_kl or self.square_coef > 0
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """The keys of the clipped loss that the loss of this algorithm does not use."""
-        return ()
 
 
 @option("algo", "ppo", part="rlhf.objectives.ppo:PPO")
@@ -468,12 +456,12 @@ class RLOOConfig(PolicyGradientConfig):
     kl_estimator: KLEstimator = KLEstimator.k1
 
     @property
-    def has_ratio(self) -> bool:
+    def has_ratio(self) -> bool:  # type: ignore[override]
         """Whether the loss is that of the clipped ratio."""
         return self.loss_type is RLOOLoss.clip
 
     @property
-    def unused(self) -> tuple[str, ...]:
+    def unused(self) -> tuple[str, ...]:  # type: ignore[override]
         """The keys of the clipped loss for `loss_type=reinforce`, which has no ratio."""
         return (*_CLIP_RANGE, *_CLIPPED_LOSS) if self.loss_type is RLOOLoss.reinforce else ()
 
@@ -727,7 +715,7 @@ class DistillConfig(GRPOConfig):
     teacher: ServedTeacherConfig = field(default_factory=ServedTeacherConfig)
 
     @property
-    def unused(self) -> tuple[str, ...]:
+    def unused(self) -> tuple[str, ...]:  # type: ignore[override]
         """The keys that the loss does not use; without rewards, also those of advantages."""
         others = "anchor", "ties", "kl_coef", "off_policy_mask", "entropy_coef", "square_coef"
         rewards = () if self.reward_coef else ("advantage", "scale", "normalize_scores", "clip_scores")
@@ -753,6 +741,6 @@ class OAPLConfig(AlgoConfig):
     beta: float = number(1e-3, "factor of the log-ratio that is compared with the advantage", above=0)
 
     @property
-    def needs_sampler(self) -> bool:
+    def needs_sampler(self) -> bool:  # type: ignore[override]
         """Whether the regression is anchored at the sampler."""
         return self.anchor is OAPLAnchor.behaviour

@@ -27,13 +27,9 @@ class EnvironmentConfig(Section):
 
     answers: ClassVar[bool] = False  # True: a program answers the replies
     rewards: ClassVar[bool] = False  # True: the program rewards the replies
+    tools: ClassVar[list[str]] = []  # the addresses of the functions that replies may call
 
     name: str = entry("none", added=True)
-
-    @property
-    def tools(self) -> list[str]:
-        """The addresses of the functions that replies may call."""
-        return []
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,7 +95,7 @@ class ToolsConfig(TurnsConfig):
     """JSON file with a response template of transformers, which reads calls; null: the model's"""
 
     @property
-    def tools(self) -> list[str]:
+    def tools(self) -> list[str]:  # type: ignore[override]
         """The addresses of the functions."""
         return self.functions
 

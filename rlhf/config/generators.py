@@ -56,6 +56,9 @@ class GeneratorConfig(Section):
     samples_singly: ClassVar[bool] = False  # True: it samples single responses, and ends them early
     # True: the generator computes in float32 the same log-probs as a trainer with the same weights
     exact: ClassVar[bool] = False
+    noisy: ClassVar[bool] = False  # True: noise makes the sampler's log-probs differ from the trainer's
+    saved_rollouts: ClassVar[str | None] = None  # the folder of saved rollouts that replace samples
+    decodes: ClassVar[int] = 0  # sequences that the model decodes in parallel; 0: another engine decodes
     packages: ClassVar[tuple[str, ...]] = ()  # of the library that samples, if it is not transformers
     shares_gpu: ClassVar[bool] = False  # True: the generator uses the GPU of the trainer
     only_training: ClassVar[tuple[str, ...]] = ()  # keys that are null in an evaluation
@@ -76,24 +79,9 @@ class GeneratorConfig(Section):
         return self.samples
 
     @property
-    def noisy(self) -> bool:
-        """Whether noise makes the sampler's log-probs differ from the trainer's."""
-        return False
-
-    @property
-    def saved_rollouts(self) -> str | None:
-        """The folder of saved rollouts that replace samples; None: there is none."""
-        return None
-
-    @property
     def replicas(self) -> int:
         """The number of generators that take requests in turn."""
         return 1
-
-    @property
-    def decodes(self) -> int:
-        """The sequences that the trained model or its copy decodes in parallel; 0: another engine decodes."""
-        return 0
 
     def has_worker(self, max_lag: int) -> bool:
         """Return whether the generator samples in a separate process if `schedule.max_lag` is `max_lag`."""
@@ -206,12 +194,12 @@ class HFConfig(WorkerConfig):
         return max_lag > 0 if self.worker is None else self.worker
 
     @property
-    def noisy(self) -> bool:
+    def noisy(self) -> bool:  # type: ignore[override]
         """Whether `noise` is above 0."""
         return self.noise > 0
 
     @property
-    def decodes(self) -> int:
+    def decodes(self) -> int:  # type: ignore[override]
         """The sequences that are decoded in parallel: `batch_size`."""
         return self.batch_size
 
@@ -310,7 +298,7 @@ class DatasetConfig(GeneratorConfig):
         return self.path is not None
 
     @property
-    def saved_rollouts(self) -> str | None:
+    def saved_rollouts(self) -> str | None:  # type: ignore[override]
         """The folder of saved rollouts: `path`."""
         return self.path
 

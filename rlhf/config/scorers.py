@@ -42,6 +42,8 @@ class ScorerConfig(Section):
     verifies: ClassVar[bool] = False  # the score is 1 for a correct response, else 0; its mean is an accuracy
     columns: ClassVar[frozenset[str]] = frozenset()  # columns of the task's data that the scorer reads
     reads_rewards: ClassVar[bool] = False  # the score is made of the rewards of an environment
+    sequences: ClassVar[int] = 0  # per forward pass of the model that scores; 0: none of this machine does
+    only_here: ClassVar[list[str]] = []  # addresses of functions that exist only in this process
     of_mixture: ClassVar[bool] = False  # True: each part scores the responses of the task's part of its name
 
     name: str = MISSING
@@ -94,11 +96,6 @@ class ScorerConfig(Section):
         """
         return []
 
-    @property
-    def sequences(self) -> int:
-        """The sequences per forward pass of the model that scores; 0: no model of this machine scores."""
-        return 0
-
     def functions(self) -> dict[str, FunctionScorerConfig]:
         """Return a section for each function of the user, by the name of its scores in metrics."""
         return {}
@@ -107,11 +104,6 @@ class ScorerConfig(Section):
         """Return the section of the weighted sum of the scorers `parts`, with the shared keys of this one."""
         kept = {each.name: getattr(self, each.name) for each in fields(ScorerConfig) if each.name != "name"}
         return WeightedScorerConfig(parts=dict(parts), **kept)
-
-    @property
-    def only_here(self) -> list[str]:
-        """The addresses of functions that exist only in the process that started the run."""
-        return []
 
     def source(self, reward: Any) -> Hashable:
         """Return an identifier of the model, program or service that scores.
@@ -186,7 +178,7 @@ class RewardModelScorerConfig(ScorerConfig):
     """pad token of the reward model's tokenizer; null: its own, or its end token"""
 
     @property
-    def sequences(self) -> int:
+    def sequences(self) -> int:  # type: ignore[override]
         """The sequences per forward pass of the reward model: `batch_size`."""
         return self.batch_size
 
@@ -319,7 +311,7 @@ class FunctionScorerConfig(ScorerConfig):
         return self.path if isinstance(self.path, list) else [self.path]
 
     @property
-    def only_here(self) -> list[str]:
+    def only_here(self) -> list[str]:  # type: ignore[override]
         """The addresses of functions that exist only in this process, as objects."""
         return [path for path in map(str, self.paths) if path.startswith(f"{ONLY_HERE}:")]
 
@@ -674,7 +666,7 @@ class MixtureConfig(TaskConfig):
     weights: dict[str, float] = entry(dict, "name of a part -> weight; 1 for other parts")
 
     @property
-    def shares(self) -> dict[str, float]:
+    def shares(self) -> dict[str, float]:  # type: ignore[override]
         """The share of each part in the training prompts, by its name."""
         weights = {name: self.weights.get(name, 1.0) for name in self.parts}
         return {name: weight / sum(weights.values()) for name, weight in weights.items()}

@@ -86,7 +86,7 @@ class LocalSource(Source):
         return "messages" in self.files.first()[1]
 
     @property
-    def splits_off_validation(self) -> bool:
+    def splits_off_validation(self) -> bool:  # type: ignore[override]
         """Whether the validation split is a part of the training rows."""
         return self.files.stored("validation") is None
 
