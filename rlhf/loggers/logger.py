@@ -6,8 +6,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from rlhf.config.run import Progress
 from rlhf.core import formatting
@@ -385,19 +388,9 @@ def load_hooks(paths: Sequence[str]) -> list[Hook]:
 # The terminal display of a run: a live progress bar, or plain lines if the output is not a terminal.
 
 
-EVALUATION_METRICS = {  # metrics of an evaluation in the terminal, and their short names
-    "eval/win_rate": "win rate",
-    "eval/win_rate_vs_initial": "win rate vs initial",
-    "eval/accuracy": "held-out accuracy",
-    "eval/score": "reward",
-    "eval/gold_score": "judge",
-    "eval/norm_reward": "judge vs reference",
-    "eval/kl": "KL",
-    "eval/ppl": "perplexity",
-    "eval/loss": "loss",
-    "eval/response_tokens": "tokens",
-}
-SCORES = {"score": "reward", "gold_score": "judge", "reference_gold_score": "judge of reference"}
+_NAMES = yaml.safe_load((files("rlhf.loggers") / "metrics.yaml").read_text(encoding="utf-8"))
+EVALUATION_METRICS: dict[str, str] = _NAMES["evaluation"]
+SCORES: dict[str, str] = _NAMES["scores"]
 _DIALOGUE_LINES = 8  # of an episode in the terminal
 _OF_REFERENCES = ("eval/win_rate", "eval/norm_reward")  # and names that begin with these
 _RESULTS = ("eval/win_rate", "eval/win_rate_vs_initial", "eval/accuracy")  # the first is in the progress line
