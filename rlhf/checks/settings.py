@@ -113,6 +113,8 @@ FEW_SLOTS = When(
     lambda cfg: int(chosen(cfg, "clock.slots") or 0) < cfg.algo.samples_per_prompt,
 )
 
+NO_LENGTH = When("without schedule.total_epochs", lambda cfg: cfg.epochs is None)
+TWO_LENGTHS = When("with schedule.total_epochs", lambda cfg: cfg.schedule.total_epochs is not None)
 EPOCHS = When("", lambda cfg: cfg.schedule.epochs > 1)
 WITHOUT_REFERENCE = When("with algo={algo}", lambda cfg: cfg.algo.trains is not Trains.policy)
 REFERENCE = When("", lambda cfg: cfg.model.reference is not None)
@@ -161,17 +163,7 @@ def _objective_metric(cfg: Config) -> Iterator[str]:
 
 @training_rule
 def _length(cfg: Config) -> Iterator[str]:
-    episodes, epochs = cfg.schedule.total_episodes, cfg.schedule.total_epochs
-    if cfg.epochs is None and episodes is None:
-        yield (
-            "schedule.total_episodes or schedule.total_epochs must be set (it is the length of the run), got "
-            "null; set schedule.total_episodes=12800"
-        )
-    elif episodes is not None and epochs is not None:
-        yield (
-            "schedule.total_episodes and schedule.total_epochs must not both be set, got "
-            f"{episodes} and {plain(epochs)}; set schedule.total_epochs=null or schedule.total_episodes=null"
-        )
+    episodes = cfg.schedule.total_episodes
     per_update = cfg.episodes_per_update
     if episodes is None or not 1 <= episodes <= MOST_EPISODES or per_update < 1:
         return
