@@ -20,14 +20,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from importlib.resources import files
 from operator import and_
 from typing import Any
 
-import yaml
-
 from rlhf.config.root import Config
-from rlhf.config.schema import ABSENT, Section, plain, value_at, values
+from rlhf.config.schema import ABSENT, Section, data_file, plain, value_at, values
 from rlhf.core.errors import UserError
 from rlhf.core.files import flat
 from rlhf.core.formatting import NO_SECRET_VALUE, is_secret_key, secret_in
@@ -35,7 +32,7 @@ from rlhf.words.catalogue import read_overrides
 
 _Rule = Callable[[Config], Iterator[str]]
 
-_TABLE = yaml.safe_load((files("rlhf.checks") / "rules.yaml").read_text(encoding="utf-8"))
+_TABLE = data_file("rlhf.checks", "rules.yaml")
 RULES: list[_Rule] = []  # rules for every run
 TRAINING_RULES: list[_Rule] = []  # rules for a run that trains; evaluating a finished run skips them
 DOUBTS: list[_Rule] = []  # rules that warn of settings without effect and of doubtful settings

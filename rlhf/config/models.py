@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from difflib import get_close_matches
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
 from omegaconf import MISSING, OmegaConf
 
-from rlhf.config.schema import Affects, Choice, Section, entry, missing_package, number, option
+from rlhf.config.schema import Affects, Choice, Section, data_file, entry, missing_package, number, option
 from rlhf.text.chat import PLAIN
 
 # Sections of the models: hub models, the embedded model, LoRA.
@@ -365,7 +363,7 @@ class FSDP2Config(BackendConfig):
 
 # -- DeepSpeed -------------------------------------------------------------------------------------
 
-_KEYS = yaml.safe_load((files("rlhf.config") / "deepspeed.yaml").read_text("utf-8"))
+_KEYS = data_file("rlhf.config", "deepspeed.yaml")
 OWNED: dict[str, str] = _KEYS["owned"]  # key of DeepSpeed -> key of this project to set instead
 KNOWN = frozenset(_KEYS["known"].split())
 RANKS_FILE = "ranks.json"  # file in a checkpoint that contains the number of ranks

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -590,7 +589,7 @@ def judges(section: Section) -> dict[str, JudgeScorerConfig]:
 # Sections of `task=reasoning_gym` and `scorer=reasoning_gym`.
 
 
-_REFUSED = yaml.safe_load((files("rlhf.config") / "reasoning_gym.yaml").read_text("utf-8"))
+_REFUSED = schema.data_file("rlhf.config", "reasoning_gym.yaml")
 
 
 @option("task", "reasoning_gym", part="rlhf.tasks.kinds:ReasoningGymSource")

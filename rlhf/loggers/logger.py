@@ -6,13 +6,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from difflib import get_close_matches
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from rlhf.config.run import Progress
+from rlhf.config.schema import data_file
 from rlhf.core import formatting
 from rlhf.core.errors import UserError, one_line
 from rlhf.core.files import append, as_line, split_lines, sync, write_atomically
@@ -388,7 +386,7 @@ def load_hooks(paths: Sequence[str]) -> list[Hook]:
 # The terminal display of a run: a live progress bar, or plain lines if the output is not a terminal.
 
 
-_NAMES = yaml.safe_load((files("rlhf.loggers") / "metrics.yaml").read_text(encoding="utf-8"))
+_NAMES = data_file("rlhf.loggers", "metrics.yaml")
 EVALUATION_METRICS: dict[str, str] = _NAMES["evaluation"]
 SCORES: dict[str, str] = _NAMES["scores"]
 _DIALOGUE_LINES = 8  # of an episode in the terminal

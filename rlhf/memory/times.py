@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from importlib.resources import files
 from statistics import median
-
-import yaml
 
 from rlhf.config.algorithms import Trains
 from rlhf.config.root import Config
+from rlhf.config.schema import data_file
 from rlhf.core.errors import UserError
 from rlhf.core.launched import world_size
 from rlhf.core.machine import Machine
@@ -43,7 +41,7 @@ FROM_RUN = 1.3  # times from a measured run are expected within this factor
 
 Rates = Mapping[str, float]  # the rates that a device reaches: a row of devices.yaml, which explains them
 
-DEVICES: dict[str, Rates] = yaml.safe_load((files("rlhf.memory") / "devices.yaml").read_text("utf-8"))
+DEVICES: dict[str, Rates] = data_file("rlhf.memory", "devices.yaml")
 
 
 class Clock:

@@ -11,13 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache, lru_cache
-from importlib.resources import files
 from itertools import dropwhile
 from typing import Any
 
-import yaml
-
 from rlhf.config.algorithms import Data
+from rlhf.config.schema import data_file
 from rlhf.config.tasks import PREFERENCE_COLUMNS, ColumnsConfig
 from rlhf.core.errors import UserError, setting
 from rlhf.usercode.address import GIVEN
@@ -27,7 +25,7 @@ log = logging.getLogger(__name__)
 # Forms in which data sets store texts and dialogues, and their conversion.
 
 
-_TABLES = yaml.safe_load((files("rlhf.tasks") / "columns.yaml").read_text(encoding="utf-8"))
+_TABLES = data_file("rlhf.tasks", "columns.yaml")
 
 Row = dict[str, Any]
 TOOLS = "tools"  # column beside messages: the functions that the assistant may call, as JSON schemas
