@@ -13,7 +13,7 @@ from rlhf.config.algorithms import Trains
 from rlhf.config.models import Device
 from rlhf.config.root import Config, threads
 from rlhf.config.run import MOST_EPISODES, Optimizer, Order, Stale, Unit
-from rlhf.config.schema import missing_package, plain, sections, value_at
+from rlhf.config.schema import data_file, missing_package, plain, sections, value_at
 from rlhf.config.scorers import ScorerConfig, scorers
 from rlhf.core.files import files, shared
 from rlhf.core.launched import cpu_cores, local_world_size, world_size
@@ -87,6 +87,7 @@ EVALUATED = When(_METRIC, lambda cfg: (cfg.objective_metric or "").startswith("e
 LAG = When("with schedule.max_lag above 0", lambda cfg: cfg.schedule.max_lag > 0)
 IN_FLIGHT = When("with schedule.update=in_flight", lambda cfg: cfg.schedule.in_flight)
 KL_TARGET = When("with algo.kl_target", lambda cfg: is_set(cfg, "algo.kl_target"))
+IDLE = When("", lambda cfg: cfg.generator.replicas > max(1, cfg.schedule.max_lag))
 MIXTURE = When("for task=mixture", lambda cfg: bool(cfg.task.parts))
 ADAPTERS = When("with model.lora.rank", lambda cfg: cfg.model.lora.rank > 0)
 EXACT = When("with algo.divergence=exact", lambda cfg: chosen(cfg, "algo.divergence") == "exact")
@@ -322,11 +323,7 @@ def _training_sees_its_judge(cfg: Config) -> Iterator[str]:
 
 
 COMMAND = re.compile(r"^# Command:\s*(python -m rlhf\.(\w+) .*)$", re.M)  # in the head of a recipe
-# Imported by each run, directly or by transformers, with names that a file of the user may have.
-LIBRARIES = (
-    *("accelerate", "datasets", "deepspeed", "mlflow", "peft", "tokenizers", "torch", "trackio"),
-    *("transformers", "vllm", "wandb"),
-)
+LIBRARIES: list[str] = data_file("rlhf.checks", "libraries.yaml")
 _NAMED = ("algo", "model", "task", "generator", "backend", "scorer", "gold")
 
 
@@ -422,16 +419,11 @@ def _more_replicas_than_requests(cfg: Config) -> Iterator[str]:
 
 @doubt
 def _processes_that_wait(cfg: Config) -> Iterator[str]:
-    threads, cores, n, lag = cfg.backend.threads, cpu_cores(), cfg.generator.replicas, cfg.schedule.max_lag
+    threads, cores, n = cfg.backend.threads, cpu_cores(), cfg.generator.replicas
     if threads is not None and threads > cores:
         yield (
             f"backend.threads={threads} is more than the {cores} cores that this process may use, so threads "
             f"wait for each other; set backend.threads={cores}"
-        )
-    if n > 1 and lag < n:
-        yield (
-            f"generator.replicas={n} are not all busy while the trainer trains, with schedule.max_lag={lag} "
-            f"(the number of requests in flight); schedule.max_lag={n} keeps all busy"
         )
     if n > 1 and n + local_world_size() > cores:
         yield (

@@ -45,7 +45,8 @@ PARTS: dict[type, str] = {}  # section class -> address of the part that it conf
 
 def data_file(package: str, name: str) -> Any:
     """Return the content of the YAML file `name` in the folder of `package`."""
-    return yaml.safe_load((files(package) / name).read_text(encoding="utf-8"))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
+    return yaml.load((files(package) / name).read_text(encoding="utf-8"), loader)
 
 
 class Affects(Enum):

@@ -30,12 +30,7 @@ from rlhf.words.compose import load_config
 # All sequences have the maximum length, so a run with shorter sequences takes less time. A batch is divided
 # into forward passes as for the memory plan (`rlhf.memory.uses`).
 
-PHASES = {  # phase of an update -> its metrics
-    "sampling": ("time/generate_s",),
-    "log-probs and scores": ("time/score_s", "time/annotate_s", "time/annotate_ahead_s"),
-    "training": ("time/train_s",),
-    "weights": ("time/sync_s", "time/load_s"),
-}
+PHASES: dict[str, list[str]] = data_file("rlhf.memory", "phases.yaml")["metrics"]
 FROM_RUN = 1.3  # times from a measured run are expected within this factor
 
 

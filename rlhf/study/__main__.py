@@ -8,13 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
+from rlhf.config.schema import data_file
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import PORTABLE
 from rlhf.launch.command_line import exit_codes
@@ -101,7 +99,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-_OPTIONS = yaml.safe_load((files("rlhf.study") / "options.yaml").read_text(encoding="utf-8"))
+_OPTIONS = data_file("rlhf.study", "options.yaml")
 _TYPES = {"path": Path, "count": _count, "int": int}
 _COMMANDS = {
     plan: ("--only", "--part"),
