@@ -6,6 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -50,22 +51,18 @@ def problems(cfg: Config, training: bool = True) -> list[str]:
         cfg: the config of a run.
         training: whether the run trains; False: the model of the run is only evaluated.
     """
-    found: list[str] = []
-    for key, section in sections(cfg):
-        found += section.problems(key)
-    for rule in [*RULES, *(TRAINING_RULES if training else ())]:
-        found += rule(cfg)
-    return list(dict.fromkeys(found))
+    return _found("problems", cfg, [*RULES, *(TRAINING_RULES if training else ())])
 
 
 def warnings(cfg: Config) -> list[str]:
     """Return a warning for each setting that has no effect or is doubtful, without duplicates."""
-    found: list[str] = []
-    for key, section in sections(cfg):
-        found += section.warnings(key)
-    for doubt in DOUBTS:
-        found += doubt(cfg)
-    return list(dict.fromkeys(found))
+    return _found("warnings", cfg, DOUBTS)
+
+
+def _found(kind: str, cfg: Config, rules: Iterable[Callable[[Config], Iterator[str]]]) -> list[str]:
+    """Return what the sections (their `problems` or `warnings`) and rules say, without duplicates."""
+    own = (text for key, section in sections(cfg) for text in getattr(section, kind)(key))
+    return list(dict.fromkeys(chain(own, *(rule(cfg) for rule in rules))))
 
 
 def checked(cfg: Config, training: bool = True) -> Config:

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks import rules
-from rlhf.checks.rules import Allowed, When, chosen, doubt, is_set, must, rule, training_rule
+from rlhf.checks.rules import Allowed, When, chosen, doubt, is_set, rule, training_rule
 from rlhf.config.algorithms import Data, Trains
 from rlhf.config.environments import TurnsConfig
 from rlhf.config.models import Device, Dtype, paths_in
@@ -41,6 +41,10 @@ def _value_model_has_no_start(cfg: Config) -> bool:
     return chosen(cfg, "algo.value_from") == "reward" and not made and cfg.value_reward is None
 
 
+def _needed(cfg: Config) -> set[str]:
+    return {key for key, *_ in _needs(cfg)}
+
+
 def _makes_pairs(cfg: Config) -> bool:
     return cfg.reads_pairs or (cfg.task.embedded and cfg.scorer.reads_reward and not cfg.model.reward)
 
@@ -50,66 +54,38 @@ def _makes_members(cfg: Config) -> bool:
 
 
 _BACKEND = "with backend={backend}"
-_PORTABLE = When("with backend.portable=true", lambda cfg: cfg.backend.portable)
-_ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
-_NO_GPU = When("without a GPU", lambda cfg: _ON_CPU.holds(cfg) or not this_machine().gpus)
-_GPU = When("with a GPU", lambda cfg: bool(this_machine().gpus))
-_UNSCALED = When(_BACKEND, lambda cfg: not cfg.backend.scales_loss)
-_UNCOMPILED = When(_BACKEND, lambda cfg: not cfg.backend.compiles)
-_GATHERED = When(_BACKEND, lambda cfg: cfg.backend.footprint().gathered)
-_FLOAT32 = When("with model.dtype=float32", lambda cfg: cfg.model.dtype is Dtype.float32)
-_FLOAT32_HEAD = When("with model.float32_head=true", lambda cfg: cfg.model.float32_head)
-_SFT = When("for algo={algo}", lambda cfg: cfg.algo.trains is Trains.base)
-_NO_BASE = When("without model.base", lambda cfg: cfg.model.base is None)
-_NO_START = When("for algo.value_from=reward", _value_model_has_no_start)
-_PAIRS = When("with algo={algo} and generator={generator}", _makes_pairs)
-_NO_MEMBERS = When("without reward models to make", lambda cfg: not _makes_members(cfg))
-_OF_HUB = When("with task={task}", lambda cfg: not cfg.task.embedded)
-_ANSWERED = When("with environment={environment}", lambda cfg: cfg.environment.answers)
-_TEXTS = When("with task={task}", lambda cfg: cfg.task.embedded and not cfg.task.dialogues)
-_OF_ENVIRONMENT = When("with task=environment", lambda cfg: cfg.task.name == "environment")
+PORTABLE = When("with backend.portable=true", lambda cfg: cfg.backend.portable)
+ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
+NO_GPU = When("without a GPU", lambda cfg: ON_CPU.holds(cfg) or not this_machine().gpus)
+GPU = When("with a GPU", lambda cfg: bool(this_machine().gpus))
+UNSCALED = When(_BACKEND, lambda cfg: not cfg.backend.scales_loss)
+UNCOMPILED = When(_BACKEND, lambda cfg: not cfg.backend.compiles)
+GATHERED = When(_BACKEND, lambda cfg: cfg.backend.footprint().gathered)
+FLOAT32 = When("with model.dtype=float32", lambda cfg: cfg.model.dtype is Dtype.float32)
+FLOAT32_HEAD = When("with model.float32_head=true", lambda cfg: cfg.model.float32_head)
+SFT = When("for algo={algo}", lambda cfg: cfg.algo.trains is Trains.base)
+NO_BASE = When("without model.base", lambda cfg: cfg.model.base is None)
+NO_START = When("for algo.value_from=reward", _value_model_has_no_start)
+PAIRS = When("with algo={algo} and generator={generator}", _makes_pairs)
+NO_MEMBERS = When("without reward models to make", lambda cfg: not _makes_members(cfg))
+OF_HUB = When("with task={task}", lambda cfg: not cfg.task.embedded)
+ANSWERED = When("with environment={environment}", lambda cfg: cfg.environment.answers)
+TEXTS = When("with task={task}", lambda cfg: cfg.task.embedded and not cfg.task.dialogues)
+OF_ENVIRONMENT = When("with task=environment", lambda cfg: cfg.task.name == "environment")
 
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-_NO_FLOAT16 = ("float32", "bfloat16")
-_NO_FLASH = Allowed("not be flash attention", lambda name: name not in _FLASH_PACKAGES)
-_TRANSFORMERS = Allowed("sample with transformers", lambda generator: not generator.packages)
-_NAMED = Allowed("name a reward model", lambda path: path is not None)
-_REWARDING = Allowed("be a class or a library", lambda section: section.rewards)
+TEMPLATE = When("", lambda cfg: cfg.model.chat_template is not None)
+TURN = When("", lambda cfg: is_set(cfg, "task.turn"))
+UNREAD_PAIRS = When(
+    "", lambda cfg: "task.preferences_path" not in _needed(cfg) and cfg.task.preferences_path is not None
+)
 
-_OTHER_KERNELS = "vLLM has kernels of its own for each processor"
-_SMALL = "it does not scale the loss, without which small gradients are 0"
-_GATHERS = "Liger would keep the gathered weight"
-_MESSAGES = "its prompts are texts, without the marks of a dialogue"
+NO_FLASH = Allowed("not be flash attention", lambda name: name not in _FLASH_PACKAGES)
+TRANSFORMERS = Allowed("sample with transformers", lambda generator: not generator.packages)
+NAMED = Allowed("name a reward model", lambda path: path is not None)
+REWARDING = Allowed("be a class or a library", lambda section: section.rewards)
 
-_COMPILES = "backend.compile=null, or backend=torch"
-_SDPA = "model.dtype=bfloat16 or model.attention=sdpa"
-_REWARD = "model.reward=<hub name or folder> or algo.value_from=policy"
-_LIBRARY = "environment=python, gymnasium or openenv"
-
-rules.RULES += [
-    must("backend", "torch", _PORTABLE, "other engines may compile kernels for this processor"),
-    must("model.dtype", "float32", _PORTABLE, "some processors have kernels for 16 bits"),
-    must("backend.device", "cpu", _PORTABLE & _GPU, "a GPU computes other bits"),
-    must("backend.compile", (None, False), _PORTABLE, "it compiles for this processor"),
-    must("generator", _TRANSFORMERS, _PORTABLE, _OTHER_KERNELS, fix="generator=hf"),
-    must("model.dtype", _NO_FLOAT16, _UNSCALED, _SMALL, fix="model.dtype=bfloat16"),
-    must("model.dtype", _NO_FLOAT16, _ON_CPU, "CPUs do not train in float16", "model.dtype=bfloat16"),
-    must("model.lora.rank", 0, _SFT & _NO_BASE, "adapters need a pretrained model"),
-    must("model.reward", _NAMED, _NO_START, "the value model starts from it", fix=_REWARD),
-    must("stages.members", 1, _NO_MEMBERS, "it is the number of these models"),
-    must("stages.label_noise", 0, _OF_HUB, "only embedded tasks make pairs"),
-    must("model.attention", _NO_FLASH, _NO_GPU, "it has no kernels for CPUs", "model.attention=sdpa"),
-    must("model.attention", _NO_FLASH, _FLOAT32, "flash attention computes in 16 bits", _SDPA),
-    must("model.fused_head", (None, False), _NO_GPU, "Liger has no kernel for CPUs"),
-    must("model.fused_head", (None, False), _FLOAT32_HEAD, "Liger computes logits in 16 bits"),
-    must("model.fused_head", (None, False), _GATHERED, _GATHERS),
-    must("environment", "none", _PAIRS, "pairs consist of single replies"),
-    must("environment", _REWARDING, _OF_ENVIRONMENT, "its first messages are the prompts", fix=_LIBRARY),
-    must("environment", "none", _ANSWERED & _TEXTS, _MESSAGES, fix="environment=none, or task=calculator"),
-]
-rules.TRAINING_RULES += [
-    must("backend.compile", (None, False), _UNCOMPILED, "its engine changes the modules of models", _COMPILES)
-]
+rules.add_rows("inputs", globals())
 
 
 # Rules for models: which must be named, packages, local folders, context length.
@@ -117,7 +93,7 @@ rules.TRAINING_RULES += [
 
 @rule
 def _packages_of_kernels(cfg: Config) -> Iterator[str]:
-    if _NO_GPU.holds(cfg):
+    if NO_GPU.holds(cfg):
         return
     package = _FLASH_PACKAGES.get(cfg.model.attention)
     if package and not any(map(importlib.util.find_spec, (package, "kernels"))):
@@ -499,21 +475,6 @@ def _questions_as_text(cfg: Config) -> Iterator[str]:
         yield (
             "task.chat=false asks the questions as texts, in a form for base models, but the tokenizer of "
             f"{path} has a chat template; if it is a chat model, set task.chat=true"
-        )
-
-
-@doubt
-def _settings_of_data(cfg: Config) -> Iterator[str]:
-    template, pairs = cfg.model.chat_template, cfg.task.preferences_path
-    if template is not None and is_set(cfg, "task.turn"):
-        yield (
-            f"model.chat_template does not format the prompts (task.turn does), got {template}; set "
-            "task.turn=null task.reply=null"
-        )
-    if pairs is not None and "task.preferences_path" not in {key for key, *_ in _needs(cfg)}:
-        yield (
-            f"task.preferences_path has no effect with algo={cfg.algo.name} and "
-            f"generator={cfg.generator.name} (no preference pairs are read), got {pairs}; leave it out"
         )
 
 

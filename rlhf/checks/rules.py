@@ -1,28 +1,30 @@
 """Rules over the whole config. A rule is a row, if one key has a wrong value, or a function.
 
+    # settings.py
     DEEPSPEED = When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer)
 
-    RULES += [
-        must("optim.optimizer", "adamw", DEEPSPEED, "its engine has no other optimizer"),
-    ]
+    # rules.yaml
+    - {key: optim.optimizer, value: adamw, when: DEEPSPEED, because: its engine has no other optimizer}
 
 This row yields "optim.optimizer must be adamw with backend=zero2 (its engine has no other optimizer), got
 muon; set optim.optimizer=adamw". The values after "got" and for `{backend}` are those of the config. A row
 does not apply to a config without its key. docs/reference/config.md lists the rows.
 
 A function yields error messages (or, for `@doubt`, warnings). A plug-in may add rules of both forms in the
-module that registers its options.
+module that registers its options; its rows are `RULES += [must(...)]`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
+from operator import and_
 from typing import Any
 
 from rlhf.config.root import Config
-from rlhf.config.schema import ABSENT, Section, plain, value_at, values
+from rlhf.config.schema import ABSENT, Section, data_file, plain, value_at, values
 from rlhf.core.errors import UserError
 from rlhf.core.files import flat
 from rlhf.core.formatting import NO_SECRET_VALUE, is_secret_key, secret_in
@@ -30,6 +32,7 @@ from rlhf.words.catalogue import read_overrides
 
 _Rule = Callable[[Config], Iterator[str]]
 
+_TABLE = data_file("rlhf.checks", "rules.yaml")
 RULES: list[_Rule] = []  # rules for every run
 TRAINING_RULES: list[_Rule] = []  # rules for a run that trains; evaluating a finished run skips them
 DOUBTS: list[_Rule] = []  # rules that warn of settings without effect and of doubtful settings
@@ -135,6 +138,32 @@ def must(key: str, allowed: Any, when: When, because: str, fix: str | None = Non
         allowed, fix = one_of(*values), fix or f"{key}={_typed(values[0])}"
     assert fix is not None, key
     return Row(key, allowed, when, because, fix)
+
+
+def add_rows(module: str, names: Mapping[str, Any]) -> None:
+    """Add the rows of a module in rules.yaml to the rules.
+
+    Args:
+        module: the name of the module.
+        names: the conditions (`When`) and the allowed values (`Allowed`) of the module, by their names.
+    """
+
+    def condition(row: dict[str, Any]) -> When:
+        return reduce(and_, [names[name] for name in row["when"].split(" & ")]) if "when" in row else ALWAYS
+
+    for part, added in (("rules", RULES), ("training", TRAINING_RULES)):
+        for row in _TABLE[module][part]:
+            value = row["value"]
+            if isinstance(value, dict):
+                value = names[value["is"]] if "is" in value else other_than(value["not"])
+            value = tuple(value) if isinstance(value, list) else value
+            added.append(must(row["key"], value, condition(row), row["because"], row.get("fix")))
+    DOUBTS.extend(partial(_doubtful, condition(row), row["says"]) for row in _TABLE[module]["doubts"])
+
+
+def _doubtful(when: When, text: str, cfg: Config) -> Iterator[str]:
+    if when.holds(cfg):
+        yield _filled(text, cfg)
 
 
 def chosen(cfg: Config, key: str) -> str:

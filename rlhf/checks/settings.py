@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf.checks import rules
-from rlhf.checks.rules import Allowed, When, chosen, doubt, is_set, must, rule, training_rule
+from rlhf.checks.rules import Allowed, When, chosen, doubt, is_set, rule, training_rule
 from rlhf.config.algorithms import Trains
 from rlhf.config.models import Device
 from rlhf.config.root import Config, threads
 from rlhf.config.run import MOST_EPISODES, Optimizer, Order, Stale, Unit
-from rlhf.config.schema import missing_package, plain, sections, value_at
+from rlhf.config.schema import data_file, missing_package, plain, sections, value_at
 from rlhf.config.scorers import ScorerConfig, scorers
 from rlhf.core.files import files, shared
 from rlhf.core.launched import cpu_cores, local_world_size, world_size
@@ -33,6 +32,11 @@ def _adds_up(scorer: ScorerConfig) -> bool:
     return functions or (bool(scorer.parts) and not scorer.of_mixture)
 
 
+def _has(cfg: Config, **values: str) -> bool:
+    """Return whether the algorithm has keys with these values, as they are typed."""
+    return all(chosen(cfg, f"algo.{key}") == value for key, value in values.items())
+
+
 def _annotates(cfg: Config) -> bool:
     """Return whether another process scores responses and has the reference."""
     return cfg.generator.annotates(cfg.schedule.max_lag, world_size(), device(cfg, this_machine()) == "cuda")
@@ -41,157 +45,109 @@ def _annotates(cfg: Config) -> bool:
 _GENERATOR = "with generator={generator}"
 _OF_DATA = "for algo={algo} generator={generator}"
 
-_SUPERVISED = When("for algo={algo}", lambda cfg: cfg.algo.supervised)
-_SAMPLED_FROM = When("for algo={algo}", lambda cfg: cfg.algo.needs_sampler)
-_USES_TIES = When("with algo={algo}", lambda cfg: cfg.algo.learns_from_ties)
-_ONE_SAMPLE = When("with algo.samples_per_prompt=1", lambda cfg: cfg.algo.samples_per_prompt == 1)
-_NEW_SAMPLES = When(_GENERATOR, lambda cfg: cfg.generator.samples and not cfg.algo.supervised)
-_NO_SAMPLES = When(_GENERATOR, lambda cfg: not cfg.generator.samples)
-_STORED = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts)
-_STORED_PAIRS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and cfg.reads_pairs)
-_STORED_TEXTS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and not cfg.reads_pairs)
-_UNKNOWN_SAMPLER = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts and not cfg.algo.supervised)
-_UNCHECKED = When("without a judge or scorer of answers", lambda cfg: not cfg.checks_answers)
-_UNJUDGED = When(
+SUPERVISED = When("for algo={algo}", lambda cfg: cfg.algo.supervised)
+SAMPLED_FROM = When("for algo={algo}", lambda cfg: cfg.algo.needs_sampler)
+USES_TIES = When("with algo={algo}", lambda cfg: cfg.algo.learns_from_ties)
+ONE_SAMPLE = When("with algo.samples_per_prompt=1", lambda cfg: cfg.algo.samples_per_prompt == 1)
+NEW_SAMPLES = When(_GENERATOR, lambda cfg: cfg.generator.samples and not cfg.algo.supervised)
+NO_SAMPLES = When(_GENERATOR, lambda cfg: not cfg.generator.samples)
+STORED = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts)
+STORED_PAIRS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and cfg.reads_pairs)
+STORED_TEXTS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and not cfg.reads_pairs)
+UNKNOWN_SAMPLER = When(_GENERATOR, lambda cfg: not cfg.generator.rollouts and not cfg.algo.supervised)
+UNCHECKED = When("without a judge or scorer of answers", lambda cfg: not cfg.checks_answers)
+UNJUDGED = When(
     "without a scorer of new responses, a judge and evaluations",
     lambda cfg: not cfg.scores_completions or cfg.gold.name == "none" or not cfg.schedule.eval_every,
 )
-_LABELS = When("with scorer=labels", lambda cfg: cfg.scorer.name == "labels")
-_SAVED = When("with generator.path", lambda cfg: cfg.generator.saved_rollouts is not None)
-_VLLM = When(_GENERATOR, lambda cfg: cfg.generator.lowest_temperature > 0)
-_COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
-_NO_PROCESS = When("without a generator in a process of its own", lambda cfg: not cfg.has_worker)
-_IN_BATCHES = When(_GENERATOR, lambda cfg: not cfg.generator.samples_singly)
-_EACH_SAMPLES = When("a sampler each", lambda cfg: cfg.generator.on_each_rank(cfg.schedule.max_lag))
-_RANKS = When("with several ranks", lambda cfg: world_size() > 1)
-_RANKS_HERE = When("with several ranks on one host", lambda cfg: local_world_size() > 1)
-_OWN_OPTIMIZER = When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer)
-_ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
-_ON_GPU = When("with GPUs", lambda cfg: cfg.backend.device is not Device.cpu)
+LABELS = When("with scorer=labels", lambda cfg: cfg.scorer.name == "labels")
+SAVED = When("with generator.path", lambda cfg: cfg.generator.saved_rollouts is not None)
+VLLM = When(_GENERATOR, lambda cfg: cfg.generator.lowest_temperature > 0)
+COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
+APART = When(_GENERATOR, lambda cfg: not cfg.generator.shares_gpu)
+SERVERS = When(_GENERATOR, lambda cfg: cfg.generator.samples_singly)
+REPLICAS = When(
+    "with generator.replicas above 1",
+    lambda cfg: cfg.generator.replicas > 1 and not cfg.generator.shares_gpu,
+)
+SEVERAL_GPUS = When(
+    "with generator.tensor_parallel_size above 1",
+    lambda cfg: int(chosen(cfg, "generator.tensor_parallel_size") or 1) > 1,
+)
+NO_PROCESS = When("without a generator in a process of its own", lambda cfg: not cfg.has_worker)
+IN_BATCHES = When(_GENERATOR, lambda cfg: not cfg.generator.samples_singly)
+EACH_SAMPLES = When("a sampler each", lambda cfg: cfg.generator.on_each_rank(cfg.schedule.max_lag))
+RANKS = When("with several ranks", lambda cfg: world_size() > 1)
+RANKS_HERE = When("with several ranks on one host", lambda cfg: local_world_size() > 1)
+OWN_OPTIMIZER = When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer)
+ON_CPU = When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu)
+ON_GPU = When("with GPUs", lambda cfg: cfg.backend.device is not Device.cpu)
 _METRIC = "with objective_metric={objective_metric}"
-_EVALUATED = When(_METRIC, lambda cfg: (cfg.objective_metric or "").startswith("eval/"))
-_LAG = When("with schedule.max_lag above 0", lambda cfg: cfg.schedule.max_lag > 0)
-_VIRTUAL = When("with clock=virtual", lambda cfg: cfg.clock.virtual)
-_WALL = When("with clock=wall", lambda cfg: not cfg.clock.virtual)
-_FIFO = When("with schedule.order=fifo", lambda cfg: cfg.schedule.order is Order.fifo)
-_COMPLETED = When("with schedule.order=completed", lambda cfg: cfg.schedule.order is Order.completed)
-_GROUPS = When("with schedule.unit=group", lambda cfg: cfg.schedule.unit is Unit.group)
-_MOVING = When("with model.moving.every", lambda cfg: cfg.model.moving.every is not None)
-_OTHER_START = When("with model.reference", lambda cfg: not cfg.model.starts_as_reference)
-_ANNOTATES = When("with schedule.max_lag={schedule.max_lag}", _annotates)
-_DECOUPLED = When("with algo.advantage=decoupled", lambda cfg: chosen(cfg, "algo.advantage") == "decoupled")
-_NO_TEACHER = When(
+EVALUATED = When(_METRIC, lambda cfg: (cfg.objective_metric or "").startswith("eval/"))
+LAG = When("with schedule.max_lag above 0", lambda cfg: cfg.schedule.max_lag > 0)
+IN_FLIGHT = When("with schedule.update=in_flight", lambda cfg: cfg.schedule.in_flight)
+KL_TARGET = When("with algo.kl_target", lambda cfg: is_set(cfg, "algo.kl_target"))
+IDLE = When("", lambda cfg: cfg.generator.replicas > max(1, cfg.schedule.max_lag))
+MIXTURE = When("for task=mixture", lambda cfg: bool(cfg.task.parts))
+ADAPTERS = When("with model.lora.rank", lambda cfg: cfg.model.lora.rank > 0)
+EXACT = When("with algo.divergence=exact", lambda cfg: chosen(cfg, "algo.divergence") == "exact")
+VIRTUAL = When("with clock=virtual", lambda cfg: cfg.clock.virtual)
+WALL = When("with clock=wall", lambda cfg: not cfg.clock.virtual)
+FIFO = When("with schedule.order=fifo", lambda cfg: cfg.schedule.order is Order.fifo)
+COMPLETED = When("with schedule.order=completed", lambda cfg: cfg.schedule.order is Order.completed)
+GROUPS = When("with schedule.unit=group", lambda cfg: cfg.schedule.unit is Unit.group)
+MOVING = When("with model.moving.every", lambda cfg: cfg.model.moving.every is not None)
+OTHER_START = When("with model.reference", lambda cfg: not cfg.model.starts_as_reference)
+ANNOTATES = When("with schedule.max_lag={schedule.max_lag}", _annotates)
+DECOUPLED = When("with algo.advantage=decoupled", lambda cfg: chosen(cfg, "algo.advantage") == "decoupled")
+NO_TEACHER = When(
     "for algo={algo} without algo.reward_coef",
     lambda cfg: value_at(cfg, "algo.reward_coef") == 0 and cfg.model.starts_as_reference,
 )
 _UNTAUGHT = "without task.teacher_column"
-_SAME_PROMPTS = When(_UNTAUGHT, lambda cfg: cfg.task.teacher_column is None and not cfg.stand_ins)
-_NO_READER = When("for algo={algo}", lambda cfg: not cfg.algo.distils)
-_NO_COLUMN = When("with task={task}", lambda cfg: cfg.task.embedded or bool(cfg.task.parts))
-_SERVED = When("with algo.teacher.url", lambda cfg: cfg.algo.teacher_url is not None)
-_FEW_SLOTS = When(
+SAME_PROMPTS = When(_UNTAUGHT, lambda cfg: cfg.task.teacher_column is None and not cfg.stand_ins)
+NO_READER = When("for algo={algo}", lambda cfg: not cfg.algo.distils)
+NO_COLUMN = When("with task={task}", lambda cfg: cfg.task.embedded or bool(cfg.task.parts))
+SERVED = When("with algo.teacher.url", lambda cfg: cfg.algo.teacher_url is not None)
+FEW_SLOTS = When(
     "with fewer clock.slots than samples",
     lambda cfg: int(chosen(cfg, "clock.slots") or 0) < cfg.algo.samples_per_prompt,
 )
 
-_SAMPLES = Allowed("be one that samples", lambda generator: generator.rollouts)
-_IN_PARTS = Allowed("be hf", lambda generator: generator.samples_parts or not generator.samples)
-_REWARDS, _ONE_TASK, _SCORES = map(rules.other_than, ("labels", "mixture", "none"))
-_POSITIVE = Allowed("be > 0", lambda value: value != 0)
-_WARM = Allowed("be >= 0.01", lambda value: not 0 < value < 0.01)
-_SUM = Allowed("be weighted or a list of functions", _adds_up)
-_TEACHER = Allowed("name a teacher", lambda name: False)
-_ENOUGH = Allowed("be >= algo.samples_per_prompt", lambda slots: slots is None)
+NO_LENGTH = When("without schedule.total_epochs", lambda cfg: cfg.epochs is None)
+TWO_LENGTHS = When("with schedule.total_epochs", lambda cfg: cfg.schedule.total_epochs is not None)
+EPOCHS = When("", lambda cfg: cfg.schedule.epochs > 1)
+WITHOUT_REFERENCE = When("with algo={algo}", lambda cfg: cfg.algo.trains is not Trains.policy)
+REFERENCE = When("", lambda cfg: cfg.model.reference is not None)
+SOLVED_AT = When("", lambda cfg: cfg.schedule.solved_at is not None)
+PASS_RATE = When("", lambda cfg: cfg.schedule.pass_rate is not None)
+REFILLS = When("", lambda cfg: cfg.schedule.refill > 0)
+REWARD_MODEL = When("with scorer=reward_model", lambda cfg: cfg.scorer.name == "reward_model")
+ANNOTATOR = When("", lambda cfg: chosen(cfg, "generator.annotate") == "true")
+NO_LAG = When("without a lag", lambda cfg: cfg.schedule.max_lag == 0)
+THREADS = When("", lambda cfg: is_set(cfg, "generator.threads"))
+SINGLY = When("", lambda cfg: cfg.schedule.unit is not Unit.group)
+CUTS = When("", lambda cfg: cfg.schedule.stale is Stale.cut and cfg.schedule.max_age is not None)
+PUNISHES = When("", lambda cfg: any(is_set(cfg, f"scorer.missing_eos_{key}") for key in ("score", "penalty")))
+KL_LOSS = When("", lambda cfg: _has(cfg, kl_in="loss") and not _has(cfg, kl_coef="0"))
+BIASED_K1 = When("", lambda cfg: _has(cfg, kl_estimator="k1", kl_unbiased="false"))
+SEQUENCES = When("with algo={algo}", lambda cfg: getattr(cfg.algo, "sequence_ratio", False))
+WEIGHTS = When("", lambda cfg: chosen(cfg, "algo.correction.kind") != "none")
+TOKEN_LEVEL = When("", lambda cfg: chosen(cfg, "algo.correction.level") == "token")
+TOKEN_REJECTION = When("", lambda cfg: chosen(cfg, "algo.correction.reject") in ("token", "m2"))
+SCALED_OPO = When("", lambda cfg: _has(cfg, advantage="opo") and not _has(cfg, scale="none"))
 
-_ESS = "the effective sample size is computed from the sampler's log-probs"
-_MEASURED = "only an evaluation measures that metric"
-_NO_LABELS = "evaluation samples responses, which have no labels"
-_SHARED = "vLLM would use the GPU of another rank, whose trainer does not free its memory"
-_LOADS = "no other generator can load weights while it samples"
-_SHARE = "the vLLM processes of the ranks would share these GPUs"
-_IN_TURN = "it sleeps while the trainer uses the device"
-_PARTS = "responses are sampled in parts, with the trained model itself"
-_WHOLE = "its processes take whole batches, in the order of the requests"
-_SIMULATED = "the generators are simulated in the trainer's process"
-_EQUAL = "all responses of a server have the same weights"
+SAMPLES = Allowed("be one that samples", lambda generator: generator.rollouts)
+IN_PARTS = Allowed("be hf", lambda generator: generator.samples_parts or not generator.samples)
+POSITIVE = Allowed("be > 0", lambda value: value != 0)
+ZERO = Allowed("be off for training", lambda value: value == 0)
+FULL = Allowed("be off for training", lambda value: value == 1)
+WARM = Allowed("be >= 0.01", lambda value: not 0 < value < 0.01)
+SUM = Allowed("be weighted or a list of functions", _adds_up)
+TEACHER = Allowed("name a teacher", lambda name: False)
+ENOUGH = Allowed("be >= algo.samples_per_prompt", lambda slots: slots is None)
 
-_OF_PARTS = "advantages are those of the parts of the score"
-_OF_SUM = [f"scorer.{key}" for key in ("missing_eos_score", "missing_eos_penalty", "overlong_buffer")]
-
-_EPISODES = "schedule.total_epochs=null schedule.total_episodes=12800"
-_ANY = "optim.optimizer=adamw or backend=torch"
-_ANY_TEACHER = "model.reference=<teacher>"
-_JUDGE = "scorer@gold=reward_model gold.path=<hub name or folder>"
-_MORE_SLOTS = "clock.slots={algo.samples_per_prompt} or schedule.unit=sequence"
-_ONE_BY_ONE = "schedule.order=fifo, clock=virtual or generator=vllm_server"
-
-rules.RULES += [
-    must("generator", _SAMPLES, _SAMPLED_FROM, "ratios are taken to the sampler's log-probs", "generator=hf"),
-    must("eval.attempts", 0, _UNCHECKED, "only checked answers are right or wrong"),
-    must("eval.best_of", 0, _UNJUDGED, "it is the judge's score of the scorer's best response"),
-    must("scorer@gold", _REWARDS, rules.ALWAYS, _NO_LABELS, fix=_JUDGE),
-    must("scorer", _ONE_TASK, _SAVED, "rollouts do not name the part of a prompt", fix="scorer=labels"),
-    must("generator.annotate", (None, False), _NO_PROCESS, "rollouts are scored while the trainer trains"),
-    must("generator.replicas", 1, _LAG & _NO_PROCESS, "replicas are processes", "generator.worker=null"),
-    must("schedule.update", "between", _LAG & _WALL & _NO_PROCESS, _LOADS),
-    must("eval.temperature", _WARM, _VLLM, "vLLM raises lower values to 0.01", "eval.temperature=0.01"),
-    must("generator.devices", None, _RANKS & _EACH_SAMPLES, _SHARE),
-    must("generator.transfer", ("auto", "shared_memory"), _ON_CPU, "ipc and nccl need weights on a GPU"),
-    must("schedule.max_lag", 0, _COLOCATED, _IN_TURN, fix="generator=vllm"),
-    must("generator.per_rank", True, _COLOCATED & _RANKS & _ON_GPU, "each rank has a generator on its GPU"),
-    must("generator.tensor_parallel_size", 1, _COLOCATED & _RANKS_HERE & _ON_GPU, _SHARED),
-    must("generator.path", None, _SUPERVISED, "it trains on completions of the task"),
-    must("generator.temperature", 1, _SERVED, "vLLM has no other log-probs of prompts"),
-]
-rules.TRAINING_RULES += [
-    must("generator", "dataset", _SUPERVISED, "it trains on stored responses"),
-    must("scorer", "labels", _SUPERVISED, "it maximises no score"),
-    must("scorer", _REWARDS, _NEW_SAMPLES, "new samples have no labels", fix="scorer=reward_model"),
-    must("scorer", _SCORES, rules.ALWAYS, "training needs scores", fix="scorer=reward_model"),
-    must("algo.samples_per_prompt", 2, _STORED_PAIRS, "an example has a chosen and a rejected response"),
-    must("algo.samples_per_prompt", 1, _STORED_TEXTS, "an example has one reference response"),
-    must("schedule.max_lag", 0, _STORED, "nothing is sampled, so there is no lag"),
-    must("algo.weighting", ("none", "wpo"), _STORED, "stored pairs have no log-probs of their sampler"),
-    must("schedule.total_epochs", None, _SAVED, "saved rollouts count as episodes", _EPISODES),
-    must("schedule.eval_every", _POSITIVE, _EVALUATED, _MEASURED, fix="schedule.eval_every=0.2"),
-    must("schedule.replay", 1, _NO_SAMPLES, "nothing is sampled, and epochs repeat stored responses"),
-    must("schedule.solved_at", None, _NO_SAMPLES, "its scores are those of stored responses"),
-    must("schedule.pass_rate", None, _NO_SAMPLES, "its scores are those of stored responses"),
-    must("optim.optimizer", "adamw", _OWN_OPTIMIZER, "its engine has no other optimizer", fix=_ANY),
-    must("optim.ess_scaling", "none", _SUPERVISED, _ESS),
-    must("optim.ess_scaling", "none", _UNKNOWN_SAMPLER, _ESS),
-    must("clock", "wall", _NO_SAMPLES, "nothing is sampled"),
-    must("clock", "wall", _RANKS, "one process simulates all generators"),
-    must("generator", _IN_PARTS, _VIRTUAL, _PARTS, "generator=hf"),
-    must("generator.worker", (None, False), _VIRTUAL, _SIMULATED),
-    must("schedule.order", "fifo", _WALL & _IN_BATCHES, _WHOLE, fix=_ONE_BY_ONE),
-    must("schedule.order", "fifo", _COMPLETED & _RANKS, "one process chooses the groups"),
-    must("schedule.update", "in_flight", _COMPLETED & _WALL, _EQUAL),
-    must("schedule.refill", 0, _COMPLETED & _WALL, "groups are scored after they were chosen"),
-    must("schedule.max_age", None, _FIFO, "ages are at most schedule.max_lag"),
-    must("clock.slots", _ENOUGH, _GROUPS & _FEW_SLOTS, "a prompt's samples start together", _MORE_SLOTS),
-    must("schedule.refill", 0, _NO_SAMPLES, "nothing is sampled"),
-    must("model.reference", _TEACHER, _NO_TEACHER & _SAME_PROMPTS, "it would teach itself", _ANY_TEACHER),
-    must("task.teacher_column", None, _NO_READER, "no teacher reads it"),
-    must("task.teacher_column", None, _NO_COLUMN, "it is a column of one data set"),
-    must("task.teacher_column", None, _SAVED, "saved rollouts lack it"),
-    must("model.reference", rules.other_than(None), _SERVED, "its server has that name", _ANY_TEACHER),
-    must("schedule.refill", 0, _ONE_SAMPLE, "the score of one response has nothing to tie with"),
-    must("schedule.refill", 0, _USES_TIES, "prompts whose scores tie have signal, too"),
-    must("schedule.refill", 0, _DECOUPLED, "prompts whose scores tie may have signal"),
-    must("scorer", _SUM, _DECOUPLED, _OF_PARTS, "scorer=weighted +scorer@scorer.parts.<name>=<scorer>"),
-    must("algo.normalize_scores", False, _DECOUPLED, _OF_PARTS),
-    must("algo.kl_in", "loss", _DECOUPLED, _OF_PARTS),
-    *(must(key, None, _DECOUPLED, _OF_PARTS) for key in ("algo.clip_scores", *_OF_SUM)),
-    must("scorer.overlong_buffer", None, _LABELS, "labels are not changed"),
-    must("model.moving.every", None, _SUPERVISED, "it has no reference"),
-    must("model.moving.every", None, _OTHER_START, "the reference follows the policy from its start"),
-    must("model.lora.rank", 0, _MOVING, "only adapters are trained"),
-    must("model.moving.every", None, _OWN_OPTIMIZER, "its weights are divided", fix="backend=torch"),
-    must("schedule.replay", 1, _MOVING, "earlier log-probs would be of an earlier reference"),
-    must("generator.annotate", False, _ANNOTATES & _MOVING, "the annotator has a reference of its own"),
-    must("schedule.refill", 0, _RANKS & _EACH_SAMPLES, "a few prompts cannot be divided among the ranks"),
-]
+rules.add_rows("settings", globals())
 
 
 # Rules for the length of a run, for equal parts of batches, and for replay.
@@ -208,17 +164,7 @@ def _objective_metric(cfg: Config) -> Iterator[str]:
 
 @training_rule
 def _length(cfg: Config) -> Iterator[str]:
-    episodes, epochs = cfg.schedule.total_episodes, cfg.schedule.total_epochs
-    if cfg.epochs is None and episodes is None:
-        yield (
-            "schedule.total_episodes or schedule.total_epochs must be set (it is the length of the run), got "
-            "null; set schedule.total_episodes=12800"
-        )
-    elif episodes is not None and epochs is not None:
-        yield (
-            "schedule.total_episodes and schedule.total_epochs must not both be set, got "
-            f"{episodes} and {plain(epochs)}; set schedule.total_epochs=null or schedule.total_episodes=null"
-        )
+    episodes = cfg.schedule.total_episodes
     per_update = cfg.episodes_per_update
     if episodes is None or not 1 <= episodes <= MOST_EPISODES or per_update < 1:
         return
@@ -377,11 +323,7 @@ def _training_sees_its_judge(cfg: Config) -> Iterator[str]:
 
 
 COMMAND = re.compile(r"^# Command:\s*(python -m rlhf\.(\w+) .*)$", re.M)  # in the head of a recipe
-# Imported by each run, directly or by transformers, with names that a file of the user may have.
-LIBRARIES = (
-    *("accelerate", "datasets", "deepspeed", "mlflow", "peft", "tokenizers", "torch", "trackio"),
-    *("transformers", "vllm", "wandb"),
-)
+LIBRARIES: list[str] = data_file("rlhf.checks", "libraries.yaml")
 _NAMED = ("algo", "model", "task", "generator", "backend", "scorer", "gold")
 
 
@@ -477,16 +419,11 @@ def _more_replicas_than_requests(cfg: Config) -> Iterator[str]:
 
 @doubt
 def _processes_that_wait(cfg: Config) -> Iterator[str]:
-    threads, cores, n, lag = cfg.backend.threads, cpu_cores(), cfg.generator.replicas, cfg.schedule.max_lag
+    threads, cores, n = cfg.backend.threads, cpu_cores(), cfg.generator.replicas
     if threads is not None and threads > cores:
         yield (
             f"backend.threads={threads} is more than the {cores} cores that this process may use, so threads "
             f"wait for each other; set backend.threads={cores}"
-        )
-    if n > 1 and lag < n:
-        yield (
-            f"generator.replicas={n} are not all busy while the trainer trains, with schedule.max_lag={lag} "
-            f"(the number of requests in flight); schedule.max_lag={n} keeps all busy"
         )
     if n > 1 and n + local_world_size() > cores:
         yield (
@@ -527,46 +464,4 @@ def _saved_rollouts_fit(cfg: Config) -> Iterator[str]:
         yield (
             f"schedule.total_episodes must be <= {most} (generator.path has rollouts of {len(found)} "
             f"updates), got {cfg.schedule.total_episodes}; set schedule.total_episodes={most}"
-        )
-
-
-# Rules for the order of rollouts and for the clock.
-
-
-@doubt
-def _settings_that_do_little(cfg: Config) -> Iterator[str]:
-    schedule, virtual, typed = cfg.schedule, cfg.clock.virtual, partial(chosen, cfg)
-    if cfg.algo.supervised and schedule.epochs > 1:
-        yield (
-            f"schedule.epochs={schedule.epochs} repeats each batch before the next batch; set "
-            "schedule.total_epochs for passes over the data"
-        )
-    if cfg.algo.trains is not Trains.policy and cfg.model.reference is not None:
-        yield f"model.reference has no effect with algo={cfg.algo.name} (it has no reference model)"
-    for key in ("schedule.solved_at", "schedule.pass_rate"):
-        if is_set(cfg, key) and typed("scorer") == "reward_model":
-            yield (f"{key}={typed(key)} is compared with scores of a reward model, which are not pass rates")
-    if typed("generator.annotate") == "true" and schedule.max_lag == 0:
-        yield "generator.annotate=true saves no time with schedule.max_lag=0 (the trainer waits for scores)"
-    if is_set(cfg, "generator.threads") and not cfg.has_worker:
-        yield (
-            f"generator.threads={typed('generator.threads')} has no effect without a process of its own "
-            "(generator.worker=true, or schedule.max_lag above 0)"
-        )
-    if schedule.unit is not Unit.group and schedule.order is Order.fifo and not virtual:
-        yield f"schedule.unit={typed('schedule.unit')} has no effect with schedule.order=fifo and clock=wall"
-    punished = is_set(cfg, "scorer.missing_eos_score") or is_set(cfg, "scorer.missing_eos_penalty")
-    if schedule.stale is Stale.cut and schedule.max_age is not None and punished:
-        yield (
-            "schedule.stale=cut ends responses before their end token, and scorer.missing_eos_score or "
-            "scorer.missing_eos_penalty punishes them; set both to null, or schedule.stale=wait"
-        )
-    if schedule.refill > 0 and typed("scorer") == "reward_model":
-        yield (
-            f"schedule.refill={schedule.refill} hardly replaces a group: scores of a reward model rarely tie"
-        )
-    if schedule.in_flight and not virtual:
-        yield (
-            "schedule.update=in_flight makes a run depend on timing (which weights sample a token): two runs "
-            "with the same config will differ, and so will a resumed run"
         )

@@ -63,6 +63,7 @@ class AlgoConfig(Section):
     pairwise: ClassVar[bool] = False  # True: the loss compares two responses of a prompt
     learns_from_ties: ClassVar[bool] = False  # True: prompts whose scores are all equal are trained on, too
     distils: ClassVar[bool] = False  # True: model.reference is a teacher, another model than the policy
+    needs_sampler: ClassVar[bool] = False  # True: the loss needs the sampler's log-probs
     teacher_url: ClassVar[str | None] = None  # of the server that runs the reference; None: the run loads it
 
     name: str = MISSING
@@ -70,11 +71,6 @@ class AlgoConfig(Section):
     tie_tolerance: float | None = number(None, least=0, remedy="null", added=True)
     """scores a and b tie if |a - b| <= tie_tolerance * max(1, |a|, |b|); 0: only equal scores tie; null: for
     a reward model 1e-5 in float32, 1e-2 in bfloat16, 1e-3 in float16, else 0"""
-
-    @property
-    def needs_sampler(self) -> bool:
-        """Whether the loss needs the log-probs of the sampler, even if the samples are stored."""
-        return False
 
     @property
     def value_lr(self) -> float | None:
@@ -351,6 +347,8 @@ class PolicyGradientConfig(AlgoConfig):
 
     needs_sampler: ClassVar[bool] = True
     sequence_ratio: ClassVar[bool] = False  # the loss is one of whole responses
+    has_ratio: ClassVar[bool] = True  # whether the policy term of the loss has a ratio
+    unused: ClassVar[tuple[str, ...]] = ()  # the keys of the clipped loss that this loss does not use
 
     clip_low: float = number(0.2, "ratios are clipped at 1 - clip_low", least=0, most=1)
     clip_high: float = number(0.2, "ratios are clipped at 1 + clip_high", above=0)
@@ -408,43 +406,11 @@ class PolicyGradientConfig(AlgoConfig):
         return Level.token
 
     @property
-    def has_ratio(self) -> bool:
-        """Whether the policy term of the loss has a ratio."""
-        return True
-
-    @property
     def reads_anchor(self) -> bool:
         """Whether the policy term, the importance weights or another term of the loss read the anchor."""
         weighted = self.correction.kind is not CorrectionKind.none
         ratio_of_kl = self.kl_coef > 0 and self.kl_in is KLIn.loss and self.kl_unbiased
         return self.has_ratio or weighted or ratio_of_kl or self.square_coef > 0
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """The keys of the clipped loss that the loss of this algorithm does not use."""
-        return ()
-
-    def doubts(self, at: str) -> Iterator[str]:
-        """Yield a warning if the KL penalty has no gradient, or if a sequence loss has weights of tokens."""
-        in_loss = self.kl_coef > 0 and self.kl_in is KLIn.loss
-        if in_loss and self.kl_estimator is KLEstimator.k1 and not self.kl_unbiased:
-            yield (
-                "algo.kl_estimator=k1 with algo.kl_unbiased=false has a gradient of 0 on average (the "
-                "gradient of log-probs), so the KL penalty has no effect; set algo.kl_unbiased=true"
-            )
-        if not self.sequence_ratio:
-            return
-        correction = self.correction
-        if correction.kind is not CorrectionKind.none and correction.level is Level.token:
-            yield (
-                f"algo.correction.level=token with algo={self.name} averages weights of tokens in a loss of "
-                "whole responses; set algo.correction.level=sequence"
-            )
-        if correction.reject in (Reject.token, Reject.m2):
-            yield (
-                f"algo.correction.reject={correction.reject.value} with algo={self.name} rejects tokens in a "
-                "loss of whole responses; set algo.correction.reject=mean"
-            )
 
 
 @option("algo", "ppo", part="rlhf.objectives.ppo:PPO")
@@ -474,12 +440,6 @@ class PPOConfig(PolicyGradientConfig):
     value_lr: float | None = number(None, above=0, remedy="null")
     """learning rate of the value model; null: optim.lr"""
 
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if `kl_target` is set and `kl_coef` is 0: a coefficient of 0 cannot adapt."""
-        if self.kl_target is not None and not self.kl_coef:
-            rule = "be > 0 with algo.kl_target"
-            yield self.refused(at, "kl_coef", rule, "the coefficient adapts by factors")
-
 
 @option("algo", "rloo", part="rlhf.objectives.rloo:RLOO")
 class RLOOConfig(PolicyGradientConfig):
@@ -496,12 +456,12 @@ class RLOOConfig(PolicyGradientConfig):
     kl_estimator: KLEstimator = KLEstimator.k1
 
     @property
-    def has_ratio(self) -> bool:
+    def has_ratio(self) -> bool:  # type: ignore[override]
         """Whether the loss is that of the clipped ratio."""
         return self.loss_type is RLOOLoss.clip
 
     @property
-    def unused(self) -> tuple[str, ...]:
+    def unused(self) -> tuple[str, ...]:  # type: ignore[override]
         """The keys of the clipped loss for `loss_type=reinforce`, which has no ratio."""
         return (*_CLIP_RANGE, *_CLIPPED_LOSS) if self.loss_type is RLOOLoss.reinforce else ()
 
@@ -532,14 +492,6 @@ class GRPOConfig(PolicyGradientConfig):
         if self.min_samples <= self.samples_per_prompt < 2 and compares and "advantage" not in self.unused:
             rule = f"be >= 2 with {at}.advantage or {at}.scale"
             yield self.refused(at, "samples_per_prompt", rule, "they compare the samples of a prompt", 4)
-
-    def doubts(self, at: str) -> Iterator[str]:
-        """Yield a warning if the advantages of OPO are divided by a standard deviation."""
-        if self.advantage is Advantage.opo and self.scale is not Scale.none:
-            yield (
-                f"algo.advantage=opo with algo.scale={self.scale.value} is not OPO (OPO does not divide "
-                "advantages by a standard deviation); set algo.scale=none"
-            )
 
 
 @option("algo", "dr_grpo", part="rlhf.objectives.grpo:GRPO")
@@ -763,7 +715,7 @@ class DistillConfig(GRPOConfig):
     teacher: ServedTeacherConfig = field(default_factory=ServedTeacherConfig)
 
     @property
-    def unused(self) -> tuple[str, ...]:
+    def unused(self) -> tuple[str, ...]:  # type: ignore[override]
         """The keys that the loss does not use; without rewards, also those of advantages."""
         others = "anchor", "ties", "kl_coef", "off_policy_mask", "entropy_coef", "square_coef"
         rewards = () if self.reward_coef else ("advantage", "scale", "normalize_scores", "clip_scores")
@@ -773,12 +725,6 @@ class DistillConfig(GRPOConfig):
     def teacher_url(self) -> str | None:  # type: ignore[override]
         """The address of the server that runs the teacher."""
         return self.teacher.url
-
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if a served teacher would send whole distributions."""
-        if self.teacher.url and self.divergence is TeacherDivergence.exact and self.top is None:
-            rule = f"be set with {at}.divergence=exact and {at}.teacher.url"
-            yield self.refused(at, "top", rule, "a server sends its most probable tokens", 20)
 
 
 @option("algo", "oapl", part="rlhf.objectives.oapl:OAPL")
@@ -795,6 +741,6 @@ class OAPLConfig(AlgoConfig):
     beta: float = number(1e-3, "factor of the log-ratio that is compared with the advantage", above=0)
 
     @property
-    def needs_sampler(self) -> bool:
+    def needs_sampler(self) -> bool:  # type: ignore[override]
         """Whether the regression is anchored at the sampler."""
         return self.anchor is OAPLAnchor.behaviour

@@ -27,13 +27,9 @@ class EnvironmentConfig(Section):
 
     answers: ClassVar[bool] = False  # True: a program answers the replies
     rewards: ClassVar[bool] = False  # True: the program rewards the replies
+    tools: ClassVar[list[str]] = []  # the addresses of the functions that replies may call
 
     name: str = entry("none", added=True)
-
-    @property
-    def tools(self) -> list[str]:
-        """The addresses of the functions that replies may call."""
-        return []
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,15 +95,12 @@ class ToolsConfig(TurnsConfig):
     """JSON file with a response template of transformers, which reads calls; null: the model's"""
 
     @property
-    def tools(self) -> list[str]:
+    def tools(self) -> list[str]:  # type: ignore[override]
         """The addresses of the functions."""
         return self.functions
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if there is no function, or one cannot be imported."""
-        if not self.functions:
-            remedy = f"set '{at}.functions=[<file>.py:<function>]'"
-            yield self.refused(at, "functions", "name at least one function", remedy=remedy)
+        """Yield an error for each function that cannot be imported."""
         for address in self.functions:
             if problem := function_problem(f"{at}.functions", address, None):
                 yield problem
@@ -133,9 +126,7 @@ class PythonEnvironmentConfig(ClassConfig):
 
     def rules(self, at: str) -> Iterator[str]:
         """Yield an error if the class cannot be imported."""
-        if self.path is None:
-            yield self.refused(at, "path", "name a class", instead="<file>.py:<Class>")
-        elif problem := class_problem(f"{at}.path", self.path):
+        if self.path is not None and (problem := class_problem(f"{at}.path", self.path)):
             yield problem
 
     def job_problems(self, at: str) -> Iterator[str]:
@@ -169,9 +160,7 @@ class GymnasiumConfig(ClassConfig):
     options: dict[str, Any] = entry(dict, "further arguments of gymnasium.make")
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error without `id`, and if the package is not installed."""
-        if self.id is None:
-            yield self.refused(at, "id", "name an environment", instead="FrozenLake-v1")
+        """Yield an error if the package is not installed."""
         yield from missing_package("environment=gymnasium", "gymnasium", "gymnasium")
 
     def job_problems(self, at: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from omegaconf import MISSING
 
 from rlhf.config.models import Dtype
-from rlhf.config.schema import Affects, Choice, Section, entry, missing_package, number, option, plain
+from rlhf.config.schema import Affects, Choice, Section, entry, missing_package, number, option
 from rlhf.core.errors import setting
 from rlhf.core.formatting import secret_in
 from rlhf.core.machine import STATUS, is_loopback, refusal, refused_key
@@ -56,6 +56,9 @@ class GeneratorConfig(Section):
     samples_singly: ClassVar[bool] = False  # True: it samples single responses, and ends them early
     # True: the generator computes in float32 the same log-probs as a trainer with the same weights
     exact: ClassVar[bool] = False
+    noisy: ClassVar[bool] = False  # True: noise makes the sampler's log-probs differ from the trainer's
+    saved_rollouts: ClassVar[str | None] = None  # the folder of saved rollouts that replace samples
+    decodes: ClassVar[int] = 0  # sequences that the model decodes in parallel; 0: another engine decodes
     packages: ClassVar[tuple[str, ...]] = ()  # of the library that samples, if it is not transformers
     shares_gpu: ClassVar[bool] = False  # True: the generator uses the GPU of the trainer
     only_training: ClassVar[tuple[str, ...]] = ()  # keys that are null in an evaluation
@@ -76,24 +79,9 @@ class GeneratorConfig(Section):
         return self.samples
 
     @property
-    def noisy(self) -> bool:
-        """Whether noise makes the sampler's log-probs differ from the trainer's."""
-        return False
-
-    @property
-    def saved_rollouts(self) -> str | None:
-        """The folder of saved rollouts that replace samples; None: there is none."""
-        return None
-
-    @property
     def replicas(self) -> int:
         """The number of generators that take requests in turn."""
         return 1
-
-    @property
-    def decodes(self) -> int:
-        """The sequences that the trained model or its copy decodes in parallel; 0: another engine decodes."""
-        return 0
 
     def has_worker(self, max_lag: int) -> bool:
         """Return whether the generator samples in a separate process if `schedule.max_lag` is `max_lag`."""
@@ -137,13 +125,6 @@ class GeneratorConfig(Section):
     def on_each_rank(self, max_lag: int) -> bool:
         """Return whether every rank has a generator; otherwise rank 0's generator serves all ranks."""
         return not self.has_worker(max_lag)
-
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error for each setting that truncates the distribution of samples."""
-        for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-            if getattr(self, key) != off:
-                reason = "log-probs of a truncated distribution are not those that are trained"
-                yield self.refused(at, key, "be off for training", reason, off)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -191,13 +172,6 @@ class WorkerConfig(GeneratorConfig):
         """Return `start_limit_s`, or its default for a host with GPUs (`on_gpu`) or without."""
         return self.start_limit_s or self.start_limits[on_gpu]
 
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error for several replicas on each rank."""
-        if self.replicas > 1 and self.per_rank and not self.shares_gpu:
-            rule = f"be false with {at}.replicas above 1"
-            reason = "the replicas of rank 0 serve all ranks"
-            yield self.refused(at, "per_rank", rule, reason)
-
 
 @option("generator", "hf", part="rlhf.generators.hf.generator:build")
 class HFConfig(WorkerConfig):
@@ -220,12 +194,12 @@ class HFConfig(WorkerConfig):
         return max_lag > 0 if self.worker is None else self.worker
 
     @property
-    def noisy(self) -> bool:
+    def noisy(self) -> bool:  # type: ignore[override]
         """Whether `noise` is above 0."""
         return self.noise > 0
 
     @property
-    def decodes(self) -> int:
+    def decodes(self) -> int:  # type: ignore[override]
         """The sequences that are decoded in parallel: `batch_size`."""
         return self.batch_size
 
@@ -292,30 +266,13 @@ class VLLMConfig(WorkerConfig):
         return Transfer.nccl if gpus and alone and nccl else Transfer.shared_memory
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if vLLM is not installed, the temperature is too low, or `devices` is invalid."""
+        """Yield an error if vLLM is not installed, or `devices` is invalid."""
         yield from missing_package(f"generator={self.name}", "vllm", "vllm", "vLLM", "set generator=hf")
-        lowest, name, transfer = self.lowest_temperature, self.name, self.transfer
-        if 0 < self.temperature < lowest:
-            reason = f"vLLM raises lower values to {lowest}"
-            yield self.refused(at, "temperature", f"be >= {lowest} with generator={name}", reason, 0.7)
         right = self.devices is None or (len(set(self.devices)) == self.gpus and min(self.devices) >= 0)
         if self.tensor_parallel_size >= 1 and not right:
             many = f" x {at}.replicas" if self.replicas > 1 else ""
             rule = f"name {at}.tensor_parallel_size{many} = {self.gpus} GPUs, each once by its number"
             yield self.refused(at, "devices", rule)
-        ipc, nccl = transfer is Transfer.ipc, transfer is Transfer.nccl
-        one_gpu = "CUDA IPC shares memory of one GPU"
-        snapshot = "all replicas read one snapshot of the weights"
-        for fails, together_with, reason in (
-            (ipc and not self.shares_gpu, f"generator={name}", f"{one_gpu}, and vLLM has another"),
-            (ipc and self.tensor_parallel_size > 1, f"{at}.tensor_parallel_size above 1", one_gpu),
-            (nccl and self.shares_gpu, f"generator={name}", "NCCL does not connect two processes on one GPU"),
-            ((ipc or nccl) and self.replicas > 1, f"{at}.replicas above 1", snapshot),
-        ):
-            if fails:
-                rule = f"not be {transfer.value} with {together_with}"
-                yield self.refused(at, "transfer", rule, reason, "auto")
-                return
 
 
 @option("generator", "vllm_colocated", part="rlhf.generators.vllm.generator:build")
@@ -324,13 +281,6 @@ class VLLMColocatedConfig(VLLMConfig):
 
     on_gpu: ClassVar[float] = 0.45
     shares_gpu: ClassVar[bool] = True
-
-    def rules(self, at: str) -> Iterator[str]:
-        """Yield an error for more than one replica: only one request is in flight at a time."""
-        if self.replicas > 1:
-            reason = "it sleeps while the trainer uses the device, so only one request is in flight"
-            rule, remedy = "be 1 with generator=vllm_colocated", "set generator=vllm"
-            yield self.refused(at, "replicas", rule, reason, remedy=remedy)
 
 
 @option("generator", "dataset", part="rlhf.generators.generator:build")
@@ -348,7 +298,7 @@ class DatasetConfig(GeneratorConfig):
         return self.path is not None
 
     @property
-    def saved_rollouts(self) -> str | None:
+    def saved_rollouts(self) -> str | None:  # type: ignore[override]
         """The folder of saved rollouts: `path`."""
         return self.path
 
@@ -474,14 +424,7 @@ class VLLMServerConfig(VLLMConfig):
         return Transfer.nccl if self.transfer is Transfer.nccl else Transfer.shared_memory
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error for keys of one process, or if the addresses or the key of the servers are wrong."""
-        for key, only in ("replicas", 1), ("per_rank", False):
-            if getattr(self, key) != only:
-                rule = f"be {plain(only)} with generator=vllm_server"
-                yield self.refused(at, key, rule, "all ranks use the same servers")
-        if self.transfer not in (Transfer.auto, Transfer.nccl):
-            rule = "be auto (servers read weights from files) or nccl (between GPUs)"
-            yield self.refused(at, "transfer", f"{rule} with generator=vllm_server")
+        """Yield an error if the addresses or the key of the servers are wrong."""
         if not self.urls:
             return
         example = "http://127.0.0.1:8000"

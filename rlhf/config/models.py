@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING, OmegaConf
 
-from rlhf.config.schema import Affects, Choice, Section, entry, missing_package, number, option
+from rlhf.config.schema import Affects, Choice, Section, data_file, entry, missing_package, number, option
 from rlhf.text.chat import PLAIN
 
 # Sections of the models: hub models, the embedded model, LoRA.
@@ -33,21 +33,16 @@ class LoRAConfig(Section):
     """Low-rank adapters, trained instead of the weights (Hu et al., arXiv 2106.09685)."""
 
     rank: int = number(0, "rank of the adapters; 0: no adapters", least=0, remedy="16")
-    alpha: int = number(32, "the update is multiplied by alpha / rank", "rank!=0")
+    alpha: int = number(32, "the update is multiplied by alpha / rank", "rank!=0", least=1)
     targets: list[str] | None = entry(None, when="rank!=0")
     """names of linear layers, or ends of such names; null: all linear layers except the head"""
     modules_to_save: list[str] = entry(list, when="rank!=0")
     """names of modules, or ends of such names, that are trained whole, without adapters"""
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error for each number out of bounds, if PEFT is missing, and if `targets` is empty."""
-        if self.rank < 1:
-            return
-        yield from missing_package(f"{at}.rank={self.rank}", "peft", "lora", "PEFT", f"set {at}.rank=0")
-        if self.alpha < 1:
-            yield self.refused(at, "alpha", "be >= 1", "the update is multiplied by alpha / rank")
-        if self.targets == []:
-            yield self.refused(at, "targets", "name a layer", "nothing would be trained")
+        """Yield an error if PEFT is missing."""
+        if self.rank > 0:
+            yield from missing_package(f"{at}.rank={self.rank}", "peft", "lora", "PEFT", f"set {at}.rank=0")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -368,37 +363,9 @@ class FSDP2Config(BackendConfig):
 
 # -- DeepSpeed -------------------------------------------------------------------------------------
 
-OWNED = {  # key of DeepSpeed that must not be set -> key of this project to set instead
-    "train_batch_size": "schedule.prompts_per_update",
-    "train_micro_batch_size_per_gpu": "backend.micro_batch",
-    "gradient_accumulation_steps": "backend.micro_batch",
-    "managed_gradient_accumulation": "backend.micro_batch",
-    "gradient_clipping": "optim.max_grad_norm",
-    "gradient_allreduce_op": "nothing",
-    "optimizer": "optim.lr, optim.betas, optim.eps and optim.weight_decay",
-    "scheduler": "optim.schedule and optim.warmup",
-    "fp16": "model.dtype",
-    "bf16": "model.dtype",
-    "bfloat16": "model.dtype",
-    "torch_autocast.enabled": "model.dtype",
-    "torch_autocast.dtype": "model.dtype",
-    "zero_optimization.stage": "backend=zero0, zero1, zero2 or zero3",
-    "zero_optimization.offload_optimizer.device": "backend=zero2_offload or zero3_offload",
-    "zero_optimization.offload_param.device": "backend=zero3_offload",
-    "zero_optimization.compute_grad_norm": "nothing",
-}
-
-# Top-level keys of DeepSpeed 0.19.8, except the keys that DeepSpeed refuses.
-_NATIVE = """activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger
-    communication_data_type compile csv_monitor data_efficiency data_types dataloader_drop_last
-    datastates_ckpt disable_allgather disable_python_gc dump_state expert_parallel flops_profiler fp16
-    gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
-    hybrid_engine log_level managed_gradient_accumulation memory_breakdown optimizer pipeline
-    prescale_gradients scheduler seq_parallel_communication_data_type steps_per_print tensor_parallel
-    tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
-    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"""
-KNOWN = frozenset(_NATIVE.split())
+_KEYS = data_file("rlhf.config", "deepspeed.yaml")
+OWNED: dict[str, str] = _KEYS["owned"]  # key of DeepSpeed -> key of this project to set instead
+KNOWN = frozenset(_KEYS["known"].split())
 RANKS_FILE = "ranks.json"  # file in a checkpoint that contains the number of ranks
 
 

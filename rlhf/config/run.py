@@ -166,10 +166,7 @@ class ScheduleConfig(Section):
         return self.update is Update.in_flight
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error if `max_lag` is 0 with `update=in_flight`, or above `max_age`."""
-        if self.in_flight and self.max_lag < 1:
-            reason = "otherwise no request is running when the weights change"
-            yield self.refused(at, "max_lag", f"be >= 1 with {at}.update=in_flight", reason, 1)
+        """Yield an error if `max_lag` is above `max_age`."""
         if self.max_age is not None and self.max_age < self.max_lag:
             reason = "groups start up to that many updates ahead"
             yield self.refused(at, "max_age", f"be >= {at}.max_lag={self.max_lag}", reason, self.max_lag)

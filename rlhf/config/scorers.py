@@ -41,6 +41,8 @@ class ScorerConfig(Section):
     verifies: ClassVar[bool] = False  # the score is 1 for a correct response, else 0; its mean is an accuracy
     columns: ClassVar[frozenset[str]] = frozenset()  # columns of the task's data that the scorer reads
     reads_rewards: ClassVar[bool] = False  # the score is made of the rewards of an environment
+    sequences: ClassVar[int] = 0  # per forward pass of the model that scores; 0: none of this machine does
+    only_here: ClassVar[list[str]] = []  # addresses of functions that exist only in this process
     of_mixture: ClassVar[bool] = False  # True: each part scores the responses of the task's part of its name
 
     name: str = MISSING
@@ -93,11 +95,6 @@ class ScorerConfig(Section):
         """
         return []
 
-    @property
-    def sequences(self) -> int:
-        """The sequences per forward pass of the model that scores; 0: no model of this machine scores."""
-        return 0
-
     def functions(self) -> dict[str, FunctionScorerConfig]:
         """Return a section for each function of the user, by the name of its scores in metrics."""
         return {}
@@ -106,11 +103,6 @@ class ScorerConfig(Section):
         """Return the section of the weighted sum of the scorers `parts`, with the shared keys of this one."""
         kept = {each.name: getattr(self, each.name) for each in fields(ScorerConfig) if each.name != "name"}
         return WeightedScorerConfig(parts=dict(parts), **kept)
-
-    @property
-    def only_here(self) -> list[str]:
-        """The addresses of functions that exist only in the process that started the run."""
-        return []
 
     def source(self, reward: Any) -> Hashable:
         """Return an identifier of the model, program or service that scores.
@@ -185,7 +177,7 @@ class RewardModelScorerConfig(ScorerConfig):
     """pad token of the reward model's tokenizer; null: its own, or its end token"""
 
     @property
-    def sequences(self) -> int:
+    def sequences(self) -> int:  # type: ignore[override]
         """The sequences per forward pass of the reward model: `batch_size`."""
         return self.batch_size
 
@@ -318,7 +310,7 @@ class FunctionScorerConfig(ScorerConfig):
         return self.path if isinstance(self.path, list) else [self.path]
 
     @property
-    def only_here(self) -> list[str]:
+    def only_here(self) -> list[str]:  # type: ignore[override]
         """The addresses of functions that exist only in this process, as objects."""
         return [path for path in map(str, self.paths) if path.startswith(f"{ONLY_HERE}:")]
 
@@ -601,14 +593,7 @@ def judges(section: Section) -> dict[str, JudgeScorerConfig]:
 # Sections of `task=reasoning_gym` and `scorer=reasoning_gym`.
 
 
-_UNREPEATABLE = (  # found with two values of PYTHONHASHSEED, 40 examples of each data set
-    *("codeio", "futoshiki", "intermediate_integration", "isomorphic_strings", "knight_swap"),
-    *("list_functions", "polynomial_multiplication", "ransom_note", "word_ladder"),
-)
-_REFUSED = {
-    "composite": "task=mixture combines data sets",
-    **dict.fromkeys(_UNREPEATABLE, "its examples differ between processes with the same seed"),
-}
+_REFUSED = schema.data_file("rlhf.config", "reasoning_gym.yaml")
 
 
 @option("task", "reasoning_gym", part="rlhf.tasks.kinds:ReasoningGymSource")
@@ -684,7 +669,7 @@ class MixtureConfig(TaskConfig):
     weights: dict[str, float] = entry(dict, "name of a part -> weight; 1 for other parts")
 
     @property
-    def shares(self) -> dict[str, float]:
+    def shares(self) -> dict[str, float]:  # type: ignore[override]
         """The share of each part in the training prompts, by its name."""
         weights = {name: self.weights.get(name, 1.0) for name in self.parts}
         return {name: weight / sum(weights.values()) for name, weight in weights.items()}
@@ -701,7 +686,7 @@ class MixtureConfig(TaskConfig):
         return re.sub(rf"(?<![\w/.-])task\.(?=(?:{keys})\b)", f"task.parts.{name}.", text)
 
     def rules(self, at: str) -> Iterator[str]:
-        """Yield an error for missing or nested parts, wrong weights, and data outside of the parts."""
+        """Yield an error for missing or nested parts, and for wrong weights."""
         if not self.parts:
             rule, remedy = "contain at least one task", f"set +schema/task@{at}.parts.<name>=<task>"
             yield self.refused(at, "parts", rule, "prompts are drawn from it", remedy=remedy)
@@ -723,11 +708,6 @@ class MixtureConfig(TaskConfig):
             elif not 0 < weight < math.inf:
                 reason = "the share of its prompts is proportional to it"
                 yield self.refused(at, f"weights.{name}", "be > 0", reason, 1)
-        for key in ("path", "preferences_path"):
-            if (value := getattr(self, key)) is not None:
-                remedy = f"set {at}.parts.<name>.{key}={value} {at}.{key}=null"
-                rule = "be null for task=mixture"
-                yield self.refused(at, key, rule, "each part has its own data", remedy=remedy)
 
     def doubts(self, at: str) -> Iterator[str]:
         """Yield a warning for each part with a limit of prompt tokens, which has no effect."""

@@ -26,6 +26,8 @@ class TaskConfig(Section):
     reads_path: ClassVar[bool] = True  # False: examples are always generated
     own_data: ClassVar[bool] = False  # True: the data are always those of the user
     has_answers: ClassVar[bool] = True  # False: the references contain no answer that can be compared
+    dialogues: ClassVar[bool | None] = False  # the prompts are dialogues; None: the rows or the parts decide
+    shares: ClassVar[dict[str, float]] = {}  # of each part of a mixture in the training prompts, by its name
     vocabulary_size: ClassVar[int] = 0  # tokens of the task's own tokenizer; 0: a model has the tokenizer
     prompt_columns: ClassVar[tuple[str, ...]] = PROMPT_COLUMNS  # columns of `path`, if it contains prompts
     prompt_splits: ClassVar[tuple[str, ...]] = SPLITS  # splits of `path`, if it contains prompts
@@ -58,16 +60,6 @@ class TaskConfig(Section):
     def validation_split(self) -> str:
         """The name of the validation split in the data set."""
         return "validation"
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """The share of each part of a mixture in the training prompts, by its name; empty without parts."""
-        return {}
-
-    @property
-    def dialogues(self) -> bool | None:
-        """Whether the prompts are dialogues; None: the rows of the data or the parts decide."""
-        return False
 
     @property
     def own_files(self) -> tuple[str, ColumnsConfig, bool] | None:
@@ -155,7 +147,7 @@ class QuestionsConfig(TaskConfig):
         template: str
 
     @property
-    def dialogues(self) -> bool:
+    def dialogues(self) -> bool:  # type: ignore[override]
         """Whether the questions are messages of the user."""
         return self.chat
 
@@ -223,7 +215,7 @@ class ChatConfig(TaskConfig):
     """text at the end of every prompt, before the response; set together with turn"""
 
     @property
-    def dialogues(self) -> bool:
+    def dialogues(self) -> bool:  # type: ignore[override]
         """Whether the chat template of the tokenizer formats the prompts, instead of `turn`."""
         return self.turn is None
 

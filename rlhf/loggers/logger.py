@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.run import Progress
+from rlhf.config.schema import data_file
 from rlhf.core import formatting
 from rlhf.core.errors import UserError, one_line
 from rlhf.core.files import append, as_line, split_lines, sync, write_atomically
@@ -385,19 +386,9 @@ def load_hooks(paths: Sequence[str]) -> list[Hook]:
 # The terminal display of a run: a live progress bar, or plain lines if the output is not a terminal.
 
 
-EVALUATION_METRICS = {  # metrics of an evaluation in the terminal, and their short names
-    "eval/win_rate": "win rate",
-    "eval/win_rate_vs_initial": "win rate vs initial",
-    "eval/accuracy": "held-out accuracy",
-    "eval/score": "reward",
-    "eval/gold_score": "judge",
-    "eval/norm_reward": "judge vs reference",
-    "eval/kl": "KL",
-    "eval/ppl": "perplexity",
-    "eval/loss": "loss",
-    "eval/response_tokens": "tokens",
-}
-SCORES = {"score": "reward", "gold_score": "judge", "reference_gold_score": "judge of reference"}
+_NAMES = data_file("rlhf.loggers", "metrics.yaml")
+EVALUATION_METRICS: dict[str, str] = _NAMES["evaluation"]
+SCORES: dict[str, str] = _NAMES["scores"]
 _DIALOGUE_LINES = 8  # of an episode in the terminal
 _OF_REFERENCES = ("eval/win_rate", "eval/norm_reward")  # and names that begin with these
 _RESULTS = ("eval/win_rate", "eval/win_rate_vs_initial", "eval/accuracy")  # the first is in the progress line

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rlhf.config.generators import Transfer
 from rlhf.config.models import Device, Dtype
 from rlhf.config.root import Config
-from rlhf.config.schema import plain, value_at
+from rlhf.config.schema import data_file, plain, value_at
 from rlhf.core.launched import local_world_size, world_size
 from rlhf.core.machine import Machine, this_machine
 from rlhf.memory.sizes import judges, longest, models
@@ -208,11 +208,7 @@ _SMALLER = (  # key, a value, a value with which a run needs less memory
     *(("model.gradient_checkpointing", False, True), ("model.lora.rank", 0, 16)),
 )
 _WORTH = 0.95  # settings that need more than this fraction of the memory are not named
-_ADJUSTABLE = {  # phase -> the key that makes the phase smaller
-    "training": "backend.micro_batch",
-    "log-probs and scores": "backend.micro_batch",
-    "sampling": "generator.batch_size",
-}
+_ADJUSTABLE: dict[str, str] = data_file("rlhf.memory", "phases.yaml")["smaller"]
 
 
 def _too_little(cfg: Config, use: Use, trains: bool) -> str:

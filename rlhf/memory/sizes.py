@@ -6,16 +6,13 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from rlhf.config.algorithms import Trains, ValueFrom
 from rlhf.config.models import WITHOUT_GRADIENT, Combine
 from rlhf.config.root import Config
-from rlhf.config.schema import value_at
+from rlhf.config.schema import data_file, value_at
 from rlhf.config.scorers import scorers
 from rlhf.core.machine import cached_folder
 from rlhf.models.folder import is_local
@@ -29,16 +26,8 @@ from rlhf.models.headers import opened
 # GPT-NeoX (Pythia), Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3.
 
 
-_HEADS = ("lm_head.", "embed_out.", "score.")  # prefixes of the names of tensors of an output head
-_EMBEDDINGS = ("embed_in", "embed_tokens", "wte")  # last parts of the names of input embeddings
+_NAMES: dict[str, Any] = data_file("rlhf.memory", "names.yaml")
 _BUFFERS = re.compile(r"\.(attention|attn)\.(masked_)?bias$|\.inv_freq$")  # tensors that are not parameters
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # config keys of a mixture of experts
-_NAMES = {  # size -> its keys in config.json, the most common key first
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "heads": ("num_attention_heads", "n_head", "num_heads"),
-    "intermediate": ("intermediate_size", "n_inner", "ffn_dim"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +134,7 @@ def module_parameters(name: str | None, size: ModelSize, modules: list[str]) -> 
     """
     counts = _tensor_counts(None if name is None else _folder_of(name))
     if not counts:
-        counts = {f"{each}.weight": size.vocabulary * size.hidden for each in (*_EMBEDDINGS, "lm_head")}
+        counts = {f"{each}.weight": size.vocabulary * size.hidden for each in _NAMES["modules"]}
     if "lm_head" in modules:  # the head's name in transformers; files of GPT-NeoX name it embed_out
         modules = [*modules, "embed_out"]
     return sum(
@@ -170,7 +159,7 @@ def folder_size(folder: Path) -> ModelSize | None:
     counts = _tensor_counts(folder)
     if size is None or not counts:
         return None if size is None or size.backbone == 0 else size
-    head = sum(count for name, count in counts.items() if name.startswith(_HEADS))
+    head = sum(count for name, count in counts.items() if name.startswith(tuple(_NAMES["heads"])))
     return replace(size, backbone=sum(counts.values()) - head, head=head)
 
 
@@ -181,7 +170,7 @@ def config_size(config: dict[str, Any]) -> ModelSize | None:
     """
     nested = config.get("text_config")
     config = {**config, **(nested if isinstance(nested, dict) else {})}
-    hidden, layers, heads, intermediate = (_first_number(config, names) for names in _NAMES.values())
+    hidden, layers, heads, intermediate = (_first_number(config, names) for names in _NAMES["sizes"].values())
     vocabulary = _first_number(config, ("vocab_size",))
     if hidden is None or layers is None or heads is None or vocabulary is None:
         return None
@@ -202,7 +191,7 @@ def config_size(config: dict[str, Any]) -> ModelSize | None:
         parallel=kind == "gpt_neox" and config.get("use_parallel_residual", True) is True,
         fused=kind == "gpt_neox",
     )
-    if not any(_first_number(config, (name,)) for name in _EXPERTS):
+    if not any(_first_number(config, (name,)) for name in _NAMES["experts"]):
         tied = config.get("tie_word_embeddings", True) is True  # true if the key is missing
         head = 0 if tied else vocabulary * hidden
         size = replace(size, backbone=_backbone_parameters(size, config), head=head)
@@ -353,13 +342,7 @@ def most_sequences(cfg: Config, times: int = 1) -> int:
 
 # Parts of names that do not change the shape, such as -Instruct, -it, -deduped and -2407.
 VARIANT = re.compile(r"-(instruct|thinking|chat|base|pt|it|deduped|\d{4})(?=-|$)")
-_MEANINGS = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("intermediate_size", "vocab_size", "tie_word_embeddings"),
-)
-SHAPES: dict[str, dict[str, list[int]]] = yaml.safe_load(
-    (files("rlhf.memory") / "published.yaml").read_text(encoding="utf-8")
-)
+SHAPES: dict[str, dict[str, list[int]]] = data_file("rlhf.memory", "published.yaml")
 
 
 def published_config(name: str) -> dict[str, Any] | None:
@@ -371,7 +354,7 @@ def published_config(name: str) -> dict[str, Any] | None:
     model = VARIANT.sub("", name.rpartition("/")[2].lower())
     for kind, shapes in SHAPES.items():
         if model in shapes:
-            sizes = dict(zip(_MEANINGS, shapes[model], strict=True))
+            sizes = dict(zip(_NAMES["published"], shapes[model], strict=True))
             if kind == "gpt_neox":  # the number of key and value heads marks a gated MLP
                 del sizes["num_key_value_heads"]
             return {"model_type": kind, **sizes}

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from importlib.resources import files
 from statistics import median
-
-import yaml
 
 from rlhf.config.algorithms import Trains
 from rlhf.config.root import Config
+from rlhf.config.schema import data_file
 from rlhf.core.errors import UserError
 from rlhf.core.launched import world_size
 from rlhf.core.machine import Machine
@@ -32,18 +30,13 @@ from rlhf.words.compose import load_config
 # All sequences have the maximum length, so a run with shorter sequences takes less time. A batch is divided
 # into forward passes as for the memory plan (`rlhf.memory.uses`).
 
-PHASES = {  # phase of an update -> its metrics
-    "sampling": ("time/generate_s",),
-    "log-probs and scores": ("time/score_s", "time/annotate_s", "time/annotate_ahead_s"),
-    "training": ("time/train_s",),
-    "weights": ("time/sync_s", "time/load_s"),
-}
+PHASES: dict[str, list[str]] = data_file("rlhf.memory", "phases.yaml")["metrics"]
 FROM_RUN = 1.3  # times from a measured run are expected within this factor
 
 
 Rates = Mapping[str, float]  # the rates that a device reaches: a row of devices.yaml, which explains them
 
-DEVICES: dict[str, Rates] = yaml.safe_load((files("rlhf.memory") / "devices.yaml").read_text("utf-8"))
+DEVICES: dict[str, Rates] = data_file("rlhf.memory", "devices.yaml")
 
 
 class Clock:

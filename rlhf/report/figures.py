@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rlhf.report.runs import LEARNING, METRICS, OFF_POLICY, OPTIMIZATION, UNITS, Kind, Metric, Run, data, load
+from rlhf.config.schema import data_file
+from rlhf.report.runs import LEARNING, METRICS, OFF_POLICY, OPTIMIZATION, UNITS, Kind, Metric, Run, load
 from rlhf.report.tables import Group, Section, by_scale, capital, sections
 
 if TYPE_CHECKING:
@@ -333,7 +334,7 @@ def curve(runs: Sequence[Run], x: str, metric: Metric) -> DataFrame:
 
 # The figures of a section.
 
-_CAPTIONS = data("captions.yaml")
+_CAPTIONS = data_file("rlhf.report", "captions.yaml")
 _MEANS, _INTERVALS, _OVER_KL = (_CAPTIONS[name] for name in ("means", "intervals", "metrics"))
 PHASES, _ELSEWHERE = _CAPTIONS["phases"], _CAPTIONS["elsewhere"]  # phase -> label and colour
 _PROGRESS = {"episode": "episodes", "examples": "examples", "update": "updates"}  # name in a row -> label

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf.config.algorithms import Trains
-from rlhf.config.schema import SCHEMAS
+from rlhf.config.schema import SCHEMAS, data_file
 from rlhf.core.errors import UserError
 from rlhf.core.files import delete_command, flat, split_lines
 from rlhf.loggers.logger import shown
@@ -477,13 +476,7 @@ class Metric:
         return self.name.startswith("eval/")
 
 
-def data(name: str) -> dict[str, Any]:
-    """Return the content of a YAML file of this package."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
-    return yaml.load(resources.files("rlhf.report").joinpath(name).read_text("utf-8"), loader)
-
-
-_TABLE = data("metrics.yaml")
+_TABLE = data_file("rlhf.report", "metrics.yaml")
 LISTS = _TABLE["lists"]
 LEARNING, OPTIMIZATION, OFF_POLICY, _OTHERS = (
     [Metric(name, **fields) for name, fields in _TABLE[figure].items()]

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
+from jinja2 import Template
 
 from rlhf.assembly.parts import make as make_part
 from rlhf.checks.check import TOKEN, problems
@@ -24,7 +24,7 @@ from rlhf.config.algorithms import Data, Trains
 from rlhf.config.models import LoRAConfig, MovingConfig, paths_in
 from rlhf.config.root import Config
 from rlhf.config.run import StagesConfig
-from rlhf.config.schema import values
+from rlhf.config.schema import data_file, values
 from rlhf.config.scorers import RewardModelScorerConfig, scorers
 from rlhf.config.tasks import TaskConfig
 from rlhf.core import formatting
@@ -498,7 +498,6 @@ _Pair = tuple[str, str]  # prompt and reference
 _SIZES = {"train": 64, "validation": 32}  # rows per split
 _KNOWN_ROWS = 512  # rows of a user's data whose words get tokens
 _WORDS = r" ?\w+|\s| ?#+| ?[^\w\s]"  # regular expression of a token
-_FAMILIES = Path(__file__).parent  # the folder of families.yaml and of the chat templates
 _POSITIONS = 8192  # maximum sequence length, longer than the sequences of any recipe
 _STEPS, _LEARNING_RATE = 60, 1e-2  # for the training of the policy
 
@@ -530,7 +529,7 @@ def complete_stand_ins(cfg: Config) -> Config:
 
 def family(option: str) -> dict[str, Any]:
     """Return the form of the family of a model option, from families.yaml."""
-    known = yaml.safe_load((_FAMILIES / "families.yaml").read_text(encoding="utf-8"))
+    known = data_file("rlhf.stages", "families.yaml")
     return dict(next((form for name, form in known.items() if option.startswith(name)), known["pythia"]))
 
 
@@ -601,39 +600,21 @@ def _teach(model: Any, tokenizer: PreTrainedTokenizerFast, pairs: list[_Pair]) -
         optimizer.step()
 
 
-def _tldr_row(rng: random.Random) -> _Row:
-    """Return a post and its summary."""
-    who, where = rng.choice(("friend", "sister", "boss")), rng.choice(("paris", "rome"))
-    how = rng.choice(_MOODS)
-    post = f"My {who} moved to {where} last week. I am {how} about it."
-    return {
-        "query": f"SUBREDDIT: r/advice\n\nTITLE: My {who}\n\nPOST: {post}\n\nTL;DR:",
-        "reference_response": f" my {who} left for {where}, I am {how}.<|endoftext|>",
-    }
-
-
-def _gsm8k_row(rng: random.Random) -> _Row:
-    """Return a problem and its worked answer."""
-    a, b = rng.randint(1, 4), rng.randint(1, 4)
-    return {
-        "question": f"Anna has {a} apples and buys {b} more. How many has she now?",
-        "answer": f"{a} + {b} = {a + b}\n#### {a + b}",
-    }
+def _filled(task: str, rng: random.Random) -> _Row:
+    """Return a row of stand_ins.yaml for `task`, with random values."""
+    form = _STAND_INS[task]
+    drawn = {name: rng.choice(values) for name, values in form["values"].items()}
+    return {column: Template(text).render(drawn) for column, text in form["row"].items()}
 
 
 def _chat_row(rng: random.Random) -> _Row:
     """Return a dialogue, with or without a system prompt."""
-    what, how = rng.choice(("tea", "bread", "soup")), rng.choice(_MOODS)
-    prompt = f"I am {how}. What do I need for {what}?"
-    turns = [("user", prompt), ("assistant", f"Water, and some time for {what}.")]
+    row = _filled("chat", rng)
+    turns = [("user", row["prompt"]), ("assistant", row.pop("reply"))]
     if rng.random() < 0.5:
         turns.insert(0, ("system", "You are a cook."))
-    return {
-        "prompt": prompt,
-        "prompt_id": f"{rng.getrandbits(64):016x}",
-        "messages": [{"role": role, "content": content} for role, content in turns],
-        "category": "Open QA",
-    }
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return {**row, "prompt_id": f"{rng.getrandbits(64):016x}", "messages": messages}
 
 
 def _pair_row(rng: random.Random) -> _Row:
@@ -643,10 +624,10 @@ def _pair_row(rng: random.Random) -> _Row:
     return {"prompt": prompt, "chosen": [chosen], "rejected": [other]}
 
 
-_MOODS = ("sad", "happy", "tired")
+_STAND_INS: dict[str, Any] = data_file("rlhf.stages", "stand_ins.yaml")
 _ROWS: dict[str, Callable[[random.Random], _Row]] = {
-    "tldr": _tldr_row,
-    "gsm8k": _gsm8k_row,
+    "tldr": partial(_filled, "tldr"),
+    "gsm8k": partial(_filled, "gsm8k"),
     "chat": _chat_row,
     "preferences": _pair_row,
 }
@@ -712,6 +693,6 @@ def _make_tokenizer(texts: list[str], form: dict[str, Any]) -> PreTrainedTokeniz
     marks = form["tokens"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks, "eos_token": marks[-1]})
     tokenizer.add_tokens(form.get("words", []))
-    template = (_FAMILIES / form["template"]).read_text(encoding="utf-8")
+    template = Path(__file__).with_name(form["template"]).read_text(encoding="utf-8")
     tokenizer.bos_token, tokenizer.chat_template = form.get("bos"), form.get("set", "") + template
     return tokenizer

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from rlhf.config.schema import data_file
 from rlhf.core.batch import Prompts
 from rlhf.core.errors import RunError
 from rlhf.core.statistics import Estimate, bounded_interval
@@ -40,7 +39,7 @@ Score = Callable[[Sequence[int], Sequence[str]], Scores]  # numbers of examples,
 # answer, `list` has the own answer among others, `added` is the reference and more, `near` is nearly right
 Probe = tuple[str, str]
 
-_GIVEN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("probes.yaml").read_text("utf-8"))
+_GIVEN: dict[str, Any] = data_file("rlhf.stages", "probes.yaml")
 _SAME = 1e-6  # relative difference of equal scores
 # Shares of examples: of a reward that tells answers apart; of an alarm; of that for a foreign answer
 _TOLD, _MOST, _ALWAYS = 0.75, 0.7, 0.9

@@ -10,8 +10,9 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from rlhf.config.schema import data_file
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import PORTABLE
 from rlhf.launch.command_line import exit_codes
@@ -98,30 +99,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-_OPTIONS: dict[str, dict[str, Any]] = {  # arguments of `add_argument`
-    "where": {"nargs": "+", "metavar": "NAME=VALUE", "help": "task, method, axes and seed of the run"},
-    "methods": {"type": Path, "help": "a YAML file with methods, and perhaps claims and grids"},
-    "--workers": {"type": _count, "default": 1, "help": "runs in parallel"},
-    "--slurm": {
-        "nargs": "*",
-        "metavar": "KEY=VALUE",
-        "help": "submit the workers as a SLURM array; keys of hydra.launcher, as partition=gpu",
-    },
-    "--only": {
-        "nargs": "*",
-        "default": [],
-        "metavar": "NAME=VALUE,...",
-        "help": "runs with these values of task, method, seed or an axis",
-    },
-    "--part": {"choices": ["tune", "table"], "help": "only the runs of the tuning, or of the tables"},
-    "--nice": {"type": int, "default": 0, "help": "niceness of the runs"},
-    "--failed": {"action": "store_true", "help": "repeat runs that failed"},
-    "--final": {"action": "store_true", "help": "refuse rows of changed code, and an incomplete study"},
-    "--latex": {
-        "action": "store_true",
-        "help": "write tables for LaTeX (booktabs), and figures as PDF and SVG",
-    },
-}
+_OPTIONS = data_file("rlhf.study", "options.yaml")
+_TYPES = {"path": Path, "count": _count, "int": int}
 _COMMANDS = {
     plan: ("--only", "--part"),
     price: ("--workers",),
@@ -151,7 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         own.set_defaults(command=command)
         own.add_argument("file", type=Path, help="the study file")
         for name in names:
-            own.add_argument(name, **_OPTIONS[name])
+            types = {"type": _TYPES[_OPTIONS[name]["type"]]} if "type" in _OPTIONS[name] else {}
+            own.add_argument(name, **{**_OPTIONS[name], **types})
     options = parser.parse_args(arguments)
     with exit_codes():
         if find_spec("scipy") is None:

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from itertools import product
 from pathlib import Path
-from runpy import run_path
 from typing import Any, NamedTuple
 
 from rlhf.core import files
@@ -317,11 +316,9 @@ class Spec:
         Raises:
             UserError: there is no such function, or it failed.
         """
-        place, _, name = address.rpartition(":")
+        at = str(self.file.parent / address) if ".py:" in address else address
         try:
-            if place.endswith(".py"):
-                return run_path(str(self.file.parent / place))[name](rows)
-            return load_function(key, address, None)(rows)
+            return load_function(key, at, None)(rows)
         except (Exception, SystemExit) as error:
             got = f"{one_line(error)}{place_in_code(error, __file__)}"
             raise UserError(

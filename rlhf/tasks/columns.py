@@ -15,6 +15,7 @@ from itertools import dropwhile
 from typing import Any
 
 from rlhf.config.algorithms import Data
+from rlhf.config.schema import data_file
 from rlhf.config.tasks import PREFERENCE_COLUMNS, ColumnsConfig
 from rlhf.core.errors import UserError, setting
 from rlhf.usercode.address import GIVEN
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 # Forms in which data sets store texts and dialogues, and their conversion.
 
+
+_TABLES = data_file("rlhf.tasks", "columns.yaml")
 
 Row = dict[str, Any]
 TOOLS = "tools"  # column beside messages: the functions that the assistant may call, as JSON schemas
@@ -195,11 +198,6 @@ def described(value: Any) -> str:
 Message = dict[str, Any]  # role and content (texts), and what else the data have, such as tool_calls
 Prompt = str | list[Message]
 Response = str | list[Message]  # one message of the assistant, or none
-
-_ROLES = {  # roles in other formats -> those of chat templates
-    **dict.fromkeys(("human", "Human", "USER", "User"), "user"),
-    **dict.fromkeys(("gpt", "bot", "ai", "AI", "chatbot", "model", "ASSISTANT", "Assistant"), "assistant"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,7 +391,7 @@ def _conversation(row: Row, column: str) -> list[Message]:
             parts = isinstance(keys.get("content"), list)
             remedy = "write the text of its parts as one text" if parts else error.remedy
             raise BadRow(rule, f"{error.got} in place of a text", remedy) from None
-        if (meant := _ROLES.get(role)) is not None:
+        if (meant := _TABLES["roles"].get(role)) is not None:
             rule = f"have messages with the roles of chat templates in its column {column}"
             raise BadRow(rule, f"with a message of {role}", f"write {meant} in place of {role} in all rows")
         messages.append({"role": role, "content": content, **others})
@@ -498,37 +496,8 @@ def with_all_replies(example: Row) -> Row:
     return {**example, "demonstration": list(dropwhile(lambda each: each["role"] != "assistant", whole))}
 
 
-# Recognised names of the columns, in any case. `reference_response` is the name in the embedded tasks.
-_NAMES = {
-    "prompt": ("prompt", "query", "question", "instruction"),
-    "response": ("response", "completion", "answer", "output", "reference", "reference_response"),
-    "chosen": ("chosen",),
-    "rejected": ("rejected",),
-    "messages": ("messages", "conversations"),
-}
-_KTO = {"completion", "label"}  # columns of single responses, good and bad ones
-# Parts of names of columns that may be the chosen or the rejected responses; the latter are looked for first.
-_SIMILAR = {
-    "rejected": ("reject", "non_prefer", "dispref", "worse", "worst", "lose", "losing", "bad", "negative"),
-    "chosen": ("chosen", "prefer", "better", "best", "win", "good", "positive"),
-}
 _CONTEXT = "input"  # beside `instruction`, in the format of Alpaca
 _MANY = 12  # columns that a message lists
-_NEEDS = {  # content of an example -> the roles of the columns that it needs, and what messages say
-    Data.prompts: (
-        ("prompt",),
-        "a column of prompts (prompt, query, question or instruction) or of dialogues (messages)",
-    ),
-    Data.references: (
-        ("prompt", "response"),
-        "a column of prompts (such as prompt) and a column of responses (such as response), or dialogues "
-        "(messages), because SFT imitates responses",
-    ),
-    Data.preferences: (
-        PREFERENCE_COLUMNS,
-        "the columns prompt, chosen and rejected, because the run reads pairs",
-    ),
-}
 
 
 def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str, place: str) -> Layout:
@@ -546,7 +515,7 @@ def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str,
     """
     taken = {each.name: getattr(config, each.name) for each in fields(config)}
     found: dict[str, Any] = {}
-    for role, usual in _NAMES.items():
+    for role, usual in _TABLES["names"].items():
         named = taken[role]
         if named is not None and named not in names:
             close = get_close_matches(str(named), names, n=1)
@@ -578,7 +547,7 @@ def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str,
     asks = pairs or (data is not Data.preferences and prompt is not None)
     if not asks or (data is Data.references and response is None and found["chosen"] is None):
         raise _lacks(names, data, key, place)
-    if data is Data.references and set(names) >= _KTO and config.response is None:
+    if data is Data.references and set(names) >= {*_TABLES["labelled"]} and config.response is None:
         raise UserError(
             f"{key} must have only good responses (SFT imitates all), got {place} with labels; keep the rows "
             "whose label is true, without that column, or set task.columns.response=completion for all rows"
@@ -592,21 +561,21 @@ def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str,
 
 def _lacks(names: Sequence[str], data: Data, key: str, place: str) -> UserError:
     """Return the error for data without the columns of an example."""
-    roles, needs = _NEEDS[data]
+    roles, needs = _TABLES["needs"][data.value]
     listed = ", ".join(names[:_MANY]) + (f" and {len(names) - _MANY} others" if len(names) > _MANY else "")
-    if data is Data.preferences and set(names) >= _KTO:
+    if data is Data.preferences and set(names) >= {*_TABLES["labelled"]}:
         return UserError(
             f"{key} must have {needs}, got {place} with {listed} (single responses with a label); write a "
             "row with prompt, chosen and rejected for each prompt with a good and a bad completion, or train "
             "on the good ones alone with algo=sft"
         )
-    missing = [role for role in roles if not any(name.lower() in _NAMES[role] for name in names)]
-    free = [name for name in names if not any(name.lower() in each for each in _NAMES.values())]
+    missing = [role for role in roles if not any(name.lower() in _TABLES["names"][role] for name in names)]
+    free = [name for name in names if not any(name.lower() in each for each in _TABLES["names"].values())]
     remedy = f"add {' and '.join(missing)}"
     if len(free) >= len(missing):
         settings = {}
         for role in sorted(missing, key=lambda role: role != "rejected"):  # "non_preferred" contains "prefer"
-            parts = _SIMILAR.get(role, ("",))
+            parts = _TABLES["similar"].get(role, [""])
             likely = next((name for name in free if any(part in name.lower() for part in parts)), None)
             settings[role] = f"task.columns.{role}=<column>"
             if likely is not None:

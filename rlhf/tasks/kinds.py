@@ -23,7 +23,7 @@ from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.config.algorithms import Data
-from rlhf.config.schema import PARTS
+from rlhf.config.schema import PARTS, data_file
 from rlhf.config.scorers import MixtureConfig, ReasoningGymConfig
 from rlhf.config.tasks import PREFERENCE_COLUMNS, ArithmeticConfig, Difficulty, LocalConfig
 from rlhf.core.errors import RunError, UserError
@@ -86,7 +86,7 @@ class LocalSource(Source):
         return "messages" in self.files.first()[1]
 
     @property
-    def splits_off_validation(self) -> bool:
+    def splits_off_validation(self) -> bool:  # type: ignore[override]
         """Whether the validation split is a part of the training rows."""
         return self.files.stored("validation") is None
 
@@ -546,12 +546,7 @@ class FirstMessages(Source):
 # The task `lookup`: questions that need two searches in a text file and a calculation.
 
 
-_LOOKUPS = (  # question about two towns, then the place of the number among those of a line, and its signs
-    ("How many more inhabitants than {1} has {0}?", 0, (1, -1)),
-    ("How many inhabitants do {0} and {1} have together?", 0, (1, 1)),
-    ("How many metres higher than {1} lies {0}?", 1, (1, -1)),
-    ("How many years after {1} was {0} founded?", 2, (1, -1)),
-)
+_LOOKUPS = data_file("rlhf.tasks", "lookup.yaml")
 _INSTRUCTION = "\n\nLook the numbers up and calculate. End with a line that has only #### and the number."
 _HELD_OUT = 5  # pairs of towns whose places in the file add up to a multiple are held out
 

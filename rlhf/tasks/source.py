@@ -38,6 +38,7 @@ class Source(ABC):
     """
 
     no_pairs: ClassVar[str] = "it names none"  # why the task has no pairs of its own, for messages
+    splits_off_validation: ClassVar[bool] = False  # whether training rows are split off for validation
     pairs_beside_prompts: ClassVar[bool] = False  # whether `task.path` may be the folder of the pairs
 
     def __init__(self, config: TaskConfig) -> None:
@@ -75,11 +76,6 @@ class Source(ABC):
                 f"({self.no_pairs}), got null; set task.preferences_path=<folder>"
             )
         return pairs.load(split, PREFERENCE_COLUMNS, wanted)
-
-    @property
-    def splits_off_validation(self) -> bool:
-        """Whether the validation split is a part of the training rows."""
-        return False
 
     def columns(self, data: Data) -> str | None:
         """Return the recognised columns of the training rows as text; None: the task has fixed columns."""

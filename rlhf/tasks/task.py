@@ -29,8 +29,8 @@ from rlhf.core.launched import derive
 from rlhf.core.metrics import How, Metrics, Stat, mean
 from rlhf.tasks.columns import NOTHING, RECORD, TOOLS, Response, Wanted, converted, only_prompt
 from rlhf.tasks.source import Source, is_text, mapped
-from rlhf.text.chat import START, Dialogues, Messages, Tools, control_tokens, said, unquoted
-from rlhf.text.encoding import end_tokens, pad_prompts, pieces, prompt_tokens
+from rlhf.text.chat import START, Dialogues, Messages, Tools, control_tokens, end_tokens, said, unquoted
+from rlhf.text.encoding import pad_prompts, pieces, prompt_tokens
 
 log = logging.getLogger(__name__)
 _END_TEXTS = ("<|endoftext|>",)  # end markers in published data sets; removed with any tokenizer

@@ -26,10 +26,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 
-import yaml
-
+from rlhf.config.schema import data_file
 from rlhf.config.tasks import Difficulty, TLDRMiniConfig
 from rlhf.tasks.source import EmbeddedSource
 
@@ -51,7 +49,7 @@ def _slot(name: str, values: str, facts: list[str], distractors: list[str], **te
     return _Slot(name, tuple(values.split()), tuple(facts), tuple(distractors), **texts)
 
 
-_TEXTS = yaml.safe_load((files("rlhf.tasks") / "tldr_mini.yaml").read_text(encoding="utf-8"))
+_TEXTS = data_file("rlhf.tasks", "tldr_mini.yaml")
 SLOTS = tuple(_slot(name, **texts) for name, texts in _TEXTS["slots"].items())
 BY_NAME = {slot.name: slot for slot in SLOTS}
 _SLOT_OF = {value: slot for slot in SLOTS for value in slot.values}
@@ -96,11 +94,8 @@ class _Level:
 
 
 LEVELS = {
-    Difficulty.easy: _Level(2, ("who", "deed", "thing", "when", "feeling", "ask"), 10, 0, 2),
-    Difficulty.medium: _Level(
-        3, ("who", "deed", "thing", "when", "where", "why", "feeling", "ask"), 16, 1, 2
-    ),
-    Difficulty.hard: _Level(len(_FOCUS), tuple(BY_NAME), 20, 3, 2),
+    Difficulty(name): _Level(**{**level, "slots": tuple(level["slots"])})
+    for name, level in _TEXTS["levels"].items()
 }
 
 

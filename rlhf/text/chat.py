@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +27,7 @@ Messages = list[dict[str, Any]]  # the turns of a dialogue: "role", "content" an
 Tools = list[dict[str, Any]] | None  # JSON schemas of the functions that the assistant may call
 
 PLAIN = "plain"  # the value of model.chat_template that selects `_PLAIN_TEMPLATE`
-_PLAIN_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\\n' + message['content'] }}"
-    "{{ eos_token if message['role'] == 'assistant' }}{{ '\\n' }}"
-    "{% endfor %}"
-    "{{ '<|assistant|>\\n' if add_generation_prompt }}"
-)
+_PLAIN_TEMPLATE = "".join((files("rlhf.text") / "plain.jinja").read_text(encoding="utf-8").splitlines())
 QUESTION = "question-of-a-user"  # a text that no template contains, as these two, which end differently:
 ANSWERS = ("answer-of-an-assistant", "another-answer-of-the-assistants")
 _MARK = "-mark-{}-"  # behind the content of a message, to see whether a template writes the content
@@ -193,6 +188,13 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     unfit = {tokenizer.unk_token} - {tokenizer.eos_token}  # some tokenizers use one token for both
     every = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens} - unfit
     return {token for token in every if token.strip()}
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the special tokens that can end a response, with their ids."""
+    others = {tokenizer.pad_token, tokenizer.bos_token, tokenizer.unk_token} - {tokenizer.eos_token}
+    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {token: number for token, number in added.items() if token not in others}
 
 
 def end_responses_with_turns(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -400,9 +402,7 @@ class Dialogues:
         self.tokenizer = tokenizer
         self.end, self.rest = _ending(tokenizer)
         self.control = control_tokens(tokenizer)
-        added = tokenizer.added_tokens_decoder.values()
-        unfit = {tokenizer.unk_token, tokenizer.pad_token, tokenizer.bos_token} - {tokenizer.eos_token}
-        self.others = tuple({str(token) for token in added if token.special} - unfit)
+        self.others = tuple(end_tokens(tokenizer))
         self.total = 0
         # Content that the template does not write: in how many dialogues, and the first of them. "": replies
         # that the template begins in another way.

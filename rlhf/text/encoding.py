@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.core.batch import Completion, Prompts, Rollouts
-from rlhf.text.chat import QUOTED, START, unquoted
+from rlhf.text.chat import QUOTED, START, end_tokens, unquoted
 
 # Tokenization of prompts and stored responses.
 #
@@ -152,13 +152,6 @@ def message_tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list
     behind = [f"{tokenizer.eos_token}{text}" for text in heads]  # some tokenizers begin a text with a space
     ids = tokenizer(behind, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     return [row[1:] + rest for row, rest in zip(ids, rests, strict=True)]
-
-
-def end_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the special tokens that can end a response, with their ids."""
-    others = {tokenizer.pad_token, tokenizer.bos_token, tokenizer.unk_token} - {tokenizer.eos_token}
-    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return {token: number for token, number in added.items() if token not in others}
 
 
 # Tokens of a piece of a text, and the text of a piece of tokens: of what follows a prompt.

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from rlhf.config.models import AUTO, Dtype
 from rlhf.config.root import Config
+from rlhf.config.schema import data_file
 from rlhf.core.batch import Batch, Rollouts
 from rlhf.core.errors import UserError
 from rlhf.core.files import digest, write_json
@@ -65,12 +66,7 @@ LONGEST = {"cpu": 1024, "cuda": 8192}
 # Largest difference relative to 1 + |output|. Faults that were found changed log-probs by 0.1 to 7.
 _EXACT, _ROUNDED = 1e-3, 3e-2
 KNOWN: dict[str, str | None] = {}  # results of this process (a fault, or None), by fingerprint
-# Settings of a config that do not change the states of a model.
-_LABELS = (
-    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id",
-    "num_labels", "pad_token_id", "problem_type", "reward_offset", "tie_word_embeddings",
-    "transformers_version", "use_cache",
-)  # fmt: skip
+_LABELS: list[str] = data_file("rlhf.trials", "labels.yaml")
 
 
 def example(

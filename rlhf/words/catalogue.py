@@ -150,7 +150,7 @@ def declared_keys() -> tuple[_DeclaredKey, ...]:
 
 
 @until_another_option
-def valued_keys() -> Mapping[str, _DeclaredKey]:
+def all_keys() -> Mapping[str, _DeclaredKey]:
     """Return the keys of all sections and options that have a value, without those of parts.
 
     A key of several options stands for that of the first.
@@ -160,11 +160,6 @@ def valued_keys() -> Mapping[str, _DeclaredKey]:
         if each.name != "name" and "*" not in each.key and section_class(each.hint) is None:
             found.setdefault(each.key, each)
     return found
-
-
-def all_keys() -> tuple[str, ...]:
-    """Return the dotted keys of all sections and options that have a value, without those of parts."""
-    return tuple(valued_keys())
 
 
 def owners(section: str, name: str) -> list[str]:

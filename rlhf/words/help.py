@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from rlhf.config.schema import Choice, fact, plain, section_class
 from rlhf.core.errors import UserError
-from rlhf.words.catalogue import conf_dir, declared_keys, groups, options, valued_keys
+from rlhf.words.catalogue import all_keys, conf_dir, declared_keys, groups, options
 from rlhf.words.mistakes import suggestion
 
 WIDTH = 80
@@ -34,7 +34,7 @@ def help_text(topics: Sequence[str]) -> str:
         rows = list(_GROUP.finditer(_OVERVIEW))
         lines = "".join(f"{line}\n" for group in groups() for line in _group_lines(group))
         return f"{_OVERVIEW[: rows[0].start()]}{lines}{_OVERVIEW[rows[-1].end() :]}".rstrip("\n")
-    keys = sorted(valued_keys(), key=lambda key: "." in key)  # those of the root first
+    keys = sorted(all_keys(), key=lambda key: "." in key)  # those of the root first
     sections = [each.key for each in declared_keys() if "." not in each.key and section_class(each.hint)]
     parts: list[str] = []
     for topic in topics:
@@ -73,7 +73,7 @@ def _group_lines(group: str) -> Iterator[str]:
 
 def _line(key: str) -> str:
     """Return the meaning of a key with its default."""
-    declared = valued_keys()[key]
+    declared = all_keys()[key]
     default = next(each.default for each in fields(declared.section) if each.name == declared.name)
     means = "; ".join(part.rstrip(".") for part in meaning(declared.section, declared.name, declared.hint))
     return means.replace("`", "") + ("" if default in (MISSING, "???") else f" [{plain(default)}]")

@@ -26,7 +26,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, errors
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf.config.algorithms import AlgoConfig, Trains
-from rlhf.config.schema import ABSENT, PARTS, SCHEMAS, fact, plain, sections
+from rlhf.config.schema import ABSENT, PARTS, SCHEMAS, data_file, fact, plain, sections
 from rlhf.core.errors import UserError, as_typed, override, setting, without_escapes
 from rlhf.core.formatting import shortened
 from rlhf.usercode.address import addresses
@@ -44,12 +44,7 @@ WITHOUT = "-"  # in place of a key: this project has no such setting
 _MANY = 20  # with more options, a message refers to --help instead of listing them
 _SIMILAR = 0.6  # of a misspelled word to the word that is meant
 _USUAL = ("grpo", "vllm", "local", "tldr", "function", "tools")  # options that a remedy prefers
-_ALIASES = {  # values of other programs -> values of this project
-    **{"fp16": "float16", "half": "float16", "f16": "float16"},
-    **{"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"},
-    **{"reinforce": "rloo", "reinforce++": "rloo", "group_norm": "grpo", "gae": "ppo", "online_dpo": "dpo"},
-    **{"best_of_n": "bok", "raft": "bok"},
-}
+_ALIASES: dict[str, str] = data_file("rlhf.words", "values.yaml")
 
 
 # A word that is similar to a known one

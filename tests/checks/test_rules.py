@@ -74,7 +74,8 @@ def test_a_row_does_not_apply_to_a_config_without_its_key():
 
 
 def test_the_keys_of_rows_exist():
-    options = ("generator=hf", "generator=vllm", "generator=dataset", "algo=grpo")
+    options = ["generator=hf", "generator=vllm", "generator=dataset", "algo=grpo", "algo=ppo", "algo=distill"]
+    options += ["environment=python", "environment=gymnasium", "environment=tools"]
     configs = [compose([each, "clock=virtual"]) for each in options]
     rows = [row for row in (*RULES, *TRAINING_RULES) if isinstance(row, Row)]
     assert len(rows) > 30

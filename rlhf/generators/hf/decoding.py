@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -109,6 +109,7 @@ class Step:
     group: int
     length: int
     choose: Choose
+    settled: ClassVar[bool] = True  # whether rows of the batch may be removed before the next step
 
     def __call__(self, token: Tensor, place: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return the next tokens and their log-probs [B, G].
@@ -131,11 +132,6 @@ class Step:
             **forward.cache_argument(self.model, self.cache),
             use_cache=True,
         ).logits
-
-    @property
-    def settled(self) -> bool:
-        """Return True if rows of the batch may be removed before the next step."""
-        return True
 
     def looks(self, t: int) -> bool:
         """Return True if the caller should check, before step `t`, which rows are still running."""
@@ -435,7 +431,7 @@ class GraphStep(Step):
         return [layer for layer in self.cache.layers if isinstance(layer, RoomyLayer)]
 
     @property
-    def settled(self) -> bool:
+    def settled(self) -> bool:  # type: ignore[override]
         """Return True if rows may be removed, which is the case only between two graphs."""
         return not (self.recordable and self.left)
 

@@ -376,16 +376,13 @@ def variables(settings: VLLMFactory, key: str | None) -> dict[str, str]:
     """Return the environment of a server; `key` is the one that its routes ask for."""
     own = {
         "VLLM_PLUGINS": "rlhf",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        **settings.variables(),
         # All processes of a server are on this host, and none of their sockets asks for a key. For weights by
         # NCCL from another host, the user sets the interface
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": loopback(),
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", loopback()),
     }
-    if settings.enforce_eager and not settings.gpu:
-        own["TORCHDYNAMO_DISABLE"] = "1"  # otherwise parts of vLLM's sampler compile for 20 s
     if not settings.gpu:
         own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return own | ({"VLLM_API_KEY": key} if key else {})

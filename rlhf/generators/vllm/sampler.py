@@ -72,12 +72,17 @@ class VLLMFactory:
 
     def build(self) -> VLLMSampler:
         """Start vLLM in this process and return its sampler."""
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run the engine in this process
-        os.environ["VLLM_NO_USAGE_STATS"] = "1"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        if self.enforce_eager and not self.gpu:
-            os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise parts of vLLM's sampler compile for 20 s
+        # run the engine in this process
+        os.environ.update(self.variables(), VLLM_ENABLE_V1_MULTIPROCESSING="0")
         return VLLMSampler(self)
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables of a process or a server of vLLM."""
+        level = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
+        own = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": level}
+        if self.enforce_eager and not self.gpu:
+            own["TORCHDYNAMO_DISABLE"] = "1"  # otherwise parts of vLLM's sampler compile for 20 s
+        return own
 
 
 class VLLMSampler:
