@@ -53,6 +53,7 @@ class Threaded(WorkerGenerator):
 
     def start(self):
         self.channel = SimpleNamespace(shut=lambda: None, close=lambda: None)
+        self.process = SimpleNamespace(poll=lambda: None, ending=str, end=lambda: None, kill_all=lambda: None)
 
     def ask(self, method, *arguments, limit=None):
         (manifest,) = arguments if method == "load" else (None,)
