@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,12 +84,11 @@ class _Stage:
         self.row = TABLE["stages"][name]
         targets, inputs, mask = (self.row.get(key) for key in ("targets", "inputs", "mask"))
         target = next((each for each in targets if each in file), targets[0])
-        self.found = file[target]
+        self.found, self.size = file[target], 0.0
+        self.rows: Tensor | slice = slice(None)  # on which mistakes are tried
         self.base = self.compute(file, recipe)
         gradient = self.base.whole[1]
         self.by_token = gradient.shape[:1] == self.found.shape[:1] and target == targets[0]
-        self.rows: Tensor | None = None
-        self.size = 0.0
         if inputs:  # to which a difference of losses is relative: their values say little
             self.size = max(float((gradient * selected(file[inputs], gradient != 0)).abs().sum()), 1e-30)
         if self.by_token:
@@ -100,18 +99,19 @@ class _Stage:
                 some = max(4, _ENOUGH // self.found.shape[1])
                 self.rows = torch.linspace(0, len(self.found) - 1, some).long().unique()
 
-    def compute(self, file: BatchFile, recipe: Recipe, some: bool = False) -> Parts:
-        """Return what a recipe gives; with `some`, only of the rows on which mistakes are tried."""
-        return recipes.parts(self.name, file, recipe, self.rows if some else None)
+    def compute(self, file: BatchFile, recipe: Recipe) -> Parts:
+        """Return what a recipe gives for the rows on which mistakes are tried."""
+        return recipes.parts(self.name, file, recipe, self.rows)
 
     def numbers(self, parts: Parts) -> Tensor:
         """Return what is compared with the numbers of the file."""
         return parts.whole[1] if self.by_token else by_micro_batch(self.file["micro_batch"], parts.whole[0])
 
-    def off(self, parts: Parts, some: bool = False) -> float:
+    def off(self, parts: Parts) -> float:
         """Return how far numbers are from those of the file, relative to the larger of the two."""
         expected, found = self.numbers(parts), self.found
-        found = found[self.rows] if some and self.rows is not None else found
+        if len(expected) < len(found):
+            found = found[self.rows]
         if found.shape != expected.shape or not expected.isfinite().all():
             return math.inf
         size = max(float(expected.norm()), float(found.norm()), 1e-30) if self.by_token else self.size
@@ -119,24 +119,19 @@ class _Stage:
 
     def cases(self, recipe: Recipe, table: Iterable[Row], unchanged: bool = False) -> Iterator[_Case]:
         """Yield the mistakes that change the numbers of a recipe; with `unchanged`, also the others."""
-        base = self.compute(self.file, recipe, some=True)
+        base, own = self.compute(self.file, recipe), self.row["term"]
         for term, text, change in table:
             if (given := twisted(self.file, recipe, change)) is None:
                 continue
             try:
-                parts = self.compute(*given, some=True)
+                parts = self.compute(*given)
             except (Missing, RuntimeError, TypeError):  # a tensor is missing or of another kind, or an option
                 continue
             pairs = zip(Parts._fields, parts, base, strict=True)
             changed = {name for name, x, y in pairs if not torch.equal(x, y)}
             if changed or unchanged:
-                yield _Case(
-                    term if self.row["term"] == "loss" else self.row["term"],
-                    text.format(**vars(recipe)),
-                    given[1],
-                    parts,
-                    changed,
-                )
+                text = text.format(**vars(recipe))
+                yield _Case(term if own == "loss" else own, text, given[1], parts, changed)
 
     def findings(self, own: list[Row]) -> list[Finding]:
         """Return whether the numbers are those of the recipe, or else which mistakes explain them."""
@@ -166,7 +161,7 @@ class _Stage:
     def alike(self, found: list[Recipe]) -> list[Recipe]:
         """Return recipes, and changes of a setting of the first one that give the same numbers."""
         cases = self.cases(found[0], varied(self.name, found[0]), unchanged=True)
-        return found + [case.recipe for case in cases if self.off(case.parts, some=True) < self.within]
+        return found + [case.recipe for case in cases if self.off(case.parts) < self.within]
 
     def explained(self, own: list[Row]) -> list[tuple[str, str]]:
         """Return terms and words of the mistakes that give the numbers of the file; [] if none does."""
@@ -175,18 +170,18 @@ class _Stage:
             return [("reduction", factor)]
         cases = []
         for case in self.cases(self.recipe, [*own, *rows(self.name, self.recipe)]):
-            if self.off(case.parts, some=True) < self.within:
+            if self.off(case.parts) < self.within:
                 return [(case.term, case.text)]
             cases.append(case)
         if factor:
             return [("reduction" if self.size else self.name, factor)]
         for case in cases:
-            if self.rows is None and (factor := self.factor(case.parts)[0]):
+            if isinstance(self.rows, slice) and (factor := self.factor(case.parts)[0]):
                 return [(case.term, case.text), ("reduction", factor)]
         for a, b in combinations(cases, 2):
             if not a.changed & b.changed:
                 mixed = a.parts._replace(**{name: getattr(b.parts, name) for name in b.changed})
-                if self.off(mixed, some=True) < self.within:
+                if self.off(mixed) < self.within:
                     first = a if "policy" in a.changed or "weight" in b.changed else b
                     return [(case.term, case.text) for case in (first, b if first is a else a)]
         return []
@@ -231,17 +226,13 @@ class _Stage:
 
     def words(self, found: list[Recipe]) -> str:
         """Return settings in words, and those that differ between the recipes as not determined."""
-        first, shown, unknown = found[0], [], []
-        unused = {"kl", "kl_times_ratio"} if not first.kl_coef else set()
-        if (self.name == "advantages") != (first.kl_in == "reward"):
-            unused |= {"kl", "kl_times_ratio", "kl_coef"}
-        unused |= {"std", "std_eps"} if first.scale == "none" and first.whiten != "batch" else set()
-        unused |= {"teacher", "teacher_coef"} if not first.teacher_coef else set()
-        unused |= {"dual_clip"} if first.surrogate != "clip" else set()
-        unused |= {"scale", "std", "std_eps"} if first.advantage == "gae" else set()
+        first, shown, unknown, hidden = found[0], [], [], set()
+        for settings, keys in self.row.get("hidden", []):
+            if all(getattr(first, key) in values for key, values in settings.items()):
+                hidden |= {*keys}
         for key in self.row["shown"]:
             values = list(dict.fromkeys(str(getattr(each, key)) for each in found))
-            if key in unused:
+            if key in hidden:
                 continue
             if len(values) > 1:
                 unknown.append(f"{key} ({', '.join(values)})")
@@ -263,18 +254,15 @@ class _Stage:
 
     def identified(self) -> list[Recipe]:
         """Return the recipes that give the numbers of the file."""
-        keys = TABLE["identified"].get(self.name, [])
-        bases = self.shaped() if self.name == "advantages" else [self.recipe]
         tried: Iterable[Recipe] = self.losses()
         if self.name != "loss":
-            values = product(bases, *(SETTINGS[key][2] for key in keys))
-            tried = (
-                b.changed(**dict(zip(keys, each, strict=True))) for b, *each in values if "given" not in each
-            )
+            bases = self.shaped() if self.name == "advantages" else [self.recipe]
+            changes = ((base, change) for base in bases for *_, change in varied(self.name, base))
+            tried = [*bases, *(base.changed(**change) for base, change in changes)]
         near: list[tuple[Recipe, str]] = []
         for each in tried:
             with suppress(Missing):
-                if self.off(parts := self.compute(self.file, each)) < self.within:
+                if self.off(parts := recipes.parts(self.name, self.file, each)) < self.within:
                     near.append((each, self.reported(parts)))
         return [each for each, wrong in near if not wrong] or [each for each, _ in near]
 
@@ -294,36 +282,40 @@ class _Stage:
     def losses(self) -> Iterator[Recipe]:
         """Yield recipes with nearly the gradient of the file: weight x (policy term + coefficient x KL)."""
         none = self.recipe.changed(kl_coef=0.0, kl_in="loss")
-        tried = [none.changed(surrogate="reinforce", ratio="one")]
-        for level in SETTINGS["ratio"][2]:
-            for low, high in [*TABLE["identified"]["clips"], *self.bounds(level)]:
+        tried, levels = [none.changed(surrogate="reinforce", ratio="one")], SETTINGS["ratio"][2]
+        for level in levels:
+            for low, high in [*TABLE["clips"], *self.bounds(level)]:
                 clipped = none.changed(ratio=level, clip_low=low, clip_high=high)
                 tried += [clipped, clipped.changed(surrogate="cispo"), clipped.changed(dual_clip=3.0)]
-        kls = [{"kl": k, "kl_times_ratio": by} for k, by in product(("k3", "k1", "k2"), (False, True))]
-        terms: list[tuple[Recipe, Parts]] = []
-        for each in tried:
-            terms.append((each, self.compute(self.file, each, some=True)))
-            for kl in kls if "ref_logprobs" in self.file else ():
-                given = each.changed(**kl, kl_coef=1.0)
-                terms.append((given, self.compute(self.file, given, some=True)))
-        found = self.found if self.rows is None else self.found[self.rows]
+        known = product(("k3", "k1", "k2"), (False, True)) if "ref_logprobs" in self.file else ()
+        kls: list[dict[str, Any]] = [{}]
+        kls += ({"kl": kl, "kl_times_ratio": by, "kl_coef": 1.0} for kl, by in known)
+        penalties = {
+            level: [self.compute(self.file, none.changed(ratio=level, **kl)).penalty for kl in kls]
+            for level in levels
+        }
+        policies = [(each, self.compute(self.file, each).policy) for each in tried]
+        found, zero = self.found[self.rows], torch.zeros(())
+        size = self.within * float(found.norm())
         for reduction, over in product(SETTINGS["reduction"][2], SETTINGS["over"][2]):
             shape = {"reduction": reduction, "over": over}
             try:
-                weight = recipes.weights(self.file, self.recipe.changed(**shape))
+                weight = recipes.weights(self.file, self.recipe.changed(**shape))[self.rows]
             except Missing:
                 continue
-            weight = weight if self.rows is None else weight[self.rows]
-            for given, parts in terms:
-                rest, coef = found - self.numbers(Parts(parts.policy, torch.zeros(()), weight)), 0.0
-                if given.kl_coef:  # the coefficient that fits best
-                    part = self.numbers(Parts(torch.zeros(()), parts.penalty, weight))
-                    coef = float((rest * part).sum() / part.square().sum().clamp(min=1e-30))
-                    rest = rest - coef * part
-                    if abs(coef) * float(part.norm()) < self.within * float(found.norm()):
-                        continue
-                if float(rest.norm()) < self.within * (float(found.norm()) if self.by_token else self.size):
-                    yield given.changed(**shape, kl_coef=float(f"{coef:.4g}"))
+            parts = {
+                level: [self.numbers(Parts(zero, penalty, weight)) for penalty in each]
+                for level, each in penalties.items()
+            }
+            for each, policy in policies:
+                gap = found - self.numbers(Parts(policy, zero, weight))
+                for kl, part in zip(kls, parts[each.ratio], strict=True):
+                    coef = float((gap * part).sum() / part.square().sum().clamp(min=1e-30))  # that fits best
+                    rest, missing = gap - coef * part, kl and abs(coef) * float(part.norm()) < size
+                    if not missing and float(rest.norm()) < (
+                        size if self.by_token else self.within * self.size
+                    ):
+                        yield each.changed(**shape, **{**kl, "kl_coef": float(f"{coef:.4g}")})
 
     def bounds(self, level: str) -> list[tuple[float, float]]:
         """Return clip_low and clip_high between ratios with and without a gradient, if the loss has no KL."""
@@ -331,15 +323,14 @@ class _Stage:
         u = recipes.log_ratio(file, self.recipe, file["logprobs"], level).exp().expand(mask.shape)[mask]
         a = file["advantages"].view(len(mask), -1).expand(mask.shape)[mask]
         gradient = self.found[mask] if self.by_token else a
-        clipped, above, below = (gradient == 0) & (a != 0), (a > 0) & (u > 1), (a < 0) & (u < 1)
-        if not clipped.any() or (clipped & ~above & ~below).any():
+        clipped, beyond, found = (gradient == 0) & (a != 0), (u - 1) * a.sign(), []
+        if not clipped.any() or (clipped & (beyond <= 0)).any():
             return []
-        low, high = 1.0, 1e9
-        if (cut := u[above & clipped]).numel():
-            high = float(cut.min() + max(u[above & ~clipped].tolist(), default=1.0)) / 2 - 1
-        if (cut := u[below & clipped]).numel():
-            low = 1 - float(cut.max() + min(u[below & ~clipped].tolist(), default=1.0)) / 2
-        return [(float(f"{low:.2g}"), float(f"{high:.2g}"))]
+        for sign, none in ((-1, 1.0), (1, 1e9)):
+            side = (a.sign() == sign) & (beyond > 0)
+            cut, free = beyond[side & clipped].tolist(), beyond[side & ~clipped].tolist()
+            found.append(float(f"{(min(cut) + max(free, default=0.0)) / 2:.2g}") if cut else none)
+        return [(found[0], found[1])]
 
 
 # -- mask, log-probs and norms ---------------------------------------------------------------------------
@@ -361,38 +352,38 @@ def _mask(file: BatchFile) -> Iterator[Finding]:
         unclear = trailing & (before == 0) & ~is_end  # padding, or sampled before the length limit
         real = real & (~trailing | last if messages.any() else before == 0)
     wrong, missing = mask & ~real, real & ~mask & ~unclear & mask.any(-1, keepdim=True)
+    missing = missing & known
     text = f"{int(mask.sum())} tokens of {len(mask)} responses"
     if wrong.any():
         kinds = {"the prompt": prompt, "tokens of the environment": messages}
         what = next((name for name, at in kinds.items() if (wrong & at).any()), "padding after the end token")
         text = f"it includes {what}: {int(wrong.sum())} tokens of {int(wrong.any(-1).sum())} responses"
-    elif known and missing.any():
+    elif missing.any():
         kinds = {"the end token": last, "the first token": (real.cumsum(-1) == 1) & real}
         what = next((name for name, at in kinds.items() if not (missing & ~at).any()), "tokens")
         text = f"it excludes {what} of {int(missing.any(-1).sum())} responses"
     elif not known:
         text = "the file has no response_ids, or no eos_ids in the header"
-    state = "wrong" if wrong.any() or (known and missing.any()) else "ok" if known else "unchecked"
+    state = "wrong" if (wrong | missing).any() else "ok" if known else "unchecked"
     yield Finding("mask", state, text)
 
 
 def _logprobs(file: BatchFile) -> Iterator[Finding]:
     """Compare log-probs with one another: positions and rows, temperature, another policy."""
     known = ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "teacher_logprobs")
-    names = [name for name in known if name in file]
-    now = file["logprobs"][file.mask]
-    if not names or len(now) < 30 or float(now.std()) < 1e-6:
+    names, now = [name for name in known if name in file], file["logprobs"][file.mask]
+    few = len(now) < 30 or float(now.std()) < 1e-6
+    if few or not names:
         why = (
             "fewer than 30 tokens, or all have the same log-prob"
-            if names
+            if few
             else "the file has no other log-probs"
         )
         yield Finding("log-probs", "unchecked", why)
         return
-    found = {name: text for name in names if (text := _unlike(file, name))}
-    yield from (Finding(name, "wrong", text) for name, text in found.items())
-    if not found:
-        yield Finding("log-probs", "ok", "positions and temperature of all log-probs fit one another")
+    found = [Finding(name, "wrong", text) for name in names if (text := _unlike(file, name))]
+    fit = Finding("log-probs", "ok", "positions and temperature of all log-probs fit one another")
+    yield from found or [fit]
 
 
 def _unlike(file: BatchFile, name: str) -> str:

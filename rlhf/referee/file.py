@@ -80,7 +80,7 @@ class BatchFile:
         kept = {name: x for name, x in {**self.tensors, **tensors}.items() if x is not None}
         return replace(self, tensors=kept)
 
-    def rows(self, rows: Tensor) -> BatchFile:
+    def rows(self, rows: Tensor | slice) -> BatchFile:
         """Return the file with some of its rows; tensors of other dimensions stay."""
         kept = {name: x[rows] for name, x in self.tensors.items() if _DIMENSIONS.get(name, "")[:1] == ["B"]}
         return self.changed(**kept)
@@ -118,40 +118,14 @@ def checked(file: BatchFile) -> BatchFile:
         UserError: a tensor or a key of the header is missing or malformed; it names all problems.
     """
     header, tensors = {"kind": "policy_gradient", **file.header}, dict(file.tensors)
-    sizes, problems = dict.fromkeys("BTS", 0), []
-    for key, kind in _HEADER.items():
-        try:
-            header |= {key: kind(header[key])} if header.get(key) is not None else {}
-        except (TypeError, ValueError) as error:
-            problems.append(
-                f"{key} of the header must be as in schema {SCHEMA}, got {header[key]!r}: {error}"
-            )
-    if header["kind"] not in ("policy_gradient", "pairs"):
-        problems.append(f"kind of the header must be policy_gradient or pairs, got {header['kind']!r}")
-    for name in ("response_mask", "logprobs"):
-        if name not in tensors:
-            problems.append(
-                f"{file.path} must contain {name}, got {', '.join(sorted(tensors)) or 'no tensor'}"
-            )
-    for name in tensors.keys() & {*_DIMENSIONS}:
-        x = tensors[name]
-        dims = _DIMENSIONS[name][: 1 if name == "advantages" and x.dim() == 1 else None]
-        if x.dim() != len(dims) or not x.numel() or x.is_complex():
-            problems.append(f"{name} must be of numbers [{' '.join(dims)}], got {x.dtype} {list(x.shape)}")
-            continue
-        for dim, size in zip(dims, x.shape, strict=True):
-            sizes[dim] = sizes.get(dim) or size
-            if sizes[dim] != size:
-                problems.append(f"{name} must have {dim} = {sizes[dim]} as other tensors, got {size}")
-        if name in ("logprobs", "logprob_grads") and x.dtype.itemsize == 2:
+    if not (problems := [*_malformed(header, tensors)]):
+        header |= {key: kind(header[key]) for key, kind in _HEADER.items() if header.get(key) is not None}
+        if any(x.dtype.itemsize == 2 for name, x in tensors.items() if name in ("logprobs", "logprob_grads")):
             header["dtype"] = "bfloat16"
-        masked = name.endswith("_mask") or name == "prompt_positions"
-        tensors[name] = x != 0 if masked else x.long() if name in _WHOLE else x.double()
-    if sizes["S"] and sizes["S"] - sizes["T"] not in (0, 1):
-        problems.append(f"values must have T or T + 1 = {sizes['T'] + 1} columns, got {sizes['S']}")
-    if header["kind"] == "pairs" and sizes["B"] % 2:
-        problems.append(f"rows of kind pairs must alternate: chosen, rejected; got {sizes['B']} rows")
-    problems = problems or list(_wrong(tensors))
+        for name in tensors.keys() & {*_DIMENSIONS}:
+            x, masked = tensors[name], name.endswith("_mask") or name == "prompt_positions"
+            tensors[name] = x != 0 if masked else x.long() if name in _WHOLE else x.double()
+        problems = [*_wrong(tensors)]
     if problems:
         raise UserError(*sorted(problems))
     for name in tensors.keys() & {*_DIMENSIONS}:  # NaN at padding would reach gradients
@@ -169,6 +143,33 @@ def checked(file: BatchFile) -> BatchFile:
         tensors = {"old_values": values, "value_mask": states, **tensors}
     header["within"] = 1e-4 if header.get("dtype", "float32") == "float32" else 2e-2
     return BatchFile(tensors, header, file.path)
+
+
+def _malformed(header: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[str]:
+    """Yield the problems of a header, and of names, shapes and dtypes of tensors."""
+    for key, kind in _HEADER.items():
+        try:
+            _ = header.get(key) is None or kind(header[key])
+        except (TypeError, ValueError) as error:
+            yield f"{key} of the header must be as in schema {SCHEMA}, got {header[key]!r}: {error}"
+    if header["kind"] not in ("policy_gradient", "pairs"):
+        yield f"kind of the header must be policy_gradient or pairs, got {header['kind']!r}"
+    for name in {"response_mask", "logprobs"} - tensors.keys():
+        yield f"the file must contain {name}, got {', '.join(sorted(tensors)) or 'no tensor'}"
+    sizes: dict[str, int] = {}
+    for name in (name for name in _DIMENSIONS if name in tensors):
+        x = tensors[name]
+        dims = _DIMENSIONS[name][: 1 if name == "advantages" and x.dim() == 1 else None]
+        if x.dim() != len(dims) or not x.numel() or x.is_complex():
+            yield f"{name} must be of numbers [{' '.join(dims)}], got {x.dtype} {list(x.shape)}"
+            continue
+        for dim, size in zip(dims, x.shape, strict=True):
+            if sizes.setdefault(dim, size) != size:
+                yield f"{name} must have {dim} = {sizes[dim]} as other tensors, got {size}"
+    if "S" in sizes and sizes["S"] - sizes.get("T", 0) not in (0, 1):
+        yield f"values must have T or T + 1 columns (T = {sizes.get('T')}), got {sizes['S']}"
+    if header["kind"] == "pairs" and sizes.get("B", 0) % 2:
+        yield f"rows of kind pairs must alternate: chosen, rejected; got {sizes['B']} rows"
 
 
 def _wrong(tensors: dict[str, Tensor]) -> Iterator[str]:

@@ -29,23 +29,18 @@ def weights(file: BatchFile, folder: Path) -> Iterator[Finding]:
     if lacking := [name for name in ("prompt_ids", "prompt_mask", "response_ids") if name not in file]:
         raise UserError(f"--model needs token ids, but {file.path} has no {', '.join(lacking)}")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True
-        ).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(f"--model must be a folder with a causal language model, got {error}") from None
     if max(int(file[name].max()) for name in ("prompt_ids", "response_ids")) >= model.config.vocab_size:
         raise UserError(f"{folder} must have the tokens of the file, got {model.config.vocab_size} tokens")
     tau = Recipe.of(file).temperature
-    guesses = {
-        1 / tau: "the logits are multiplied by the temperature",
-        1.0: "the temperature is missing",
-        tau: "",
-    }
+    inverse = "the logits are multiplied by the temperature"
+    guesses = {1 / tau: inverse, 1.0: "the temperature is missing", tau: ""}
     gaps, grads = dict.fromkeys(guesses, 0.0), []
     for part in range(int(file["micro_batch"].max()) + 1):
         some = file.rows((file["micro_batch"] == part).nonzero()[:, 0])
-        logits = _logits(model, some)
+        logits = _logits(model.eval(), some)
         for guess in gaps:
             gap = _chosen(logits.detach(), some["response_ids"], guess) - some["logprobs"]
             gaps[guess] += float(selected(gap.abs(), some.mask).sum()) / max(int(file.mask.sum()), 1)
@@ -54,10 +49,8 @@ def weights(file: BatchFile, folder: Path) -> Iterator[Finding]:
             model.zero_grad()
             loss.sum().backward()
             grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    limit, best = (
-        _CLOSE.get(file.header.get("dtype", "float32"), 0.1),
-        min(gaps, key=lambda guess: gaps[guess]),
-    )
+    limit = _CLOSE.get(file.header.get("dtype", "float32"), 0.1)
+    best = min(gaps, key=lambda guess: gaps[guess])
     if gaps[tau] < limit:
         yield Finding("weights", "ok", f"logprobs are those of {folder.name} (off by {gaps[tau]:.1g})")
         if grads and (reported := file.header.get("grad_norm")):

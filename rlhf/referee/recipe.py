@@ -19,28 +19,23 @@ import yaml
 from torch import Tensor
 from torch.nn import functional as F
 
+from rlhf.assembly.parts import make
 from rlhf.config import algorithms as config
+from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
 from rlhf.core.metrics import selected
 from rlhf.objectives.advantages import gae, whiten
-from rlhf.objectives.cispo import CISPO
 from rlhf.objectives.correction import accepted, importance_weights, mean_weight, over_tokens
-from rlhf.objectives.dppo import DPPO
 from rlhf.objectives.grpo import GRPO
 from rlhf.objectives.objective import bounded
 from rlhf.objectives.policy_gradient import kl_estimate
-from rlhf.objectives.sapo import SAPO
-from rlhf.objectives.vespo import VESPO
 from rlhf.referee.file import BatchFile, Missing
 
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text("utf-8"))
 SETTINGS: dict[str, list[Any]] = TABLE["settings"]  # key -> default, term, meaning of each value
-_SURROGATES = {
-    "clip": (GRPO, config.GRPOConfig),
-    "cispo": (CISPO, config.CISPOConfig),
-    "sapo": (SAPO, config.SAPOConfig),
-    "vespo": (VESPO, config.VESPOConfig),
-    "dppo": (DPPO, config.DPPOConfig),
+_WORDS: dict[str, Any] = {  # keys of a correction whose values are words
+    **{"kind": config.CorrectionKind, "level": config.Level},
+    **{"reject": config.Reject, "reject_by": config.Divergence},
 }
 
 
@@ -63,15 +58,13 @@ class Recipe(SimpleNamespace):
             claims = {"pair_loss": claims.pop("surrogate", "sigmoid"), "reduction": "sequence_sum", **claims}
         recipe = cls(detached="", **{key: claims.get(key, row[0]) for key, row in SETTINGS.items()})
         for key, (default, _, *values) in SETTINGS.items():
-            value, kind = getattr(recipe, key), type(default)
+            value, known = getattr(recipe, key), [*values[0]] if values else []
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            right = number or (value is None and key in ("dual_clip", "clip_value"))
-            if kind in (str, bool):
-                right = value in [*values[0]]
-            if key == "temperature":
-                right = number and value > 0
-            if not (isinstance(value, dict) if kind is dict else right):
-                words = ", ".join(map(str, values[0])) if values else f"of the kind of {default}"
+            right = value in known or (number and not isinstance(default, str | bool))
+            if isinstance(default, dict):
+                right = isinstance(value, dict)
+            if not right or (key == "temperature" and value <= 0):
+                words = ", ".join(map(str, known)) or f"of the kind of {default}"
                 problems.append(f"claims.{key} must be {words}, got {value!r}")
         try:
             _ = problems or (_objective(recipe), _correction(recipe))
@@ -83,19 +76,17 @@ class Recipe(SimpleNamespace):
 
 
 def _objective(recipe: Recipe) -> GRPO:
-    """Return the objective that has the surrogate."""
-    objective, section = _SURROGATES.get(recipe.surrogate, _SURROGATES["clip"])
+    """Return the objective that has the surrogate: that of an algorithm of its name, or GRPO."""
+    section = SCHEMAS.get(f"schema/algo/{recipe.surrogate}", config.GRPOConfig)
     clips = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "dual_clip")}
-    return objective(section(**{**clips, **recipe.options}))
+    objective: GRPO = make(section(**{**clips, **recipe.options}))
+    return objective
 
 
 def _correction(recipe: Recipe) -> config.CorrectionConfig:
     """Return the correction."""
-    words: dict[str, Any] = {"kind": config.CorrectionKind, "level": config.Level, "reject": config.Reject}
-    words["reject_by"] = config.Divergence
-    given: dict[str, Any] = dict(recipe.correction)
-    given |= {key: kind(given[key]) for key, kind in words.items() if given.get(key) is not None}
-    return config.CorrectionConfig(**given)
+    given = {key: x for key, x in dict(recipe.correction).items() if x is not None or key not in _WORDS}
+    return config.CorrectionConfig(**{key: _WORDS.get(key, lambda x: x)(x) for key, x in given.items()})
 
 
 class Parts(NamedTuple):
@@ -267,7 +258,7 @@ def pair_losses(file: BatchFile, recipe: Recipe, logprobs: Tensor) -> Tensor:
     z = z[0::2] - z[1::2]
     known = {"ipo": (z - 0.5 / z.new_tensor(recipe.beta)).square(), "hinge": F.relu(1 - recipe.beta * z)}
     losses = known.get(recipe.pair_loss, -F.logsigmoid(recipe.beta * z))
-    return F.pad(torch.stack([losses, torch.zeros_like(losses)], 1).view(-1, 1), (0, logprobs.shape[1] - 1))
+    return F.pad(losses[:, None], (0, 2 * logprobs.shape[1] - 1)).view(logprobs.shape)
 
 
 def value_losses(file: BatchFile, recipe: Recipe, values: Tensor) -> Tensor:
@@ -284,7 +275,7 @@ def value_losses(file: BatchFile, recipe: Recipe, values: Tensor) -> Tensor:
 # -- the loss of the step --------------------------------------------------------------------------------
 
 
-def parts(stage: str, file: BatchFile, recipe: Recipe, rows: Tensor | None = None) -> Parts:
+def parts(stage: str, file: BatchFile, recipe: Recipe, rows: Tensor | slice = slice(None)) -> Parts:
     """Return what a recipe gives for a stage; with `rows`, the losses and gradients of these only.
 
     Advantages and returns stand in place of losses and gradients.
@@ -298,9 +289,7 @@ def parts(stage: str, file: BatchFile, recipe: Recipe, rows: Tensor | None = Non
     file = corrected(file, recipe) if stage == "loss" else file
     if stage == "values":
         file = file.changed(count_mask=file["value_mask"])
-    weight = weights(file, recipe)
-    if rows is not None:
-        weight, file = weight[rows], file.rows(rows)
+    weight, file = weights(file, recipe)[rows], file.rows(rows)
     names = ("values", "value_mask") if stage == "values" else ("logprobs", "response_mask")
     inputs, mask = (file[name] for name in names)
     terms = {"pairs": (pair_losses,), "values": (value_losses,)}.get(stage, (policy_losses, penalties))
