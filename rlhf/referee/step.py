@@ -20,16 +20,19 @@ from rlhf.config.schema import value_at, values
 from rlhf.core.batch import Batch
 from rlhf.core.errors import UserError, explained
 from rlhf.core.formatting import printable
+from rlhf.core.metrics import selected
 from rlhf.models.loading import read_tokenizer
-from rlhf.objectives.correction import over_tokens
-from rlhf.objectives.objective import Objective, old_or_behaviour
+from rlhf.objectives.bok import BestOfK
+from rlhf.objectives.distill import Distill
+from rlhf.objectives.dpo import OnlineDPO
+from rlhf.objectives.objective import Objective, old_or_behaviour, sampler_logprobs
 from rlhf.objectives.policy_gradient import PolicyGradient
+from rlhf.objectives.topr import TOPR
 from rlhf.referee.file import BatchFile, checked
 from rlhf.referee.replay import batch_in, config_of, load, malformed, unpack
 
 _TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text("utf-8"))
 _FIELDS = ("response_mask", "response_ids", "environment_mask", "advantages", "old_logprobs", "ref_logprobs")
-_VALUES = {"old_values": "values", "returns": "returns", "value_mask": "value_mask"}
 
 
 def batch_file(path: Path, step: int = 1) -> BatchFile:
@@ -55,48 +58,47 @@ def batch_file(path: Path, step: int = 1) -> BatchFile:
         found = {name: getattr(part, name) for name in _FIELDS}
         outputs = {name.partition("/")[2]: x for name, x in file.tensors.items() if name.startswith(at)}
         found |= {name: x[rows] for name, x in outputs.items() if name != "rows"}
+        now = found["logprobs"]
         if part.signal is not None:  # the model did not read the others
-            trained = part.signal[:, None, None]
-            found["logprobs"] = torch.where(trained, found["logprobs"], old_or_behaviour(part))
-        old = found["logprobs"] if part.old_logprobs is None else part.old_logprobs
-        found["behaviour_logprobs"] = old if part.on_policy else part.behaviour_logprobs
-        if part.values is not None:
-            found |= {name: getattr(part, field) for name, field in _VALUES.items()}
-        found |= own_tensors(algo, part, found)
+            now = torch.where(part.signal[:, None, None], now, old_or_behaviour(part))
+        sampler = None if part.behaviour_logprobs is None else sampler_logprobs(now, part)
+        found |= {"logprobs": now, "behaviour_logprobs": sampler}
+        found |= {"old_values": part.values, "returns": part.returns, "value_mask": part.value_mask}
+        found |= own_tensors(objective, part, found)
         tensors = {name: x.flatten(0, 1) for name, x in found.items() if x is not None}
         tensors["losses"] = torch.tensor([metrics["loss/policy"]])
         header = {"framework": "rlhf", "version": head["version"], "step": f"{head['step']}.{step}"}
-        header["claims"] = claims
-        if isinstance(algo, algos.DPOConfig):
-            header["kind"] = "pairs"
+        header |= {
+            "claims": claims,
+            "kind": "pairs" if isinstance(objective, OnlineDPO) else "policy_gradient",
+        }
         if isinstance(objective, PolicyGradient):
             places = torch.arange(len(whole) * count).view(-1, count)
-            tensors |= {
-                "group": rows.repeat_interleave(count),
+            compared = {
                 "all_rewards": objective.scores(whole).flatten(),
+                "all_group": places.flatten() // count,
             }
-            tensors |= {"all_group": places.flatten() // count, "all_index": places[rows].flatten()}
+            tensors |= {**compared, "all_index": places[rows].flatten()}
+            tensors["group"] = rows.repeat_interleave(count)
             header["updates_since_old"] = step - 1
         return checked(BatchFile(tensors, header, path))
 
 
-def own_tensors(algo: Any, batch: Batch, found: dict[str, Any]) -> dict[str, Any]:
+def own_tensors(objective: Objective, batch: Batch, found: dict[str, Any]) -> dict[str, Any]:
     """Return tensors of some algorithms: weights of the policy term, counted tokens, a teacher."""
-    extra, mask, found = batch.per_token or {}, batch.response_mask, dict(found)
+    extra, mask = batch.per_token or {}, batch.response_mask
     if "weights" in extra:
         counted = extra.get("trained", mask)
         return {"weights": torch.where(counted, extra["weights"], 0.0), "count_mask": counted}
     if "reach" in extra:
         return {"weights": (extra["reach"] != 0).float()}
-    if isinstance(algo, algos.TOPRConfig):
-        log_u = torch.where(mask, found["logprobs"] - found["behaviour_logprobs"], 0.0)
-        if algo.level is not algos.Level.token:
-            log_u = over_tokens(log_u, mask, averaged=algo.level is algos.Level.geometric)
-        avoid = batch.scores[..., None] <= 0 if algo.sign_of_score else found["advantages"] < 0
-        return {"weights": torch.where(avoid, log_u.clamp(max=0).exp(), 1.0)}
-    if isinstance(algo, algos.BestOfKConfig):
+    if isinstance(objective, TOPR):
+        log_u = objective.log_ratio(found["logprobs"] - found["behaviour_logprobs"], mask)
+        weighted, _ = objective.surrogate(selected(log_u, mask), -mask.float(), batch)
+        return {"weights": (weighted / found["advantages"]).nan_to_num(1.0)}
+    if isinstance(objective, BestOfK):
         return {"advantages": mask.float()}
-    return {"teacher_logprobs": batch.ref_logprobs} if isinstance(algo, algos.DistillConfig) else {}
+    return {"teacher_logprobs": batch.ref_logprobs} if isinstance(objective, Distill) else {}
 
 
 def claimed(algo: Any, objective: Objective, minibatches: int) -> dict[str, Any]:
@@ -119,27 +121,15 @@ def claimed(algo: Any, objective: Objective, minibatches: int) -> dict[str, Any]
     for entry in entries:
         found |= {name: read(key) for name, key in _TABLE["fields"].get(entry, {}).items()}
         found |= _TABLE["values"].get(entry, {})
-    if isinstance(algo, algos.DPOConfig):
-        found["reduction"] = "sequence" if algo.length_normalised else "sequence_sum"
-    if not isinstance(algo, algos.PolicyGradientConfig):
-        return found
-    level, weighted = algo.level.value, algo.correction.kind is not algos.CorrectionKind.none
-    found |= {"kl_coef": objective.kl_coef, "ratio": _TABLE["ratio"][level]}
-    found["kl_times_ratio"] = algo.kl_unbiased and ("token" if level == "geometric" else True)
-    found["correction"] = (
-        {key: read(f"correction.{key}") for key in values(algo.correction)} if weighted else {}
-    )
-    if not algo.has_ratio:
-        found["surrogate"] = "reinforce"
-    if isinstance(algo, algos.GRPOConfig):
-        summed = (
-            isinstance(algo, algos.TOPRConfig) and level != "token" and algo.mean_over is algos.Mean.tokens
-        )
-        found["reduction"] = "sequence_sum" if summed else _TABLE["reduction"][algo.mean_over.value]
-    if isinstance(algo, algos.RLOOConfig):
-        found["reduction"] = "sequence" if algo.has_ratio else "sequence_sum"
-    elif isinstance(algo, algos.PPOConfig):
-        found |= {"vf_coef": algo.vf_coef / 2, "whiten": "tokens" if algo.whiten_advantages else "none"}
+    for entry, when, claims in _TABLE["rules"]:
+        if entry in entries and all(read(key) in accepted for key, accepted in when.items()):
+            found |= claims
+    if isinstance(objective, PolicyGradient):
+        found["kl_coef"] = objective.kl_coef
+        if algo.correction.kind is not algos.CorrectionKind.none:
+            found["correction"] = {key: read(f"correction.{key}") for key in values(algo.correction)}
+    if isinstance(algo, algos.PPOConfig):
+        found["vf_coef"] = algo.vf_coef / 2
         found |= {"advantage": "given"} if minibatches > 1 else {}  # whitened over the whole batch
     elif isinstance(algo, algos.ScaleRLConfig):
         found["clip_high"] = algo.cap - 1
