@@ -9,7 +9,6 @@ Exit codes:
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
@@ -22,46 +21,39 @@ _MARKS = {"ok": "agrees", "wrong": "WRONG", "unchecked": "not checked"}
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with `arguments`, by default those of the command line."""
     with with_flags("audit", arguments) as options:
-        raise SystemExit(_audit(options))
+        from rlhf.referee.audit import audit, weights
+        from rlhf.referee.file import read
+        from rlhf.referee.recipe import own_rows
 
+        own = own_rows(options.mistakes) if options.mistakes else {}
+        file = read(options.file)
+        if file.header.get("kind") == "bundle":
+            from rlhf.referee.replay import as_page, batch_file, token_table
 
-def _audit(options: Namespace) -> int:
-    """Print a line per term and the first wrong term; return the exit code."""
-    from rlhf.referee.audit import audit
-    from rlhf.referee.file import read
-    from rlhf.referee.mistakes import own_rows
-
-    own = own_rows(options.mistakes) if options.mistakes else {}
-    file = read(options.file)
-    if file.header.get("kind") == "bundle":
-        from rlhf.referee.step import as_page, batch_file, token_table
-
-        if options.sample is not None:
-            table = token_table(options.file, options.step, options.sample)
-            console.print(table)
-            if options.html:
-                options.html.write_text(as_page(table), encoding="utf-8")
-            return 0
-        file = batch_file(options.file, options.step)
-    if options.ignore_claims:
-        file = replace(file, header={**file.header, "claims": {}})
-    findings = audit(file, own)
-    if options.model:
-        from rlhf.referee.model import weights
-
-        findings += weights(file, options.model)
-    wrong = [each for each in findings if each.state == "wrong"]
-    if options.json:
-        print(json.dumps([asdict(each) for each in findings]))
-        return int(bool(wrong))
-    head = f"{file.header.get('framework', 'unknown')} {file.header.get('version', '')}".strip()
-    size = f"{len(file.mask)} responses, {int(file.mask.sum())} tokens"
-    said = "" if file.header.get("claims") else "; no settings in the file: the variant is identified"
-    show(f"{file.path.name}: {head}, step {file.header.get('step', '?')}, {size}{said}")
-    for each in findings:
-        show(f"  {each.term:19}{_MARKS[each.state]:12}{each.text}")
-    show(f"first wrong term: {wrong[0].term}: {wrong[0].text}" if wrong else "agrees")
-    return int(bool(wrong))
+            if options.sample is not None:
+                table = token_table(file, options.step, options.sample)
+                console.print(table)
+                if options.html:
+                    options.html.write_text(as_page(table), encoding="utf-8")
+                return
+            file = batch_file(file, options.step)
+        if options.ignore_claims:
+            file = replace(file, header={**file.header, "claims": {}})
+        findings = audit(file, own)
+        if options.model:
+            findings += weights(file, options.model)
+        wrong = [each for each in findings if each.state == "wrong"]
+        if options.json:
+            print(json.dumps([asdict(each) for each in findings]))
+        else:
+            head = f"{file.header.get('framework', 'unknown')} {file.header.get('version', '')}".strip()
+            size = f"{len(file.mask)} responses, {int(file.mask.sum())} tokens"
+            said = "" if file.header.get("claims") else "; no settings in the file: the variant is identified"
+            show(f"{file.path.name}: {head}, step {file.header.get('step', '?')}, {size}{said}")
+            for each in findings:
+                show(f"  {each.term:19}{_MARKS[each.state]:12}{each.text}")
+            show(f"first wrong term: {wrong[0].term}: {wrong[0].text}" if wrong else "agrees")
+        raise SystemExit(int(bool(wrong)))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with with_flags("diff", arguments) as options, TemporaryDirectory() as scratch:
         if not options.json:
             say_loading()
-        from rlhf.referee.diff import bundles_of, differences, report
-        from rlhf.referee.replay import load
+        from rlhf.referee.replay import bundles_of, differences, load, report
 
         files = [options.a, options.b]
         if any(path.is_dir() for path in files):

@@ -23,8 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with with_flags("replay", arguments) as options:
         if not options.json:
             say_loading()
-        from rlhf.referee.diff import differences, report
-        from rlhf.referee.replay import load, replay, row_of
+        from rlhf.referee.replay import differences, load, replay, report, row_of
 
         given = load(options.bundle)
         row = row_of(given, options.prompt)

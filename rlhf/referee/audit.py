@@ -12,16 +12,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlhf.core.errors import UserError
 from rlhf.core.metrics import selected
 from rlhf.referee import recipe as recipes
 from rlhf.referee.file import BatchFile, Missing
-from rlhf.referee.mistakes import Row, moved, rows, twisted, varied
-from rlhf.referee.recipe import SETTINGS, TABLE, Parts, Recipe, by_micro_batch
+from rlhf.referee.recipe import SETTINGS, TABLE, Parts, Recipe, Row, by_micro_batch, moved
 
 _ENOUGH = 2**16  # tokens that are enough to try mistakes
 
@@ -46,7 +47,7 @@ def audit(file: BatchFile, own: dict[str, list[Row]] | None = None) -> list[Find
         UserError: a claim has a wrong value.
     """
     recipe = Recipe.of(file)
-    findings = [*_mask(file), *_logprobs(file)]
+    findings = [_mask(file), *_logprobs(file)]
     for name, row in TABLE["stages"].items():
         if file.pairs != (name == "pairs") or row.get("if", "logprobs") not in file:
             continue
@@ -121,7 +122,7 @@ class _Stage:
         """Yield the mistakes that change the numbers of a recipe; with `unchanged`, also the others."""
         base, own = self.compute(self.file, recipe), self.row["term"]
         for term, text, change in table:
-            if (given := twisted(self.file, recipe, change)) is None:
+            if (given := recipes.twisted(self.file, recipe, change)) is None:
                 continue
             try:
                 parts = self.compute(*given)
@@ -160,7 +161,7 @@ class _Stage:
 
     def alike(self, found: list[Recipe]) -> list[Recipe]:
         """Return recipes, and changes of a setting of the first one that give the same numbers."""
-        cases = self.cases(found[0], varied(self.name, found[0]), unchanged=True)
+        cases = self.cases(found[0], recipes.varied(self.name, found[0]), unchanged=True)
         return found + [case.recipe for case in cases if self.off(case.parts) < self.within]
 
     def explained(self, own: list[Row]) -> list[tuple[str, str]]:
@@ -169,7 +170,7 @@ class _Stage:
         if factor and not general:
             return [("reduction", factor)]
         cases = []
-        for case in self.cases(self.recipe, [*own, *rows(self.name, self.recipe)]):
+        for case in self.cases(self.recipe, [*own, *recipes.rows(self.name, self.recipe)]):
             if self.off(case.parts) < self.within:
                 return [(case.term, case.text)]
             cases.append(case)
@@ -194,22 +195,22 @@ class _Stage:
         expected, micro = self.numbers(parts), self.file["micro_batch"] * bool(self.size)
         if not self.by_token or expected.shape != self.found.shape:
             return "", False
-        squares = by_micro_batch(micro, expected.square())
-        factors = by_micro_batch(micro, self.found * expected) / squares
-        rest = self.found - factors.nan_to_num()[micro, None] * expected
+        squares, products = (by_micro_batch(micro, expected * x) for x in (expected, self.found))
+        factors = (products / squares).nan_to_num()
         kept = factors[(squares > 0) & (factors.abs() > self.within)]
+        rest = self.found - factors[micro, None] * expected
         if not len(kept) or not float(rest.norm()) < self.within * float(self.found.norm()):
             return "", False
         if float(kept.max() - kept.min()) > 10 * self.within * float(kept.abs().max()):
             return "", False
-        lost = [str(part) for part, each in enumerate(factors.tolist()) if abs(each) <= self.within]
         value, count = float(kept[0]), len(factors)
+        lost = ", ".join(str(part) for part, each in enumerate(factors.tolist()) if abs(each) <= self.within)
         if lost and abs(value - 1) < self.within:
-            return f"the micro-batches {', '.join(lost)} of {count} are lost", False
+            return f"the micro-batches {lost} of {count} are lost", False
         for usual, words in ((1 / count, "divided once more by"), (float(count), "not divided by")):
             if count > 1 and not lost and abs(value / usual - 1) < self.within:
                 return f"the loss is {words} the {count} micro-batches (factor {value:.4g})", False
-        also = f", and the micro-batches {', '.join(lost)} are lost" if lost else ""
+        also = f", and the micro-batches {lost} are lost" if lost else ""
         return f"the {'loss is' if self.size else f'{self.name} are'} {value:.6g} times as large{also}", True
 
     def reported(self, parts: Parts) -> str:
@@ -257,7 +258,7 @@ class _Stage:
         tried: Iterable[Recipe] = self.losses()
         if self.name != "loss":
             bases = self.shaped() if self.name == "advantages" else [self.recipe]
-            changes = ((base, change) for base in bases for *_, change in varied(self.name, base))
+            changes = ((base, change) for base in bases for *_, change in recipes.varied(self.name, base))
             tried = [*bases, *(base.changed(**change) for base, change in changes)]
         near: list[tuple[Recipe, str]] = []
         for each in tried:
@@ -273,8 +274,8 @@ class _Stage:
         for kl in ("k1", "k2", "k3") if "ref_logprobs" in self.file and "all_rewards" in self.file else ():
             given = plain.changed(kl_coef=1.0, kl=kl)
             a, b = (self.numbers(self.compute(self.file, each)).flatten() for each in (plain, given))
-            parts = torch.stack([a, b - a], 1)
-            scale, coef = torch.linalg.lstsq(parts, self.found.flatten()).solution.tolist()
+            fit = torch.linalg.lstsq(torch.stack([a, b - a], 1), self.found.flatten())
+            scale, coef = fit.solution.tolist()
             if abs(coef) > self.within * abs(scale):
                 found.append(given.changed(kl_coef=float(f"{coef / scale:.4g}")))
         return found
@@ -282,40 +283,32 @@ class _Stage:
     def losses(self) -> Iterator[Recipe]:
         """Yield recipes with nearly the gradient of the file: weight x (policy term + coefficient x KL)."""
         none = self.recipe.changed(kl_coef=0.0, kl_in="loss")
-        tried, levels = [none.changed(surrogate="reinforce", ratio="one")], SETTINGS["ratio"][2]
-        for level in levels:
-            for low, high in [*TABLE["clips"], *self.bounds(level)]:
-                clipped = none.changed(ratio=level, clip_low=low, clip_high=high)
-                tried += [clipped, clipped.changed(surrogate="cispo"), clipped.changed(dual_clip=3.0)]
         known = product(("k3", "k1", "k2"), (False, True)) if "ref_logprobs" in self.file else ()
-        kls: list[dict[str, Any]] = [{}]
-        kls += ({"kl": kl, "kl_times_ratio": by, "kl_coef": 1.0} for kl, by in known)
-        penalties = {
-            level: [self.compute(self.file, none.changed(ratio=level, **kl)).penalty for kl in kls]
-            for level in levels
-        }
-        policies = [(each, self.compute(self.file, each).policy) for each in tried]
+        kls: list[dict[str, Any]] = [{"kl": kl, "kl_times_ratio": by, "kl_coef": 1.0} for kl, by in known]
         found, zero = self.found[self.rows], torch.zeros(())
         size = self.within * float(found.norm())
-        for reduction, over in product(SETTINGS["reduction"][2], SETTINGS["over"][2]):
-            shape = {"reduction": reduction, "over": over}
-            try:
-                weight = recipes.weights(self.file, self.recipe.changed(**shape))[self.rows]
-            except Missing:
-                continue
-            parts = {
-                level: [self.numbers(Parts(zero, penalty, weight)) for penalty in each]
-                for level, each in penalties.items()
-            }
-            for each, policy in policies:
-                gap = found - self.numbers(Parts(policy, zero, weight))
-                for kl, part in zip(kls, parts[each.ratio], strict=True):
-                    coef = float((gap * part).sum() / part.square().sum().clamp(min=1e-30))  # that fits best
-                    rest, missing = gap - coef * part, kl and abs(coef) * float(part.norm()) < size
-                    if not missing and float(rest.norm()) < (
-                        size if self.by_token else self.within * self.size
-                    ):
-                        yield each.changed(**shape, **{**kl, "kl_coef": float(f"{coef:.4g}")})
+        for level in SETTINGS["ratio"][2]:
+            base, bounds = none.changed(ratio=level), [*TABLE["clips"], *self.bounds(level)]
+            kinds: list[dict[str, Any]] = [{}, {"surrogate": "cispo"}, {"dual_clip": 3.0}]
+            tried = [base.changed(clip_low=a, clip_high=b, **kind) for (a, b), kind in product(bounds, kinds)]
+            tried += [base.changed(surrogate="reinforce")] * (level == "one")
+            policies = [(each, self.compute(self.file, each).policy) for each in tried]
+            penalties = [self.compute(self.file, base.changed(**kl)).penalty for kl in ({}, *kls)]
+            for reduction, over in product(SETTINGS["reduction"][2], SETTINGS["over"][2]):
+                shape = {"reduction": reduction, "over": over}
+                try:
+                    weight = recipes.weights(self.file, self.recipe.changed(**shape))[self.rows]
+                except Missing:
+                    continue
+                parts = [self.numbers(Parts(zero, penalty, weight)) for penalty in penalties]
+                for each, policy in policies:
+                    gap = found - self.numbers(Parts(policy, zero, weight))
+                    for kl, part in zip(({}, *kls), parts, strict=True):
+                        coef = float((gap * part).sum() / part.square().sum().clamp(min=1e-30))  # fits best
+                        rest, missing = gap - coef * part, kl and abs(coef) * float(part.norm()) < size
+                        limit = size if self.by_token else self.within * self.size
+                        if not missing and float(rest.norm()) < limit:
+                            yield each.changed(**shape, **{**kl, "kl_coef": float(f"{coef:.4g}")})
 
     def bounds(self, level: str) -> list[tuple[float, float]]:
         """Return clip_low and clip_high between ratios with and without a gradient, if the loss has no KL."""
@@ -336,7 +329,7 @@ class _Stage:
 # -- mask, log-probs and norms ---------------------------------------------------------------------------
 
 
-def _mask(file: BatchFile) -> Iterator[Finding]:
+def _mask(file: BatchFile) -> Finding:
     """Compare the mask with the token ids: prompt, padding, end token, first token, gaps."""
     mask, none = file.mask, torch.zeros_like(file.mask)
     messages, prompt = file.get("environment_mask", none), file.get("prompt_positions", none)
@@ -351,21 +344,18 @@ def _mask(file: BatchFile) -> Iterator[Finding]:
         last = is_end & (before == 0)
         unclear = trailing & (before == 0) & ~is_end  # padding, or sampled before the length limit
         real = real & (~trailing | last if messages.any() else before == 0)
-    wrong, missing = mask & ~real, real & ~mask & ~unclear & mask.any(-1, keepdim=True)
-    missing = missing & known
-    text = f"{int(mask.sum())} tokens of {len(mask)} responses"
-    if wrong.any():
-        kinds = {"the prompt": prompt, "tokens of the environment": messages}
-        what = next((name for name, at in kinds.items() if (wrong & at).any()), "padding after the end token")
-        text = f"it includes {what}: {int(wrong.sum())} tokens of {int(wrong.any(-1).sum())} responses"
-    elif missing.any():
-        kinds = {"the end token": last, "the first token": (real.cumsum(-1) == 1) & real}
-        what = next((name for name, at in kinds.items() if not (missing & ~at).any()), "tokens")
-        text = f"it excludes {what} of {int(missing.any(-1).sum())} responses"
-    elif not known:
-        text = "the file has no response_ids, or no eos_ids in the header"
-    state = "wrong" if (wrong | missing).any() else "ok" if known else "unchecked"
-    yield Finding("mask", state, text)
+    wrong, missing = mask & ~real, real & ~mask & ~unclear & mask.any(-1, keepdim=True) & known
+    ends, starts = (missing & ~(missing & ~at).any() for at in (last, (real.cumsum(-1) == 1) & real))
+    kinds = {"includes the prompt": wrong & prompt, "includes tokens of the environment": wrong & messages}
+    kinds |= {"includes padding after the end token": wrong, "excludes the end token": ends}
+    kinds |= {"excludes the first token": starts, "excludes tokens": missing}
+    if found := [(words, at) for words, at in kinds.items() if at.any()]:
+        words, at = found[0]
+        size = f"{int(at.sum())} tokens of {int(at.any(-1).sum())} responses"
+        return Finding("mask", "wrong", f"it {words}: {size}")
+    if not known:
+        return Finding("mask", "unchecked", "the file has no response_ids, or no eos_ids in the header")
+    return Finding("mask", "ok", f"{int(mask.sum())} tokens of {len(mask)} responses")
 
 
 def _logprobs(file: BatchFile) -> Iterator[Finding]:
@@ -374,11 +364,7 @@ def _logprobs(file: BatchFile) -> Iterator[Finding]:
     names, now = [name for name in known if name in file], file["logprobs"][file.mask]
     few = len(now) < 30 or float(now.std()) < 1e-6
     if few or not names:
-        why = (
-            "fewer than 30 tokens, or all have the same log-prob"
-            if few
-            else "the file has no other log-probs"
-        )
+        why = "fewer than 30 tokens, or equal log-probs" if few else "the file has no other log-probs"
         yield Finding("log-probs", "unchecked", why)
         return
     found = [Finding(name, "wrong", text) for name in names if (text := _unlike(file, name))]
@@ -402,9 +388,7 @@ def _unlike(file: BatchFile, name: str) -> str:
         what = side.get(best[0], "those of a neighbouring row")
         return f"{what}: correlation with logprobs {fits[best]:.2f}, as they are {fits['']:.2f}"
     if since == 0 and float(gap.mean()) > 50 * file.header["within"]:
-        return (
-            f"stale: no update was made since, but they differ from logprobs by {gap.mean():.3g} on average"
-        )
+        return f"stale: no update since, but they differ from logprobs by {gap.mean():.3g} on average"
     if since and float(gap.max()) < 1e-6:
         return f"those of the current policy: {since} updates were made since, but every ratio is 1"
     if name in ("behaviour_logprobs", "old_logprobs"):
@@ -434,3 +418,80 @@ def _norms(file: BatchFile) -> Iterator[Finding]:
         shown = ", ".join(f"{count}: {norms[count]:.6g}" for count in sorted(norms))
         text = f"the norm {how} on the number of micro-batches: {shown}"
         yield Finding("gradient", "ok" if same else "wrong", text)
+
+
+# -- the weights that were trained -----------------------------------------------------------------------
+
+
+_CLOSE = {"float32": 1e-3, "float16": 0.02}  # mean difference of log-probs; other dtypes: 0.1
+
+
+def weights(file: BatchFile, folder: Path) -> Iterator[Finding]:
+    """Yield the findings `weights` and `gradient`, given the folder with the weights before the step.
+
+    Raises:
+        UserError: the folder has no such model, or the file has no token ids.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if lacking := [name for name in ("prompt_ids", "prompt_mask", "response_ids") if name not in file]:
+        raise UserError(f"--model needs token ids, but {file.path} has no {', '.join(lacking)}")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model must be a folder with a causal language model, got {error}") from None
+    if max(int(file[name].max()) for name in ("prompt_ids", "response_ids")) >= model.config.vocab_size:
+        raise UserError(f"{folder} must have the tokens of the file, got {model.config.vocab_size} tokens")
+    tau = Recipe.of(file).temperature
+    inverse = "the logits are multiplied by the temperature"
+    guesses = {1 / tau: inverse, 1.0: "the temperature is missing", tau: ""}
+    gaps, grads = dict.fromkeys(guesses, 0.0), []
+    for part in range(int(file["micro_batch"].max()) + 1):
+        some = file.rows((file["micro_batch"] == part).nonzero()[:, 0])
+        logits = _logits(model.eval(), some)
+        for guess in gaps:
+            gap = _chosen(logits.detach(), some["response_ids"], guess) - some["logprobs"]
+            gaps[guess] += float(selected(gap.abs(), some.mask).sum()) / max(int(file.mask.sum()), 1)
+        if "logprob_grads" in file:
+            loss = _chosen(logits, some["response_ids"], tau) * selected(some["logprob_grads"], some.mask)
+            model.zero_grad()
+            loss.sum().backward()
+            grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    limit = _CLOSE.get(file.header.get("dtype", "float32"), 0.1)
+    best = min(gaps, key=lambda guess: gaps[guess])
+    if gaps[tau] < limit:
+        yield Finding("weights", "ok", f"logprobs are those of {folder.name} (off by {gaps[tau]:.1g})")
+        if grads and (reported := file.header.get("grad_norm")):
+            yield _gradient(reported, torch.stack(grads), max(1e-3, file.header["within"]))
+    else:
+        why = f": {guesses[best]} (claimed: {tau})" if gaps[best] < limit else ""
+        text = f"logprobs are not those of {folder.name} (off by {gaps[tau]:.2g} a token){why}"
+        yield Finding("weights", "wrong", text)
+
+
+def _gradient(reported: float, grads: Tensor, within: float) -> Finding:
+    """Return the finding of a norm, given the gradients of the micro-batches [M, parameters]."""
+    count, norm = len(grads), float(grads.sum(0).norm())
+    known = {f"only micro-batch {part} of {count} arrived": float(x.norm()) for part, x in enumerate(grads)}
+    known |= {f"divided once more by the {count} micro-batches": norm / count}
+    known |= {f"not divided by the {count} micro-batches": norm * count}
+    if abs(norm / reported - 1) < within:
+        return Finding("gradient", "ok", f"norm {reported:.6g} (off by {abs(norm / reported - 1):.0e})")
+    close = [words for words, each in known.items() if abs(each / reported - 1) < within]
+    why = close[0] if close else "between autograd and the optimizer the gradient changed"
+    return Finding("gradient", "wrong", f"{why}: the norm is {reported:.6g}, not {norm:.6g}")
+
+
+def _logits(model: Any, file: BatchFile) -> Tensor:
+    """Return the logits [B, T, V] at the response positions."""
+    prompt, response = file["prompt_ids"], file["response_ids"]
+    ends = torch.isin(response, torch.tensor(file.header.get("eos_ids") or [-1])).long()
+    mask = torch.cat([file["prompt_mask"], (ends.cumsum(-1) - ends) == 0], 1).long()
+    ids, places = torch.cat([prompt, response], 1), (mask.cumsum(-1) - 1).clamp(min=0)
+    logits: Tensor = model(input_ids=ids, attention_mask=mask, position_ids=places).logits
+    return logits[:, prompt.shape[1] - 1 : -1].double()
+
+
+def _chosen(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """Return the log-probs [B, T] of tokens."""
+    return (logits / temperature).log_softmax(-1).gather(2, ids[..., None])[..., 0]
