@@ -326,7 +326,8 @@ def report(found: Sequence[Finding], elsewhere: bool, as_json: bool) -> int:
     """
     within = elsewhere and all(each.state == "rounding" for each in found)
     if as_json:
-        console.print_json(data=[asdict(each) for each in found])
+        state = "rounding" if within else "differs"
+        console.print_json(data=[{**asdict(each), "state": state} for each in found])
     elif not found:
         show("same bits")
     else:
@@ -452,11 +453,10 @@ def claimed(algo: Any, objective: Any, minibatches: int) -> dict[str, Any]:
         found["kl_coef"] = objective.kl_coef
         if algo.correction.kind is not algos.CorrectionKind.none:
             found["correction"] = {key: read(f"correction.{key}") for key in values(algo.correction)}
-    if isinstance(algo, algos.PPOConfig):
-        found["vf_coef"] = algo.vf_coef / 2
-        found |= {"advantage": "given"} if minibatches > 1 else {}  # whitened over the whole batch
-    elif isinstance(algo, algos.ScaleRLConfig):
-        found["clip_high"] = algo.cap - 1
+    for name, (key, factor, offset) in _CLAIMS["scaled"].get(algo.name, {}).items():
+        found[name] = factor * read(key) + offset
+    if isinstance(algo, algos.PPOConfig) and minibatches > 1:
+        found["advantage"] = "given"  # whitened over the whole batch
     if algo.name in _CLAIMS["options"]:
         found["options"] = {name: getattr(algo, name) for name in _CLAIMS["options"][algo.name]}
     return found
