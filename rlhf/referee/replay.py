@@ -36,7 +36,7 @@ from rlhf.config import algorithms as algos
 from rlhf.config.generators import HFConfig
 from rlhf.config.models import Device
 from rlhf.config.root import Config
-from rlhf.config.schema import sections, value_at, values
+from rlhf.config.schema import plain, sections, value_at, values
 from rlhf.config.scorers import NoScorerConfig, judges, scorers
 from rlhf.config.tasks import TaskConfig, TLDRMiniConfig
 from rlhf.core.batch import Batch, batch_of, tensors_of
@@ -131,7 +131,7 @@ def refused(cfg: Config, scores: bool) -> Iterator[str]:
     """Yield a message for each setting that names code, or an address, which a replay would use."""
     for key, accepted in _CLAIMS["replayed"].items():
         if (value := value_at(cfg, key)) not in accepted:
-            yield f"{key} must be {', '.join(map(str, accepted))} (others name code), got {value}"
+            yield f"{key} must be {', '.join(map(plain, accepted))} (others name code), got {plain(value)}"
     for at, each in scorers(cfg):
         if scores and at.startswith("scorer") and each.name not in _CLAIMS["scorers"]:
             rule = f"{at} must be {', '.join(_CLAIMS['scorers'])} (others run code or ask a service)"
